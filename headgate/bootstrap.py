@@ -1,0 +1,327 @@
+"""Makes `.venv` complete before Headgate runs; decides what is missing there, and touches nothing outside it.
+
+Runs with any Python from 3.11 on and imports the standard library only, because nothing else is there yet:
+
+    python3 headgate/bootstrap.py
+
+Everything but llama-cpp-python comes from `requirements.lock` in a minute. llama-cpp-python is compiled from source
+with ggml's RPC backend (simulated GPUs need it) and whatever backends CMAKE_ARGS asks for; pip may hold a wheel of it
+that was compiled without them, so what was installed is looked at, by name and symbol, never by loading it: a compute
+driver has no business in this process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import re
+import selectors
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LOCK = "requirements.lock"
+ENGINE = "llama-cpp-python"
+OUR_CMAKE_ARGS = "-DGGML_RPC=ON"
+REPORT_SECONDS = 20.0
+"""Where no terminal shows a live line, the build says how far it is this often."""
+
+_BACKEND = re.compile(
+    r"-DGGML_(RPC|CUDA|HIP|VULKAN|SYCL|MUSA|CANN|OPENCL|OPENVINO)(?::\w+)?=(?:ON|1|TRUE|YES)\b", re.IGNORECASE
+)
+_STEP = re.compile(r"\[(\d+)/(\d+)\]|\[ *(\d+)%\]")
+
+
+class SetupError(Exception):
+    """Something a person has to mend; the message says how."""
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What `.venv` was made from. `cmake_args` are the user's own, kept for later rebuilds."""
+
+    digest: str
+    cmake_args: str
+
+    @classmethod
+    def read(cls, path: Path) -> Stamp | None:
+        """The stamp of a complete `.venv`, or None."""
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def write(self, path: Path) -> None:
+        """Marks `.venv` as complete."""
+        path.write_text(json.dumps(self.__dict__), encoding="utf-8")
+
+
+def digest(root: Path) -> str:
+    """Changes when the lock, the project's metadata, this script or the place of the clone change."""
+    parts = [
+        str(root).encode(),
+        *((root / name).read_bytes() for name in (LOCK, "pyproject.toml", "headgate/bootstrap.py")),
+    ]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+
+def split_lock(text: str) -> tuple[list[str], str]:
+    """The lock's lines without the engine, and the engine's line; raises SetupError when the engine is not locked."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    engine = [line for line in lines if re.split(r"[=<>~!; ]", line)[0].lower().replace("_", "-") == ENGINE]
+    if len(engine) != 1:
+        raise SetupError(f"{LOCK} must name {ENGINE} once")
+    return [line for line in lines if line not in engine], engine[0]
+
+
+def wanted_backends(cmake_args: str) -> list[str]:
+    """The ggml backends that these CMake arguments switch on, in lower case."""
+    return sorted({found.lower() for found in _BACKEND.findall(cmake_args)})
+
+
+def missing_backends(package: Path, wanted: Sequence[str]) -> list[str]:
+    """Those of `wanted` that the libraries in `package` (the `llama_cpp` folder) do not hold.
+
+    A backend is a library of its own (`libggml-rpc.so`) or, in a static build, a symbol inside another one.
+    """
+    libraries = [path for path in package.rglob("*") if re.search(r"\.(so|dylib|dll)(\.|$)", path.name)]
+    return [name for name in wanted if not any(_holds(path, name) for path in libraries)]
+
+
+def _holds(library: Path, backend: str) -> bool:
+    if re.match(rf"(lib)?ggml-{backend}\b", library.name):
+        return True
+    symbol = {"hip": b"ggml_backend_hip_", "rpc": b"ggml_backend_rpc_add_server"}.get(
+        backend, f"ggml_backend_{backend}_".encode()
+    )
+    if library.is_symlink() or library.stat().st_size == 0 or "ggml" not in library.name:
+        return False
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.find(symbol) >= 0
+
+
+def progress(line: str) -> float | None:
+    """The share of a build that a line of Ninja's or Make's output stands for, 0.0 to 1.0, or None."""
+    if (match := _STEP.search(line)) is None:
+        return None
+    if match[3]:
+        return int(match[3]) / 100
+    return int(match[1]) / max(int(match[2]), 1)
+
+
+def compiler(environ: Mapping[str, str], which: Callable[[str], str | None] = shutil.which) -> str:
+    """The C++ compiler that a build would use; raises SetupError saying what to install when there is none."""
+    named = environ.get("CXX")
+    for name in [named.split()[0]] if named and named.split() else ["c++", "g++", "clang++"]:
+        if found := which(name):
+            return found
+    advice = "xcode-select --install" if sys.platform == "darwin" else (
+        "apt install build-essential (Debian, Ubuntu), dnf install gcc-c++ (Fedora), or apk add build-base (Alpine)"
+    )  # fmt: skip
+    what = f"CXX names {named!r}, which is not there" if named else "no C++ compiler was found"
+    raise SetupError(f"{what}, and llama-cpp-python is compiled here; run: {advice}")
+
+
+class Progress:
+    """Says how far a long step is: one live line on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._start = time.monotonic()
+        self._last = self._start
+        self._live = sys.stderr.isatty()
+        self._share: float | None = None
+
+    @property
+    def elapsed(self) -> str:
+        """Minutes and seconds since the start."""
+        seconds = int(time.monotonic() - self._start)
+        return f"{seconds // 60}:{seconds % 60:02d}"
+
+    def read(self, line: str) -> None:
+        """Takes from a line of output how far the step is."""
+        if (share := progress(line)) is not None:
+            self._share = share
+
+    def tell(self) -> None:
+        """Shows how far the step is, if it is time to; also while it prints nothing."""
+        now = time.monotonic()
+        if now - self._last < (0.2 if self._live else REPORT_SECONDS):
+            return
+        self._last = now
+        percent = "" if self._share is None else f"{self._share:.0%}, "
+        self._write(f"{percent}{self.elapsed} so far", end="" if self._live else "\n")
+
+    def end(self, how: str) -> None:
+        """Replaces the live line by the result."""
+        self._write(f"{how} ({self.elapsed})", end="\n")
+
+    def _write(self, text: str, end: str) -> None:
+        line = f"  {self._what}: {text}"
+        print(f"\r{line:<70}" if self._live else line, end=end, file=sys.stderr, flush=True)
+
+
+def run_logged(what: str, argv: Sequence[str], log: Path, environ: Mapping[str, str]) -> None:
+    """Runs a command with its output in `log` and its progress on stderr; raises SetupError with the log's tail."""
+    shown = Progress(what)
+    with log.open("a", encoding="utf-8") as out:
+        out.write(f"$ {' '.join(argv)}\n")
+        with subprocess.Popen(
+            argv, env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as process:
+            try:
+                for line in _lines(process, shown.tell):
+                    out.write(line)
+                    shown.read(line)
+            except BaseException:
+                process.terminate()
+                raise
+        status = process.returncode
+    if status != 0:
+        shown.end("failed")
+        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:]
+        raise SetupError("\n".join([*tail, "", f"{what} failed with status {status}; the whole log is {log}"]))
+    shown.end("done")
+
+
+def _lines(process: subprocess.Popen[bytes], meanwhile: Callable[[], None]) -> Iterator[str]:
+    """The process's output line by line; `meanwhile` is called about every second, also while nothing comes."""
+    assert process.stdout is not None
+    held = b""
+    with selectors.DefaultSelector() as ready:
+        ready.register(process.stdout, selectors.EVENT_READ)
+        while True:
+            meanwhile()
+            if not ready.select(1.0):
+                continue
+            chunk = os.read(process.stdout.fileno(), 1 << 16)
+            *whole, held = (held + chunk).split(b"\n")
+            for line in whole:
+                yield line.decode("utf-8", "replace") + "\n"
+            if not chunk:
+                if held:
+                    yield held.decode("utf-8", "replace") + "\n"
+                return
+
+
+class Setup:
+    """The steps from nothing to a complete `.venv` below `root`."""
+
+    def __init__(self, root: Path, environ: Mapping[str, str]) -> None:
+        self.root = root
+        self.venv = root / ".venv"
+        self.python = self.venv / "bin" / "python"
+        self.stamp = self.venv / "headgate.json"
+        self.log = self.venv / "headgate-setup.log"
+        self.environ = {**environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
+        self.cmake_args = environ.get("CMAKE_ARGS", "").strip()
+
+    def run(self) -> None:
+        """Does what is missing; quick when nothing is."""
+        found = Stamp.read(self.stamp) if self.python.exists() else None
+        wanted = Stamp(digest(self.root), self.cmake_args or (found.cmake_args if found else ""))
+        if found == wanted:
+            return
+        print("Headgate sets itself up in .venv; this takes a few minutes once.", file=sys.stderr)
+        compiler(self.environ)
+        self.stamp.unlink(missing_ok=True)
+        self._venv()
+        self.log.unlink(missing_ok=True)
+        rest, engine = split_lock((self.root / LOCK).read_text(encoding="utf-8"))
+        without_engine = self.venv / "requirements-without-engine.txt"
+        without_engine.write_text("\n".join(rest) + "\n", encoding="utf-8")
+        self._pip("installing packages", "install", "--no-deps", "-r", str(without_engine))
+        self._engine(engine, wanted.cmake_args, changed=found is not None and found.cmake_args != wanted.cmake_args)
+        self._pip("installing headgate", "install", "--no-deps", "--editable", str(self.root))
+        self._pip("checking versions", "check")
+        wanted.write(self.stamp)
+
+    def _venv(self) -> None:
+        if self.python.exists() and self._has_pip():
+            return
+        if self.venv.exists():
+            shutil.rmtree(self.venv)
+        base = getattr(sys, "_base_executable", None) or sys.executable
+        made = subprocess.run([base, "-m", "venv", str(self.venv)], capture_output=True, text=True, check=False)
+        if made.returncode != 0 or not self._has_pip():
+            shutil.rmtree(self.venv, ignore_errors=True)
+            raise SetupError(
+                f"{base} cannot make a virtual environment:\n{(made.stdout + made.stderr).strip()}\n"
+                f"on Debian and Ubuntu, run: apt install python3-venv"
+            )
+
+    def _has_pip(self) -> bool:
+        argv = [str(self.python), "-c", "import pip"]
+        try:
+            return subprocess.run(argv, capture_output=True, check=False).returncode == 0
+        except OSError:  # an interpreter of another machine, or one that is gone
+            return False
+
+    def _engine(self, requirement: str, cmake_args: str, *, changed: bool) -> None:
+        """Installs the engine with every backend asked for; compiles it anew, once, where a cached build lacks one."""
+        arguments = f"{OUR_CMAKE_ARGS} {cmake_args}".strip()
+        wanted = wanted_backends(arguments)
+        self.environ["CMAKE_ARGS"] = arguments
+        fresh = ["--no-cache-dir", "--force-reinstall"]
+        self._build(requirement, arguments, fresh if changed else [])
+        if not (missing := missing_backends(self._package(), wanted)):
+            return
+        if not changed:
+            print(
+                f"  a cached {ENGINE} without {', '.join(missing)} was installed; it is compiled again", file=sys.stderr
+            )
+            self._build(requirement, arguments, fresh)
+            missing = missing_backends(self._package(), wanted)
+        if missing:
+            raise SetupError(
+                f"{requirement} was compiled with CMAKE_ARGS={arguments!r} and still has no ggml backend "
+                f"{', '.join(missing)}; the log of the build is {self.log}"
+            )
+
+    def _build(self, requirement: str, arguments: str, options: Sequence[str]) -> None:
+        print(
+            f"  {requirement}, {arguments}: compiled from source unless pip has kept a build; "
+            f"4 to 8 minutes on two cores",
+            file=sys.stderr,
+        )
+        name = re.split(r"[=<>~!; ]", requirement)[0]
+        self._pip(name, "install", "--verbose", "--no-deps", "--no-binary", name, *options, requirement)
+
+    def _package(self) -> Path:
+        """Where `llama_cpp` was installed, found without importing it."""
+        script = "import importlib.util; print(importlib.util.find_spec('llama_cpp').origin)"
+        said = subprocess.run(
+            [str(self.python), "-c", script], capture_output=True, text=True, check=True, cwd=self.venv
+        )
+        return Path(said.stdout.strip()).parent
+
+    def _pip(self, what: str, *words: str) -> None:
+        run_logged(what, [str(self.python), "-m", "pip", *words], self.log, self.environ)
+
+
+def main(
+    environ: Mapping[str, str] = os.environ,
+    root: Path = ROOT,
+    setup: Callable[[Path, Mapping[str, str]], Setup] = Setup,
+) -> int:
+    """Sets up the clone at `root`; exit status 1 with one explanation when that is impossible."""
+    try:
+        setup(root, environ).run()
+    except SetupError as error:
+        print(f"headgate: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nheadgate: stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

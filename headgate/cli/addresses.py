@@ -1,0 +1,141 @@
+"""Finds the two services and the secrets to talk to them; starts nothing and waits for nothing.
+
+An address comes from, in this order: variables set in this shell or `.env`, the record that a running `headgate up`
+keeps in the state directory, the configuration file, the default.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headgate.cli.client import Api
+from headgate.cli.command import Session
+from headgate.shared.errors import HeadgateError
+from headgate.shared.state import GATEWAY_KEY, INFERENCE_TOKEN, StateDir, write_atomic
+
+if TYPE_CHECKING:
+    from gateway.settings import GatewayConfig
+
+INFERENCE_PORT = 8085
+RECORD = "up.json"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a running `headgate up` says of itself. It is alive as long as its writer holds the file's lock."""
+
+    pid: int
+    gateway_url: str
+    inference_url: str
+
+    @contextlib.contextmanager
+    def published(self, state: StateDir) -> Iterator[None]:
+        """Leaves the record in the state directory until the block, or this process, ends."""
+        path = state.file(RECORD)
+        write_atomic(path, json.dumps(asdict(self)).encode())
+        with path.open("rb") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+
+    @classmethod
+    def read(cls, state: StateDir) -> Record | None:
+        """The record of an `up` that runs, or None."""
+        try:
+            with state.file(RECORD).open("rb") as found:
+                fcntl.flock(found, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return None
+        except BlockingIOError:
+            with contextlib.suppress(OSError, ValueError, TypeError):  # gone this moment, or of another version
+                return cls(**json.loads(state.file(RECORD).read_bytes()))
+        return None
+
+
+def reachable(host: str) -> str:
+    """A host to connect to for one that is listened on: loopback for the wildcards, brackets around IPv6."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)  # noqa: S104  # a lookup, not a bind
+    return f"[{host}]" if ":" in host else host
+
+
+def url_of(host: str, port: int | str) -> str:
+    """The base URL of a service that listens on `host`:`port`."""
+    return f"http://{reachable(host)}:{port}"
+
+
+def gateway_url(session: Session) -> str:
+    """Where the gateway answers."""
+    if not _any_set(session, "GATEWAY_HOST", "GATEWAY_PORT") and (record := Record.read(session.state)):
+        return record.gateway_url
+    configured = _settings(session)
+    return url_of(configured.host, configured.port)
+
+
+def inference_url(session: Session) -> str:
+    """Where the inference service answers."""
+    if _any_set(session, "INFERENCE_HOST", "INFERENCE_PORT"):
+        port = check_port(session.environ.get("INFERENCE_PORT") or str(INFERENCE_PORT))
+        return url_of(session.environ.get("INFERENCE_HOST", ""), port)
+    if not _any_set(session, "GATEWAY_INFERENCE__URL") and (record := Record.read(session.state)):
+        return record.inference_url
+    return _settings(session).inference.url
+
+
+def _any_set(session: Session, *names: str) -> bool:
+    return any(session.environ.get(name) for name in names)
+
+
+def _settings(session: Session) -> GatewayConfig:
+    from gateway import settings  # a tenth of a second that a live record saves
+
+    return settings.load(session.config_dir, session.environ)
+
+
+@dataclass(frozen=True)
+class Key:
+    """The gateway's key and where it comes from: a variable's name, or the file that holds it."""
+
+    value: str
+    variable: str | None = None
+    file: Path | None = None
+
+
+def gateway_key(environ: Mapping[str, str], state: StateDir, *, admin: bool = False) -> Key | None:
+    """The key to talk to the gateway with; None when none was set and none has been generated yet."""
+    for name in ("GATEWAY_ADMIN_KEY", "GATEWAY_API_KEY") if admin else ("GATEWAY_API_KEY", "GATEWAY_ADMIN_KEY"):
+        if value := environ.get(name):
+            return Key(value, variable=name)
+    found = state.read_secret(GATEWAY_KEY)
+    return None if found is None else Key(found, file=state.file(GATEWAY_KEY))
+
+
+def has_keys(session: Session) -> bool:
+    """Whether gateway.yaml names keys of its own, so that none is generated; raises ConfigError."""
+    return bool(_settings(session).keys)
+
+
+def gateway(session: Session, *, admin: bool = False) -> Api:
+    """The gateway, with the key that this user has."""
+    key = gateway_key(session.environ, session.state, admin=admin)
+    return Api("gateway", gateway_url(session), key.value if key else None, "headgate up")
+
+
+def inference(session: Session) -> Api:
+    """The inference service, with the token that both services share."""
+    token = session.environ.get("INFERENCE_TOKEN") or session.state.read_secret(INFERENCE_TOKEN)
+    return Api("inference service", inference_url(session), token, "headgate up")
+
+
+def check_port(text: str) -> int:
+    """A TCP port number from a variable or an option; raises HeadgateError for anything else."""
+    if text.isdigit() and 0 < int(text) < 65536:
+        return int(text)
+    raise HeadgateError(f"{text!r} is not a port; a number from 1 to 65535 is needed")

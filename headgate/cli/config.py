@@ -1,0 +1,161 @@
+"""`headgate config check|show|schema`: reads the configuration as the services would and says what they would get."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from headgate.cli.command import Command, Session
+from headgate.shared.errors import ConfigError, Exit, Problem
+from headgate.shared.state import write_atomic
+
+MASK = "********"
+_SECRETS = ("api_key", "token", "secret", "password", "hash")
+
+
+@dataclass(frozen=True)
+class File:
+    """One configuration file: the module that defines it and the class of its content there."""
+
+    name: str
+    module: str
+    model: str
+
+    def load(self, directory: Path, environ: Mapping[str, str], overrides: Mapping[str, Any]) -> Any:
+        """The settings in force; raises ConfigError."""
+        return importlib.import_module(self.module).load(directory, environ, overrides)
+
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema of the file."""
+        model = getattr(importlib.import_module(self.module), self.model)
+        return {
+            "$schema": "https://json-schema.org/draft/2020-12/schema",
+            **model.model_json_schema(),
+            "title": f"{self.name}.yaml of Headgate",
+        }
+
+
+MODELS = File("models", "inference.settings", "ModelsFile")
+GATEWAY = File("gateway", "gateway.settings", "GatewayConfig")
+FILES = (MODELS, GATEWAY)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The three things to do with a configuration."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for name, said in {
+        "check": "name every mistake with its file and line",
+        "show": "print what is in force, secrets masked",
+        "schema": "print or write JSON schemas",
+    }.items():
+        actions.add_parser(name, help=said, description=said[0].upper() + said[1:] + ".")
+    schema = actions.choices["schema"]
+    names = [file.name for file in FILES]
+    schema.add_argument("file", metavar="FILE", nargs="?", choices=names, help="models or gateway (default: both)")
+    schema.add_argument("--write", metavar="DIR", help="write DIR/models.schema.json and DIR/gateway.schema.json")
+
+
+def run(session: Session) -> int:
+    """Runs the chosen action."""
+    action = {"check": check, "show": show, "schema": schema}[session.args.action]
+    return action(session)
+
+
+def check(session: Session) -> int:
+    """Prints every problem of both files to stdout; exit 2 when there is one."""
+    directory, terminal = session.config_dir, session.terminal
+    problems: list[Problem] = []
+    for file in FILES:
+        try:
+            file.load(directory, session.environ, {})
+        except ConfigError as error:
+            problems += error.problems
+    if session.json:
+        terminal.json(
+            [
+                {"file": str(p.file) if p.file else None, "line": p.line, "key": p.key, "message": p.message}
+                for p in problems
+            ]
+        )
+    else:
+        for problem in problems:
+            terminal.data(str(problem))
+        if not problems:
+            terminal.say(f"{directory}: no problems")
+    return Exit.USAGE if problems else Exit.OK
+
+
+def show(session: Session) -> int:
+    """Prints the settings in force, defaults and variables included."""
+    directory = session.config_dir
+    inference = MODELS.load(directory, session.environ, {})
+    gateway = GATEWAY.load(directory, session.environ, {})
+    effective = {
+        "inference": {f"INFERENCE_{name.upper()}": value for name, value in plain(inference.settings).items()},
+        "models": {name: _without(plain(spec), "id") for name, spec in inference.models.items()},
+        "gateway": plain(gateway),
+    }
+    if session.json:
+        session.terminal.json(effective)
+        return Exit.OK
+    import yaml
+
+    session.terminal.say(f"from {directory}, the environment and the defaults; secrets are masked")
+    session.terminal.data(yaml.safe_dump(effective, sort_keys=False, allow_unicode=True, width=120), end="")
+    return Exit.OK
+
+
+def _without(values: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key != name}
+
+
+def plain(value: Any, name: str = "") -> Any:
+    """`value` as YAML can say it and the reader takes it back: `never` for infinity, secrets masked."""
+    from headgate.shared.configfile import unset_name  # brings pydantic, which `--help` need not wait for
+
+    if hasattr(value, "model_dump"):
+        value = value.model_dump(mode="python")
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner, str(key)) for key, inner in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(inner, name) for inner in value]
+    if isinstance(value, float):
+        return "never" if math.isinf(value) else int(value) if value.is_integer() else value
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    text = str(value)
+    if unset := unset_name(text):
+        return f"${{env:{unset}}}"
+    return MASK if text and name.lower().endswith(_SECRETS) else text
+
+
+def schema(session: Session) -> int:
+    """Prints the schemas, or writes one file each."""
+    chosen = [file for file in FILES if session.args.file in (None, file.name)]
+    if session.args.write:
+        for file in chosen:
+            path = Path(session.args.write) / f"{file.name}.schema.json"
+            write_atomic(path, render(file).encode())
+            path.chmod(0o644)
+            session.terminal.say(f"wrote {path}")
+    elif session.args.file:
+        session.terminal.data(render(chosen[0]), end="")
+    else:
+        session.terminal.json({file.name: file.schema() for file in chosen})
+    return Exit.OK
+
+
+def render(file: File) -> str:
+    """The text of a schema file."""
+    return json.dumps(file.schema(), indent=2, ensure_ascii=False) + "\n"
+
+
+COMMANDS = {"config": Command(arguments, run)}

@@ -1,0 +1,207 @@
+"""The verbs of `headgate` and the way to them; imports a verb's module only when that verb runs."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headgate.cli.terminal import Terminal
+
+PROGRAM = "headgate"
+DESCRIPTION = "An OpenAI-compatible gateway in front of local llama.cpp models."
+EPILOG = """\
+Data goes to stdout, progress to stderr. Exit codes: 0 ok, 1 failure, 2 usage, 3 not running, 4 does not fit,
+70 must be restarted from outside, 75 try later. `headgate VERB --help` explains a verb."""
+WIDTH = 110
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A verb's name, the module whose COMMANDS holds it, and one line about it; `example` shows in its help."""
+
+    name: str
+    module: str
+    summary: str
+    example: str = ""
+
+
+GROUPS: Mapping[str, tuple[Verb, ...]] = {
+    "start": (
+        Verb("up", "up", "inference and gateway under one supervisor", "headgate up --port 8080"),
+        Verb("gateway", "services", "the gateway alone, in the foreground", "headgate gateway --host 0.0.0.0"),
+        Verb("inference", "services", "the inference service alone, in the foreground", "headgate inference"),
+    ),
+    "models": (
+        Verb("ps", "models", "models that are not cold: where they are, what they hold, what they do", "headgate ps"),
+        Verb("list", "models", "every configured model", "headgate list --json"),
+        Verb("show", "models", "all that is known about one model", "headgate show demo"),
+        Verb("load", "models", "load a model now", "headgate load demo"),
+        Verb("unload", "models", "let a model finish what it does and give its memory back", "headgate unload demo"),
+        Verb("restart", "models", "unload a model, then load it in a fresh process", "headgate restart demo"),
+        Verb("stop", "models", "cancel what a model does and unload it", "headgate stop demo"),
+        Verb(
+            "plan",
+            "models",
+            "what a model needs and where it would go, without loading",
+            "headgate plan demo --ctx 8192",
+        ),
+    ),
+    "talk": (
+        Verb("run", "talk", "one answer, streaming", 'headgate run demo "What is a breaker?"'),
+        Verb("chat", "talk", "a conversation, streaming", "headgate chat demo"),
+    ),
+    "operate": (
+        Verb("devices", "operate", "devices, their health and who holds their memory", "headgate devices"),
+        Verb(
+            "breakers",
+            "operate",
+            "circuit breakers; `breakers reset NAME` closes one",
+            "headgate breakers reset local/demo",
+        ),
+        Verb("config", "config", "check, show or describe the configuration", "headgate config check"),
+        Verb("key", "key", "the gateway's API key", "headgate key show"),
+    ),
+}
+HIDDEN = (Verb("health", "health", "exit 0 when a URL answers 200 (for container health checks)"),)
+LATER = frozenset({"offload", "move", "quarantine", "kv", "chaos", "bench", "pull", "doctor", "config import"})
+"""Said to come with a later version, lest `offload` be taken for a misspelled `load`."""
+
+PATHS = frozenset({"config_dir", "write"})
+"""Arguments that may be any bytes: names of directories."""
+
+VERBS: Mapping[str, Verb] = {verb.name: verb for verb in (*(v for group in GROUPS.values() for v in group), *HIDDEN)}
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Help of one width, so that it reads the same in a terminal and in the documentation."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=WIDTH, max_help_position=30)
+
+
+def top_parser() -> argparse.ArgumentParser:
+    """The parser that knows the verbs' names and nothing about their arguments."""
+    lines = [DESCRIPTION, ""]
+    for title, group in GROUPS.items():
+        lines += [f"{title}:", *(f"  {verb.name:<10} {verb.summary}" for verb in group), ""]
+    parser = argparse.ArgumentParser(
+        PROGRAM, usage=f"{PROGRAM} VERB [options]", description="\n".join(lines[:-1]), epilog=EPILOG,
+        formatter_class=_Help,
+    )  # fmt: skip
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    return parser
+
+
+def verb_parser(verb: Verb) -> argparse.ArgumentParser:
+    """The complete parser of one verb; imports its module."""
+    parser = argparse.ArgumentParser(
+        f"{PROGRAM} {verb.name}",
+        description=verb.summary[0].upper() + verb.summary[1:] + ".",
+        epilog=f"example:\n  {verb.example}" if verb.example else None,
+        formatter_class=_Help,
+    )
+    _command(verb).arguments(parser)
+    common(parser)
+    return parser
+
+
+def common(parser: argparse.ArgumentParser) -> None:
+    """The options every verb takes, on `parser` and on its sub-parsers."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                inner.formatter_class = parser.formatter_class
+                common(inner)
+            return
+    parser.add_argument(
+        "--config-dir",
+        metavar="DIR",
+        help="where models.yaml and gateway.yaml are (HEADGATE_CONFIG_DIR; default: config, then the packaged ones)",
+    )
+    parser.add_argument("--json", action="store_true", help="print data as JSON")
+
+
+def _command(verb: Verb):  # type: ignore[no-untyped-def]  # the type lives in a module that is not needed for --help
+    return importlib.import_module(f"headgate.cli.{verb.module}").COMMANDS[verb.name]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code; never shows a traceback unless HEADGATE_DEBUG is set."""
+    from headgate.cli.terminal import ReaderLeftError, Terminal, open_missing_streams, writing
+    from headgate.shared.errors import HeadgateError
+
+    if argv is None:
+        open_missing_streams()
+    terminal = Terminal.of_process(os.environ)
+    try:
+        status = _dispatch(list(sys.argv[1:] if argv is None else argv), terminal)
+        with writing(sys.stdout):
+            sys.stdout.flush()
+    except HeadgateError as error:
+        terminal.say(f"{terminal.paint_err(PROGRAM + ':', 'red')} {error}")
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        terminal.say("")
+        return 130
+    except ReaderLeftError:
+        return 0
+    except Exception as error:
+        if os.environ.get("HEADGATE_DEBUG"):
+            raise
+        if isinstance(error, OSError) and error.filename is not None:
+            terminal.say(f"{PROGRAM}: cannot use {os.fsdecode(error.filename)}: {error.strerror}")
+        else:
+            terminal.say(f"{PROGRAM}: unexpected {type(error).__name__}: {error}; HEADGATE_DEBUG=1 shows where")
+        return 1
+    return status
+
+
+def _dispatch(words: list[str], terminal: Terminal) -> int:
+    if len(words) > 1 and words[0] == "help":
+        words = [words[1], "--help"]
+    if not words or words[0] in ("-h", "--help", "help"):
+        terminal.data(top_parser().format_help(), end="")
+        return 0 if words else 2
+    if words[0] == "--version":
+        from headgate import __version__
+
+        terminal.data(f"{PROGRAM} {__version__}")
+        return 0
+    if later := LATER & {words[0], " ".join(words[:2])}:
+        terminal.say(f"{PROGRAM}: `{PROGRAM} {next(iter(later))}` comes with a later version")
+        return 2
+    if words[0] not in VERBS:
+        near = difflib.get_close_matches(words[0], VERBS, n=1)
+        advice = f"did you mean `{PROGRAM} {near[0]}`?" if near else f"`{PROGRAM} --help` lists the verbs"
+        kind = "option" if words[0].startswith("-") else "verb"
+        terminal.say(f"{PROGRAM}: there is no {kind} {words[0]!r}; {advice}")
+        return 2
+    return _run(VERBS[words[0]], words[1:], terminal)
+
+
+def _run(verb: Verb, words: list[str], terminal: Terminal) -> int:
+    try:
+        args = verb_parser(verb).parse_args(words)
+    except SystemExit as end:  # argparse has spoken already: 0 after --help, 2 after a usage error
+        return int(end.code or 0)
+
+    from headgate.cli.command import Session, is_text
+    from headgate.shared.environ import load_environ
+
+    for name, value in vars(args).items():
+        given = value if isinstance(value, list) else [value]
+        if name not in PATHS and not all(is_text(one) for one in given if isinstance(one, str)):
+            terminal.say(f"{PROGRAM} {verb.name}: {name.upper()} is not text in UTF-8")
+            return 2
+    return int(_command(verb).run(Session(args, load_environ(), terminal)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""Verbs about models, from `ps` to `plan`: asks the inference service and prints what it says."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from headgate.cli import addresses
+from headgate.cli.client import segment
+from headgate.cli.command import Command, Session, at_least_one, no_arguments
+from headgate.cli.terminal import facts
+from headgate.shared.amounts import format_bytes, format_duration
+from headgate.shared.errors import Exit
+from inference.protocol import ModelState, ModelStatus
+
+LOAD_SECONDS = 600.0
+"""A load from a slow disk may take minutes; the service itself knows the real deadline."""
+
+_STYLES = {
+    ModelState.READY: "green",
+    ModelState.BUSY: "green",
+    ModelState.WARM: "cyan",
+    ModelState.FAILED: "red",
+    ModelState.COLD: "dim",
+}
+
+
+def _one_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a model's name or alias")
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    _one_model(parser)
+    parser.add_argument("--ctx", metavar="TOKENS", type=at_least_one, help="context length per request to plan for")
+    parser.add_argument("--parallel", metavar="N", type=at_least_one, help="concurrent sequences to plan for")
+
+
+def _statuses(session: Session) -> list[ModelStatus]:
+    answer = addresses.inference(session).get("/v1/models")
+    return [ModelStatus.from_json(entry) for entry in answer["data"]]
+
+
+def ps(session: Session) -> int:
+    """Models that are not cold."""
+    return _table(
+        session, [status for status in _statuses(session) if status.state is not ModelState.COLD], running=True
+    )
+
+
+def list_models(session: Session) -> int:
+    """Every model."""
+    return _table(session, _statuses(session), running=False)
+
+
+def _table(session: Session, statuses: list[ModelStatus], *, running: bool) -> int:
+    terminal = session.terminal
+    if session.json:
+        terminal.json([status.to_json() for status in statuses])
+        return Exit.OK
+    if running:
+        headers = ["MODEL", "STATE", "DEVICE", "BYTES", "CONTEXT", "IN FLIGHT", "QUEUED", "IDLE", "PID"]
+        rows = [
+            [
+                status.id,
+                status.state.value,
+                _devices(status),
+                _held(status),
+                str(status.context_length),
+                f"{status.in_flight}/{status.parallel}",
+                str(status.queued),
+                _seconds(status.idle_seconds),
+                str(status.pid or "-"),
+            ]
+            for status in statuses
+        ]
+        none = "no model is loaded; a request loads its model, and so does `headgate load MODEL`"
+    else:
+        headers = ["MODEL", "STATE", "CONTEXT", "PARALLEL", "NEEDS", "FITS", "ALIASES"]
+        rows = [
+            [
+                status.id,
+                status.state.value,
+                str(status.context_length),
+                str(status.parallel),
+                _bytes(status.predicted_bytes),
+                {True: "yes", False: "no", None: "-"}[status.fits],
+                ", ".join(status.aliases) or "-",
+            ]
+            for status in statuses
+        ]
+        none = "no models are configured; name one in models.yaml"
+    right = ["BYTES", "CONTEXT", "IN FLIGHT", "QUEUED", "IDLE", "PID", "PARALLEL", "NEEDS"]
+    terminal.table(headers, rows, right, none)
+    for status in statuses:
+        if status.reason:
+            terminal.say(f"{status.id}: {status.reason}")
+    return Exit.OK
+
+
+def show(session: Session) -> int:
+    """Everything about one model."""
+    answer = addresses.inference(session).get(f"/v1/models/{segment(session.args.model)}")
+    if session.json:
+        session.terminal.json(answer)
+        return Exit.OK
+    status = ModelStatus.from_json(answer)
+    paint = session.terminal.paint
+    fits = {True: "yes", False: "no", None: "not known yet"}[status.fits]
+    pairs = [
+        ("model", paint(status.id, "bold")),
+        ("aliases", ", ".join(status.aliases) or "-"),
+        ("state", paint(status.state.value, _STYLES.get(status.state, "yellow"))),
+        ("worker pid", str(status.pid or "-")),
+        ("device", _devices(status)),
+        ("memory", f"{_bytes(status.actual_bytes)} (predicted {_bytes(status.predicted_bytes)})"),
+        ("fits now", fits),
+        ("context", f"{status.context_length} tokens per request, {status.parallel} requests at once"),
+        ("gpu layers", "all" if status.gpu_layers < 0 else str(status.gpu_layers)),
+        ("capabilities", ", ".join(status.capabilities) or "-"),
+        ("in flight", str(status.in_flight)),
+        ("queued", str(status.queued)),
+        ("idle", _seconds(status.idle_seconds)),
+        ("loads", str(status.loads)),
+    ]
+    if status.reason:
+        pairs.append(("reason", status.reason))
+    if status.retry_after_seconds is not None:
+        pairs.append(("tried again in", format_duration(status.retry_after_seconds)))
+    for line in facts(pairs):
+        session.terminal.data(line)
+    return Exit.OK
+
+
+def load(session: Session) -> int:
+    """Loads a model and returns when it is ready."""
+    return _change(session, "loading", "load")
+
+
+def unload(session: Session) -> int:
+    """Unloads a model once it has finished what it does."""
+    return _change(session, "unloading", "unload")
+
+
+def restart(session: Session) -> int:
+    """Unloads a model once it has finished what it does, and loads it in a fresh process."""
+    return _change(session, "restarting", "restart")
+
+
+def stop(session: Session) -> int:
+    """Cancels what a model does and unloads it."""
+    return _change(session, "stopping", "unload?now=true")
+
+
+def _change(session: Session, doing: str, action: str) -> int:
+    session.terminal.status(f"{doing} {session.args.model} ...")
+    path = f"/models/{segment(session.args.model)}/{action}"
+    answer = addresses.inference(session).post(path, seconds=LOAD_SECONDS)
+    if session.json:
+        session.terminal.json(answer)
+        return Exit.OK
+    status = ModelStatus.from_json(answer)
+    held = f" on {_devices(status)}, {_held(status)}" if status.devices and status.actual_bytes else ""
+    session.terminal.say(f"{status.id}: {status.state.value}{held}")
+    return Exit.OK
+
+
+def plan(session: Session) -> int:
+    """A dry run: exit 0 when the model would fit, 4 when not."""
+    body = {"model": session.args.model}
+    if session.args.ctx is not None:
+        body["context_length"] = session.args.ctx
+    if session.args.parallel is not None:
+        body["parallel"] = session.args.parallel
+    session.terminal.status(f"estimating {session.args.model} ...")
+    answer = addresses.inference(session).post("/memory/plan", body, seconds=120.0)
+    fits = answer["result"] != "CANT_ACCOMMODATE"
+    if session.json:
+        session.terminal.json(answer)
+    else:
+        for line in plan_lines(session.args.model, answer):
+            session.terminal.data(line)
+    return Exit.OK if fits else Exit.DOES_NOT_FIT
+
+
+def plan_lines(model: str, answer: Mapping[str, Any]) -> list[str]:
+    """A plan for people: the verdict with its numbers, what would leave, what the bytes are for, and the trace."""
+    need = ", ".join(f"{format_bytes(count)} on {device}" for device, count in answer.get("need_bytes", {}).items())
+    if short := answer.get("short"):
+        lines = [f"{model} does not fit"]
+        lines += [
+            f"  {lack['device']}: needs {format_bytes(lack['need_bytes'])}, {format_bytes(lack['free_bytes'])} can be "
+            f"had, {format_bytes(lack['short_bytes'])} short ({lack['bound']})"
+            for lack in short
+        ]
+    elif answer["result"] == "CANT_ACCOMMODATE":
+        lines = [f"{model} cannot be placed now: {answer.get('reason', 'no reason was given')}"]
+    else:
+        verdict = {"DEPLOYED": "is loaded", "FREE": "fits", "FULL": "fits when others leave"}
+        lines = [f"{model} {verdict.get(answer['result'], answer['result'])}{': ' + need if need else ''}"]
+    if evict := answer.get("evict"):
+        lines.append(f"  would leave: {', '.join(evict)}")
+    if waits_for := answer.get("waits_for"):
+        lines.append(f"  waits for: {', '.join(waits_for)}")
+    if fix := answer.get("fix"):
+        lines.append(f"  would fit with {' and '.join(f'{key}: {value}' for key, value in fix.items())}")
+    for device, parts in (answer.get("estimate") or {}).get("devices", {}).items():
+        said = ", ".join(f"{kind.removesuffix('_bytes')} {format_bytes(count)}" for kind, count in parts.items())
+        lines.append(f"  estimate for {device}: {said}")
+    return [*lines, *(f"  {line}" for line in answer.get("trace", ()))]
+
+
+def _devices(status: ModelStatus) -> str:
+    return ", ".join(status.devices) or "-"
+
+
+def _held(status: ModelStatus) -> str:
+    return _bytes(status.actual_bytes if status.actual_bytes is not None else status.predicted_bytes)
+
+
+def _bytes(count: int | None) -> str:
+    return "-" if count is None else format_bytes(count)
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else format_duration(value)
+
+
+COMMANDS = {
+    "ps": Command(no_arguments, ps),
+    "list": Command(no_arguments, list_models),
+    "show": Command(_one_model, show),
+    "load": Command(_one_model, load),
+    "unload": Command(_one_model, unload),
+    "restart": Command(_one_model, restart),
+    "stop": Command(_one_model, stop),
+    "plan": Command(_plan_arguments, plan),
+}

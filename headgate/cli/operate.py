@@ -1,0 +1,100 @@
+"""Verbs of an operator: devices and breakers; asks the services and prints what they say."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from headgate.cli import addresses
+from headgate.cli.client import segment
+from headgate.cli.command import Command, Session, no_arguments
+from headgate.shared.amounts import format_bytes, format_duration
+from headgate.shared.errors import Exit
+
+ACCOUNTS = ("capacity", "free", "foreign", "reserved", "resident", "releasing")
+"""The ledger's accounts: the first is the sum of the others."""
+
+
+def devices(session: Session) -> int:
+    """Every device with its health and its accounts."""
+    answer = addresses.inference(session).get("/devices")
+    if session.json:
+        session.terminal.json(answer)
+        return Exit.OK
+    rows = []
+    for device in answer["devices"]:
+        accounts = device.get("ledger") or device
+        rows.append(
+            [
+                str(device["id"]),
+                str(device.get("name", "-")),
+                str(device.get("state", "-")),
+                *(_bytes(accounts, name) for name in ACCOUNTS),
+                str(device.get("uuid") or "-"),
+            ]
+        )
+    accounts = [name.upper() for name in ACCOUNTS]
+    headers = ["DEVICE", "NAME", "STATE", *accounts, "UUID"]
+    session.terminal.table(headers, rows, accounts, "the inference service knows no device")
+    for device in answer["devices"]:
+        if device.get("note"):
+            session.terminal.say(f"{device['id']}: {device['note']}")
+    return Exit.OK
+
+
+def _bytes(accounts: Mapping[str, Any], name: str) -> str:
+    value = accounts.get(f"{name}_bytes", accounts.get(name))
+    return "-" if value is None else format_bytes(int(value))
+
+
+def _breaker_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "action",
+        metavar="reset",
+        nargs="?",
+        choices=["reset"],
+        help="close a breaker by hand; without it they are listed",
+    )
+    parser.add_argument("name", metavar="NAME", nargs="?", help="the breaker to reset, as the list names it")
+
+
+def breakers(session: Session) -> int:
+    """Lists the breakers, or resets one."""
+    api = addresses.gateway(session, admin=True)
+    if session.args.action == "reset":
+        if not session.args.name:
+            session.terminal.say("headgate: which one? `headgate breakers` lists their names")
+            return Exit.USAGE
+        answer = api.post(f"/admin/breakers/{segment(session.args.name)}/reset")
+        if session.json:
+            session.terminal.json(answer)
+        else:
+            session.terminal.say(f"{session.args.name}: closed")
+        return Exit.OK
+    answer = api.get("/admin/breakers")
+    if session.json:
+        session.terminal.json(answer)
+        return Exit.OK
+    rows = [
+        [
+            str(entry["name"]),
+            str(entry["state"]),
+            str(entry.get("failures", 0)),
+            _seconds(entry.get("retry_after")),
+            str(entry.get("last_failure") or "-"),
+        ]
+        for entry in answer["breakers"]
+    ]
+    session.terminal.table(
+        ["BREAKER", "STATE", "FAILURES", "NEXT PROBE", "LAST FAILURE"], rows, ["FAILURES", "NEXT PROBE"],
+        "no breaker has seen a request yet",
+    )  # fmt: skip
+    return Exit.OK
+
+
+def _seconds(value: Any) -> str:
+    return "-" if value is None else format_duration(float(value))
+
+
+COMMANDS = {"devices": Command(no_arguments, devices), "breakers": Command(_breaker_arguments, breakers)}

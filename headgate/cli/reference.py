@@ -1,0 +1,50 @@
+"""Writes the help of every verb into docs/cli.md, between two marks; says nothing that the help does not say."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from headgate.cli.main import GROUPS, PROGRAM, top_parser, verb_parser
+
+BEGIN, END = "<!-- help: begin, written by `make reference` -->", "<!-- help: end -->"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
+
+
+def reference() -> str:
+    """The help texts as Markdown, one section per verb, in the order of the overview."""
+    parts = [_block(top_parser().format_help())]
+    for group in GROUPS.values():
+        for verb in group:
+            parser = verb_parser(verb)
+            parts += [f"## {PROGRAM} {verb.name}", _block(parser.format_help())]
+            parts += [_block(inner.format_help()) for inner in _actions(parser)]
+    return "\n\n".join(parts)
+
+
+def _block(text: str) -> str:
+    return f"```text\n{text.rstrip()}\n```"
+
+
+def _actions(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    found = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return [inner for action in found for inner in action.choices.values()]
+
+
+def rewritten(document: str) -> str:
+    """`document` with what stands between the marks replaced."""
+    before, _, rest = document.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{reference()}\n\n{END}{after}"
+
+
+def main() -> int:
+    """Rewrites docs/cli.md."""
+    DOCUMENT.write_text(rewritten(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"wrote {DOCUMENT}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Parses and prints durations and byte sizes as people write them; never reads a clock or a file."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?\s*")
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, None: 1.0}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)?\s*", re.IGNORECASE)
+_BYTES = {
+    "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+
+MIB = 2**20
+GIB = 2**30
+
+
+def parse_duration(value: Any) -> float:
+    """Seconds in `"300s"`, `"250ms"`, `"5m"`, `"1h"` or a bare number of seconds; `"never"` is infinity.
+
+    Raises ValueError with an example when the text is none of these, or negative, or NaN.
+    """
+    if isinstance(value, bool):
+        raise ValueError("a duration such as 30s, 250ms, 5m or never is needed, not true or false")
+    if isinstance(value, (int, float)):
+        if math.isnan(value) or value < 0:
+            raise ValueError(f"a duration cannot be {value}; write for example 30s, 250ms, 5m or never")
+        return float(value)
+    if isinstance(value, str):
+        if value.strip().lower() == "never":
+            return math.inf
+        if match := _DURATION.fullmatch(value):
+            return float(match[1]) * _SECONDS[match[2]]
+    raise ValueError(f"{value!r} is not a duration; write for example 30s, 250ms, 5m or never")
+
+
+def parse_bytes(value: Any) -> int:
+    """Bytes in `"600MiB"`, `"1.5GB"` or a bare number of bytes; raises ValueError with an example otherwise."""
+    if isinstance(value, bool):
+        raise ValueError("a size such as 512MiB or 2GiB is needed, not true or false")
+    if isinstance(value, (int, float)):
+        if not math.isfinite(value) or value < 0:
+            raise ValueError(f"a size cannot be {value}; write for example 512MiB or 2GiB")
+        return int(value)
+    if isinstance(value, str) and (match := _SIZE.fullmatch(value)):
+        return int(float(match[1]) * _BYTES[(match[2] or "B").lower()])
+    raise ValueError(f"{value!r} is not a size; write for example 512MiB or 2GiB")
+
+
+def format_bytes(count: int) -> str:
+    """`count` bytes for people: `"512 B"`, `"1.5 MiB"`, `"12.0 GiB"` (binary units)."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def format_duration(seconds: float) -> str:
+    """`seconds` for people: `"never"`, `"250ms"`, `"42s"`, `"5m"`, `"2h 3m"`."""
+    if math.isinf(seconds):
+        return "never"
+    if seconds < 1 and seconds > 0:
+        return f"{seconds * 1000:.0f}ms"
+    whole = round(seconds)
+    if whole < 120:
+        return f"{whole}s"
+    if whole < 7200:
+        return f"{whole // 60}m {whole % 60}s" if whole % 60 else f"{whole // 60}m"
+    return f"{whole // 3600}h {whole % 3600 // 60}m"

@@ -1,0 +1,241 @@
+"""Reads a YAML file into a pydantic model and turns every mistake into file, line and advice; never applies anything.
+
+Secrets are written `${env:NAME}`. A value that names an unset variable becomes the `Unset` marker string so that the
+owner of the key can decide (a provider without its key is absent); see `unset_name`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from headgate.shared.errors import ConfigError, Problem
+from headgate.shared.state import packaged_defaults
+
+_ENV = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
+_UNSET = "\x00unset:"
+Path_ = tuple[str | int, ...]
+M = TypeVar("M", bound=BaseModel)
+
+
+MOST_BYTES = 4 * 10**6
+"""A larger file is no configuration."""
+
+MOST_VALUES = 100_000
+"""Keys and values of a file, each alias counted as what it stands for; a thousand models have a tenth of it."""
+
+MOST_DEPTH = 64
+"""Values inside values; our deepest is six. Python's own limit is a thousand calls, and a traceback."""
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that refuses duplicate keys, and sizes that Python's stack or memory would feel."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+        self._count = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """The next node, with everything below it; refuses depth and number as they come."""
+        self._depth += 1
+        self._count += 1
+        if self._depth > MOST_DEPTH or self._count > MOST_VALUES:
+            raise _refused(_too_deep() if self._depth > MOST_DEPTH else _too_many(), self.get_mark())
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """The value of `node`; text that only looks like a number or a date is a problem with its line."""
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, OverflowError) as error:
+            raise _refused(f"not a value of its kind: {error}", node.start_mark) from error
+
+
+def _refused(what: str, mark: Any) -> yaml.constructor.ConstructorError:
+    return yaml.constructor.ConstructorError(None, None, what, mark)
+
+
+def _too_deep() -> str:
+    return f"nested too deeply: more than {MOST_DEPTH} values inside one another"
+
+
+def _too_many() -> str:
+    return f"more than {MOST_VALUES} keys and values, with each alias counted as what it stands for"
+
+
+def _measure(node: yaml.Node, known: dict[yaml.Node, tuple[int, int] | None]) -> tuple[int, int]:
+    """(values, depth) of `node` with its aliases written out, each node looked at once; refuses what is too much."""
+    if node in known:
+        if (found := known[node]) is None:
+            raise _refused("an alias stands inside of what it stands for", node.start_mark)
+        return found
+    known[node] = None
+    inner: list[yaml.Node] = []
+    if isinstance(node, yaml.MappingNode):
+        inner = [one for pair in node.value for one in pair]
+    elif isinstance(node, yaml.SequenceNode):
+        inner = node.value
+    sizes = [_measure(one, known) for one in inner]
+    count, depth = 1 + sum(size[0] for size in sizes), 1 + max((size[1] for size in sizes), default=0)
+    if depth > MOST_DEPTH or count > MOST_VALUES:
+        raise _refused(_too_deep() if depth > MOST_DEPTH else _too_many(), node.start_mark)
+    known[node] = (count, depth)
+    return count, depth
+
+
+def _mapping(loader: yaml.SafeLoader, node: yaml.Node) -> dict[Any, Any]:
+    assert isinstance(node, yaml.MappingNode)
+    seen: set[str] = set()
+    for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise _refused("a key must be a plain name; quote it", key.start_mark)
+        if key.value in seen:
+            raise _refused(f"the key {key.value!r} stands twice in this mapping; remove one", key.start_mark)
+        seen.add(key.value)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def unset_name(value: str | None) -> str | None:
+    """The NAME when `value` came from a `${env:NAME}` whose variable is unset or empty, else None."""
+    return value[len(_UNSET) :] if value is not None and value.startswith(_UNSET) else None
+
+
+def read_yaml(path: Path, environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[Path_, int]]:
+    """The mapping in `path` with `${env:NAME}` filled in, and the 1-based line of every key path.
+
+    Raises ConfigError when the file is missing, not readable, too large, not YAML or not a mapping at the top.
+    """
+    text = _read(path)
+    try:
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            if node is not None:
+                _measure(node, {})
+            data = loader.construct_document(node) if node is not None else {}
+        finally:
+            loader.dispose()
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError([Problem(f"not valid YAML: {error.reason}", file=path, line=line)]) from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        said = getattr(error, "problem", None) or "not valid YAML"
+        raise ConfigError([Problem(said, file=path, line=mark.line + 1 if mark else None)]) from error
+    if not isinstance(data, dict):
+        raise ConfigError([Problem("a mapping of settings is needed at the top of the file", file=path, line=1)])
+    lines: dict[Path_, int] = {}
+    if node is not None:
+        _collect_lines(node, (), lines)
+    return _fill_env(data, environ), lines
+
+
+def _read(path: Path) -> str:
+    """The text of `path`; raises ConfigError when there is none, or more than MOST_BYTES of it."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MOST_BYTES + 1)
+        if len(raw) > MOST_BYTES:
+            raise ConfigError([Problem(f"larger than {MOST_BYTES // 10**6} MB, too large to be settings", file=path)])
+        return raw.decode("utf-8")
+    except FileNotFoundError:
+        raise ConfigError([Problem(f"no such file; start from {packaged_defaults() / path.name}", file=path)]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([Problem(f"cannot be read: {error}", file=path)]) from error
+
+
+def _collect_lines(node: yaml.Node, at: Path_, lines: dict[Path_, int]) -> None:
+    lines.setdefault(at, node.start_mark.line + 1)
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            here = (*at, str(key.value))
+            lines[here] = key.start_mark.line + 1
+            _collect_lines(value, here, lines)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            lines[(*at, index)] = value.start_mark.line + 1
+            _collect_lines(value, (*at, index), lines)
+
+
+def _fill_env(value: Any, environ: Mapping[str, str]) -> Any:
+    if isinstance(value, str):
+        if (whole := _ENV.fullmatch(value)) and not environ.get(whole[1]):
+            return _UNSET + whole[1]
+        return _ENV.sub(lambda match: environ.get(match[1], ""), value)
+    if isinstance(value, dict):
+        return {str(key): _fill_env(inner, environ) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_fill_env(inner, environ) for inner in value]
+    return value
+
+
+def load(path: Path, model: type[M], environ: Mapping[str, str]) -> M:
+    """`path` validated as `model`; raises ConfigError with every problem found, each with its line."""
+    data, lines = read_yaml(path, environ)
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(problems_of(error, model, path, lines)) from error
+
+
+def problems_of(
+    error: ValidationError, model: type[BaseModel], path: Path | None, lines: Mapping[Path_, int]
+) -> list[Problem]:
+    """Each pydantic error as a Problem: dotted key, nearest known line, and a did-you-mean for unknown keys."""
+    return [_problem(item, model, path, lines) for item in error.errors(include_url=False)]
+
+
+def _problem(item: Any, model: type[BaseModel], path: Path | None, lines: Mapping[Path_, int]) -> Problem:
+    loc: Path_ = tuple(item["loc"])
+    written = tuple(part for part in loc if not (isinstance(part, str) and part == "[key]"))
+    line = next((lines[written[:end]] for end in range(len(written), 0, -1) if written[:end] in lines), None)
+    if item["type"] == "extra_forbidden":
+        known = _keys_at(model, loc[:-1])
+        near = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.6)
+        message = "unknown key" + (f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(known)}")
+    elif item["type"] == "missing":
+        message = "this key is needed and not there"
+    else:
+        message = str(item["msg"]).removeprefix("Value error, ")
+        if not isinstance(item.get("input"), (dict, list)) and item["type"] != "value_error":
+            message += f" (it is {item.get('input')!r})"
+    return Problem(message, key=".".join(map(str, written)), file=path, line=line)
+
+
+def _keys_at(model: type[BaseModel], loc: Path_) -> list[str]:
+    """Field names of the model found by walking `loc` from `model`; empty when the walk leaves models."""
+    here: Any = model
+    for part in loc:
+        candidates = list(_models_in(here))
+        owner = next((item for item in candidates if part in _fields(item)), None)
+        if owner is not None:
+            here = _fields(owner)[str(part)]
+            continue
+        here = typing.get_args(here)[-1] if typing.get_args(here) else here
+    return sorted({name for item in _models_in(here) for name in _fields(item)})
+
+
+def _fields(model: type[BaseModel]) -> dict[str, Any]:
+    return {field.alias or name: field.annotation for name, field in model.model_fields.items()}
+
+
+def _models_in(annotation: Any) -> typing.Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
+        for inner in typing.get_args(annotation):
+            yield from _models_in(inner)

@@ -1,0 +1,44 @@
+"""Sets up logging for a service process: one line per event to stderr, plain or JSON; decides nothing else."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Mapping
+
+
+class _Line(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
+        line = f"{stamp}.{int(record.msecs):03d} {record.levelname.lower():7} {record.name} {record.getMessage()}"
+        return line + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
+
+
+def set_up(environ: Mapping[str, str]) -> None:
+    """Configures the root logger once per process.
+
+    HEADGATE_LOG_LEVEL (default info) and HEADGATE_LOG_FORMAT (text or json, default text) are honored; libraries'
+    own request lines are silenced because each service logs one line per decision itself.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Json() if environ.get("HEADGATE_LOG_FORMAT") == "json" else _Line())
+    level = environ.get("HEADGATE_LOG_LEVEL", "info").upper()
+    known = logging.getLevelNamesMapping()
+    logging.basicConfig(level=known.get(level, logging.INFO), handlers=[handler], force=True)
+    for noisy in ("uvicorn", "uvicorn.access", "httpx", "httpx2", "openai", "anthropic", "aiohttp.access", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)

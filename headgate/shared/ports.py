@@ -1,0 +1,115 @@
+"""Opens listening TCP sockets and says who holds a port that is taken; never closes anybody else's."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from headgate.shared.errors import HeadgateError, PortInUseError
+
+_LISTEN = "0A"
+
+
+def listen(host: str, port: int, backlog: int = 2048) -> socket.socket:
+    """A non-blocking socket that listens on `host`:`port` (0 picks a free one); its descriptor is not inherited.
+
+    Raises PortInUseError naming the owner when the port is taken, HeadgateError when the address cannot be used.
+    """
+    family, address = _resolve(host, port)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(address)
+        sock.listen(backlog)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUseError(
+                f"port {port} on {host} is in use by {owner(port)}; stop it, or choose another port with --port"
+            ) from None
+        if error.errno == errno.EACCES:
+            raise HeadgateError(f"may not listen on port {port} ({error.strerror}); choose one above 1023") from error
+        raise HeadgateError(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose an address of this machine with --host"
+        ) from error
+    return sock
+
+
+def check_free(host: str, port: int) -> None:
+    """Raises what `listen` would raise, and leaves nothing open."""
+    listen(host, port).close()
+
+
+def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError, OverflowError) as error:
+        raise HeadgateError(
+            f"cannot listen on {host}:{port} ({error}); choose an address of this machine with --host"
+        ) from error
+    family, _, _, _, address = found[0]
+    return family, (str(address[0]), int(address[1]))
+
+
+def owner(port: int) -> str:
+    """Who listens on `port`, for a message: `pid 4711 (python -m gateway)`, or that it cannot be seen."""
+    pid = _owner_pid(port)
+    if pid is None:
+        return "a process that this user cannot see"
+    return f"pid {pid} ({_command(pid)})"
+
+
+def _owner_pid(port: int) -> int | None:
+    if Path("/proc/net/tcp").exists():
+        inodes = set(_listening_inodes(port))
+        return next((pid for pid in _pids() if inodes & set(_socket_inodes(pid))), None) if inodes else None
+    if lsof := shutil.which("lsof"):
+        with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError, IndexError):  # a message, no more
+            said = subprocess.run(
+                [lsof, "-nP", f"-iTCP:{port}", "-sTCP:LISTEN", "-t"], capture_output=True, text=True, timeout=5
+            )
+            return int(said.stdout.split()[0])
+    return None
+
+
+def _listening_inodes(port: int) -> Iterator[str]:
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        with contextlib.suppress(OSError):  # no IPv6 on this machine
+            for line in table.read_text(encoding="ascii").splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
+                    yield fields[9]
+
+
+def _pids() -> Iterator[int]:
+    return (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+
+
+def _socket_inodes(pid: int) -> Iterator[str]:
+    with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                target = str(entry.readlink())
+                if target.startswith("socket:["):
+                    yield target[8:-1]
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace").split("\0")
+        if text := " ".join(word for word in words if word):
+            return text if len(text) <= 80 else text[:77] + "..."
+    if ps := shutil.which("ps"):
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            said = subprocess.run([ps, "-o", "comm=", "-p", str(pid)], capture_output=True, text=True, timeout=5)
+            if text := said.stdout.strip():
+                return text
+    return "its name cannot be read"
