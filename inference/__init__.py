@@ -1,0 +1,1 @@
+"""The inference service: the sole GPU authority of a machine and the workers it supervises."""

@@ -1,0 +1,66 @@
+"""`python -m inference`: reads arguments and configuration, takes the machine lock and the port, and serves.
+
+Ends with a sentence and an exit status, never with a traceback, when something is wrong before it serves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from typing import Any
+
+from headgate.shared import log, ports, tether
+from headgate.shared.environ import load_environ
+from headgate.shared.errors import Exit, HeadgateError
+from headgate.shared.state import MachineLock, config_dir
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the inference service in the foreground; the exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        environ = load_environ()
+        log.set_up(environ)
+        tether.hold(environ)
+        return _serve(arguments, environ)
+    except HeadgateError as error:
+        sys.stderr.write(f"{error}\n")
+        return int(error.exit_code)
+    except KeyboardInterrupt:  # before the loop had its own handler
+        return Exit.OK
+
+
+def _serve(arguments: argparse.Namespace, environ: dict[str, str]) -> int:
+    from inference import app, settings  # late: `--help` is quick
+
+    overrides: dict[str, Any] = {"host": arguments.host, "port": arguments.port}
+    config = settings.load(config_dir(environ, arguments.config_dir), environ, overrides)
+    host, port = config.settings.host, config.settings.port
+    lock = MachineLock.acquire(environ, {"pid": os.getpid(), "url": f"http://{host}:{port}"})
+    try:
+        with ports.listen(host, port) as sock, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(app.serve(config, environ, overrides, sock))
+    finally:
+        lock.release()
+
+
+def _loop_factory() -> Any:
+    try:
+        import uvloop
+    except ImportError:  # platforms without it
+        return None
+    return uvloop.new_event_loop
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="inference", description="Headgate's inference service: the GPU authority.")
+    parser.add_argument("--host", help="address to listen on (INFERENCE_HOST, default 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port to listen on (INFERENCE_PORT, default 8085)")
+    parser.add_argument("--config-dir", help="directory with models.yaml (HEADGATE_CONFIG_DIR, default ./config)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

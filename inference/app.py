@@ -1,0 +1,235 @@
+"""Puts the service together and runs it until it is told to stop; decides nothing about models.
+
+`serve` owns the order of things: the port answers first, devices are found while `/readyz` says 503, and at the end
+readiness goes before the port, open streams before the workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from headgate.shared.environ import load_environ
+from headgate.shared.errors import ConfigError, Exit
+from headgate.shared.state import INFERENCE_TOKEN, StateDir
+from inference import http, settings, views
+from inference.authority import Authority
+from inference.bus import Bus
+from inference.core.patience import Patience
+from inference.crashes import CrashStore
+from inference.devices.inventory import Inventory
+from inference.environment import set_without_effect
+from inference.errors import InferenceError
+from inference.estimator import Estimator
+from inference.metrics import Metrics
+from inference.protocol import H_REQUEST_ID, Code, error_body
+from inference.relay import Relay
+from inference.routes import memory, models, service
+from inference.settings import InferenceConfig
+from inference.supervisor import WORKER_COMMAND, Supervisor
+
+log = logging.getLogger(__name__)
+
+LINGER_SECONDS = 2.0
+"""After readiness went, the port still answers so long: whoever balances load has to notice."""
+CUT_SECONDS = 8.0
+"""After the drain every stream is ended with an error frame; what is still open this much later is cut."""
+HOT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize")
+
+
+class Service:
+    """All parts of one inference service, built from a configuration and not started yet."""
+
+    def __init__(
+        self, config: InferenceConfig, state: StateDir, token: str, *, command: tuple[str, ...] = WORKER_COMMAND
+    ) -> None:
+        said = config.settings
+        self.draining = False
+        self.metrics = Metrics()
+        self.crashes = CrashStore(state)
+        patience = Patience(
+            start_seconds=said.worker_start_seconds,
+            load_seconds=said.load_timeout_seconds,
+            silence_seconds=said.worker_silence_seconds,
+            step_seconds=said.step_timeout_seconds,
+            step_seconds_per_token=said.step_timeout_seconds_per_token,
+        )
+        self.authority = Authority(
+            config,
+            inventory=Inventory.of(said),
+            estimator=Estimator(state, seconds=said.estimate_timeout_seconds),
+            supervisor=Supervisor(state, patience, command=command),
+            crashes=self.crashes,
+            bus=Bus(),
+            metrics=self.metrics,
+        )
+        self.metrics.gauges = lambda: views.gauges(self.authority)
+        self.app = self._app(token, said.max_body_bytes)
+
+    def _app(self, token: str, max_body_bytes: int) -> http.App:
+        app = FastAPI(title="Headgate inference", docs_url=None, redoc_url=None, openapi_url=None)
+        relay = Relay(self.authority, max_body_bytes=max_body_bytes)
+        app.router.routes.extend(Route(path, endpoint=relay, methods=["POST"]) for path in HOT_PATHS)
+        app.include_router(service.router(self.authority, self.metrics, lambda: self.draining))
+        app.include_router(models.router(self.authority, self.crashes))
+        app.include_router(memory.router(self.authority))
+        app.add_exception_handler(InferenceError, _inference_error)  # type: ignore[arg-type]
+        app.add_exception_handler(HTTPException, _http_error)  # type: ignore[arg-type]
+        app.add_exception_handler(RequestValidationError, _invalid)  # type: ignore[arg-type]
+        app.add_exception_handler(Exception, _unexpected)
+        return http.Guard(app, token)
+
+
+async def serve(
+    config: InferenceConfig, environ: Mapping[str, str], overrides: Mapping[str, Any], sock: socket.socket
+) -> int:
+    """Runs the service on `sock` until SIGTERM or SIGINT; the exit status. Raises HeadgateError before it answers."""
+    state = StateDir.from_env(environ)
+    token = config.settings.token or state.secret(INFERENCE_TOKEN)
+    running = Service(config, state, token)
+    server = _Server(
+        uvicorn.Config(
+            running.app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=round(config.settings.drain_seconds + CUT_SECONDS),
+        )
+    )
+    stopping = _handle_signals(running, server, lambda: _reload(running, config.config_dir, overrides))
+    answering = asyncio.create_task(server.serve([sock]))
+    try:
+        starting = asyncio.create_task(running.authority.start())
+        await asyncio.wait({starting, answering}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+        elif problems := starting.result():
+            raise ConfigError(problems)
+        else:
+            host, port = sock.getsockname()[:2]
+            if idle := set_without_effect(environ):
+                log.warning("set, and without effect in this version: %s", ", ".join(idle))
+            log.info("inference answers on http://%s:%d (%d models)", host, port, len(config.models))
+        await answering
+    finally:
+        server.should_exit = True
+        stopping.cancel()
+        await asyncio.gather(answering, return_exceptions=True)
+        await running.authority.close()
+    log.info("inference has stopped")
+    return Exit.OK
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: it would close the port before anybody could see that we are not ready."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals to `serve`."""
+        yield
+
+
+class _Stopping:
+    def __init__(self) -> None:
+        self.task: asyncio.Task[None] | None = None
+
+    def cancel(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+
+
+def _handle_signals(running: Service, server: uvicorn.Server, reload: Callable[[], None]) -> _Stopping:
+    loop = asyncio.get_running_loop()
+    stopping = _Stopping()
+
+    async def stop() -> None:
+        await asyncio.sleep(LINGER_SECONDS)
+        running.authority.bus.close()
+        server.should_exit = True
+        await asyncio.sleep(running.authority.settings.drain_seconds)
+        log.warning("the drain is over: open streams are ended")
+        running.authority.end()
+
+    def on_stop(name: str) -> None:
+        if running.draining:
+            log.warning("%s again: open streams are ended", name)
+            running.authority.bus.close()
+            running.authority.end()
+            server.should_exit = True
+            return
+        log.info("%s: not ready any more; open streams have up to %g s", name, running.authority.settings.drain_seconds)
+        running.draining = True
+        stopping.task = asyncio.ensure_future(stop())
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_stop, number.name)
+    loop.add_signal_handler(signal.SIGHUP, reload)
+    return stopping
+
+
+def _reload(running: Service, config_dir: Path, overrides: Mapping[str, Any]) -> None:
+    """Reads files and environment (`.env` with them) again; on any error the old configuration stays."""
+    try:
+        fresh = settings.load(config_dir, load_environ(), overrides)
+        problems = settings.check_devices(fresh, len(running.authority.inventory.accelerators()))
+        if problems:
+            raise ConfigError(problems)
+    except ConfigError as error:
+        log.error("the configuration is not reloaded, the old one stays:\n%s", error)  # noqa: TRY400 - says it all
+        return
+    said = running.authority.reload(fresh)
+    log.info("configuration reloaded: %s", "; ".join(said) or "no difference")
+
+
+# --- errors in the envelope ------------------------------------------------------------------------------------------
+def _envelope(request: Request, status: int, body: dict[str, Any], headers: Mapping[str, str]) -> JSONResponse:
+    return JSONResponse(body, status, headers={**headers, H_REQUEST_ID: http.request_id(request.scope)})
+
+
+async def _inference_error(request: Request, error: InferenceError) -> JSONResponse:
+    headers = {name.decode(): value.decode() for name, value in http.error_headers(error)}
+    return _envelope(request, error.status, error.body(), headers)
+
+
+async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
+    path = request.url.path[:200]
+    if error.status_code == 404:
+        body = error_body(Code.NOT_FOUND, f"there is nothing at {path}")
+    elif error.status_code == 405:
+        body = error_body(Code.METHOD_NOT_ALLOWED, f"{request.method} is not possible at {path}")
+    else:
+        body = error_body(Code.INVALID_REQUEST, str(error.detail))
+    return _envelope(request, error.status_code, body, error.headers or {})
+
+
+async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+    first = error.errors()[0]
+    where = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    if first["type"] == "json_invalid":
+        return _envelope(request, 400, error_body(Code.INVALID_JSON, "the body is not valid JSON"), {})
+    param = ".".join(where) or None
+    message = f"{param or 'the body'}: {first['msg']}"
+    return _envelope(request, 400, error_body(Code.INVALID_REQUEST, message, param=param), {})
+
+
+async def _unexpected(request: Request, error: Exception) -> JSONResponse:
+    log.error("request %s failed in the service: %r", http.request_id(request.scope), error)
+    message = "the inference service failed; its log says why"
+    return _envelope(request, 500, error_body(Code.INTERNAL_ERROR, message), {})

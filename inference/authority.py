@@ -1,0 +1,368 @@
+"""The single writer of everything about models: who is loaded, who waits, who must leave; touches no request's bytes.
+
+Every change happens in a synchronous method on the loop, so no await can come between a decision and its booking.
+Memory is reserved before a process is started, and given back where its exit is seen: that is one place, whatever ended
+the worker, so no path can forget it and none can do it twice. What takes time (estimates, probes, loads) runs elsewhere
+and comes back as an event; each event ends in `pump`, which looks at every model that is wanted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from headgate.shared.errors import Problem
+from headgate.shared.units import format_bytes
+from inference import views
+from inference.background import Background
+from inference.bus import Bus
+from inference.change import Change
+from inference.core.ledger import Account, Ledger
+from inference.core.lifecycle import Event, advance
+from inference.core.plan import Refusal, Result, Standing, plan
+from inference.core.queue import QueueFullError, Waiter
+from inference.crashes import CrashStore
+from inference.devices.base import Reading
+from inference.devices.cpu import CPU
+from inference.devices.inventory import Inventory
+from inference.errors import InferenceError, MemoryLimitExceededError, ModelNotFound, QueueFull, ShuttingDown
+from inference.estimator import Estimator
+from inference.loads import Loads
+from inference.metrics import Metrics
+from inference.model import Model, Ticket
+from inference.outlook import Outlook
+from inference.protocol import ModelState, ModelStatus, Priority
+from inference.settings import InferenceConfig, check_devices
+from inference.supervisor import Supervisor
+from inference.teller import Teller
+from inference.waiting import Waiting
+from inference.wishes import candidates, held_models, reduced, request_for, shortages_of
+
+log = logging.getLogger(__name__)
+
+PATIENT_BACKOFF_SECONDS = 2.0
+"""A rest this short is waited out by those who ask; a longer one is told to them."""
+FRESH_SECONDS = 1.0
+TICK_SECONDS = 0.5
+SETTLE_SECONDS = 0.2
+UNKNOWN_BYTES = 16 * 2**30
+WATCH_SECONDS = 2.0
+"""How often the memory of workers is held against their reservations."""
+_S, _E = ModelState, Event
+
+
+class Authority:
+    """Who may use which memory. All methods belong to the loop's thread."""
+
+    def __init__(
+        self,
+        config: InferenceConfig,
+        *,
+        inventory: Inventory,
+        estimator: Estimator,
+        supervisor: Supervisor,
+        crashes: CrashStore,
+        bus: Bus,
+        metrics: Metrics,
+    ) -> None:
+        self.config = config
+        self.settings = config.settings
+        self.inventory = inventory
+        self.crashes = crashes
+        self.bus = bus
+        self.metrics = metrics
+        self.ledger = Ledger()
+        self.models = {name: Model(spec) for name, spec in config.models.items()}
+        self.started = False
+        self.closing = False
+        self.background = Background(self, estimator)
+        self.loads = Loads(self, supervisor)
+        self.waiting = Waiting(self)
+        self.teller = Teller(self)
+        self.outlook = Outlook(self)
+        self.ids = itertools.count(1)
+        self._pumping = False
+        self._wake: asyncio.TimerHandle | None = None
+        self._wake_at = 0.0
+        self._watch_at = 0.0
+        self._ticker: asyncio.TimerHandle | None = None
+        bus.snapshot = self.teller.snapshot
+
+    # --- life ------------------------------------------------------------------------------------------------------
+    async def start(self) -> list[Problem]:
+        """Finds the devices and opens their accounts; returns configuration problems that only show now."""
+        self.loop = asyncio.get_running_loop()
+        await self.inventory.start()
+        self.background.refreshed_at = self.loop.time()
+        self.observe()
+        self.limit()
+        accelerators = self.inventory.accelerators()
+        for reading in self.inventory.readings():
+            log.info("device %s: %s, %s", reading.id, reading.name, format_bytes(reading.total_bytes))
+        if not accelerators:
+            log.info("no accelerator is used: models run on the CPU")
+        self.started = True
+        self.pump()  # the port is open before the devices are known: somebody may be waiting already
+        self._ticker = self.loop.call_later(TICK_SECONDS, self._tick)
+        self.background.spawn(self.background.foresee())
+        if not self.settings.enable_lazy_model_loading:
+            self.background.spawn(self._load_all())
+        return check_devices(self.config, len(accelerators))
+
+    def quiesce(self) -> None:
+        """Takes nothing new from now on; everybody who waits is told."""
+        self.closing = True
+        for model in self.models.values():
+            self.waiting.fail(model, ShuttingDown())
+
+    def end(self) -> None:
+        """Takes nothing new and ends what runs: workers are told to stop, which ends their streams honestly."""
+        self.quiesce()
+        for model in self.models.values():
+            if model.running is not None:
+                model.running.worker.stop()
+
+    async def close(self) -> None:
+        """Ends every worker and helper; returns when all are reaped."""
+        self.quiesce()
+        self.bus.close()
+        for timer in (self._ticker, self._wake):
+            if timer is not None:
+                timer.cancel()
+        self.teller.close()
+        self.background.cancel()
+        await self.background.join()
+        await self.loads.supervisor.close()
+        await self.background.estimator.close()
+        await self.inventory.close()
+        await self.background.join()
+
+    # --- asking ----------------------------------------------------------------------------------------------------
+    def resolve(self, name: str) -> Model:
+        """The model with this id or alias; raises ModelNotFound naming those there are."""
+        try:
+            return self.models[self.config.names[name]]
+        except KeyError:
+            raise ModelNotFound(name, sorted(self.config.models)) from None
+
+    def ask(
+        self, model: Model, *, priority: Priority = Priority.NORMAL, seconds: float | None = None, counts: bool = True
+    ) -> Ticket:
+        """A wish to use `model`, fulfilled at once if it is ready; `counts` false is no use (a probe).
+
+        Waits at most `seconds` (INFERENCE_ACQUIRE_TIMEOUT_SECONDS at most). Raises ShuttingDown and QueueFull; whatever
+        ends the wait later is raised by the ticket.
+        """
+        if self.closing:
+            raise ShuttingDown()
+        now = self.loop.time()
+        patience = min(self.settings.acquire_timeout_seconds, math.inf if seconds is None else seconds)
+        waiter = Waiter(next(self.ids), priority, now + patience)
+        ticket = Ticket(model, waiter, patience, self.waiting.give_up)
+        if model.state in (_S.READY, _S.BUSY):
+            self.metrics.placements.labels(Result.DEPLOYED.lower(), "ready").inc()
+            ticket.grant(self.waiting.lease(model, counts=counts))
+            return ticket
+        try:
+            model.queue = model.queue.push(waiter, self.settings.queue_limits)
+        except QueueFullError:
+            raise QueueFull(
+                f"{model.queue.count(priority)} requests of {priority} priority wait for {model.id!r} already "
+                f"(INFERENCE_QUEUE_{priority.upper()})",
+                retry_after=self.waiting.seconds_to_load(model),
+            ) from None
+        model.tickets[waiter.id] = ticket
+        if math.isfinite(patience):
+            ticket.timer = self.loop.call_later(patience, self.waiting.expire, ticket)
+        self.pump()
+        return ticket
+
+    # --- by hand ---------------------------------------------------------------------------------------------------
+    async def load(self, model: Model, seconds: float | None = None) -> None:
+        """Loads the model and returns when it is ready; raises what a request would meet."""
+        with self.ask(model, priority=Priority.HIGH, seconds=seconds) as ticket:
+            await ticket.wait()
+
+    async def unload(self, model: Model, *, now: bool = False) -> None:
+        """Lets the model leave once what runs is done (or INFERENCE_DRAIN_SECONDS passed), or at once; returns then."""
+        running = model.running
+        if running is None:
+            return
+        self.loads.leave(model, "by hand")
+        if now:
+            running.worker.stop()
+        else:
+            self.loop.call_later(self.settings.drain_seconds, running.worker.stop)
+        await asyncio.shield(running.worker.exited)
+        await asyncio.sleep(0)  # the exit's own callback has run now
+
+    def reload(self, config: InferenceConfig) -> list[str]:
+        """Applies another configuration; returns the differences, one sentence each. The listening address stays."""
+        return Change(self).apply(config)
+
+    # --- seeing ----------------------------------------------------------------------------------------------------
+    def observe(self) -> tuple[Reading, ...]:
+        """Takes the newest readings into the ledger, and returns them."""
+        readings = self.inventory.readings()
+        for reading in readings:
+            capacity, budget = views.allowance(reading, self.settings)
+            self.ledger = self.ledger.open(Account(reading.id, capacity, budget)).observe(
+                reading.id, reading.used_bytes, reading.free_bytes
+            )
+        return readings
+
+    def limit(self) -> None:
+        """Sets the cap on the sum of our bytes: the configured one, or a guess where a device tells no size."""
+        limit = self.settings.memory_limit_bytes
+        if limit is None and any(reading.total_bytes <= 0 for reading in self.inventory.readings()):
+            limit = UNKNOWN_BYTES
+        self.ledger = replace(self.ledger, limit_bytes=limit)
+
+    def status(self, model: Model) -> ModelStatus:
+        """One model as the outside sees it."""
+        return views.status(model, self, self.loop.time())
+
+    def statuses(self) -> list[ModelStatus]:
+        """All models in the order of the file."""
+        return [self.status(model) for model in self.models.values()]
+
+    # --- the pump --------------------------------------------------------------------------------------------------
+    def pump(self) -> None:
+        """Looks at every model that is wanted and does what can be done now."""
+        if self._pumping or self.closing or not self.started:
+            return
+        self._pumping = True
+        try:
+            wanted = [model for model in self.models.values() if model.queue.waiters]
+            for model in sorted(wanted, key=lambda item: item.queue.waiters[0].id):
+                self._advance(model)
+        finally:
+            self._pumping = False
+
+    def _advance(self, model: Model) -> None:
+        if model.state is _S.FAILED:
+            rest = model.retry_at - self.loop.time()
+            if rest > PATIENT_BACKOFF_SECONDS:
+                self.waiting.fail(model, self.loads.resting(model))
+                return
+            if rest > 0:
+                self._wake_in(rest)
+                return
+            self.move(model, _E.RETRY)
+        if model.state in (_S.READY, _S.BUSY):
+            self.waiting.serve(model)
+            return
+        if model.state is not _S.COLD:
+            return
+        readings = self.observe()
+        options = candidates(model.effective, readings, self.settings)
+        if any(device.id not in model.estimates for device in options):
+            self.background.estimate(model)
+            return
+        age = self.loop.time() - self.background.refreshed_at
+        if age > FRESH_SECONDS and any(device.id != CPU for device in options):
+            self.background.refresh()
+            return
+        request = request_for(model, options)
+        assert request is not None
+        now = self.loop.time()
+        held = held_models(self.models.values(), self.ledger, now)
+        decision = plan(request, self.ledger, held, views.policy(self.settings, now))
+        if isinstance(decision, Refusal):
+            self._refuse(model, decision)
+        elif decision.result is Result.FULL:
+            self._log(decision.result, model, decision.trace)
+            self.metrics.placements.labels(Result.FULL.lower(), "eviction").inc()
+            for name in decision.evict:
+                self.metrics.evictions.labels("unload", "memory wanted").inc()
+                self.loads.leave(self.models[name], f"room for {model.id}")
+        else:
+            self._log(decision.result, model, decision.trace)
+            self.metrics.placements.labels(decision.result.lower(), "fits").inc()
+            self.loads.begin(model, decision)
+
+    def _refuse(self, model: Model, refusal: Refusal) -> None:
+        if refusal.waits_for:
+            now = self.loop.time()
+            waits = [self.models[name] for name in refusal.waits_for if name in self.models]
+            young = [
+                item.last_used_at + item.spec.min_residency - now
+                for item in waits
+                if item.standing(now) is Standing.YOUNG
+            ]
+            self._wake_in(max(0.05, min(young, default=1.0)))
+            return
+        self._log(refusal.result, model, refusal.trace)
+        if refusal.lacks and model.spec.oom_policy == "reduce" and model.reduced is None:
+            model.reduced = reduced(model.spec, refusal.fix)
+            log.warning("%s is reduced to fit: %s", model.id, ", ".join(model.spec.changed(model.reduced)))
+            model.estimates.clear()
+            self.background.estimate(model)
+            return
+        model.unreduce()
+        count = self.metrics.placements.labels(refusal.result.lower(), "memory" if refusal.lacks else "limit")
+        count.inc(len(model.queue))
+        shortages = shortages_of(refusal)
+        self.waiting.fail(model, MemoryLimitExceededError(model.id, shortages, reason=refusal.reason, fix=refusal.fix))
+        self.teller.changed()
+
+    async def _load_all(self) -> None:
+        for model in list(self.models.values()):
+            try:
+                await self.load(model)
+            except InferenceError as error:
+                log.warning("%s is not loaded at start: %s", model.id, error.message)
+
+    # --- time ------------------------------------------------------------------------------------------------------
+    def _tick(self) -> None:
+        self._ticker = self.loop.call_later(TICK_SECONDS, self._tick)
+        now = self.loop.time()
+        for model in list(self.models.values()):
+            if model.state is _S.FAILED and now >= model.retry_at and not model.queue.waiters:
+                self.move(model, _E.RETRY)
+            idle = model.state is _S.READY and not model.in_flight and not model.queue.waiters
+            if idle and not model.spec.pinned and now - model.last_used_at >= model.spec.idle_timeout:
+                self.metrics.evictions.labels("unload", "idle").inc()
+                self.loads.leave(model, "idle")
+        if now >= self._watch_at:
+            self._watch_at = now + WATCH_SECONDS
+            self.loads.watch()
+        age = now - self.background.refreshed_at
+        if age > self.settings.pressure_check_interval_seconds and self.inventory.accelerators():
+            self.background.refresh()
+
+    def _wake_in(self, seconds: float) -> None:
+        due = self.loop.time() + seconds
+        if self._wake is not None:
+            if self._wake_at <= due:
+                return
+            self._wake.cancel()
+        self._wake_at = due
+        self._wake = self.loop.call_at(due, self._awake)
+
+    def _awake(self) -> None:
+        self._wake = None
+        self.pump()
+
+    # --- telling ---------------------------------------------------------------------------------------------------
+    def move(self, model: Model, event: Event, *, quietly: bool = False) -> None:
+        """The one way a model changes its state; listeners hear of it, of a quiet one a little later."""
+        model.state = advance(model.state, event)
+        self.teller.changed(SETTLE_SECONDS if quietly else 0.0)
+
+    @staticmethod
+    def _log(result: Result, model: Model, trace: tuple[str, ...]) -> None:
+        log.info("plan for %s: %s (%s)", model.id, result, "; ".join(trace))
+
+    def balances(self) -> Mapping[str, Any]:
+        """Every account in numbers, with fresh readings."""
+        return {reading.id: self.ledger.balance(reading.id) for reading in self.observe()}
+
+    def reading(self, device: str) -> Reading | None:
+        """One device's newest reading."""
+        return self.inventory.get(device)

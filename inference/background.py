@@ -1,0 +1,122 @@
+"""Work that takes time and comes back as an event: estimates, fresh readings; decides nothing when it comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+from inference.devices.base import Reading
+from inference.errors import InferenceError, ModelFailed
+from inference.estimator import Estimate, Estimator
+from inference.model import Model
+from inference.settings import ModelSpec
+from inference.wishes import candidates
+
+if TYPE_CHECKING:
+    from inference.authority import Authority
+
+log = logging.getLogger(__name__)
+
+
+class Background:
+    """The authority's tasks; every failure is logged, none is lost."""
+
+    def __init__(self, authority: Authority, estimator: Estimator) -> None:
+        self._authority = authority
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._finishing: set[asyncio.Task[None]] = set()
+        self._refreshing = False
+        self.refreshed_at = -math.inf
+        self.estimator = estimator
+
+    def cancel(self) -> None:
+        """Gives up everything that runs."""
+        for task in self._tasks - self._finishing:
+            task.cancel()
+
+    async def join(self) -> None:
+        """Returns when nothing runs any more."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def estimate(self, model: Model) -> None:
+        """Measures the model and pumps again; one task per model, however many ask."""
+        if model.estimating is None or model.estimating.done():
+            model.estimating = self.spawn(self._estimate_then_pump(model))
+
+    async def _estimate_then_pump(self, model: Model) -> None:
+        try:
+            await self.measure(model)
+        except InferenceError as error:
+            model.failure = error.message
+            self._authority.waiting.fail(model, error)
+            self._authority.teller.changed()
+            return
+        finally:
+            model.estimating = None
+        self._authority.teller.changed()
+        self._authority.pump()
+
+    async def measure(self, model: Model) -> None:
+        """Fills in the estimates that the model lacks; raises ModelFailed when its file cannot be used."""
+        spec = model.effective
+        for device in candidates(spec, self._authority.inventory.readings(), self._authority.settings):
+            if device.id not in model.estimates:
+                found = await self._estimate(spec, device)
+                if model.effective is spec:
+                    model.estimates[device.id] = found
+                    model.capabilities = model.capabilities or found.capabilities
+
+    async def _estimate(self, spec: ModelSpec, device: Reading) -> Estimate:
+        """The estimator's answer; what nobody foresaw is a failed model as well, so that those who wait are told."""
+        try:
+            return await self.estimator.get(spec, device)
+        except InferenceError:
+            raise
+        except Exception as error:
+            log.exception("the estimate of %s on %s failed in the service", spec.id, device.id)
+            raise ModelFailed(
+                f"the model {spec.id!r} cannot be measured ({type(error).__name__}); the service's log says more"
+            ) from error
+
+    async def foresee(self) -> None:
+        """Measures every model while nobody waits, so that what cannot fit is known before it is asked for."""
+        for model in list(self._authority.models.values()):
+            try:
+                await self.measure(model)
+            except InferenceError as error:
+                model.failure = error.message
+                log.warning("%s", error.message)
+            self._authority.teller.changed()
+
+    def refresh(self) -> None:
+        """Reads the devices anew and pumps again."""
+        if not self._refreshing:
+            self._refreshing = True
+            self.spawn(self._refresh_then_pump())
+
+    async def _refresh_then_pump(self) -> None:
+        try:
+            await self._authority.inventory.refresh()
+        finally:
+            self._refreshing = False
+            self.refreshed_at = self._authority.loop.time()
+        self._authority.pump()
+
+    def finish(self, work: Any) -> None:
+        """Runs a coroutine that closes something: quick, and never given up."""
+        self._finishing.add(self.spawn(work))
+
+    def spawn(self, work: Any) -> asyncio.Task[None]:
+        """Runs a coroutine as one of these tasks."""
+        task: asyncio.Task[None] = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._finishing.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("background work failed", exc_info=error)

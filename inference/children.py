@@ -1,0 +1,109 @@
+"""Runs helper processes with a deadline and takes their answers; decides nothing about models or devices.
+
+A helper that is late, dies or answers nonsense is killed and becomes a HelperError; the service goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from inference.childenv import child_environment
+
+MOST_ANSWER_BYTES = 16 * 2**20
+
+
+class HelperError(Exception):
+    """A helper gave no answer; the message says which job and why."""
+
+
+async def run_helper(
+    job: str, data: Mapping[str, Any], *, seconds: float, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """The answer of one helper; raises HelperError after `seconds`, on a death, or on an unreadable answer."""
+    process = await _start(job, environment or {})
+    try:
+        async with asyncio.timeout(seconds):
+            question = await asyncio.to_thread(json.dumps, data)  # some hold a whole request
+            out, err = await process.communicate(question.encode())
+    except TimeoutError:
+        raise HelperError(f"the {job} helper gave no answer within {seconds:g} s") from None
+    finally:
+        await _end(process)
+    try:
+        answer = await asyncio.to_thread(json.loads, out)
+    except ValueError:
+        words = err.decode("utf-8", "replace").strip().splitlines()
+        raise HelperError(
+            f"the {job} helper ended with status {process.returncode}{': ' + words[-1] if words else ''}"
+        ) from None
+    if not isinstance(answer, dict):
+        raise HelperError(f"the {job} helper answered nonsense")
+    return answer
+
+
+class ServingHelper:
+    """A helper that stays and answers one line per question; started on first use, killed and restarted on trouble."""
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self._process: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+
+    async def ask(self, *, seconds: float) -> dict[str, Any]:
+        """One answer; raises HelperError, after which the next question meets a fresh process."""
+        async with self._turn:
+            try:
+                async with asyncio.timeout(seconds):
+                    if self._process is None:
+                        self._process = await _start(self._job, {})
+                    assert self._process.stdin is not None
+                    assert self._process.stdout is not None
+                    self._process.stdin.write(b"\n")
+                    await self._process.stdin.drain()
+                    answer = json.loads(await self._process.stdout.readline())
+            except (TimeoutError, OSError, ValueError) as error:
+                await self.close()
+                raise HelperError(f"the {self._job} helper failed ({error or 'no answer in time'})") from error
+            except BaseException:
+                await self.close()
+                raise
+        if not isinstance(answer, dict):
+            await self.close()
+            raise HelperError(f"the {self._job} helper answered nonsense")
+        return answer
+
+    async def close(self) -> None:
+        """Ends the process, if there is one."""
+        process, self._process = self._process, None
+        if process is not None:
+            await _end(process)
+
+
+async def _start(job: str, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
+    try:
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "inference.helper",
+            job,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=child_environment(environment),
+            limit=MOST_ANSWER_BYTES,
+        )
+    except OSError as error:
+        raise HelperError(f"the {job} helper cannot be started ({error})") from error
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Kills what still runs and reaps it; shielded, so that a cancelled caller leaves no process."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+            process.kill()
+    await asyncio.shield(process.wait())

@@ -1,0 +1,102 @@
+"""Decides how many bytes a model needs from its header alone; the cross-check and the fallback of the exact estimate.
+
+The exact figures come from llama.cpp itself (`inference.jobs.estimate`). Here:
+
+- weights: the tensors' own bytes, as the header lists them;
+- KV cache: `cells x layers x (key_length + value_length) x kv heads` values, f16 or in ggml blocks of 32
+  (llama.cpp `llama_kv_cache`: one K and one V tensor per layer of `n_embd_k_gqa x kv_size` values);
+- compute: the widest moment of a step of `ubatch` tokens: logits (f32), the feed-forward activations, queries and
+  outputs (f32), and the attention mask (f16, `cells x ubatch`). llama.cpp's own reservation of the worst-case graph was
+  between 0.5 and 1.0 times this for Llama-family models, so it errs on the safe side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+KV_BYTES_PER_VALUE: Mapping[str, float] = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a GGUF header says. `kv_values_per_cell` is keys plus values of one token over all layers."""
+
+    architecture: str
+    layers: int
+    embedding: int
+    feed_forward: int
+    vocabulary: int
+    context_trained: int
+    kv_values_per_cell: int
+    weight_bytes: int
+    layer_bytes: int
+    """Of `weight_bytes`, those of the repeating layers; the rest is embeddings and output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """The settings of a model that decide its size."""
+
+    context_length: int
+    parallel: int
+    kv_type: str = "f16"
+    batch: int = 2048
+    ubatch: int = 512
+    gpu_layers: int = 0
+    flash_attention: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A model's bytes on one device."""
+
+    weights_bytes: int
+    kv_bytes: int
+    compute_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """The sum."""
+        return self.weights_bytes + self.kv_bytes + self.compute_bytes
+
+
+def formula(facts: Facts, parameters: Parameters) -> Parts:
+    """The bytes of the whole model on one device."""
+    cells = parameters.context_length * parameters.parallel
+    kv = cells * facts.kv_values_per_cell * KV_BYTES_PER_VALUE[parameters.kv_type]
+    tokens = min(parameters.ubatch, max(cells, 1))
+    activations = tokens * 4 * (facts.vocabulary + 2 * facts.feed_forward + 4 * facts.embedding)
+    mask = tokens * cells * 2
+    return Parts(facts.weight_bytes, int(kv), activations + mask)
+
+
+def formula_on(facts: Facts, parameters: Parameters, accelerator: str | None) -> dict[str, Parts]:
+    """The bytes per device: everything on `cpu`, or `gpu_layers` (negative: all) of the layers on `accelerator`.
+
+    With an accelerator the token embeddings stay in host memory, as llama.cpp keeps them.
+    """
+    whole = formula(facts, parameters)
+    if accelerator is None or parameters.gpu_layers == 0 or facts.layers == 0:
+        return {"cpu": whole}
+    wanted = facts.layers if parameters.gpu_layers < 0 else min(parameters.gpu_layers, facts.layers)
+    share = wanted / facts.layers
+    rest = facts.weight_bytes - facts.layer_bytes
+    on_gpu = int(facts.layer_bytes * share) + (rest if wanted == facts.layers else 0)
+    kv_gpu = int(whole.kv_bytes * share)
+    return {
+        accelerator: Parts(on_gpu, kv_gpu, whole.compute_bytes),
+        "cpu": Parts(facts.weight_bytes - int(facts.layer_bytes * share), whole.kv_bytes - kv_gpu, 0),
+    }
+
+
+def plausible(exact: Mapping[str, Parts], facts: Facts, parameters: Parameters) -> str | None:
+    """Why the exact figures cannot be right when held against the header, or None. Tolerant by a factor of two."""
+    rough = formula(facts, parameters)
+    weights = sum(parts.weights_bytes for parts in exact.values())
+    kv = sum(parts.kv_bytes for parts in exact.values())
+    if not rough.weights_bytes / 2 <= weights <= rough.weights_bytes * 2 + 2**20:
+        return f"weights of {weights} bytes against {rough.weights_bytes} in the header"
+    if rough.kv_bytes and kv > rough.kv_bytes * 2 + 2**20:
+        return f"a KV cache of {kv} bytes against {rough.kv_bytes} by the header"
+    return None

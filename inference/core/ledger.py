@@ -1,0 +1,293 @@
+"""Decides whether bytes are free; every reservation ends exactly once. Never measures, guesses or allocates.
+
+One account per device, host RAM among them, with
+
+    capacity + shortfall = free + foreign + reserved + resident + releasing      and     free = 0 or shortfall = 0
+
+`capacity` is what may be in use on the device altogether, `budget` what of it may be ours, `foreign` what others use.
+A holding is one model's bytes on all its devices; it is `reserved` before a process starts, `resident` once the worker
+is ready, `releasing` while the worker leaves, and then gone. `foreign` is measured anew only while nothing is reserved
+or releasing on the device; until then it may only rise, because a loading worker's bytes look foreign.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from types import MappingProxyType
+from typing import TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class LedgerError(Exception):
+    """The booking is impossible; nothing changed."""
+
+
+class Phase(StrEnum):
+    """Where a holding is in its life."""
+
+    RESERVED = "reserved"
+    RESIDENT = "resident"
+    RELEASING = "releasing"
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """One device. `observed_free_bytes` is the last reading, None before the first."""
+
+    device: str
+    capacity_bytes: int
+    budget_bytes: int
+    foreign_bytes: int = 0
+    observed_free_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Bytes of one owner per device, all in one phase."""
+
+    id: str
+    owner: str
+    phase: Phase
+    bytes: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """An account in numbers, all bytes; `room_bytes` is what a new reservation may take and `bound` what limits it."""
+
+    capacity_bytes: int
+    free_bytes: int
+    foreign_bytes: int
+    reserved_bytes: int
+    resident_bytes: int
+    releasing_bytes: int
+    shortfall_bytes: int
+    room_bytes: int
+    bound: str
+
+    @property
+    def ours_bytes(self) -> int:
+        """What is booked for us, whatever its phase."""
+        return self.reserved_bytes + self.resident_bytes + self.releasing_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """A device on which a need does not fit."""
+
+    device: str
+    need_bytes: int
+    room_bytes: int
+    bound: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """All accounts and holdings. `limit_bytes` caps the sum of our bytes over all devices."""
+
+    accounts: Mapping[str, Account] = field(default_factory=dict)
+    holdings: Mapping[str, Holding] = field(default_factory=dict)
+    limit_bytes: int | None = None
+
+    def balance(self, device: str) -> Balance:
+        """The account of `device` in numbers; raises LedgerError for an unknown device."""
+        account = self._account(device)
+        sums = self._sums(device)
+        ours = sum(sums.values())
+        used = account.foreign_bytes + ours
+        room, bound = self._room(account, ours, sums[Phase.RESERVED])
+        return Balance(
+            capacity_bytes=account.capacity_bytes,
+            free_bytes=max(0, account.capacity_bytes - used),
+            foreign_bytes=account.foreign_bytes,
+            reserved_bytes=sums[Phase.RESERVED],
+            resident_bytes=sums[Phase.RESIDENT],
+            releasing_bytes=sums[Phase.RELEASING],
+            shortfall_bytes=max(0, used - account.capacity_bytes),
+            room_bytes=room,
+            bound=bound,
+        )
+
+    def lacks(self, need: Mapping[str, int]) -> tuple[Lack, ...]:
+        """The devices on which `need` (bytes per device) does not fit; empty when it does."""
+        found = []
+        spare = None if self.limit_bytes is None else self.limit_bytes - self.ours_bytes
+        total = sum(need.values())
+        for device, count in need.items():
+            balance = self.balance(device)
+            if count > balance.room_bytes:
+                found.append(Lack(device, count, balance.room_bytes, balance.bound))
+        if not found and spare is not None and total > spare:
+            device = max(need, key=lambda name: need[name])
+            found.append(Lack(device, total, max(0, spare), "the memory limit"))
+        return tuple(found)
+
+    @property
+    def ours_bytes(self) -> int:
+        """The sum of our bytes over all devices and phases."""
+        return sum(sum(holding.bytes.values()) for holding in self.holdings.values())
+
+    def open(self, account: Account) -> Ledger:
+        """With `account` added, or its capacity and budget replaced."""
+        known = self.accounts.get(account.device)
+        if known is not None:
+            account = replace(account, foreign_bytes=known.foreign_bytes, observed_free_bytes=known.observed_free_bytes)
+        return replace(self, accounts=_with(self.accounts, account.device, account))
+
+    def reserve(self, id: str, owner: str, need: Mapping[str, int]) -> Ledger:
+        """Books `need` as reserved; raises LedgerError when it does not fit, is negative, or `id` is in use."""
+        if id in self.holdings:
+            raise LedgerError(f"reservation {id} exists already")
+        if any(count < 0 for count in need.values()):
+            raise LedgerError(f"reservation {id} has a negative amount")
+        if lacking := self.lacks(need):
+            raise LedgerError(f"reservation {id} does not fit on {', '.join(lack.device for lack in lacking)}")
+        return self._put(Holding(id, owner, Phase.RESERVED, MappingProxyType(dict(need))))
+
+    def commit(self, id: str, actual: Mapping[str, int]) -> Ledger:
+        """Turns a reservation into resident bytes, `actual` per device.
+
+        Less than reserved gives the rest back; more must fit, else LedgerError and nothing changed.
+        """
+        holding = self._holding(id, Phase.RESERVED)
+        growth = {
+            device: count - holding.bytes.get(device, 0)
+            for device, count in actual.items()
+            if count > holding.bytes.get(device, 0)
+        }
+        if growth and (lacking := self.lacks(growth)):
+            raise LedgerError(f"{holding.owner} outgrew its reservation on {', '.join(x.device for x in lacking)}")
+        return self._put(replace(holding, phase=Phase.RESIDENT, bytes=MappingProxyType(dict(actual))))
+
+    def grow(self, id: str, device: str, count: int) -> Ledger:
+        """Books `count` more bytes for a resident holder that uses them already: a reading showed them as foreign.
+
+        Raises LedgerError, and nothing changed, when they exceed the device, our share of it, or the memory limit.
+        """
+        holding = self._holding(id, Phase.RESIDENT)
+        account = self._account(device)
+        account = replace(account, foreign_bytes=max(0, account.foreign_bytes - count))
+        more = {**holding.bytes, device: holding.bytes.get(device, 0) + count}
+        grown = replace(self, accounts=_with(self.accounts, device, account))._put(
+            replace(holding, bytes=MappingProxyType(more))
+        )
+        balance = grown.balance(device)
+        for used, bound, name in (
+            (balance.ours_bytes + account.foreign_bytes, account.capacity_bytes, "the device"),
+            (balance.ours_bytes, account.budget_bytes, "the share of the device that may be used"),
+            (grown.ours_bytes, grown.limit_bytes, "the memory limit"),
+        ):
+            if bound is not None and used > bound:
+                raise LedgerError(f"{holding.owner} outgrew its reservation on {device} beyond {name}")
+        return grown
+
+    def leave(self, id: str) -> Ledger:
+        """The holder was told to go or has died: its bytes are releasing until `release`."""
+        holding = self._holding(id, Phase.RESERVED, Phase.RESIDENT)
+        return self._put(replace(holding, phase=Phase.RELEASING))
+
+    def release(self, id: str) -> Ledger:
+        """The bytes are back; raises LedgerError the second time."""
+        self._holding(id, *Phase)
+        return replace(self, holdings={key: value for key, value in self.holdings.items() if key != id})
+
+    def forfeit(self, id: str) -> Ledger:
+        """The holder is gone and its bytes did not come back: they are foreign from now on."""
+        holding = self._holding(id, Phase.RELEASING)
+        accounts = dict(self.accounts)
+        for device, count in holding.bytes.items():
+            account = accounts[device]
+            accounts[device] = replace(account, foreign_bytes=account.foreign_bytes + count)
+        return replace(self.release(id), accounts=accounts)
+
+    def observe(self, device: str, used_bytes: int, free_bytes: int) -> Ledger:
+        """Takes a reading of the device: bytes in use by everybody, and bytes free."""
+        account = self._account(device)
+        sums = self._sums(device)
+        foreign = max(0, used_bytes - sum(sums.values()))
+        if sums[Phase.RESERVED] or sums[Phase.RELEASING]:
+            foreign = max(foreign, account.foreign_bytes)
+        seen = replace(account, foreign_bytes=foreign, observed_free_bytes=max(0, free_bytes))
+        return replace(self, accounts=_with(self.accounts, device, seen))
+
+    def without(self, ids: Collection[str]) -> Ledger:
+        """As it will be when these holdings have left and their memory was seen free; for what-if questions."""
+        accounts = dict(self.accounts)
+        for id in ids:
+            for device, count in self._holding(id, *Phase).bytes.items():
+                account = accounts[device]
+                if account.observed_free_bytes is not None:
+                    accounts[device] = replace(account, observed_free_bytes=account.observed_free_bytes + count)
+        stay = {id: holding for id, holding in self.holdings.items() if id not in ids}
+        return replace(self, accounts=accounts, holdings=stay)
+
+    def missing(self, need: Mapping[str, int]) -> tuple[Mapping[str, int], int]:
+        """Bytes that resident holdings must give back before `need` fits: on each device, and altogether.
+
+        `lacks` in linear form: a set of them suffices exactly when its sums reach every figure (none is negative).
+        """
+        per_device = {}
+        for device, count in need.items():
+            account = self._account(device)
+            sums = self._sums(device)
+            room = min(bytes for bytes, _ in self._device_bounds(account, sum(sums.values()), sums[Phase.RESERVED]))
+            per_device[device] = max(0, count - room) if count else 0
+        altogether = 0 if self.limit_bytes is None else sum(need.values()) - (self.limit_bytes - self.ours_bytes)
+        return per_device, max(0, altogether)
+
+    def owned_by(self, owner: str) -> Mapping[str, int]:
+        """Bytes per device that `owner` holds, whatever the phase."""
+        found: dict[str, int] = {}
+        for holding in self.holdings.values():
+            if holding.owner == owner:
+                for device, count in holding.bytes.items():
+                    found[device] = found.get(device, 0) + count
+        return found
+
+    def _room(self, account: Account, ours: int, reserved: int) -> tuple[int, str]:
+        bounds = self._device_bounds(account, ours, reserved)
+        if self.limit_bytes is not None:
+            bounds.append((self.limit_bytes - self.ours_bytes, "the memory limit"))
+        room, bound = min(bounds, key=lambda item: item[0])
+        return max(0, room), bound
+
+    @staticmethod
+    def _device_bounds(account: Account, ours: int, reserved: int) -> list[tuple[int, str]]:
+        bounds = [
+            (account.capacity_bytes - account.foreign_bytes - ours, "the device and what others use of it"),
+            (account.budget_bytes - ours, "the share of the device that may be used"),
+        ]
+        if account.observed_free_bytes is not None:
+            bounds.append((account.observed_free_bytes - reserved, "what is free on the device now"))
+        return bounds
+
+    def _sums(self, device: str) -> dict[Phase, int]:
+        sums = dict.fromkeys(Phase, 0)
+        for holding in self.holdings.values():
+            sums[holding.phase] += holding.bytes.get(device, 0)
+        return sums
+
+    def _account(self, device: str) -> Account:
+        try:
+            return self.accounts[device]
+        except KeyError:
+            raise LedgerError(f"no device {device}") from None
+
+    def _holding(self, id: str, *phases: Phase) -> Holding:
+        holding = self.holdings.get(id)
+        if holding is None:
+            raise LedgerError(f"no reservation {id}; it was released or never made")
+        if holding.phase not in phases:
+            raise LedgerError(f"reservation {id} is {holding.phase}")
+        return holding
+
+    def _put(self, holding: Holding) -> Ledger:
+        return replace(self, holdings=_with(self.holdings, holding.id, holding))
+
+
+def _with(mapping: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
+    return {**mapping, key: value}

@@ -1,0 +1,49 @@
+"""All devices of the machine through one door: which there are, how full they are; decides nothing about models."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from inference.devices.base import Probe, Reading
+from inference.devices.cpu import CPU, CpuProbe
+from inference.devices.ggml import GgmlProbe
+from inference.environment import InferenceSettings
+
+
+class Inventory:
+    """The readings of several probes; the CPU is always there and always last."""
+
+    def __init__(self, probes: Sequence[Probe]) -> None:
+        self._probes = tuple(probes)
+
+    @classmethod
+    def of(cls, settings: InferenceSettings) -> Inventory:
+        """The probes that INFERENCE_DEVICES and INFERENCE_FORCE_CPU_MODE ask for."""
+        if settings.force_cpu_mode or settings.devices == "cpu":
+            return cls([CpuProbe()])
+        return cls([GgmlProbe(), CpuProbe()])
+
+    async def start(self) -> None:
+        """Finds the devices; every probe has a deadline of its own."""
+        await asyncio.gather(*(probe.start() for probe in self._probes))
+
+    async def refresh(self) -> None:
+        """Measures anew."""
+        await asyncio.gather(*(probe.refresh() for probe in self._probes))
+
+    async def close(self) -> None:
+        """Ends every child of the probes."""
+        await asyncio.gather(*(probe.close() for probe in self._probes))
+
+    def readings(self) -> tuple[Reading, ...]:
+        """The newest readings, accelerators first."""
+        return tuple(reading for probe in self._probes for reading in probe.readings())
+
+    def accelerators(self) -> tuple[Reading, ...]:
+        """Without the CPU."""
+        return tuple(reading for reading in self.readings() if reading.id != CPU)
+
+    def get(self, device: str) -> Reading | None:
+        """One device's newest reading."""
+        return next((reading for reading in self.readings() if reading.id == device), None)

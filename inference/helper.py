@@ -1,0 +1,69 @@
+"""The one kind of helper process: `python -m inference.helper JOB`, JSON in, JSON out; decides and keeps nothing.
+
+    estimate | tokenize | devices   one JSON object on stdin, one on stdout, then the end
+    nvml                            one reading per line on stdin until stdin ends
+
+Libraries that may abort a process (llama.cpp, NVML) are opened here and in workers only. A helper dies with its parent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from headgate.shared import tether
+
+JOBS = ("estimate", "tokenize", "devices", "nvml")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one job; status 0 when an answer was written, 2 for an unknown job."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if len(arguments) != 1 or arguments[0] not in JOBS:
+        sys.stderr.write(f"usage: python -m inference.helper {'|'.join(JOBS)}\n")
+        return 2
+    tether.hold(os.environ)
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # whatever a library prints must not mix with the answer
+    if arguments[0] == "nvml":
+        return _serve_nvml(answers)
+    job = json.loads(sys.stdin.buffer.read() or b"{}")
+    _answer(answers, _runner(arguments[0])(job))
+    os._exit(0)  # the answer is out; a library's destructors have nothing to add
+
+
+def _runner(name: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    if name == "estimate":
+        from inference.jobs import estimate
+
+        return estimate.run
+    if name == "tokenize":
+        from inference.jobs import tokenize
+
+        return tokenize.run
+    from inference.jobs import devices
+
+    return devices.run
+
+
+def _serve_nvml(answers: Any) -> int:
+    from inference.jobs import nvml
+
+    reading = nvml.run({})
+    for _ in sys.stdin:
+        _answer(answers, reading)
+        if "devices" not in reading:
+            return 0
+        reading = nvml.read()
+    return 0
+
+
+def _answer(answers: Any, data: Mapping[str, Any]) -> None:
+    answers.write(json.dumps(data).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

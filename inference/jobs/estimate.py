@@ -1,0 +1,178 @@
+"""Measures what a model will need, exactly and before any buffer exists; runs in a child, decides nothing.
+
+llama.cpp opens the file with `no_alloc` and reserves its compute graphs; `llama_get_memory_breakdown` then gives the
+bytes of weights, KV cache and compute per buffer type, the same figures a real load allocates. The function is C++:
+it returns a `std::map`, whose tree is walked here (libstdc++ and libc++ lay it out differently). Figures that do not
+agree with the header are thrown away for the formula.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from inference.core.estimate import Facts, Parameters, Parts, formula_on, plausible
+from inference.jobs.gguf import BadGgufError, read_facts
+
+_SYMBOL = "_Z26llama_get_memory_breakdownPK13llama_context"
+_MOST_NODES = 256
+
+
+def run(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Answers `{"path", "parameters", "accelerator", "capabilities", "exact"}`.
+
+    `{"parts": {device: {...}}, "rough": ..., "source": "llama.cpp" | "header", "note": ..., "facts": {...},
+    "capabilities": [...]}`, or `{"error": sentence}` when the file cannot be used. `accelerator` is null for the CPU,
+    else `{"id", "ggml_name"?, "rpc_endpoint"?}`. Bytes are bytes.
+    """
+    path = Path(job["path"])
+    parameters = Parameters(**job["parameters"])
+    accelerator: Mapping[str, Any] | None = job.get("accelerator")
+    try:
+        facts = read_facts(path)
+    except BadGgufError as error:
+        return {"error": f"{path} is not a usable GGUF file: {error}"}
+    except OSError as error:
+        return {"error": f"{path} cannot be read: {error.strerror or error}"}
+    rough = formula_on(facts, parameters, accelerator["id"] if accelerator else None)
+    found, source, note = rough, "header", ""
+    capabilities: tuple[str, ...] = ()
+    if job.get("exact", True):
+        try:
+            exact, capabilities = _exact(path, parameters, accelerator, job.get("capabilities"))
+        except _UnusableError as error:
+            return {"error": f"{path} cannot be loaded by llama.cpp: {error}"}
+        except _NoBreakdownError as error:
+            note = str(error)
+        else:
+            if why := plausible(exact, facts, parameters):
+                note = f"llama.cpp's figures were not plausible: {why}"
+            else:
+                found, source = exact, "llama.cpp"
+    return {
+        "parts": {device: _plain(parts) for device, parts in found.items()},
+        "rough": {device: _plain(parts) for device, parts in rough.items()},
+        "source": source,
+        "note": note,
+        "facts": _facts(facts),
+        "capabilities": list(capabilities),
+    }
+
+
+class _UnusableError(Exception):
+    """llama.cpp refuses the file."""
+
+
+class _NoBreakdownError(Exception):
+    """This build of llama.cpp does not tell its figures in a form we can read."""
+
+
+def _exact(
+    path: Path, parameters: Parameters, accelerator: Mapping[str, Any] | None, wanted: Sequence[str] | None
+) -> tuple[dict[str, Parts], tuple[str, ...]]:
+    """Opens model and context exactly as a worker would, with nothing allocated; the parts and the capabilities."""
+    from inference.worker import ggml, llama, loading
+    from inference.worker.errors import LoadError
+    from inference.worker.link import DeviceGrant, Grant
+    from inference.worker.logtail import LogTail
+
+    complaints: list[str] = []
+    llama.start(LogTail(complaints.append))
+    device = (
+        DeviceGrant(accelerator["id"], "gpu", accelerator.get("ggml_name"), accelerator.get("rpc_endpoint"))
+        if accelerator
+        else DeviceGrant("cpu", "cpu")
+    )
+    grant = Grant(
+        model_id=path.name,
+        path=str(path),
+        devices=(device,),
+        gpu_layers=parameters.gpu_layers if accelerator else 0,
+        context_length=parameters.context_length,
+        parallel=parameters.parallel,
+        kv_type=parameters.kv_type,
+        batch=parameters.batch,
+        ubatch=parameters.ubatch,
+        flash_attention=parameters.flash_attention,
+        capabilities=tuple(wanted) if wanted is not None else None,
+    )
+    try:
+        params = llama.model_params(grant, no_alloc=True)
+        model, context, pooling = loading.open_context(grant, params)
+        capabilities = loading.capabilities_of(grant, model, pooling, loading.template_of(model)[0])
+    except LoadError as error:
+        telling = "; ".join(line.strip() for line in complaints[-2:])
+        raise _UnusableError(telling or str(error)) from error
+    names = {ggml.device_name(handle): device.id for handle in params.handles}
+    sums: dict[str, list[int]] = {}
+    for where, weights, kv, compute in _breakdown(context.handle):
+        owner = next((ours for name, ours in names.items() if where == name or where.startswith(name + "_S")), "cpu")
+        here = sums.setdefault(owner, [0, 0, 0])
+        for index, count in enumerate((weights, kv, compute)):
+            here[index] += count
+    return {device: Parts(*counts) for device, counts in sums.items()}, capabilities
+
+
+def _breakdown(context: Any) -> Iterator[tuple[str, int, int, int]]:
+    """(buffer type, weights, context, compute) of each buffer type."""
+    from llama_cpp import llama_cpp
+
+    try:
+        function = getattr(llama_cpp._lib, _SYMBOL)
+    except AttributeError:
+        raise _NoBreakdownError("this llama.cpp has no memory breakdown") from None
+    apple = sys.platform == "darwin"
+    function.restype = _AppleMap if apple else _Map
+    function.argtypes = [ctypes.c_void_p]
+    tree = function(context)
+    if tree.count > _MOST_NODES:
+        raise _NoBreakdownError(f"its memory breakdown claims {tree.count} entries")
+    from inference.worker import ggml
+
+    name_of = ggml.library().ggml_backend_buft_name
+    name_of.restype, name_of.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
+    nodes = list(_walk(tree.root, *((0, 1) if apple else (2, 3))))
+    if len(nodes) != tree.count:
+        raise _NoBreakdownError(f"its memory breakdown has {len(nodes)} entries and claims {tree.count}")
+    for buffer_type, *counts in nodes:
+        yield (name_of(buffer_type).decode(), *counts)
+
+
+class _Map(ctypes.Structure):
+    """libstdc++: std::map with a stateless comparator (six words)."""
+
+    _fields_ = (
+        ("compare", ctypes.c_uint64),
+        ("color", ctypes.c_uint64),
+        ("root", ctypes.c_uint64),
+        ("leftmost", ctypes.c_uint64),
+        ("rightmost", ctypes.c_uint64),
+        ("count", ctypes.c_uint64),
+    )
+
+
+class _AppleMap(ctypes.Structure):
+    """libc++: first node, root, size."""
+
+    _fields_ = (("first", ctypes.c_uint64), ("root", ctypes.c_uint64), ("count", ctypes.c_uint64))
+
+
+def _walk(node: int, left: int, right: int, depth: int = 0) -> Iterator[tuple[int, int, int, int]]:
+    """The values of a red-black tree: four words of node (color and three links), then key and three counts."""
+    if not node or depth > 32:
+        return
+    words = (ctypes.c_uint64 * 8).from_address(node)
+    yield from _walk(words[left], left, right, depth + 1)
+    yield words[4], words[5], words[6], words[7]
+    yield from _walk(words[right], left, right, depth + 1)
+
+
+def _plain(parts: Parts) -> dict[str, int]:
+    return {"weights_bytes": parts.weights_bytes, "kv_bytes": parts.kv_bytes, "compute_bytes": parts.compute_bytes}
+
+
+def _facts(facts: Facts) -> dict[str, Any]:
+    return {name: getattr(facts, name) for name in facts.__dataclass_fields__}

@@ -1,0 +1,161 @@
+"""Reads the header of a GGUF file without llama.cpp: what the size formula needs; never reads a tensor's data.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little endian).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from inference.core.estimate import Facts
+
+MAGIC = b"GGUF"
+MOST_ENTRIES = 1_000_000
+MOST_STRING_BYTES = 64 * 2**20
+_SCALARS = {0: "B", 1: "b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "?", 10: "<Q", 11: "<q", 12: "<d"}
+_STRING, _ARRAY = 8, 9
+
+# ggml type -> (values per block, bytes per block), from ggml's type traits.
+_BLOCKS: dict[int, tuple[int, int]] = {
+    0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 36),
+    10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292),
+    16: (256, 66), 17: (256, 74), 18: (256, 98), 19: (256, 50), 20: (32, 18), 21: (256, 110), 22: (256, 82),
+    23: (256, 136), 24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2),
+    34: (256, 54), 35: (256, 66), 39: (32, 17),
+}  # fmt: skip
+
+
+class BadGgufError(ValueError):
+    """The file is no usable GGUF; the message says what is wrong with it."""
+
+
+def read_facts(path: Path) -> Facts:
+    """What the header of `path` says; raises BadGgufError, or OSError when the file cannot be read."""
+    with path.open("rb") as file:
+        try:
+            metadata, tensors = _header(file)
+        except (struct.error, UnicodeDecodeError, OverflowError) as error:
+            raise BadGgufError(f"its header ends early or is damaged ({error})") from error
+        data_begins = file.tell()
+    size = path.stat().st_size
+    alignment = metadata.get("general.alignment", 32)
+    weights = layers = end = 0
+    for name, kind, count, offset in tensors:
+        per_block, block_bytes = _BLOCKS.get(kind, (1, 4))
+        here = math.ceil(count / per_block) * block_bytes
+        weights += here
+        layers += here if name.startswith("blk.") else 0
+        end = max(end, offset + here)
+    begin = math.ceil(data_begins / alignment) * alignment
+    if begin + end > size:
+        raise BadGgufError(f"it is cut short: {size} bytes, and its tensors end at {begin + end}")
+    return _facts(metadata, weights, layers)
+
+
+def _facts(metadata: dict[str, Any], weights: int, layer_bytes: int) -> Facts:
+    architecture = str(metadata.get("general.architecture", ""))
+    if not architecture:
+        raise BadGgufError("it does not say its architecture (general.architecture)")
+
+    def number(key: str, default: int = 0) -> int:
+        value = metadata.get(f"{architecture}.{key}", default)
+        return max(value) if isinstance(value, list) and value else int(value) if not isinstance(value, list) else 0
+
+    layers, embedding, heads = number("block_count"), number("embedding_length"), number("attention.head_count")
+    per_head = embedding // heads if heads else 0
+    keys = number("attention.key_length", per_head)
+    values = number("attention.value_length", per_head)
+    kv_heads = metadata.get(f"{architecture}.attention.head_count_kv", heads)
+    heads_over_layers = sum(kv_heads) if isinstance(kv_heads, list) else int(kv_heads) * layers
+    return Facts(
+        architecture=architecture,
+        layers=layers,
+        embedding=embedding,
+        feed_forward=number("feed_forward_length"),
+        vocabulary=number("vocab_size", int(metadata.get("tokenizer.ggml.tokens.length", 0))),
+        context_trained=number("context_length"),
+        kv_values_per_cell=(keys + values) * heads_over_layers,
+        weight_bytes=weights,
+        layer_bytes=layer_bytes,
+    )
+
+
+def _header(file: BinaryIO) -> tuple[dict[str, Any], list[tuple[str, int, int, int]]]:
+    magic = file.read(4)
+    if magic != MAGIC:
+        raise BadGgufError(f"it does not begin with GGUF but with {magic!r}")
+    version, tensor_count, entry_count = struct.unpack("<IQQ", file.read(20))
+    if version not in (2, 3):
+        raise BadGgufError(f"its GGUF version is {version}; 2 and 3 are known")
+    if tensor_count > MOST_ENTRIES or entry_count > MOST_ENTRIES:
+        raise BadGgufError(f"it claims {tensor_count} tensors and {entry_count} metadata entries")
+    metadata: dict[str, Any] = {}
+    for _ in range(entry_count):
+        key = _string(file)
+        (kind,) = struct.unpack("<I", file.read(4))
+        metadata[key] = _value(file, kind, key, metadata)
+    tensors = []
+    for _ in range(tensor_count):
+        name = _string(file)
+        (dimensions,) = struct.unpack("<I", file.read(4))
+        if dimensions > 8:
+            raise BadGgufError(f"tensor {name!r} claims {dimensions} dimensions")
+        shape = struct.unpack(f"<{dimensions}Q", file.read(8 * dimensions))
+        kind, offset = struct.unpack("<IQ", file.read(12))
+        tensors.append((name, kind, math.prod(shape), offset))
+    return metadata, tensors
+
+
+def _value(file: BinaryIO, kind: int, key: str, metadata: dict[str, Any]) -> Any:
+    if kind == _STRING:
+        return _string(file)
+    if kind != _ARRAY:
+        return _scalar(file, kind)
+    inner, count = struct.unpack("<IQ", file.read(12))
+    if count > 100 * MOST_ENTRIES:
+        raise BadGgufError(f"{key!r} claims {count} values")
+    metadata[f"{key}.length"] = count
+    if inner == _STRING:
+        for _ in range(count):
+            _skip_string(file)
+        return None
+    if inner == _ARRAY:
+        raise BadGgufError(f"{key!r} is an array of arrays")
+    if count > 4096:  # scores and token types: long, and not needed
+        file.seek(count * struct.calcsize(_format(inner)), 1)
+        return None
+    return [_scalar(file, inner) for _ in range(count)]
+
+
+def _format(kind: int) -> str:
+    try:
+        return _SCALARS[kind]
+    except KeyError:
+        raise BadGgufError(f"a value of unknown type {kind}") from None
+
+
+def _scalar(file: BinaryIO, kind: int) -> Any:
+    form = _format(kind)
+    return struct.unpack(form, file.read(struct.calcsize(form)))[0]
+
+
+def _length(file: BinaryIO) -> int:
+    (length,) = struct.unpack("<Q", file.read(8))
+    if length > MOST_STRING_BYTES:
+        raise BadGgufError(f"a text of {length} bytes in its header")
+    return int(length)
+
+
+def _string(file: BinaryIO) -> str:
+    length = _length(file)
+    data = file.read(length)
+    if len(data) < length:
+        raise BadGgufError("its header ends early")
+    return data.decode("utf-8", "replace")
+
+
+def _skip_string(file: BinaryIO) -> None:
+    file.seek(_length(file), 1)

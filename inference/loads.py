@@ -1,0 +1,263 @@
+"""The life of a worker from reservation to exit: every reservation made here ends here, exactly once.
+
+Decides neither who is loaded nor who leaves; it does what the authority decided and books what happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from typing import TYPE_CHECKING
+
+import aiohttp
+
+from headgate.shared.errors import HeadgateError
+from headgate.shared.units import format_bytes
+from inference.core.growth import growth
+from inference.core.ledger import LedgerError
+from inference.core.lifecycle import Event
+from inference.core.plan import Placement
+from inference.devices.cpu import CPU
+from inference.errors import DeviceLost, InferenceError, ModelFailed
+from inference.model import Model, Running
+from inference.osapi import private_bytes
+from inference.protocol import ExitCause, ModelState
+from inference.supervisor import Supervisor, WorkerExit
+from inference.wishes import excess, grant_for
+from inference.worker.link import Ready
+
+if TYPE_CHECKING:
+    from inference.authority import Authority
+
+log = logging.getLogger(__name__)
+
+RETURN_SECONDS = 5.0
+"""An accelerator must show a gone worker's memory within this; what is missing then counts as foreign."""
+RETURN_EVERY_SECONDS = 0.25
+RETURN_SLACK_BYTES = 64 * 2**20
+ENGINE_QUEUE = 512
+
+_S, _E = ModelState, Event
+_WAY_OUT = {
+    _S.LOADING: (_E.UNLOAD, _E.EXITED),
+    _S.READY: (_E.DRAIN, _E.UNLOAD, _E.EXITED),
+    _S.BUSY: (_E.DRAIN, _E.UNLOAD, _E.EXITED),
+    _S.DRAINING: (_E.UNLOAD, _E.EXITED),
+    _S.UNLOADING: (_E.EXITED,),
+}
+"""What is left of the way to cold when a worker ended as it was asked to, or left by itself in good order."""
+
+
+class Loads:
+    """Starts and ends the workers of models."""
+
+    def __init__(self, authority: Authority, supervisor: Supervisor) -> None:
+        self._authority = authority
+        self.supervisor = supervisor
+
+    def begin(self, model: Model, placement: Placement) -> None:
+        """Reserves, then starts a worker; from here on its exit is what gives the reservation back."""
+        device = self._authority.inventory.get(placement.device)
+        assert device is not None
+        holding = f"{model.id}#{next(self._authority.ids)}"
+        self._authority.ledger = self._authority.ledger.reserve(holding, model.id, placement.need)
+        try:
+            worker = self.supervisor.spawn(model.id, device.environment, lambda: self._authority.teller.heard(model))
+        except HeadgateError as error:
+            self._authority.ledger = self._authority.ledger.release(holding)
+            self._authority.move(model, _E.LOAD)
+            self.failed(model, str(error))
+            self._authority.waiting.fail(model, self.resting(model))
+            return
+        running = Running(holding, placement, device, self._authority.loop.time(), worker)
+        model.running = running
+        self._authority.move(model, _E.LOAD)
+        log.info("loading %s on %s (pid %d)", model.id, device.id, worker.pid)
+        grant = grant_for(model.effective, device, placement.need, ENGINE_QUEUE)
+        worker.hello.add_done_callback(lambda hello: None if hello.exception() else worker.grant(grant))
+        worker.ready.add_done_callback(lambda ready: self._on_ready(model, running, ready))
+        worker.exited.add_done_callback(lambda exited: self._on_exit(model, running, exited.result()))
+
+    def _on_ready(self, model: Model, running: Running, future: asyncio.Future[Ready]) -> None:
+        if future.exception() is not None or model.state is not _S.LOADING:
+            return
+        ready = future.result()
+        overhead = model.estimates[running.device.id].overhead_bytes
+        actual = dict(overhead)
+        for buffer in ready.buffers:
+            actual[buffer.device] = actual.get(buffer.device, 0) + buffer.bytes
+        predicted = sum(running.placement.need.values())
+        complaint = excess(model.estimates[running.device.id], running.device, ready)
+        try:
+            if complaint is None:
+                self._authority.ledger = self._authority.ledger.commit(running.holding, actual)
+        except LedgerError as error:
+            complaint = str(error)
+        if complaint is not None:
+            running.failure = ModelFailed(f"the load of {model.id!r} was stopped: {complaint}")
+            running.worker.kill()
+            return
+        running.ready = ready
+        running.session = aiohttp.ClientSession(
+            "http://worker",
+            connector=aiohttp.UnixConnector(path=str(running.worker.socket_path), limit=0, keepalive_timeout=60),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=5),
+            auto_decompress=False,
+            raise_for_status=False,
+        )
+        seconds = self._authority.loop.time() - running.began_at
+        model.reload_seconds = seconds
+        model.loads += 1
+        model.capabilities = ready.capabilities
+        model.failure = None
+        model.last_used_at = self._authority.loop.time()
+        self._authority.metrics.load_seconds.labels(model.id, "cold").observe(seconds)
+        if predicted:
+            self._authority.metrics.estimate_error.observe(sum(actual.values()) / predicted)
+        if model.backoff.failures:
+            self._authority.metrics.recoveries.labels("reload").inc()
+        log.info(
+            "%s is ready on %s after %.2f s: %s of %s reserved",
+            model.id, running.device.id, seconds, format_bytes(sum(actual.values())), format_bytes(predicted),
+        )  # fmt: skip
+        self._authority.move(model, _E.LOADED)
+        self._authority.waiting.serve(model)
+        self._authority.pump()
+
+    def watch(self) -> None:
+        """Looks at the memory of every worker that is ready; growth is reserved, or the model has to leave."""
+        self._authority.observe()
+        for model in list(self._authority.models.values()):
+            running = model.running
+            if running is None or running.ready is None or model.state not in (_S.READY, _S.BUSY):
+                continue
+            seen = private_bytes(running.worker.pid)
+            found = seen and growth(self._authority.ledger, running.holding, CPU, seen)
+            if not found:
+                continue
+            if found.ledger is not None:
+                self._authority.ledger = found.ledger
+                self._authority.teller.changed()
+                log.warning("%s grew by %s beyond its reservation; reserved", model.id, format_bytes(found.bytes))
+                continue
+            log.error("%s grew by %s, and has to leave: %s", model.id, format_bytes(found.bytes), found.reason)
+            self._authority.metrics.evictions.labels("unload", "outgrew").inc()
+            self.leave(model, "it outgrew its reservation")
+            self._authority.loop.call_later(self._authority.settings.drain_seconds, running.worker.stop)
+
+    def leave(self, model: Model, reason: str) -> None:
+        """Begins a model's way out: what runs may finish."""
+        running = model.running
+        if running is None:
+            return
+        if model.state is _S.LOADING:
+            log.info("the load of %s is given up (%s)", model.id, reason)
+            self.unload(model)
+        elif model.state in (_S.READY, _S.BUSY):
+            log.info("%s leaves (%s)", model.id, reason)
+            self._authority.move(model, _E.DRAIN)
+            if not running.leases:
+                self.unload(model)
+
+    def unload(self, model: Model) -> None:
+        """Nothing is in flight any more: the worker may end."""
+        assert model.running is not None
+        self._authority.move(model, _E.UNLOAD)
+        self._authority.ledger = self._authority.ledger.leave(model.running.holding)
+        model.running.worker.stop()
+
+    def _on_exit(self, model: Model, running: Running, exit: WorkerExit) -> None:
+        """The one place where a worker's memory goes back, however it ended."""
+        if running.session is not None:
+            self._authority.background.finish(running.session.close())
+        shapes = [lease.shape for lease in running.leases]
+        model.running = None
+        model.unreduce()
+        if model.state is not _S.UNLOADING:
+            self._authority.ledger = self._authority.ledger.leave(running.holding)
+        self._give_back(running)
+        self._authority.metrics.exits.labels(model.id, str(exit.cause)).inc()
+        if exit.cause is ExitCause.REQUESTED:
+            for event in _WAY_OUT[model.state]:
+                self._authority.move(model, event)
+            log.info("%s is unloaded", model.id)
+        else:
+            log.error("%s (pid %d): %s", model.id, running.worker.pid, exit.message)
+            self._authority.crashes.add(model.id, running.worker.pid, exit, shapes)
+            was_loading = model.state is _S.LOADING
+            self.failed(model, running.failure.message if running.failure else exit.message)
+            if was_loading:
+                self._authority.waiting.fail(model, running.failure or self._load_error(model, exit))
+        if model.removed:
+            self._authority.models.pop(model.id, None)
+        self._authority.pump()
+
+    def _load_error(self, model: Model, exit: WorkerExit) -> InferenceError:
+        if exit.cause is ExitCause.DEVICE_LOST:
+            return DeviceLost(
+                f"the model {model.id!r} could not be loaded: {exit.message}",
+                retry_after=model.backoff.delay_seconds,
+                details={"cause": str(exit.cause)},
+            )
+        return self.resting(model, str(exit.cause))
+
+    def failed(self, model: Model, message: str) -> None:
+        """One more failure of the model; it rests."""
+        model.backoff = model.backoff.failed()
+        model.retry_at = self._authority.loop.time() + model.backoff.delay_seconds
+        model.failure = message
+        self._authority.move(model, _E.FAIL)
+
+    def resting(self, model: Model, cause: str | None = None) -> ModelFailed:
+        """What those are told who ask for a failed model, with the rest of its backoff."""
+        rest = max(0.0, model.retry_at - self._authority.loop.time())
+        return ModelFailed(
+            f"the model {model.id!r} failed: {model.failure}",
+            retry_after=math.ceil(rest * 10) / 10,
+            details={"cause": cause, "failures": model.backoff.failures},
+        )
+
+    def _give_back(self, running: Running) -> None:
+        if all(device == CPU for device in running.placement.need):
+            self._authority.ledger = self._authority.ledger.release(running.holding)
+        else:
+            self._authority.background.spawn(self._await_return(running))
+
+    async def _await_return(self, running: Running) -> None:
+        """Releases a gone worker's memory once the device shows it free, or counts what is missing as foreign.
+
+        Whatever goes wrong with the readings, the holding has ended RETURN_SECONDS and one reading later.
+        """
+        before = self._authority.ledger.balance(running.device.id).foreign_bytes
+        deadline = self._authority.loop.time() + RETURN_SECONDS
+        back = told = False
+        while not back and self._authority.loop.time() < deadline:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._authority.inventory.refresh()
+                back = self._is_back(running, before)
+            except Exception as error:  # noqa: BLE001, RUF100 - any at all: the memory must come off the books
+                if not told:
+                    log.warning("%s could not be read while %s left: %r", running.device.id, running.worker.name, error)
+                told = True
+            else:
+                self._authority.background.refreshed_at = self._authority.loop.time()
+            if not back:
+                await asyncio.sleep(RETURN_EVERY_SECONDS)
+        if back:
+            self._authority.ledger = self._authority.ledger.release(running.holding)
+        else:
+            log.warning(
+                "%s did not get back all memory of %s; it counts as foreign", running.device.id, running.worker.name
+            )
+            self._authority.ledger = self._authority.ledger.forfeit(running.holding)
+        self._authority.teller.changed()
+        self._authority.pump()
+
+    def _is_back(self, running: Running, foreign_bytes: int) -> bool:
+        device = running.device.id
+        reading = self._authority.inventory.get(device)
+        ledger = self._authority.ledger
+        ours = ledger.balance(device).ours_bytes - ledger.holdings[running.holding].bytes.get(device, 0)
+        return reading is None or reading.used_bytes <= foreign_bytes + ours + RETURN_SLACK_BYTES

@@ -1,0 +1,55 @@
+"""The Prometheus metrics of the inference service: names and labels; counts what it is told and decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+
+_LOAD_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+_RATIO_BUCKETS = (0.5, 0.8, 0.9, 0.95, 0.98, 1.0, 1.02, 1.05, 1.1, 1.25, 2.0)
+
+
+class Metrics:
+    """One registry per service. Gauges are read from the authority when somebody scrapes (`gauges`)."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.gauges: Callable[[], Iterator[GaugeMetricFamily]] = lambda: iter(())
+        self.registry.register(self)
+        self.placements = Counter(
+            "inference_placement_total", "Decisions about where a model goes", ["result", "reason"],
+            registry=self.registry,
+        )  # fmt: skip
+        self.evictions = Counter(
+            "inference_evictions_total", "Models that left for a reason", ["action", "reason"], registry=self.registry
+        )
+        self.load_seconds = Histogram(
+            "inference_load_seconds", "From reservation to ready", ["model", "tier"], buckets=_LOAD_BUCKETS,
+            registry=self.registry,
+        )  # fmt: skip
+        self.estimate_error = Histogram(
+            "inference_estimate_error_ratio", "Bytes allocated over bytes predicted", buckets=_RATIO_BUCKETS,
+            registry=self.registry,
+        )  # fmt: skip
+        self.exits = Counter(
+            "inference_worker_exits_total", "Ends of worker processes", ["model", "cause"], registry=self.registry
+        )
+        self.recoveries = Counter(
+            "inference_recovery_total", "Things that came back by themselves", ["kind"], registry=self.registry
+        )
+        self.timeouts = Counter(
+            "inference_timeouts_total", "Waits that ended at their deadline", ["kind"], registry=self.registry
+        )
+        self.tokens = Counter(
+            "inference_tokens_total", "Tokens as the workers count them", ["model", "kind"], registry=self.registry
+        )
+
+    def collect(self) -> Iterator[Metric]:
+        """The gauges of this moment; called by the registry."""
+        yield from self.gauges()
+
+    def render(self) -> bytes:
+        """The text exposition."""
+        return generate_latest(self.registry)

@@ -1,0 +1,192 @@
+"""The state the authority keeps of one model, and the tickets and leases its users hold; decides nothing.
+
+Written by the authority alone, on its loop. A ticket is a place in the queue that becomes a lease; a lease is one
+request in flight on one worker, and is counted against that worker, so that a late release cannot touch its successor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from inference.core.lifecycle import Backoff
+from inference.core.plan import Placement, Standing
+from inference.core.queue import Waiter, WaitQueue
+from inference.devices.base import Reading
+from inference.errors import InferenceError
+from inference.estimator import Estimate
+from inference.protocol import ModelState, Priority, Progress
+from inference.settings import ModelSpec
+from inference.supervisor import WorkerProcess
+from inference.worker.link import Ready
+
+
+@dataclass(eq=False)
+class Running:
+    """One worker of a model, from reservation to exit. `holding` is its id in the ledger."""
+
+    holding: str
+    placement: Placement
+    device: Reading
+    began_at: float
+    worker: WorkerProcess
+    session: aiohttp.ClientSession | None = None
+    ready: Ready | None = None
+    leases: set[Lease] = field(default_factory=set)
+    failure: InferenceError | None = None
+    counted: dict[str, int] = field(default_factory=dict)
+    """Tokens of this worker that the metrics have seen, by kind."""
+
+
+@dataclass(eq=False)
+class Model:
+    """One configured model. Times are seconds of the loop's clock."""
+
+    spec: ModelSpec
+    state: ModelState = ModelState.COLD
+    queue: WaitQueue = field(default_factory=WaitQueue)
+    tickets: dict[int, Ticket] = field(default_factory=dict)
+    running: Running | None = None
+    backoff: Backoff = field(default_factory=Backoff)
+    retry_at: float = 0.0
+    failure: str | None = None
+    estimates: dict[str, Estimate] = field(default_factory=dict)
+    estimating: asyncio.Task[None] | None = None
+    last_used_at: float = 0.0
+    reload_seconds: float = 1.0
+    loads: int = 0
+    capabilities: tuple[str, ...] = ()
+    removed: bool = False
+    reduced: ModelSpec | None = None
+    """What it was reduced to because it did not fit (`oom_policy: reduce`), until it leaves."""
+
+    @property
+    def effective(self) -> ModelSpec:
+        """What a load goes by."""
+        return self.reduced or self.spec
+
+    @property
+    def id(self) -> str:
+        """The model's id."""
+        return self.spec.id
+
+    @property
+    def in_flight(self) -> int:
+        """Requests the worker has now."""
+        return len(self.running.leases) if self.running else 0
+
+    def unreduce(self) -> None:
+        """The next load begins with the configured sizes again."""
+        if self.reduced is not None:
+            self.reduced = None
+            self.estimates.clear()
+
+    def standing(self, now: float) -> Standing:
+        """Whether it could leave now."""
+        if self.state in (ModelState.DRAINING, ModelState.UNLOADING):
+            return Standing.LEAVING
+        if self.state is ModelState.LOADING:
+            return Standing.LOADING
+        if self.spec.pinned or self.spec.dedicated:
+            return Standing.FIXED
+        if self.in_flight or self.queue.waiters:
+            return Standing.BUSY
+        if now - self.last_used_at < self.spec.min_residency:
+            return Standing.YOUNG
+        return Standing.IDLE
+
+    def progress(self, waiter: Waiter) -> Progress:
+        """What this waiter waits for."""
+        if self.state is ModelState.LOADING and self.running is not None:
+            return Progress("loading", int(self.running.worker.progress * 100), 100)
+        return Progress("queued", self.queue.position(waiter.id) or 0)
+
+
+class Lease:
+    """The right to send one request to a worker; `release` exactly once (later calls do nothing)."""
+
+    def __init__(
+        self, model: Model, running: Running, on_release: Callable[[Lease, bool], None], *, counts: bool
+    ) -> None:
+        self.model = model
+        self.running = running
+        self.counts = counts
+        self.shape: dict[str, Any] = {}
+        self._on_release = on_release
+        self._open = True
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """The HTTP client of the worker."""
+        assert self.running.session is not None
+        return self.running.session
+
+    def release(self, *, completed: bool = False) -> None:
+        """Ends it; `completed` says that the worker answered to the end."""
+        if self._open:
+            self._open = False
+            self._on_release(self, completed)
+
+
+class Ticket:
+    """A wish for a lease. Use as a context manager: leaving it gives up the place or the lease, whichever it is."""
+
+    def __init__(self, model: Model, waiter: Waiter, patience: float, on_close: Callable[[Ticket], None]) -> None:
+        self.model = model
+        self.waiter = waiter
+        self.patience = patience
+        self.timer: asyncio.TimerHandle | None = None
+        self._on_close = on_close
+        self._future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+
+    @property
+    def priority(self) -> Priority:
+        """Its class in the queue."""
+        return self.waiter.priority
+
+    @property
+    def pending(self) -> bool:
+        """Whether it still waits."""
+        return not self._future.done()
+
+    def grant(self, lease: Lease) -> None:
+        """Fulfils the wish."""
+        if self._future.done():
+            lease.release()
+        else:
+            self._future.set_result(lease)
+
+    def fail(self, error: InferenceError) -> None:
+        """Ends the wait with `error`."""
+        if not self._future.done():
+            self._future.set_exception(error)
+            self._future.exception()  # the holder may have left without looking
+
+    async def wait(self, seconds: float | None = None) -> Lease | None:
+        """The lease, or None when it is not there within `seconds`; raises the InferenceError that ended the wait."""
+        if not self._future.done():
+            await asyncio.wait({self._future}, timeout=seconds)
+        return self._future.result() if self._future.done() else None
+
+    def progress(self) -> Progress:
+        """What it waits for."""
+        return self.model.progress(self.waiter)
+
+    def close(self) -> None:
+        """Gives up the place in the queue, or releases the lease if nobody did."""
+        if self._future.done():
+            if not self._future.cancelled() and self._future.exception() is None:
+                self._future.result().release()
+        else:
+            self._future.cancel()
+            self._on_close(self)
+
+    def __enter__(self) -> Ticket:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

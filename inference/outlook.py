@@ -1,0 +1,94 @@
+"""What would be: dry runs, and whether each model could be loaded now; books, starts and evicts nothing.
+
+Whoever lists models asks for all of them at once and often, so the answers are kept until something about models or
+memory changed, at most FRESH_SECONDS. They advise; a load is always decided on the ledger itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from inference import views
+from inference.core.plan import Placement, Policy, Refusal, Scene, plan, prospect
+from inference.devices.base import Reading
+from inference.estimator import Estimate
+from inference.model import Model
+from inference.wishes import candidates, held_models, request_for
+
+if TYPE_CHECKING:
+    from inference.authority import Authority
+
+FRESH_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class _Moment:
+    """The state all answers of one moment share. `said` is what was answered, by model id."""
+
+    until: float
+    scene: Scene
+    policy: Policy
+    readings: tuple[Reading, ...]
+    said: dict[str, Refusal | bool | None] = field(default_factory=dict)
+
+
+class Outlook:
+    """Answers from one look at the ledger, taken anew when it is old or `forget` was called."""
+
+    def __init__(self, authority: Authority) -> None:
+        self._authority = authority
+        self._moment: _Moment | None = None
+
+    def forget(self) -> None:
+        """Something changed: the next question looks again."""
+        self._moment = None
+
+    def of(self, model: Model) -> Refusal | bool | None:
+        """True when the model could be loaded now (evictions included), the refusal when not, None while unknown."""
+        moment = self._now()
+        if model.id not in moment.said:
+            moment.said[model.id] = self._ask(model, moment)
+        return moment.said[model.id]
+
+    def _now(self) -> _Moment:
+        authority = self._authority
+        now = authority.loop.time()
+        if self._moment is None or now > self._moment.until:
+            readings = authority.observe()
+            held = held_models(authority.models.values(), authority.ledger, now)
+            policy = views.policy(authority.settings, now)
+            self._moment = _Moment(now + FRESH_SECONDS, Scene.of(authority.ledger, held), policy, readings)
+        return self._moment
+
+    def _ask(self, model: Model, moment: _Moment) -> Refusal | bool | None:
+        request = request_for(model, candidates(model.effective, moment.readings, self._authority.settings))
+        if request is None:
+            return None
+        return prospect(request, moment.scene, moment.policy) or True
+
+    async def dry_run(self, model: Model, changes: Mapping[str, Any]) -> tuple[Placement | Refusal, Estimate | None]:
+        """What a load with `changes` to the model's settings would come to; measures, and does nothing else.
+
+        Raises ModelFailed when the file cannot be used.
+        """
+        authority = self._authority
+        other = Model(replace(model.spec, **changes))
+        anew = bool(changes) and other.spec != model.effective
+        if not anew:
+            other = model
+        await authority.background.measure(other)
+        request = request_for(other, candidates(other.effective, authority.observe(), authority.settings))
+        assert request is not None
+        now = authority.loop.time()
+        ledger, held = authority.ledger, held_models(authority.models.values(), authority.ledger, now)
+        its_own = [item for item in held if item.model == model.id]
+        if anew:  # with other settings it has to leave first
+            ledger = ledger.without({item.holding for item in its_own})
+            held = [item for item in held if item.model != model.id]
+        decision = plan(request, ledger, held, views.policy(authority.settings, now))
+        if anew and its_own:
+            line = f"{model.id} is on {its_own[0].device} with other settings, and would be loaded anew"
+            decision = replace(decision, trace=(line, *decision.trace))
+        return decision, next(iter(other.estimates.values()), None)

@@ -1,0 +1,255 @@
+"""The wire between clients, gateway, inference service and workers: names, codes, states, frames; decides nothing.
+
+It is the only module of `inference` that the gateway may import, so it imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Literal
+
+# --- headers ---------------------------------------------------------------------------------------------------------
+H_REQUEST_ID = "x-request-id"
+H_TIER = "x-headgate-tier"
+H_MODEL = "x-headgate-model"
+H_ATTEMPTS = "x-headgate-attempts"
+H_REASON = "x-headgate-reason"
+H_OVERHEAD = "x-headgate-overhead-ms"
+H_POLICY = "x-headgate-policy"
+H_PRIORITY = "x-headgate-priority"
+H_KV = "x-headgate-kv"
+H_PROBE = "x-headgate-probe"
+H_TENANT = "x-headgate-tenant"
+"""A keyed hash of the caller's API key, set by the gateway on the local hop; scopes prefix reuse."""
+H_DEADLINE = "x-headgate-deadline-ms"
+"""How long the caller of the inference service is willing to wait for the first token, in milliseconds."""
+H_SHOULD_RETRY = "x-should-retry"
+
+
+class Priority(StrEnum):
+    """Queue class of a request; `high` is served first."""
+
+    HIGH = "high"
+    NORMAL = "normal"
+    LOW = "low"
+
+
+class Tier(StrEnum):
+    """Which kind of candidate answered, for `x-headgate-tier`."""
+
+    LOCAL = "local"
+    LOCAL_FALLBACK = "local-fallback"
+    CLOUD = "cloud"
+    NONE = "none"
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+class Code(StrEnum):
+    """Values of `error.code` that Headgate itself sets; providers' own codes pass through as they are."""
+
+    MODEL_NOT_FOUND = "model_not_found"
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    MEMORY_LIMIT_EXCEEDED = "memory_limit_exceeded"
+    QUEUE_FULL = "queue_full"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    MODEL_LOADING = "model_loading"
+    DEVICE_LOST = "device_lost"
+    MODEL_FAILED = "model_failed"
+    POISON_REQUEST = "poison_request"
+    NO_TIER_AVAILABLE = "no_tier_available"
+    INVALID_REQUEST = "invalid_request"
+    INVALID_JSON = "invalid_json"
+    BODY_TOO_LARGE = "body_too_large"
+    UNSUPPORTED_PARAMETER = "unsupported_parameter"
+    INVALID_API_KEY = "invalid_api_key"
+    PERMISSION_DENIED = "permission_denied"
+    NOT_FOUND = "not_found"
+    METHOD_NOT_ALLOWED = "method_not_allowed"
+    SHUTTING_DOWN = "shutting_down"
+    INTERNAL_ERROR = "internal_error"
+
+
+@dataclass(frozen=True, slots=True)
+class CodeSpec:
+    """What a code means on the wire: HTTP status, OpenAI `error.type`, and whether trying again can help."""
+
+    status: int
+    type: str
+    retryable: bool
+
+
+CODES: Mapping[Code, CodeSpec] = {
+    Code.MODEL_NOT_FOUND: CodeSpec(404, "invalid_request_error", False),
+    Code.CONTEXT_LENGTH_EXCEEDED: CodeSpec(400, "invalid_request_error", False),
+    Code.MEMORY_LIMIT_EXCEEDED: CodeSpec(503, "service_unavailable_error", True),
+    Code.QUEUE_FULL: CodeSpec(429, "rate_limit_error", True),
+    Code.DEADLINE_EXCEEDED: CodeSpec(504, "timeout_error", True),
+    Code.MODEL_LOADING: CodeSpec(503, "service_unavailable_error", True),
+    Code.DEVICE_LOST: CodeSpec(503, "service_unavailable_error", True),
+    Code.MODEL_FAILED: CodeSpec(503, "service_unavailable_error", True),
+    Code.POISON_REQUEST: CodeSpec(422, "invalid_request_error", False),
+    Code.NO_TIER_AVAILABLE: CodeSpec(503, "service_unavailable_error", True),
+    Code.INVALID_REQUEST: CodeSpec(400, "invalid_request_error", False),
+    Code.INVALID_JSON: CodeSpec(400, "invalid_request_error", False),
+    Code.BODY_TOO_LARGE: CodeSpec(413, "invalid_request_error", False),
+    Code.UNSUPPORTED_PARAMETER: CodeSpec(400, "invalid_request_error", False),
+    Code.INVALID_API_KEY: CodeSpec(401, "authentication_error", False),
+    Code.PERMISSION_DENIED: CodeSpec(403, "permission_error", False),
+    Code.NOT_FOUND: CodeSpec(404, "invalid_request_error", False),
+    Code.METHOD_NOT_ALLOWED: CodeSpec(405, "invalid_request_error", False),
+    Code.SHUTTING_DOWN: CodeSpec(503, "service_unavailable_error", True),
+    Code.INTERNAL_ERROR: CodeSpec(500, "server_error", False),
+}
+
+
+RETRY_AFTER = "retry_after"
+"""The key under `error.headgate` for the seconds of a Retry-After: an error frame has no header to say them in."""
+
+
+def error_body(
+    code: Code | str,
+    message: str,
+    *,
+    param: str | None = None,
+    type: str | None = None,
+    details: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The OpenAI error envelope; `details` (numbers behind the message) goes to `error.headgate`.
+
+    `type` defaults to the code's own; a code that is not Headgate's needs one and gets `server_error` without.
+    """
+    spec = CODES.get(code) if isinstance(code, Code) else None
+    error: dict[str, Any] = {
+        "message": message,
+        "type": type or (spec.type if spec else "server_error"),
+        "param": param,
+        "code": str(code),
+    }
+    if details is not None:
+        error["headgate"] = dict(details)
+    return {"error": error}
+
+
+# --- states ----------------------------------------------------------------------------------------------------------
+class ModelState(StrEnum):
+    """Where a model is in its life; the transition table is `inference.core.lifecycle`."""
+
+    COLD = "cold"
+    LOADING = "loading"
+    READY = "ready"
+    BUSY = "busy"
+    DRAINING = "draining"
+    OFFLOADING = "offloading"
+    WARM = "warm"
+    RESTORING = "restoring"
+    UNLOADING = "unloading"
+    FAILED = "failed"
+
+
+class DeviceState(StrEnum):
+    """Health of a device."""
+
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"
+    DRAINING = "draining"
+    QUARANTINED = "quarantined"
+    PROBING = "probing"
+    LOST = "lost"
+
+
+class ExitCause(StrEnum):
+    """Why a worker process ended."""
+
+    REQUESTED = "requested"
+    OOM_LOAD = "oom_load"
+    OOM_COMPUTE = "oom_compute"
+    DEVICE_LOST = "device_lost"
+    ASSERT = "assert"
+    KILLED = "killed"
+    HANG = "hang"
+    STARTUP = "startup"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """One model as `/v1/models`, `/events` and `ps` show it. Bytes are bytes, times are seconds.
+
+    `fits` is None while the service does not know, else whether the model could be loaded now (evictions included);
+    `reason` says why not. `devices` are device ids such as `cpu` or `gpu-0`. `retry_after_seconds` is set while a
+    restart backoff runs. `pid` is the worker process while there is one.
+    """
+
+    id: str
+    state: ModelState
+    aliases: tuple[str, ...] = ()
+    context_length: int = 0
+    parallel: int = 1
+    gpu_layers: int = -1
+    devices: tuple[str, ...] = ()
+    predicted_bytes: int | None = None
+    actual_bytes: int | None = None
+    in_flight: int = 0
+    queued: int = 0
+    idle_seconds: float | None = None
+    loads: int = 0
+    capabilities: tuple[str, ...] = ()
+    fits: bool | None = None
+    reason: str | None = None
+    retry_after_seconds: float | None = None
+    pid: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The OpenAI model object with the status under `headgate`."""
+        return {
+            "id": self.id,
+            "object": "model",
+            "created": 0,
+            "owned_by": "headgate",
+            "headgate": {name: _plain(getattr(self, name)) for name in self.__dataclass_fields__ if name != "id"},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ModelStatus:
+        """The inverse of `to_json`; unknown keys are ignored so that services of two versions can talk."""
+        said = {key: value for key, value in data.get("headgate", {}).items() if key in cls.__dataclass_fields__}
+        for name in ("aliases", "devices", "capabilities"):
+            said[name] = tuple(said.get(name) or ())
+        said["state"] = ModelState(said.get("state", "cold"))
+        return cls(id=data["id"], **said)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+# --- streams ---------------------------------------------------------------------------------------------------------
+DONE = b"data: [DONE]\n\n"
+PROGRESS_INTERVAL_SECONDS = 2.0
+"""The inference service is never silent longer than this on a stream that makes progress."""
+
+Stage = Literal["queued", "loading", "prefill"]
+_PROGRESS = re.compile(rb": headgate (queued|loading|prefill) (\d+)(?:/(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a waiting stream waits for: place in the queue, percent loaded, or prompt tokens done of all."""
+
+    stage: Stage
+    done: int
+    total: int | None = None
+
+    def frame(self) -> bytes:
+        """The SSE comment for it: `: headgate queued 3`, `: headgate loading 40/100`, `: headgate prefill 512/2048`."""
+        amount = f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
+        return f": headgate {self.stage} {amount}\n\n".encode()
+
+    @classmethod
+    def parse(cls, frame: bytes) -> Progress | None:
+        """The progress in an SSE comment frame, or None for any other comment."""
+        if (match := _PROGRESS.match(frame)) is None:
+            return None
+        return cls(match[1].decode(), int(match[2]), int(match[3]) if match[3] else None)  # type: ignore[arg-type]

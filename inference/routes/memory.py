@@ -1,0 +1,114 @@
+"""Routes about memory and devices: stats, models, dry runs, health; decide nothing."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from fastapi import APIRouter, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from inference import views
+from inference.authority import Authority
+from inference.protocol import DeviceState
+
+MIB = 2**20
+
+
+class PlanRequest(BaseModel):
+    """What a dry run is asked: a model, and settings of it that might be different."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field(min_length=1)
+    context_length: int | None = Field(None, ge=16, le=2**27)
+    parallel: int | None = Field(None, ge=1, le=256)
+    kv_type: Literal["f16", "q8_0", "q4_0"] | None = None
+    gpu_layers: int | None = Field(None, ge=-1)
+    ubatch: int | None = Field(None, ge=1, le=2**20)
+
+
+def health(authority: Authority) -> dict[str, Any]:
+    """Whether devices are well: false at CRITICAL pressure or with a lost device."""
+    devices = {}
+    healthy = True
+    for device, balance in authority.balances().items():
+        share = views.utilization(balance)
+        level = views.pressure(share, authority.settings)
+        reading = authority.reading(device)
+        state = reading.state if reading else DeviceState.LOST
+        healthy &= level not in ("critical", "emergency") and state is not DeviceState.LOST
+        devices[device] = {"pressure": level, "utilization": round(share, 4), "state": str(state)}
+    return {"healthy": healthy, "devices": devices}
+
+
+def router(authority: Authority) -> APIRouter:
+    """The routes."""
+    routes = APIRouter()
+
+    @routes.get("/devices")
+    async def devices() -> dict[str, Any]:
+        balances = authority.balances()
+        return {
+            "devices": [
+                {**reading.to_json(), "ledger": views.balance_json(balances[reading.id])}
+                for reading in authority.inventory.readings()
+            ]
+        }
+
+    @routes.get("/memory/stats")
+    async def stats() -> dict[str, Any]:
+        balances = authority.balances()
+        ours = {device: balance.ours_bytes for device, balance in balances.items()}
+        limit = authority.ledger.limit_bytes
+        return {
+            "allocated_mb": round(sum(ours.values()) / MIB, 3),
+            "limit_mb": None if limit is None else round(limit / MIB, 3),
+            "models_loaded": sum(model.running is not None for model in authority.models.values()),
+            "devices": {
+                device: {
+                    **views.balance_json(balance),
+                    "utilization": round(views.utilization(balance), 4),
+                    "pressure": views.pressure(views.utilization(balance), authority.settings),
+                }
+                for device, balance in balances.items()
+            },
+        }
+
+    @routes.get("/memory/models")
+    async def models() -> dict[str, Any]:
+        listed = []
+        for model in authority.models.values():
+            estimate = next(iter(model.estimates.values()), None)
+            ready = model.running.ready if model.running else None
+            listed.append(
+                {
+                    "id": model.id,
+                    "state": str(model.state),
+                    "held_bytes": dict(authority.ledger.owned_by(model.id)),
+                    "estimate": estimate.to_json() if estimate else None,
+                    "buffers": [
+                        {"device": buffer.device, "kind": buffer.kind, "bytes": buffer.bytes}
+                        for buffer in (ready.buffers if ready else ())
+                    ],
+                }
+            )
+        return {"models": listed}
+
+    @routes.post("/memory/plan")
+    async def plan(wanted: PlanRequest) -> dict[str, Any]:
+        model = authority.resolve(wanted.model)
+        changes = wanted.model_dump(exclude={"model"}, exclude_none=True)
+        decision, estimate = await authority.outlook.dry_run(model, changes)
+        return {
+            "model": model.id,
+            **views.decision_json(decision),
+            "estimate": estimate.to_json() if estimate else None,
+        }
+
+    @routes.get("/memory/health")
+    async def memory_health(response: Response) -> dict[str, Any]:
+        found = health(authority)
+        response.status_code = 200 if found["healthy"] else 503
+        return found
+
+    return routes

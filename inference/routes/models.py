@@ -1,0 +1,49 @@
+"""Routes about models: list, show, load, unload, restart, crashes; decide nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Query
+
+from inference.authority import Authority
+from inference.crashes import CrashStore
+
+
+def router(authority: Authority, crashes: CrashStore) -> APIRouter:
+    """The routes."""
+    routes = APIRouter()
+
+    @routes.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [status.to_json() for status in authority.statuses()]}
+
+    @routes.get("/v1/models/{model_id:path}")
+    async def show_model(model_id: str) -> dict[str, Any]:
+        return authority.status(authority.resolve(model_id)).to_json()
+
+    @routes.post("/models/{model_id:path}/load")
+    async def load(model_id: str, seconds: float | None = Query(None, ge=0, le=86400)) -> dict[str, Any]:
+        model = authority.resolve(model_id)
+        await authority.load(model, seconds)
+        return authority.status(model).to_json()
+
+    @routes.post("/models/{model_id:path}/unload")
+    async def unload(model_id: str, now: bool = False) -> dict[str, Any]:
+        model = authority.resolve(model_id)
+        await authority.unload(model, now=now)
+        return authority.status(model).to_json()
+
+    @routes.post("/models/{model_id:path}/restart")
+    async def restart(model_id: str, seconds: float | None = Query(None, ge=0, le=86400)) -> dict[str, Any]:
+        model = authority.resolve(model_id)
+        await authority.unload(model)
+        await authority.load(model, seconds)
+        return authority.status(model).to_json()
+
+    @routes.get("/models/{model_id:path}/crashes")
+    async def show_crashes(model_id: str) -> dict[str, Any]:
+        model = authority.resolve(model_id)
+        return {"id": model.id, "crashes": crashes.of(model.id)}
+
+    return routes

@@ -1,0 +1,204 @@
+"""How the authority's state looks from outside, and what settings mean in bytes; reads only, changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client.metrics_core import GaugeMetricFamily
+
+from inference.core.ledger import Balance
+from inference.core.plan import Placement, Policy, Refusal
+from inference.devices.base import Reading
+from inference.devices.cpu import CPU
+from inference.environment import InferenceSettings
+from inference.protocol import DeviceState, ModelState, ModelStatus, Priority
+
+if TYPE_CHECKING:
+    from inference.authority import Authority
+    from inference.model import Model
+
+MIB = 2**20
+
+
+def allowance(reading: Reading, settings: InferenceSettings) -> tuple[int, int]:
+    """(capacity, budget) of a device: what may be in use on it altogether, and what of that may be ours.
+
+    Of an accelerator: min(total x INFERENCE_GPU_MEMORY_MAX_PERCENT, INFERENCE_GPU_MEMORY_LIMIT_MB, total - reserve),
+    the reserve being INFERENCE_GPU_MEMORY_RESERVE_MB but at most 5 % of the device. Of host memory the percentage
+    bounds our own share, because the rest of the machine uses it too. A device whose size is unknown is bounded by
+    INFERENCE_MEMORY_LIMIT_GB alone.
+    """
+    total = reading.total_bytes
+    if total <= 0:
+        unknown = settings.memory_limit_bytes or 16 * 2**30
+        return unknown, unknown
+    kept = min(int(settings.gpu_memory_reserve_mb * MIB), total // 20)
+    if reading.id == CPU:
+        return total - kept, int(total * settings.cpu_memory_max_percent)
+    usable = min(int(total * settings.gpu_memory_max_percent), total - kept)
+    if settings.gpu_memory_limit_mb is not None:
+        usable = min(usable, int(settings.gpu_memory_limit_mb * MIB))
+    return usable, usable
+
+
+def policy(settings: InferenceSettings, now: float) -> Policy:
+    """The limits of a decision made now."""
+    return Policy(now, settings.max_models, settings.max_models_per_device)
+
+
+def status(model: Model, authority: Authority, now: float) -> ModelStatus:
+    """One model as `/v1/models`, `/events` and `ps` show it."""
+    running = model.running
+    estimate = next(iter(model.estimates.values()), None)
+    actual = sum(authority.ledger.owned_by(model.id).values()) if running and running.ready else None
+    fits, reason = _fits(model, authority)
+    rest = model.retry_at - now if model.state is ModelState.FAILED else None
+    resting = model.state is ModelState.COLD and model.in_flight == 0
+    return ModelStatus(
+        id=model.id,
+        state=model.state,
+        aliases=model.spec.aliases,
+        context_length=running.ready.context_length if running and running.ready else model.effective.context_length,
+        parallel=model.effective.parallel,
+        gpu_layers=model.effective.gpu_layers,
+        devices=tuple(sorted({running.device.id})) if running else (),
+        predicted_bytes=sum(estimate.need.values()) if estimate else None,
+        actual_bytes=actual,
+        in_flight=model.in_flight,
+        queued=len(model.queue),
+        idle_seconds=None if resting or running is None or model.in_flight else round(now - model.last_used_at, 3),
+        loads=model.loads,
+        capabilities=model.spec.capabilities or model.capabilities,
+        fits=fits,
+        reason=reason,
+        retry_after_seconds=None if rest is None else round(max(0.0, rest), 3),
+        pid=running.worker.pid if running else None,
+    )
+
+
+def _fits(model: Model, authority: Authority) -> tuple[bool | None, str | None]:
+    if model.running is not None and model.state is not ModelState.UNLOADING:
+        return True, None
+    outlook = authority.outlook.of(model)
+    if not isinstance(outlook, Refusal):
+        return outlook, model.failure
+    return (None if outlook.waits_for else False), outlook.reason
+
+
+def differs(now: ModelStatus, told: ModelStatus | None) -> bool:
+    """Whether listeners must hear of it: idle time and requests in flight alone are no news."""
+    if told is None:
+        return True
+    quiet = {"idle_seconds": None, "in_flight": 0, "retry_after_seconds": None}
+    return replace(now, **quiet) != replace(told, **quiet)  # type: ignore[arg-type]
+
+
+def balance_json(balance: Balance) -> dict[str, Any]:
+    """An account as `/memory/stats` shows it."""
+    return {
+        "capacity_bytes": balance.capacity_bytes,
+        "free_bytes": balance.free_bytes,
+        "foreign_bytes": balance.foreign_bytes,
+        "reserved_bytes": balance.reserved_bytes,
+        "resident_bytes": balance.resident_bytes,
+        "releasing_bytes": balance.releasing_bytes,
+        "shortfall_bytes": balance.shortfall_bytes,
+        "room_bytes": balance.room_bytes,
+        "bound": balance.bound,
+    }
+
+
+def utilization(balance: Balance) -> float:
+    """Share of the device's usable memory that is in use by anybody."""
+    if balance.capacity_bytes <= 0:
+        return 0.0
+    return (balance.foreign_bytes + balance.ours_bytes) / balance.capacity_bytes
+
+
+def pressure(share: float, settings: InferenceSettings) -> str:
+    """The level a utilization means."""
+    levels = (
+        ("emergency", settings.pressure_emergency),
+        ("critical", settings.pressure_critical),
+        ("high", settings.pressure_high),
+        ("moderate", settings.pressure_moderate),
+    )
+    return next((name for name, bound in levels if share >= bound), "low")
+
+
+PRESSURE_LEVELS = ("low", "moderate", "high", "critical", "emergency")
+
+
+def decision_json(decision: Placement | Refusal) -> dict[str, Any]:
+    """A decision as `/memory/plan` shows it."""
+    common = {"result": str(decision.result), "trace": list(decision.trace)}
+    if isinstance(decision, Placement):
+        return {
+            **common,
+            "allocation": str(decision.allocation),
+            "device": decision.device,
+            "need_bytes": dict(decision.need),
+            "evict": list(decision.evict),
+        }
+    return {
+        **common,
+        "reason": decision.reason,
+        "waits_for": list(decision.waits_for),
+        "fix": dict(decision.fix) or None,
+        "short": [
+            {
+                "device": lack.device,
+                "need_bytes": lack.need_bytes,
+                "free_bytes": lack.room_bytes,
+                "short_bytes": max(0, lack.need_bytes - lack.room_bytes),
+                "bound": lack.bound,
+            }
+            for lack in decision.lacks
+        ],
+    }
+
+
+def numbered(states: type[ModelState] | type[DeviceState]) -> str:
+    """The numbers that stand for states in metrics: `0 cold, 1 loading, ...`, in the order of their declaration."""
+    return ", ".join(f"{number} {state}" for number, state in enumerate(states))
+
+
+def gauges(authority: Authority) -> Iterator[GaugeMetricFamily]:
+    """Every gauge of this moment."""
+    account = GaugeMetricFamily("inference_device_bytes", "Accounts of the ledger", labels=["device", "account"])
+    used = GaugeMetricFamily("inference_device_utilization_ratio", "Share of the device in use", labels=["device"])
+    health = GaugeMetricFamily("inference_device_state", numbered(DeviceState), labels=["device"])
+    level = GaugeMetricFamily("inference_pressure_level", "0 low to 4 emergency", labels=["device"])
+    for device, balance in authority.balances().items():
+        for name in ("capacity", "free", "foreign", "reserved", "resident", "releasing", "shortfall"):
+            account.add_metric([device, name], getattr(balance, f"{name}_bytes"))
+        share = utilization(balance)
+        used.add_metric([device], share)
+        level.add_metric([device], PRESSURE_LEVELS.index(pressure(share, authority.settings)))
+        if (reading := authority.reading(device)) is not None:
+            health.add_metric([device], list(DeviceState).index(reading.state))
+    yield from (account, used, health, level)
+    state = GaugeMetricFamily("inference_model_state", numbered(ModelState), labels=["model"])
+    size = GaugeMetricFamily("inference_model_bytes", "Bytes of a model", labels=["model", "kind"])
+    refs = GaugeMetricFamily("inference_model_refs", "Requests in flight", labels=["model"])
+    sequences = GaugeMetricFamily("inference_sequences", "Sequences in the engine", labels=["model", "state"])
+    queued = GaugeMetricFamily("inference_queue_depth", "Requests that wait", labels=["model", "priority"])
+    for model in authority.models.values():
+        state.add_metric([model.id], list(ModelState).index(model.state))
+        refs.add_metric([model.id], model.in_flight)
+        for priority in Priority:
+            queued.add_metric([model.id, str(priority)], model.queue.count(priority))
+        if model.running is None:
+            continue
+        if model.running.ready is not None:
+            kinds: dict[str, int] = {}
+            for buffer in model.running.ready.buffers:
+                kinds[buffer.kind] = kinds.get(buffer.kind, 0) + buffer.bytes
+            for kind, count in kinds.items():
+                size.add_metric([model.id, kind], count)
+        if (beat := model.running.worker.beat) is not None:
+            sequences.add_metric([model.id, "active"], beat.active)
+            sequences.add_metric([model.id, "queued"], beat.queued)
+    yield from (state, size, refs, sequences, queued)

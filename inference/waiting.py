@@ -1,0 +1,111 @@
+"""Queues and leases: who waits for a model, who has it, and what those are told who wait in vain.
+
+Never loads or evicts anything; it tells the authority when something became idle.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from inference.core.lifecycle import Event
+from inference.errors import DeadlineExceeded, InferenceError, ModelLoading
+from inference.model import Lease, Model, Ticket
+from inference.protocol import ModelState
+
+if TYPE_CHECKING:
+    from inference.authority import Authority
+
+_S, _E = ModelState, Event
+
+
+class Waiting:
+    """Tickets become leases here, or errors."""
+
+    def __init__(self, authority: Authority) -> None:
+        self._authority = authority
+
+    def serve(self, model: Model) -> None:
+        """Gives a lease to everybody who waits; the engine queues from here on."""
+        while model.queue.waiters:
+            waiter = model.queue.waiters[0]
+            ticket = self.unqueue(model, waiter.id)
+            if ticket is not None and ticket.pending:
+                ticket.grant(self.lease(model, counts=True))
+
+    def lease(self, model: Model, *, counts: bool) -> Lease:
+        """One more request in flight on the model's worker, which is ready."""
+        assert model.running is not None
+        lease = Lease(model, model.running, self._released, counts=counts)
+        model.running.leases.add(lease)
+        if counts:
+            model.last_used_at = self._authority.loop.time()
+        if model.state is _S.READY:
+            self._authority.move(model, _E.USED, quietly=True)
+        return lease
+
+    def _released(self, lease: Lease, completed: bool) -> None:
+        model, running = lease.model, lease.running
+        running.leases.discard(lease)
+        if model.running is not running:
+            return
+        if lease.counts:
+            model.last_used_at = self._authority.loop.time()
+        if completed:
+            model.backoff = model.backoff.completed()
+        if running.leases:
+            return
+        if model.state is _S.BUSY:
+            self._authority.move(model, _E.IDLE, quietly=True)
+            if model.spec.idle_timeout == 0 and not model.spec.pinned:
+                self._authority.loads.leave(model, "idle")
+        elif model.state is _S.DRAINING:
+            self._authority.loads.unload(model)
+        if any(other.queue.waiters for other in self._authority.models.values()):
+            self._authority.pump()
+
+    def give_up(self, ticket: Ticket) -> None:
+        """The holder of a waiting ticket left; a load it began goes on."""
+        self.unqueue(ticket.model, ticket.waiter.id)
+
+    def unqueue(self, model: Model, waiter_id: int) -> Ticket | None:
+        """Takes a waiter out of its queue; None when it does not wait any more."""
+        model.queue = model.queue.remove(waiter_id)
+        ticket = model.tickets.pop(waiter_id, None)
+        if ticket is not None and ticket.timer is not None:
+            ticket.timer.cancel()
+        return ticket
+
+    def expire(self, ticket: Ticket) -> None:
+        """The deadline of a waiting ticket has passed."""
+        model = ticket.model
+        self.unqueue(model, ticket.waiter.id)
+        waited = f"{model.id!r} could not be used within the {ticket.patience:.1f} s the request may wait"
+        if model.state is _S.LOADING and model.running is not None:
+            self._authority.metrics.timeouts.labels("loading").inc()
+            percent = int(model.running.worker.progress * 100)
+            ticket.fail(
+                ModelLoading(
+                    f"{waited}: it is loading ({percent} %)",
+                    retry_after=self.seconds_to_load(model),
+                    details={"stage": "loading", "progress": percent},
+                )
+            )
+        else:
+            self._authority.metrics.timeouts.labels("queued").inc()
+            ticket.fail(DeadlineExceeded(f"{waited}: it is {model.state}"))
+
+    def fail(self, model: Model, error: InferenceError) -> None:
+        """Ends the wait of everybody who waits for the model."""
+        for waiter in model.queue.waiters:
+            if ticket := self.unqueue(model, waiter.id):
+                ticket.fail(error)
+
+    def seconds_to_load(self, model: Model) -> float:
+        """How long a running load will still take, from its own progress; the last load's time before that."""
+        if model.running is not None and model.state is _S.LOADING:
+            progress = model.running.worker.progress
+            took = self._authority.loop.time() - model.running.began_at
+            if progress > 0.05:
+                return max(1.0, math.ceil(took * (1 - progress) / progress))
+        return max(1.0, math.ceil(model.reload_seconds))
