@@ -1,0 +1,8 @@
+"""`python -m inference.worker`: the model process; decides nothing."""
+
+import sys
+
+from inference.worker.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

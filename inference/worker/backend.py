@@ -1,0 +1,94 @@
+"""The seam between the engine and llama.cpp: what a computing context, a vocabulary and a sampler can do.
+
+The package `llama` is the real thing; tests drive the engine with a fake that returns every code there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+
+
+class Decode(IntEnum):
+    """What llama_decode returned. NO_ROOM and BAD_BATCH leave the memory as it was, the others may not."""
+
+    OK = 0
+    NO_ROOM = 1
+    ABORTED = 2
+    BAD_BATCH = -1
+    ALLOC_FAILED = -2
+    COMPUTE_FAILED = -3
+
+
+class BatchRow(Protocol):
+    """A run of tokens of one sequence; `sample` asks for logits at its last token."""
+
+    @property
+    def slot(self) -> int:
+        """Sequence id."""
+        ...
+
+    @property
+    def start(self) -> int:
+        """Position of the first token."""
+        ...
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Validated token ids."""
+        ...
+
+    @property
+    def sample(self) -> bool:
+        """Whether a token follows."""
+        ...
+
+
+class Backend(Protocol):
+    """A context that computes; every method is called from the engine's thread only."""
+
+    can_trim: bool
+
+    def remove(self, slot: int, start: int = 0) -> bool:
+        """Forgets the tokens of `slot` from `start` on."""
+        ...
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Shares the first `count` tokens of `source`."""
+        ...
+
+    def decode(self, rows: Sequence[BatchRow]) -> tuple[Decode, list[int]]:
+        """Computes one batch; returns the batch index of each row's last token."""
+        ...
+
+    def logits(self, index: int) -> np.ndarray:
+        """Logits at a batch index, valid until the next decode."""
+        ...
+
+
+class Vocabulary(Protocol):
+    """What the engine needs to know of a model's tokens."""
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end a generation."""
+        ...
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """Bytes of a token."""
+        ...
+
+
+class TokenSampler(Protocol):
+    """Draws the next token of one sequence."""
+
+    def sample(self, index: int) -> int:
+        """Draws and accepts from the logits at a batch index."""
+        ...
+
+    def close(self) -> None:
+        """Frees it; called once, on the engine's thread."""
+        ...

@@ -1,0 +1,75 @@
+"""The worker's end of its link to the authority: sends from any thread, reads in one, dies with it; decides nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import sys
+import threading
+from collections.abc import Callable
+
+from inference.worker import link
+
+MAX_LINE_BYTES = 1 << 20
+
+
+class Channel:
+    """The inherited socketpair. End of file ends this process at once, whatever its other threads do."""
+
+    def __init__(self, handle: int, on_drain: Callable[[], None], on_stop: Callable[[], None]) -> None:
+        self._socket = socket.socket(fileno=handle)
+        self._socket.setblocking(True)
+        self._lock = threading.Lock()
+        self._grants: queue.SimpleQueue[link.Grant] = queue.SimpleQueue()
+        self._on_drain = on_drain
+        self._on_stop = on_stop
+
+    def start(self) -> None:
+        """Starts reading."""
+        threading.Thread(target=self._read, name="link", daemon=True).start()
+
+    def send(self, message: link.Message) -> None:
+        """Sends one message; when nobody listens any more the reader ends the process."""
+        with self._lock, contextlib.suppress(OSError):
+            self._socket.sendall(link.encode(message))
+
+    def grant(self) -> link.Grant:
+        """Waits for the grant, as long as the authority lives: a standby worker may wait for hours."""
+        return self._grants.get()
+
+    def _read(self) -> None:
+        pending = b""
+        while True:
+            try:
+                data = self._socket.recv(65536)
+            except OSError:
+                data = b""
+            if not data:
+                os._exit(1)
+            *lines, pending = (pending + data).split(b"\n")
+            if len(pending) > MAX_LINE_BYTES:
+                self._leave("the authority sent a line without end")
+            for line in lines:
+                try:
+                    message = link.decode(line)
+                except ValueError as error:
+                    self._leave(f"the authority sent no message: {error}")
+                self._handle(message)
+
+    def _handle(self, message: link.Message) -> None:
+        match message:
+            case link.Grant():
+                self._grants.put(message)
+            case link.Drain():
+                self._on_drain()
+            case link.Stop():
+                self._on_stop()
+            case _:
+                self._leave(f"the authority sent {message.tag}, which is for it to receive")
+
+    def _leave(self, reason: str) -> None:
+        sys.stderr.write(f"worker: {reason}\n")
+        sys.stderr.flush()
+        os._exit(1)

@@ -1,0 +1,22 @@
+"""Turns a stream of token bytes into text, cutting only between whole characters; never looks at meaning."""
+
+from __future__ import annotations
+
+import codecs
+
+_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer:
+    """Exact incremental UTF-8: the pieces joined equal the bytes joined and decoded at once, with U+FFFD for errors."""
+
+    def __init__(self) -> None:
+        self._decoder = _decoder("replace")
+
+    def push(self, piece: bytes) -> str:
+        """The text that `piece` completes; bytes of an unfinished character wait."""
+        return self._decoder.decode(piece)
+
+    def flush(self) -> str:
+        """What is left at the end: nothing, or U+FFFD for a character that was never finished."""
+        return self._decoder.decode(b"", True)

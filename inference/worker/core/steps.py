@@ -1,0 +1,109 @@
+"""What the scheduler takes and gives: jobs, limits, steps, and the phases a job passes; decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from inference.protocol import Priority
+
+HEAD_START_SECONDS: Mapping[Priority, float] = {Priority.HIGH: 0.0, Priority.NORMAL: 10.0, Priority.LOW: 60.0}
+"""A class waits this much longer than the next; a fixed offset on the arrival time, so that no class ever starves."""
+
+
+class Phase(StrEnum):
+    """Where a job is."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    ENDED = "ended"
+
+
+TRANSITIONS: Mapping[tuple[Phase, str], Phase] = {
+    (Phase.WAITING, "admit"): Phase.PREFILL,
+    (Phase.WAITING, "end"): Phase.ENDED,
+    (Phase.PREFILL, "computed"): Phase.DECODE,
+    (Phase.PREFILL, "preempt"): Phase.WAITING,
+    (Phase.PREFILL, "end"): Phase.ENDED,
+    (Phase.DECODE, "computed"): Phase.DECODE,
+    (Phase.DECODE, "preempt"): Phase.WAITING,
+    (Phase.DECODE, "end"): Phase.ENDED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes: `slots` sequence ids, `cells` KV cells in all, `context` tokens per sequence, `batch` tokens per step,
+    `queue` waiting jobs. `can_trim`: the tail of a slot can be removed and its head shared (not with running states).
+    """
+
+    slots: int
+    cells: int
+    context: int
+    batch: int
+    queue: int
+    can_trim: bool = True
+
+    def __post_init__(self) -> None:
+        if not (0 < self.slots <= self.batch and 0 < self.context <= self.cells and self.queue >= 0):
+            raise ValueError(f"no engine can run with {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One sequence to generate. Times are seconds on the caller's clock; `deadline` bounds the wait for a first token.
+
+    Jobs of one `group` share their prompt (the choices of one request): the first computes it, the others copy it.
+    """
+
+    id: int
+    prompt: Sequence[int]
+    tenant: str = ""
+    priority: Priority = Priority.NORMAL
+    arrival: float = 0.0
+    deadline: float | None = None
+    group: int | None = None
+
+    @property
+    def key(self) -> tuple[float, int]:
+        """Order of service, smallest first."""
+        return (self.arrival + HEAD_START_SECONDS[self.priority], self.id)
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Forget the tokens of `slot` from position `start` on."""
+
+    slot: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Let `target` share the first `count` tokens of `source`."""
+
+    source: int
+    target: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Tokens of one job to compute from position `start` on; `sample` when a token follows from the last one."""
+
+    job: int
+    slot: int
+    start: int
+    tokens: Sequence[int]
+    sample: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Memory operations to run in order, then one batch. `expired` jobs ended because their deadline passed."""
+
+    operations: tuple[Remove | Copy, ...] = ()
+    rows: tuple[Row, ...] = ()
+    expired: tuple[int, ...] = ()

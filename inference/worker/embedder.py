@@ -1,0 +1,159 @@
+"""The engine thread of an embedding model: packs inputs into batches and pools them; decides no policy of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from inference.protocol import Code
+from inference.worker.backend import BatchRow, Decode
+from inference.worker.core.steps import Row
+from inference.worker.errors import WorkerError
+from inference.worker.pulse import Pulse
+from inference.worker.runner import Runner
+from inference.worker.tickets import Ticket
+
+log = logging.getLogger("headgate.worker.embedder")
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """One input's embedding (float32, length 1 in the Euclidean norm), or why there is none."""
+
+    index: int
+    values: np.ndarray | None = None
+    error: WorkerError | None = None
+
+
+class PoolingBackend(Protocol):
+    """A context that pools."""
+
+    n_slots: int
+    n_ubatch: int
+
+    def pool(self, rows: Sequence[BatchRow]) -> tuple[Decode, list[np.ndarray]]:
+        """One vector per row."""
+        ...
+
+
+@dataclass(slots=True)
+class _Input:
+    ticket: Ticket[Vector]
+    index: int
+    tokens: Sequence[int]
+    deadline: float | None
+
+
+class Embedder:
+    """Runs the thread; same shape as `Engine`."""
+
+    def __init__(
+        self,
+        backend: PoolingBackend,
+        queue: int,
+        deliver: Callable[[list[tuple[Ticket[Vector], Vector]]], None],
+        on_fatal: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.pulse = Pulse(clock)
+        self._backend = backend
+        self._queue = queue
+        self._deliver = deliver
+        self._clock = clock
+        self._inputs: deque[_Input] = deque()
+        self._lock = threading.Lock()
+        self._runner = Runner("embedder", self._turn, self._close, on_fatal)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._runner.start()
+
+    def submit(self, inputs: Sequence[Sequence[int]], ticket: Ticket[Vector], deadline: float | None = None) -> None:
+        """Queues token lists; one Vector per input comes to the ticket. Raises WorkerError(queue_full)."""
+        with self._lock:
+            if self._inputs and len(self._inputs) + len(inputs) > self._queue:
+                raise WorkerError(
+                    Code.QUEUE_FULL, f"{len(self._inputs)} inputs wait for this model and its queue holds {self._queue}"
+                )
+            self._inputs.extend(_Input(ticket, index, tokens, deadline) for index, tokens in enumerate(inputs))
+        self._runner.wake()
+
+    def abort(self, ticket: Ticket[Vector]) -> None:
+        """Forgets what of a request was not computed yet."""
+        with self._lock:
+            self._inputs = deque(item for item in self._inputs if item.ticket is not ticket)
+
+    def stop(self, reason: WorkerError, seconds: float = 5.0) -> bool:
+        """Ends every request with `reason` after the running step; whether the thread ended within `seconds`."""
+        return self._runner.stop(reason, seconds)
+
+    def _turn(self) -> bool:
+        if batch := self._next():
+            self._compute(batch)
+        return bool(batch or self._inputs)
+
+    def _close(self, reason: WorkerError) -> None:
+        with self._lock:
+            rest, self._inputs = list(self._inputs), deque()
+        self._deliver([(item.ticket, Vector(item.index, error=reason)) for item in rest])
+
+    def _next(self) -> list[_Input]:
+        """As many inputs, in order, as one physical batch holds: a pooled input cannot be divided."""
+        chosen: list[_Input] = []
+        late: list[_Input] = []
+        room = self._backend.n_ubatch
+        now = self._clock()
+        with self._lock:
+            while self._inputs and len(chosen) < self._backend.n_slots:
+                item = self._inputs[0]
+                if item.deadline is not None and item.deadline <= now:
+                    late.append(self._inputs.popleft())
+                    continue
+                if len(item.tokens) > room:
+                    break
+                room -= len(item.tokens)
+                chosen.append(self._inputs.popleft())
+            self.pulse.queued = len(self._inputs)
+        error = WorkerError(Code.DEADLINE_EXCEEDED, "the model did not answer within the deadline")
+        self._deliver([(item.ticket, Vector(item.index, error=error)) for item in late])
+        return chosen
+
+    def _compute(self, batch: list[_Input]) -> None:
+        rows = [Row(number, number, 0, item.tokens, True) for number, item in enumerate(batch)]
+        total = sum(len(item.tokens) for item in batch)
+        self.pulse.active = len(batch)
+        self.pulse.begin(total)
+        try:
+            status, vectors = self._backend.pool(rows)
+            failure = None if status is Decode.OK else f"llama.cpp could not compute a step ({status.name.lower()})"
+        except Exception as error:
+            log.exception("the step failed")
+            vectors, failure = [], f"the engine failed ({type(error).__name__}: {error})"
+        self.pulse.end()
+        self.pulse.active = 0
+        if failure is None:
+            self._runner.succeeded()
+            self.pulse.prompt_tokens += total
+            self._deliver(
+                [
+                    (item.ticket, Vector(item.index, normalized(values)))
+                    for item, values in zip(batch, vectors, strict=True)
+                ]
+            )
+            return
+        reason = WorkerError(Code.MODEL_FAILED, failure)
+        self._deliver([(item.ticket, Vector(item.index, error=reason)) for item in batch])
+        self._runner.failed(failure)
+
+
+def normalized(values: np.ndarray) -> np.ndarray:
+    """`values` scaled to length 1; zeros stay zeros."""
+    length = float(np.linalg.norm(values))
+    return values if length == 0.0 else (values / length).astype(np.float32)

@@ -1,0 +1,310 @@
+"""The engine thread: schedule, decode, sample, emit, for all sequences of one model; decides no policy of its own.
+
+What runs next is the scheduler's decision, how text ends the generation's. Whatever goes wrong with one request ends
+that request; whatever goes wrong with a step ends the requests in it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from inference.protocol import Code, Priority, Progress
+from inference.worker.backend import Backend, Decode, TokenSampler, Vocabulary
+from inference.worker.core.pacing import Pace
+from inference.worker.core.scheduler import Scheduler
+from inference.worker.core.steps import Job, Limits, Phase, Remove, Row
+from inference.worker.errors import WorkerError
+from inference.worker.generation import Generation, Output
+from inference.worker.pulse import Pulse
+from inference.worker.requests import Sampling
+from inference.worker.runner import Runner
+from inference.worker.sampling import Distribution
+from inference.worker.tickets import Ticket
+
+log = logging.getLogger("headgate.worker.engine")
+
+PROGRESS_SECONDS = 0.5
+
+Delivery = tuple[Ticket[Output], Output]
+SamplerFactory = Callable[[Sampling, int, int], TokenSampler]
+"""(sampling, choice, most tokens of the answer) -> sampler."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A request as the engine takes it: token lists, validated. `n` choices of every prompt. Choice numbers run through
+    the prompts: prompt 0 has choices 0..n-1. `deadline` is on the engine's clock.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    n: int
+    sampling: Sampling
+    max_tokens: int
+    stops: Sequence[str] = ()
+    logprobs: int | None = None
+    tenant: str = ""
+    priority: Priority = Priority.NORMAL
+    deadline: float | None = None
+
+
+@dataclass(slots=True)
+class _Running:
+    ticket: Ticket[Output]
+    generation: Generation
+    logprobs: int | None
+    started: float | None = None
+
+
+class Engine:
+    """Runs the thread. `submit` and `abort` may be called from any thread; outputs come through `deliver`."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        vocabulary: Vocabulary,
+        make_sampler: SamplerFactory,
+        limits: Limits,
+        deliver: Callable[[list[Delivery]], None],
+        on_fatal: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.pulse = Pulse(clock)
+        self._backend = backend
+        self._vocabulary = vocabulary
+        self._make_sampler = make_sampler
+        self._deliver = deliver
+        self._clock = clock
+        self._limits = limits
+        self._scheduler = Scheduler(limits)
+        self._running: dict[int, _Running] = {}
+        self._jobs_of: dict[Ticket[Output], set[int]] = {}
+        self._commands: deque[Callable[[], None]] = deque()
+        self._ids = itertools.count(1)
+        self._pace = Pace.first(limits.batch)
+        self._outbox: list[Delivery] = []
+        self._told_progress = -math.inf
+        self._seconds_per_job: float | None = None
+        self._runner = Runner("engine", self._turn, self._close, on_fatal)
+
+    # --- for other threads -------------------------------------------------------------------------------------------
+    def start(self) -> None:
+        """Starts the thread."""
+        self._runner.start()
+
+    def submit(self, work: Work, ticket: Ticket[Output]) -> None:
+        """Queues a request; its outputs, or the refusal, come to the ticket."""
+        arrival = self._clock()
+        self._post(lambda: self._take(work, ticket, arrival))
+
+    def abort(self, ticket: Ticket[Output]) -> None:
+        """Ends a request that nobody reads any more, before the next step. Ended ones are ignored."""
+        self._post(lambda: self._drop(ticket))
+
+    def stop(self, reason: WorkerError, seconds: float = 5.0) -> bool:
+        """Ends every request with `reason` after the running step; whether the thread ended within `seconds`."""
+        return self._runner.stop(reason, seconds)
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        self._runner.wake()
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+    def _turn(self) -> bool:
+        self._obey()
+        self._publish()
+        if self._scheduler.has_work:
+            self._guarded_step()
+            return True
+        return bool(self._commands)
+
+    def _close(self, reason: WorkerError) -> None:
+        self._obey()
+        for job in list(self._running):
+            self._end(job, reason)
+        self._publish()
+
+    def _obey(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
+
+    def _guarded_step(self) -> None:
+        try:
+            self._step()
+        except Exception as error:
+            # Nothing below is expected to raise; if it does, the requests of this step pay, and no others.
+            log.exception("the step failed")
+            if self.pulse.step_started is not None:
+                self.pulse.end()
+            self._fail_step(f"the engine failed ({type(error).__name__}: {error})")
+
+    def _step(self) -> None:
+        decoding = self._scheduler.decoding
+        step = self._scheduler.plan(self._clock(), self._pace.budget(decoding=decoding > 0))
+        for job in step.expired:
+            self._end(job, WorkerError(Code.DEADLINE_EXCEEDED, "the model did not start to answer within the deadline"))
+        for operation in step.operations:
+            if isinstance(operation, Remove):
+                self._backend.remove(operation.slot, operation.start)
+            else:
+                self._backend.copy(operation.source, operation.target, operation.count)
+        if not step.rows:
+            return
+        total = sum(len(row.tokens) for row in step.rows)
+        self.pulse.begin(total)
+        status, last = self._backend.decode(step.rows)
+        if status is not Decode.OK:
+            self.pulse.end()
+            if status is Decode.NO_ROOM:
+                for job in self._scheduler.no_room():
+                    self._end(job, WorkerError(Code.MODEL_FAILED, "the KV cache has no room for this request alone"))
+            else:
+                self._fail_step(f"llama.cpp could not compute a step ({status.name.lower()})")
+            return
+        self._runner.succeeded()
+        self._scheduler.computed()
+        prompt_tokens = self._count(step.rows)
+        for row, index in zip(step.rows, last, strict=True):
+            if row.sample:
+                self._sample(row.job, index)
+        seconds = self.pulse.end()
+        self._pace = self._pace.observe(prompt_tokens, seconds, decoding=decoding > 0)
+
+    def _count(self, rows: Sequence[Row]) -> int:
+        prompt_tokens = 0
+        now = self._clock()
+        for row in rows:
+            running = self._running[row.job]
+            if running.started is None:
+                running.started = now
+                running.generation.cached = row.start
+            if running.generation.tokens == 0:
+                prompt_tokens += len(row.tokens)
+        self.pulse.prompt_tokens += prompt_tokens
+        return prompt_tokens
+
+    def _sample(self, job: int, index: int) -> None:
+        running = self._running[job]
+        generation = running.generation
+        try:
+            if running.logprobs is None:
+                output = generation.accept(token := generation.sampler.sample(index))
+            else:
+                drawn = Distribution.of(self._backend.logits(index))
+                token = generation.sampler.sample(index)
+                output = generation.accept(token, float(drawn.values[token]), drawn.top(running.logprobs))
+        except Exception as error:
+            log.exception("sampling failed")
+            self._scheduler.abort(job)
+            self._end(job, WorkerError(Code.MODEL_FAILED, f"sampling failed ({type(error).__name__}: {error})"))
+            return
+        self.pulse.generated_tokens += 1
+        if output is None or output.finish is None:
+            self._scheduler.extend(job, token)
+        else:
+            self._scheduler.finish(job)
+            self._note_duration(running)
+            self._release(job)
+        if output is not None:
+            self._outbox.append((running.ticket, output))
+
+    def _fail_step(self, message: str) -> None:
+        ended = self._scheduler.failed()
+        for job in ended:
+            self._end(job, WorkerError(Code.MODEL_FAILED, message))
+        log.error("%s; %d requests ended", message, len(ended))
+        self._runner.failed(message)
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+    def _take(self, work: Work, ticket: Ticket[Output], arrival: float) -> None:
+        if ticket.gone:
+            return
+        try:
+            self._enter(work, ticket, arrival)
+        except Exception as error:
+            log.exception("a request could not be taken")
+            self._drop(ticket)
+            self._refuse(ticket, WorkerError(Code.MODEL_FAILED, f"the engine refused it ({error})"))
+
+    def _enter(self, work: Work, ticket: Ticket[Output], arrival: float) -> None:
+        numbered = [(prompt, choice) for prompt in range(len(work.prompts)) for choice in range(work.n)]
+        ids = [next(self._ids) for _ in numbered]
+        groups = [ids[prompt * work.n] for prompt, _choice in numbered]
+        jobs = [
+            Job(id, work.prompts[prompt], work.tenant, work.priority, arrival, work.deadline, group)
+            for id, (prompt, _choice), group in zip(ids, numbered, groups, strict=True)
+        ]
+        if not self._scheduler.submit(jobs):
+            self._refuse(ticket, self._queue_full(len(jobs)))
+            return
+        self._jobs_of[ticket] = set(ids)
+        for index, (job, (_prompt, choice)) in enumerate(zip(jobs, numbered, strict=True)):
+            sampler = self._make_sampler(work.sampling, choice, work.max_tokens)
+            generation = Generation(index, sampler, self._vocabulary, work.max_tokens, work.stops)
+            self._running[job.id] = _Running(ticket, generation, work.logprobs)
+
+    def _refuse(self, ticket: Ticket[Output], error: WorkerError) -> None:
+        self._outbox.append((ticket, Output(0, "", 0, error=error)))
+
+    def _drop(self, ticket: Ticket[Output]) -> None:
+        for job in self._jobs_of.get(ticket, set()).copy():
+            self._scheduler.abort(job)
+            self._release(job)
+        self._jobs_of.pop(ticket, None)
+
+    def _end(self, job: int, error: WorkerError) -> None:
+        """Tells the request that this choice failed; the scheduler knows already (or everything ends)."""
+        running = self._running[job]
+        self._release(job)
+        self._outbox.append((running.ticket, running.generation.fail(error)))
+
+    def _release(self, job: int) -> None:
+        if (running := self._running.pop(job, None)) is None:
+            return  # it was refused half-way, before it had a sampler
+        running.generation.sampler.close()
+        mates = self._jobs_of[running.ticket]
+        mates.discard(job)
+        if not mates:
+            del self._jobs_of[running.ticket]
+
+    def _queue_full(self, jobs: int) -> WorkerError:
+        waiting = self._scheduler.queued
+        if jobs > self._limits.queue + self._limits.slots:
+            return WorkerError(Code.QUEUE_FULL, f"{jobs} answers were asked for; this model's queue holds fewer")
+        wait = None
+        if self._seconds_per_job is not None:
+            wait = max(
+                1.0, math.ceil(self._seconds_per_job * (waiting + jobs - self._limits.queue) / self._limits.slots)
+            )
+        return WorkerError(
+            Code.QUEUE_FULL,
+            f"{waiting} requests wait for this model and its queue holds {self._limits.queue}",
+            retry_after=wait,
+        )
+
+    def _note_duration(self, running: _Running) -> None:
+        if running.started is not None:
+            seconds = self._clock() - running.started
+            old = self._seconds_per_job
+            self._seconds_per_job = seconds if old is None else 0.8 * old + 0.2 * seconds
+
+    def _publish(self) -> None:
+        """Everything since the last call, in one delivery."""
+        self.pulse.active = self._scheduler.active
+        self.pulse.queued = self._scheduler.queued
+        now = self._clock()
+        if now - self._told_progress >= PROGRESS_SECONDS:
+            self._told_progress = now
+            for job, phase, done, total in self._scheduler.progress():
+                waits = phase is Phase.WAITING
+                self._running[job].ticket.progress = (
+                    Progress("queued", done) if waits else Progress("prefill", done, total)
+                )
+        if self._outbox:
+            batch, self._outbox = self._outbox, []
+            self._deliver(batch)

@@ -1,0 +1,64 @@
+"""Reads single values of a request body with their type and range; never knows which endpoint asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeVar, overload
+
+from inference.worker.errors import BadRequestError
+
+D = TypeVar("D", int, None)
+
+
+def boolean(given: Mapping[str, Any], name: str, default: bool, *, prefix: str = "") -> bool:
+    """A true or false."""
+    value = given.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise BadRequestError(f"{prefix}{name} must be true or false", prefix + name)
+    return value
+
+
+LARGEST = 2**53 - 1
+"""Beyond it JSON numbers are not exact, and no count of tokens is that large."""
+
+
+@overload
+def integer(given: Mapping[str, Any], name: str, default: int, low: int, high: int | None = None) -> int: ...
+@overload
+def integer(given: Mapping[str, Any], name: str, default: None, low: int, high: int | None = None) -> int | None: ...
+def integer(given: Mapping[str, Any], name: str, default: int | None, low: int, high: int | None = None) -> int | None:
+    """A whole number from `low` to `high`, both allowed; 3.0 counts as 3."""
+    value = given.get(name)
+    if value is None:
+        return default
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise BadRequestError(f"{name} must be a whole number", name)
+    if not low <= value <= (LARGEST if high is None else high):
+        bounds = f"at least {low}" if high is None and value < low else f"from {low} to {high or LARGEST}"
+        raise BadRequestError(f"{name} must be {bounds}", name)
+    return value
+
+
+def number(given: Mapping[str, Any], name: str, default: float, low: float, high: float, *, prefix: str = "") -> float:
+    """A finite number from `low` to `high`, both allowed."""
+    value = given.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise BadRequestError(f"{prefix}{name} must be a finite number", prefix + name)
+    if not low <= value <= high:
+        raise BadRequestError(f"{prefix}{name} must be from {low:g} to {high:g}", prefix + name)
+    return float(value)
+
+
+def mapping(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """An object, empty when absent."""
+    value = given.get(name, {})
+    if not isinstance(value, dict):
+        raise BadRequestError(f"{name} must be an object", name)
+    return value

@@ -1,0 +1,90 @@
+"""Follows one answer from token to token: text, stop, length, log probabilities; never computes or schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from inference.worker.backend import TokenSampler, Vocabulary
+from inference.worker.core.detokenize import Detokenizer
+from inference.worker.core.stops import StopFilter
+from inference.worker.errors import WorkerError
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token that was drawn, its log probability and the likeliest alternatives; `offset` is where its text begins in
+    the answer, in characters.
+    """
+
+    piece: bytes
+    logprob: float
+    top: tuple[tuple[bytes, float], ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step added to one choice. The last one of a choice has `finish` or `error`; `tokens` counts those drawn
+    so far, `cached` the prompt tokens that did not have to be computed.
+    """
+
+    choice: int
+    text: str
+    tokens: int
+    cached: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish: str | None = None
+    error: WorkerError | None = None
+
+
+class Generation:
+    """One choice of one request, on the engine's thread."""
+
+    def __init__(
+        self, choice: int, sampler: TokenSampler, vocabulary: Vocabulary, max_tokens: int, stops: Sequence[str]
+    ) -> None:
+        self.choice = choice
+        self.sampler = sampler
+        self.cached: int | None = None
+        self.tokens = 0
+        self._vocabulary = vocabulary
+        self._max_tokens = max_tokens
+        self._detokenizer = Detokenizer()
+        self._stops = StopFilter(stops)
+        self._decoded = 0
+        self._shown = 0
+        self._logprobs: list[TokenLogprob] = []
+
+    def accept(self, token: int, logprob: float | None = None, top: Sequence[tuple[int, float]] = ()) -> Output | None:
+        """What the token adds, or None while it is held back; an output with `finish` is the last."""
+        self.tokens += 1
+        if token in self._vocabulary.end_tokens:
+            return self._output(self._rest(), "stop")
+        piece = self._vocabulary.piece(token)
+        if logprob is not None:
+            named = tuple((self._vocabulary.piece(other, special=True), value) for other, value in top)
+            self._logprobs.append(TokenLogprob(piece, logprob, named, self._decoded))
+        decoded = self._detokenizer.push(piece)
+        self._decoded += len(decoded)
+        text = self._stops.push(decoded)
+        if self._stops.matched is not None:
+            return self._output(text, "stop", cut=True)
+        if self.tokens >= self._max_tokens:
+            return self._output(text + self._rest(), "stop" if self._stops.matched is not None else "length")
+        return self._output(text, None) if text else None
+
+    def fail(self, error: WorkerError) -> Output:
+        """The end of a choice that cannot go on."""
+        return Output(self.choice, "", self.tokens, self.cached or 0, (), None, error)
+
+    def _rest(self) -> str:
+        text = self._stops.push(self._detokenizer.flush())
+        return text + self._stops.flush()
+
+    def _output(self, text: str, finish: str | None, *, cut: bool = False) -> Output:
+        self._shown += len(text)
+        # Log probabilities go out with their text; those of a stop string that was cut away are dropped with it.
+        ready = [item for item in self._logprobs if item.offset < self._shown or (finish is not None and not cut)]
+        self._logprobs = [] if finish is not None else self._logprobs[len(ready) :]
+        return Output(self.choice, text, self.tokens, self.cached or 0, tuple(ready), finish)

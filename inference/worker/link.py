@@ -1,0 +1,177 @@
+"""The messages between the authority and a worker over their inherited socketpair; decides nothing.
+
+One JSON object per line, in this order:
+
+    worker -> authority   hello        the process runs and has no device context yet (a pre-started worker stops here)
+    authority -> worker   grant        what to load and where; the listening socket was passed by descriptor at spawn
+    worker -> authority   progress *   0.0 .. 1.0 while loading
+    worker -> authority   ready        buffers actually allocated, and what the model is; or `failed`, then exit
+    worker -> authority   beat *       every BEAT_SECONDS, and per decode step at most that often
+    authority -> worker   drain        finish what runs, take nothing new, then end with status 0
+    authority -> worker   stop         end now
+
+End of file means death in both directions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+BEAT_SECONDS = 0.5
+"""A worker is heard at least this often, busy or idle."""
+
+LINK_FD_ENV = "HEADGATE_WORKER_LINK_FD"
+SOCKET_FD_ENV = "HEADGATE_WORKER_SOCKET_FD"
+PARENT_ENV = "HEADGATE_WORKER_PARENT"
+"""`pid` of the authority: a worker whose parent is another process by the time it looks exits at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceGrant:
+    """Where a model may live. `kind` is `cpu` or `gpu`; `id` is the authority's name for it (`cpu`, `gpu-0`).
+
+    `ggml_name` picks the ggml device by name (`CUDA0`, `Metal`); `rpc_endpoint` (host:port) registers a remote ggml
+    device first (simulated GPUs). `environment` was already applied at spawn (`CUDA_VISIBLE_DEVICES=GPU-uuid`).
+    """
+
+    id: str
+    kind: str
+    ggml_name: str | None = None
+    rpc_endpoint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The worker process runs."""
+
+    tag: ClassVar[str] = "hello"
+    pid: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What to load. Units: tokens for lengths and batches, bytes for memory, seconds for times.
+
+    `reserved_bytes` is what the ledger holds per device id. `context_length` is per sequence; the KV cache has
+    `context_length * parallel` cells, shared (`kv_unified`). `threads` None: the physical cores this process may use.
+    """
+
+    tag: ClassVar[str] = "grant"
+    model_id: str
+    path: str
+    devices: tuple[DeviceGrant, ...]
+    gpu_layers: int = -1
+    tensor_split: tuple[float, ...] = ()
+    context_length: int = 4096
+    parallel: int = 1
+    kv_type: str = "f16"
+    batch: int = 2048
+    ubatch: int = 512
+    threads: int | None = None
+    flash_attention: bool = True
+    lora: tuple[str, ...] = ()
+    mmproj: str | None = None
+    capabilities: tuple[str, ...] | None = None
+    queue_limit: int = 512
+    reserved_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """Share of the load done, 0.0 to 1.0."""
+
+    tag: ClassVar[str] = "progress"
+    fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """One allocation llama.cpp made: `kind` is weights, kv, compute or other."""
+
+    device: str
+    kind: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The model answers on its socket from now on."""
+
+    tag: ClassVar[str] = "ready"
+    load_seconds: float
+    buffers: tuple[Buffer, ...]
+    context_length: int
+    capabilities: tuple[str, ...]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The load failed cleanly; the process exits after saying so. `cause` is an ExitCause value."""
+
+    tag: ClassVar[str] = "failed"
+    cause: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """Sign of life. `step_seconds` is how long the running decode step has taken so far, None between steps;
+    `step_tokens` its batch size. Counts are since the worker became ready.
+    """
+
+    tag: ClassVar[str] = "beat"
+    step_seconds: float | None
+    step_tokens: int
+    active: int
+    queued: int
+    prompt_tokens: int
+    generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Finish what runs, take nothing new, then end with status 0."""
+
+    tag: ClassVar[str] = "drain"
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End now; running answers get an honest error frame."""
+
+    tag: ClassVar[str] = "stop"
+
+
+Message = Hello | Grant | LoadProgress | Ready | Failed | Beat | Drain | Stop
+_TYPES: Mapping[str, type] = {kind.tag: kind for kind in (Hello, Grant, LoadProgress, Ready, Failed, Beat, Drain, Stop)}
+
+
+def encode(message: Message) -> bytes:
+    """`message` as one JSON line."""
+    return json.dumps({"tag": message.tag, **dataclasses.asdict(message)}, separators=(",", ":")).encode() + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """The message in one line; raises ValueError for anything that is none."""
+    data = json.loads(line)
+    kind = _TYPES.get(data.pop("tag", None)) if isinstance(data, dict) else None
+    if kind is None:
+        raise ValueError(f"not a link message: {line[:80]!r}")
+    for name, value in data.items():
+        if name == "devices":
+            data[name] = tuple(DeviceGrant(**item) for item in value)
+        elif name == "buffers":
+            data[name] = tuple(Buffer(**item) for item in value)
+        elif isinstance(value, list):
+            data[name] = tuple(value)
+    try:
+        message: Message = kind(**data)
+    except TypeError as error:
+        raise ValueError(f"not a {kind.__name__} message: {error}") from error
+    return message

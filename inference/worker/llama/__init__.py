@@ -1,0 +1,29 @@
+"""The one package that touches llama.cpp: models, contexts, batches, samplers; decides nothing about requests.
+
+It speaks llama-cpp-python's low-level functions only, never its `Llama` class, which is one context behind one lock.
+"""
+
+from inference.worker.llama.context import Context
+from inference.worker.llama.model import Model
+from inference.worker.llama.params import (
+    KV_TYPES,
+    POOLING_MEAN,
+    POOLING_RANK,
+    context_params,
+    model_params,
+)
+from inference.worker.llama.process import on_abort, start
+from inference.worker.llama.sampler import Sampler
+
+__all__ = [
+    "KV_TYPES",
+    "POOLING_MEAN",
+    "POOLING_RANK",
+    "Context",
+    "Model",
+    "Sampler",
+    "context_params",
+    "model_params",
+    "on_abort",
+    "start",
+]

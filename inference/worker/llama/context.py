@@ -1,0 +1,155 @@
+"""KV memory and compute buffers over a model: batches in, logits and vectors out; decides nothing."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from llama_cpp import llama_cpp as lib
+
+from inference.protocol import ExitCause
+from inference.worker.backend import BatchRow, Decode
+from inference.worker.errors import LoadError
+from inference.worker.llama.model import Model
+from inference.worker.llama.process import quick
+
+_seq_rm = quick("llama_memory_seq_rm")
+_seq_cp = quick("llama_memory_seq_cp")
+_logits_ith = quick("llama_get_logits_ith")
+
+
+class Context:
+    """KV memory and compute buffers over a model. Used by one thread only, except `close`."""
+
+    def __init__(self, model: Model, params: Any) -> None:
+        """Allocates; raises LoadError(OOM_LOAD) when llama.cpp returns NULL."""
+        self.model = model
+        self.handle = lib.llama_init_from_model(model.handle, params)
+        if not self.handle:
+            raise LoadError(ExitCause.OOM_LOAD, "llama.cpp could not allocate the context")
+        self.memory = lib.llama_get_memory(self.handle)
+        self.pooling = int(lib.llama_pooling_type(self.handle))
+        self.n_ctx = int(lib.llama_n_ctx(self.handle))
+        self.n_batch = int(lib.llama_n_batch(self.handle))
+        self.n_ubatch = int(lib.llama_n_ubatch(self.handle))
+        self.n_slots = int(lib.llama_n_seq_max(self.handle))
+        self.can_trim = False
+        self._sequence_ids = np.arange(self.n_slots, dtype=np.int32)
+        first = self._sequence_ids.ctypes.data
+        self._sequence_pointers = [first + 4 * slot for slot in range(self.n_slots)]
+        size = self.n_batch
+        self._tokens = np.zeros(size, np.int32)
+        self._positions = np.zeros(size, np.int32)
+        self._one_each = np.ones(size, np.int32)
+        self._owners = np.zeros(size, np.uint64)
+        self._wanted = np.zeros(size, np.int8)
+        self._batch = lib.llama_batch(
+            n_tokens=0,
+            token=self._tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            embd=None,
+            pos=self._positions.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            n_seq_id=self._one_each.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            seq_id=self._owners.ctypes.data_as(ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
+            logits=self._wanted.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+        )
+
+    def close(self) -> None:
+        """Frees the memory and the compute buffers."""
+        lib.llama_free(self.handle)
+
+    def apply_lora(self, paths: Sequence[str]) -> None:
+        """Loads and applies adapters at full strength; raises LoadError naming the one that does not fit."""
+        if not paths:
+            return
+        adapters = []
+        for path in paths:
+            adapter = lib.llama_adapter_lora_init(self.model.handle, path.encode())
+            if not adapter:
+                raise LoadError(ExitCause.STARTUP, f"the LoRA adapter {path} cannot be applied to this model")
+            adapters.append(adapter)
+        handles = (lib.llama_adapter_lora_p_ctypes * len(adapters))(*adapters)
+        scales = (ctypes.c_float * len(adapters))(*([1.0] * len(adapters)))
+        if lib.llama_set_adapters_lora(self.handle, handles, len(adapters), scales) != 0:
+            raise LoadError(ExitCause.STARTUP, "llama.cpp refused the LoRA adapters")
+
+    def remove(self, slot: int, start: int = 0) -> bool:
+        """Forgets the tokens of `slot` from position `start` on; False where a part cannot be removed."""
+        return self.memory is None or bool(_seq_rm(self.memory, slot, start, -1))
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Lets `target` share the first `count` tokens of `source`."""
+        _seq_cp(self.memory, source, target, 0, count)
+
+    def decode(self, rows: Sequence[BatchRow], *, every: bool = False) -> tuple[Decode, list[int]]:
+        """Computes `rows` as one batch. Returns how it went and, per row, the batch index of its last token.
+
+        `every` asks for output at every token, as pooling needs. Token ids and lengths were validated before: llama.cpp
+        asserts on some that are wrong.
+        """
+        tokens, positions, owners, wanted = self._tokens, self._positions, self._owners, self._wanted
+        at = 0
+        last: list[int] = []
+        for row in rows:
+            count = len(row.tokens)
+            end = at + count
+            if count == 1:
+                tokens[at] = row.tokens[0]
+                positions[at] = row.start
+                owners[at] = self._sequence_pointers[row.slot]
+            else:
+                tokens[at:end] = row.tokens
+                positions[at:end] = np.arange(row.start, row.start + count, dtype=np.int32)
+                owners[at:end] = self._sequence_pointers[row.slot]
+                wanted[at : end - 1] = every
+            wanted[end - 1] = row.sample
+            last.append(end - 1)
+            at = end
+        self._batch.n_tokens = at
+        return Decode(lib.llama_decode(self.handle, self._batch)), last
+
+    def pool(self, rows: Sequence[BatchRow]) -> tuple[Decode, list[np.ndarray]]:
+        """Computes whole inputs in one physical batch; returns one vector per row, and leaves the memory empty."""
+        self.forget_all()
+        status, _last = self.decode(rows, every=True)
+        if status is not Decode.OK:
+            return status, []
+        size = self.model.n_embd
+        vectors = []
+        for row in rows:
+            pointer = lib.llama_get_embeddings_seq(self.handle, row.slot)
+            vectors.append(np.ctypeslib.as_array(pointer, shape=(size,)).copy())
+        self.forget_all()
+        return status, vectors
+
+    def forget_all(self) -> None:
+        """Empties the memory."""
+        if self.memory is not None:
+            lib.llama_memory_clear(self.memory, False)
+
+    def logits(self, index: int) -> np.ndarray:
+        """A view, valid until the next decode, of the logits (float32, one per vocabulary entry) at a batch index."""
+        return np.ctypeslib.as_array(_logits_ith(self.handle, index), shape=(self.model.n_vocab,))
+
+    def warm_up(self) -> None:
+        """One step before the first request, so that what is allocated lazily fails here; raises LoadError.
+
+        It also learns whether the tail of a sequence can be removed (`can_trim`), which running states cannot.
+        """
+        token = self.model.bos if self.model.bos is not None else 0
+        row = _WarmUp(tokens=(token, token))
+        status = self.pool([row])[0] if self.pooling > 0 else self.decode([row])[0]
+        self.can_trim = self.pooling <= 0 and not self.model.keeps_whole_state and self.remove(0, 1)
+        self.forget_all()
+        if status is not Decode.OK:
+            raise LoadError(ExitCause.OOM_COMPUTE, f"the first step failed ({status.name.lower()})")
+
+
+class _WarmUp:
+    slot = 0
+    start = 0
+    sample = True
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = tokens

@@ -1,0 +1,75 @@
+"""Turns a grant into llama.cpp's parameters, the same for estimates and for loads; opens nothing but devices."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+from llama_cpp import llama_cpp as lib
+
+from inference.worker import ggml
+from inference.worker.hardware import usable_cores
+from inference.worker.link import Grant
+
+KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "q4_0": 2}
+POOLING_MEAN = int(lib.LLAMA_POOLING_TYPE_MEAN)
+POOLING_RANK = int(lib.LLAMA_POOLING_TYPE_RANK)
+
+
+def model_params(grant: Grant, on_progress: Callable[[float], bool] | None = None, **overrides: object) -> Any:
+    """llama.cpp's model parameters for `grant`; overrides such as `no_alloc=True` or `vocab_only=True` go on top.
+
+    The device list is always explicit: an empty one for CPU, because with none llama.cpp initializes every GPU it sees.
+    Weights are read, not mapped (load mode NONE), on CPU as well: what the ledger reserved is then what is resident, a
+    file replaced or truncated under a running worker cannot kill it (SIGBUS), and no page fault lands inside a step.
+    """
+    params = lib.llama_model_default_params()
+    handles = [] if grant.gpu_layers == 0 else ggml.resolve(grant.devices)
+    devices = (ctypes.c_void_p * (len(handles) + 1))(*handles, None)
+    params.devices = ctypes.cast(devices, ctypes.c_void_p)
+    params.n_gpu_layers = grant.gpu_layers if handles else 0
+    params.split_mode = lib.LLAMA_SPLIT_MODE_LAYER if len(handles) > 1 else lib.LLAMA_SPLIT_MODE_NONE
+    params.main_gpu = 0
+    params.load_mode = lib.LLAMA_LOAD_MODE_NONE
+    keep: list[object] = [devices]
+    if grant.tensor_split and len(handles) > 1:
+        split = (ctypes.c_float * lib.LLAMA_MAX_DEVICES)(*grant.tensor_split)
+        params.tensor_split = split
+        keep.append(split)
+    if on_progress is not None:
+        callback = lib.llama_progress_callback(lambda fraction, _data: on_progress(fraction))
+        params.progress_callback = callback
+        keep.append(callback)
+    for name, value in overrides.items():
+        setattr(params, name, value)
+    params.handles = handles
+    params.kept = keep  # arrays and callbacks must outlive the load
+    return params
+
+
+def context_params(grant: Grant, *, pooled: bool, on_gpu: bool = False) -> Any:
+    """llama.cpp's context parameters for `grant`; `pooled` opens an embedding context.
+
+    Logits are reserved for one row per sequence (`n_outputs_max`): by default llama.cpp reserves a whole batch times
+    the vocabulary. A pooled input must fit one physical batch, so both batch sizes become the context length there.
+    """
+    params = lib.llama_context_default_params()
+    params.n_ctx = grant.context_length * grant.parallel
+    params.n_seq_max = grant.parallel
+    params.n_batch = grant.batch
+    params.n_ubatch = min(grant.ubatch, grant.batch)
+    params.kv_unified = True
+    params.type_k = params.type_v = KV_TYPES[grant.kv_type]
+    params.flash_attn_type = (
+        lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if grant.flash_attention else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    )
+    params.n_threads = params.n_threads_batch = grant.threads or usable_cores()
+    params.no_perf = True
+    params.offload_kqv = params.op_offload = on_gpu
+    if pooled:
+        params.embeddings = True
+        params.n_batch = params.n_ubatch = max(grant.context_length, grant.ubatch)
+    else:
+        params.n_outputs_max = max(grant.parallel, 1)
+    return params

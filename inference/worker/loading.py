@@ -1,0 +1,177 @@
+"""Loads what a grant asks for and says what it is: model, context, capabilities; never serves and never retries."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inference.protocol import ExitCause
+from inference.worker import ggml, llama, sampling
+from inference.worker.errors import LoadError
+from inference.worker.link import Grant, Ready
+from inference.worker.logtail import LogTail
+from inference.worker.requests import Facts
+from inference.worker.templates import ChatTemplate
+
+MAX_CELLS = 2**31
+MAX_PARALLEL = 256
+GENERATIVE = ("chat", "completions")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model ready to serve."""
+
+    model: llama.Model
+    context: llama.Context
+    template: ChatTemplate | None
+    facts: Facts
+    ready: Ready
+
+
+def load(grant: Grant, tail: LogTail, on_progress: Callable[[float], bool]) -> Loaded:
+    """Loads the model on this thread; `on_progress` gets 0.0 to 1.0 and may return False to give up.
+
+    Raises LoadError; its cause is OOM_LOAD for a clean NULL of llama.cpp, which cannot tell memory from other reasons,
+    and STARTUP where the reason is known to be another.
+    """
+    started = time.monotonic()
+    _check(grant)
+    params = llama.model_params(grant, on_progress)
+    try:
+        model, context, pooling = open_context(grant, params)
+    except LoadError as error:
+        raise _explained(error, grant, tail) from None
+    context.apply_lora(grant.lora)
+    context.warm_up()
+    template, problem = template_of(model)
+    capabilities = capabilities_of(grant, model, pooling, template)
+    facts = Facts(
+        model_id=grant.model_id,
+        context_length=grant.context_length,
+        n_vocab=model.n_vocab,
+        n_embd=model.n_embd,
+        capabilities=capabilities,
+        sampling_defaults=sampling.defaults(model.metadata),
+    )
+    names = {
+        ggml.device_name(handle): device.id
+        for handle, device in zip(
+            params.handles, [device for device in grant.devices if device.kind != "cpu"], strict=False
+        )
+    }
+    ready = Ready(
+        load_seconds=time.monotonic() - started,
+        buffers=tail.buffers(names),
+        context_length=grant.context_length,
+        capabilities=capabilities,
+        metadata={
+            "description": model.description,
+            "architecture": model.metadata.get("general.architecture", ""),
+            "name": model.metadata.get("general.name", ""),
+            "parameters": model.n_params,
+            "n_ctx_train": model.n_ctx_train,
+            "n_embd": model.n_embd,
+            "n_vocab": model.n_vocab,
+            **({"template_problem": problem} if problem else {}),
+        },
+    )
+    return Loaded(model, context, template, facts, ready)
+
+
+def open_context(grant: Grant, params: Any) -> tuple[llama.Model, llama.Context, int | None]:
+    """The model and its context as a worker opens them, and the pooling (None: generative); raises LoadError.
+
+    With `no_alloc` in `params` nothing is allocated: what a load would take can then be read from the context.
+    """
+    model = llama.Model(grant.path, params)
+    pooling = _pooling(model, grant)
+    context_params = llama.context_params(grant, pooled=pooling is not None, on_gpu=params.n_gpu_layers != 0)
+    if pooling is not None:
+        context_params.pooling_type = pooling
+    return model, llama.Context(model, context_params), pooling
+
+
+def _check(grant: Grant) -> None:
+    if grant.mmproj:
+        raise LoadError(ExitCause.STARTUP, "mmproj is set, and reading images is not supported yet; remove mmproj")
+    if grant.kv_type not in llama.KV_TYPES:
+        raise LoadError(ExitCause.STARTUP, f"kv_type {grant.kv_type!r} is not one of {', '.join(llama.KV_TYPES)}")
+    if grant.kv_type not in ("f16", "f32") and not grant.flash_attention:
+        raise LoadError(ExitCause.STARTUP, f"kv_type {grant.kv_type} needs flash_attention: true")
+    if not 0 < grant.context_length * grant.parallel < MAX_CELLS:
+        raise LoadError(
+            ExitCause.STARTUP,
+            f"context_length {grant.context_length} x parallel {grant.parallel} is more than llama.cpp can count; "
+            f"together they must stay below {MAX_CELLS}",
+        )
+    if not 0 < grant.parallel <= min(grant.batch, MAX_PARALLEL):
+        raise LoadError(
+            ExitCause.STARTUP,
+            f"parallel {grant.parallel} must be from 1 to {MAX_PARALLEL} and at most batch ({grant.batch})",
+        )
+    for path in (grant.path, *grant.lora):
+        if not Path(path).is_file():
+            raise LoadError(ExitCause.STARTUP, f"there is no file {path}")
+
+
+def _pooling(model: llama.Model, grant: Grant) -> int | None:
+    """The pooling of an embedding model, None for a generative one; raises LoadError for what can be neither."""
+    said = grant.capabilities or ()
+    if "embeddings" in said and set(said) & set(GENERATIVE):
+        raise LoadError(
+            ExitCause.STARTUP, "one worker either generates or embeds; configure two models for the same file"
+        )
+    architecture = model.metadata.get("general.architecture", "")
+    pooling = int(model.metadata.get(f"{architecture}.pooling_type", "-1"))
+    if pooling == llama.POOLING_RANK:
+        raise LoadError(ExitCause.STARTUP, "this is a reranking model, which is not supported yet")
+    if "embeddings" in said or (pooling > 0 and not said):
+        return pooling if pooling > 0 else llama.POOLING_MEAN
+    if not model.generates:
+        raise LoadError(ExitCause.STARTUP, f"a {architecture} model neither generates text nor names a pooling")
+    return None
+
+
+def template_of(model: llama.Model) -> tuple[ChatTemplate | None, str]:
+    """The chat template of the file, or None and why it cannot be used."""
+    if not model.template:
+        return None, ""
+    try:
+        template = ChatTemplate(
+            model.template,
+            bos=model.text_of(model.bos),
+            eos=model.text_of(model.eos),
+            control_texts=model.control_texts,
+        )
+    except ValueError as error:
+        return None, str(error)
+    return template, ""
+
+
+def capabilities_of(
+    grant: Grant, model: llama.Model, pooling: int | None, template: ChatTemplate | None
+) -> tuple[str, ...]:
+    """What the model can do, within what the grant allows; raises LoadError when it asks for what is not there."""
+    if pooling is not None:
+        return ("embeddings",)
+    can = GENERATIVE if template is not None else ("completions",)
+    if grant.capabilities is None:
+        return can
+    if "chat" in grant.capabilities and template is None:
+        raise LoadError(ExitCause.STARTUP, "capabilities name chat, and the file has no usable chat template")
+    return tuple(name for name in can if name in grant.capabilities)
+
+
+def _explained(error: LoadError, grant: Grant, tail: LogTail) -> LoadError:
+    """Adds llama.cpp's own words; a file it could not read is no matter of memory."""
+    said = tail.complaints()
+    is_memory = not said or any(word in said for word in _MEMORY_WORDS)
+    cause = error.cause if is_memory else ExitCause.STARTUP
+    return LoadError(cause, f"{error.message}{': ' + said if said else ''}")
+
+
+_MEMORY_WORDS = ("failed to allocate", "unable to allocate", "out of memory", "bad_alloc", "cannot allocate")

@@ -1,0 +1,269 @@
+"""The life of a worker process: hello, grant, load, ready, serve, drain or stop; never decides about a request.
+
+Whatever happens to the authority, this process ends: the kernel kills it (Linux), and the link's end of file does
+everywhere. Ctrl-C in a terminal goes to the supervisor, which decides; SIGTERM is a drain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from headgate import __version__
+from headgate.shared import log as logs
+from headgate.shared import tether
+from inference.protocol import ExitCause
+from inference.worker import heap
+from inference.worker.channel import Channel
+from inference.worker.errors import LoadError, UnloadedError
+from inference.worker.link import (
+    BEAT_SECONDS,
+    LINK_FD_ENV,
+    PARENT_ENV,
+    SOCKET_FD_ENV,
+    Failed,
+    Grant,
+    Hello,
+    LoadProgress,
+)
+
+if TYPE_CHECKING:
+    from inference.worker.http import App
+    from inference.worker.loading import Loaded
+
+log = logging.getLogger("headgate.worker")
+
+SWITCH_SECONDS = 0.0005
+"""How long another thread may keep the interpreter from the engine after a step; Python's own is ten times it."""
+TOKENIZER_STACK_BYTES = 256 * 2**20
+"""llama.cpp splits text with recursive regular expressions; address space only, used as far as a text needs."""
+DRAIN_SECONDS = 600.0
+STOP_SECONDS = 2.0
+
+
+def main(environ: Mapping[str, str] = os.environ) -> int:
+    """Runs the worker; returns its exit status (it mostly ends by `os._exit`, because C threads may still run)."""
+    try:
+        parent, link_handle, socket_handle = (int(environ[name]) for name in (PARENT_ENV, LINK_FD_ENV, SOCKET_FD_ENV))
+    except (KeyError, ValueError):
+        sys.stderr.write("inference.worker is started by the inference service, not by hand\n")
+        return 2
+    tether.hold({tether.PARENT_ENV: str(parent)})
+    logs.set_up(environ)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    sys.setswitchinterval(SWITCH_SECONDS)
+    heap.set_up()
+    worker = Worker(link_handle, socket_handle)
+    worker.run()
+    return 0
+
+
+def _exit(status: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+class Worker:
+    """One process, one model."""
+
+    def __init__(self, link_handle: int, socket_handle: int) -> None:
+        self._socket = socket.socket(fileno=socket_handle)
+        self._channel = Channel(link_handle, self._drain, self._stop)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ending: asyncio.Future[str] | None = None
+        self._draining = False
+        self._fraction: float | None = None
+
+    def run(self) -> None:
+        """The whole life; does not return."""
+        self._channel.start()
+        threading.Thread(target=self._await_sigterm, name="signals", daemon=True).start()
+        self._channel.send(Hello(os.getpid(), __version__))
+        grant = self._channel.grant()
+        try:
+            loaded = self._load(grant)
+        except LoadError as error:
+            self._give_up(error.cause, error.message)
+        except Exception as error:
+            log.exception("the load failed")
+            self._give_up(ExitCause.STARTUP, f"the worker failed while loading ({type(error).__name__}: {error})")
+        import uvloop
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self._serve(loaded, grant))
+        _exit(0)
+
+    # --- before serving ----------------------------------------------------------------------------------------------
+    def _load(self, grant: Grant) -> Loaded:
+        from inference.worker import llama
+        from inference.worker.loading import load
+        from inference.worker.logtail import LogTail
+
+        tail = LogTail(_say)
+        llama.start(tail)
+        llama.on_abort(lambda text: _say("\n".join([*tail.lines, text])))
+        with self._heard_while_loading():
+            loaded = load(grant, tail, self._on_progress)
+        log.info(
+            "loaded model=%s seconds=%.2f buffers=%s", grant.model_id, loaded.ready.load_seconds, loaded.ready.buffers
+        )
+        return loaded
+
+    def _on_progress(self, fraction: float) -> bool:
+        self._fraction = fraction
+        return True
+
+    @contextlib.contextmanager
+    def _heard_while_loading(self) -> Iterator[None]:
+        """Tells the authority the progress in the rhythm of the heartbeat, also while a single tensor takes long."""
+        done = threading.Event()
+        self._fraction = 0.0
+
+        def tell() -> None:
+            while not done.wait(BEAT_SECONDS):
+                self._channel.send(LoadProgress(round(self._fraction or 0.0, 3)))
+
+        thread = threading.Thread(target=tell, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+        self._channel.send(LoadProgress(1.0))
+
+    def _give_up(self, cause: ExitCause, message: str) -> None:
+        log.error("cannot serve cause=%s: %s", cause, message)
+        self._channel.send(Failed(cause.value, message))
+        _exit(1)
+
+    # --- orders, from the link and from signals ----------------------------------------------------------------------
+    def _await_sigterm(self) -> None:
+        while True:
+            signal.sigwait({signal.SIGTERM})
+            self._drain()
+
+    def _drain(self) -> None:
+        self._order("drain")
+
+    def _stop(self) -> None:
+        self._order("stop")
+
+    def _order(self, order: str) -> None:
+        """Before the model serves there is nothing to finish: the process ends at once."""
+        loop = self._loop
+        if loop is None:
+            _exit(0)
+        else:
+            loop.call_soon_threadsafe(self._obey, order)
+
+    def _obey(self, order: str) -> None:
+        may_take = self._ending is not None and not self._ending.done()
+        if may_take and (order == "stop" or not self._draining):
+            assert self._ending is not None
+            self._ending.set_result(order)
+
+    # --- serving -----------------------------------------------------------------------------------------------------
+    async def _serve(self, loaded: Loaded, grant: Grant) -> None:
+        from inference.worker.embedder import Embedder
+        from inference.worker.engine import Engine
+        from inference.worker.server import make_server
+
+        loop = asyncio.get_running_loop()
+        self._ending = loop.create_future()
+        engine, embedder = self._engines(loaded, grant)
+        running = engine or embedder
+        assert running is not None
+        app = self._app(loaded, engine, embedder)
+        server = make_server(app)
+        serving = asyncio.create_task(server.serve(sockets=[self._socket]))
+        running.start()
+        self._loop = loop
+        self._channel.send(loaded.ready)
+        threading.Thread(target=self._beat, args=(running,), name="heartbeat", daemon=True).start()
+        order = await self._ending
+        app.draining = True
+        assert isinstance(running, (Engine, Embedder))
+        if order == "drain":
+            log.info("draining in_flight=%d", app.in_flight)
+            self._draining = True
+            self._ending = loop.create_future()  # a stop may still come
+            drained = asyncio.create_task(app.drained())
+            drained.add_done_callback(lambda _task: self._obey("stop"))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending, DRAIN_SECONDS)
+        running.stop(UnloadedError(), 0.0)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(app.drained(), STOP_SECONDS)
+        server.should_exit = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(serving, STOP_SECONDS)
+        _exit(0)
+
+    def _engines(self, loaded: Loaded, grant: Grant) -> Any:
+        from inference.worker.core.steps import Limits
+        from inference.worker.embedder import Embedder
+        from inference.worker.engine import Engine
+        from inference.worker.sampling import ChainSampler
+        from inference.worker.tickets import Courier
+
+        courier = Courier(asyncio.get_running_loop())
+        context, model = loaded.context, loaded.model
+        if "embeddings" in loaded.facts.capabilities:
+            return None, Embedder(context, grant.queue_limit, courier.deliver, self._fatal)
+        limits = Limits(
+            slots=context.n_slots,
+            cells=context.n_ctx,
+            context=grant.context_length,
+            batch=context.n_batch,
+            queue=grant.queue_limit,
+            can_trim=context.can_trim,
+        )
+        engine = Engine(
+            context,
+            model,
+            lambda sampling, choice, most: ChainSampler(model, context, sampling, choice, most),
+            limits,
+            courier.deliver,
+            self._fatal,
+        )
+        return engine, None
+
+    def _app(self, loaded: Loaded, engine: Any, embedder: Any) -> App:
+        from inference.worker.http import App
+        from inference.worker.prompts import Prompts
+
+        threading.stack_size(TOKENIZER_STACK_BYTES)
+        executor = ThreadPoolExecutor(2, thread_name_prefix="prompts")
+        for started in [executor.submit(time.sleep, 0.01) for _ in range(2)]:
+            started.result()
+        threading.stack_size(0)
+        prompts = Prompts(loaded.model, loaded.template, loaded.facts)
+        return App(loaded.facts, prompts, loaded.model.detokenize, engine, embedder, executor)
+
+    def _beat(self, running: Any) -> None:
+        while True:
+            self._channel.send(running.pulse.beat())
+            time.sleep(BEAT_SECONDS)
+
+    def _fatal(self, message: str) -> None:
+        """The engine gave up: tell the requests, then end, so that a fresh process can take over."""
+        log.error("giving up: %s", message)
+        threading.Timer(STOP_SECONDS / 2, _exit, (1,)).start()
+
+
+def _say(line: str) -> None:
+    """Writes straight to stderr, which the authority collects; works while the process is aborting."""
+    os.write(2, (line + "\n").encode("utf-8", "replace"))

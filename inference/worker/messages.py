@@ -1,0 +1,115 @@
+"""Turns OpenAI chat messages into what chat templates expect, or says which one is wrong; never renders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from inference.protocol import Code
+from inference.worker.errors import BadRequestError
+
+MAX_MESSAGES = 4096
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def messages_of(value: Any) -> tuple[Mapping[str, Any], ...]:
+    """Validated messages as templates expect them: plain text contents, tool arguments as objects."""
+    if not isinstance(value, list) or not value:
+        raise BadRequestError("messages must be a non-empty list", "messages")
+    if len(value) > MAX_MESSAGES:
+        raise BadRequestError(f"messages has {len(value)} entries; at most {MAX_MESSAGES} are allowed", "messages")
+    return tuple(_message(item, f"messages[{index}]") for index, item in enumerate(value))
+
+
+_MESSAGE_FIELDS = frozenset(
+    [
+        "role",
+        "content",
+        "name",
+        "refusal",
+        "tool_calls",
+        "tool_call_id",
+        "function_call",
+        "audio",
+        "annotations",
+        "reasoning_content",
+    ]
+)
+
+
+def _message(item: Any, at: str) -> Mapping[str, Any]:
+    if not isinstance(item, dict):
+        raise BadRequestError(f"{at} must be an object with role and content", at)
+    for name in item:
+        if name not in _MESSAGE_FIELDS:
+            raise BadRequestError(f"unknown field {name[:80]!r} in {at}", f"{at}.{name[:80]}")
+    role = item.get("role")
+    if role not in ROLES:
+        raise BadRequestError(f"{at}.role must be one of {', '.join(ROLES)}", f"{at}.role")
+    message: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    content = item.get("content")
+    calls = item.get("tool_calls")
+    if content is None and not (role == "assistant" and (calls or item.get("function_call") or item.get("refusal"))):
+        raise BadRequestError(f"{at}.content is required", f"{at}.content")
+    message["content"] = _text(content, f"{at}.content") or (item.get("refusal") or "")
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if item.get(name) is not None:
+            if not isinstance(item[name], str):
+                raise BadRequestError(f"{at}.{name} must be a string", f"{at}.{name}")
+            message[name] = item[name]
+    if calls:
+        message["tool_calls"] = _tool_calls(calls, f"{at}.tool_calls")
+    return message
+
+
+def _text(content: Any, at: str) -> str:
+    """Text of a content, whose parts are joined by newlines as llama.cpp does; refuses what is not text."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadRequestError(f"{at} must be a string or a list of parts", at)
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("text" if kind == "text" else "refusal") if isinstance(part, dict) else None
+        if kind in ("text", "refusal") and isinstance(text, str):
+            texts.append(text)
+        elif kind in ("image_url", "input_audio", "file", "video_url"):
+            raise BadRequestError(
+                f"this model reads text only; {at}[{index}] is {kind}",
+                f"{at}[{index}]",
+                code=Code.UNSUPPORTED_PARAMETER,
+            )
+        else:
+            raise BadRequestError(f'{at}[{index}] must be {{"type": "text", "text": "..."}}', f"{at}[{index}]")
+    return "\n".join(texts)
+
+
+def _tool_calls(value: Any, at: str) -> list[dict[str, Any]]:
+    """Tool calls of an earlier assistant message, their arguments parsed: templates print them as JSON themselves."""
+    if not isinstance(value, list):
+        raise BadRequestError(f"{at} must be a list", at)
+    calls = []
+    for index, item in enumerate(value):
+        function = item.get("function") if isinstance(item, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRequestError(f"{at}[{index}] must hold a function with a name", f"{at}[{index}]")
+        arguments = function.get("arguments") or "{}"
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                raise BadRequestError(
+                    f"{at}[{index}].function.arguments must be JSON text", f"{at}[{index}].function.arguments"
+                ) from None
+        calls.append(
+            {
+                "id": str(item.get("id", "")),
+                "type": "function",
+                "function": {"name": function["name"], "arguments": arguments},
+            }
+        )
+    return calls

@@ -1,0 +1,154 @@
+"""Makes token lists out of validated requests and checks that they fit the context; runs off the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from inference.protocol import Code
+from inference.worker.errors import BadRequestError
+from inference.worker.requests import EmbeddingRequest, Facts, GenerateRequest, Prompt
+from inference.worker.templates import ChatTemplate
+
+
+class Tokenizer(Protocol):
+    """What prompts need of a model."""
+
+    @property
+    def bos(self) -> int | None:
+        """Beginning-of-sequence token."""
+        ...
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether prompts begin with BOS."""
+        ...
+
+    @property
+    def longest_piece(self) -> int | None:
+        """Most bytes one token can stand for, None when unknown."""
+        ...
+
+    def text_of(self, token: int | None) -> str:
+        """Text of a special token."""
+        ...
+
+    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
+        """Token ids of a text."""
+        ...
+
+
+class Prompts:
+    """Renders and tokenizes for one model. Thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, facts: Facts) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._facts = facts
+
+    def generate(self, request: GenerateRequest) -> tuple[list[list[int]], int]:
+        """The prompts' tokens and how many tokens each answer may have.
+
+        `max_tokens` is an upper bound, and clients often send a large one: the room beside the longest prompt bounds
+        it further, and an answer that reaches the end of the context says `length`. Raises
+        BadRequestError(context_length_exceeded) when a prompt leaves no room for a token, or when `max_tokens` alone
+        is more than the context, which no prompt could make true.
+        """
+        most = request.max_tokens
+        if most is not None and most > self._facts.context_length:
+            raise self._too_large(most)
+        if request.kind == "chat":
+            prompts = [self.chat(request.messages, request.template_arguments, request.continue_final)]
+        else:
+            prompts = [self._plain(prompt) for prompt in request.prompts]
+        longest = max(len(tokens) for tokens in prompts)
+        room = self._facts.context_length - longest
+        if room < 1:
+            raise self._too_long(longest, "messages" if request.kind == "chat" else "prompt")
+        return prompts, room if most is None else min(most, room)
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], continue_final: bool = False
+    ) -> list[int]:
+        """Tokens of rendered messages. With `continue_final` the last one, the assistant's, is left open to go on."""
+        if self._template is None:
+            raise BadRequestError(f"model {self._facts.model_id!r} has no chat template; use /v1/completions", "model")
+        # Templates drop what an assistant thought; what a user or the system said they write out.
+        self._check_size(sum(len(m["content"]) for m in messages if m["role"] in ("user", "system")), "messages")
+        shown = messages[:-1] if continue_final else messages
+        pieces = self._template.render(shown, arguments, generate=True)
+        if continue_final:
+            first, *rest = self._template.defused(str(messages[-1]["content"]))
+            pieces = [*pieces[:-1], pieces[-1] + first, *rest]
+        bos = self._tokenizer.text_of(self._tokenizer.bos)
+        if self._tokenizer.adds_bos and bos and pieces[0].startswith(bos):
+            pieces[0] = pieces[0][len(bos) :]
+        self._check_size(sum(map(len, pieces)), "messages")
+        tokens = [self._tokenizer.bos] if self._tokenizer.adds_bos and self._tokenizer.bos is not None else []
+        for piece in pieces:
+            tokens += self._tokenizer.tokenize(piece, parse_special=True)
+        if not tokens:
+            raise BadRequestError("the rendered prompt is empty", "messages")
+        return tokens
+
+    def embed(self, request: EmbeddingRequest) -> list[list[int]]:
+        """Tokens of every input, with the marks (CLS, SEP, EOS) that the model wants around a text."""
+        for item in request.inputs:
+            self._check_size(len(item) if isinstance(item, str) else 0, "input")
+        inputs = [
+            list(item) if isinstance(item, tuple) else self._tokenizer.tokenize(item, add_special=True)
+            for item in request.inputs
+        ]
+        for index, tokens in enumerate(inputs):
+            param = "input" if len(inputs) == 1 else f"input[{index}]"
+            if not tokens:
+                raise BadRequestError(f"{param} is empty", param)
+            if len(tokens) > self._facts.context_length:
+                raise self._too_long(len(tokens), param)
+        return inputs
+
+    def text(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Tokens of a text as they are."""
+        return self._tokenizer.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    def _plain(self, prompt: Prompt) -> list[int]:
+        """A completion prompt is the caller's alone: the texts of special tokens in it mean those tokens."""
+        if isinstance(prompt, tuple):
+            if len(prompt) >= self._facts.context_length:
+                raise self._too_long(len(prompt), "prompt")
+            return list(prompt)
+        self._check_size(len(prompt), "prompt")
+        tokens = self._tokenizer.tokenize(prompt, parse_special=True)
+        bos = self._tokenizer.bos
+        if self._tokenizer.adds_bos and bos is not None and tokens[:1] != [bos]:
+            tokens.insert(0, bos)
+        if not tokens:
+            raise BadRequestError("prompt is empty", "prompt")
+        return tokens
+
+    def _check_size(self, characters: int, param: str) -> None:
+        """Refuses a text that cannot fit whatever its tokens are, before minutes are spent on tokenizing it."""
+        longest = self._tokenizer.longest_piece
+        if longest is not None and (least := characters // longest) >= self._facts.context_length:
+            raise self._too_long(least, param, "at least ")
+
+    def _too_long(self, prompt: int, param: str, about: str = "") -> BadRequestError:
+        context = self._facts.context_length
+        answers = "" if "embeddings" in self._facts.capabilities else ", which leaves no room for an answer"
+        return BadRequestError(
+            f"this model's context holds {context} tokens, and {param} takes {about}{prompt} tokens{answers}; "
+            "shorten it",
+            param,
+            code=Code.CONTEXT_LENGTH_EXCEEDED,
+            details={"context_length": context, "prompt_tokens": prompt, "max_tokens": None},
+        )
+
+    def _too_large(self, most: int) -> BadRequestError:
+        context = self._facts.context_length
+        return BadRequestError(
+            f"this model's context holds {context} tokens, prompt and answer together, and max_tokens is {most}; "
+            f"ask for fewer than {context}, or leave max_tokens out",
+            "max_tokens",
+            code=Code.CONTEXT_LENGTH_EXCEEDED,
+            details={"context_length": context, "prompt_tokens": None, "max_tokens": most},
+        )

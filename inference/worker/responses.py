@@ -1,0 +1,194 @@
+"""Writes OpenAI responses: ready-made SSE bytes for streams, JSON bytes for the rest; decides nothing about content."""
+
+from __future__ import annotations
+
+import base64
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import orjson
+
+from inference.worker.errors import WorkerError
+from inference.worker.generation import Output
+from inference.worker.logprobs import Logprobs
+
+_PREFIX = {"chat": "chatcmpl-", "completion": "cmpl-"}
+_OBJECT = {"chat": "chat.completion", "completion": "text_completion"}
+
+
+def new_id(kind: Literal["chat", "completion"]) -> str:
+    """An id in OpenAI's style."""
+    return _PREFIX[kind] + secrets.token_hex(12)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a whole request."""
+
+    prompt: int
+    completion: int
+    cached: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """OpenAI's usage object."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+class Stream:
+    """One stream's chunks, all with the same id and created. `frames` yields bytes per output of the engine."""
+
+    def __init__(
+        self,
+        kind: Literal["chat", "completion"],
+        model: str,
+        created: int,
+        *,
+        with_usage: bool,
+        echo: Sequence[str] = (),
+    ) -> None:
+        """`echo` is the prompt text that begins each choice of a completion, in order of choices."""
+        self._chat = kind == "chat"
+        head = {
+            "id": new_id(kind),
+            "object": "chat.completion.chunk" if self._chat else "text_completion",
+            "created": created,
+            "model": model,
+        }
+        self._head = b"data: " + orjson.dumps(head)[:-1]
+        self._tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
+        self._begun: set[int] = set()
+        self._echo = echo
+
+    def frames(self, output: Output) -> bytes:
+        """The chunks for one output: the role before the first text, the finish reason after the last."""
+        parts = []
+        text = output.text
+        if output.choice not in self._begun:
+            self._begun.add(output.choice)
+            if self._chat:
+                parts.append(self._chunk(output.choice, b'"delta":{"role":"assistant","content":""}', None, b"null"))
+            elif self._echo:
+                text = self._echo[output.choice] + text
+        if text or output.logprobs:
+            body = b'"delta":{"content":' if self._chat else b'"text":'
+            body += orjson.dumps(text) + (b"}" if self._chat else b"")
+            parts.append(self._chunk(output.choice, body, None, self._logprobs(output)))
+        if output.finish is not None:
+            body = b'"delta":{}' if self._chat else b'"text":""'
+            parts.append(self._chunk(output.choice, body, output.finish, b"null"))
+        return b"".join(parts)
+
+    def usage(self, usage: Usage) -> bytes:
+        """The last chunk, with usage and no choices."""
+        return self._head + b',"choices":[],"usage":' + orjson.dumps(usage.to_json()) + b"}\n\n"
+
+    def _chunk(self, choice: int, body: bytes, finish: str | None, logprobs: bytes) -> bytes:
+        return b'%b,"choices":[{"index":%d,%b,"logprobs":%b,"finish_reason":%b}]%b' % (
+            self._head,
+            choice,
+            body,
+            logprobs,
+            orjson.dumps(finish),
+            self._tail,
+        )
+
+    def _logprobs(self, output: Output) -> bytes:
+        if not output.logprobs:
+            return b"null"
+        said = Logprobs("chat" if self._chat else "completion")
+        said.add(output.logprobs)
+        return said.json()
+
+
+def error_frame(error: WorkerError) -> bytes:
+    """An error inside a stream that has begun; no `[DONE]` follows it."""
+    return b"data: " + orjson.dumps(error.body()) + b"\n\n"
+
+
+def error_json(error: WorkerError) -> bytes:
+    """The error envelope."""
+    return orjson.dumps(error.body())
+
+
+class Answer:
+    """One whole choice, gathered from outputs."""
+
+    def __init__(self, kind: Literal["chat", "completion"], text: str = "") -> None:
+        """`text` is what the choice begins with."""
+        self.finish: str | None = None
+        self.tokens = 0
+        self.cached = 0
+        self.logprobs = Logprobs(kind)
+        self._texts = [text]
+
+    @property
+    def text(self) -> str:
+        """All of it so far."""
+        return "".join(self._texts)
+
+    def add(self, output: Output) -> None:
+        """Takes an output of this choice."""
+        self._texts.append(output.text)
+        self.logprobs.add(output.logprobs)
+        self.tokens = output.tokens
+        self.cached = output.cached
+        self.finish = output.finish
+
+
+def whole(
+    kind: Literal["chat", "completion"],
+    model: str,
+    created: int,
+    answers: Sequence[Answer],
+    usage: Usage,
+    *,
+    with_logprobs: bool,
+) -> bytes:
+    """A complete response that is not streamed."""
+    choices: list[dict[str, Any]] = []
+    for index, answer in enumerate(answers):
+        choice: dict[str, Any] = {"index": index, "finish_reason": answer.finish, "logprobs": None}
+        if kind == "chat":
+            choice["message"] = {"role": "assistant", "content": answer.text, "refusal": None}
+        else:
+            choice["text"] = answer.text
+        if with_logprobs:
+            choice["logprobs"] = orjson.Fragment(answer.logprobs.json())
+        choices.append(choice)
+    return orjson.dumps(
+        {
+            "id": new_id(kind),
+            "object": _OBJECT[kind],
+            "created": created,
+            "model": model,
+            "choices": choices,
+            "usage": usage.to_json(),
+        }
+    )
+
+
+def embeddings(model: str, vectors: Sequence[np.ndarray], tokens: int, *, as_base64: bool) -> bytes:
+    """An embeddings response; base64 holds little-endian float32, as OpenAI's client expects."""
+    data = [
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": base64.b64encode(vector.astype("<f4").tobytes()).decode() if as_base64 else vector,
+        }
+        for index, vector in enumerate(vectors)
+    ]
+    body = {
+        "object": "list",
+        "data": data,
+        "model": model,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
