@@ -1,0 +1,29 @@
+"""Names the bundled demo models and finds their files; never loads or trains one."""
+
+from pathlib import Path
+
+__all__ = ["BUNDLED", "UnknownBundledModelError", "bundled_path"]
+
+BUNDLED: tuple[str, ...] = ("demo", "demo-mini")
+"""Names that may follow `bundled:` in models.yaml."""
+
+
+class UnknownBundledModelError(KeyError):
+    """No bundled model has this name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+    def __str__(self) -> str:
+        return f"no bundled model {self.name!r}; there are: {', '.join(BUNDLED)}"
+
+
+def bundled_path(name: str) -> Path:
+    """Return the GGUF file of the bundled model `name`, which is a key of `bundled:NAME` paths.
+
+    Raises UnknownBundledModelError (a KeyError) that lists the names there are.
+    """
+    if name not in BUNDLED:
+        raise UnknownBundledModelError(name)
+    return Path(__file__).parent / "models" / f"{name}.gguf"

@@ -1,0 +1,140 @@
+"""Reads the questions and dialogues the demo models learn; never draws random numbers and needs only PyYAML.
+
+The texts lie in `corpus/`: `questions.yaml`, `dialogues.yaml` and `reworded.yaml`. Sums are made here, because a table
+of them would be longer than the rule.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+__all__ = [
+    "Dialogue",
+    "Question",
+    "Reworded",
+    "Turn",
+    "dialogues",
+    "listed_dialogues",
+    "listed_questions",
+    "questions",
+    "reworded_questions",
+]
+
+CORPUS_DIR = Path(__file__).parent / "corpus"
+
+LISTED_SUMS = frozenset({"What is 7 plus 5?", "What is 3 plus 4?", "What is 9 minus 6?"})
+"""The sums among the listed questions; every other listed question is marked in questions.yaml."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question, its one answer, and other ways to ask that are trained on as well."""
+
+    ask: str
+    answer: str
+    also: tuple[str, ...] = ()
+    listed: bool = False
+    kind: str = "plain"
+    """`plain`, `sum`, or `unknown` (the many questions that share the answer "I do not know that")."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One user message and the answer to it."""
+
+    ask: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """Turns that belong together: a later question may only make sense after the earlier answers."""
+
+    turns: tuple[Turn, ...]
+    listed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reworded:
+    """A held-out rewording (`ask`) of a listed question (`question`), with that question's answer."""
+
+    question: str
+    ask: str
+    answer: str
+
+
+def _read(name: str) -> list[dict[str, Any]]:
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    with (CORPUS_DIR / name).open(encoding="utf-8") as file:
+        return list(yaml.load(file, Loader=loader))  # noqa: S506 - both are safe loaders
+
+
+def _sums() -> list[Question]:
+    """Every a + b with a, b in 1..10, and every a - b with 10 >= a >= b >= 1."""
+    made = []
+    for a in range(1, 11):
+        for b in range(1, 11):
+            ask = f"What is {a} plus {b}?"
+            also = (f"How much is {a} plus {b}?", f"What is {a} + {b}?", f"{a} + {b}", f"{a}+{b}=?")
+            made.append(Question(ask, f"{a} plus {b} is {a + b}.", also, ask in LISTED_SUMS, "sum"))
+    for a in range(1, 11):
+        for b in range(1, a + 1):
+            ask = f"What is {a} minus {b}?"
+            also = (f"How much is {a} minus {b}?", f"What is {a} - {b}?", f"{a} - {b}", f"{a}-{b}=?")
+            made.append(Question(ask, f"{a} minus {b} is {a - b}.", also, ask in LISTED_SUMS, "sum"))
+    return made
+
+
+@cache
+def questions() -> tuple[Question, ...]:
+    """Every question with its answer, those of questions.yaml first, then the sums."""
+    plain = [
+        Question(
+            ask=entry["ask"][0],
+            answer=entry["answer"],
+            also=tuple(entry["ask"][1:]),
+            listed=entry.get("listed", False),
+            kind="unknown" if entry.get("unknown", False) else "plain",
+        )
+        for entry in _read("questions.yaml")
+    ]
+    return (*plain, *_sums())
+
+
+def _answers() -> dict[str, str]:
+    return {ask: question.answer for question in questions() for ask in (question.ask, *question.also)}
+
+
+@cache
+def dialogues() -> tuple[Dialogue, ...]:
+    """Every three-turn dialogue. Raises KeyError for a turn without an answer that questions.yaml does not have."""
+    known = _answers()
+    return tuple(
+        Dialogue(
+            turns=tuple(Turn(turn["ask"], turn.get("answer") or known[turn["ask"]]) for turn in entry["turns"]),
+            listed=entry.get("listed", False),
+        )
+        for entry in _read("dialogues.yaml")
+    )
+
+
+@cache
+def reworded_questions() -> tuple[Reworded, ...]:
+    """Fifty rewordings of the listed questions that no model was trained on."""
+    known = _answers()
+    return tuple(
+        Reworded(entry["question"], entry["ask"], known[entry["question"]]) for entry in _read("reworded.yaml")
+    )
+
+
+def listed_questions() -> tuple[Question, ...]:
+    """The fifty questions the models are measured on, in order."""
+    return tuple(question for question in questions() if question.listed)
+
+
+def listed_dialogues() -> tuple[Dialogue, ...]:
+    """The ten dialogues the models are measured on, in order."""
+    return tuple(dialogue for dialogue in dialogues() if dialogue.listed)
