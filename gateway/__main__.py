@@ -1,0 +1,65 @@
+"""Starts the gateway from the command line: reads the configuration, takes the port, serves; decides nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+import uvloop
+
+from gateway.app import make_app
+from gateway.runtime import Runtime, Source
+from gateway.server import serve
+from headgate.shared import log as logs
+from headgate.shared import ports
+from headgate.shared.environ import load_environ
+from headgate.shared.errors import Exit, HeadgateError
+from headgate.shared.state import GATEWAY_KEY, StateDir, config_dir
+
+log = logging.getLogger("gateway")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the gateway until it is told to stop; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="headgate gateway", description="The OpenAI-compatible gateway.")
+    parser.add_argument("--host", metavar="HOST", help="address to listen on (GATEWAY_HOST, default 127.0.0.1)")
+    parser.add_argument("--port", metavar="PORT", type=int, help="port to listen on (GATEWAY_PORT, default 8080)")
+    parser.add_argument("--config-dir", metavar="DIR", help="where gateway.yaml is (HEADGATE_CONFIG_DIR)")
+    args = parser.parse_args(argv)
+    try:
+        environ = load_environ()
+        logs.set_up(environ)
+        source = Source(config_dir(environ, args.config_dir), load_environ, {"host": args.host, "port": args.port})
+        config = source.load()
+        state = StateDir.from_env(environ)
+        sock = ports.listen(config.host, config.port)
+        try:
+            runtime = Runtime(source, config, state)
+            port = sock.getsockname()[1]
+            log.info("listening on http://%s:%d, configuration in %s", config.host, port, source.config_dir)
+            _show_key(runtime, state)
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(serve(runtime, make_app(runtime), sock))
+        finally:
+            sock.close()
+    except HeadgateError as error:
+        print(f"headgate: {error}", file=sys.stderr)  # noqa: T201  # the terminal of whoever started it
+        return int(error.exit_code)
+    return int(Exit.OK)
+
+
+def _show_key(runtime: Runtime, state: StateDir) -> None:
+    """Shows a generated key to a person at a terminal; it never goes into a log."""
+    if not runtime.keys.is_generated:
+        return
+    log.info("the API key was generated and is kept in %s", state.file(GATEWAY_KEY))
+    if sys.stderr.isatty():
+        os.write(sys.stderr.fileno(), f"API key: {state.secret(GATEWAY_KEY)}\n".encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Puts the gateway's ASGI application together: routes, error envelope, edge; decides nothing about a request."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.edge import Edge
+from gateway.errors import GatewayError, RefusedError, RequestError
+from gateway.exchange import exchange_of
+from gateway.responses import error_response
+from gateway.routes import admin, chat, completions, embeddings, health, models
+from gateway.runtime import Runtime
+from inference.protocol import Code
+
+
+def make_app(runtime: Runtime) -> Edge:
+    """The application of `runtime`, which it starts and stops with its lifespan."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await runtime.start()
+        try:
+            yield
+        finally:
+            await runtime.stop()
+
+    app = FastAPI(title="Headgate gateway", openapi_url=None, redirect_slashes=False, lifespan=lifespan)
+    hot = {
+        chat.PATH: chat.chat(runtime),
+        completions.PATH: completions.completions(runtime),
+        embeddings.PATH: embeddings.embeddings(runtime),
+    }
+    for path, endpoint in hot.items():
+        app.router.routes.append(Route(path, endpoint, methods=["POST"]))  # for the 405 of other methods
+    for part in (health, models, admin):
+        app.include_router(part.router(runtime))
+    app.add_exception_handler(GatewayError, _on_error)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(Exception, _on_defect)
+    return Edge(app, hot, runtime.config.host)
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, GatewayError)
+    exchange_of(request.scope).reason = str(error.code)
+    return error_response(error)
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    """What the router itself refuses, in the OpenAI envelope."""
+    assert isinstance(error, HTTPException)
+    path = request.scope["path"][:200]
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        said = RequestError(Code.METHOD_NOT_ALLOWED, f"{request.method} is not for {path}; use {allowed}")
+    elif error.status_code == 404:
+        said = RequestError(Code.NOT_FOUND, f"there is nothing at {path}; the API is below /v1")
+    else:
+        said = RequestError(Code.INVALID_REQUEST, str(error.detail))
+    response = await _on_error(request, said)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_invalid(request: Request, error: Exception) -> Response:
+    return await _on_error(request, RequestError(Code.INVALID_REQUEST, f"the path or query is not valid: {error}"))
+
+
+async def _on_defect(request: Request, error: Exception) -> Response:
+    """A defect of ours. The edge logs it; the caller learns where to look."""
+    said = f"the gateway failed at this request; its log has the reason under {exchange_of(request.scope).request_id}"
+    return await _on_error(request, RefusedError(Code.INTERNAL_ERROR, said))

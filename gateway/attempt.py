@@ -1,0 +1,173 @@
+"""One try of one candidate: opens, peeks until there is something to commit to, collects, judges its own end once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from gateway.breakers import Lease
+from gateway.core.assemble import Assembly
+from gateway.core.budget import Due
+from gateway.core.chain import Candidate
+from gateway.core.frames import Comment, Data, DeltaKind, Done, Frame
+from gateway.core.outcome import End, Failure, Ignore, Next, Observation, Reason, Success, Verdict, judge
+from gateway.errors import UpstreamError, UpstreamKind
+from gateway.explain import Tried
+from gateway.listening import ExpiredError, Listening
+from gateway.providers.base import Provider
+from inference.protocol import Code
+
+if TYPE_CHECKING:
+    from gateway.attempts import Request
+
+log = logging.getLogger("gateway.attempts")
+
+_CODES = frozenset(Code)
+
+COMMENT_GRACE_SECONDS = 5.0
+"""Comments of the last tier are held back so long: within it a refusal can still have its true status."""
+
+_ENDS: Mapping[Due, End | UpstreamKind] = {
+    Due.SILENCE: UpstreamKind.TIMEOUT,
+    Due.LOAD_WAIT: End.SPILLED,
+    Due.TOTAL: End.OUT_OF_TIME,
+    Due.CALLER: End.CALLER_DEADLINE,
+}
+
+
+class Attempt:
+    """One try of one candidate. `settle` is called exactly once by whoever sees its end."""
+
+    def __init__(self, request: Request, candidate: Candidate, provider: Provider, lease: Lease, last: bool) -> None:
+        self.candidate = candidate
+        self.provider = provider
+        self.last = last
+        self._request = request
+        self._lease = lease
+        self._began = time.monotonic()
+        self.call = request.call_for(candidate, last)
+        self.listening = Listening(provider, self.call, request.budget, last=last)
+        self.backlog: list[Frame] = []
+        self._settled = False
+        self._begun = False
+
+    async def open(self, *, forward_comments: bool) -> None:
+        """Reads until there is something to commit to; the frames so far are in `backlog`."""
+        await self.listening.open()
+        while True:
+            frame = await self.listening.next()
+            if isinstance(frame, Comment):
+                if forward_comments and self.last and self._waited_long():
+                    self.backlog.append(frame)
+                    return
+                continue
+            self.backlog.append(frame)
+            if self.listening.answered:
+                self.note_begun()
+                return
+
+    def note_begun(self) -> None:
+        """Records, once, that the answer's first content is here: a probe's success, the time to the first token."""
+        if self._begun or not self.listening.answered:
+            return
+        self._begun = True
+        self._lease.prove()
+        self._request.note_first_token()
+
+    def _waited_long(self) -> bool:
+        patience = self._request.caller.silence_seconds
+        grace = COMMENT_GRACE_SECONDS if patience is None else min(COMMENT_GRACE_SECONDS, patience / 3)
+        return time.monotonic() - self._request.began >= grace
+
+    async def collect(self) -> dict[str, Any]:
+        """The whole answer as one object; a stream that ends early raises UpstreamError."""
+        assembly = Assembly()
+        frames = deque((*self.backlog, *self.listening.ready()))
+        while True:
+            if not frames:
+                frames.append(await self.listening.next())
+                frames += self.listening.ready()
+            frame = frames.popleft()
+            if isinstance(frame, Data):
+                try:
+                    assembly.add(orjson.loads(frame.payload))
+                except ValueError as error:
+                    raise UpstreamError(UpstreamKind.MALFORMED, f"not a chunk: {error}") from error
+            elif isinstance(frame, Done):
+                return assembly.result()
+
+    def settle(self, observation: Observation, said: str = "") -> Verdict:
+        """Records the end of the attempt; the first call counts."""
+        verdict = judge(observation)
+        if self._settled:
+            return verdict
+        self._settled = True
+        self._lease.settle(verdict, said)
+        outcome = outcome_name(verdict, observation)
+        request, candidate = self._request, self.candidate
+        request.tools.telemetry.attempts.labels(candidate.provider, request.label(candidate), outcome).inc()
+        request.record.attempts.append(
+            Tried(candidate.name, outcome, said[:500], round(time.monotonic() - self._began, 6))
+        )
+        if isinstance(verdict, Failure) or (isinstance(verdict, Ignore) and verdict.next is not Next.STOP):
+            misconfigured = isinstance(verdict, Ignore) and verdict.reason is Reason.MISCONFIGURED
+            level = logging.ERROR if misconfigured else logging.WARNING
+            hint = f"; check the key and the settings of provider {candidate.provider}" if misconfigured else ""
+            log.log(level, "request %s: %s: %s%s", request.record.id, candidate.name, said, hint)
+        return verdict
+
+    def settle_error(self, error: BaseException) -> tuple[Verdict, Observation, str]:
+        """Records what `error` means: an UpstreamError, an ExpiredError or a cancellation."""
+        seen, said = self._observe(error)
+        return self.settle(seen, said), seen, said
+
+    def _observe(self, error: BaseException) -> tuple[Observation, str]:
+        if isinstance(error, UpstreamError):
+            seen = Observation(error.kind, error.status, error.code, error.retry_after, self.candidate.is_local)
+            return seen, f"{error.code}: {error.message}" if error.code else str(error)
+        if isinstance(error, ExpiredError):
+            return Observation(_ENDS[error.due], is_local=self.candidate.is_local), str(error)
+        if isinstance(error, asyncio.CancelledError):
+            return Observation(self._request.caller.why_cancelled()), "cancelled"
+        # a defect of ours or of an adapter: the tier answered nothing usable, and nothing of it may stay open
+        log.error("request %s: %s broke its contract", self._request.record.id, self.candidate.name, exc_info=error)
+        return Observation(UpstreamKind.MALFORMED, is_local=self.candidate.is_local), f"internal: {error!r}"
+
+    def succeed(self) -> None:
+        """Records the true end of a whole answer."""
+        self.settle(Observation(End.FINISHED))
+
+    async def abandon(self, error: BaseException) -> None:
+        """Ends the attempt because of `error`, which its caller raises."""
+        self.settle_error(error)
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the provider's stream at once."""
+        await self.listening.close()
+
+
+def outcome_name(verdict: Verdict, seen: Observation) -> str:
+    """A short, bounded name for metrics, records and `x-headgate-reason`."""
+    if isinstance(verdict, Success):
+        return "success"
+    if isinstance(verdict, Ignore):
+        return str(verdict.reason)
+    if seen.is_local and seen.code is not None:
+        return seen.code if seen.code in _CODES else "error"
+    return f"status_{seen.status}" if seen.status is not None else str(seen.kind)
+
+
+def relayed(frame: Frame, include_usage: bool) -> bytes | None:
+    """The bytes of a frame for the caller, None for one that it did not ask for."""
+    if isinstance(frame, Data):
+        if frame.kind is DeltaKind.USAGE and not include_usage:
+            return None
+        return b"data: " + frame.payload + b"\n\n"
+    return frame.frame if isinstance(frame, Comment) else None

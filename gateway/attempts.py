@@ -1,0 +1,331 @@
+"""Carries one request along its chain: permits, attempts, commit, and what each end means; never touches HTTP.
+
+Everything before the commit costs only time: a tier that fails is recorded and the next one asked, within one budget of
+attempts and time. Verdicts are recorded synchronously, once, before the connection is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from gateway.attempt import Attempt, outcome_name
+from gateway.breakers import Breakers, Lease, Refused
+from gateway.core.budget import Budget, Due, Limits, unary_deadline
+from gateway.core.chain import Candidate, Chain, Drop, Dropped, Facts, Found, Wants, expand, fold, passes_on
+from gateway.core.outcome import End, Failure, Ignore, Next, Observation, Reason, Verdict
+from gateway.core.refusal import Outcome, no_answer
+from gateway.core.requests import InferenceRequest
+from gateway.errors import GatewayError, PassedOnError, UpstreamError
+from gateway.explain import Record
+from gateway.inference_view import InferenceView
+from gateway.listening import ExpiredError
+from gateway.providers.base import Call, Provider
+from gateway.providers.registry import Registry
+from gateway.settings import GatewayConfig, RouteSettings
+from gateway.telemetry import Telemetry
+from inference.protocol import H_DEADLINE, H_KV, H_PRIORITY, H_TENANT, Priority
+
+log = logging.getLogger("gateway.attempts")
+
+T = TypeVar("T")
+
+
+NEARLY_OVER_SECONDS = 0.1
+"""The service counts whole milliseconds on a clock of its own, and so refuses a little before our time is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks, as far as an attempt must know. `silence_seconds` is the caller's own read time-out, of which
+    `waited_seconds` passed before a tier could be asked.
+
+    `why_cancelled` says, inside a cancelled task, whether the caller left or the gateway stops.
+    """
+
+    request_id: str
+    tenant: str = ""
+    priority: Priority = Priority.NORMAL
+    cloud_allowed: bool = True
+    silence_seconds: float | None = None
+    waited_seconds: float = 0.0
+    kv: str | None = None
+    why_cancelled: Callable[[], End] = field(default=lambda: End.CLIENT_LEFT)
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What every request shares: the configuration in force and the long-lived parts of the gateway."""
+
+    config: GatewayConfig
+    registry: Registry
+    breakers: Breakers
+    view: InferenceView
+    telemetry: Telemetry
+
+
+class Request:
+    """One request on its way. Create it, then call `stream`, `whole` or `unary` once."""
+
+    def __init__(
+        self, tools: Tools, request: InferenceRequest, found: Found, caller: Caller, record: Record, began: float
+    ) -> None:
+        self.tools = tools
+        self.request = request
+        self.caller = caller
+        self.record = record
+        self.began = began
+        self.upstream_seconds = 0.0
+        self.route: RouteSettings = tools.config.routes[found.route]
+        self._found = found
+        deadlines = tools.config.deadlines
+        limits = Limits(
+            deadlines.first_token, deadlines.inter_token, deadlines.total, self.route.load_wait,
+            tools.config.attempts.max,
+            None if caller.silence_seconds is None else caller.silence_seconds - caller.waited_seconds,
+        )  # fmt: skip
+        self.budget = Budget(limits, asyncio.get_running_loop().time())
+        self.candidates = expand(self.route.chain, found.model)
+        self.outcomes: list[Outcome] = []
+        self._out_of_time = False
+        self.answered_by: Candidate | None = None
+
+    def label(self, candidate: Candidate) -> str:
+        """The candidate's model as a metric label: names that callers invent share one."""
+        return candidate.model if candidate.named or candidate.model in self.tools.view.models else "*"
+
+    def call_for(self, candidate: Candidate, last: bool) -> Call:
+        """What the provider is asked; the local hop also learns who asks and how long the answer may take."""
+        headers: dict[str, str] = {}
+        if candidate.is_local:
+            wait = self.budget.commit_by - asyncio.get_running_loop().time()
+            if not last:
+                wait = min(wait, self.route.load_wait)
+            headers = {
+                H_PRIORITY: self.caller.priority,
+                H_TENANT: self.caller.tenant,
+                H_DEADLINE: str(max(1, int(wait * 1000))),
+            }
+            if self.caller.kv is not None:
+                headers[H_KV] = self.caller.kv
+        return Call(
+            endpoint=self.request.endpoint,
+            model=candidate.model,
+            body=self.request.body,
+            request_id=self.caller.request_id,
+            connect_seconds=self.tools.config.deadlines.connect,
+            headers=headers,
+        )
+
+    async def stream(self) -> Attempt:
+        """An attempt whose answer has begun; raises GatewayError when no tier began one.
+
+        The caller relays `backlog`, then `listening.next()`, settles, and closes it.
+        """
+
+        async def work(attempt: Attempt) -> Attempt:
+            await attempt.open(forward_comments=True)
+            return attempt
+
+        return await self._first(work)
+
+    async def whole(self) -> dict[str, Any]:
+        """The whole answer as one object; a tier that breaks off half-way is replaced by the next one."""
+
+        async def work(attempt: Attempt) -> dict[str, Any]:
+            await attempt.open(forward_comments=False)
+            answer = await attempt.collect()
+            attempt.succeed()
+            await attempt.close()
+            return answer
+
+        return await self._first(work)
+
+    async def unary(self) -> bytes:
+        """The bytes of an answer that has no stream."""
+
+        async def work(attempt: Attempt) -> bytes:
+            now = asyncio.get_running_loop().time()
+            deadline = unary_deadline(self.budget, now, is_local=attempt.candidate.is_local, last=attempt.last)
+            try:
+                async with asyncio.timeout_at(deadline.at):
+                    answer = await attempt.provider.unary(attempt.call)
+            except TimeoutError:
+                raise ExpiredError(deadline, deadline.at - now) from None
+            attempt.succeed()
+            return answer
+
+        return await self._first(work)
+
+    def note_committed(self, attempt: Attempt) -> None:
+        """The caller's status is decided: `attempt` answers."""
+        attempt.listening.mark_sent()
+
+    def note_first_token(self) -> None:
+        """The first token of an answer came; a later tier's does not count again."""
+        if self.record.first_token_seconds is not None:
+            return
+        self.record.first_token_seconds = time.monotonic() - self.began
+        self.tools.telemetry.ttft.observe(self.record.first_token_seconds)
+
+    async def _first(self, work: Callable[[Attempt], Awaitable[T]]) -> T:
+        """What `work` makes of the first candidate that lets it; raises GatewayError when none does."""
+        chain = self._fold()
+        loop = asyncio.get_running_loop()
+        for index, candidate in enumerate(chain.kept):
+            if not self.budget.allows_attempt(loop.time()):
+                self._out_of_time |= not self.budget.has_time(loop.time())
+                spent = "time was" if self._out_of_time else f"{self.budget.limits.attempts} attempts were"
+                self._drop(Dropped(candidate, Drop.BUDGET, f"not asked, the request's {spent} spent"))
+                continue
+            provider = self.tools.registry.get(candidate.provider)
+            assert provider is not None, "the fold drops absent providers"
+            lease = self.tools.breakers.acquire(candidate.provider, candidate.model, self._permit_end())
+            if isinstance(lease, Refused):
+                said = f"breaker {lease.by} open for another {max(lease.retry_in, 0):.0f} s"
+                self._drop(Dropped(candidate, Drop.BREAKER, said, lease.retry_in))
+                continue
+            self.budget = self.budget.spend()
+            last = index == len(chain.kept) - 1 or not self.budget.allows_attempt(loop.time())
+            result = await self._try(candidate, provider, lease, last, work)
+            if result is not None:
+                return result
+        raise self._failed()
+
+    async def _try(
+        self,
+        candidate: Candidate,
+        provider: Provider,
+        lease: Lease,
+        last: bool,
+        work: Callable[[Attempt], Awaitable[T]],
+    ) -> T | None:
+        """`work` on one candidate; None when the next one should be asked."""
+        began = time.monotonic()
+        try:
+            attempt = Attempt(self, candidate, provider, lease, last)
+        except BaseException:
+            lease.release()
+            raise
+        try:
+            result = await work(attempt)
+        except BaseException as error:
+            verdict, seen, said = attempt.settle_error(error)
+            await attempt.close()
+            if not isinstance(error, Exception):
+                raise
+            self._judge_next(attempt, verdict, seen, said, error)
+            return None
+        finally:
+            self.upstream_seconds += time.monotonic() - began
+        self._note_answer(candidate)
+        return result
+
+    def _judge_next(self, attempt: Attempt, verdict: Verdict, seen: Observation, said: str, error: Exception) -> None:
+        """Raises what ends the request here; returns when the next tier is to be asked."""
+        candidate = attempt.candidate
+        wait = verdict.retry_after if isinstance(verdict, Failure) else None
+        if isinstance(verdict, Ignore):
+            wait = verdict.hold
+            # the last tier was told of all the time there is: its own word that this was too short is ours
+            self._out_of_time |= verdict.next is Next.STOP or (attempt.last and self._ended_with_time(verdict.reason))
+            if isinstance(error, UpstreamError) and passes_on(verdict, candidate):
+                self.record.reason = str(verdict.reason)
+                raise self._pass_on(verdict, error) from error
+        unsupported = isinstance(verdict, Ignore) and verdict.reason is Reason.UNSUPPORTED
+        own_words = self._pass_on(verdict, error) if unsupported and isinstance(error, UpstreamError) else None
+        self.outcomes.append(Outcome(candidate, outcome_name(verdict, seen), said, wait, own_words=own_words))
+
+    def _ended_with_time(self, reason: Reason) -> bool:
+        """Whether the last tier's refusal says that the time it was granted, all there was, is over.
+
+        A model may be loading for other reasons too, so there the clock must agree.
+        """
+        left = self.budget.commit_by - asyncio.get_running_loop().time()
+        return reason is Reason.DEADLINE or (reason is Reason.MODEL_LOADING and left < NEARLY_OVER_SECONDS)
+
+    def _pass_on(self, verdict: Verdict, error: UpstreamError) -> PassedOnError:
+        param = error.param
+        if param is None and verdict == Ignore(Reason.NOT_FOUND):
+            param = "model"
+        if param is None and verdict == Ignore(Reason.CONTEXT_LENGTH):
+            param = next(name for name in ("messages", "prompt", "input") if name in self.request.body)
+        status = error.status if error.status is not None and 400 <= error.status < 500 else 400
+        return PassedOnError(error, status, param)
+
+    def _fold(self) -> Chain:
+        wants = Wants(
+            capabilities=self.request.needs,
+            cloud_allowed=self.caller.cloud_allowed and self.route.cloud == "allowed",
+            fit_check=self.route.fit_check,
+        )
+        chain = fold(self.candidates, self._facts, wants)
+        self.record.chain = [candidate.name for candidate in self.candidates]
+        for dropped in chain.dropped:
+            self._drop(dropped)
+        return chain
+
+    def _facts(self, candidate: Candidate) -> Facts:
+        breakers, view = self.tools.breakers, self.tools.view
+        status = view.models.get(candidate.model) if candidate.is_local else None
+        provider = self.tools.registry.get(candidate.provider)
+        return Facts(
+            present=provider is not None,
+            unsupported=()
+            if provider is None
+            else provider.unsupported_params(self.request.endpoint, self.request.body, candidate.model),
+            closed_for=breakers.closed_for(candidate.provider, candidate.model),
+            held_for=breakers.held_for(candidate.provider, candidate.model),
+            capabilities=frozenset(status.capabilities) if status is not None and status.capabilities else None,
+            context_length=(status.context_length or None) if status is not None else None,
+            fits=status.fits if status is not None else None,
+            fit_reason=status.reason if status is not None else None,
+        )
+
+    def _drop(self, dropped: Dropped) -> None:
+        self.record.dropped[dropped.candidate.name] = f"{dropped.drop}: {dropped.said}"
+        self.outcomes.append(
+            Outcome(
+                dropped.candidate, str(dropped.drop), dropped.said, dropped.retry_in, dropped.drop, param=dropped.param
+            )
+        )
+
+    def _permit_end(self) -> float:
+        """When a permit counts as lost, on the breakers' clock: after the time to commit and one silence."""
+        return time.monotonic() + self.budget.limits.total + self.budget.limits.inter_token
+
+    def _note_answer(self, candidate: Candidate) -> None:
+        self.answered_by = candidate
+        self.record.answered_by = candidate.name
+        self.record.tier = candidate.tier
+        if candidate.position > 0:
+            first = min(self.outcomes, key=lambda outcome: outcome.candidate.position)
+            self.record.reason = first.name
+            self.tools.telemetry.fallback.labels(
+                f"{first.candidate.provider}/{self.label(first.candidate)}",
+                f"{candidate.provider}/{self.label(candidate)}",
+                first.name,
+            ).inc()
+
+    def _failed(self) -> GatewayError:
+        """The refusal when no tier answered: what each said, and when coming back may help."""
+        waits: list[Outcome] = []
+        for outcome in sorted(self.outcomes, key=lambda outcome: outcome.candidate.position):
+            name = outcome.candidate
+            known = self.tools.breakers.closed_for(name.provider, name.model) if outcome.drop is None else None
+            waits.append(outcome if known is None else outcome.waiting(known))
+        error = no_answer(self.request, waits, self._time_spent())
+        self.record.reason = waits[0].name if waits else str(error.code)
+        return error
+
+    def _time_spent(self) -> str | None:
+        """Whose time is over, for people; None while some is left."""
+        if not self._out_of_time and self.budget.has_time(asyncio.get_running_loop().time()):
+            return None
+        if self.budget.commit_due is Due.CALLER:
+            return f"the caller's own time-out of {self.caller.silence_seconds:g} s"
+        return f"the {self.budget.limits.total:g} s that a request has (deadlines.total)"

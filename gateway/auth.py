@@ -1,0 +1,108 @@
+"""Decides who a caller is by the key it shows and what that key may do; keeps only hashes of keys and logs none."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from gateway.errors import RequestError
+from gateway.settings import KeySettings
+from headgate.shared.state import GATEWAY_KEY, StateDir
+from inference.protocol import Code, Priority
+
+Scope = Literal["use", "admin"]
+GENERATED = "generated"
+_RANKS = (Priority.HIGH, Priority.NORMAL, Priority.LOW)
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key that is accepted. `digest` is its SHA-256, `ceiling` the highest priority it may ask for."""
+
+    name: str
+    digest: bytes
+    scopes: frozenset[Scope]
+    ceiling: Priority = Priority.HIGH
+
+    def cap(self, asked: Priority) -> Priority:
+        """`asked`, or the key's own ceiling when that is lower."""
+        return max(asked, self.ceiling, key=_RANKS.index)
+
+
+class Keys:
+    """Every accepted key. Comparing takes the same time whichever key, if any, is right."""
+
+    def __init__(self, keys: Sequence[Key], tenant_secret: bytes) -> None:
+        self._keys = tuple(keys)
+        self._tenant_secret = tenant_secret
+
+    @classmethod
+    def load(cls, configured: Sequence[KeySettings], environ: Mapping[str, str], state: StateDir) -> Keys:
+        """Keys of the environment and the file; with none at all, the one in the state directory, made on first use.
+
+        Raises HeadgateError when the state directory cannot be used.
+        """
+        found: list[Key] = []
+        if use := environ.get("GATEWAY_API_KEY"):
+            found.append(Key("GATEWAY_API_KEY", _digest(use), frozenset({"use"})))
+        if admin := environ.get("GATEWAY_ADMIN_KEY"):
+            found.append(Key("GATEWAY_ADMIN_KEY", _digest(admin), frozenset({"use", "admin"})))
+        found += [
+            Key(key.name, bytes.fromhex(key.hash.removeprefix("sha256:")), frozenset(key.scopes), key.priority)
+            for key in configured
+        ]
+        if not found:
+            generated = state.secret(GATEWAY_KEY, "hg-")
+            found.append(Key(GENERATED, _digest(generated), frozenset({"use", "admin"})))
+        return cls(found, state.secret("tenant.secret").encode())
+
+    @property
+    def is_generated(self) -> bool:
+        """Whether the only key is the one made at the first start."""
+        return [key.name for key in self._keys] == [GENERATED]
+
+    def identify(self, headers: Mapping[str, str]) -> tuple[Key, str] | None:
+        """The key shown in `headers` (lower-case names) and the tenant it stands for; None when it is not ours."""
+        shown = _shown(headers)
+        digest = _digest(shown)
+        found: Key | None = None
+        for key in self._keys:
+            if hmac.compare_digest(key.digest, digest):
+                found = key
+        if found is None or not shown:
+            return None
+        return found, hmac.new(self._tenant_secret, digest, hashlib.sha256).hexdigest()[:32]
+
+    def admit(self, headers: Mapping[str, str], scope: Scope) -> tuple[Key, str]:
+        """The key and tenant of a caller that may do `scope`; raises RequestError (401, 403)."""
+        found = self.identify(headers)
+        if found is None:
+            said = "the API key is not valid" if _shown(headers) else "an API key is needed"
+            raise RequestError(
+                Code.INVALID_API_KEY,
+                f"{said}; send `Authorization: Bearer KEY` (`headgate key show` prints a generated key)",
+            )
+        if scope not in found[0].scopes:
+            if not any(scope in key.scopes for key in self._keys):
+                advice = (
+                    "no key with this scope is configured; set GATEWAY_ADMIN_KEY" if scope == "admin" else "none can"
+                )
+            else:
+                advice = "use another key"
+            raise RequestError(Code.PERMISSION_DENIED, f"this key may not do that (scope `{scope}`); {advice}")
+        return found
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _shown(headers: Mapping[str, str]) -> str:
+    """The key a caller shows: a bearer token, or x-api-key as Anthropic's clients send it."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and token.strip():
+        return token.strip()
+    return headers.get("x-api-key", "").strip()

@@ -1,0 +1,1 @@
+"""Pure decisions of the gateway; time and randomness are arguments and nothing here touches the world."""

@@ -1,0 +1,149 @@
+"""Adds the chunks of one OpenAI stream up to the object a non-streaming caller gets; never invents a field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_JOINED = ("content", "reasoning_content", "reasoning", "refusal")
+_COPIED = ("id", "created", "model", "system_fingerprint", "service_tier")
+_OBJECTS = {"chat.completion.chunk": "chat.completion", "text_completion": "text_completion"}
+
+
+@dataclass(slots=True)
+class _Choice:
+    role: str = "assistant"
+    texts: dict[str, list[str]] = field(default_factory=dict)
+    tools: dict[int, dict[str, Any]] = field(default_factory=dict)
+    function: dict[str, str] | None = None
+    logprobs: dict[str, list[Any]] | None = None
+    finish: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Assembly:
+    """Collects chunks of a chat or text completion. `add` raises ValueError for what is no chunk of one stream."""
+
+    def __init__(self) -> None:
+        self._head: dict[str, Any] = {}
+        self._object: str | None = None
+        self._choices: dict[int, _Choice] = {}
+        self._usage: Mapping[str, Any] | None = None
+
+    def add(self, chunk: Any) -> None:
+        """One parsed chunk, in the order of the stream."""
+        if not isinstance(chunk, dict) or not isinstance(choices := chunk.get("choices"), list):
+            raise ValueError("a chunk without choices")
+        if self._object is None:
+            self._object = _OBJECTS.get(str(chunk.get("object")))
+            if self._object is None:
+                raise ValueError(f"a chunk of an unknown kind {chunk.get('object')!r}")
+        for name in _COPIED:
+            if self._head.get(name) is None and chunk.get(name) is not None:
+                self._head[name] = chunk[name]
+        if isinstance(usage := chunk.get("usage"), dict):
+            self._usage = usage
+        for part in choices:
+            if not isinstance(part, dict) or not isinstance(index := part.get("index", 0), int):
+                raise ValueError("a choice that is no object with an index")
+            self._add_choice(self._choices.setdefault(index, _Choice()), part)
+
+    def _add_choice(self, choice: _Choice, part: Mapping[str, Any]) -> None:
+        if part.get("finish_reason") is not None:
+            choice.finish = part["finish_reason"]
+        if isinstance(logprobs := part.get("logprobs"), dict):
+            choice.logprobs = choice.logprobs or {}
+            for name, values in logprobs.items():
+                if isinstance(values, list):
+                    choice.logprobs.setdefault(name, []).extend(values)
+        if isinstance(text := part.get("text"), str):
+            choice.texts.setdefault("text", []).append(text)
+        if isinstance(delta := part.get("delta"), dict):
+            self._add_delta(choice, delta)
+
+    def _add_delta(self, choice: _Choice, delta: Mapping[str, Any]) -> None:
+        for name, value in delta.items():
+            if value is None:
+                continue
+            if name in _JOINED and isinstance(value, str):
+                choice.texts.setdefault(name, []).append(value)
+            elif name == "role":
+                choice.role = value
+            elif name == "tool_calls" and isinstance(value, list):
+                for call in value:
+                    _add_tool(choice.tools, call)
+            elif name == "function_call" and isinstance(value, dict):
+                choice.function = choice.function or {"name": "", "arguments": ""}
+                _append(choice.function, value)
+            else:
+                choice.extra[name] = value
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is a choice and every choice has its finish reason."""
+        return bool(self._choices) and all(choice.finish is not None for choice in self._choices.values())
+
+    def result(self) -> dict[str, Any]:
+        """The `chat.completion` or `text_completion` object; raises ValueError when nothing was added."""
+        if self._object is None:
+            raise ValueError("no chunk was added")
+        build = _text_choice if self._object == "text_completion" else _chat_choice
+        answer = {
+            "id": self._head.get("id"),
+            "object": self._object,
+            "created": self._head.get("created"),
+            "model": self._head.get("model"),
+            "choices": [build(index, self._choices[index]) for index in sorted(self._choices)],
+        }
+        if self._usage is not None:
+            answer["usage"] = dict(self._usage)
+        for name in ("system_fingerprint", "service_tier"):
+            if name in self._head:
+                answer[name] = self._head[name]
+        return answer
+
+
+def _add_tool(tools: dict[int, dict[str, Any]], call: Any) -> None:
+    """One tool-call delta: the first of an index brings id and name, the arguments come in pieces."""
+    if not isinstance(call, dict) or not isinstance(index := call.get("index", len(tools)), int):
+        raise ValueError("a tool call that is no object with an index")
+    whole = tools.setdefault(index, {"id": None, "type": "function", "function": {"name": "", "arguments": ""}})
+    if call.get("id"):
+        whole["id"] = call["id"]
+    if call.get("type"):
+        whole["type"] = call["type"]
+    if isinstance(function := call.get("function"), dict):
+        _append(whole["function"], function)
+
+
+def _append(whole: dict[str, str], piece: Mapping[str, Any]) -> None:
+    for key in ("name", "arguments"):
+        if isinstance(said := piece.get(key), str):
+            whole[key] += said
+
+
+def _chat_choice(index: int, choice: _Choice) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": choice.role, "content": None, "refusal": None}
+    message |= {name: "".join(pieces) for name, pieces in choice.texts.items() if name != "text"}
+    if message["content"] is None and not choice.tools and choice.function is None and message["refusal"] is None:
+        message["content"] = ""  # an empty answer is an answer
+    if choice.tools:
+        message["tool_calls"] = [choice.tools[at] for at in sorted(choice.tools)]
+    if choice.function is not None:
+        message["function_call"] = choice.function
+    return {
+        "index": index,
+        "message": message | choice.extra,
+        "logprobs": choice.logprobs,
+        "finish_reason": choice.finish,
+    }
+
+
+def _text_choice(index: int, choice: _Choice) -> dict[str, Any]:
+    return {
+        "index": index,
+        "text": "".join(choice.texts.get("text", ())),
+        "logprobs": choice.logprobs,
+        "finish_reason": choice.finish,
+    }

@@ -1,0 +1,196 @@
+"""Keeps a breaker's permits: who may pass, whose result still counts, when the open period ends; never reads a clock.
+
+pybreaker is the state machine (consecutive failures, closed/open/half-open); this book adds what it lacks for
+concurrent, cancellable attempts: an epoch per state so that late results are known as such, exactly one permit while
+half-open, expiry of a permit that nobody returned, a failure ratio over a window, and an open period on a monotonic
+clock that a provider's Retry-After may set. All functions are `(book, ...) -> (book, answer)`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+_BUCKETS = 10  # the window moves in tenths of its length
+
+ONE_EVENT_SECONDS = 1.0
+"""Attempts that ran side by side and broke off within so long broke by one event, which counts once."""
+
+
+class State(IntEnum):
+    """A breaker's state; the number is the value of `gateway_breaker_state`."""
+
+    CLOSED = 0
+    HALF_OPEN = 1
+    OPEN = 2
+
+    @property
+    def label(self) -> str:
+        """The name operators read: closed, half-open, open."""
+        return self.name.lower().replace("_", "-")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """When a breaker opens and for how long. `open` and `window` are seconds.
+
+    `failures` in a row open it, or a share of `failure_ratio` among at least `min_requests` within `window`. `probes`
+    successes in a row close it again.
+    """
+
+    failures: int = 5
+    open: float = 30.0
+    probes: int = 1
+    window: float = 60.0
+    failure_ratio: float = 0.5
+    min_requests: int = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Permit:
+    """The right to make one attempt. A result counts only in the epoch that gave the permit."""
+
+    epoch: int
+    number: int
+    is_probe: bool
+    expires: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """No attempt now; `retry_in` seconds until asking again may help."""
+
+    retry_in: float
+    state: State
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Results of one tenth of the window."""
+
+    slot: int
+    succeeded: int = 0
+    failed: int = 0
+
+
+class Count(IntEnum):
+    """What the state machine must be told about a result."""
+
+    NOTHING = 0
+    SUCCESS = 1
+    FAILURE = 2
+    TRIP = 3
+    """a failure that opens the breaker whatever the count in a row"""
+
+
+@dataclass(frozen=True, slots=True)
+class Book:
+    """Everything remembered about one breaker. `open_until` holds while it is open; `probe` while it is half-open."""
+
+    state: State = State.CLOSED
+    epoch: int = 0
+    issued: int = 0
+    open_until: float = 0.0
+    asked_pause: float | None = None
+    probe: Permit | None = None
+    tallies: tuple[Tally, ...] = ()
+    broke_at: float = 0.0
+    broke_below: int = 0
+    """The last event that broke attempts off: when it was counted, and the newest permit that ran by then."""
+
+
+def is_due(book: Book, now: float) -> bool:
+    """Whether the open period is over, so that the state machine should become half-open."""
+    return book.state is State.OPEN and now >= book.open_until
+
+
+def hasten(book: Book, now: float) -> Book:
+    """The book with its open period over: somebody saw the tier come back. The next attempt still is a probe."""
+    return replace(book, open_until=min(book.open_until, now)) if book.state is State.OPEN else book
+
+
+def entered(book: Book, rule: Rule, state: State, now: float) -> Book:
+    """The book after the state machine entered `state`: a new epoch, and no permit of the old one counts."""
+    pause = rule.open if book.asked_pause is None else book.asked_pause
+    return Book(
+        state=state,
+        epoch=book.epoch + 1,
+        issued=book.issued,
+        open_until=now + pause if state is State.OPEN else 0.0,
+    )
+
+
+def ask(book: Book, now: float, expires: float) -> tuple[Book, Permit | Refusal]:
+    """A permit that is valid until `expires`, or the refusal. In half-open at most one unexpired permit exists."""
+    if book.state is State.OPEN:
+        return book, Refusal(max(0.0, book.open_until - now), book.state)
+    is_probe = book.state is State.HALF_OPEN
+    if is_probe and book.probe is not None and now < book.probe.expires:
+        return book, Refusal(1.0, book.state)
+    permit = Permit(book.epoch, book.issued + 1, is_probe, expires)
+    return replace(book, issued=book.issued + 1, probe=permit if is_probe else None), permit
+
+
+def renew(book: Book, permit: Permit) -> tuple[Book, Permit]:
+    """An ordinary permit of the present epoch for what is left of a probe's attempt, once its success was recorded.
+
+    While more probes are needed it holds no probe's place, and its failure still counts.
+    """
+    fresh = replace(permit, epoch=book.epoch, number=book.issued + 1, is_probe=False)
+    return replace(book, issued=book.issued + 1), fresh
+
+
+def give_back(book: Book, permit: Permit) -> Book:
+    """The permit's attempt says nothing about the tier (cancelled, ignored): a probe's place is free again."""
+    return replace(book, probe=None) if book.probe == permit else book
+
+
+def counts(book: Book, permit: Permit) -> bool:
+    """Whether a result under `permit` may still move the breaker."""
+    return permit.epoch == book.epoch and (not permit.is_probe or book.probe == permit)
+
+
+def settle(
+    book: Book,
+    rule: Rule,
+    permit: Permit,
+    ok: bool,
+    now: float,
+    pause: float | None = None,
+    trip: bool = False,
+    broke: bool = False,
+) -> tuple[Book, Count]:
+    """Records a result; the answer says what to tell the state machine.
+
+    `pause` (seconds) is a provider's Retry-After: it lengthens the open period that may follow, and with `trip` the
+    breaker opens now for exactly so long. `broke`: the attempt ran and was broken off; others that ran beside it and
+    broke off within ONE_EVENT_SECONDS are the same event, so that one death with many requests in flight is one
+    failure.
+    """
+    if not counts(book, permit):
+        return book, Count.NOTHING
+    book = give_back(book, permit)
+    if ok:
+        return replace(book, tallies=_tally(book, rule, now, succeeded=1)), Count.SUCCESS
+    if broke:
+        if permit.number <= book.broke_below and now - book.broke_at < ONE_EVENT_SECONDS:
+            return book, Count.NOTHING
+        book = replace(book, broke_at=now, broke_below=book.issued)
+    asked = pause if pause is None or trip else max(pause, rule.open)
+    book = replace(book, tallies=_tally(book, rule, now, failed=1), asked_pause=asked)
+    return book, Count.TRIP if trip or _ratio_exceeded(book, rule) else Count.FAILURE
+
+
+def _tally(book: Book, rule: Rule, now: float, succeeded: int = 0, failed: int = 0) -> tuple[Tally, ...]:
+    """The window's tallies with one more result; tenths that left the window are dropped."""
+    slot = int(now * _BUCKETS / rule.window)
+    kept = tuple(tally for tally in book.tallies if slot - tally.slot < _BUCKETS)
+    last = kept[-1] if kept and kept[-1].slot == slot else Tally(slot)
+    others = kept[:-1] if kept and kept[-1].slot == slot else kept
+    return (*others, Tally(slot, last.succeeded + succeeded, last.failed + failed))
+
+
+def _ratio_exceeded(book: Book, rule: Rule) -> bool:
+    failed = sum(tally.failed for tally in book.tallies)
+    seen = failed + sum(tally.succeeded for tally in book.tallies)
+    return seen >= rule.min_requests and failed >= rule.failure_ratio * seen

@@ -1,0 +1,140 @@
+"""Decides which deadline of a request comes next and whether one more attempt is allowed; never reads a clock.
+
+Times are seconds on one monotonic clock that the caller reads; durations are seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the configuration and the caller allow.
+
+    `first_token` and `inter_token` bound silence, `total` the time to commit, `load_wait` the wait for a cold model
+    before the next tier is tried. `caller_silence` is the caller's own read time-out, None when it named none.
+    """
+
+    first_token: float
+    inter_token: float
+    total: float
+    load_wait: float
+    attempts: int
+    caller_silence: float | None = None
+
+
+class Due(StrEnum):
+    """Which deadline passed."""
+
+    SILENCE = "silence"
+    """the provider said nothing for too long: it is to blame"""
+    LOAD_WAIT = "load_wait"
+    """the request made progress and waited long enough; another tier may be quicker"""
+    TOTAL = "total"
+    """the request's own budget is spent"""
+    CALLER = "caller"
+    """the caller stops listening"""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """The next deadline: when, and what it means that it passed."""
+
+    at: float
+    due: Due
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """One request's allowance across all its attempts."""
+
+    limits: Limits
+    started: float
+    attempts: int = 0
+
+    @property
+    def commit_by(self) -> float:
+        """When something must have been sent to the caller."""
+        return self.started + min(self.limits.total, self._caller_silence)
+
+    @property
+    def commit_due(self) -> Due:
+        """Whose limit `commit_by` is: the caller's or ours."""
+        return Due.CALLER if self._caller_silence < self.limits.total else Due.TOTAL
+
+    @property
+    def _caller_silence(self) -> float:
+        return math.inf if self.limits.caller_silence is None else self.limits.caller_silence
+
+    def has_time(self, now: float) -> bool:
+        """Whether there is time left to begin an answer."""
+        return now < self.commit_by
+
+    def allows_attempt(self, now: float) -> bool:
+        """Whether one more attempt may start."""
+        return self.attempts < self.limits.attempts and self.has_time(now)
+
+    def share(self, started: float) -> float:
+        """How long a tier asked since `started` may be silent or load while another one waits behind it, in seconds.
+
+        An impatient caller's time is shared: it gets half of what is left, so that the next one still has a chance.
+        """
+        return (self.commit_by - started) / 2 if self.commit_due is Due.CALLER else math.inf
+
+    def spend(self) -> Budget:
+        """The budget after one more attempt began."""
+        return replace(self, attempts=self.attempts + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """How far an attempt is.
+
+    `heard` is when the last frame or comment came (at first: when the attempt started). `waiting` is whether its last
+    sign of life said that it queues or loads. `answered` is whether content came; `sent` whether the caller got
+    anything of it; `last` whether no tier is left after it.
+    """
+
+    started: float
+    heard: float
+    waiting: bool = False
+    answered: bool = False
+    sent: bool = False
+    last: bool = False
+
+
+def next_deadline(budget: Budget, phase: Phase) -> Deadline:
+    """The earliest deadline that applies in `phase`; silence wins a tie, for then the provider had its full time.
+
+    A tier that used up its share of an impatient caller's time is left without blame: a spill, not a failure.
+    """
+    limits = budget.limits
+    if phase.answered:
+        return Deadline(phase.heard + limits.inter_token, Due.SILENCE)
+    found = [Deadline(phase.heard + limits.first_token, Due.SILENCE)]
+    if not phase.last:
+        share = budget.share(phase.started)
+        found.append(Deadline(phase.heard + share, Due.LOAD_WAIT))
+        if phase.waiting:
+            found.append(Deadline(phase.started + min(limits.load_wait, share), Due.LOAD_WAIT))
+    if not phase.sent:
+        found.append(Deadline(budget.commit_by, budget.commit_due))
+    return min(found, key=lambda deadline: deadline.at)
+
+
+def unary_deadline(budget: Budget, started: float, *, is_local: bool, last: bool) -> Deadline:
+    """The deadline of an answer that comes whole, without a sign of life before it.
+
+    Nothing tells whether the inference service loads the model meanwhile, so its silence is never held against it: it
+    has `load_wait`, and the last tier all the time there is. A cloud loads nothing and has `first_token`.
+    """
+    found = [Deadline(budget.commit_by, budget.commit_due)]
+    if not is_local:
+        found.insert(0, Deadline(started + budget.limits.first_token, Due.SILENCE))
+    if not last:
+        wait = budget.limits.load_wait if is_local else math.inf
+        found.append(Deadline(started + min(wait, budget.share(started)), Due.LOAD_WAIT))
+    return min(found, key=lambda deadline: deadline.at)

@@ -1,0 +1,192 @@
+"""Folds the candidates of a request to those worth an attempt, each drop with its reason; never asks or waits.
+
+The facts may be stale: they only spare attempts. What gates an attempt is the breaker's permit, taken when it starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from gateway.core.outcome import Ignore, Next, Reason
+from inference.protocol import Tier
+
+LOCAL = "local"
+"""The provider name of the inference service."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One PROVIDER/MODEL of a chain; `position` 0 is the first choice. `named` is False when `*` stood for it."""
+
+    provider: str
+    model: str
+    position: int
+    named: bool = True
+
+    @property
+    def name(self) -> str:
+        """PROVIDER/MODEL."""
+        return f"{self.provider}/{self.model}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the inference service answers."""
+        return self.provider == LOCAL
+
+    @property
+    def tier(self) -> Tier:
+        """What `x-headgate-tier` says when this candidate answers."""
+        if not self.is_local:
+            return Tier.CLOUD
+        return Tier.LOCAL if self.position == 0 else Tier.LOCAL_FALLBACK
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known about a candidate now; None is unknown and never a reason to drop.
+
+    `closed_for`: seconds until its breaker admits a probe. `held_for`: seconds it asked to be left alone.
+    `unsupported`: the parameters of the request that its provider is known not to take.
+    """
+
+    present: bool = True
+    closed_for: float | None = None
+    held_for: float | None = None
+    capabilities: frozenset[str] | None = None
+    unsupported: tuple[str, ...] = ()
+    context_length: int | None = None
+    fits: bool | None = None
+    fit_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """What the request needs: capabilities, tokens of context if the count is known, and whether clouds are allowed."""
+
+    capabilities: frozenset[str] = frozenset()
+    tokens: int | None = None
+    cloud_allowed: bool = True
+    fit_check: bool = True
+
+
+class Drop(StrEnum):
+    """Why a candidate is not tried."""
+
+    ABSENT = "provider_absent"
+    POLICY = "policy"
+    CAPABILITY = "capability"
+    CONTEXT = "context_too_small"
+    BREAKER = "breaker_open"
+    HELD = "held"
+    NO_FIT = "cannot_fit"
+    BUDGET = "budget_spent"
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A candidate that is not tried; `said` explains it to people, `retry_in` (seconds) is when that may change.
+
+    `param` is the parameter of the request that this candidate cannot do.
+    """
+
+    candidate: Candidate
+    drop: Drop
+    said: str
+    retry_in: float | None = None
+    param: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """What is left to try, in order, and what was dropped."""
+
+    kept: tuple[Candidate, ...]
+    dropped: tuple[Dropped, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The route that serves a model: its key in the configuration and the model's own name."""
+
+    route: str
+    model: str
+
+
+def find_route(asked: str, routes: Sequence[str] | Mapping[str, object], aliases: Mapping[str, str]) -> Found | None:
+    """The route for the model `asked`: by its name, by the model it is an alias of, else `*`; None without any."""
+    if asked in routes and asked != "*":
+        return Found(asked, asked)
+    model = aliases.get(asked, asked)
+    if model in routes and model != "*":
+        return Found(model, model)
+    return Found("*", model) if "*" in routes else None
+
+
+def expand(entries: Sequence[str], model: str) -> tuple[Candidate, ...]:
+    """The candidates that `PROVIDER/MODEL` entries name, `*` standing for `model`; a repeated one counts once."""
+    names: dict[tuple[str, str], bool] = {}
+    for entry in entries:
+        provider, _, wanted = entry.partition("/")
+        names.setdefault((provider, model if wanted == "*" else wanted), wanted != "*")
+    return tuple(
+        Candidate(provider, wanted, position, named)
+        for position, ((provider, wanted), named) in enumerate(names.items())
+    )
+
+
+def fold(candidates: Sequence[Candidate], facts: Callable[[Candidate], Facts], wants: Wants) -> Chain:
+    """`candidates` in order without those that `facts` or policy rule out."""
+    kept: list[Candidate] = []
+    dropped: list[Dropped] = []
+    for candidate in candidates:
+        if verdict := _drop(candidate, facts(candidate), wants):
+            dropped.append(verdict)
+        else:
+            kept.append(candidate)
+    return Chain(tuple(kept), tuple(dropped))
+
+
+def _drop(candidate: Candidate, known: Facts, wants: Wants) -> Dropped | None:
+    # what can never change for this request comes first: it is the truer reason
+    if not candidate.is_local and not wants.cloud_allowed:
+        return Dropped(candidate, Drop.POLICY, "policy keeps this request local")
+    if not known.present:
+        return Dropped(candidate, Drop.ABSENT, f"provider {candidate.provider} has no API key")
+    if known.capabilities is not None and (lacks := wants.capabilities - known.capabilities):
+        return Dropped(candidate, Drop.CAPABILITY, f"cannot do {', '.join(sorted(lacks))}")
+    if known.unsupported:
+        names = ", ".join(known.unsupported)
+        return Dropped(
+            candidate, Drop.CAPABILITY, f"provider {candidate.provider} does not take {names}",
+            param=known.unsupported[0],
+        )  # fmt: skip
+    if known.context_length is not None and wants.tokens is not None and wants.tokens > known.context_length:
+        return Dropped(candidate, Drop.CONTEXT, f"{wants.tokens} tokens exceed its context of {known.context_length}")
+    if known.closed_for is not None:
+        return Dropped(
+            candidate, Drop.BREAKER, f"breaker open for another {_seconds(known.closed_for)}", known.closed_for
+        )
+    if known.held_for is not None:
+        return Dropped(candidate, Drop.HELD, f"asked to be left for {_seconds(known.held_for)}", known.held_for)
+    if candidate.is_local and wants.fit_check and known.fits is False:
+        return Dropped(candidate, Drop.NO_FIT, f"cannot fit now: {known.fit_reason or 'not enough memory'}")
+    return None
+
+
+def _seconds(amount: float) -> str:
+    return f"{amount:.0f} s" if amount >= 1 else "a moment"
+
+
+def passes_on(verdict: Ignore, candidate: Candidate) -> bool:
+    """Whether the caller gets the tier's own 4xx instead of another tier's answer.
+
+    A prompt that only a fallback finds too long, or a model name that the route's author wrote, is not the caller's
+    fault.
+    """
+    if verdict.reason is Reason.CONTEXT_LENGTH:
+        return candidate.position == 0
+    if verdict.reason is Reason.NOT_FOUND:
+        return not candidate.named
+    return verdict.next is Next.PASS_ON

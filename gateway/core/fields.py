@@ -1,0 +1,143 @@
+"""Checks single fields of an OpenAI body: type, range, shape; never changes a value and knows no endpoint.
+
+A check takes (value, path) and raises RequestError whose `param` is the path of what is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from gateway.errors import RequestError
+from inference.protocol import Code
+
+Check = Callable[[Any, str], None]
+
+
+def refuse(param: str, message: str, code: Code = Code.INVALID_REQUEST) -> NoReturn:
+    """Raises the RequestError for `param`."""
+    raise RequestError(code, message, param=param)
+
+
+def _kind(value: Any) -> str:
+    """JSON's own name for what `value` is."""
+    names = {
+        bool: "a boolean",
+        str: "a string",
+        int: "a number",
+        float: "a number",
+        list: "an array",
+        dict: "an object",
+    }
+    return names.get(type(value), "null")
+
+
+def anything(value: Any, path: str) -> None:
+    """Accepts every value; the service or the provider knows better."""
+
+
+def boolean(value: Any, path: str) -> None:
+    """true or false."""
+    if not isinstance(value, bool):
+        refuse(path, f"`{path}` must be true or false, not {_kind(value)}")
+
+
+def number(low: float = -math.inf, high: float = math.inf) -> Check:
+    """A finite number within [low, high]."""
+
+    def check(value: Any, path: str) -> None:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            refuse(path, f"`{path}` must be a number, not {_kind(value)}")
+        if not low <= value <= high:
+            refuse(path, f"`{path}` must be {_range(low, high)}; it is {value:g}")
+
+    return check
+
+
+def integer(low: float = -math.inf, high: float = math.inf) -> Check:
+    """A whole number within [low, high]."""
+
+    def check(value: Any, path: str) -> None:
+        if isinstance(value, bool) or not isinstance(value, int):
+            refuse(path, f"`{path}` must be a whole number, not {_kind(value)}")
+        if not low <= value <= high:
+            refuse(path, f"`{path}` must be {_range(low, high)}; it is {value}")
+
+    return check
+
+
+def _range(low: float, high: float) -> str:
+    if math.isinf(high):
+        return f"at least {low:g}"
+    return f"at most {high:g}" if math.isinf(low) else f"between {low:g} and {high:g}"
+
+
+def string(low: int = 0, high: int | None = None) -> Check:
+    """Text of at least `low` and at most `high` characters."""
+
+    def check(value: Any, path: str) -> None:
+        if not isinstance(value, str):
+            refuse(path, f"`{path}` must be a string, not {_kind(value)}")
+        if len(value) < low:
+            refuse(path, f"`{path}` must not be empty")
+        if high is not None and len(value) > high:
+            refuse(path, f"`{path}` may hold at most {high} characters; it has {len(value)}")
+
+    return check
+
+
+def one_of(*allowed: str) -> Check:
+    """One of the given words."""
+
+    def check(value: Any, path: str) -> None:
+        if value not in allowed or not isinstance(value, str):
+            said = repr(value) if isinstance(value, str) else _kind(value)
+            refuse(path, f"`{path}` must be one of {', '.join(allowed)}; it is {said[:60]}")
+
+    return check
+
+
+def mapping(known: Mapping[str, Check] | None = None, needed: tuple[str, ...] = ()) -> Check:
+    """An object; `known` checks its fields (others pass), `needed` must be there."""
+
+    def check(value: Any, path: str) -> None:
+        if not isinstance(value, dict):
+            refuse(path, f"`{path}` must be an object, not {_kind(value)}")
+        for name in needed:
+            if value.get(name) is None:
+                refuse(f"{path}.{name}", f"`{path}` needs `{name}`")
+        for name, inner in (known or {}).items():
+            if value.get(name) is not None:
+                inner(value[name], f"{path}.{name}")
+
+    return check
+
+
+def array(item: Check = anything, low: int = 0, high: int | None = None) -> Check:
+    """An array of `low` to `high` items that each pass `item`."""
+
+    def check(value: Any, path: str) -> None:
+        if not isinstance(value, list):
+            refuse(path, f"`{path}` must be an array, not {_kind(value)}")
+        if len(value) < low:
+            refuse(path, f"`{path}` must not be empty" if low == 1 else f"`{path}` needs at least {low} items")
+        if high is not None and len(value) > high:
+            refuse(path, f"`{path}` may hold at most {high} items; it has {len(value)}")
+        for index, inner in enumerate(value):
+            item(inner, f"{path}[{index}]")
+
+    return check
+
+
+def by_type(expected: str, **checks: Check) -> Check:
+    """The check for the value's JSON type: keys `text`, `array`, `mapping`, `boolean`; others are refused."""
+    types: Mapping[type, str] = {str: "text", list: "array", dict: "mapping", bool: "boolean"}
+
+    def check(value: Any, path: str) -> None:
+        chosen = checks.get(types.get(type(value), ""))
+        if chosen is None:
+            refuse(path, f"`{path}` must be {expected}, not {_kind(value)}")
+        chosen(value, path)
+
+    return check

@@ -1,0 +1,50 @@
+"""Names the endpoints and the frames of one OpenAI stream, as every provider yields them; decides nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Endpoint(StrEnum):
+    """What is asked for; the value is the path below `/v1/`."""
+
+    CHAT = "chat/completions"
+    COMPLETIONS = "completions"
+    EMBEDDINGS = "embeddings"
+
+
+class DeltaKind(StrEnum):
+    """What a data frame carries, as far as commit and honest endings need to know."""
+
+    CONTENT = "content"
+    """text, reasoning, refusal or tool-call delta: the answer has begun"""
+    FINISH = "finish"
+    """a finish_reason (content may come with it)"""
+    USAGE = "usage"
+    """the usage chunk: `choices` is empty"""
+    OTHER = "other"
+    """role only, empty delta"""
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """One chunk: `payload` is the JSON bytes without `data: `; `kind` was read from it once, by the provider."""
+
+    payload: bytes
+    kind: DeltaKind
+
+
+@dataclass(frozen=True, slots=True)
+class Comment:
+    """An SSE comment, whole with its blank line, as it may be forwarded."""
+
+    frame: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The end of a complete answer."""
+
+
+Frame = Data | Comment | Done

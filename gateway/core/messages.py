@@ -1,0 +1,102 @@
+"""Knows the shape of chat messages and tools, and which capabilities they ask of a model; decides nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gateway.core import fields as f
+
+VISION = "vision"
+TOOLS = "tools"
+AUDIO = "audio"
+
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def _data_url(value: Any, path: str) -> None:
+    """An address the gateway lets through: content that came with the request, never one to be fetched."""
+    f.string(1)(value, path)
+    if not value.startswith("data:"):
+        f.refuse(path, f"`{path}` must be a data: URL; the gateway fetches nothing, so send the image itself as base64")
+
+
+_IMAGE = f.mapping(
+    {"url": _data_url, "detail": f.one_of("auto", "low", "high")},
+    needed=("url",),
+)
+_PARTS: Mapping[str, f.Check] = {
+    "text": f.mapping({"text": f.string()}, needed=("text",)),
+    "refusal": f.mapping({"refusal": f.string()}, needed=("refusal",)),
+    "image_url": f.mapping({"image_url": _IMAGE}, needed=("image_url",)),
+    "input_audio": f.mapping(
+        {"input_audio": f.mapping({"data": f.string(1), "format": f.string(1)}, needed=("data", "format"))},
+        needed=("input_audio",),
+    ),
+    "file": f.mapping({"file": f.mapping()}, needed=("file",)),
+}
+
+
+def _part(value: Any, path: str) -> None:
+    f.mapping({"type": f.one_of(*_PARTS)}, needed=("type",))(value, path)
+    _PARTS[value["type"]](value, path)
+
+
+_CONTENT = f.by_type("a string or an array of parts", text=f.string(), array=f.array(_part, low=1))
+_CALL = f.mapping(
+    {
+        "id": f.string(1),
+        "type": f.one_of("function", "custom"),
+        "function": f.mapping({"name": f.string(1), "arguments": f.string()}, needed=("name", "arguments")),
+    },
+    needed=("id",),
+)
+_FIELDS: Mapping[str, f.Check] = {
+    "role": f.one_of(*_ROLES),
+    "content": _CONTENT,
+    "name": f.string(1),
+    "tool_call_id": f.string(1),
+    "tool_calls": f.array(_CALL, low=1),
+    "function_call": f.mapping({"name": f.string(1), "arguments": f.string()}, needed=("name", "arguments")),
+    "refusal": f.string(),
+    "reasoning_content": f.string(),
+}
+
+
+def _message(value: Any, path: str) -> None:
+    f.mapping(_FIELDS, needed=("role",))(value, path)
+    role = value["role"]
+    answered = any(value.get(name) is not None for name in ("tool_calls", "function_call", "refusal", "audio"))
+    if value.get("content") is None and not (role == "assistant" and answered):
+        f.refuse(f"{path}.content", f"`{path}` needs `content`")
+    if role == "tool" and value.get("tool_call_id") is None:
+        f.refuse(f"{path}.tool_call_id", f"`{path}` answers a tool call and needs its `tool_call_id`")
+
+
+MESSAGES: f.Check = f.array(_message, low=1)
+
+TOOL: f.Check = f.mapping(
+    {
+        "type": f.one_of("function", "custom"),
+        "function": f.mapping(
+            {"name": f.string(1, 256), "description": f.string(), "parameters": f.mapping(), "strict": f.boolean},
+            needed=("name",),
+        ),
+    },
+    needed=("type",),
+)
+TOOL_CHOICE: f.Check = f.by_type(
+    "none, auto, required or an object", text=f.one_of("none", "auto", "required"), mapping=f.mapping(needed=("type",))
+)
+
+
+def needs_of_messages(body: Mapping[str, Any]) -> frozenset[str]:
+    """The capabilities that a checked chat body asks for."""
+    needs: set[str] = set()
+    if body.get("tools") or body.get("functions"):
+        needs.add(TOOLS)
+    for message in body["messages"]:
+        if isinstance(parts := message.get("content"), list):
+            needs |= {VISION for part in parts if part["type"] == "image_url"}
+            needs |= {AUDIO for part in parts if part["type"] == "input_audio"}
+    return frozenset(needs)

@@ -1,0 +1,138 @@
+"""Reads what each chunk of an OpenAI stream carries, so that its bytes can be relayed as they are; changes none.
+
+`step(state, frame) -> (state, frames)` for each server-sent event, then `end(state) -> frames` when the bytes end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import orjson
+
+from gateway.core.frames import Comment, Data, DeltaKind, Done, Frame
+from gateway.core.provider_errors import error_in, frame_error
+from gateway.core.sse import SseFrame
+from gateway.errors import UpstreamError, UpstreamKind
+
+DONE = b"[DONE]"
+_SAID = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call", "audio")
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A stream so far. `choices` is how many were asked for; `opened` and `finished` are choice indices.
+
+    `usage` is the last usage that came inside an ordinary chunk, with that chunk, until a usage chunk of its own was
+    seen. `complete` is whether `[DONE]` was seen, so that nothing more is worth waiting for.
+    """
+
+    choices: int = 1
+    secrets: tuple[str, ...] = ()
+    opened: frozenset[int] = frozenset()
+    finished: frozenset[int] = frozenset()
+    has_content: bool = False
+    usage: Mapping[str, Any] | None = None
+    usage_relayed: bool = False
+    complete: bool = False
+
+
+Step = tuple[State, tuple[Frame, ...]]
+
+
+def step(state: State, frame: SseFrame) -> Step:
+    """What `frame` adds to the stream; raises UpstreamError for an error frame and for what is no chunk."""
+    if frame.is_comment:
+        return state, (Comment(frame.raw),)
+    data = frame.data
+    if data is None or state.complete:
+        return state, ()
+    if data.strip() == DONE:
+        return replace(state, complete=True), ()
+    chunk = _parsed(data)
+    if error := error_in(chunk):
+        raise frame_error(error, secrets=state.secrets)
+    if not isinstance(chunk, dict) or not isinstance(choices := chunk.get("choices"), list):
+        raise _malformed("a chunk without choices")
+    if b"\n" in data:
+        data = orjson.dumps(chunk)  # a chunk written over several `data:` lines leaves as one
+    if not choices:
+        relayed = isinstance(chunk.get("usage"), dict)
+        kind = DeltaKind.USAGE if relayed else DeltaKind.OTHER
+        return (replace(state, usage_relayed=True) if relayed else state), (Data(data, kind),)
+    if isinstance(chunk.get("usage"), dict):
+        state = replace(state, usage=chunk)
+    return _read_choices(state, data, choices)
+
+
+def _parsed(data: bytes) -> Any:
+    """The chunk; half an emoji in an escape is JSON to the standard parser alone, and to the caller's."""
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError:
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError):
+            raise _malformed("a chunk that is not JSON") from None
+
+
+def _read_choices(state: State, data: bytes, choices: list[Any]) -> Step:
+    kind = DeltaKind.OTHER
+    opened, finished, content = state.opened, state.finished, state.has_content
+    for choice in choices:
+        if not isinstance(choice, dict):
+            raise _malformed("a choice that is not an object")
+        index = choice.get("index", 0)
+        if not isinstance(index, int):
+            raise _malformed("a choice whose index is no number")
+        if index not in opened:
+            opened |= {index}
+        if _has_content(choice):
+            content = True
+            if kind is DeltaKind.OTHER:
+                kind = DeltaKind.CONTENT
+        if choice.get("finish_reason") is not None:
+            finished |= {index}
+            kind = DeltaKind.FINISH
+    if opened is not state.opened or finished is not state.finished or content is not state.has_content:
+        state = replace(state, opened=opened, finished=finished, has_content=content)
+    return state, (Data(data, kind),)
+
+
+def _has_content(choice: Mapping[str, Any]) -> bool:
+    if choice.get("text"):
+        return True
+    delta = choice.get("delta")
+    return isinstance(delta, dict) and any(delta.get(name) for name in _SAID)
+
+
+def end(state: State) -> tuple[Frame, ...]:
+    """The last frames once the bytes have ended or `[DONE]` was seen: `Done`, after a usage chunk where one is due.
+
+    Raises UpstreamError READ for a stream cut before its finish, EMPTY for one that had not begun to answer. A choice
+    that never began counts as cut off unless the provider itself said `[DONE]`.
+    """
+    whole = bool(state.finished) and state.finished >= state.opened
+    if not whole or not (state.complete or is_finished(state)):
+        if state.has_content or state.finished:
+            raise UpstreamError(UpstreamKind.READ, "the stream ended before its finish reason")
+        raise UpstreamError(UpstreamKind.EMPTY, "the stream ended with no content and no finish reason")
+    if state.usage is None or state.usage_relayed:
+        return (Done(),)
+    return Data(orjson.dumps({**state.usage, "choices": []}), DeltaKind.USAGE), Done()
+
+
+def is_complete(state: State) -> bool:
+    """Whether `[DONE]` was seen."""
+    return state.complete
+
+
+def is_finished(state: State) -> bool:
+    """Whether every choice asked for has its finish reason."""
+    return state.finished >= state.opened and len(state.finished) >= state.choices
+
+
+def _malformed(what: str) -> UpstreamError:
+    return UpstreamError(UpstreamKind.MALFORMED, f"the provider sent {what}")

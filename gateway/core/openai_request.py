@@ -1,0 +1,105 @@
+"""Rewrites a caller's request for a cloud that speaks OpenAI's dialect; sends nothing, changes no word of a message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+from gateway.core.frames import Endpoint
+from gateway.core.provider_fields import (
+    GOOGLE_CHAT,
+    OPENAI_CHAT,
+    OPENAI_COMPLETIONS,
+    OPENAI_EMBEDDINGS,
+    Profile,
+    unsupported,
+)
+from gateway.errors import UpstreamError
+
+
+class Flavor(StrEnum):
+    """Whose idea of OpenAI's dialect an address speaks."""
+
+    OPENAI = "openai"
+    GOOGLE = "google"
+    COMPATIBLE = "compatible"
+    """any other service that says it is compatible"""
+
+
+_CHAT: Mapping[Flavor, Profile] = {
+    Flavor.OPENAI: OPENAI_CHAT,
+    Flavor.GOOGLE: GOOGLE_CHAT,
+    Flavor.COMPATIBLE: OPENAI_CHAT,
+}
+_OTHER: Mapping[Endpoint, Profile] = {
+    Endpoint.COMPLETIONS: OPENAI_COMPLETIONS,
+    Endpoint.EMBEDDINGS: OPENAI_EMBEDDINGS,
+}
+_GOOGLE_EFFORTS = {"xhigh": "high", "max": "high"}
+"""Efforts beyond the highest that Google's address knows."""
+_STREAM_OPTIONS = ("include_obfuscation",)
+
+
+def flavor_of(host: str, path: str) -> Flavor:
+    """The flavor behind an address, from its host and path (`/v1beta/openai/` is Google's wherever it stands)."""
+    if host == "api.openai.com" or host.endswith(".api.openai.com"):
+        return Flavor.OPENAI
+    if host.endswith("googleapis.com") or path.rstrip("/").endswith("/v1beta/openai"):
+        return Flavor.GOOGLE
+    return Flavor.COMPATIBLE
+
+
+def unsupported_params(body: Mapping[str, Any], flavor: Flavor, endpoint: Endpoint = Endpoint.CHAT) -> tuple[str, ...]:
+    """The parameters of a checked body that this provider cannot honor; empty when the tier is suitable."""
+    profile = _profile(endpoint, flavor)
+    return ("model",) if profile is None else profile.refused(body)
+
+
+def to_openai(endpoint: Endpoint, body: Mapping[str, Any], model: str, flavor: Flavor) -> dict[str, Any]:
+    """The request to send; a stream with usage, except for embeddings. Raises UpstreamError naming a refused param."""
+    profile = _profile(endpoint, flavor)
+    if profile is None:
+        raise no_endpoint(endpoint)
+    request = {**profile.kept(body), "model": model}
+    if endpoint is Endpoint.EMBEDDINGS:
+        return request
+    options = request.get("stream_options") or {}
+    request["stream"] = True
+    request["stream_options"] = {"include_usage": True} | (
+        {name: options[name] for name in _STREAM_OPTIONS if name in options} if flavor is Flavor.OPENAI else {}
+    )
+    if endpoint is Endpoint.CHAT:
+        _translate_chat(request, flavor)
+    return request
+
+
+def no_endpoint(endpoint: Endpoint) -> UpstreamError:
+    """The error of a call whose endpoint the provider does not have; nothing was sent."""
+    return unsupported("model", f"it has no /v1/{endpoint}")
+
+
+def _profile(endpoint: Endpoint, flavor: Flavor) -> Profile | None:
+    if endpoint is Endpoint.CHAT:
+        return _CHAT[flavor]
+    if endpoint is Endpoint.COMPLETIONS and flavor is Flavor.GOOGLE:
+        return None
+    return _OTHER[endpoint]
+
+
+def _translate_chat(request: dict[str, Any], flavor: Flavor) -> None:
+    if flavor is Flavor.OPENAI and "max_tokens" in request:
+        limit = request.pop("max_tokens")  # OpenAI's newer models refuse the old name, all take the new one
+        request.setdefault("max_completion_tokens", limit)
+    if flavor is Flavor.GOOGLE:
+        effort = request.get("reasoning_effort")
+        request |= {"reasoning_effort": _GOOGLE_EFFORTS[effort]} if effort in _GOOGLE_EFFORTS else {}
+    if flavor is not Flavor.COMPATIBLE:
+        request["messages"] = [_without_reasoning(message) for message in request["messages"]]
+
+
+def _without_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Reasoning that another tier gave is in no field that OpenAI or Google know."""
+    if "reasoning_content" not in message:
+        return message
+    return {name: value for name, value in message.items() if name != "reasoning_content"}

@@ -1,0 +1,229 @@
+"""Judges how one attempt ended: a success, a failure (whose), or nobody's business; keeps no state and retries nothing.
+
+The tables below are the whole taxonomy. A failure counts in one of two scopes: the provider (it cannot be reached, or
+fails without naming a reason of ours) or the (provider, model) pair (the provider works, this model does not).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from gateway.errors import UpstreamKind
+from inference.protocol import Code
+
+MAX_RETRY_AFTER_SECONDS = 3600.0
+"""A longer Retry-After is cut to this, so that no provider's slip closes a tier for a day."""
+
+
+class End(StrEnum):
+    """How an attempt ended when it was not the provider that failed it."""
+
+    FINISHED = "finished"
+    """the stream's true end, or a whole unary answer"""
+    CLIENT_LEFT = "client_left"
+    CALLER_DEADLINE = "caller_deadline"
+    """the caller's own time-out was too short"""
+    SPILLED = "spilled"
+    """we left a request that made progress, because it had waited `load_wait`"""
+    OUT_OF_TIME = "out_of_time"
+    """the request's budget ended before the provider had its fair time"""
+    SHUTTING_DOWN = "shutting_down"
+    """the gateway itself stops"""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the shell saw: `kind` always; the rest as far as the provider said it. `retry_after` is in seconds."""
+
+    kind: End | UpstreamKind
+    status: int | None = None
+    code: str | None = None
+    retry_after: float | None = None
+    is_local: bool = False
+
+
+class Scope(StrEnum):
+    """Whose breaker a failure belongs to."""
+
+    PROVIDER = "provider"
+    PAIR = "pair"
+
+
+class Next(StrEnum):
+    """What the chain does after an ignored outcome."""
+
+    STOP = "stop"
+    """nobody waits for an answer any more, or time is up"""
+    PASS_ON = "pass_on"
+    """the caller gets the provider's own 4xx; no other tier is asked"""
+    NEXT_TIER = "next_tier"
+
+
+class Reason(StrEnum):
+    """Why an outcome is ignored."""
+
+    CLIENT_LEFT = "client_left"
+    CALLER_DEADLINE = "caller_deadline"
+    SPILLED = "spilled"
+    OUT_OF_TIME = "out_of_time"
+    SHUTTING_DOWN = "shutting_down"
+    BAD_REQUEST = "bad_request"
+    CONTEXT_LENGTH = "context_length"
+    UNSUPPORTED = "unsupported_parameter"
+    CONTENT_POLICY = "content_policy"
+    POISON = "poison_request"
+    NOT_FOUND = "model_not_found"
+    MODEL_LOADING = "model_loading"
+    QUEUE_FULL = "queue_full"
+    DEADLINE = "deadline_exceeded"
+    MISCONFIGURED = "misconfigured"
+
+
+NEXT: Mapping[Reason, Next] = {
+    Reason.CLIENT_LEFT: Next.STOP,
+    Reason.CALLER_DEADLINE: Next.STOP,
+    Reason.SPILLED: Next.NEXT_TIER,
+    Reason.OUT_OF_TIME: Next.STOP,
+    Reason.SHUTTING_DOWN: Next.STOP,
+    Reason.BAD_REQUEST: Next.PASS_ON,
+    Reason.CONTEXT_LENGTH: Next.PASS_ON,
+    Reason.UNSUPPORTED: Next.NEXT_TIER,
+    Reason.CONTENT_POLICY: Next.PASS_ON,
+    Reason.POISON: Next.PASS_ON,
+    Reason.NOT_FOUND: Next.NEXT_TIER,
+    Reason.MODEL_LOADING: Next.NEXT_TIER,
+    Reason.QUEUE_FULL: Next.NEXT_TIER,
+    Reason.DEADLINE: Next.NEXT_TIER,
+    Reason.MISCONFIGURED: Next.NEXT_TIER,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Success:
+    """The answer came whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The tier is to blame. `retry_after` (seconds) is the provider's own word on when to come back.
+
+    `opens`: the breaker opens at once, for `retry_after` (a 429 that says when). `reached`: the provider itself
+    answered, which is a success in its scope. `pair_too`: it may as well be this model alone (a 5xx that names no
+    reason), so that it counts in both scopes; otherwise another model's successes would hide it. `broke`: the attempt
+    was running and something broke it off; one such event may break many.
+    """
+
+    scope: Scope
+    retry_after: float | None = None
+    opens: bool = False
+    reached: bool = False
+    pair_too: bool = False
+    broke: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ignore:
+    """No breaker moves. `hold` (seconds): skip this tier for so long."""
+
+    reason: Reason
+    hold: float | None = None
+
+    @property
+    def next(self) -> Next:
+        """What the chain does now."""
+        return NEXT[self.reason]
+
+
+Verdict = Success | Failure | Ignore
+
+_ENDS: Mapping[End, Verdict] = {
+    End.FINISHED: Success(),
+    End.CLIENT_LEFT: Ignore(Reason.CLIENT_LEFT),
+    End.CALLER_DEADLINE: Ignore(Reason.CALLER_DEADLINE),
+    End.SPILLED: Ignore(Reason.SPILLED),
+    End.OUT_OF_TIME: Ignore(Reason.OUT_OF_TIME),
+    End.SHUTTING_DOWN: Ignore(Reason.SHUTTING_DOWN),
+}
+
+_TRANSPORT: Mapping[UpstreamKind, Scope] = {
+    UpstreamKind.CONNECT: Scope.PROVIDER,
+    UpstreamKind.READ: Scope.PROVIDER,
+    UpstreamKind.TIMEOUT: Scope.PAIR,
+    UpstreamKind.MALFORMED: Scope.PAIR,
+    UpstreamKind.EMPTY: Scope.PAIR,
+}
+
+# What a provider says by name outweighs the status it says it with.
+_BY_CODE: Mapping[str, Scope | Reason] = {
+    Code.CONTEXT_LENGTH_EXCEEDED: Reason.CONTEXT_LENGTH,
+    Code.UNSUPPORTED_PARAMETER: Reason.UNSUPPORTED,
+    "content_filter": Reason.CONTENT_POLICY,
+    "content_policy_violation": Reason.CONTENT_POLICY,
+    Code.POISON_REQUEST: Reason.POISON,
+    Code.MODEL_NOT_FOUND: Reason.NOT_FOUND,
+}
+
+# Only our own service is believed when it uses Headgate's codes.
+_BY_LOCAL_CODE: Mapping[str, Scope | Reason] = {
+    Code.MEMORY_LIMIT_EXCEEDED: Scope.PAIR,
+    Code.DEVICE_LOST: Scope.PAIR,
+    Code.MODEL_FAILED: Scope.PAIR,
+    Code.INTERNAL_ERROR: Scope.PAIR,
+    Code.SHUTTING_DOWN: Scope.PROVIDER,
+    Code.MODEL_LOADING: Reason.MODEL_LOADING,
+    Code.QUEUE_FULL: Reason.QUEUE_FULL,
+    Code.DEADLINE_EXCEEDED: Reason.DEADLINE,
+}
+
+_BREAKING = frozenset({Code.MODEL_FAILED, Code.DEVICE_LOST})
+"""The worker or its device died under the request, and under every other one it was answering."""
+
+_BY_STATUS: Mapping[int, Scope | Reason] = {
+    400: Reason.BAD_REQUEST,
+    401: Reason.MISCONFIGURED,
+    402: Reason.MISCONFIGURED,
+    403: Reason.MISCONFIGURED,
+    404: Reason.NOT_FOUND,
+    405: Reason.MISCONFIGURED,
+    408: Scope.PAIR,
+    409: Scope.PAIR,
+    410: Reason.NOT_FOUND,
+    413: Reason.BAD_REQUEST,
+    415: Reason.BAD_REQUEST,
+    422: Reason.BAD_REQUEST,
+    425: Scope.PAIR,
+    429: Scope.PAIR,
+}
+
+
+def judge(seen: Observation) -> Verdict:
+    """The verdict on one attempt."""
+    if isinstance(seen.kind, End):
+        return _ENDS[seen.kind]
+    if seen.kind in _TRANSPORT:
+        return Failure(_TRANSPORT[seen.kind], broke=seen.kind is UpstreamKind.READ)
+    return _judge_answer(seen)
+
+
+def _judge_answer(seen: Observation) -> Verdict:
+    """The verdict on an HTTP error status or an error frame."""
+    wait = None if seen.retry_after is None else min(max(seen.retry_after, 0.0), MAX_RETRY_AFTER_SECONDS)
+    ruling: Scope | Reason | None = None
+    if seen.code is not None:
+        ruling = _BY_CODE.get(seen.code) or (_BY_LOCAL_CODE.get(seen.code) if seen.is_local else None)
+    if ruling is None:
+        ruling = _by_status(seen.status)
+    if isinstance(ruling, Reason):
+        return Ignore(ruling, hold=wait if ruling is Reason.QUEUE_FULL else None)
+    throttled = seen.status == 429 and wait is not None
+    named = ruling is Scope.PAIR or seen.code == Code.SHUTTING_DOWN
+    broke = seen.is_local and seen.code in _BREAKING
+    return Failure(ruling, wait, opens=throttled, reached=ruling is Scope.PAIR, pair_too=not named, broke=broke)
+
+
+def _by_status(status: int | None) -> Scope | Reason:
+    if status is None or not 400 <= status < 500:
+        return Scope.PROVIDER
+    return _BY_STATUS.get(status, Reason.BAD_REQUEST)

@@ -1,0 +1,211 @@
+"""Which request fields each cloud takes, drops or makes a tier unsuitable, as tables with reasons; sends nothing.
+
+The rule behind the tables: what only tunes a sampler for one particular model is dropped; what the caller would notice
+missing from the answer (its shape, its count, its determinism) makes the tier unsuitable, so that the chain skips it;
+what the provider does not know never reaches it, because clouds refuse unknown fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.errors import UpstreamError, UpstreamKind
+from inference.protocol import Code
+
+
+def _given(value: Any) -> bool:
+    return value is not None
+
+
+def _truthy(value: Any) -> bool:
+    return bool(value)
+
+
+def _above_one(value: Any) -> bool:
+    return isinstance(value, int) and value > 1
+
+
+def _is_false(value: Any) -> bool:
+    return value is False
+
+
+def _not_only_text(value: Any) -> bool:
+    return bool(value) and value != ["text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a field makes a tier unsuitable, and for which values of it (`when`)."""
+
+    reason: str
+    when: Callable[[Any], bool] = _given
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What one provider does with the fields of one endpoint. A field in none of the three is dropped as unknown."""
+
+    takes: frozenset[str]
+    refuses: Mapping[str, Refusal]
+    drops: Mapping[str, str]
+
+    def refused(self, body: Mapping[str, Any]) -> tuple[str, ...]:
+        """The fields of `body` that make this provider unsuitable, in the order of the body."""
+        return tuple(name for name, value in body.items() if name in self.refuses and self.refuses[name].when(value))
+
+    def kept(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of `body` that travel on; null means absent. Raises UpstreamError for a refused one."""
+        if refused := self.refused(body):
+            raise unsupported(refused[0], self.refuses[refused[0]].reason)
+        return {name: value for name, value in body.items() if name in self.takes and value is not None}
+
+
+def unsupported(param: str, reason: str) -> UpstreamError:
+    """The error of a request this provider cannot serve as asked; nothing was sent."""
+    return UpstreamError(
+        UpstreamKind.STATUS,
+        f"{param} is not supported by this provider: {reason}",
+        status=400,
+        code=Code.UNSUPPORTED_PARAMETER,
+        type="invalid_request_error",
+        param=param,
+    )
+
+
+_SHAPE = Refusal("it constrains the shape of the answer, which only a local model can promise")
+_LOCAL_TUNING = "tunes the sampler of one local model; another model has its own distribution"
+_VOCABULARY = Refusal("its token ids belong to one model's vocabulary")
+
+# Fields that OpenAI's API does not have and that local models take. No cloud is ever sent one of them, except where a
+# profile below lists it in `takes`.
+EXTENSIONS_REFUSED: Mapping[str, Refusal] = {
+    "grammar": _SHAPE,
+    "regex": _SHAPE,
+    "guided_json": _SHAPE,
+    "guided_regex": _SHAPE,
+    "guided_grammar": _SHAPE,
+    "guided_choice": _SHAPE,
+    "structured_outputs": _SHAPE,
+    "json_schema": _SHAPE,
+    "min_tokens": Refusal("no cloud can promise a least length", _truthy),
+    "ignore_eos": Refusal("no cloud goes on past the end of an answer", _truthy),
+    "stop_token_ids": Refusal(_VOCABULARY.reason, _truthy),
+    "prompt_token_ids": _VOCABULARY,
+}
+EXTENSIONS_DROPPED: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "top_k", "min_p", "typical_p", "top_a", "tfs_z", "top_n_sigma", "repeat_penalty", "repetition_penalty",
+            "repeat_last_n", "mirostat", "mirostat_tau", "mirostat_eta", "dynatemp_range", "dynatemp_exponent",
+            "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
+            "xtc_probability", "xtc_threshold", "samplers",
+        ),
+        _LOCAL_TUNING,
+    ),
+    "chat_template_kwargs": "belongs to a local model's chat template",
+    "add_generation_prompt": "belongs to a local model's chat template",
+    "cache_prompt": "prefix reuse is the provider's own affair",
+    "timings_per_token": "a local model's own figures",
+    "priority": "our own queue's",
+    "headgate": "our own",
+}  # fmt: skip
+
+_HOSTING = "asks for a feature of another provider's hosting, which no answer shows"
+_ONE_CHOICE = Refusal("it gives one choice per request", _above_one)
+
+OPENAI_CHAT = Profile(
+    takes=frozenset((
+        "messages", "model", "stream", "stream_options", "audio", "frequency_penalty", "function_call", "functions",
+        "logit_bias", "logprobs", "max_completion_tokens", "max_tokens", "metadata", "modalities", "moderation", "n",
+        "parallel_tool_calls", "prediction", "presence_penalty", "prompt_cache_key", "prompt_cache_options",
+        "prompt_cache_retention", "reasoning_effort", "response_format", "safety_identifier", "seed", "service_tier",
+        "stop", "store", "temperature", "tool_choice", "tools", "top_logprobs", "top_p", "user", "verbosity",
+        "web_search_options",
+    )),
+    refuses={**EXTENSIONS_REFUSED, "continue_final_message": Refusal("it always begins a new message", _truthy)},
+    drops=EXTENSIONS_DROPPED,
+)  # fmt: skip
+
+OPENAI_COMPLETIONS = Profile(
+    takes=frozenset((
+        "model", "prompt", "stream", "stream_options", "echo", "frequency_penalty", "logit_bias", "logprobs",
+        "max_tokens", "n", "presence_penalty", "seed", "stop", "suffix", "temperature", "top_p", "user",
+    )),
+    refuses={**EXTENSIONS_REFUSED, "best_of": Refusal("the best of several cannot be streamed", _above_one)},
+    drops=EXTENSIONS_DROPPED,
+)  # fmt: skip
+
+OPENAI_EMBEDDINGS = Profile(
+    takes=frozenset(("model", "input", "dimensions", "encoding_format", "user")), refuses={}, drops=EXTENSIONS_DROPPED
+)
+
+# Google's address answers "Unknown name ...: Cannot find field" with 400 to every field it does not list.
+GOOGLE_CHAT = Profile(
+    takes=frozenset((
+        "messages", "model", "stream", "stream_options", "max_completion_tokens", "max_tokens", "n",
+        "reasoning_effort", "response_format", "stop", "temperature", "tool_choice", "tools", "top_p",
+    )),
+    refuses={
+        **EXTENSIONS_REFUSED,
+        "audio": Refusal("its OpenAI dialect has no audio answers"),
+        "continue_final_message": Refusal("it always begins a new message", _truthy),
+        "frequency_penalty": Refusal("its OpenAI dialect has no penalties", _truthy),
+        "function_call": Refusal("it knows `tool_choice` only"),
+        "functions": Refusal("it knows `tools` only", _truthy),
+        "logit_bias": Refusal(_VOCABULARY.reason, _truthy),
+        "logprobs": Refusal("its OpenAI dialect has no log probabilities", _truthy),
+        "modalities": Refusal("its OpenAI dialect answers in text", _not_only_text),
+        "moderation": Refusal("it has no moderation of OpenAI's kind"),
+        "parallel_tool_calls": Refusal("it cannot be told to call one tool at a time", _is_false),
+        "presence_penalty": Refusal("its OpenAI dialect has no penalties", _truthy),
+        "seed": Refusal("its OpenAI dialect has no seed"),
+        "top_logprobs": Refusal("its OpenAI dialect has no log probabilities", _truthy),
+        "web_search_options": Refusal("its OpenAI dialect does not search the web"),
+    },
+    drops={
+        **EXTENSIONS_DROPPED,
+        **dict.fromkeys(
+            (
+                "metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+                "safety_identifier", "service_tier", "store", "user", "verbosity",
+            ),
+            _HOSTING,
+        ),
+    },
+)  # fmt: skip
+
+ANTHROPIC_CHAT = Profile(
+    takes=frozenset((
+        "messages", "model", "continue_final_message", "max_completion_tokens", "max_tokens", "parallel_tool_calls",
+        "reasoning_effort", "response_format", "stop", "stream", "stream_options", "temperature", "tool_choice",
+        "tools", "top_k", "top_p", "user",
+    )),
+    refuses={
+        **EXTENSIONS_REFUSED,
+        "audio": Refusal("it answers in text"),
+        "frequency_penalty": Refusal("it has no penalties", _truthy),
+        "function_call": Refusal("it knows `tool_choice` only"),
+        "functions": Refusal("it knows `tools` only", _truthy),
+        "logit_bias": Refusal(_VOCABULARY.reason, _truthy),
+        "logprobs": Refusal("it gives no log probabilities", _truthy),
+        "modalities": Refusal("it answers in text", _not_only_text),
+        "moderation": Refusal("it has no moderation of OpenAI's kind"),
+        "n": _ONE_CHOICE,
+        "presence_penalty": Refusal("it has no penalties", _truthy),
+        "seed": Refusal("it has no seed"),
+        "top_logprobs": Refusal("it gives no log probabilities", _truthy),
+        "web_search_options": Refusal("its web search is a tool of another shape"),
+    },
+    drops={
+        **{name: why for name, why in EXTENSIONS_DROPPED.items() if name != "top_k"},
+        **dict.fromkeys(
+            (
+                "metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+                "safety_identifier", "service_tier", "store", "verbosity",
+            ),
+            _HOSTING,
+        ),
+    },
+)  # fmt: skip

@@ -1,0 +1,93 @@
+"""Words the answer when no tier could answer: what each said, and when coming back may help; never asks again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gateway.core.chain import Candidate, Drop
+from gateway.core.requests import InferenceRequest
+from gateway.errors import GatewayError, PassedOnError, RefusedError, RequestError
+from inference.protocol import Code
+
+_FOREVER = frozenset({Drop.ABSENT, Drop.POLICY, Drop.CAPABILITY, Drop.CONTEXT})
+"""Drops that coming back with the same request does not change."""
+
+_FIT_SECONDS = 2.0
+"""Memory may come free at any time; the view of it is not renewed more often than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one candidate. `name` is short and bounded, `said` is for people.
+
+    `retry_in` is in seconds, None when nothing is known; `drop` is set when no attempt was made, with the `param` that
+    the candidate cannot do if there is one. `own_words` is a 4xx
+    of the tier that other tiers may not share, such as a parameter that it does not support.
+    """
+
+    candidate: Candidate
+    name: str
+    said: str
+    retry_in: float | None = None
+    drop: Drop | None = None
+    own_words: PassedOnError | None = None
+    param: str | None = None
+
+    def waiting(self, seconds: float) -> Outcome:
+        """The same with a longer wait known meanwhile."""
+        return replace(self, retry_in=max(seconds, self.retry_in or 0.0))
+
+
+def no_answer(request: InferenceRequest, outcomes: Sequence[Outcome], time_spent: str | None) -> GatewayError:
+    """The error for a request that every candidate dropped, refused or failed.
+
+    `time_spent` says whose time is over, None while some is left: then the tiers are to blame and not the clock.
+    """
+    each = "; ".join(f"{outcome.candidate.name}: {outcome.said}" for outcome in outcomes)
+    drops = {outcome.drop for outcome in outcomes}
+    if Drop.CAPABILITY in drops and drops <= {Drop.CAPABILITY, Drop.ABSENT, Drop.POLICY}:
+        param = next((outcome.param for outcome in outcomes if outcome.param is not None), None)
+        return RequestError(
+            Code.UNSUPPORTED_PARAMETER,
+            f"no model behind {request.model!r} can do what this request needs: {each}",
+            param=param or _asked_by(request),
+        )
+    if outcomes and drops == {Drop.CONTEXT}:
+        return RequestError(Code.CONTEXT_LENGTH_EXCEEDED, f"the prompt is too long: {each}", param="messages")
+    if outcomes and all(outcome.name == Code.MODEL_NOT_FOUND for outcome in outcomes):
+        return RequestError(Code.MODEL_NOT_FOUND, f"no tier has the model {request.model!r}: {each}", param="model")
+    refused = [outcome.own_words for outcome in outcomes if outcome.own_words is not None]
+    if refused and all(outcome.own_words or outcome.drop in _FOREVER for outcome in outcomes):
+        return refused[0]
+    if all(outcome.drop in _FOREVER for outcome in outcomes):
+        return RefusedError(Code.NO_TIER_AVAILABLE, f"no tier can answer: {each}", should_retry=False)
+    if all(outcome.drop in _FOREVER or _is_full(outcome) for outcome in outcomes):
+        return RefusedError(Code.QUEUE_FULL, f"too many requests wait already: {each}", retry_after=_soonest(outcomes))
+    if time_spent is not None:
+        return RefusedError(Code.DEADLINE_EXCEEDED, f"no tier answered within {time_spent}: {each}", should_retry=False)
+    return RefusedError(Code.NO_TIER_AVAILABLE, f"no tier could answer: {each}", retry_after=_soonest(outcomes))
+
+
+def _is_full(outcome: Outcome) -> bool:
+    """Whether the tier has too many waiting and nothing else is wrong with it."""
+    return outcome.name == Code.QUEUE_FULL or outcome.drop is Drop.HELD
+
+
+def _asked_by(request: InferenceRequest) -> str:
+    """The parameter that asks for a capability which no tier has."""
+    for name in ("tools", "functions", "messages", "input"):
+        if request.body.get(name) and (name != "tools" or "tools" in request.needs):
+            return name
+    return "model"
+
+
+def _soonest(outcomes: Sequence[Outcome]) -> float:
+    """Whole seconds, at least 1, until the first candidate may be tried again."""
+    waits = [
+        _FIT_SECONDS if outcome.drop is Drop.NO_FIT else outcome.retry_in or 0.0
+        for outcome in outcomes
+        if outcome.drop not in _FOREVER
+    ]
+    return float(max(1, math.ceil(min(waits, default=0.0))))

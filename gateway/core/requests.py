@@ -1,0 +1,242 @@
+"""Turns the bytes of a request into one typed request or a RequestError that names the field; never talks to anyone.
+
+A body is parsed and checked exactly once. What passes is well-formed; whether a model can do it is its tier's word.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from gateway.core import fields as f
+from gateway.core.frames import Endpoint
+from gateway.core.messages import MESSAGES, TOOL, TOOL_CHOICE, needs_of_messages
+from gateway.errors import RequestError
+from inference.protocol import Code
+
+MAX_NESTING = 100
+"""Levels of arrays and objects; deeper bodies are attacks on a parser, not requests."""
+
+_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_BRACKETS = re.compile(rb"[\[{\]}]")
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceRequest:
+    """A request that is well-formed. `body` is the caller's own, parsed; nobody changes it.
+
+    `needs` are capabilities (`vision`, `tools`, `embeddings`). `size_bytes` is what was sent. `is_plain` is whether one
+    text comes out (one choice, no tools, no logprobs), as resuming needs.
+    """
+
+    endpoint: Endpoint
+    model: str
+    stream: bool
+    include_usage: bool
+    body: Mapping[str, Any]
+    needs: frozenset[str]
+    max_tokens: int | None
+    size_bytes: int
+    is_plain: bool
+
+
+_SAMPLING: Mapping[str, f.Check] = {
+    "frequency_penalty": f.number(-2, 2),
+    "logit_bias": f.mapping(),
+    "max_tokens": f.integer(1),
+    "n": f.integer(1, 128),
+    "presence_penalty": f.number(-2, 2),
+    "seed": f.integer(-(2**63), 2**63 - 1),
+    "stop": f.by_type("a string or an array of strings", text=f.string(1), array=f.array(f.string(1), high=16)),
+    "stream": f.boolean,
+    "stream_options": f.mapping({"include_usage": f.boolean, "include_obfuscation": f.boolean}),
+    "temperature": f.number(0, 2),
+    "top_p": f.number(0, 1),
+    "user": f.string(),
+    # what llama.cpp's samplers add to OpenAI's dialect
+    "top_k": f.integer(-1),
+    "min_p": f.number(0, 1),
+    "typical_p": f.number(0, 1),
+    "repeat_penalty": f.number(0),
+    "repetition_penalty": f.number(0),
+    "ignore_eos": f.boolean,
+    "cache_prompt": f.boolean,
+    "timings_per_token": f.boolean,
+}
+
+_CHAT: Mapping[str, f.Check] = {
+    **_SAMPLING,
+    "model": f.string(1, 256),
+    "messages": MESSAGES,
+    "audio": f.mapping(),
+    "function_call": f.by_type("a string or an object", text=f.string(1), mapping=f.mapping(needed=("name",))),
+    "functions": f.array(f.mapping({"name": f.string(1)}, needed=("name",)), low=1),
+    "logprobs": f.boolean,
+    "max_completion_tokens": f.integer(1),
+    "metadata": f.mapping(),
+    "modalities": f.array(f.one_of("text", "audio")),
+    "parallel_tool_calls": f.boolean,
+    "prediction": f.mapping(),
+    "prompt_cache_key": f.string(),
+    "prompt_cache_retention": f.string(),
+    "reasoning_effort": f.string(1),
+    "response_format": f.mapping(
+        {
+            "type": f.one_of("text", "json_object", "json_schema"),
+            "json_schema": f.mapping({"schema": f.mapping(), "name": f.string(1), "strict": f.boolean}),
+        },
+        needed=("type",),
+    ),
+    "safety_identifier": f.string(),
+    "service_tier": f.string(1),
+    "store": f.boolean,
+    "tool_choice": TOOL_CHOICE,
+    "tools": f.array(TOOL, low=1, high=1024),
+    "top_logprobs": f.integer(0, 20),
+    "verbosity": f.one_of("low", "medium", "high"),
+    "web_search_options": f.mapping(),
+    "chat_template_kwargs": f.mapping(),
+    "continue_final_message": f.boolean,
+    "add_generation_prompt": f.boolean,
+}
+
+_TOKENS = f.array(f.integer(0, 2**31 - 1), low=1)
+
+
+def _prompt_array(value: Any, path: str) -> None:
+    """An array of strings, of token ids, or of arrays of token ids."""
+    f.array(low=1)(value, path)
+    if isinstance(value[0], str):
+        f.array(f.string())(value, path)
+    elif isinstance(value[0], list):
+        f.array(_TOKENS)(value, path)
+    else:
+        _TOKENS(value, path)
+
+
+_PROMPT = f.by_type("a string, an array of strings or of token ids", text=f.string(), array=_prompt_array)
+
+_COMPLETIONS: Mapping[str, f.Check] = {
+    **_SAMPLING,
+    "model": f.string(1, 256),
+    "prompt": _PROMPT,
+    "best_of": f.integer(1, 20),
+    "echo": f.boolean,
+    "logprobs": f.integer(0, 20),
+    "max_tokens": f.integer(0),
+    "suffix": f.string(),
+}
+
+_EMBEDDINGS: Mapping[str, f.Check] = {
+    "model": f.string(1, 256),
+    "input": f.by_type("a string, an array of strings or of token ids", text=f.string(1), array=_prompt_array),
+    "dimensions": f.integer(1),
+    "encoding_format": f.one_of("float", "base64"),
+    "user": f.string(),
+}
+
+_FIELDS: Mapping[Endpoint, Mapping[str, f.Check]] = {
+    Endpoint.CHAT: _CHAT,
+    Endpoint.COMPLETIONS: _COMPLETIONS,
+    Endpoint.EMBEDDINGS: _EMBEDDINGS,
+}
+_NEEDED: Mapping[Endpoint, str] = {
+    Endpoint.CHAT: "messages",
+    Endpoint.COMPLETIONS: "prompt",
+    Endpoint.EMBEDDINGS: "input",
+}
+
+
+def parse(endpoint: Endpoint, raw: bytes) -> InferenceRequest:
+    """The typed request in `raw`; raises RequestError (400) naming the field and what to write instead."""
+    body = _parse_json(raw)
+    known = _FIELDS[endpoint]
+    for name in ("model", _NEEDED[endpoint]):
+        if body.get(name) is None:
+            f.refuse(name, f"`{name}` is needed and not there")
+    for name, value in body.items():
+        check = known.get(name)
+        if check is None:
+            near = difflib.get_close_matches(name[:64], known, n=1)
+            advice = f"; did you mean `{near[0]}`?" if near else "; leave it out"
+            f.refuse(
+                name[:64], f"`{name[:64]}` is not a parameter of /v1/{endpoint}{advice}", Code.UNSUPPORTED_PARAMETER
+            )
+        if value is not None:
+            check(value, name)
+    _check_together(endpoint, body)
+    options = body.get("stream_options") or {}
+    limit = body.get("max_completion_tokens") or body.get("max_tokens")
+    needs = needs_of_messages(body) if endpoint is Endpoint.CHAT else frozenset[str]()
+    return InferenceRequest(
+        endpoint=endpoint,
+        model=body["model"],
+        stream=bool(body.get("stream")),
+        include_usage=bool(options.get("include_usage")),
+        body=body,
+        needs=frozenset({"embeddings"}) if endpoint is Endpoint.EMBEDDINGS else needs,
+        max_tokens=limit,
+        size_bytes=len(raw),
+        is_plain=(body.get("n") or 1) == 1 and not body.get("logprobs") and "tools" not in needs,
+    )
+
+
+def _check_together(endpoint: Endpoint, body: Mapping[str, Any]) -> None:
+    """Rules between fields."""
+    if body.get("stream_options") is not None and not body.get("stream"):
+        f.refuse("stream_options", "`stream_options` is only allowed when `stream` is true")
+    if endpoint is Endpoint.CHAT:
+        if body.get("top_logprobs") is not None and not body.get("logprobs"):
+            f.refuse("top_logprobs", "`top_logprobs` needs `logprobs` to be true")
+        if body.get("tool_choice") not in (None, "none", "auto") and not body.get("tools"):
+            f.refuse("tool_choice", "`tool_choice` needs `tools`")
+        shape = body.get("response_format") or {}
+        if shape.get("type") == "json_schema" and not isinstance(shape.get("json_schema"), dict):
+            f.refuse("response_format.json_schema", "`response_format` of type json_schema needs `json_schema`")
+    if endpoint is Endpoint.COMPLETIONS and (body.get("best_of") or 1) < (body.get("n") or 1) and body.get("best_of"):
+        f.refuse("best_of", "`best_of` must be at least `n`")
+
+
+def _parse_json(raw: bytes) -> dict[str, Any]:
+    if not raw.strip():
+        raise RequestError(Code.INVALID_JSON, "the body is empty; send a JSON object")
+    if raw.count(b"[") + raw.count(b"{") > MAX_NESTING:
+        _check_nesting(raw)
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise RequestError(
+            Code.INVALID_JSON, f"the body is not valid JSON: {error}", param=_not_a_number(raw)
+        ) from error
+    if not isinstance(body, dict):
+        raise RequestError(Code.INVALID_JSON, "the body must be a JSON object")
+    return body
+
+
+def _check_nesting(raw: bytes) -> None:
+    depth = 0
+    for match in _BRACKETS.finditer(_STRINGS.sub(b"", raw)):
+        depth += 1 if match[0] in b"[{" else -1
+        if depth > MAX_NESTING:
+            raise RequestError(Code.INVALID_JSON, f"the body is nested deeper than {MAX_NESTING} levels; flatten it")
+
+
+def _not_a_number(raw: bytes) -> str | None:
+    """The top-level field that holds NaN or Infinity, which are not JSON though some writers send them."""
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(body, dict):
+        return None
+    return next(
+        (name for name, value in body.items() if isinstance(value, float) and not math.isfinite(value)),
+        None,
+    )

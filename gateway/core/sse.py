@@ -1,0 +1,100 @@
+"""Cuts a byte stream into server-sent-event frames and keeps their raw bytes; never decodes what a frame says."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+MAX_FRAME_BYTES = 16 * 2**20
+"""A frame longer than this is no answer of a language model but a runaway; the splitter gives up."""
+
+_EOL = rb"(?:\r\n|\n|\r(?=[^\n]))"  # a bare CR counts only once the next byte shows that it is no half CRLF
+_BLANK = re.compile(_EOL + _EOL)
+_LINES = re.compile(rb"\r\n|\n|\r")
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class SseFrame:
+    """One frame. `raw` is its bytes with the blank line that ended it.
+
+    `data` is the joined `data:` lines or None without any; `event` the event type or None. A frame of comment lines
+    alone has neither.
+    """
+
+    raw: bytes
+    data: bytes | None = None
+    event: bytes | None = None
+
+    @property
+    def is_comment(self) -> bool:
+        """Whether the frame carries no field at all, only comment lines."""
+        return self.data is None and self.event is None and self.raw.startswith(b":")
+
+
+class SseSplitter:
+    """Feed it bytes in any pieces; it returns the frames that are complete by then.
+
+    The frames do not depend on how the bytes were cut. Raises ValueError when a frame exceeds `max_frame_bytes`.
+    """
+
+    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._rest = b""
+        self._searched = 0
+        self._limit = max_frame_bytes
+        self._at_start = True
+
+    def feed(self, piece: bytes) -> list[SseFrame]:
+        """The frames that `piece` completed, in order."""
+        rest = self._rest + piece if self._rest else piece
+        if self._at_start:
+            if len(rest) < len(_BOM) and _BOM.startswith(rest):
+                self._rest = rest
+                return []
+            self._at_start = False
+            rest = rest.removeprefix(_BOM)
+        frames: list[SseFrame] = []
+        begin, look = 0, self._searched
+        while match := _BLANK.search(rest, look):
+            look = end = match.end()
+            if frame := _frame(rest[begin:end]):
+                frames.append(frame)
+            begin = end
+        self._rest = rest[begin:]
+        # the next search starts where a blank line cut in two by this piece may begin: at most `\r\n\r`
+        self._searched = max(0, len(self._rest) - 3)
+        if len(self._rest) > self._limit:
+            raise ValueError(f"a frame of the stream exceeds {self._limit} bytes")
+        return frames
+
+    def end(self) -> list[SseFrame]:
+        """The frame that only the end of the stream completes (a final bare CR); what is unfinished is dropped."""
+        rest, self._rest = self._rest, b""
+        if rest.endswith((b"\r\r", b"\n\r")):
+            frame = _frame(rest)
+            return [frame] if frame else []
+        return []
+
+    @property
+    def pending(self) -> int:
+        """Bytes of an unfinished frame."""
+        return len(self._rest)
+
+
+def _frame(raw: bytes) -> SseFrame | None:
+    """The frame in `raw`, which ends with a blank line; None when there is nothing but blank lines."""
+    if raw.startswith(b"data: ") and raw.endswith(b"\n\n") and b"\n" not in raw[6:-2] and b"\r" not in raw[6:-2]:
+        return SseFrame(raw, raw[6:-2])
+    raw = raw.lstrip(b"\r\n")
+    if not raw:
+        return None
+    data: list[bytes] = []
+    event: bytes | None = None
+    for line in _LINES.split(raw):
+        name, _, value = line.partition(b":")
+        value = value.removeprefix(b" ")
+        if name == b"data":
+            data.append(value)
+        elif name == b"event":
+            event = value
+    return SseFrame(raw, b"\n".join(data) if data else None, event)

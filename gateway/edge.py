@@ -1,0 +1,98 @@
+"""The outermost layer: request id, headers on every response, Host check, last resort for defects; knows no route.
+
+Plain ASGI on purpose: a middleware that wraps responses in streams of its own hides the client's leaving.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import re
+from collections.abc import Awaitable, Callable, Mapping
+
+from gateway.errors import GatewayError, RequestError
+from gateway.exchange import ClientLeftError, Message, Receive, Scope, Send, new_exchange, send_error
+from inference.protocol import Code
+
+log = logging.getLogger("gateway.edge")
+
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_ONCE = frozenset({b"host", b"authorization", b"x-api-key", b"content-length"})
+_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]]*)(?::\d*)?")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` (name or address, brackets allowed) is this machine's own."""
+    name = host.strip("[]").lower()
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _repeated(scope: Scope) -> str | None:
+    """The name of a header that came twice although who reads which one decides over access."""
+    seen: set[bytes] = set()
+    for name, _ in scope["headers"]:
+        if name in _ONCE:
+            if name in seen:
+                return str(name.decode())
+            seen.add(name)
+    return None
+
+
+class Edge:
+    """Wraps the application. `hot` are the paths whose POST goes straight to an application of its own.
+
+    `bound_host` is the address the gateway listens on. While that is loopback, only requests that name loopback as
+    their Host are served: a web page whose name was made to point here (DNS rebinding) is turned away.
+    """
+
+    def __init__(self, app: App, hot: Mapping[str, App], bound_host: str) -> None:
+        self._app = app
+        self._hot = hot
+        self._check_host = is_loopback(bound_host)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One ASGI connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = new_exchange(scope)
+        scope.setdefault("state", {})
+        scope["state"]["exchange"] = exchange
+
+        async def send_on(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.started = True
+                message = {**message, "headers": [*message.get("headers", ()), *exchange.response_headers()]}
+            await send(message)
+
+        try:
+            if name := _repeated(scope):
+                raise RequestError(Code.INVALID_REQUEST, f"the header {name} came more than once", param=name)
+            if self._check_host and not self._host_is_ours(exchange.headers.get("host", "")):
+                raise RequestError(
+                    Code.PERMISSION_DENIED,
+                    "the Host header does not name this machine; use http://127.0.0.1 or http://localhost",
+                )
+            app = self._hot.get(scope["path"]) if scope["method"] == "POST" else None
+            await (app or self._app)(scope, receive, send_on)
+        except GatewayError as error:
+            if exchange.reason == "none":
+                exchange.reason = str(error.code)
+            await send_error(send_on, error)
+        except ClientLeftError:
+            log.debug("request %s: the client left while sending", exchange.request_id)
+        except Exception:
+            log.exception("request %s: %s %s", exchange.request_id, scope["method"], scope["path"])
+            if not exchange.started:
+                said = f"the gateway failed at this request; its log has the reason under {exchange.request_id}"
+                await send_error(send_on, GatewayError(Code.INTERNAL_ERROR, said))
+
+    def _host_is_ours(self, header: str) -> bool:
+        match = _HOST.fullmatch(header)
+        return match is not None and is_loopback(match[1])

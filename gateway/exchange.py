@@ -1,0 +1,163 @@
+"""One HTTP exchange: its id, its headers in and out, its error body; decides nothing about models."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from gateway.errors import GatewayError, PassedOnError, RequestError
+from inference.protocol import (
+    H_ATTEMPTS,
+    H_MODEL,
+    H_OVERHEAD,
+    H_REASON,
+    H_REQUEST_ID,
+    H_SHOULD_RETRY,
+    H_TIER,
+    Code,
+    Tier,
+)
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+BODY_SILENCE_SECONDS = 30.0
+"""A body of which nothing more comes for so long is given up."""
+
+BODY_SECONDS = 120.0
+"""And so is one that is not whole after so long."""
+
+_SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_JSON = (b"content-type", b"application/json")
+
+
+class ClientLeftError(Exception):
+    """The client went away while its body was read."""
+
+
+@dataclass(slots=True)
+class Exchange:
+    """What the headers of a response tell. `waited_seconds` is time that was not the gateway's own."""
+
+    request_id: str
+    headers: Mapping[str, str]
+    began: float = field(default_factory=time.monotonic)
+    tier: str = Tier.NONE
+    model: str = "none"
+    attempts: int = 0
+    reason: str = "none"
+    waited_seconds: float = 0.0
+    started: bool = False
+
+    @property
+    def overhead_seconds(self) -> float:
+        """Time spent in the gateway itself until now."""
+        return max(0.0, time.monotonic() - self.began - self.waited_seconds)
+
+    def response_headers(self) -> list[tuple[bytes, bytes]]:
+        """The headers that every response carries."""
+        said = (
+            (H_REQUEST_ID, self.request_id),
+            (H_TIER, self.tier),
+            (H_MODEL, self.model),
+            (H_ATTEMPTS, str(self.attempts)),
+            (H_REASON, self.reason),
+            (H_OVERHEAD, f"{self.overhead_seconds * 1000:.3f}"),
+        )
+        return [(name.encode(), _header_value(value)) for name, value in said]
+
+
+def _header_value(value: str) -> bytes:
+    """`value` as a header may hold it: a model's name is text of the caller's."""
+    return re.sub(r"[^\x20-\x7e]", "?", value)[:512].encode("ascii")
+
+
+def new_exchange(scope: Scope) -> Exchange:
+    """The exchange of a request; the caller's own request id is kept when it is sane."""
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    asked = headers.get(H_REQUEST_ID, "")
+    request_id = asked if _SANE_ID.fullmatch(asked) else f"req_{secrets.token_hex(12)}"
+    return Exchange(request_id, headers)
+
+
+def exchange_of(scope: Scope) -> Exchange:
+    """The exchange that the edge put into `scope`."""
+    found: Exchange = scope["state"]["exchange"]
+    return found
+
+
+async def read_body(
+    receive: Receive,
+    headers: Mapping[str, str],
+    limit: int,
+    silence_seconds: float = BODY_SILENCE_SECONDS,
+    total_seconds: float = BODY_SECONDS,
+) -> bytes:
+    """The whole body; raises RequestError when it is longer than `limit` bytes, stops coming or comes too slowly.
+
+    Raises ClientLeftError when the client went away.
+    """
+    declared = headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise _too_large(limit)
+    pieces: list[bytes] = []
+    size = 0
+    loop = asyncio.get_running_loop()
+    end = loop.time() + total_seconds
+    while True:
+        silent_at = loop.time() + silence_seconds
+        try:
+            async with asyncio.timeout_at(min(silent_at, end)):
+                message = await receive()
+        except TimeoutError:
+            said = f"stopped coming for {silence_seconds:g} s" if silent_at < end else f"took over {total_seconds:g} s"
+            raise RequestError(Code.INVALID_REQUEST, f"the body {said}; send it again") from None
+        if message["type"] == "http.disconnect":
+            raise ClientLeftError
+        piece = message.get("body", b"")
+        size += len(piece)
+        if size > limit:
+            raise _too_large(limit)
+        pieces.append(piece)
+        if not message.get("more_body", False):
+            return b"".join(pieces)
+
+
+def _too_large(limit: int) -> RequestError:
+    return RequestError(Code.BODY_TOO_LARGE, f"the body is longer than the {limit} bytes that are allowed; send less")
+
+
+def error_headers(error: GatewayError) -> list[tuple[bytes, bytes]]:
+    """The headers that belong to an error."""
+    headers = []
+    if error.retry_after is not None:
+        headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after))).encode()))
+    if not error.should_retry:
+        headers.append((H_SHOULD_RETRY.encode(), b"false"))
+    if error.code is Code.INVALID_API_KEY and not isinstance(error, PassedOnError):
+        headers.append((b"www-authenticate", b"Bearer"))
+    return headers
+
+
+async def send_bytes(
+    send: Send, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = (_JSON,), head: bool = False
+) -> None:
+    """One whole response; `head` leaves the body out."""
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    await send({"type": "http.response.body", "body": b"" if head else body})
+
+
+async def send_error(send: Send, error: GatewayError) -> None:
+    """`error` in the OpenAI envelope."""
+    await send_bytes(send, error.status, orjson.dumps(error.body()), [_JSON, *error_headers(error)])

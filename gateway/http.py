@@ -1,0 +1,36 @@
+"""Makes every HTTP client of the gateway, with its pool and keep-alive; sends nothing itself."""
+
+from __future__ import annotations
+
+import aiohttp
+import httpx2
+
+LOCAL_KEEPALIVE_SECONDS = 2.0
+"""Shorter than any server's own (uvicorn: 5 s), so that a request never meets a connection that is being closed."""
+
+SDK_CONNECTIONS = 512
+
+
+def make_local_session() -> aiohttp.ClientSession:
+    """The session of the local hop. It has no deadlines of its own but those a call names, no cookies, no proxy.
+
+    Create it inside the running loop.
+    """
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=LOCAL_KEEPALIVE_SECONDS, enable_cleanup_closed=False),
+        timeout=aiohttp.ClientTimeout(total=None),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+        trust_env=False,
+        skip_auto_headers=("User-Agent", "Accept-Encoding"),
+        read_bufsize=2**18,
+    )
+
+
+def make_sdk_client(connect_seconds: float) -> httpx2.AsyncClient:
+    """The client a cloud SDK sends with: only connecting has a deadline, the attempt measures silence itself."""
+    return httpx2.AsyncClient(
+        timeout=httpx2.Timeout(None, connect=connect_seconds, pool=connect_seconds),
+        limits=httpx2.Limits(max_connections=SDK_CONNECTIONS, max_keepalive_connections=64, keepalive_expiry=30.0),
+        follow_redirects=True,
+    )

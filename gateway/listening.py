@@ -1,0 +1,172 @@
+"""Listens to one provider's stream and ends it when a deadline passes; decides nothing about what comes next.
+
+One timer serves a whole stream: a frame only moves a number, the timer looks at it when it fires. It cancels the
+listening task, never a task that is busy with something else, such as a slow client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+
+from gateway.core.budget import Budget, Deadline, Due, Phase, next_deadline
+from gateway.core.frames import Comment, Data, DeltaKind, Frame
+from gateway.errors import UpstreamError, UpstreamKind
+from gateway.providers.base import Call, Provider
+from inference.protocol import Progress
+
+log = logging.getLogger("gateway.listening")
+
+LATE_SECONDS = 1.0
+"""A timer that fires so much too late says that this process slept, and nothing about the provider."""
+
+CLOSE_SECONDS = 2.0
+"""How long closing a connection may take before it is left to the garbage collector."""
+
+
+class ExpiredError(Exception):
+    """A deadline of ours passed while the provider was silent or only made progress."""
+
+    def __init__(self, deadline: Deadline, waited_seconds: float) -> None:
+        super().__init__(f"{deadline.due.value} after {waited_seconds:.3g} s")
+        self.due: Due = deadline.due
+        self.waited_seconds = waited_seconds
+
+
+class Listening:
+    """One stream of `provider` under the deadlines of `budget`. Not for use by two tasks."""
+
+    def __init__(self, provider: Provider, call: Call, budget: Budget, *, last: bool) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._budget = budget
+        self._provider = provider
+        self._call = call
+        self._context: AbstractAsyncContextManager[AsyncIterator[Frame]] | None = None
+        self._frames: AsyncIterator[Frame] | None = None
+        self._started = self._heard = self._loop.time()
+        self._waiting = self._answered = self._sent = False
+        self._last = last
+        self._task: asyncio.Task[object] | None = None
+        self._passed: Deadline | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def answered(self) -> bool:
+        """Whether content or a finish reason came."""
+        return self._answered
+
+    def mark_sent(self) -> None:
+        """The caller got something of this stream: from now on only silence counts."""
+        self._sent = True
+
+    async def open(self) -> None:
+        """Opens the stream; raises UpstreamError or ExpiredError."""
+        self._begin()
+        try:
+            context = self._provider.stream(self._call)
+            self._frames = await context.__aenter__()
+            self._context = context
+        except asyncio.CancelledError:
+            self._raise_expired()
+            raise
+        finally:
+            self._task = None
+
+    async def next(self) -> Frame:
+        """The next frame; raises UpstreamError or ExpiredError. Not to be called after Done."""
+        assert self._frames is not None, "the stream is opened first"
+        self._begin()
+        try:
+            frame = await self._frames.__anext__()
+        except StopAsyncIteration:
+            raise UpstreamError(UpstreamKind.READ, "the stream ended without saying so") from None
+        except asyncio.CancelledError:
+            self._raise_expired()
+            raise
+        finally:
+            self._task = None
+        self._note(frame)
+        return frame
+
+    def ready(self) -> list[Frame]:
+        """Frames that came together with the last one; empty for a provider that hands them out one by one."""
+        take = getattr(self._frames, "take_ready", None)
+        frames: list[Frame] = take() if take is not None else []
+        for frame in frames:
+            self._note(frame)
+        return frames
+
+    async def close(self) -> None:
+        """Closes the connection at once; a connection that resists is logged and never raises."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._context is None:
+            return
+        frames, self._frames = self._frames, None
+        context, self._context = self._context, None
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                if (aclose := getattr(frames, "aclose", None)) is not None:
+                    await aclose()
+                await context.__aexit__(None, None, None)
+        except TimeoutError:
+            log.debug("the connection to %s did not close within %g s", self._provider.name, CLOSE_SECONDS)
+        except Exception:
+            log.exception("the connection to %s did not close properly", self._provider.name)
+
+    def _begin(self) -> None:
+        """Starts to listen: silence is counted from here."""
+        self._heard = self._loop.time()
+        self._task = asyncio.current_task()
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._deadline().at, self._fire)
+
+    def _note(self, frame: Frame) -> None:
+        if isinstance(frame, Comment):
+            progress = Progress.parse(frame.frame)
+            waiting = progress is not None and progress.stage in ("queued", "loading")
+            if waiting != self._waiting:
+                self._waiting = waiting
+                self._rearm()
+        elif not self._answered and isinstance(frame, Data) and frame.kind in _ANSWER:
+            self._answered = True
+            self._rearm()
+
+    def _rearm(self) -> None:
+        """The rules changed, so the next deadline may be earlier than the timer thinks."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+
+    def _deadline(self) -> Deadline:
+        phase = Phase(self._started, self._heard, self._waiting, self._answered, self._sent, self._last)
+        return next_deadline(self._budget, phase)
+
+    def _fire(self) -> None:
+        self._timer = None
+        if self._task is None:
+            return  # nobody listens; the next frame that is awaited sets the timer again
+        deadline = self._deadline()
+        now = self._loop.time()
+        if deadline.due is Due.SILENCE and now - deadline.at > LATE_SECONDS:
+            # we ourselves were stopped or starved: what came meanwhile is still unread, and nobody was silent
+            self._heard = now
+            deadline = self._deadline()
+        if deadline.at > now:
+            self._timer = self._loop.call_at(deadline.at, self._fire)
+            return
+        self._passed = deadline
+        self._task.cancel()
+
+    def _raise_expired(self) -> None:
+        """Raises ExpiredError when it was our timer that cancelled, and nobody else did too."""
+        passed, self._passed = self._passed, None
+        task = asyncio.current_task()
+        if passed is not None and task is not None and task.uncancel() <= 0:
+            raise ExpiredError(passed, self._loop.time() - self._started) from None
+
+
+_ANSWER = frozenset({DeltaKind.CONTENT, DeltaKind.FINISH})

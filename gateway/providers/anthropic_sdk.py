@@ -1,0 +1,76 @@
+"""Anthropic through the official SDK, with OpenAI's dialect in and out; decides nothing about failover.
+
+The translation is `gateway.core.anthropic_request` and `gateway.core.anthropic_events`. The SDK's own retries are off:
+the chain is the only retry loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import httpx2
+from anthropic import AsyncAnthropic, AsyncStream
+
+from gateway.core import anthropic_events, anthropic_request
+from gateway.core.anthropic_request import SAMPLING_VERSION, needs_sampling_version, to_anthropic
+from gateway.core.frames import Endpoint, Frame
+from gateway.core.openai_request import no_endpoint
+from gateway.providers.base import Call
+from gateway.providers.sdk import SdkStream, timeout_of
+
+BASE_URL = "https://api.anthropic.com"
+
+
+class AnthropicProvider:
+    """A cloud behind the `anthropic` SDK. `base_url` None is Anthropic itself.
+
+    `http` is used as it is and closed by `aclose`.
+    """
+
+    is_local = False
+
+    def __init__(self, name: str, *, api_key: str, base_url: str | None, http: httpx2.AsyncClient) -> None:
+        self.name = name
+        self._client = AsyncAnthropic(api_key=api_key, base_url=base_url or BASE_URL, http_client=http, max_retries=0)
+        self._host = self._client.base_url.host
+        self._secrets = (api_key,)
+
+    def unsupported_params(self, endpoint: Endpoint, body: Mapping[str, Any], model: str) -> tuple[str, ...]:
+        """See `gateway.providers.base.Provider`."""
+        if endpoint is not Endpoint.CHAT:
+            return ("model",)
+        return anthropic_request.unsupported_params(body, model)
+
+    def stream(self, call: Call) -> AbstractAsyncContextManager[AsyncIterator[Frame]]:
+        """Opens `call` as a stream; see the contract in `gateway.providers.base`."""
+        state = anthropic_events.State(created=int(time.time()), secrets=self._secrets)
+        return SdkStream(lambda: self._send(call), anthropic_events, state, self._host, self._secrets)
+
+    async def unary(self, call: Call) -> bytes:
+        """Anthropic answers nothing that has no stream; raises UpstreamError."""
+        raise no_endpoint(call.endpoint)
+
+    async def aclose(self) -> None:
+        """Closes every connection."""
+        await self._client.close()
+
+    async def _send(self, call: Call) -> httpx2.Response:
+        if call.endpoint is not Endpoint.CHAT:
+            raise no_endpoint(call.endpoint)
+        body = to_anthropic(call.body, call.model)
+        headers = {"Accept-Encoding": "identity"}  # a compressed stream comes in blocks instead of token by token
+        if needs_sampling_version(body):
+            headers["anthropic-version"] = SAMPLING_VERSION
+        response: Any = await self._client.post(
+            "/v1/messages",
+            cast_to=httpx2.Response,
+            body=body,
+            options={"timeout": timeout_of(call.connect_seconds), "headers": headers},
+            stream=True,
+            stream_cls=AsyncStream[Any],
+        )
+        assert isinstance(response, httpx2.Response)
+        return response

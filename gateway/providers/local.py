@@ -1,0 +1,308 @@
+"""Talks to the inference service: raw frames in, raw frames out; retries nothing and judges nothing.
+
+This is the hot path. Payloads are never parsed: what a chunk carries is read from its bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+import orjson
+
+from gateway.core.chain import LOCAL
+from gateway.core.frames import Comment, Data, DeltaKind, Done, Endpoint, Frame
+from gateway.core.sse import SseFrame, SseSplitter
+from gateway.errors import UpstreamError, UpstreamKind
+from gateway.providers.base import Call
+from inference.protocol import CODES, H_REQUEST_ID, RETRY_AFTER, Code
+
+MAX_ERROR_BYTES = 65536
+ERROR_BODY_SECONDS = 5.0
+CLOSE_SECONDS = 0.2
+"""How long the end of a finished response is awaited so that its connection can serve again."""
+
+_FINISH = re.compile(rb'"finish_reason"\s*:\s*"')
+_NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
+_CONTENT = re.compile(
+    rb'"(?:content|reasoning_content|reasoning|refusal|text)"\s*:\s*"[^"]'
+    rb'|"tool_calls"\s*:\s*\[\s*\{|"function_call"\s*:\s*\{'
+)
+
+
+def kind_of(payload: bytes) -> DeltaKind:
+    """What a chunk of ours carries, from its bytes.
+
+    A quote inside a JSON string is escaped, so a key's closing quote and colon cannot occur in generated text.
+    """
+    if _FINISH.search(payload):
+        return DeltaKind.FINISH
+    if _CONTENT.search(payload):
+        return DeltaKind.CONTENT
+    return DeltaKind.USAGE if _NO_CHOICES.search(payload) else DeltaKind.OTHER
+
+
+def retry_after_of(headers: Mapping[str, str]) -> float | None:
+    """Seconds in a Retry-After header, None without one or when it is a date."""
+    try:
+        return float(headers["retry-after"])
+    except (KeyError, ValueError):
+        return None
+
+
+def upstream_error(kind: UpstreamKind, raw: Any, status: int | None, retry_after: float | None) -> UpstreamError:
+    """The error in an OpenAI envelope (`{"error": {...}}`, parsed), as far as it is one."""
+    error = raw.get("error") if isinstance(raw, dict) else None
+    if not isinstance(error, dict):
+        return UpstreamError(kind, "an error without the OpenAI envelope", status=status, retry_after=retry_after)
+    details = error.get("headgate")
+    if retry_after is None and isinstance(details, dict):
+        said = details.get(RETRY_AFTER)
+        retry_after = float(said) if isinstance(said, (int, float)) and not isinstance(said, bool) else None
+    return UpstreamError(
+        kind,
+        str(error.get("message") or "no message"),
+        status=status,
+        code=str(error["code"]) if error.get("code") is not None else None,
+        type=str(error["type"]) if error.get("type") is not None else None,
+        param=str(error["param"]) if error.get("param") is not None else None,
+        retry_after=retry_after,
+        details=details if isinstance(details, dict) else None,
+    )
+
+
+class LocalProvider:
+    """The inference service at `url`; `token` is the secret both services share, None when there is none."""
+
+    name = LOCAL
+    is_local = True
+
+    def __init__(self, url: str, token: str | None, session: aiohttp.ClientSession) -> None:
+        self._url = url.rstrip("/")
+        self._session = session
+        self._headers = {"Content-Type": "application/json"}
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
+
+    def unsupported_params(self, endpoint: Endpoint, body: Mapping[str, Any], model: str) -> tuple[str, ...]:
+        """None: what a local model can do stands in the service's own snapshot."""
+        return ()
+
+    def stream(self, call: Call) -> AbstractAsyncContextManager[AsyncIterator[Frame]]:
+        """See `gateway.providers.base.Provider`."""
+        body = {**call.body, "model": call.model, "stream": True, "stream_options": {"include_usage": True}}
+        return _Stream(self, call, orjson.dumps(body))
+
+    async def unary(self, call: Call) -> bytes:
+        """See `gateway.providers.base.Provider`."""
+        body = orjson.dumps({**call.body, "model": call.model})
+        response = await self._open(call, body)
+        try:
+            return await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise UpstreamError(UpstreamKind.READ, f"the answer broke off: {_said(error)}") from error
+        finally:
+            response.release()
+
+    async def get_json(self, path: str, seconds: float) -> Any:
+        """The JSON at a GET path of the service within `seconds`; raises UpstreamError."""
+        try:
+            async with self._session.get(
+                self._url + path, headers=self._headers, timeout=aiohttp.ClientTimeout(total=seconds)
+            ) as response:
+                if response.status != 200:
+                    raise UpstreamError(UpstreamKind.STATUS, f"GET {path}: {response.status}", status=response.status)
+                return orjson.loads(await response.read())
+        except TimeoutError as error:
+            raise UpstreamError(UpstreamKind.TIMEOUT, f"GET {path}: nothing for {seconds:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise UpstreamError(UpstreamKind.CONNECT, _said(error)) from error
+        except ValueError as error:
+            raise UpstreamError(UpstreamKind.MALFORMED, f"GET {path}: not JSON") from error
+
+    async def aclose(self) -> None:
+        """Closes every connection."""
+        await self._session.close()
+
+    async def _open(self, call: Call, body: bytes) -> aiohttp.ClientResponse:
+        """The response to a POST once its good status is known."""
+        try:
+            response = await self._session.post(
+                f"{self._url}/v1/{call.endpoint}",
+                data=body,
+                headers={**self._headers, H_REQUEST_ID: call.request_id, **call.headers},
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=call.connect_seconds),
+                allow_redirects=False,
+            )
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.InvalidURL) as error:
+            raise UpstreamError(
+                UpstreamKind.CONNECT, f"the inference service cannot be reached: {_said(error)}"
+            ) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise UpstreamError(UpstreamKind.READ, f"the inference service did not answer: {_said(error)}") from error
+        if response.status == 200:
+            return response
+        try:
+            raise await _refusal(response)
+        finally:
+            response.close()
+
+
+async def _refusal(response: aiohttp.ClientResponse) -> UpstreamError:
+    """The error in a response whose status is not 200; its body is read only so far and so long."""
+    raw: Any = None
+    with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError, ValueError):  # the status alone says enough
+        async with asyncio.timeout(ERROR_BODY_SECONDS):
+            pieces = bytearray()
+            async for piece in response.content.iter_any():
+                pieces += piece
+                if len(pieces) > MAX_ERROR_BYTES:
+                    break
+            raw = orjson.loads(bytes(pieces))
+    return upstream_error(UpstreamKind.STATUS, raw, response.status, retry_after_of(response.headers))
+
+
+def _said(error: BaseException) -> str:
+    """What went wrong in a few words, without addresses: callers read it too."""
+    if isinstance(error, aiohttp.ClientPayloadError | aiohttp.ServerDisconnectedError):
+        return "the connection was closed"
+    cause = getattr(error, "os_error", error)
+    number = getattr(cause, "errno", None)
+    return os.strerror(number).lower() if isinstance(number, int) and number > 0 else type(cause).__name__
+
+
+def _status_of(code: str | None) -> int | None:
+    """The HTTP status that belongs to one of our codes; an error frame comes after a 200."""
+    with contextlib.suppress(ValueError):  # a code that is not ours has no status of ours
+        return CODES[Code(code or "")].status
+    return None
+
+
+class _Stream(AbstractAsyncContextManager["_Stream"], AsyncIterator[Frame]):
+    """One open stream; its own iterator. Leaving it closes the connection unless the answer came whole."""
+
+    def __init__(self, provider: LocalProvider, call: Call, body: bytes) -> None:
+        self._provider = provider
+        self._call = call
+        self._body = body
+        self._splitter = SseSplitter()
+        self._ready: deque[Frame | UpstreamError] = deque()
+        self._response: aiohttp.ClientResponse | None = None
+        self._finished = False
+        self._answered = False
+        self._whole = False
+        self._over = False
+
+    async def __aenter__(self) -> _Stream:
+        response = await self._provider._open(self._call, self._body)
+        if response.content_type != "text/event-stream":
+            response.close()
+            raise UpstreamError(UpstreamKind.MALFORMED, f"expected an event stream, got {response.content_type}")
+        self._response = response
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        response, self._response = self._response, None
+        if response is None:
+            return
+        try:
+            if self._whole and kind is None and not response.content.at_eof():
+                with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):  # then it is not used again
+                    async with asyncio.timeout(CLOSE_SECONDS):
+                        await response.content.readany()
+        finally:
+            if response.content.at_eof():
+                response.release()
+            else:
+                response.close()
+
+    def __aiter__(self) -> _Stream:
+        return self
+
+    async def __anext__(self) -> Frame:
+        while not self._ready:
+            if self._over:
+                raise StopAsyncIteration
+            await self._read()
+        frame = self._ready.popleft()
+        if isinstance(frame, UpstreamError):
+            raise frame
+        return frame
+
+    def take_ready(self) -> list[Frame]:
+        """The frames that are here already, so that they can leave in one write; an error waits its turn."""
+        ready: list[Frame] = []
+        while self._ready and not isinstance(frame := self._ready[0], UpstreamError):
+            ready.append(frame)
+            self._ready.popleft()
+        return ready
+
+    async def _read(self) -> None:
+        """Waits for bytes and queues the frames in them, and the error that ends them."""
+        assert self._response is not None, "frames are read inside the context"
+        try:
+            piece = await self._response.content.readany()
+            frames = self._splitter.feed(piece) if piece else self._splitter.end()
+        except (aiohttp.ClientError, OSError) as error:
+            self._fail(UpstreamError(UpstreamKind.READ, f"the stream broke off: {_said(error)}"))
+            return
+        except ValueError as error:
+            self._fail(UpstreamError(UpstreamKind.MALFORMED, str(error)))
+            return
+        for frame in frames:
+            self._take(frame)
+            if self._over:
+                return  # nothing counts after [DONE] or an error
+        if not piece:
+            self._end("the stream ended")
+
+    def _take(self, frame: SseFrame) -> None:
+        payload = frame.data
+        if payload is None:
+            if frame.is_comment:
+                self._ready.append(Comment(frame.raw))
+        elif payload.startswith(b"{") and payload.endswith(b"}"):
+            if b'"error"' in payload and b'"choices"' not in payload:
+                self._refuse(payload)
+                return
+            kind = kind_of(payload)
+            self._finished = self._finished or kind is DeltaKind.FINISH
+            self._answered = self._answered or kind is DeltaKind.CONTENT
+            self._ready.append(Data(payload, kind))
+        elif payload.strip() == b"[DONE]":
+            self._end("the end mark came")
+        else:
+            self._fail(UpstreamError(UpstreamKind.MALFORMED, f"not a chunk: {payload[:80]!r}"))
+
+    def _refuse(self, payload: bytes) -> None:
+        """Queues the error frame in `payload`."""
+        try:
+            error = upstream_error(UpstreamKind.ERROR_FRAME, orjson.loads(payload), None, None)
+        except ValueError:
+            error = UpstreamError(UpstreamKind.MALFORMED, f"not JSON: {payload[:80]!r}")
+        else:
+            error.status = _status_of(error.code)
+        self._fail(error)
+
+    def _end(self, how: str) -> None:
+        if self._finished:
+            self._over = self._whole = True
+            self._ready.append(Done())
+        elif self._answered:
+            self._fail(UpstreamError(UpstreamKind.READ, f"{how} without a finish_reason"))
+        else:
+            self._fail(UpstreamError(UpstreamKind.EMPTY, f"{how} without any content"))
+
+    def _fail(self, error: UpstreamError) -> None:
+        self._over = True
+        self._ready.append(error)

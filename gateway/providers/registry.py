@@ -1,0 +1,84 @@
+"""Builds the providers a configuration names and keeps unchanged ones over a reload; decides nothing about requests."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway.core.chain import LOCAL
+from gateway.http import make_local_session, make_sdk_client
+from gateway.providers.base import Provider
+from gateway.providers.local import LocalProvider
+from gateway.settings import GatewayConfig, ProviderSettings
+from headgate.shared.configfile import unset_name
+
+log = logging.getLogger("gateway.providers")
+
+_SDKS: Mapping[str, tuple[str, str]] = {
+    "openai": ("gateway.providers.openai_sdk", "OpenAIProvider"),
+    "anthropic": ("gateway.providers.anthropic_sdk", "AnthropicProvider"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Registry:
+    """The providers by name; a name of the configuration that is missing here has no key.
+
+    `_made_from` is what each was built from, so that a reload keeps the connections of what did not change.
+    """
+
+    providers: Mapping[str, Provider]
+    _made_from: Mapping[str, Any] = field(default_factory=dict)
+
+    def get(self, name: str) -> Provider | None:
+        """The provider, or None when it is absent."""
+        return self.providers.get(name)
+
+    @property
+    def local(self) -> LocalProvider:
+        """The inference service."""
+        provider = self.providers[LOCAL]
+        assert isinstance(provider, LocalProvider)
+        return provider
+
+    def gone(self, newer: Registry) -> list[Provider]:
+        """Providers of this registry that `newer` does not use any more."""
+        kept = {id(provider) for provider in newer.providers.values()}
+        return [provider for provider in self.providers.values() if id(provider) not in kept]
+
+
+async def build(config: GatewayConfig, token: str | None, old: Registry | None = None) -> Registry:
+    """Every provider of `config` that has its key; SDKs are imported in a thread, because that takes seconds.
+
+    A provider without its key is left out with one log line.
+    """
+    providers: dict[str, Provider] = {}
+    made_from: dict[str, Any] = {LOCAL: (config.inference.url, token)}
+    if old is not None and old._made_from.get(LOCAL) == made_from[LOCAL]:
+        providers[LOCAL] = old.providers[LOCAL]
+    else:
+        providers[LOCAL] = LocalProvider(config.inference.url, token, make_local_session())
+    for name, settings in config.providers.items():
+        if (variable := unset_name(settings.api_key)) is not None or not settings.api_key:
+            reason = f"{variable} is not set" if variable else "its api_key is empty"
+            log.info("provider %s is absent: %s; its entries in chains are skipped", name, reason)
+            continue
+        made_from[name] = (settings, config.deadlines.connect)
+        if old is not None and old._made_from.get(name) == made_from[name]:
+            providers[name] = old.providers[name]
+        else:
+            providers[name] = await _build_sdk(name, settings, config.deadlines.connect)
+    return Registry(providers, made_from)
+
+
+async def _build_sdk(name: str, settings: ProviderSettings, connect_seconds: float) -> Provider:
+    module_name, class_name = _SDKS[settings.kind]
+    module = await asyncio.to_thread(importlib.import_module, module_name)
+    provider: Provider = getattr(module, class_name)(
+        name, api_key=settings.api_key, base_url=settings.base_url, http=make_sdk_client(connect_seconds)
+    )
+    return provider

@@ -1,0 +1,61 @@
+"""`/livez`, `/readyz`, `/health`, `/metrics`: open to everybody, never waiting for another service.
+
+Only a caller with a key learns from `/health` what there is behind the gateway.
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from gateway.core.breaker import State
+from gateway.exchange import exchange_of
+from gateway.responses import json_response
+from gateway.runtime import Runtime
+from gateway.telemetry import CONTENT_TYPE
+
+
+def router(runtime: Runtime) -> APIRouter:
+    """The four paths."""
+    routes = APIRouter()
+
+    @routes.get("/livez")
+    async def livez() -> Response:
+        """200 as long as the process serves."""
+        return json_response({"status": "ok"})
+
+    @routes.get("/readyz")
+    async def readyz() -> Response:
+        """200 while new requests are welcome, 503 just after the start and once the gateway stops."""
+        if runtime.is_ready:
+            return json_response({"status": "ok"})
+        return json_response({"status": "draining" if runtime.is_draining else "starting"}, 503)
+
+    @routes.get("/health")
+    async def health(request: Request) -> Response:
+        """What works: 200 `ok` or `degraded`, 503 while stopping; with a use key also the details."""
+        reachable = runtime.view.reachable
+        opened = sorted(name for name, state in runtime.breakers.states().items() if state is not State.CLOSED)
+        status = "draining" if runtime.is_draining else "degraded" if opened or reachable is False else "ok"
+        code = 503 if runtime.is_draining else 200
+        known = runtime.keys.identify(exchange_of(request.scope).headers)
+        if known is None or "use" not in known[0].scopes:
+            return json_response({"status": status}, code)
+        body = {
+            "status": status,
+            "inference": {
+                "url": runtime.config.inference.url,
+                "reachable": reachable,
+                "models": {name: str(model.state) for name, model in runtime.view.models.items()},
+            },
+            "breakers_not_closed": opened,
+            "in_flight": runtime.admission.in_flight,
+        }
+        return json_response(body, code)
+
+    @routes.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus' text format."""
+        return Response(runtime.telemetry.render(), headers={"content-type": CONTENT_TYPE})
+
+    return routes

@@ -1,0 +1,187 @@
+"""Holds the parts of a running gateway and replaces them together on reload; serves nothing itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gateway import settings
+from gateway.admission import Admission
+from gateway.attempts import Tools
+from gateway.auth import Keys
+from gateway.breakers import Breakers
+from gateway.core.breaker import Rule
+from gateway.core.chain import LOCAL
+from gateway.explain import Ring
+from gateway.inference_view import InferenceView
+from gateway.presence import Presences
+from gateway.providers import registry
+from gateway.providers.base import Provider
+from gateway.settings import BreakerSettings, GatewayConfig
+from gateway.telemetry import Telemetry
+from headgate.shared.state import INFERENCE_TOKEN, StateDir
+
+log = logging.getLogger("gateway.runtime")
+
+NEEDS_RESTART = ("host", "port")
+CLOSE_SECONDS = 5.0
+
+FIRST_CONTACT_SECONDS = 10.0
+"""How long after its start the gateway calls itself unready while the inference service has not answered yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the configuration comes from; read again at every reload."""
+
+    config_dir: Path
+    environ: Callable[[], Mapping[str, str]]
+    overrides: Mapping[str, Any]
+
+    def load(self) -> GatewayConfig:
+        """The configuration as it is now; raises ConfigError."""
+        return settings.load(self.config_dir, self.environ(), self.overrides)
+
+
+class Runtime:
+    """Everything requests share. `start` before the first one, `stop` after the last."""
+
+    def __init__(self, source: Source, config: GatewayConfig, state: StateDir) -> None:
+        self._source = source
+        self._state = state
+        self.config = config
+        self.keys = Keys.load(config.keys, source.environ(), state)
+        self.telemetry = Telemetry()
+        self.breakers = Breakers(_rule(config.breaker), on_state=self.telemetry.on_breaker)
+        self.ring = Ring()
+        self.presences = Presences()
+        self.admission = Admission(config.admission, self.telemetry)
+        self.is_draining = False
+        self.view: InferenceView
+        self.tools: Tools
+        self._registry: registry.Registry
+        self._patient_until = math.inf
+        self._number = 0
+        self._users: Counter[int] = Counter()
+        self._retired: list[tuple[int, Provider]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._reloading = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Builds the providers and begins to watch the inference service; raises what a wrong provider raises."""
+        self._registry = await registry.build(self.config, self._token())
+        self.view = InferenceView(self._registry.local.get_json, on_return=lambda: self.breakers.came_back(LOCAL))
+        self.tools = self._make_tools()
+        self._spawn(self.view.run(), "inference-view")
+        self._patient_until = time.monotonic() + FIRST_CONTACT_SECONDS
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests are welcome.
+
+        Just after the start that means a first contact with the inference service, unless there are clouds; but a
+        service that stays away does not keep the gateway unready, for it can still say so properly.
+        """
+        if self.is_draining:
+            return False
+        return self.view.was_seen or self._has_clouds or time.monotonic() >= self._patient_until
+
+    @property
+    def _has_clouds(self) -> bool:
+        """Whether some route can be served without the inference service."""
+        entries = {entry.partition("/")[0] for route in self.config.routes.values() for entry in route.chain}
+        return any(self._registry.get(name) is not None for name in entries - {LOCAL})
+
+    async def stop(self) -> None:
+        """Closes every connection; requests have ended by now."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(
+            *(_close(provider) for provider in self._registry.providers.values()),
+            *(_close(provider) for _, provider in self._retired),
+        )
+
+    @contextlib.contextmanager
+    def generation(self) -> Iterator[None]:
+        """Keeps the providers in force now open until the request ends, whatever a reload does meanwhile."""
+        number = self._number
+        self._users[number] += 1
+        try:
+            yield
+        finally:
+            self._users[number] -= 1
+            if not self._users[number]:
+                del self._users[number]
+            self._close_retired()
+
+    async def reload(self) -> dict[str, Any]:
+        """Reads the configuration again and applies it whole; on any error everything stays as it was.
+
+        Returns what changed and what of it needs a restart. Raises ConfigError or HeadgateError.
+        """
+        async with self._reloading:
+            config = self._source.load()
+            keys = Keys.load(config.keys, self._source.environ(), self._state)
+            built = await registry.build(config, self._token(), self._registry)
+            changed = settings.changes(self.config, config)
+            restart = [line for line in changed if line.split(":")[0] in NEEDS_RESTART]
+            gone = self._registry.gone(built)
+            if built.local is not self._registry.local:
+                self.view.use(built.local.get_json)
+            self.config, self.keys, self._registry = config, keys, built
+            self.breakers.set_rule(_rule(config.breaker))
+            self.admission.apply(config.admission)
+            self.tools = self._make_tools()
+            self._retired += [(self._number, provider) for provider in gone]
+            self._number += 1
+            self._close_retired()
+        for line in changed or ["nothing changed"]:
+            log.info("reload: %s", line)
+        return {"changed": changed, "needs_restart": restart}
+
+    def _make_tools(self) -> Tools:
+        return Tools(self.config, self._registry, self.breakers, self.view, self.telemetry)
+
+    def _token(self) -> str:
+        return self._source.environ().get("INFERENCE_TOKEN") or self._state.secret(INFERENCE_TOKEN)
+
+    def _close_retired(self) -> None:
+        """Closes providers that no request of their time can still use."""
+        oldest = min(self._users, default=self._number)
+        idle = [(number, provider) for number, provider in self._retired if number < oldest]
+        self._retired = [item for item in self._retired if item not in idle]
+        for _, provider in idle:
+            self._spawn(_close(provider), f"close {provider.name}")
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the background task %s died", task.get_name(), exc_info=error)
+
+
+async def _close(provider: Provider) -> None:
+    try:
+        async with asyncio.timeout(CLOSE_SECONDS):
+            await provider.aclose()
+    except TimeoutError:
+        log.warning("provider %s did not close within %g s", provider.name, CLOSE_SECONDS)
+    except Exception:
+        log.exception("provider %s did not close properly", provider.name)
+
+
+def _rule(breaker: BreakerSettings) -> Rule:
+    return Rule(**breaker.model_dump())

@@ -1,0 +1,213 @@
+"""Serves one generation request from its first byte to its last; the way is the same for every endpoint.
+
+key -> body -> typed request -> route -> a place at the door -> chain -> answer. What each step decides is elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import logging
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+import orjson
+
+from gateway.attempt import Attempt
+from gateway.attempts import Caller, Request
+from gateway.auth import Key
+from gateway.core.chain import LOCAL, Found, find_route
+from gateway.core.frames import Endpoint
+from gateway.core.outcome import End
+from gateway.core.requests import InferenceRequest, parse
+from gateway.errors import GatewayError, RefusedError, RequestError
+from gateway.exchange import ClientLeftError, Exchange, Receive, Scope, Send, exchange_of, read_body, send_bytes
+from gateway.explain import Record
+from gateway.presence import Presence
+from gateway.runtime import Runtime
+from gateway.streaming import relay
+from inference.protocol import H_KV, H_POLICY, H_PRIORITY, Code, Priority, Tier
+
+log = logging.getLogger("gateway.requests")
+
+READ_TIMEOUT_HEADER = "x-stainless-read-timeout"
+"""The official clients tell how long they wait for each read, in seconds."""
+
+
+class Generation:
+    """The ASGI application behind one `/v1/` path."""
+
+    def __init__(self, runtime: Runtime, endpoint: Endpoint) -> None:
+        self._runtime = runtime
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        exchange = exchange_of(scope)
+        record = Record(exchange.request_id, time.time(), f"/v1/{self._endpoint}")
+        try:
+            with self._runtime.generation():
+                await self._serve(exchange, record, receive, send)
+        except GatewayError as error:
+            record.outcome, record.error, record.status = str(error.code), error.message, error.status
+            exchange.reason = record.reason if record.reason != "none" else str(error.code)
+            exchange.attempts = len(record.attempts)
+            raise
+        except (ClientLeftError, asyncio.CancelledError):
+            record.outcome = str(End.CLIENT_LEFT) if record.outcome == "running" else record.outcome
+            raise
+        finally:
+            self._finish(exchange, record)
+
+    async def _serve(self, exchange: Exchange, record: Record, receive: Receive, send: Send) -> None:
+        runtime = self._runtime
+        key, tenant = runtime.keys.admit(exchange.headers, "use")
+        raw = await read_body(receive, exchange.headers, runtime.config.max_body)
+        request = parse(self._endpoint, raw)
+        del raw
+        caller = _caller(exchange, key, tenant)
+        record.asked, record.stream, record.key = request.model, request.stream, key.name
+        record.priority = caller.priority
+        found = await self._find(request, exchange)
+        record.route = found.route
+        runtime.ring.add(record)
+        presence = runtime.presences.watch(receive)
+        with presence:
+            await self._answer(request, found, caller, presence, exchange, record, send)
+
+    async def _answer(
+        self,
+        request: InferenceRequest,
+        found: Found,
+        caller: Caller,
+        presence: Presence,
+        exchange: Exchange,
+        record: Record,
+        send: Send,
+    ) -> None:
+        """Waits for a place, runs the chain and sends what comes; the client's leaving ends it quietly."""
+        runtime = self._runtime
+        caller = replace(caller, why_cancelled=presence.why_cancelled)
+        queued = time.monotonic()
+        try:
+            async with runtime.admission.enter(caller.priority, caller.silence_seconds):
+                waited = time.monotonic() - queued
+                exchange.waited_seconds += waited
+                caller = replace(caller, waited_seconds=waited)
+                job = Request(runtime.tools, request, found, caller, record, exchange.began)
+                if request.stream:
+                    attempt = await job.stream()
+                    try:
+                        self._note(job, exchange, record)
+                        job.note_committed(attempt)
+                    except BaseException as error:
+                        await attempt.abandon(error)
+                        raise
+                    record.outcome = await self._relay(attempt, request, presence, send)
+                    return
+                if request.endpoint is Endpoint.EMBEDDINGS:
+                    body = await job.unary()
+                else:
+                    body = orjson.dumps(await job.whole())
+                self._note(job, exchange, record)
+            presence.release()
+            record.outcome = "success"
+            await send_bytes(send, 200, body)
+        except asyncio.CancelledError:
+            if not presence.absorb():
+                raise
+            record.outcome = str(presence.reason)
+            if presence.reason is End.SHUTTING_DOWN and not exchange.started:
+                raise RefusedError(Code.SHUTTING_DOWN, "the gateway stops; ask again", retry_after=1.0) from None
+
+    async def _relay(self, attempt: Attempt, request: InferenceRequest, presence: Presence, send: Send) -> str:
+        return await relay(attempt, send, presence, self._runtime.telemetry, request.include_usage)
+
+    def _note(self, job: Request, exchange: Exchange, record: Record) -> None:
+        """Fills what the response's headers tell."""
+        candidate = job.answered_by
+        assert candidate is not None, "a tier answered"
+        exchange.waited_seconds += job.upstream_seconds
+        exchange.tier, exchange.model = candidate.tier, candidate.name
+        exchange.attempts, exchange.reason = len(record.attempts) + (1 if job.request.stream else 0), record.reason
+        record.status = 200
+        record.overhead_seconds = exchange.overhead_seconds
+        self._runtime.telemetry.overhead.observe(record.overhead_seconds)
+
+    async def _find(self, request: InferenceRequest, exchange: Exchange) -> Found:
+        """The route of the model asked for; raises RequestError 404 when neither routes nor the service know it."""
+        runtime, view = self._runtime, self._runtime.view
+        routes = runtime.config.routes
+        found = find_route(request.model, routes, view.aliases)
+        if found is None or self._seems_unknown(found):
+            began = time.monotonic()
+            await view.refresh()  # it may have been added a moment ago
+            exchange.waited_seconds += time.monotonic() - began
+            found = find_route(request.model, routes, view.aliases)
+        if found is not None and not self._seems_unknown(found):
+            return found
+        known = sorted({*(route for route in routes if route != "*"), *view.models})
+        near = difflib.get_close_matches(request.model, known, n=1)
+        advice = f"did you mean {near[0]!r}?" if near else f"known models: {', '.join(known[:20]) or 'none'}"
+        raise RequestError(Code.MODEL_NOT_FOUND, f"there is no model {request.model[:100]!r}; {advice}", param="model")
+
+    def _seems_unknown(self, found: Found) -> bool:
+        """Whether only the service could serve this name and its snapshot does not hold it."""
+        view = self._runtime.view
+        if found.route != "*" or not view.is_fresh or found.model in view.models:
+            return False
+        return all(entry.startswith(f"{LOCAL}/") for entry in self._runtime.config.routes["*"].chain)
+
+    def _finish(self, exchange: Exchange, record: Record) -> None:
+        if record.outcome == str(End.CLIENT_LEFT):
+            self._runtime.telemetry.disconnects.inc()
+        record.total_seconds = time.monotonic() - exchange.began
+        route = record.route or "none"
+        tier = record.tier if record.outcome in ("success", "broken") else str(Tier.NONE)
+        self._runtime.telemetry.requests.labels(route, tier, record.outcome).inc()
+        ordinary = record.outcome == "success" and record.reason == "none"
+        log.log(
+            logging.DEBUG if ordinary else logging.INFO,
+            "request %s: %s -> %s: %s, %d attempts, %.0f ms%s", record.id, record.asked or "?",
+            record.answered_by or "nobody", record.outcome, len(record.attempts), record.total_seconds * 1000,
+            f" ({record.reason})" if record.reason != "none" else "",
+        )  # fmt: skip
+
+
+def _caller(exchange: Exchange, key: Key, tenant: str) -> Caller:
+    """Who asks, from the key and the headers; raises RequestError for header values that mean nothing."""
+    headers = exchange.headers
+    priority = _one_of(headers, H_PRIORITY, tuple(Priority), Priority.NORMAL)
+    policy = _one_of(headers, H_POLICY, ("local-only", "any"), "any")
+    return Caller(
+        request_id=exchange.request_id,
+        tenant=tenant,
+        priority=key.cap(Priority(priority)),
+        cloud_allowed=policy != "local-only",
+        silence_seconds=_patience(headers.get(READ_TIMEOUT_HEADER)),
+        kv=headers.get(H_KV),
+    )
+
+
+def _one_of(headers: Mapping[str, str], name: str, allowed: tuple[str, ...], default: str) -> str:
+    said = headers.get(name, default).strip().lower()
+    if said not in allowed:
+        raise RequestError(
+            Code.INVALID_REQUEST,
+            f"the header {name} must be one of {', '.join(allowed)}; it is {said[:40]!r}",
+            param=name,
+        )
+    return said
+
+
+def _patience(header: str | None) -> float | None:
+    """How long the caller may be left without a byte, a little less than it says; None when it says nothing usable."""
+    try:
+        said = float(header or "")
+    except ValueError:
+        return None
+    if not 0 < said < math.inf:
+        return None
+    return said - min(0.5, said * 0.1)

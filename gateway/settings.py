@@ -1,0 +1,320 @@
+"""Defines gateway.yaml and reads it with the environment and the command line over it; applies nothing.
+
+Precedence: overrides (command line) > GATEWAY_* variables > file > default. In a variable's name `__` goes one level
+down: GATEWAY_BREAKER__FAILURES=3. Lists and mappings are written as YAML or JSON.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from gateway.core.chain import LOCAL
+from headgate.shared.configfile import Path_, problems_of, read_yaml, unset_name
+from headgate.shared.errors import ConfigError, Problem
+from headgate.shared.units import Bytes, Duration
+from inference.protocol import Priority
+
+FILE = "gateway.yaml"
+PREFIX = "GATEWAY_"
+KEY_VARIABLES = ("GATEWAY_API_KEY", "GATEWAY_ADMIN_KEY")
+"""Secrets read by `gateway.auth`; they are no settings of the file."""
+
+_SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+def _http_url(value: str) -> str:
+    try:
+        parts = urlsplit(value)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable or re.search(r"\s", value):
+        raise ValueError(f"{value!r} is not an address; write for example http://127.0.0.1:8085")
+    return value
+
+
+def _some_time(value: float) -> float:
+    if not 0 < value < math.inf:
+        raise ValueError("a duration above zero and not `never` is needed here, for example 30s")
+    return value
+
+
+Url = Annotated[str, AfterValidator(_http_url)]
+SomeTime = Annotated[Duration, AfterValidator(_some_time)]
+Positive = Annotated[int, Field(ge=1)]
+
+
+class InferenceSettings(_Model):
+    """Where the inference service answers; its token is in INFERENCE_TOKEN or the state directory."""
+
+    url: Url = "http://127.0.0.1:8085"
+
+    @field_validator("url")
+    @classmethod
+    def _no_slash(cls, value: str) -> str:
+        return value.rstrip("/")
+
+
+class ProviderSettings(_Model):
+    """One cloud. Without its key the provider is absent."""
+
+    kind: Literal["openai", "anthropic"]
+    api_key: str
+    base_url: Url | None = None
+
+    @field_validator("api_key")
+    @classmethod
+    def _fits_a_header(cls, value: str) -> str:
+        """White space around a key is a slip of the paste; anything else a header cannot hold is no key."""
+        if unset_name(value) is not None:
+            return value
+        if not (value := value.strip()).isascii() or not value.isprintable() or " " in value or not value:
+            raise ValueError("this is no API key: it is empty or holds white space or characters outside of ASCII")
+        return value
+
+
+class RouteSettings(_Model):
+    """What serves one model name: `chain` is ordered PROVIDER/MODEL; `load_wait` in seconds.
+
+    `resume` is read and checked, and nothing acts on it yet: an answer that broke off ends in an error frame.
+    """
+
+    chain: Annotated[tuple[str, ...], Field(min_length=1)]
+    resume: Literal["any", "local", "off"] = "any"
+    cloud: Literal["allowed", "never"] = "allowed"
+    load_wait: Duration = 120.0
+    fit_check: bool = True
+
+    @field_validator("resume", mode="before")
+    @classmethod
+    def _yaml_off(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML reads a bare `off` as false
+
+
+class BreakerSettings(_Model):
+    """When a breaker opens and for how long; `open` and `window` in seconds."""
+
+    failures: Positive = 5
+    open: SomeTime = 30.0
+    probes: Positive = 1
+    window: SomeTime = 60.0
+    failure_ratio: Annotated[float, Field(gt=0, le=1)] = 0.5
+    min_requests: Positive = 20
+
+
+class DeadlineSettings(_Model):
+    """Seconds. `first_token` and `inter_token` bound silence, `total` the time to commit."""
+
+    connect: SomeTime = 5.0
+    first_token: SomeTime = 30.0
+    inter_token: SomeTime = 15.0
+    total: SomeTime = 300.0
+
+
+class AttemptSettings(_Model):
+    """How many tiers one request may try."""
+
+    max: Positive = 4
+
+
+class AdmissionSettings(_Model):
+    """How many requests run and wait; `queue_timeout` in seconds."""
+
+    max_in_flight: Positive = 256
+    queue: Annotated[int, Field(ge=0)] = 512
+    queue_timeout: SomeTime = 30.0
+
+
+class KeySettings(_Model):
+    """One key, as its hash. `priority` is the highest class its requests may ask for."""
+
+    name: Annotated[str, Field(min_length=1)]
+    hash: str
+    scopes: Annotated[tuple[Literal["use", "admin"], ...], Field(min_length=1)] = ("use",)
+    priority: Priority = Priority.HIGH
+
+    @field_validator("hash")
+    @classmethod
+    def _is_sha256(cls, value: str) -> str:
+        if not _SHA256.fullmatch(value):
+            raise ValueError("write sha256: and 64 hex digits; `printf %s KEY | sha256sum` prints them")
+        return value
+
+
+class GatewayConfig(_Model):
+    """Everything in gateway.yaml. `drain_seconds` bounds how long open streams may finish at shutdown."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8080
+    drain_seconds: Duration = 30.0
+    max_body: Bytes = 32_000_000
+    inference: InferenceSettings = InferenceSettings()
+    providers: dict[str, ProviderSettings] = {}
+    routes: dict[str, RouteSettings] = {"*": RouteSettings(chain=("local/*",))}
+    breaker: BreakerSettings = BreakerSettings()
+    deadlines: DeadlineSettings = DeadlineSettings()
+    attempts: AttemptSettings = AttemptSettings()
+    admission: AdmissionSettings = AdmissionSettings()
+    keys: tuple[KeySettings, ...] = ()
+
+
+def load(config_dir: Path, environ: Mapping[str, str], overrides: Mapping[str, Any] | None = None) -> GatewayConfig:
+    """The configuration in force for `config_dir`; raises ConfigError with every problem, each with file and line.
+
+    `overrides` are top-level settings from the command line; None values are ignored.
+    """
+    path = config_dir / FILE
+    data, lines = read_yaml(path, environ)
+    sources: dict[Path_, str] = {}
+    problems = _merge_environ(data, environ, sources)
+    for name, value in (overrides or {}).items():
+        if value is not None:
+            data[name] = value
+            sources[(name,)] = f"--{name}"
+    try:
+        config = GatewayConfig.model_validate(data)
+    except ValidationError as error:
+        found = zip(error.errors(include_url=False), problems_of(error, GatewayConfig, path, lines), strict=True)
+        raise ConfigError(
+            [*problems, *(_placed(problem, tuple(item["loc"]), sources) for item, problem in found)]
+        ) from (error)
+    problems += [
+        Problem(message, key=".".join(map(str, at)), file=path, line=_line(lines, at))
+        for at, message in _semantic_problems(config)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _placed(problem: Problem, at: Path_, sources: Mapping[Path_, str]) -> Problem:
+    """`problem` blamed on the variable or option that set the value, if one did."""
+    source = next((sources[at[:end]] for end in range(len(at), 0, -1) if at[:end] in sources), None)
+    return problem if source is None else Problem(problem.message, key=source)
+
+
+def _line(lines: Mapping[Path_, int], at: Path_) -> int | None:
+    return next((lines[at[:end]] for end in range(len(at), 0, -1) if at[:end] in lines), None)
+
+
+def _merge_environ(data: dict[str, Any], environ: Mapping[str, str], sources: dict[Path_, str]) -> list[Problem]:
+    """Writes GATEWAY_* values into `data`; returns what was wrong with them.
+
+    A name that looks like one of ours but is none is a problem. One that resembles nothing is left alone: container
+    orchestrators invent variables such as GATEWAY_SERVICE_HOST.
+    """
+    problems = [
+        Problem("a key is printable ASCII without spaces around it; as it is, no request could ever show it", key=name)
+        for name in KEY_VARIABLES
+        if (key := environ.get(name)) and not (key.isascii() and key.isprintable() and key == key.strip())
+    ]
+    known = {PREFIX + "__".join(at).upper(): at for at in _paths(GatewayConfig, ())}
+    for name in sorted(environ):
+        if not name.startswith(PREFIX) or name in KEY_VARIABLES or not environ[name]:
+            continue
+        at = known.get(name.upper())
+        if at is None:
+            near = difflib.get_close_matches(name, [*known, *KEY_VARIABLES], n=1, cutoff=0.85)
+            if near or "__" in name:
+                problems.append(Problem("unknown setting" + (f"; did you mean {near[0]}?" if near else ""), key=name))
+            continue
+        try:
+            _put(data, at, _value(environ[name]))
+        except yaml.YAMLError:
+            problems.append(Problem("a value that YAML can read is needed", key=name))
+        sources[at] = name
+    return problems
+
+
+def _value(text: str) -> Any:
+    """Lists and mappings are parsed, everything else stays text for the field's own type to read."""
+    return yaml.safe_load(text) if text.lstrip().startswith(("[", "{")) else text
+
+
+def _put(data: dict[str, Any], at: tuple[str, ...], value: Any) -> None:
+    for name in at[:-1]:
+        inner = data.get(name)
+        if not isinstance(inner, dict):
+            inner = data[name] = {}
+        data = inner
+    data[at[-1]] = value
+
+
+def _paths(model: type[BaseModel], at: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """The path of every setting that a variable can name."""
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _paths(field.annotation, (*at, name))
+        else:
+            yield (*at, name)
+
+
+def _semantic_problems(config: GatewayConfig) -> Iterator[tuple[Path_, str]]:
+    """What types cannot say: names that must exist, entries that must mean something."""
+    for name in config.providers:
+        if name == LOCAL:
+            yield (
+                ("providers", name),
+                f"`{LOCAL}` is the inference service and cannot be a provider; choose another name",
+            )
+        elif not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+            yield ("providers", name), "a provider's name may hold letters, digits, `-`, `_` and `.`"
+    known = sorted({LOCAL, *config.providers})
+    for route, settings in config.routes.items():
+        for index, entry in enumerate(settings.chain):
+            at: Path_ = ("routes", route, "chain", index)
+            provider, slash, model = entry.partition("/")
+            if not slash or not model:
+                yield (
+                    at,
+                    f"{entry!r} is not PROVIDER/MODEL; write for example local/{route if route != '*' else 'demo'}",
+                )
+            elif provider not in known:
+                near = difflib.get_close_matches(provider, known, n=1)
+                advice = f"did you mean {near[0]!r}?" if near else f"known providers: {', '.join(known)}"
+                yield at, f"no provider is called {provider!r}; {advice}"
+            elif "*" in model and model != "*":
+                yield at, f"{entry!r}: `*` stands for the whole model name or not at all"
+        if settings.load_wait == 0:
+            yield ("routes", route, "load_wait"), "0 would never let a cold model load; write for example 120s"
+    names = [key.name for key in config.keys]
+    for index, key in enumerate(config.keys):
+        if key.name in names[:index]:
+            yield ("keys", index, "name"), f"two keys are called {key.name!r}; names tell them apart in the log"
+    deadlines = config.deadlines
+    if deadlines.connect > deadlines.total:
+        yield ("deadlines", "connect"), "longer than deadlines.total, so it could never pass"
+    if config.max_body < 1024:
+        yield ("max_body",), "no request fits into so little; write for example 32MB"
+
+
+def changes(old: GatewayConfig, new: GatewayConfig) -> list[str]:
+    """What differs, one line per setting, for the log; secrets are not shown."""
+    return list(_diff(old.model_dump(), new.model_dump(), ""))
+
+
+def _diff(old: Any, new: Any, at: str) -> Iterator[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in sorted({*old, *new}):
+            here = f"{at}.{name}" if at else name
+            if name not in new:
+                yield f"{here}: removed"
+            elif name not in old:
+                yield f"{here}: added"
+            else:
+                yield from _diff(old[name], new[name], here)
+    elif old != new:
+        yield f"{at}: changed" if at.endswith(("api_key", "keys")) else f"{at}: {old!r} -> {new!r}"

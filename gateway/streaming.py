@@ -1,0 +1,89 @@
+"""Relays a committed answer to its client and ends it honestly; chooses no tier and opens no stream.
+
+Bytes go out as they came. A stream that saw no finish reason never ends in `[DONE]`: it ends in an error frame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import orjson
+
+from gateway.attempt import Attempt, relayed
+from gateway.core.frames import Comment, Done, Frame
+from gateway.core.outcome import End
+from gateway.errors import UpstreamError, UpstreamKind
+from gateway.exchange import Send
+from gateway.listening import ExpiredError
+from gateway.presence import Presence
+from gateway.telemetry import Telemetry
+from inference.protocol import DONE, Code, error_body
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+async def relay(attempt: Attempt, send: Send, presence: Presence, telemetry: Telemetry, include_usage: bool) -> str:
+    """Sends status, headers and the rest of `attempt`, settles it and closes it; returns the outcome's name.
+
+    Returns `client_left` quietly when the client did; a cancellation from elsewhere propagates.
+    """
+    try:
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        frames = [*attempt.backlog, *attempt.listening.ready()]
+        before = time.perf_counter()
+        while not isinstance(frames[-1], Done):
+            if body := _bytes(frames, include_usage):
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            frames = [await attempt.listening.next()]
+            now = time.perf_counter()
+            if not isinstance(frames[0], Comment):
+                telemetry.inter_token.observe(now - before)
+            before = now
+            frames += attempt.listening.ready()
+            attempt.note_begun()
+        attempt.succeed()
+        presence.release()
+        await send({"type": "http.response.body", "body": _bytes(frames, include_usage) + DONE})
+    except asyncio.CancelledError as error:
+        attempt.settle_error(error)
+        if not presence.absorb():
+            raise
+        if presence.reason is End.CLIENT_LEFT:
+            return str(End.CLIENT_LEFT)
+        await _end_honestly(send, presence, Code.SHUTTING_DOWN, "the gateway stops; ask again for the whole answer")
+        return str(End.SHUTTING_DOWN)
+    except (UpstreamError, ExpiredError) as error:
+        _, _, said = attempt.settle_error(error)
+        telemetry.resume.labels("not_tried").inc()
+        name = attempt.candidate.name
+        await _end_honestly(send, presence, _code_of(error), f"the answer of {name} broke off: {said}")
+        return "broken"
+    except BaseException as error:
+        attempt.settle_error(error)
+        raise
+    finally:
+        await attempt.close()
+    return "success"
+
+
+def _bytes(frames: list[Frame], include_usage: bool) -> bytes:
+    """`frames` as they go out: what came together leaves in one write."""
+    return b"".join(body for frame in frames if (body := relayed(frame, include_usage)) is not None)
+
+
+def _code_of(error: UpstreamError | ExpiredError) -> str:
+    if isinstance(error, ExpiredError) or error.kind is UpstreamKind.TIMEOUT:
+        return Code.DEADLINE_EXCEEDED
+    return error.code or Code.MODEL_FAILED
+
+
+async def _end_honestly(send: Send, presence: Presence, code: str, message: str) -> None:
+    known = Code(code) if code in frozenset(Code) else code
+    frame = b"data: " + orjson.dumps(error_body(known, message)) + b"\n\n"
+    presence.release()
+    await send({"type": "http.response.body", "body": frame})
