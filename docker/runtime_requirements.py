@@ -1,0 +1,11 @@
+"""Prints what an image installs before the engine: the project's dependencies without llama-cpp-python."""
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+for requirement in project["dependencies"]:
+    if re.split(r"[^A-Za-z0-9_-]", requirement)[0] != "llama-cpp-python":
+        sys.stdout.write(requirement + "\n")
