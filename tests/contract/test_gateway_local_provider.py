@@ -1,0 +1,130 @@
+"""What the gateway's local provider needs of an inference service, as the fake plays it: frames, progress, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from gateway.core.frames import Comment, Data, DeltaKind, Done, Endpoint, Frame
+from gateway.errors import UpstreamError, UpstreamKind
+from gateway.http import make_local_session
+from gateway.inference_view import InferenceView
+from gateway.providers.base import Call
+from gateway.providers.local import LocalProvider, kind_of
+from inference.protocol import Code, ModelState, ModelStatus, Progress
+from tests.rigs.fake_inference import Answer, FakeInference
+
+pytestmark = pytest.mark.timeout(30)
+
+BODY = {"model": "asked", "messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[FakeInference]:
+    async with FakeInference("token") as fake:
+        yield fake
+
+
+@pytest.fixture
+async def provider(fake: FakeInference) -> AsyncIterator[LocalProvider]:
+    provider = LocalProvider(fake.url, "token", make_local_session())
+    yield provider
+    await provider.aclose()
+
+
+async def _frames(provider: LocalProvider, model: str = "demo") -> list[Frame]:
+    async with asyncio.timeout(10), provider.stream(Call(Endpoint.CHAT, model, BODY, "id-1")) as stream:
+        return [frame async for frame in stream]
+
+
+async def test_progress_comes_as_comments_that_can_be_read(fake: FakeInference, provider: LocalProvider) -> None:
+    fake.answers["demo"] = Answer(comments=2)
+    frames = await _frames(provider)
+    comments = [frame for frame in frames if isinstance(frame, Comment)]
+    assert [Progress.parse(comment.frame) for comment in comments] == [
+        Progress("loading", 0, 100),
+        Progress("loading", 1, 100),
+    ]
+    assert frames[-1] == Done()
+    assert [frame.kind for frame in frames if isinstance(frame, Data)] == [
+        DeltaKind.OTHER,
+        *[DeltaKind.CONTENT] * 3,
+        DeltaKind.FINISH,
+        DeltaKind.USAGE,
+    ]
+
+
+@pytest.mark.parametrize("code", [Code.MEMORY_LIMIT_EXCEEDED, Code.QUEUE_FULL, Code.CONTEXT_LENGTH_EXCEEDED])
+async def test_a_refusal_keeps_code_numbers_and_date(fake: FakeInference, provider: LocalProvider, code: Code) -> None:
+    fake.answers["demo"] = Answer(refuse=code, retry_after=2.5)
+    with pytest.raises(UpstreamError) as caught:
+        await _frames(provider)
+    error = caught.value
+    assert (error.kind, error.code, error.retry_after) == (UpstreamKind.STATUS, code, 2.5)
+    assert error.details == {"needed_bytes": 1, "retry_after": 2.5}
+
+
+async def test_an_error_frame_has_the_status_of_its_code_and_comes_after_the_words(
+    fake: FakeInference, provider: LocalProvider
+) -> None:
+    fake.answers["demo"] = Answer(words=("one",), error=Code.DEVICE_LOST, retry_after=7.5)
+    seen: list[Frame] = []
+    with pytest.raises(UpstreamError) as caught:
+        async with provider.stream(Call(Endpoint.CHAT, "demo", BODY, "id-1")) as stream:
+            async for frame in stream:
+                seen.append(frame)  # noqa: PERF401  # what came before the error counts
+    assert len(seen) == 2
+    assert (caught.value.kind, caught.value.status) == (UpstreamKind.ERROR_FRAME, 503)
+    assert caught.value.retry_after == 7.5, "a frame has no headers to say it in"
+
+
+async def test_frames_that_came_together_can_be_taken_together(fake: FakeInference, provider: LocalProvider) -> None:
+    chunk = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
+    fake.answers["demo"] = Answer(raw=chunk * 3 + b"data: oops\n\n")
+    async with provider.stream(Call(Endpoint.CHAT, "demo", BODY, "id-1")) as stream:
+        first = await anext(stream)
+        ready = stream.take_ready()  # type: ignore[attr-defined]
+        assert [first, *ready] == [Data(chunk[6:-2], DeltaKind.CONTENT)] * 3
+        with pytest.raises(UpstreamError, match="oops"):
+            await anext(stream)
+
+
+async def test_the_view_holds_what_the_service_says_and_survives_its_silence(
+    fake: FakeInference, provider: LocalProvider
+) -> None:
+    now = [0.0]
+    fake.models["demo"] = ModelStatus(id="demo", state=ModelState.COLD, aliases=("d",), fits=False, reason="no room")
+    view = InferenceView(provider.get_json, lambda: now[0])
+    assert (view.is_fresh, view.reachable, view.models) == (False, None, {})
+    await asyncio.gather(view.refresh(), view.refresh(), view.ensure(1.0))
+    assert (view.is_fresh, view.reachable) == (True, True)
+    assert (view.models["demo"].fits, view.models["demo"].reason, view.aliases) == (False, "no room", {"d": "demo"})
+    await fake.stop()
+    await view.refresh()
+    assert (view.is_fresh, view.reachable) == (True, False)
+    now[0] = 11.0
+    assert (view.is_fresh, view.models, view.aliases) == (False, {}, {"d": "demo"})
+
+
+@pytest.mark.parametrize(
+    ("payload", "kind"),
+    [
+        (b'{"choices":[{"delta":{"role":"assistant","content":""},"finish_reason":null}]}', DeltaKind.OTHER),
+        (b'{"choices":[{"delta":{"role":"assistant","content":null}}]}', DeltaKind.OTHER),
+        (b'{"choices":[{"delta":{"content":"x"}}]}', DeltaKind.CONTENT),
+        (b'{"choices": [{"delta": {"content": "\\n"}}]}', DeltaKind.CONTENT),
+        (b'{"choices":[{"delta":{"reasoning_content":"x"}}]}', DeltaKind.CONTENT),
+        (b'{"choices":[{"delta":{"refusal":"x"}}]}', DeltaKind.CONTENT),
+        (b'{"choices":[{"delta":{"tool_calls":[{"index":0}]}}]}', DeltaKind.CONTENT),
+        (b'{"choices":[{"delta":{"tool_calls":[]}}]}', DeltaKind.OTHER),
+        (b'{"choices":[{"text":"x"}]}', DeltaKind.CONTENT),
+        (b'{"choices":[{"text":"","finish_reason":null}]}', DeltaKind.OTHER),
+        (b'{"choices":[{"delta":{"content":"x"},"finish_reason":"stop"}]}', DeltaKind.FINISH),
+        (b'{"choices":[{"delta":{"content":"\\"finish_reason\\":\\"stop\\""}}]}', DeltaKind.CONTENT),
+        (b'{"choices":[],"usage":{"total_tokens":1}}', DeltaKind.USAGE),
+    ],
+)
+def test_the_kind_of_a_chunk_is_read_from_its_bytes(payload: bytes, kind: DeltaKind) -> None:
+    assert kind_of(payload) is kind

@@ -1,0 +1,589 @@
+"""The provider contract of `gateway.providers.base`, for every provider, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2
+import pytest
+from openai.types.chat import ChatCompletionChunk
+
+from gateway.core.frames import Comment, Data, DeltaKind, Done, Endpoint, Frame
+from gateway.errors import UpstreamError, UpstreamKind
+from gateway.http import make_local_session, make_sdk_client
+from gateway.providers.anthropic_sdk import AnthropicProvider
+from gateway.providers.base import Call, Provider
+from gateway.providers.local import LocalProvider
+from gateway.providers.openai_sdk import OpenAIProvider
+from inference.protocol import Code
+from tests.rigs import fake_inference
+from tests.rigs.canned_http import Canned, canned_service
+from tests.rigs.fake_provider import KEY, FakeProvider
+from tests.rigs.fake_provider.answers import Answer, ToolUse
+
+pytestmark = pytest.mark.timeout(30)
+
+ASK: Mapping[str, Any] = {"messages": [{"role": "user", "content": "What is a mill?"}]}
+SECRET = "sk-proj-very-secret-0123456789"
+
+
+@dataclass
+class Rig:
+    """A provider and the fake it talks to; `dialect` is what the fake calls it."""
+
+    name: str
+    provider: Provider
+    fake: FakeProvider
+    dialect: str
+    make: Callable[[str, str], Provider] = field(repr=False)
+
+    def call(self, model: str = "m", body: Mapping[str, Any] | None = None, **more: Any) -> Call:
+        return Call(more.pop("endpoint", Endpoint.CHAT), model, body or ASK, "req-1", **more)
+
+    async def frames(self, call: Call) -> list[Frame]:
+        async with asyncio.timeout(10), self.provider.stream(call) as stream:
+            return [frame async for frame in stream]
+
+    async def failure(self, call: Call) -> tuple[list[Frame], UpstreamError]:
+        """The frames that came before the error, and the error."""
+        seen: list[Frame] = []
+        with pytest.raises(UpstreamError) as caught:
+            async with asyncio.timeout(10), self.provider.stream(call) as stream:
+                async for frame in stream:
+                    seen.append(frame)  # noqa: PERF401 - what came before the error counts
+        return seen, caught.value
+
+
+def _make_openai(url: str, key: str) -> Provider:
+    return OpenAIProvider("openai", api_key=key, base_url=url + "/v1", http=make_sdk_client(2.0))
+
+
+def _make_google(url: str, key: str) -> Provider:
+    return OpenAIProvider("google", api_key=key, base_url=url + "/v1beta/openai/", http=make_sdk_client(2.0))
+
+
+def _make_anthropic(url: str, key: str) -> Provider:
+    return AnthropicProvider("anthropic", api_key=key, base_url=url, http=make_sdk_client(2.0))
+
+
+def _make_local(url: str, key: str) -> Provider:
+    return LocalProvider(url, key, make_local_session())
+
+
+MAKERS: Mapping[str, tuple[str, Callable[[str, str], Provider]]] = {
+    "openai": ("openai", _make_openai),
+    "google": ("google", _make_google),
+    "anthropic": ("anthropic", _make_anthropic),
+    "local": ("openai", _make_local),
+}
+CLOUDS = ["openai", "google", "anthropic"]
+
+
+@pytest.fixture(params=list(MAKERS))
+async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+    dialect, make = MAKERS[request.param]
+    async with FakeProvider() as fake:
+        provider = make(fake.url, KEY)
+        yield Rig(request.param, provider, fake, dialect, make)
+        await provider.aclose()
+
+
+only_clouds = pytest.mark.parametrize("rig", CLOUDS, indirect=True)
+
+
+def chunks(frames: list[Frame]) -> list[dict[str, Any]]:
+    return [json.loads(frame.payload) for frame in frames if isinstance(frame, Data)]
+
+
+def text_of(frames: list[Frame]) -> str:
+    said = [choice["delta"].get("content") or "" for chunk in chunks(frames) for choice in chunk["choices"]]
+    return "".join(said)
+
+
+# --- one OpenAI stream ------------------------------------------------------------------------------------------------
+async def test_the_answer_is_one_openai_stream_whatever_the_provider_speaks(rig: Rig) -> None:
+    frames = await rig.frames(rig.call())
+    assert text_of(frames) == f"[{rig.dialect} m] What is a mill?"
+    assert frames[-1] == Done()
+    assert [frame for frame in frames if isinstance(frame, Done)] == [Done()]
+    read = [ChatCompletionChunk.model_validate(chunk) for chunk in chunks(frames)]
+    assert len({(chunk.id, chunk.created, chunk.model) for chunk in read}) == 1
+    assert read[0].choices[0].delta.role == "assistant"
+    assert read[-2].choices[0].finish_reason == "stop"
+    assert read[-1].choices == []
+    assert read[-1].usage is not None
+    assert read[-1].usage.total_tokens > 0
+
+
+async def test_every_chunk_says_what_it_carries(rig: Rig) -> None:
+    kinds = [frame.kind for frame in await rig.frames(rig.call()) if isinstance(frame, Data)]
+    content = kinds.count(DeltaKind.CONTENT)
+    assert kinds == [DeltaKind.OTHER, *[DeltaKind.CONTENT] * content, DeltaKind.FINISH, DeltaKind.USAGE]
+    assert content > 3
+
+
+async def test_an_empty_answer_with_a_finish_is_an_answer(rig: Rig) -> None:
+    rig.fake.answers.set(Answer(text=""))
+    frames = await rig.frames(rig.call())
+    assert text_of(frames) == ""
+    assert frames[-1] == Done()
+
+
+async def test_tool_calls_come_in_openai_deltas(rig: Rig) -> None:
+    calls = (ToolUse("weather", {"city": "Ulm", "days": 2}), ToolUse("clock", {}))
+    rig.fake.answers.set(Answer(text="Let me look.", tools=calls, stop="tool_calls"))
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    frames = await rig.frames(rig.call(body={**ASK, "tools": [tool]}))
+    built: dict[int, list[str]] = {}
+    for chunk in chunks(frames):
+        for choice in chunk["choices"]:
+            for call in choice["delta"].get("tool_calls") or ():
+                at = built.setdefault(call["index"], ["", ""])
+                at[0] += call["function"].get("name") or ""
+                at[1] += call["function"].get("arguments") or ""
+    assert {at: (name, json.loads(arguments)) for at, (name, arguments) in built.items()} == {
+        0: ("weather", {"city": "Ulm", "days": 2}),
+        1: ("clock", {}),
+    }
+    assert chunks(frames)[-2]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+async def test_reasoning_is_content(rig: Rig) -> None:
+    rig.fake.answers.set(Answer(text="Yes.", reasoning="Let me think."))
+    frames = await rig.frames(rig.call())
+    said = "".join(c["delta"].get("reasoning_content") or "" for chunk in chunks(frames) for c in chunk["choices"])
+    assert said == "Let me think."
+    first = next(frame for frame in frames if isinstance(frame, Data) and frame.kind is DeltaKind.CONTENT)
+    assert b"reasoning_content" in first.payload
+
+
+async def test_cached_tokens_are_part_of_the_prompt(rig: Rig) -> None:
+    rig.fake.answers.set(Answer(text="Yes.", cached_tokens=40))
+    usage = chunks(await rig.frames(rig.call()))[-1]["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 40
+    assert usage["prompt_tokens"] > 40
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+@pytest.mark.parametrize("fault", ["fault-no-done", "fault-no-usage", "fault-slow=0.05", "fault-silence=0.05"])
+async def test_a_stream_with_its_finish_is_complete(rig: Rig, fault: str) -> None:
+    frames = await rig.frames(rig.call(fault))
+    assert text_of(frames) == f"[{rig.dialect} {fault}] What is a mill?"
+    assert frames[-1] == Done()
+
+
+@only_clouds
+async def test_a_connection_that_breaks_after_the_finish_costs_nothing(rig: Rig) -> None:
+    frames = await rig.frames(rig.call("fault-reset-after-finish"))
+    assert text_of(frames).endswith("What is a mill?")
+    assert frames[-1] == Done()
+
+
+async def test_usage_that_is_no_count_breaks_no_answer(rig: Rig) -> None:
+    frames = await rig.frames(rig.call("fault-wrong-usage"))
+    assert text_of(frames).endswith("What is a mill?")
+    assert frames[-1] == Done()
+
+
+async def test_the_callers_body_is_not_changed(rig: Rig) -> None:
+    body = {**copy.deepcopy(dict(ASK)), "max_tokens": 50, "temperature": 0.5}
+    before = copy.deepcopy(body)
+    await rig.frames(rig.call(body=body))
+    assert body == before
+
+
+async def test_two_streams_at_once_do_not_mix(rig: Rig) -> None:
+    bodies = [{"messages": [{"role": "user", "content": word * 5}]} for word in ("ab ", "xy ", "mn ")]
+    answers = await asyncio.gather(*(rig.frames(rig.call("fault-pace=0.001", body)) for body in bodies))
+    for word, frames in zip(("ab", "xy", "mn"), answers, strict=True):
+        assert text_of(frames).count(word) == 5
+
+
+async def test_a_finished_stream_leaves_its_connection_usable(rig: Rig) -> None:
+    for _ in range(3):
+        await rig.frames(rig.call())
+    assert len({record.peer for record in rig.fake.records}) == 1
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+READ, EMPTY, MALFORMED = UpstreamKind.READ, UpstreamKind.EMPTY, UpstreamKind.MALFORMED
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "has_content"),
+    [
+        ("fault-reset", READ, False),
+        ("fault-cut=2", READ, True),
+        ("fault-truncate=2", READ, True),
+        ("fault-truncate", EMPTY, False),
+        ("fault-empty", EMPTY, False),
+        ("fault-malformed=2", MALFORMED, True),
+        ("fault-html", MALFORMED, False),
+        ("fault-error-frame=2", UpstreamKind.ERROR_FRAME, True),
+        ("fault-error-frame", UpstreamKind.ERROR_FRAME, False),
+    ],
+)
+async def test_a_broken_stream_is_an_error_and_never_done(
+    rig: Rig, fault: str, kind: UpstreamKind, has_content: bool
+) -> None:
+    frames, error = await rig.failure(rig.call(fault))
+    assert error.kind is kind, error
+    assert bool(text_of(frames)) is has_content
+    assert Done() not in frames
+    assert len(rig.fake.records) == 1
+
+
+@pytest.mark.parametrize("status", [400, 403, 404, 429, 500, 503, 529])
+async def test_an_error_status_is_known_on_entering_and_never_retried(rig: Rig, status: int) -> None:
+    frames, error = await rig.failure(rig.call(f"fault-{status}"))
+    assert frames == []
+    assert (error.kind, error.status) == (UpstreamKind.STATUS, status)
+    assert error.message
+    assert len(rig.fake.records) == 1
+
+
+async def test_a_retry_after_is_in_seconds(rig: Rig) -> None:
+    _, error = await rig.failure(rig.call("fault-429=7"))
+    assert error.retry_after == 7.0
+
+
+@only_clouds
+@pytest.mark.parametrize(
+    ("fault", "code"), [("fault-context", "context_length_exceeded"), ("fault-content-policy", "content_")]
+)
+async def test_a_prompt_that_is_refused_has_the_same_code_everywhere(rig: Rig, fault: str, code: str) -> None:
+    _, error = await rig.failure(rig.call(fault))
+    assert error.status == 400
+    assert (error.code or "").startswith(code)
+
+
+@only_clouds
+async def test_an_error_frame_has_the_status_its_words_stand_for(rig: Rig) -> None:
+    _, error = await rig.failure(rig.call("fault-error-frame=1"))
+    assert error.status == {"openai": 500, "google": 503, "anthropic": 529}[rig.dialect]
+    assert error.type
+
+
+@only_clouds
+async def test_a_wrong_key_is_a_401_and_stays_secret(rig: Rig) -> None:
+    provider = rig.make(rig.fake.url, SECRET)
+    try:
+        with pytest.raises(UpstreamError) as caught:
+            async with provider.stream(rig.call()):
+                raise AssertionError("a wrong key opened a stream")
+    finally:
+        await provider.aclose()
+    assert caught.value.status == 401
+    assert SECRET not in str(caught.value)
+    assert "very-secret" not in repr(caught.value)
+
+
+async def test_nobody_listening_is_a_connect_error(rig: Rig) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        provider = rig.make(f"http://127.0.0.1:{unused.getsockname()[1]}", SECRET)
+        with pytest.raises(UpstreamError) as caught:
+            async with provider.stream(rig.call()):
+                raise AssertionError("a stream from nobody")
+        await provider.aclose()
+    assert caught.value.kind is UpstreamKind.CONNECT
+    assert SECRET not in str(caught.value)
+
+
+async def test_a_connection_that_is_not_made_in_time_is_a_connect_error(rig: Rig) -> None:
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        waiting = [socket.socket() for _ in range(4)]
+        for client in waiting:
+            client.setblocking(False)
+            client.connect_ex(full.getsockname())
+        provider = rig.make(f"http://127.0.0.1:{full.getsockname()[1]}", KEY)
+        begun = asyncio.get_running_loop().time()
+        with pytest.raises(UpstreamError) as caught:
+            async with provider.stream(rig.call(connect_seconds=0.3)):
+                raise AssertionError("a stream from a full queue")
+        took = asyncio.get_running_loop().time() - begun
+        await provider.aclose()
+        for client in waiting:
+            client.close()
+    assert caught.value.kind is UpstreamKind.CONNECT, caught.value
+    assert took < 3
+
+
+# --- leaving ----------------------------------------------------------------------------------------------------------
+async def test_leaving_closes_the_connection_at_once(rig: Rig) -> None:
+    async with rig.provider.stream(rig.call("fault-stall=1")) as stream:
+        async for frame in stream:
+            if isinstance(frame, Data) and frame.kind is DeltaKind.CONTENT:
+                break
+    async with asyncio.timeout(2):
+        record = await rig.fake.record()
+    assert record.outcome == "disconnected"
+
+
+async def test_leaving_without_reading_closes_the_connection(rig: Rig) -> None:
+    async with rig.provider.stream(rig.call("fault-stall")):
+        pass
+    async with asyncio.timeout(2):
+        record = await rig.fake.record()
+    assert record.outcome == "disconnected"
+
+
+async def test_leaving_by_an_exception_closes_the_connection_too(rig: Rig) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with rig.provider.stream(rig.call("fault-stall=1")) as stream:
+            await anext(stream)
+            raise ZeroDivisionError
+    assert (await rig.fake.record()).outcome == "disconnected"
+
+
+@pytest.mark.parametrize("fault", ["fault-silence", "fault-stall", "fault-stall=2", "fault-pace=0.2"])
+async def test_a_cancelled_task_closes_the_connection_and_stays_cancelled(rig: Rig, fault: str) -> None:
+    task = asyncio.create_task(rig.frames(rig.call(fault)))
+    await rig.fake.arrived(1)
+    while rig.fake.records[0].frames_sent < 1 and fault != "fault-silence":
+        await asyncio.sleep(0.01)  # until the first frame is on its way
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    async with asyncio.timeout(2):
+        record = await rig.fake.record()
+    assert record.outcome == "disconnected"
+    assert len(rig.fake.records) == 1
+
+
+async def test_silence_has_no_deadline_of_the_providers_own(rig: Rig) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5), rig.provider.stream(rig.call("fault-silence")):
+            raise AssertionError("a stream out of silence")
+    assert (await rig.fake.record()).outcome == "disconnected"
+
+
+async def test_a_provider_works_after_a_failure(rig: Rig) -> None:
+    await rig.failure(rig.call("fault-cut=1"))
+    await rig.failure(rig.call("fault-503"))
+    assert (await rig.frames(rig.call()))[-1] == Done()
+
+
+# --- the inference service's own words --------------------------------------------------------------------------------
+@pytest.fixture
+async def inference() -> AsyncIterator[tuple[fake_inference.FakeInference, Provider]]:
+    async with fake_inference.FakeInference(token="t") as fake:
+        provider = LocalProvider(fake.url, "t", make_local_session())
+        yield fake, provider
+        await provider.aclose()
+
+
+Inference = tuple[fake_inference.FakeInference, Provider]
+LOCAL = Call(Endpoint.CHAT, "demo", ASK, "req-1")
+
+
+async def test_the_local_answer_is_one_stream_with_its_progress(inference: Inference) -> None:
+    fake, provider = inference
+    fake.answers["demo"] = fake_inference.Answer(comments=2)
+    async with provider.stream(LOCAL) as stream:
+        frames = [frame async for frame in stream]
+    assert [type(frame) for frame in frames[:2]] == [Comment, Comment]
+    assert text_of(frames) == "Hello there!"
+    assert [frame.kind for frame in frames if isinstance(frame, Data)][-2:] == [DeltaKind.FINISH, DeltaKind.USAGE]
+    assert frames[-1] == Done()
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "code"),
+    [
+        (fake_inference.Answer(cut=True), READ, None),
+        (fake_inference.Answer(finish=None), READ, None),
+        (fake_inference.Answer(finish=None, done=False), READ, None),
+        (fake_inference.Answer(words=(), finish=None), EMPTY, None),
+        (fake_inference.Answer(raw=b""), EMPTY, None),
+        (fake_inference.Answer(garbage=b"data: nonsense\n\n"), MALFORMED, None),
+        (fake_inference.Answer(error=Code.DEVICE_LOST), UpstreamKind.ERROR_FRAME, "device_lost"),
+        (fake_inference.Answer(refuse=Code.MEMORY_LIMIT_EXCEEDED), UpstreamKind.STATUS, "memory_limit_exceeded"),
+        (fake_inference.Answer(refuse=Code.QUEUE_FULL), UpstreamKind.STATUS, "queue_full"),
+        (fake_inference.Answer(status=500), UpstreamKind.STATUS, None),
+    ],
+)
+async def test_a_broken_local_answer_is_an_error_and_never_done(
+    inference: Inference, answer: fake_inference.Answer, kind: UpstreamKind, code: str | None
+) -> None:
+    fake, provider = inference
+    fake.answers["demo"] = answer
+    frames: list[Frame] = []
+    with pytest.raises(UpstreamError) as caught:
+        async with provider.stream(LOCAL) as stream:
+            async for frame in stream:
+                frames.append(frame)  # noqa: PERF401 - what came before the error counts
+    assert (caught.value.kind, caught.value.code) == (kind, code)
+    assert Done() not in frames
+    assert len(fake.seen) == 1
+
+
+@pytest.mark.parametrize(
+    "answer", [fake_inference.Answer(stall=True), fake_inference.Answer(stall_before_headers=True)]
+)
+async def test_leaving_the_local_provider_closes_its_connection(
+    inference: Inference, answer: fake_inference.Answer
+) -> None:
+    fake, provider = inference
+    fake.answers["demo"] = answer
+
+    async def read() -> None:
+        async with provider.stream(LOCAL) as stream:
+            async for _ in stream:
+                pass
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await read()
+    async with asyncio.timeout(2):
+        await fake.seen[0].closed.wait()
+
+
+# --- the dialects' own ------------------------------------------------------------------------------------------------
+async def test_text_completions_are_relayed() -> None:
+    async with FakeProvider() as fake:
+        for make in (_make_openai, _make_local):
+            provider = make(fake.url, KEY)
+            async with provider.stream(Call(Endpoint.COMPLETIONS, "m", {"prompt": "Once upon a time"}, "r")) as stream:
+                frames = [frame async for frame in stream]
+            await provider.aclose()
+            said = [choice["text"] for chunk in chunks(frames) for choice in chunk["choices"]]
+            assert "".join(said) == "[openai m] Once upon a time"
+            assert frames[-1] == Done()
+
+
+@pytest.mark.parametrize("make", [_make_google, _make_anthropic])
+async def test_an_endpoint_the_provider_lacks_is_refused_before_anything_is_sent(
+    make: Callable[[str, str], Provider],
+) -> None:
+    async with FakeProvider() as fake:
+        provider = make(fake.url, KEY)
+        assert provider.unsupported_params(Endpoint.COMPLETIONS, {"prompt": "x"}, "m") == ("model",)
+        with pytest.raises(UpstreamError) as caught:
+            async with provider.stream(Call(Endpoint.COMPLETIONS, "m", {"prompt": "x"}, "r")):
+                raise AssertionError("no such endpoint")
+        await provider.aclose()
+        assert caught.value.code == "unsupported_parameter"
+        assert fake.records == []
+
+
+@pytest.mark.parametrize("rig", ["openai", "google", "anthropic"], indirect=True)
+@pytest.mark.parametrize("extra", [{}, {"seed": 7}, {"n": 2}, {"grammar": "root ::= x"}, {"temperature": 1}])
+async def test_what_is_known_beforehand_is_what_an_attempt_would_meet(rig: Rig, extra: dict[str, Any]) -> None:
+    call = rig.call(body={"messages": [{"role": "user", "content": "x"}], **extra})
+    known = rig.provider.unsupported_params(call.endpoint, call.body, call.model)
+    met: tuple[str | None, ...] = ()
+    try:
+        async with rig.provider.stream(call):
+            pass
+    except UpstreamError as error:
+        assert error.code == "unsupported_parameter"  # most cases raise nothing
+        met = (error.param,)
+    assert known == met
+
+
+@pytest.mark.parametrize("rig", ["openai", "google", "local"], indirect=True)
+async def test_embeddings_are_the_providers_bytes(rig: Rig) -> None:
+    call = rig.call(body={"input": ["a", "b"]}, endpoint=Endpoint.EMBEDDINGS)
+    answer = json.loads(await rig.provider.unary(call))
+    assert [item["index"] for item in answer["data"]] == [0, 1]
+    assert len(answer["data"][0]["embedding"]) == 8
+
+
+@pytest.mark.parametrize("rig", ["openai", "google", "local"], indirect=True)
+async def test_embeddings_fail_as_streams_do(rig: Rig) -> None:
+    for fault, kind in (("fault-503", UpstreamKind.STATUS), ("fault-reset", UpstreamKind.READ)):
+        with pytest.raises(UpstreamError) as caught:
+            await rig.provider.unary(rig.call(fault, {"input": "a"}, endpoint=Endpoint.EMBEDDINGS))
+        assert caught.value.kind is kind
+    assert len(rig.fake.records) == 2
+
+
+async def test_an_embedding_that_is_no_json_object_is_malformed() -> None:
+    async with FakeProvider() as fake:
+        provider = _make_openai(fake.url, KEY)
+        with pytest.raises(UpstreamError) as caught:
+            await provider.unary(Call(Endpoint.EMBEDDINGS, "fault-html", {"input": "a"}, "r"))
+        assert caught.value.kind is MALFORMED
+        await provider.aclose()
+        with canned_service({"POST /v1/embeddings": Canned([1])}) as canned:
+            provider = _make_openai(canned.url, KEY)
+            with pytest.raises(UpstreamError, match="object"):
+                await provider.unary(Call(Endpoint.EMBEDDINGS, "m", {"input": "a"}, "r"))
+        with pytest.raises(UpstreamError, match="streamed"):
+            await provider.unary(Call(Endpoint.CHAT, "m", ASK, "r"))
+        await provider.aclose()
+
+
+async def test_anthropic_has_no_embeddings() -> None:
+    provider = _make_anthropic("http://127.0.0.1:9", KEY)
+    with pytest.raises(UpstreamError, match="embeddings"):
+        await provider.unary(Call(Endpoint.EMBEDDINGS, "m", {"input": "a"}, "r"))
+    await provider.aclose()
+
+
+async def test_anthropics_pings_are_signs_of_life() -> None:
+    async with FakeProvider() as fake:
+        provider = _make_anthropic(fake.url, KEY)
+        async with provider.stream(Call(Endpoint.CHAT, "m", ASK, "r")) as stream:
+            assert Comment(b": ping\n\n") in [frame async for frame in stream]
+        await provider.aclose()
+
+
+@pytest.mark.parametrize(
+    ("model", "version", "temperature"), [("claude-sonnet-4-6", "2023-06-01", 0.2), ("claude-opus-5", None, None)]
+)
+async def test_sampling_reaches_only_the_anthropic_models_that_take_it(
+    model: str, version: str | None, temperature: float | None
+) -> None:
+    async with FakeProvider() as fake:
+        provider = _make_anthropic(fake.url, KEY)
+        async with provider.stream(Call(Endpoint.CHAT, model, {**ASK, "temperature": 0.2}, "r")) as stream:
+            assert [frame async for frame in stream][-1] == Done()
+        await provider.aclose()
+        record = fake.records[0]
+        assert record.body.get("temperature") == temperature
+        assert version in (None, record.headers["anthropic-version"])
+
+
+class _Elsewhere(httpx2.AsyncHTTPTransport):
+    """Sends what is meant for one host to another."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self._url = httpx2.URL(url)
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        request.url = request.url.copy_with(scheme="http", host=self._url.host, port=self._url.port)
+        return await super().handle_async_request(request)
+
+
+async def test_openai_itself_gets_the_new_name_of_max_tokens() -> None:
+    async with FakeProvider() as fake:
+        http = httpx2.AsyncClient(transport=_Elsewhere(fake.url))
+        provider = OpenAIProvider("openai", api_key=KEY, base_url=None, http=http)
+        body = {**ASK, "max_tokens": 2, "top_k": 40}
+        async with provider.stream(Call(Endpoint.CHAT, "gpt-5-mini", body, "r")) as stream:
+            frames = [frame async for frame in stream]
+        await provider.aclose()
+        assert fake.records[0].body["max_completion_tokens"] == 2
+        assert chunks(frames)[-2]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_openais_account_headers_reach_openai_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_ORG_ID", "org-ours")
+    monkeypatch.setenv("OPENAI_PROJECT_ID", "proj-ours")
+    async with FakeProvider() as fake:
+        provider = _make_google(fake.url, KEY)
+        async with provider.stream(Call(Endpoint.CHAT, "m", ASK, "r")) as stream:
+            assert [frame async for frame in stream]
+        await provider.aclose()
+        assert "ours" not in str(fake.records[0].headers)

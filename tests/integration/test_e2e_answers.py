@@ -1,0 +1,123 @@
+"""The main job end to end: real clients, real gateway, real inference service, real llama.cpp."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from tests.rigs.stack import Stack, chat_body
+
+STORY = "Tell me a long story about a water mill."
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    stack = Stack(tmp_path_factory.mktemp("answers")).start()
+    yield stack
+    stack.kill()
+
+
+def _client(stack: Stack) -> openai.OpenAI:
+    return openai.OpenAI(base_url=stack.base_url, api_key=stack.key, max_retries=0, timeout=30)
+
+
+def _messages(text: str) -> Any:
+    return [{"role": "user", "content": text}]
+
+
+def test_the_openai_client_streams_exactly_what_the_worker_says(stack: Stack) -> None:
+    direct = stack.ask("/v1/chat/completions", chat_body(STORY), direct=True)
+    with _client(stack) as client:
+        chunks = list(
+            client.chat.completions.create(
+                model="demo",
+                messages=_messages(STORY),
+                temperature=0,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        == (direct["choices"][0]["message"]["content"])
+    )
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == direct["usage"]["completion_tokens"]
+    assert chunks[-2].choices[0].finish_reason == "stop"
+
+
+def test_a_non_streaming_answer_equals_the_streamed_one_and_says_who_answered(stack: Stack) -> None:
+    with _client(stack) as client:
+        raw = client.chat.completions.with_raw_response.create(model="demo", messages=_messages(STORY), temperature=0)
+    answer = raw.parse()
+    direct = stack.ask("/v1/chat/completions", chat_body(STORY), direct=True)
+    assert answer.choices[0].message.content == direct["choices"][0]["message"]["content"]
+    assert answer.model == "demo"
+    assert raw.headers["x-headgate-tier"] == "local"
+    assert raw.headers["x-headgate-model"] == "local/demo"
+    assert raw.headers["x-headgate-attempts"] == "1"
+    assert float(raw.headers["x-headgate-overhead-ms"]) >= 0
+    assert raw.headers["x-request-id"]
+
+
+def test_a_stream_without_include_usage_carries_none_and_ends_in_done(stack: Stack) -> None:
+    with httpx2.Client(timeout=30) as client:
+        answer = client.post(
+            stack.base_url + "/chat/completions",
+            json=chat_body("Hello!", stream=True),
+            headers={"authorization": f"Bearer {stack.key}"},
+        )
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.text.endswith("data: [DONE]\n\n")
+    assert '"usage":{' not in answer.text
+
+
+def test_completions_and_models_answer_the_official_client(stack: Stack) -> None:
+    with _client(stack) as client:
+        completion = client.completions.create(model="demo", prompt="Once upon a time", max_tokens=8, temperature=0)
+        models = [model.id for model in client.models.list()]
+    assert completion.object == "text_completion"
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens <= 8
+    assert {"demo", "demo-mini"} <= set(models)
+
+
+def test_many_clients_at_once_get_the_answers_they_would_get_alone(stack: Stack) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    questions = ["Hello!", "How are you?", "Who are you?", "Tell me a joke."] * 4
+    alone = {text: stack.ask("/v1/chat/completions", chat_body(text)) for text in set(questions)}
+    with ThreadPoolExecutor(16) as pool:
+        together = list(pool.map(lambda text: stack.ask("/v1/chat/completions", chat_body(text)), questions))
+    for text, answer in zip(questions, together, strict=True):
+        assert answer["choices"][0]["message"]["content"] == alone[text]["choices"][0]["message"]["content"]
+
+
+def test_a_chat_model_refuses_embeddings_clearly(stack: Stack) -> None:
+    with _client(stack) as client, pytest.raises(openai.BadRequestError) as caught:
+        client.embeddings.create(model="demo", input="water")
+    assert "embedding" in str(caught.value)
+
+
+def test_health_and_metrics_answer_on_both_ports(stack: Stack) -> None:
+    for service in (stack.inference, stack.front):
+        with httpx2.Client(base_url=service.url, timeout=5) as client:
+            assert client.get("/livez").status_code == 200
+            assert client.get("/readyz").status_code == 200
+            assert client.get("/health").status_code == 200
+            assert "# TYPE" in client.get("/metrics").text
+
+
+def test_the_front_services_map_no_compute_library(stack: Stack) -> None:
+    for service in (stack.inference, stack.front):
+        maps = Path(f"/proc/{service.pid}/maps").read_text()
+        for library in ("libllama", "libggml", "libcuda", "libnvidia"):
+            assert library not in maps

@@ -1,0 +1,215 @@
+"""The inference service is gone: clouds answer in OpenAI's dialect, then a clean 503; and one probe finds it again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from tests.rigs.processes import Service
+from tests.rigs.stack import MODELS, Stack, chat_body, fake_cloud, until
+
+OPEN_SECONDS = 3
+
+CONFIG = """
+providers:
+  openai:    {{kind: openai,    api_key: "${{env:OPENAI_API_KEY}}",    base_url: {url}/v1}}
+  anthropic: {{kind: anthropic, api_key: "${{env:ANTHROPIC_API_KEY}}", base_url: {url}}}
+  google:    {{kind: openai,    api_key: "${{env:GEMINI_API_KEY}}",    base_url: {url}/v1beta/openai/}}
+routes:
+  demo:            {{chain: [local/demo, openai/gpt-test]}}
+  demo-anthropic:  {{chain: [local/demo, anthropic/claude-test]}}
+  demo-google:     {{chain: [local/demo, google/gemini-test]}}
+  demo-everything: {{chain: [local/demo, openai/fault-503, anthropic/fault-529]}}
+  demo-home:       {{chain: [local/demo, openai/gpt-test], cloud: never}}
+breaker: {{failures: 5, open: {open}s, probes: 1, window: 60s, failure_ratio: 0.5, min_requests: 1000}}
+"""
+KEYS = {"OPENAI_API_KEY": "fake-openai", "ANTHROPIC_API_KEY": "fake-anthropic", "GEMINI_API_KEY": "fake-google"}
+
+
+@pytest.fixture
+async def cloud(tmp_path: Path) -> AsyncIterator[Service]:
+    cloud = await asyncio.to_thread(fake_cloud(tmp_path).start)
+    yield cloud
+    await asyncio.to_thread(cloud.kill)
+
+
+@pytest.fixture
+async def stack(tmp_path: Path, cloud: Service) -> AsyncIterator[Stack]:
+    """A gateway whose inference service is not running."""
+    stack = Stack(tmp_path, models=MODELS, gateway=CONFIG.format(url=cloud.url, open=OPEN_SECONDS), gateway_env=KEYS)
+    await asyncio.to_thread(stack.front.start, wait_for="/readyz")
+    yield stack
+    await asyncio.to_thread(stack.kill)
+
+
+def _client(stack: Stack) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=stack.base_url, api_key=stack.key, max_retries=0, timeout=30)
+
+
+def _seen(cloud: Service) -> list[dict[str, Any]]:
+    with urllib.request.urlopen(cloud.url + "/_fake/requests", timeout=5) as answer:
+        return list(json.load(answer)["requests"])
+
+
+def _local_attempts(stack: Stack) -> int:
+    with urllib.request.urlopen(stack.front.url + "/metrics", timeout=5) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(
+        int(float(line.rpartition(" ")[2]))
+        for line in lines
+        if line.startswith("gateway_attempts_total{") and 'provider="local"' in line
+    )
+
+
+@pytest.mark.parametrize(
+    ("route", "provider", "dialect"),
+    [
+        ("demo", "openai/gpt-test", "openai"),
+        ("demo-anthropic", "anthropic/claude-test", "anthropic"),
+        ("demo-google", "google/gemini-test", "google"),
+    ],
+)
+async def test_each_provider_answers_in_openais_dialect(
+    stack: Stack, cloud: Service, route: str, provider: str, dialect: str
+) -> None:
+    messages: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How deep is the water?"}]
+    async with _client(stack) as client:
+        raw = await client.chat.completions.with_raw_response.create(model=route, messages=messages)
+        chunks = [
+            chunk
+            async for chunk in await client.chat.completions.create(
+                model=route, messages=messages, stream=True, stream_options={"include_usage": True}
+            )
+        ]
+    whole = raw.parse()
+    assert raw.headers["x-headgate-tier"] == "cloud"
+    assert raw.headers["x-headgate-model"] == provider
+    assert raw.headers["x-headgate-reason"] != "none"
+    assert raw.headers["x-headgate-attempts"] == "2"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert "How deep is the water?" in text
+    assert whole.choices[0].finish_reason == "stop"
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens > 0
+    assert chunks[-1].usage is not None
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert [record["dialect"] for record in _seen(cloud)] == [dialect, dialect]
+
+
+async def test_tools_survive_the_translation_to_another_dialect(stack: Stack) -> None:
+    tools: Any = [
+        {
+            "type": "function",
+            "function": {
+                "name": "read_gauge",
+                "description": "Reads a water gauge.",
+                "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+            },
+        }
+    ]
+    async with _client(stack) as client:
+        answer = await client.chat.completions.create(
+            model="demo-anthropic",
+            messages=[{"role": "user", "content": "How deep is it at the mill?"}],
+            tools=tools,
+            tool_choice="required",
+        )
+    assert answer.choices[0].finish_reason == "tool_calls"
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name == "read_gauge"
+    assert isinstance(json.loads(call.function.arguments), dict)
+
+
+async def test_all_tiers_down_is_a_503_with_a_true_retry_after(stack: Stack) -> None:
+    async with httpx2.AsyncClient(timeout=30) as client:
+        for stream in (False, True):
+            answer = await client.post(
+                stack.base_url + "/chat/completions",
+                json=chat_body("Hello!", "demo-everything", stream=stream),
+                headers={"authorization": f"Bearer {stack.key}"},
+            )
+            assert answer.status_code == 503
+            error = answer.json()["error"]
+            assert error["code"] == "no_tier_available"
+            for name in ("local/demo", "openai/fault-503", "anthropic/fault-529"):
+                assert name in error["message"]
+            assert answer.headers["x-headgate-tier"] == "none"
+    for _ in range(4):
+        async with httpx2.AsyncClient(timeout=30) as client:
+            answer = await client.post(
+                stack.base_url + "/chat/completions",
+                json=chat_body("Hello!", "demo-everything"),
+                headers={"authorization": f"Bearer {stack.key}"},
+            )
+    told = int(answer.headers["retry-after"])
+    assert 1 <= told <= OPEN_SECONDS
+    await asyncio.sleep(told)
+    before = _local_attempts(stack)
+    async with httpx2.AsyncClient(timeout=30) as client:
+        await client.post(
+            stack.base_url + "/chat/completions",
+            json=chat_body("Hello!", "demo-everything"),
+            headers={"authorization": f"Bearer {stack.key}"},
+        )
+    assert _local_attempts(stack) == before + 1, "Retry-After was not true: nobody was asked again by then"
+
+
+async def test_a_route_that_stays_home_never_asks_a_cloud(stack: Stack, cloud: Service) -> None:
+    async with _client(stack) as client:
+        with pytest.raises(openai.InternalServerError) as caught:
+            await client.chat.completions.create(model="demo-home", messages=[{"role": "user", "content": "Hello!"}])
+        with pytest.raises(openai.InternalServerError):
+            await client.chat.completions.create(
+                model="demo",
+                messages=[{"role": "user", "content": "Hello!"}],
+                extra_headers={"x-headgate-policy": "local-only"},
+            )
+    assert caught.value.status_code == 503
+    assert _seen(cloud) == []
+
+
+async def test_recovery_is_exactly_one_probe_also_among_32_clients(stack: Stack) -> None:
+    async with _client(stack) as client:
+
+        async def ask() -> str:
+            raw = await client.chat.completions.with_raw_response.create(
+                model="demo", messages=[{"role": "user", "content": "Hello!"}], temperature=0
+            )
+            return str(raw.headers["x-headgate-tier"])
+
+        for _ in range(5):
+            assert await ask() == "cloud"
+        opened = time.monotonic()
+        assert _local_attempts(stack) == 5
+        assert set(await asyncio.gather(*(ask() for _ in range(8)))) == {"cloud"}
+        assert _local_attempts(stack) == 5, "an open breaker lets nobody through"
+
+        # half-open while the service is still down: one probe, and everybody has an answer
+        await asyncio.sleep(max(0.0, opened + OPEN_SECONDS + 0.2 - time.monotonic()))
+        assert await asyncio.gather(*(ask() for _ in range(32))) == ["cloud"] * 32
+        assert _local_attempts(stack) == 6
+
+        # half-open with the service back: the probe loads the cold model while the others are answered elsewhere
+        reopened = time.monotonic()
+        await asyncio.to_thread(stack.inference.start, wait_for="/readyz")
+        await asyncio.sleep(max(0.0, reopened + OPEN_SECONDS + 0.2 - time.monotonic()))
+        tiers = await asyncio.gather(*(ask() for _ in range(32)))
+        assert sorted(tiers) == ["cloud"] * 31 + ["local"]
+        assert _local_attempts(stack) == 7
+        assert await ask() == "local"
+
+    async def closed() -> bool:
+        return all(entry["state"] == "closed" for entry in await asyncio.to_thread(stack.breakers))
+
+    await until("every breaker is closed", closed)

@@ -1,0 +1,96 @@
+"""A model that cannot fit is refused with numbers before anything is allocated, and the breaker learns from it."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.processes import children_of
+from tests.rigs.stack import Stack, chat_body
+
+MODELS = """
+models:
+  demo:
+    path: bundled:demo
+    context_length: 4096
+    parallel: 64
+  demo-mini:
+    path: bundled:demo-mini
+    context_length: 512
+    parallel: 1
+"""
+ROUTES = """
+routes:
+  demo: {chain: [local/demo, local/demo-mini], fit_check: false}
+  "*": {chain: ["local/*"]}
+breaker: {failures: 5, open: 30s, probes: 1, window: 60s, failure_ratio: 0.9, min_requests: 20}
+"""
+
+
+def test_a_refusal_has_numbers_five_open_the_breaker_and_no_sixth_arrives(tmp_path: Path) -> None:
+    stack = Stack(tmp_path, models=MODELS, gateway=ROUTES, inference_env={"INFERENCE_MEMORY_LIMIT_GB": "0.1"})
+    stack.start()
+    try:
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            stack.ask("/v1/chat/completions", chat_body("Hello!"), direct=True)
+        with caught.value as refused:
+            error = json.load(refused)["error"]
+        assert caught.value.code == 503
+        assert error["code"] == "memory_limit_exceeded"
+        assert "MiB" in error["message"]
+        assert error["headgate"]
+        assert not any("inference.worker" in Path(f"/proc/{pid}/cmdline").read_text() for pid in _children(stack))
+
+        def refusals() -> int:
+            text = _metrics(stack)
+            return sum(
+                int(float(line.rpartition(" ")[2]))
+                for line in text.splitlines()
+                if line.startswith("inference_placement_total{") and "cant_accommodate" in line.lower()
+            )
+
+        before = refusals()
+        for _ in range(5):
+            answer = stack.ask("/v1/chat/completions", chat_body("Hello!"))
+            assert answer["model"] == "demo-mini"
+        assert refusals() - before == 5
+        opened = [entry for entry in stack.breakers() if entry["name"] == "local/demo"]
+        assert [entry["state"] for entry in opened] == ["open"]
+        for _ in range(3):
+            assert stack.ask("/v1/chat/completions", chat_body("Hello!"))["model"] == "demo-mini"
+        assert refusals() - before == 5
+    finally:
+        stack.kill()
+
+
+def test_with_fit_check_the_tier_is_skipped_and_no_breaker_moves(tmp_path: Path) -> None:
+    stack = Stack(
+        tmp_path,
+        models=MODELS,
+        gateway=ROUTES.replace("fit_check: false", "fit_check: true"),
+        inference_env={"INFERENCE_MEMORY_LIMIT_GB": "0.1"},
+    )
+    stack.start()
+    try:
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            stack.ask("/v1/chat/completions", chat_body("Hello!"), direct=True)
+        caught.value.close()
+        for _ in range(8):
+            assert stack.ask("/v1/chat/completions", chat_body("Hello!"))["model"] == "demo-mini"
+        assert all(entry["state"] == "closed" for entry in stack.breakers())
+    finally:
+        stack.kill()
+
+
+def _children(stack: Stack) -> list[int]:
+    return [pid for pid in children_of(stack.inference.pid) if Path(f"/proc/{pid}").exists()]
+
+
+def _metrics(stack: Stack) -> str:
+    import urllib.request
+
+    with urllib.request.urlopen(stack.inference.url + "/metrics", timeout=5) as answer:
+        return str(answer.read().decode())

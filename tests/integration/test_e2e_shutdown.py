@@ -1,0 +1,123 @@
+"""Stopping is orderly and dying is contained: drains, exit statuses, no process and no socket left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.rigs.processes import Service, children_of, free_port, http_status, is_alive, private_env
+from tests.rigs.stack import LOCAL_ROUTES, MODELS, Stack, until
+
+STORY = "Tell me a long story about a water mill."
+
+
+@pytest.fixture
+async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
+    stack = await asyncio.to_thread(Stack(tmp_path).start)
+    yield stack
+    await asyncio.to_thread(stack.kill)
+
+
+async def test_sigterm_drains_open_streams_while_readiness_is_503(stack: Stack) -> None:
+    async with openai.AsyncOpenAI(base_url=stack.base_url, api_key=stack.key, max_retries=0, timeout=30) as client:
+        stream = await client.chat.completions.create(
+            model="demo", messages=[{"role": "user", "content": STORY}], stream=True, temperature=0
+        )
+        pieces = [await anext(aiter(stream))]
+        stack.front.signal(signal.SIGTERM)
+        await until(
+            "readiness is 503 while the port answers",
+            lambda: asyncio.to_thread(lambda: http_status(stack.front.url + "/readyz") == 503),
+        )
+        pieces += [chunk async for chunk in stream]
+    assert pieces[-1].choices[0].finish_reason == "stop"
+    assert await asyncio.to_thread(stack.front.wait, 40) == 0
+    workers = children_of(stack.inference.pid)
+    assert workers
+    assert await asyncio.to_thread(stack.inference.stop, 40) == 0
+    assert not [pid for pid in workers if is_alive(pid)]
+    assert _sockets_left(stack.root) == []
+
+
+async def test_killing_the_authority_leaves_no_worker_for_two_seconds(stack: Stack) -> None:
+    await asyncio.to_thread(
+        stack.ask, "/v1/chat/completions", {"model": "demo", "messages": [{"role": "user", "content": "Hello!"}]}
+    )
+    workers = children_of(stack.inference.pid)
+    assert workers
+    stack.inference.signal(signal.SIGKILL)
+    await until("the workers are gone", lambda: not [pid for pid in workers if is_alive(pid)], seconds=2)
+
+
+def _up(tmp_path: Path) -> Service:
+    config = tmp_path / "config"
+    config.mkdir()
+    (config / "models.yaml").write_text(MODELS)
+    (config / "gateway.yaml").write_text(LOCAL_ROUTES)
+    port, inference_port = free_port(), free_port()
+    env = private_env(
+        tmp_path,
+        {
+            "GATEWAY_PORT": str(port),
+            "INFERENCE_PORT": str(inference_port),
+            "GATEWAY_INFERENCE__URL": f"http://127.0.0.1:{inference_port}",
+        },
+    )
+    argv = [sys.executable, "-m", "headgate", "up", "--config-dir", str(config)]
+    return Service(argv, env, tmp_path, port, "up")
+
+
+@pytest.mark.parametrize("victim", ["supervisor", "everything by SIGTERM", "everything by SIGINT"])
+async def test_nothing_survives_the_supervisor(tmp_path: Path, victim: str) -> None:
+    up = await asyncio.to_thread(_up(tmp_path).start, wait_for="/readyz")
+    try:
+        key = (tmp_path / "state" / "gateway.key").read_text().strip()
+        async with openai.AsyncOpenAI(base_url=up.url + "/v1", api_key=key, max_retries=0, timeout=30) as client:
+            await client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "Hello!"}])
+        family = children_of(up.pid)
+        assert len(family) >= 3
+        if victim == "supervisor":
+            up.signal(signal.SIGKILL)
+            await until("nobody is left", lambda: not [pid for pid in family if is_alive(pid)], seconds=2)
+        else:
+            up.signal(signal.SIGTERM if "SIGTERM" in victim else signal.SIGINT)
+            assert await asyncio.to_thread(up.wait, 40) == 0
+            assert not [pid for pid in family if is_alive(pid)]
+            assert _sockets_left(tmp_path) == []
+    finally:
+        await asyncio.to_thread(up.kill)
+
+
+async def test_the_supervisor_restarts_a_service_that_dies(tmp_path: Path) -> None:
+    up = await asyncio.to_thread(_up(tmp_path).start, wait_for="/readyz")
+    try:
+        first = [pid for pid in children_of(up.pid) if "inference" in _command(pid)]
+        os.kill(first[0], signal.SIGKILL)
+        key = (tmp_path / "state" / "gateway.key").read_text().strip()
+
+        async def answered() -> bool:
+            async with openai.AsyncOpenAI(base_url=up.url + "/v1", api_key=key, max_retries=0, timeout=30) as client:
+                try:
+                    await client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "Hello!"}])
+                except openai.APIStatusError:
+                    return False
+                return True
+
+        await until("the restarted service answers", answered, seconds=30, every=0.5)
+    finally:
+        await asyncio.to_thread(up.kill)
+
+
+def _command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
+def _sockets_left(root: Path) -> list[str]:
+    return [str(path) for path in root.rglob("*") if path.is_socket()]

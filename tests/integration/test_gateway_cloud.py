@@ -1,0 +1,134 @@
+"""Local tiers down: the answer comes from the clouds in the order of the chain, then as a clean 503."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.fake_inference import FakeInference
+from tests.rigs.fake_provider import KEY as CLOUD_KEY
+from tests.rigs.fake_provider import FakeProvider
+from tests.rigs.gateway_rig import Gateway
+
+pytestmark = pytest.mark.timeout(60)
+
+CONFIG = """
+providers:
+  openai: {{kind: openai, api_key: "${{env:CLOUD}}", base_url: {url}/v1}}
+  google: {{kind: openai, api_key: "${{env:CLOUD}}", base_url: {url}/v1beta/openai/}}
+  anthropic: {{kind: anthropic, api_key: "${{env:CLOUD}}", base_url: {url}}}
+  wrong: {{kind: openai, api_key: not-the-key, base_url: {url}/v1}}
+routes:
+  demo: {{chain: [local/demo, openai/gpt]}}
+  a: {{chain: [local/demo, anthropic/claude]}}
+  g: {{chain: [local/demo, google/gemini]}}
+  misconfigured: {{chain: [wrong/gpt, openai/gpt]}}
+  throttled: {{chain: [openai/fault-429=9, anthropic/claude]}}
+  down: {{chain: [local/demo, openai/fault-503, anthropic/fault-529]}}
+  cut: {{chain: [openai/fault-cut=2, anthropic/claude]}}
+  context: {{chain: [openai/fault-context, anthropic/claude]}}
+breaker: {{open: 60s}}
+"""
+
+
+@pytest.fixture
+async def cloud() -> AsyncIterator[FakeProvider]:
+    async with FakeProvider() as cloud:
+        yield cloud
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path, cloud: FakeProvider) -> AsyncIterator[Gateway]:
+    """A gateway whose inference service is gone."""
+    fake = FakeInference()
+    await fake.start()
+    await fake.stop()
+    async with Gateway(tmp_path, fake.url, CONFIG.format(url=cloud.url), {"CLOUD": CLOUD_KEY}) as gateway:
+        yield gateway
+
+
+@pytest.mark.parametrize(
+    ("route", "answered"), [("demo", "openai/gpt"), ("a", "anthropic/claude"), ("g", "google/gemini")]
+)
+async def test_with_local_gone_a_cloud_answers_whole_and_streamed(gateway: Gateway, route: str, answered: str) -> None:
+    whole = await gateway.chat(route)
+    assert (whole.status_code, whole.headers["x-headgate-tier"]) == (200, "cloud")
+    assert (whole.headers["x-headgate-model"], whole.headers["x-headgate-reason"]) == (answered, "connect")
+    assert whole.json()["object"] == "chat.completion"
+    assert whole.json()["choices"][0]["message"]["content"].endswith("Hello!")
+    streamed = await gateway.chat(route, stream=True)
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    chunks = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+    said = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+    assert said == whole.json()["choices"][0]["message"]["content"]
+
+
+async def test_policy_keeps_a_request_local_even_when_only_clouds_could_answer(
+    gateway: Gateway, cloud: FakeProvider
+) -> None:
+    answer = await gateway.chat(headers={"x-headgate-policy": "local-only"})
+    assert answer.status_code == 503
+    assert "policy keeps this request local" in answer.json()["error"]["message"]
+    assert cloud.records == []
+
+
+async def test_a_wrong_key_of_ours_is_never_shown_as_the_callers(
+    gateway: Gateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    answer = await gateway.chat("misconfigured")
+    assert (answer.status_code, answer.headers["x-headgate-model"]) == (200, "openai/gpt")
+    assert answer.headers["x-headgate-reason"] == "misconfigured"
+    assert any("check the key and the settings of provider wrong" in line.getMessage() for line in caplog.records)
+    assert "not-the-key" not in caplog.text
+
+
+async def test_a_throttled_cloud_is_left_alone_for_as_long_as_it_says(gateway: Gateway) -> None:
+    first = await gateway.chat("throttled")
+    assert (first.headers["x-headgate-model"], first.headers["x-headgate-reason"]) == ("anthropic/claude", "status_429")
+    entry = await gateway.breaker("openai/fault-429=9")
+    assert entry["state"] == "open"
+    assert 8 < entry["retry_after"] <= 9
+    assert (await gateway.chat("throttled")).headers["x-headgate-reason"] == "breaker_open"
+
+
+async def test_everybody_down_is_a_503_that_names_each(gateway: Gateway) -> None:
+    answer = await gateway.chat("down")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], answer.headers["x-headgate-attempts"]) == (503, "no_tier_available", "3")
+    assert all(name in error["message"] for name in ("local/demo", "openai/fault-503", "anthropic/fault-529"))
+    assert int(answer.headers["retry-after"]) >= 1
+
+
+async def test_a_cut_cloud_stream_ends_honestly_and_a_whole_answer_moves_on(gateway: Gateway) -> None:
+    streamed = await gateway.chat("cut", stream=True)
+    assert '"error"' in streamed.text.rstrip().rpartition("data: ")[2]
+    assert "[DONE]" not in streamed.text
+    assert (await gateway.chat("cut")).headers["x-headgate-model"] == "anthropic/claude"
+
+
+async def test_what_a_cloud_is_known_not_to_take_costs_no_attempt(gateway: Gateway, cloud: FakeProvider) -> None:
+    """It was found out by an attempt, of which a request has only so many."""
+    gateway.write(
+        (gateway.root / "gateway.yaml").read_text().replace("[openai/fault-context, ", "[google/gemini, openai/gpt, ")
+        + "attempts: {max: 1}\n"
+    )
+    assert (await gateway.admin("POST", "/admin/reload")).status_code == 200
+    answer = await gateway.chat("context", seed=7)
+    assert (answer.status_code, answer.headers["x-headgate-model"]) == (200, "openai/gpt")
+    assert (answer.headers["x-headgate-attempts"], answer.headers["x-headgate-reason"]) == ("1", "capability")
+    told = (await gateway.admin("GET", f"/admin/requests/{answer.headers['x-request-id']}")).json()
+    assert told["dropped"] == {
+        f"{name}/{model}": f"capability: provider {name} does not take seed"
+        for name, model in (("google", "gemini"), ("anthropic", "claude"))
+    }
+    refused = await gateway.chat("a", seed=7)
+    assert "provider anthropic does not take seed" in refused.json()["error"]["message"]
+    assert len(cloud.records) == 1
+
+
+async def test_a_prompt_too_long_for_the_first_choice_is_the_callers(gateway: Gateway) -> None:
+    answer = await gateway.chat("context")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")

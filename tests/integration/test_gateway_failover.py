@@ -1,0 +1,523 @@
+"""The chain over real sockets: commit, fallback, breakers, deadlines, honest ends; the service is a fake."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from inference.protocol import Code, ModelState, ModelStatus
+from tests.rigs.fake_inference import Answer, FakeInference
+from tests.rigs.gateway_rig import CONFIG, MESSAGES, Gateway
+from tests.rigs.stack import until
+
+pytestmark = pytest.mark.timeout(60)
+
+FAST = CONFIG + "deadlines: {connect: 1s, first_token: 800ms, inter_token: 600ms, total: 8s}\nbreaker: {open: 500ms}\n"
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[FakeInference]:
+    async with FakeInference("token") as fake:
+        yield fake
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]:
+    async with Gateway(tmp_path, fake.url, FAST) as gateway:
+        yield gateway
+
+
+@pytest.fixture
+async def patient(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]:
+    """A gateway whose breakers are quick and whose deadlines are not: for tests that hold an answer back."""
+    async with Gateway(tmp_path, fake.url, CONFIG + "breaker: {open: 500ms}\n") as gateway:
+        yield gateway
+
+
+def _text(stream: str) -> str:
+    """The words of an SSE stream."""
+    chunks = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+    return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk.get("choices", []))
+
+
+def _error_of(stream: str) -> dict[str, Any]:
+    """The error frame that ends a stream."""
+    frames = [frame for frame in stream.split("\n\n") if frame]
+    error: dict[str, Any] = json.loads(frames[-1].removeprefix("data: "))["error"]
+    return error
+
+
+async def _lines(answer: httpx2.Response) -> list[str]:
+    return [line async for line in answer.aiter_lines() if line]
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+async def test_the_first_choice_answers_whole_and_streamed(gateway: Gateway, fake: FakeInference) -> None:
+    whole = await gateway.chat()
+    assert whole.status_code == 200
+    assert whole.json()["choices"][0]["message"]["content"] == "Hello there!"
+    assert whole.json()["usage"]["completion_tokens"] == 3
+    assert (whole.headers["x-headgate-tier"], whole.headers["x-headgate-model"]) == ("local", "local/demo")
+    assert (whole.headers["x-headgate-attempts"], whole.headers["x-headgate-reason"]) == ("1", "none")
+    streamed = await gateway.chat(stream=True)
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    assert _text(streamed.text) == "Hello there!"
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    assert '"usage"' not in streamed.text
+    asked = await gateway.chat(stream=True, stream_options={"include_usage": True})
+    assert json.loads(asked.text.split("\n\n")[-3].removeprefix("data: "))["usage"]["completion_tokens"] == 3
+
+
+async def test_the_local_hop_is_always_a_stream_with_the_shared_token_and_who_asks(
+    gateway: Gateway, fake: FakeInference
+) -> None:
+    await gateway.chat(headers={"x-request-id": "mine-1", "x-headgate-priority": "low", "x-headgate-kv": "keep"})
+    seen = fake.seen[0]
+    assert seen.body["stream"] is True
+    assert seen.body["stream_options"] == {"include_usage": True}
+    assert seen.headers["authorization"] == "Bearer token"
+    assert seen.headers["x-request-id"] == "mine-1"
+    assert (seen.headers["x-headgate-priority"], seen.headers["x-headgate-kv"]) == ("low", "keep")
+    assert len(seen.headers["x-headgate-tenant"]) == 32
+    assert 0 < int(seen.headers["x-headgate-deadline-ms"]) <= 8000
+
+
+async def test_text_completions_and_embeddings(gateway: Gateway, fake: FakeInference) -> None:
+    answer = await gateway.client.post("/v1/completions", json={"model": "demo-mini", "prompt": "Once"})
+    assert answer.json()["object"] == "text_completion"
+    assert answer.json()["choices"][0]["text"] == "Hello there!"
+    fake.models["embed"] = ModelStatus(id="embed", state=ModelState.READY, capabilities=("embeddings",))
+    answer = await gateway.client.post("/v1/embeddings", json={"model": "embed", "input": "water"})
+    assert answer.json()["data"][0]["embedding"] == [0.5, 0.25]
+    assert answer.headers["x-headgate-model"] == "local/embed"
+
+
+async def test_an_empty_answer_with_a_finish_is_an_answer(gateway: Gateway, fake: FakeInference) -> None:
+    fake.answers["demo"] = Answer(words=())
+    answer = await gateway.chat()
+    assert (answer.status_code, answer.json()["choices"][0]["message"]["content"]) == (200, "")
+    assert answer.headers["x-headgate-attempts"] == "1"
+
+
+# --- fallback before the first token ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (Answer(refuse=Code.MEMORY_LIMIT_EXCEEDED), "memory_limit_exceeded"),
+        (Answer(refuse=Code.MODEL_LOADING), "model_loading"),
+        (Answer(refuse=Code.QUEUE_FULL, retry_after=3), "queue_full"),
+        (Answer(status=500), "status_500"),
+        (Answer(words=(), error=Code.DEVICE_LOST), "device_lost"),
+        (Answer(words=(), cut=True), "read"),
+        (Answer(words=(), garbage=b"data: {half\n\n"), "malformed"),
+        (Answer(words=(), finish=None), "empty"),
+        (Answer(stall_before_headers=True), "timeout"),
+        (Answer(words=(), stall=True), "timeout"),
+        (Answer(raw=b""), "empty"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_a_failure_before_the_first_token_costs_only_time(
+    gateway: Gateway, fake: FakeInference, answer: Answer, reason: str, stream: bool
+) -> None:
+    fake.answers["demo"] = answer
+    got = await gateway.chat(stream=stream)
+    assert got.status_code == 200
+    assert (got.headers["x-headgate-tier"], got.headers["x-headgate-model"]) == ("local-fallback", "local/demo-mini")
+    assert (got.headers["x-headgate-attempts"], got.headers["x-headgate-reason"]) == ("2", reason)
+    text = _text(got.text) if stream else got.json()["choices"][0]["message"]["content"]
+    assert text == "Hello there!"
+
+
+async def test_without_a_stream_even_half_an_answer_is_replaced(gateway: Gateway, fake: FakeInference) -> None:
+    fake.answers["demo"] = Answer(words=("half ",), cut=True)
+    answer = await gateway.chat()
+    assert answer.json()["choices"][0]["message"]["content"] == "Hello there!"
+    assert answer.json()["model"] == "demo-mini"
+
+
+async def test_a_tier_that_cannot_fit_is_skipped_without_an_attempt(gateway: Gateway, fake: FakeInference) -> None:
+    fake.models["demo"] = ModelStatus(id="demo", state=ModelState.COLD, fits=False, reason="needs 3 MiB more")
+    await gateway.runtime.view.refresh()
+    answer = await gateway.chat()
+    assert (answer.headers["x-headgate-reason"], answer.headers["x-headgate-attempts"]) == ("cannot_fit", "1")
+    assert fake.seen_for("demo") == []
+    assert (await gateway.breaker("local/demo"))["state"] == "closed"
+
+
+async def test_needs_that_no_model_meets_are_refused(gateway: Gateway, fake: FakeInference) -> None:
+    content = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]
+    answer = await gateway.chat(messages=[{"role": "user", "content": content}])
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+    assert "vision" in answer.json()["error"]["message"]
+    assert fake.seen == []
+
+
+@pytest.mark.parametrize("code", [Code.CONTEXT_LENGTH_EXCEEDED, Code.POISON_REQUEST, Code.INVALID_REQUEST])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_callers_own_mistake_is_passed_on_and_nobody_else_is_asked(
+    gateway: Gateway, fake: FakeInference, code: Code, stream: bool
+) -> None:
+    fake.answers["demo"] = Answer(refuse=code, message="9000 tokens, 2048 fit")
+    answer = await gateway.chat(stream=stream)
+    error = answer.json()["error"]
+    assert answer.status_code in (400, 422)
+    assert (error["code"], error["message"]) == (code, "9000 tokens, 2048 fit")
+    assert answer.headers["x-should-retry"] == "false"
+    assert (answer.headers["x-headgate-tier"], answer.headers["x-headgate-attempts"]) == ("none", "1")
+    assert fake.seen_for("demo-mini") == []
+    assert (await gateway.breaker("local/demo"))["failures"] == 0
+
+
+async def test_a_parameter_that_one_tier_lacks_is_tried_elsewhere_and_refused_in_its_words_at_last(
+    gateway: Gateway, fake: FakeInference
+) -> None:
+    fake.answers["demo"] = Answer(refuse=Code.UNSUPPORTED_PARAMETER, message="no grammar here")
+    assert (await gateway.chat()).json()["model"] == "demo-mini"
+    fake.answers["demo-mini"] = Answer(refuse=Code.UNSUPPORTED_PARAMETER, message="nor here")
+    answer = await gateway.chat()
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "no grammar here")
+
+
+async def test_an_unknown_model_is_a_404_of_the_gateways_own(gateway: Gateway, fake: FakeInference) -> None:
+    answer = await gateway.chat("demo-minni")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
+    assert "did you mean 'demo-mini'?" in answer.json()["error"]["message"]
+    assert fake.seen == []
+    fake.models["fresh"] = ModelStatus(id="fresh", state=ModelState.COLD)
+    assert (await gateway.chat("fresh")).status_code == 200
+
+
+async def test_a_model_that_only_the_route_names_is_the_operators_mistake(
+    gateway: Gateway, fake: FakeInference
+) -> None:
+    del fake.models["demo"]
+    answer = await gateway.chat()
+    assert (answer.json()["model"], answer.headers["x-headgate-reason"]) == ("demo-mini", "model_not_found")
+
+
+# --- nobody answers ---------------------------------------------------------------------------------------------------
+async def test_when_nobody_answers_the_503_says_what_each_said_and_when_to_come_back(
+    gateway: Gateway, fake: FakeInference
+) -> None:
+    fake.answers["demo"] = Answer(refuse=Code.MEMORY_LIMIT_EXCEEDED, message="needs 5 MiB, has 3")
+    fake.answers["demo-mini"] = Answer(refuse=Code.DEVICE_LOST, retry_after=20)
+    answer = await gateway.chat()
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (503, "no_tier_available")
+    assert "local/demo: memory_limit_exceeded: needs 5 MiB, has 3; local/demo-mini: device_lost" in error["message"]
+    assert answer.headers["retry-after"] == "1"
+    assert answer.headers["x-headgate-attempts"] == "2"
+    fake.answers["demo"] = Answer(refuse=Code.QUEUE_FULL, retry_after=7)
+    assert (await gateway.chat()).headers["retry-after"] == "7"
+
+
+async def test_a_full_queue_is_left_alone_until_its_time(gateway: Gateway, fake: FakeInference) -> None:
+    fake.queue["demo"] = [Answer(refuse=Code.QUEUE_FULL, retry_after=1)]
+    assert (await gateway.chat()).json()["model"] == "demo-mini"
+    answer = await gateway.chat()
+    assert (answer.json()["model"], answer.headers["x-headgate-reason"]) == ("demo-mini", "held")
+    assert (await gateway.breaker("local/demo"))["failures"] == 0
+
+
+async def test_attempts_are_bounded(tmp_path: Path, fake: FakeInference) -> None:
+    fake.answers["demo"] = Answer(refuse=Code.MODEL_FAILED)
+    async with Gateway(tmp_path, fake.url, CONFIG + "attempts: {max: 1}\n") as gateway:
+        answer = await gateway.chat()
+    assert (answer.status_code, answer.headers["x-headgate-attempts"]) == (503, "1")
+    assert "not asked, the request's 1 attempts were spent" in answer.json()["error"]["message"]
+    assert fake.seen_for("demo-mini") == []
+
+
+async def test_an_answer_without_a_stream_is_bounded_too(tmp_path: Path, fake: FakeInference) -> None:
+    fake.models["embed"] = ModelStatus(id="embed", state=ModelState.READY, capabilities=("embeddings",))
+    fake.answers["embed"] = Answer(hold=asyncio.Event())
+    config = CONFIG + "deadlines: {connect: 100ms, total: 300ms}\n"
+    async with Gateway(tmp_path, fake.url, config) as gateway:
+        body = {"model": "embed", "input": "x"}
+        answer = await gateway.client.post("/v1/embeddings", json=body)
+        assert (answer.status_code, answer.headers["x-should-retry"]) == (504, "false")
+        patience = {"x-stainless-read-timeout": "0.2"}
+        answer = await gateway.client.post("/v1/embeddings", json=body, headers=patience)
+        assert answer.status_code == 504
+        assert (await gateway.breaker("local/embed"))["failures"] == 0
+        await asyncio.wait_for(fake.seen[-1].closed.wait(), 2)
+
+
+async def test_a_whole_answer_with_a_chunk_that_is_none_is_replaced(gateway: Gateway, fake: FakeInference) -> None:
+    fake.answers["demo"] = Answer(garbage=b'data: {"choices": 7}\n\n')
+    answer = await gateway.chat()
+    assert (answer.json()["model"], answer.headers["x-headgate-reason"]) == ("demo-mini", "malformed")
+
+
+# --- breakers ---------------------------------------------------------------------------------------------------------
+async def test_five_refusals_open_the_breaker_the_sixth_never_arrives_and_one_probe_of_32_clients_closes_it(
+    patient: Gateway, fake: FakeInference
+) -> None:
+    fake.answers["demo"] = Answer(refuse=Code.MEMORY_LIMIT_EXCEEDED)
+    for _ in range(5):
+        assert (await patient.chat()).json()["model"] == "demo-mini"
+    assert (await patient.breaker("local/demo"))["state"] == "open"
+    answer = await patient.chat()
+    assert (answer.headers["x-headgate-reason"], answer.headers["x-headgate-attempts"]) == ("breaker_open", "1")
+    assert len(fake.seen_for("demo")) == 5
+    gate = asyncio.Event()
+    fake.answers["demo"] = Answer(hold=gate)
+    await until("the open period is over", lambda: patient.runtime.breakers.closed_for("local", "demo") is None)
+    clients = [asyncio.create_task(patient.chat()) for _ in range(32)]
+    await until("31 went elsewhere", lambda: sum(client.done() for client in clients) == 31)
+    assert len(fake.seen_for("demo")) == 6
+    assert (await patient.breaker("local/demo"))["state"] == "half-open"
+    gate.set()
+    answers = [client.result().json()["model"] for client in clients if client.done()] + [
+        (await client).json()["model"] for client in clients if not client.done()
+    ]
+    assert sorted(answers) == ["demo"] + ["demo-mini"] * 31
+    assert (await patient.breaker("local/demo"))["state"] == "closed"
+    assert (await patient.chat()).json()["model"] == "demo"
+
+
+async def test_a_dead_service_opens_the_providers_breaker_and_comes_back_by_a_probe(
+    gateway: Gateway, fake: FakeInference
+) -> None:
+    await gateway.chat()
+    await fake.stop()
+    answers = [await gateway.chat() for _ in range(4)]
+    assert {answer.status_code for answer in answers} == {503}
+    assert [answer.headers["x-headgate-attempts"] for answer in answers] == ["2", "2", "1", "0"]
+    assert answers[-1].headers["retry-after"] == "1"
+    assert (await gateway.breaker("local"))["state"] == "open"
+    await fake.start()
+    await until("the open period is over", lambda: gateway.runtime.breakers.closed_for("local", "demo") is None)
+    assert (await gateway.chat()).json()["model"] == "demo"
+    assert (await gateway.breaker("local"))["state"] == "closed"
+
+
+async def test_a_service_seen_coming_back_is_probed_before_its_time(tmp_path: Path, fake: FakeInference) -> None:
+    async with Gateway(tmp_path, fake.url, CONFIG + "breaker: {open: 60s}\n") as gateway:
+        await fake.stop()
+        for _ in range(3):
+            await gateway.chat()
+        assert (await gateway.breaker("local"))["state"] == "open"
+        await until("its absence was noticed", lambda: gateway.runtime.view.reachable is False)
+        await fake.start()
+        await until("its return was noticed", lambda: gateway.runtime.view.reachable)
+        answers = await asyncio.gather(*(gateway.chat() for _ in range(8)))
+        assert [answer.status_code for answer in answers].count(200) >= 1
+        assert (await gateway.breaker("local"))["state"] == "closed"
+
+
+async def test_readiness_waits_a_moment_for_the_first_contact(tmp_path: Path, fake: FakeInference) -> None:
+    await fake.stop()
+    async with Gateway(tmp_path, fake.url) as gateway:
+        await until("the absence was noticed", lambda: gateway.runtime.view.reachable is False)
+        answer = await gateway.client.get("/readyz")
+        assert (answer.status_code, answer.json()) == (503, {"status": "starting"})
+        await fake.start()
+        await until("it is ready", lambda: gateway.runtime.is_ready)
+        await fake.stop()
+        await gateway.runtime.view.refresh()
+
+
+async def test_a_breaker_is_reset_by_hand(gateway: Gateway, fake: FakeInference) -> None:
+    fake.queue["demo"] = [Answer(status=500)] * 5
+    for _ in range(5):
+        await gateway.chat()
+    assert (await gateway.breaker("local/demo"))["state"] == "open"
+    answer = await gateway.admin("POST", "/admin/breakers/local/demo/reset")
+    assert answer.json() == {"name": "local/demo", "state": "closed"}
+    assert (await gateway.chat()).json()["model"] == "demo"
+    assert (await gateway.admin("POST", "/admin/breakers/local/nope/reset")).status_code == 404
+
+
+# --- commit and honest ends -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        (Answer(words=("one ", "two "), cut=True), "model_failed"),
+        (Answer(words=("one ", "two "), finish=None), "model_failed"),
+        (Answer(words=("one ", "two "), finish=None, done=False), "model_failed"),
+        (Answer(words=("one ", "two "), stall=True), "deadline_exceeded"),
+        (Answer(words=("one ", "two "), error=Code.DEVICE_LOST), "device_lost"),
+        (Answer(words=("one ", "two "), garbage=b"data: oops\n\n"), "model_failed"),
+    ],
+    ids=["cut", "no finish", "no finish, no DONE", "stall", "error frame", "garbage"],
+)
+async def test_after_the_first_token_a_failure_ends_in_an_error_frame_and_never_in_done(
+    gateway: Gateway, fake: FakeInference, answer: Answer, code: str
+) -> None:
+    fake.answers["demo"] = answer
+    got = await gateway.chat(stream=True)
+    assert got.status_code == 200
+    assert _text(got.text) == "one two "
+    assert "[DONE]" not in got.text
+    assert _error_of(got.text)["code"] == code
+    assert fake.seen_for("demo-mini") == []
+    breaker = "local" if code == "model_failed" and answer.cut else "local/demo"
+    counted = (await gateway.breaker(breaker))["failures"]
+    assert counted == 1 or answer.finish is None
+
+
+async def test_status_goes_out_only_with_the_first_token(patient: Gateway, fake: FakeInference) -> None:
+    gate = asyncio.Event()
+    fake.answers["demo"] = Answer(comments=1, hold=gate)
+    request = patient.client.build_request(
+        "POST", "/v1/chat/completions", json={"model": "demo", "messages": MESSAGES, "stream": True}
+    )
+    sending = asyncio.create_task(patient.client.send(request, stream=True))
+    await until("the service was asked", lambda: fake.seen)
+    await asyncio.sleep(0.1)
+    assert not sending.done()
+    gate.set()
+    answer = await sending
+    lines = await _lines(answer)
+    assert not any(line.startswith(":") for line in lines), "comments of a tier that is not the last stay inside"
+    assert lines[-1] == "data: [DONE]"
+
+
+async def test_progress_of_the_last_tier_is_forwarded_once_the_wait_is_long(
+    gateway: Gateway, fake: FakeInference
+) -> None:
+    fake.answers["demo-mini"] = Answer(comments=8, pause=0.2)
+    async with gateway.client.stream(
+        "POST",
+        "/v1/chat/completions",
+        json={"model": "demo-mini", "messages": MESSAGES, "stream": True},
+        headers={"x-stainless-read-timeout": "3"},
+    ) as answer:
+        lines = await _lines(answer)
+    assert answer.status_code == 200
+    assert lines[0].startswith(": headgate loading")
+    assert lines[-1] == "data: [DONE]"
+
+
+async def test_a_slow_load_with_progress_is_waited_for_and_trips_nothing(gateway: Gateway, fake: FakeInference) -> None:
+    fake.answers["demo"] = Answer(comments=8, pause=0.2)  # 1.6 s, twice the longest silence
+    answer = await gateway.chat()
+    assert (answer.json()["model"], answer.headers["x-headgate-attempts"]) == ("demo", "1")
+    assert (await gateway.breaker("local/demo"))["failures"] == 0
+
+
+async def test_a_load_that_takes_too_long_spills_to_the_next_tier_and_trips_nothing(
+    tmp_path: Path, fake: FakeInference
+) -> None:
+    config = FAST.replace("demo-mini]}", "demo-mini], load_wait: 500ms}")
+    fake.answers["demo"] = Answer(comments=50, pause=0.1)
+    async with Gateway(tmp_path, fake.url, config) as gateway:
+        answer = await gateway.chat()
+        assert (answer.json()["model"], answer.headers["x-headgate-reason"]) == ("demo-mini", "spilled")
+        assert (await gateway.breaker("local/demo"))["failures"] == 0
+        await asyncio.wait_for(fake.seen_for("demo")[0].closed.wait(), 2)
+
+
+async def test_the_total_bounds_the_time_to_commit_over_all_tiers(tmp_path: Path, fake: FakeInference) -> None:
+    config = CONFIG + "deadlines: {connect: 500ms, first_token: 400ms, inter_token: 300ms, total: 600ms}\n"
+    fake.answers = {"demo": Answer(stall=True, words=()), "demo-mini": Answer(stall=True, words=())}
+    async with Gateway(tmp_path, fake.url, config) as gateway:
+        answer = await gateway.chat()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+        assert answer.headers["x-should-retry"] == "false"
+        assert "retry-after" not in answer.headers
+        assert (await gateway.breaker("local/demo"))["failures"] == 1
+        assert (await gateway.breaker("local/demo-mini"))["failures"] == 0, "it did not have its fair time"
+
+
+# --- callers who leave ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "answer",
+    [Answer(stall=True), Answer(words=(), stall=True), Answer(stall_before_headers=True)],
+    ids=["after the first token", "before it", "before the status"],
+)
+async def test_when_the_client_leaves_upstream_is_closed_at_once_and_no_breaker_moves(
+    tmp_path: Path, fake: FakeInference, stream: bool, answer: Answer
+) -> None:
+    fake.answers["demo"] = answer
+    async with Gateway(tmp_path, fake.url) as gateway:
+        for count in range(1, 7):
+            asking = asyncio.create_task(gateway.chat(stream=stream))
+            await until("the service was asked", lambda count=count: len(fake.seen) == count)
+            await asyncio.sleep(0.02)
+            asking.cancel()
+            await asyncio.wait({asking})
+            await asyncio.wait_for(fake.seen[-1].closed.wait(), 2)
+        await until("nothing is in flight", lambda: gateway.runtime.admission.in_flight == 0)
+        assert len(gateway.runtime.presences) == 0
+        for name in ("local", "local/demo"):
+            assert ((await gateway.breaker(name))["state"], (await gateway.breaker(name))["failures"]) == ("closed", 0)
+        metrics = (await gateway.client.get("/metrics")).text
+        assert "gateway_client_disconnect_total 6.0" in metrics
+
+
+async def test_embeddings_of_a_client_that_left_are_closed_too(tmp_path: Path, fake: FakeInference) -> None:
+    fake.models["embed"] = ModelStatus(id="embed", state=ModelState.READY, capabilities=("embeddings",))
+    fake.answers["embed"] = Answer(hold=asyncio.Event())
+    async with Gateway(tmp_path, fake.url) as gateway:
+        asking = asyncio.create_task(gateway.client.post("/v1/embeddings", json={"model": "embed", "input": "x"}))
+        await until("the service was asked", lambda: fake.seen)
+        asking.cancel()
+        await asyncio.wait_for(fake.seen[-1].closed.wait(), 2)
+
+
+async def test_a_callers_short_time_out_gets_a_504_in_time_and_trips_nothing(
+    tmp_path: Path, fake: FakeInference
+) -> None:
+    fake.answers = {"demo": Answer(words=(), stall=True), "demo-mini": Answer(words=(), stall=True)}
+    async with Gateway(tmp_path, fake.url) as gateway:
+        for _ in range(6):
+            answer = await gateway.chat(headers={"x-stainless-read-timeout": "0.2"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+            assert answer.headers["x-should-retry"] == "false"
+        del fake.answers["demo-mini"]
+        answer = await gateway.chat(headers={"x-stainless-read-timeout": "1"})
+        assert (answer.json()["model"], answer.headers["x-headgate-reason"]) == ("demo-mini", "spilled")
+        assert ((await gateway.breaker("local/demo"))["state"], (await gateway.breaker("local/demo"))["failures"]) == (
+            "closed", 0,
+        )  # fmt: skip
+
+
+async def test_a_cancelled_probe_makes_room_for_the_next(patient: Gateway, fake: FakeInference) -> None:
+    fake.queue["demo"] = [Answer(refuse=Code.MODEL_FAILED)] * 5 + [Answer(stall_before_headers=True)]
+    for _ in range(5):
+        await patient.chat()
+    await until("the open period is over", lambda: patient.runtime.breakers.closed_for("local", "demo") is None)
+    probe = asyncio.create_task(patient.chat())
+    await until("the probe arrived", lambda: len(fake.seen_for("demo")) == 6)
+    assert (await patient.chat()).json()["model"] == "demo-mini"
+    probe.cancel()
+    await asyncio.wait_for(fake.seen_for("demo")[-1].closed.wait(), 2)
+    await until("the place is free", lambda: patient.runtime.breakers.closed_for("local", "demo") is None)
+    assert (await patient.chat()).json()["model"] == "demo"
+
+
+# --- the door ---------------------------------------------------------------------------------------------------------
+async def test_beyond_the_bounds_requests_wait_and_then_are_refused(tmp_path: Path, fake: FakeInference) -> None:
+    gate = asyncio.Event()
+    fake.answers["demo"] = Answer(hold=gate)
+    config = CONFIG + "admission: {max_in_flight: 1, queue: 1, queue_timeout: 300ms}\n"
+    async with Gateway(tmp_path, fake.url, config) as gateway:
+        first = asyncio.create_task(gateway.chat())
+        await until("the first is inside", lambda: fake.seen)
+        second = asyncio.create_task(gateway.chat())
+        await until(
+            "the second waits", lambda: "gateway_queue_depth 1.0" in gateway.runtime.telemetry.render().decode()
+        )
+        third = await gateway.chat()
+        assert (third.status_code, third.json()["error"]["code"]) == (429, "queue_full")
+        assert third.headers["retry-after"] == "1"
+        late = await second
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+        fourth = asyncio.create_task(gateway.chat())
+        await until(
+            "the fourth waits", lambda: "gateway_queue_depth 1.0" in gateway.runtime.telemetry.render().decode()
+        )
+        gate.set()
+        assert (await first).status_code == 200
+        assert (await fourth).status_code == 200

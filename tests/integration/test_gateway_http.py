@@ -1,0 +1,409 @@
+"""The gateway's face: headers on every response, keys, bad input, bounds, models, admin, reload."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from gateway.errors import RequestError
+from gateway.exchange import read_body
+from gateway.server import BoundedHttp
+from headgate.shared.state import packaged_defaults
+from inference.protocol import Code, ModelState, ModelStatus
+from tests.rigs.fake_inference import Answer, FakeInference
+from tests.rigs.gateway_rig import ADMIN, CONFIG, KEY, MESSAGES, Gateway
+from tests.rigs.stack import until
+
+pytestmark = pytest.mark.timeout(60)
+
+HEADERS = (
+    "x-request-id", "x-headgate-tier", "x-headgate-model", "x-headgate-attempts", "x-headgate-reason",
+    "x-headgate-overhead-ms",
+)  # fmt: skip
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[FakeInference]:
+    async with FakeInference("token") as fake:
+        yield fake
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]:
+    async with Gateway(tmp_path, fake.url) as gateway:
+        yield gateway
+
+
+async def _raw(gateway: Gateway, request: bytes) -> bytes:
+    """What the port answers to `request`, byte for byte, until it closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
+    writer.write(request)
+    async with asyncio.timeout(5):
+        answer = await reader.read()
+    writer.close()
+    return answer
+
+
+# --- headers ----------------------------------------------------------------------------------------------------------
+async def test_every_response_carries_the_headers(gateway: Gateway, fake: FakeInference) -> None:
+    fake.answers["demo-mini"] = Answer(refuse=Code.DEVICE_LOST)
+    client = gateway.client
+    answers = [
+        await gateway.chat(),
+        await gateway.chat(stream=True),
+        await gateway.chat("demo-mini"),
+        await gateway.chat("demo-mini", stream=True),
+        await gateway.chat(headers={"authorization": "Bearer wrong"}),
+        await gateway.chat(temprature=1),
+        await client.get("/nope"),
+        await client.put("/v1/chat/completions"),
+        await client.get("/v1/models"),
+        await client.get("/v1/models/nope"),
+        await client.get("/livez"),
+        await client.get("/readyz"),
+        await client.get("/health"),
+        await client.get("/metrics"),
+        await client.get("/admin/breakers"),
+        await gateway.admin("GET", "/admin/breakers"),
+        await gateway.admin("GET", "/admin/requests/none"),
+        await client.get("/livez", headers={"host": "evil.example"}),
+        await client.head("/livez"),
+        await client.request("OPTIONS", "/v1/models"),
+    ]
+    assert [answer.status_code for answer in answers] == [
+        200, 200, 503, 503, 401, 400, 404, 405, 200, 404, 200, 200, 200, 200, 403, 200, 404, 403, 405, 405,
+    ]  # fmt: skip
+    for answer in answers:
+        assert [name for name in HEADERS if not answer.headers.get(name)] == [], (answer.request.url, answer.headers)
+        assert float(answer.headers["x-headgate-overhead-ms"]) < 5000
+        if answer.status_code >= 400 and answer.request.method != "HEAD":
+            assert set(answer.json()["error"]) >= {"message", "type", "param", "code"}
+    assert len({answer.headers["x-request-id"] for answer in answers}) == len(answers)
+
+
+@pytest.mark.parametrize(
+    ("sent", "kept"), [("abc-1.2:3_4", True), ("x" * 128, True), ("x" * 129, False), ("a b", False), ("", False)]
+)
+async def test_a_sane_request_id_is_kept(gateway: Gateway, sent: str, kept: bool) -> None:
+    answer = await gateway.client.get("/livez", headers={"x-request-id": sent})
+    assert (answer.headers["x-request-id"] == sent) is kept
+    assert answer.headers["x-request-id"]
+
+
+# --- keys and hosts ---------------------------------------------------------------------------------------------------
+async def test_keys_open_what_they_may_and_health_is_open(gateway: Gateway) -> None:
+    async with httpx2.AsyncClient(base_url=gateway.url, trust_env=False) as stranger:
+        assert (await stranger.get("/livez")).status_code == 200
+        assert (await stranger.get("/metrics")).status_code == 200
+        refused = await stranger.get("/v1/models")
+        assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
+        assert refused.json()["error"]["code"] == "invalid_api_key"
+        assert (await stranger.get("/v1/models", headers={"x-api-key": KEY})).status_code == 200
+        assert (await stranger.get("/v1/models", headers={"x-api-key": ADMIN})).status_code == 200
+        assert (await stranger.get("/admin/breakers", headers={"x-api-key": KEY})).status_code == 403
+        assert (await stranger.post("/admin/reload")).status_code == 401
+
+
+async def test_health_tells_strangers_its_status_and_nothing_of_what_is_behind(gateway: Gateway) -> None:
+    async with httpx2.AsyncClient(base_url=gateway.url, trust_env=False) as stranger:
+        for headers in ({}, {"authorization": "Bearer wrong"}):
+            assert (await stranger.get("/health", headers=headers)).json() == {"status": "ok"}
+        assert "inference" in (await stranger.get("/health", headers={"x-api-key": KEY})).json()
+
+
+async def test_a_wrong_key_is_refused_before_the_body_is_read(gateway: Gateway) -> None:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\nconnection: close\r\n\r\n"
+    assert (await _raw(gateway, head)).startswith(b"HTTP/1.1 401 ")
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("localhost", 200), ("127.0.0.1:99", 200), ("[::1]:80", 200), ("app.localhost", 200), ("evil.example", 403),
+     ("127.0.0.1.evil.example", 403), ("localhost@evil", 403)],
+)  # fmt: skip
+async def test_on_loopback_only_loopback_names_are_served(gateway: Gateway, host: str, status: int) -> None:
+    assert (await gateway.client.get("/livez", headers={"host": host})).status_code == status
+
+
+# --- bad input and bounds ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        (b"", 400, None),
+        (b"{", 400, None),
+        (b"\xff", 400, None),
+        (b'{"model": "demo", "messages": [{"role": "user", "content": "x"}], "temperature": NaN}', 400, "temperature"),
+        (json.dumps({"model": "demo"}).encode(), 400, "messages"),
+        (json.dumps({"model": "demo", "messages": []}).encode(), 400, "messages"),
+        (json.dumps({"model": "nope", "messages": MESSAGES}).encode(), 404, "model"),
+        (json.dumps({"model": "demo", "messages": MESSAGES, "n": 0}).encode(), 400, "n"),
+        (b"[" * 200_000, 400, None),
+    ],
+    ids=["empty", "broken", "no text", "NaN", "missing", "no messages", "unknown model", "range", "nesting"],
+)
+async def test_bad_input_is_a_4xx_that_names_the_parameter(
+    gateway: Gateway, fake: FakeInference, body: bytes, status: int, param: str | None
+) -> None:
+    answer = await gateway.client.post("/v1/chat/completions", content=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+    assert answer.headers["x-should-retry"] == "false"
+    assert fake.seen == []
+    assert gateway.runtime.admission.in_flight == 0
+
+
+@pytest.mark.parametrize(("name", "value"), [("x-headgate-priority", "urgent"), ("x-headgate-policy", "maybe")])
+async def test_header_values_that_mean_nothing_are_refused(gateway: Gateway, name: str, value: str) -> None:
+    answer = await gateway.chat(headers={name: value})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+
+
+async def test_a_body_beyond_the_bound_is_413_whether_its_length_is_told_or_not(
+    tmp_path: Path, fake: FakeInference
+) -> None:
+    async with Gateway(tmp_path, fake.url, CONFIG + "max_body: 100KB\n") as gateway:
+        big = json.dumps({"model": "demo", "messages": [{"role": "user", "content": "x" * 200_000}]}).encode()
+        told = await gateway.client.post("/v1/chat/completions", content=big)
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for at in range(0, len(big), 10_000):
+                yield big[at : at + 10_000]
+
+        untold = await gateway.client.post("/v1/chat/completions", content=pieces())
+        for answer in (told, untold):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+            said = answer.json()["error"]["message"]
+            assert said == "the body is longer than the 100000 bytes that are allowed; send less"
+        assert (await gateway.chat()).status_code == 200
+
+
+async def test_endless_headers_are_refused(gateway: Gateway) -> None:
+    request = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n" + b"x-a: " + b"y" * 70_000 + b"\r\n\r\n"
+    assert (await _raw(gateway, request)).startswith(b"HTTP/1.1 400 ")
+    assert (await gateway.client.get("/livez")).status_code == 200
+
+
+class _Hasty(BoundedHttp):
+    head_seconds = 0.3
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [[], [b"\r\n"] * 40, [b"GET /livez HTTP/1.1\r\n", *[b"x: y\r\n"] * 40]],
+    ids=["nothing", "empty lines", "headers without end"],
+)
+async def test_a_request_whose_head_never_ends_is_dropped(
+    tmp_path: Path, fake: FakeInference, pieces: list[bytes]
+) -> None:
+    async with Gateway(tmp_path, fake.url, http=_Hasty) as gateway:
+        for before in (b"", b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
+            if before:
+                writer.write(before)
+                assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200 ")
+                if not pieces:
+                    writer.close()
+                    continue  # an idle connection is uvicorn's to close
+            closed = asyncio.create_task(reader.read())
+            for piece in pieces:
+                if closed.done():
+                    break
+                writer.write(piece)
+                await asyncio.sleep(0.05)
+            assert await asyncio.wait_for(closed, 3) == b""
+            writer.close()
+
+
+async def test_a_long_answer_and_a_slow_body_outlive_the_time_for_the_head(tmp_path: Path, fake: FakeInference) -> None:
+    fake.answers["demo"] = Answer(words=("word ",) * 4, pause=0.2)
+    async with Gateway(tmp_path, fake.url, http=_Hasty) as gateway:
+        body = json.dumps({"model": "demo", "messages": MESSAGES, "stream": True}).encode()
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for at in range(0, len(body), 20):
+                await asyncio.sleep(0.1)
+                yield body[at : at + 20]
+
+        for _ in range(2):
+            answer = await gateway.client.post("/v1/chat/completions", content=pieces())
+            assert answer.text.endswith("data: [DONE]\n\n")
+
+
+async def test_a_body_has_time_but_not_for_ever() -> None:
+    async def trickle() -> dict[str, object]:
+        await asyncio.sleep(0.02)
+        return {"type": "http.request", "body": b"x", "more_body": True}
+
+    async def silence() -> dict[str, object]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    for receive, said in ((trickle, "took over 0.3 s"), (silence, "stopped coming for 0.1 s")):
+        with pytest.raises(RequestError, match=said):
+            await read_body(receive, {}, 10_000, silence_seconds=0.1, total_seconds=0.3)
+
+
+async def test_a_client_that_leaves_while_sending_leaves_nothing(gateway: Gateway, fake: FakeInference) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
+    key = KEY.encode()
+    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nx-api-key: " + key)
+    writer.write(b"\r\ncontent-length: 1000\r\n\r\n{")
+    await writer.drain()
+    await asyncio.sleep(0.05)
+    writer.close()
+    await until(
+        "the leaving was counted",
+        lambda: b"gateway_client_disconnect_total 1.0" in gateway.runtime.telemetry.render(),
+    )
+    assert fake.seen == []
+
+
+# --- models and policy ------------------------------------------------------------------------------------------------
+async def test_models_are_the_routes_and_what_the_service_has(gateway: Gateway, fake: FakeInference) -> None:
+    fake.models["org/big"] = ModelStatus(id="org/big", state=ModelState.COLD, aliases=("big",), context_length=8192)
+    await gateway.runtime.view.refresh()
+    listed = (await gateway.client.get("/v1/models")).json()
+    assert listed["object"] == "list"
+    assert [model["id"] for model in listed["data"]] == ["demo", "demo-mini", "org/big"]
+    one = (await gateway.client.get("/v1/models/org/big")).json()
+    assert (one["headgate"]["state"], one["headgate"]["context_length"]) == ("cold", 8192)
+    assert (await gateway.client.get("/v1/models/big")).json()["id"] == "org/big"
+    assert (await gateway.chat("big")).json()["model"] == "org/big"
+
+
+async def test_a_provider_without_its_key_is_absent_and_policy_keeps_requests_local(
+    tmp_path: Path, fake: FakeInference, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = """
+providers: {openai: {kind: openai, api_key: "${env:NO_SUCH_KEY}"}}
+routes:
+  both: {chain: [openai/gpt, local/demo]}
+  cloud: {chain: [openai/gpt]}
+  never: {chain: [openai/gpt], cloud: never}
+"""
+    caplog.set_level(logging.INFO, "gateway.providers")
+    async with Gateway(tmp_path, fake.url, config) as gateway:
+        absent = [record.getMessage() for record in caplog.records if "absent" in record.getMessage()]
+        assert absent == ["provider openai is absent: NO_SUCH_KEY is not set; its entries in chains are skipped"]
+        both = await gateway.chat("both")
+        assert (both.headers["x-headgate-tier"], both.headers["x-headgate-reason"]) == (
+            "local-fallback", "provider_absent",
+        )  # fmt: skip
+        local = await gateway.chat("both", headers={"x-headgate-policy": "local-only"})
+        assert local.headers["x-headgate-reason"] == "policy"
+        for name in ("cloud", "never"):
+            none = await gateway.chat(name)
+            assert (none.status_code, none.headers["x-should-retry"]) == (503, "false")
+            assert "retry-after" not in none.headers
+        assert (await gateway.chat("demo")).status_code == 404, "this configuration has no route for other names"
+
+
+async def test_the_shipped_configuration_runs_without_any_key_and_its_commented_chains_work(
+    tmp_path: Path, fake: FakeInference, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "gateway.providers")
+    shipped = (packaged_defaults() / "gateway.yaml").read_text()
+    chains = re.findall(r"^    # chain: (\[.*?\])", shipped, re.MULTILINE)
+    assert len(chains) == 2
+    for chain in ("", *chains):
+        config = shipped if not chain else re.sub(r"^    chain: .*", f"    chain: {chain}", shipped, flags=re.MULTILINE)
+        caplog.clear()
+        async with Gateway(tmp_path, fake.url, config) as gateway:
+            lines = [record for record in caplog.records if "is absent" in record.getMessage()]
+            assert [line.getMessage().split()[1] for line in lines] == ["anthropic", "openai", "google"]
+            assert {line.levelno for line in lines} == {logging.INFO}
+            assert (await gateway.chat()).json()["model"] == "demo"
+            fake.queue = {name: [Answer(refuse=Code.DEVICE_LOST)] for name in ("demo", "demo-mini")}
+            answer = await gateway.chat()
+            assert (answer.status_code, answer.headers["x-headgate-attempts"]) == (503, "2")
+            assert ("has no API key" in answer.json()["error"]["message"]) is bool(chain)
+
+
+# --- admin ------------------------------------------------------------------------------------------------------------
+async def test_a_request_is_explained_without_its_prompt(gateway: Gateway, fake: FakeInference) -> None:
+    fake.answers["demo"] = Answer(refuse=Code.MEMORY_LIMIT_EXCEEDED, message="needs 5 MiB")
+    answer = await gateway.chat(messages=[{"role": "user", "content": "a secret"}])
+    told = (await gateway.admin("GET", f"/admin/requests/{answer.headers['x-request-id']}")).json()
+    assert told["chain"] == ["local/demo", "local/demo-mini"]
+    assert [(tried["name"], tried["outcome"]) for tried in told["attempts"]] == [
+        ("local/demo", "memory_limit_exceeded"), ("local/demo-mini", "success"),
+    ]  # fmt: skip
+    assert (told["answered_by"], told["tier"], told["outcome"]) == ("local/demo-mini", "local-fallback", "success")
+    assert told["first_token_seconds"] <= told["total_seconds"]
+    assert "secret" not in json.dumps(told)
+
+
+async def test_metrics_tell_tiers_attempts_fallbacks_and_breakers(gateway: Gateway, fake: FakeInference) -> None:
+    fake.queue["demo"] = [Answer(refuse=Code.MODEL_FAILED)] * 5
+    for _ in range(6):
+        await gateway.chat(stream=True)
+    text = (await gateway.client.get("/metrics")).text
+    for line in (
+        'gateway_requests_total{outcome="success",route="demo",tier="local-fallback"} 6.0',
+        'gateway_attempts_total{model="demo",outcome="model_failed",provider="local"} 5.0',
+        'gateway_attempts_total{model="demo-mini",outcome="success",provider="local"} 6.0',
+        'gateway_breaker_state{model="demo",provider="local"} 2.0',
+        'gateway_breaker_state{model="",provider="local"} 0.0',
+        'gateway_fallback_total{from="local/demo",reason="breaker_open",to="local/demo-mini"} 1.0',
+        "gateway_ttft_seconds_count 6.0",
+        "gateway_overhead_seconds_count 6.0",
+        "gateway_in_flight 0.0",
+        "gateway_queue_depth 0.0",
+        "gateway_client_disconnect_total 0.0",
+    ):
+        assert line in text.splitlines()
+    for name in ("gateway_inter_token_seconds", "gateway_resume_total"):
+        assert f"# TYPE {name}" in text
+
+
+async def test_reload_applies_everything_or_nothing(gateway: Gateway, fake: FakeInference) -> None:
+    gateway.write(CONFIG + "breaker: {failures: 1, open: 60s}\nport: 1234\n")
+    answer = await gateway.admin("POST", "/admin/reload")
+    assert answer.status_code == 200
+    assert set(answer.json()["changed"]) == {"breaker.failures: 5 -> 1", "breaker.open: 30.0 -> 60.0"}
+    fake.queue["demo"] = [Answer(refuse=Code.MODEL_FAILED)]
+    await gateway.chat()
+    assert (await gateway.breaker("local/demo"))["state"] == "open"
+    gateway.write(CONFIG + "breaker: {failurs: 1}\n")
+    refused = await gateway.admin("POST", "/admin/reload")
+    assert refused.status_code == 400
+    assert "did you mean 'failures'?" in refused.json()["error"]["message"]
+    assert "gateway.yaml:5" in refused.json()["error"]["headgate"]["problems"][0]
+    assert gateway.runtime.config.breaker.open == 60.0
+    assert (await gateway.admin("POST", "/admin/reload")).status_code == 400
+
+
+async def test_a_reload_moves_to_another_service_and_lets_open_streams_finish(tmp_path: Path) -> None:
+    gate = asyncio.Event()
+    async with FakeInference("token") as old, FakeInference("token") as new, Gateway(tmp_path, old.url) as gateway:
+        old.answers["demo"] = Answer(hold=gate)
+        running = asyncio.create_task(gateway.chat())
+        await until("the old service was asked", lambda: old.seen)
+        gateway.environ["GATEWAY_INFERENCE__URL"] = new.url
+        changed = (await gateway.admin("POST", "/admin/reload")).json()["changed"]
+        assert changed == [f"inference.url: '{old.url}' -> '{new.url}'"]
+        assert (await gateway.chat()).status_code == 200
+        assert len(new.seen) == 1
+        gate.set()
+        assert (await running).status_code == 200
+        assert len(old.seen) == 1
+
+
+async def test_health_tells_what_does_not_work(gateway: Gateway, fake: FakeInference) -> None:
+    await gateway.runtime.view.refresh()
+    told = (await gateway.client.get("/health")).json()
+    assert told["status"] == "ok"
+    assert told["inference"]["models"] == {"demo": "ready", "demo-mini": "ready"}
+    await fake.stop()
+    await gateway.runtime.view.refresh()
+    answer = await gateway.client.get("/health")
+    assert (answer.status_code, answer.json()["status"], answer.json()["inference"]["reachable"]) == (
+        200, "degraded", False,
+    )  # fmt: skip
+    assert (await gateway.client.get("/readyz")).status_code == 200

@@ -1,0 +1,590 @@
+"""The inference service with real processes: loads, serves, outlives its workers, refuses what does not fit, ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from inference.protocol import Progress
+from tests.rigs import tiny_gguf
+from tests.rigs.processes import Service, children_of, http_status, inference_service, is_alive, wait_until
+from tests.rigs.slowdisk import slow_disk_env
+
+TOKEN = "test-token"
+
+
+class Rig:
+    """One service with tiny models, and the words to talk to it."""
+
+    def __init__(
+        self, root: Path, models: Mapping[str, Mapping[str, Any]], env: Mapping[str, str] | None = None
+    ) -> None:
+        self.root = root
+        self.config = root / "config"
+        self.config.mkdir()
+        self.write(models)
+        self.service: Service = inference_service(root, self.config, {"INFERENCE_TOKEN": TOKEN, **(env or {})})
+
+    def write(self, models: Mapping[str, Mapping[str, Any]]) -> None:
+        (self.config / "models.yaml").write_text(json.dumps({"models": models}))
+
+    def start(self) -> Rig:
+        self.service.start(wait_for="/readyz")
+        return self
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
+
+    def ask(
+        self, path: str, body: Any = None, *, method: str | None = None, headers: Mapping[str, str] | None = None,
+        seconds: float = 30.0,
+    ) -> tuple[int, Any, Mapping[str, str]]:  # fmt: skip
+        request = urllib.request.Request(
+            self.service.url + path,
+            data=body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode(),
+            headers={**self.headers, **(headers or {})},
+            method=method,
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=seconds) as answer:
+                return answer.status, json.load(answer), answer.headers
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.load(error), error.headers
+
+    def chat(self, model: str = "a", **more: Any) -> tuple[int, Any, Mapping[str, str]]:
+        return self.ask("/v1/chat/completions", chat(model, **more))
+
+    def status(self, model: str = "a") -> dict[str, Any]:
+        return dict(self.ask(f"/v1/models/{model}")[1]["headgate"])
+
+    def allocated(self) -> float:
+        return float(self.ask("/memory/stats")[1]["allocated_mb"])
+
+    def metric(self, prefix: str) -> float:
+        with urllib.request.urlopen(self.service.url + "/metrics", timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(prefix))
+
+
+def chat(model: str = "a", **more: Any) -> dict[str, Any]:
+    return {"model": model, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, **more}
+
+
+def tiny(seed: int = 1, **more: Any) -> dict[str, Any]:
+    return {"path": str(tiny_gguf.generative(seed=seed)), "context_length": 256, "parallel": 4, **more}
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path, {"a": tiny(1, aliases=["org/alias"]), "b": tiny(2)}).start()
+    yield rig
+    rig.service.kill()
+
+
+def test_a_model_loads_on_its_first_request_and_unloads_by_hand(rig: Rig) -> None:
+    assert rig.status()["state"] == "cold"
+    status, answer, headers = rig.chat("org/alias")
+    assert (status, answer["model"]) == (200, "a")
+    assert headers["x-request-id"]
+    there = rig.status("org/alias")
+    assert there["state"] == "ready"
+    assert there["loads"] == 1
+    assert there["devices"] == ["cpu"]
+    assert there["actual_bytes"] == pytest.approx(there["predicted_bytes"], rel=0.05)
+    assert rig.allocated() > 0
+    status, answer, _ = rig.ask("/models/org/alias/unload", method="POST")
+    assert (status, answer["headgate"]["state"], answer["headgate"]["pid"]) == (200, "cold", None)
+    assert rig.allocated() == 0
+    assert not is_alive(there["pid"])
+    status, answer, _ = rig.ask("/models/a/load", method="POST")
+    assert answer["headgate"]["state"] == "ready"
+
+
+def test_a_worker_killed_while_idle_is_noticed_at_once_and_reloaded_on_the_next_request(rig: Rig) -> None:
+    rig.chat("a")
+    rig.chat("b")
+    both, neighbor = rig.allocated(), rig.status("b")["pid"]
+    victim = rig.status("a")["pid"]
+    os.kill(victim, signal.SIGKILL)
+    began = time.monotonic()
+    wait_until("the death is noticed", lambda: rig.status("a")["pid"] is None, every=0.01)
+    assert time.monotonic() - began < 0.2
+    assert rig.allocated() == pytest.approx(both / 2, rel=0.2)
+    assert rig.chat("a")[0] == 200
+    assert rig.status("b")["pid"] == neighbor
+    crash = rig.ask("/models/a/crashes")[1]["crashes"][0]
+    assert (crash["cause"], crash["pid"], crash["requests"]) == ("killed", victim, [])
+
+
+async def test_a_worker_killed_at_work_breaks_only_its_own_requests(rig: Rig) -> None:
+    await asyncio.to_thread(rig.chat, "a")
+    await asyncio.to_thread(rig.chat, "b")
+    victim = rig.status("a")["pid"]
+    async with aiohttp.ClientSession(rig.service.url, headers=rig.headers) as session:
+        os.kill(victim, signal.SIGSTOP)
+        waiting = [
+            asyncio.create_task(_post(session, chat("a", stream=stream, max_tokens=200))) for stream in (False, True)
+        ]
+        await asyncio.to_thread(wait_until, "both are in flight", lambda: rig.status("a")["in_flight"] == 2)
+        os.kill(victim, signal.SIGKILL)
+        for status, body in await asyncio.gather(*waiting):
+            assert status == 503
+            error = json.loads(body)["error"]
+            assert error["code"] == "model_failed"
+            assert error["headgate"]["cause"] == "killed"
+        assert (await _post(session, chat("b")))[0] == 200
+        assert (await _post(session, chat("a")))[0] == 200
+    record = rig.ask("/models/a/crashes")[1]["crashes"][0]
+    assert len(record["requests"]) == 2
+
+
+async def test_a_stream_whose_worker_dies_after_its_first_token_ends_in_an_error_frame(rig: Rig) -> None:
+    await asyncio.to_thread(rig.chat, "a")
+    victim = rig.status("a")["pid"]
+    seen = b""
+    async with (
+        aiohttp.ClientSession(rig.service.url, headers=rig.headers) as session,
+        session.post("/v1/chat/completions", json=chat("a", stream=True, max_tokens=200)) as answer,
+    ):
+        async for piece in answer.content.iter_any():
+            if not seen:
+                os.kill(victim, signal.SIGSTOP)
+                os.kill(victim, signal.SIGKILL)
+            seen += piece
+    last = [frame for frame in seen.split(b"\n\n") if frame.startswith(b"data: ")][-1]
+    assert json.loads(last[6:])["error"]["code"] == "model_failed"
+
+
+async def test_unloading_by_hand_never_fails_a_request(rig: Rig) -> None:
+    async with aiohttp.ClientSession(rig.service.url, headers=rig.headers) as session:
+        asked = []
+        for number in range(12):
+            asked.append(asyncio.create_task(_post(session, chat("a", stream=number % 2 == 0))))
+            if number % 4 == 3:
+                async with session.post("/models/a/unload") as answer:
+                    assert answer.status == 200
+        answers = await asyncio.gather(*asked)
+    assert [status for status, _ in answers] == [200] * 12
+    assert all(b"error" not in body for _, body in answers)
+    assert (rig.status()["queued"], rig.status()["in_flight"]) == (0, 0)
+
+
+def test_what_does_not_fit_is_refused_with_numbers_before_any_process_starts(tmp_path: Path) -> None:
+    rig = Rig(
+        tmp_path,
+        {"big": tiny(1, context_length=65536, parallel=64), "small": tiny(2)},
+        {"INFERENCE_MEMORY_LIMIT_GB": "0.15"},
+    ).start()
+    try:
+        for stream in (False, True):
+            status, answer, _ = rig.chat("big", stream=stream)
+            assert status == 503
+            error = answer["error"]
+            assert error["code"] == "memory_limit_exceeded"
+            assert "MiB" in error["message"]
+            (device,) = error["headgate"]["devices"]
+            assert device["need_bytes"] - device["free_bytes"] == device["short_bytes"] > 0
+            assert error["headgate"]["fix"]
+        assert not _workers(rig.service)
+        assert rig.metric('inference_placement_total{reason="memory",result="cant_accommodate"}') == 2
+        listed = rig.status("big")
+        assert listed["fits"] is False
+        assert rig.ask("/memory/plan", {"model": "big", **error["headgate"]["fix"]})[1]["result"] == "FREE"
+        assert rig.chat("small")[0] == 200
+    finally:
+        rig.service.kill()
+
+
+def test_an_idle_model_leaves_for_one_that_needs_its_room(tmp_path: Path) -> None:
+    models = {"a": tiny(1, min_residency=0), "b": tiny(2, min_residency=0)}
+    rig = Rig(tmp_path, models, {"INFERENCE_MEMORY_LIMIT_GB": "0.1"}).start()
+    try:
+        first = rig.chat("a")[0]
+        assert rig.ask("/memory/plan", {"model": "b"})[1]["evict"] == ["a"]
+        assert (first, rig.chat("b")[0]) == (200, 200)
+        assert (rig.status("a")["state"], rig.status("b")["state"]) == ("cold", "ready")
+        assert rig.metric("inference_evictions_total") >= 1
+    finally:
+        rig.service.kill()
+
+
+async def test_thirty_two_waiters_share_one_load_and_those_who_leave_hold_nothing_up(tmp_path: Path) -> None:
+    size = tiny_gguf.generative(seed=1).stat().st_size
+    rig = Rig(tmp_path, {"a": tiny(1)}, slow_disk_env(tmp_path, size // 6))
+    await asyncio.to_thread(rig.start)
+    try:
+        async with aiohttp.ClientSession(rig.service.url, headers=rig.headers) as session:
+            stay = [asyncio.create_task(_post(session, chat("a", stream=number % 2 == 0))) for number in range(32)]
+            leave = [asyncio.create_task(_post(session, chat("a", stream=number % 2 == 0))) for number in range(8)]
+            await _until("40 wait", lambda: rig.status()["queued"] == 40)
+            for task in leave:
+                task.cancel()
+            await _until("32 wait", lambda: rig.status()["queued"] == 32)
+            answers = await asyncio.gather(*stay)
+        assert {status for status, _ in answers} == {200}
+        streams = [body for number, (_, body) in enumerate(answers) if number % 2 == 0]
+        for body in streams:
+            assert body.endswith(b"data: [DONE]\n\n")
+            comments = [Progress.parse(frame) for frame in body.split(b"\n\n") if frame.startswith(b":")]
+            assert any(comment is not None and comment.stage == "loading" for comment in comments)
+        status = rig.status()
+        assert (status["loads"], status["in_flight"], status["queued"]) == (1, 0, 0)
+    finally:
+        rig.service.kill()
+
+
+async def test_everybody_leaving_during_a_load_leaves_nothing_stuck(tmp_path: Path) -> None:
+    size = tiny_gguf.generative(seed=1).stat().st_size
+    rig = Rig(tmp_path, {"a": tiny(1)}, slow_disk_env(tmp_path, size // 3))
+    await asyncio.to_thread(rig.start)
+    try:
+        async with aiohttp.ClientSession(rig.service.url, headers=rig.headers) as session:
+            tasks = [asyncio.create_task(_post(session, chat("a", stream=number % 2 == 0))) for number in range(4)]
+            await _until("it loads", lambda: rig.status()["state"] == "loading")
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await _until("the load finishes alone", lambda: rig.status()["state"] == "ready", seconds=30)
+            assert (await _post(session, chat("a")))[0] == 200
+        assert rig.status()["queued"] == rig.status()["in_flight"] == 0
+    finally:
+        rig.service.kill()
+
+
+def test_impatience_while_loading_is_model_loading_with_a_true_retry_after(tmp_path: Path) -> None:
+    size = tiny_gguf.generative(seed=1).stat().st_size
+    rig = Rig(tmp_path, {"a": tiny(1)}, slow_disk_env(tmp_path, size // 5)).start()
+    try:
+        wait_until("measured", lambda: rig.status()["predicted_bytes"])
+        status, answer, headers = rig.ask("/v1/chat/completions", chat("a"), headers={"x-headgate-deadline-ms": "1500"})
+        assert (status, answer["error"]["code"]) == (503, "model_loading")
+        assert 1 <= int(headers["retry-after"]) <= 60
+        assert rig.ask("/v1/chat/completions", chat("a"), headers={"x-headgate-probe": "1"})[1] == {
+            "headgate": {"probe": "loading"}
+        }
+        assert rig.chat("a")[0] == 200
+    finally:
+        rig.service.kill()
+
+
+def test_a_probe_never_loads_and_never_counts_as_use(rig: Rig) -> None:
+    wait_until("measured", lambda: rig.status()["fits"] is True)
+    probe = {"x-headgate-probe": "1"}
+    for stream in (False, True):
+        status, answer, _ = rig.ask("/v1/chat/completions", chat("a", stream=stream), headers=probe)
+        assert (status, answer) == (200, {"headgate": {"probe": "cold"}})
+    assert rig.status()["loads"] == 0
+    rig.chat("a")
+    before = wait_until("it idles", lambda: (idle := rig.status()["idle_seconds"]) and idle > 0.3 and idle)
+    assert rig.ask("/v1/chat/completions", chat("a"), headers=probe)[1]["choices"]
+    assert rig.status()["idle_seconds"] > before
+
+
+def test_an_idle_model_unloads_after_its_timeout_and_a_pinned_one_stays(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, {"a": tiny(1, idle_timeout="1s"), "b": tiny(2, idle_timeout="1s", pinned=True)}).start()
+    try:
+        assert (rig.chat("a")[0], rig.chat("b")[0]) == (200, 200)
+        wait_until("a left", lambda: rig.status("a")["state"] == "cold", seconds=5)
+        assert rig.status("b")["state"] == "ready"
+    finally:
+        rig.service.kill()
+
+
+def test_a_second_authority_ends_and_names_the_first(rig: Rig) -> None:
+    argv = [*rig.service.argv[:-1], str(rig.service.port + 1)]
+    done = subprocess.run(argv, env=dict(rig.service.env), capture_output=True, text=True, timeout=20, cwd=rig.root)
+    assert done.returncode == 1
+    assert str(rig.service.pid) in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_taken_port_names_its_owner(rig: Rig, tmp_path: Path) -> None:
+    env = {**rig.service.env, "HEADGATE_LOCK_DIR": str(tmp_path)}
+    done = subprocess.run(list(rig.service.argv), env=env, capture_output=True, text=True, timeout=20, cwd=rig.root)
+    assert done.returncode == 1
+    assert f"pid {rig.service.pid}" in done.stderr
+
+
+def test_killing_the_authority_ends_its_workers_within_two_seconds(rig: Rig) -> None:
+    rig.chat("a")
+    family = children_of(rig.service.pid)
+    assert family
+    rig.service.signal(signal.SIGKILL)
+    wait_until("nobody is left", lambda: not [pid for pid in family if is_alive(pid)], seconds=2)
+    rig.service.wait()
+    rig.service.start(wait_for="/readyz")
+    assert rig.chat("a")[0] == 200
+
+
+async def test_sigterm_drains_streams_while_readiness_is_503_and_ends_with_0(rig: Rig) -> None:
+    await asyncio.to_thread(rig.chat, "a")
+    async with (
+        aiohttp.ClientSession(rig.service.url, headers=rig.headers) as session,
+        session.post("/v1/chat/completions", json=chat("a", stream=True, max_tokens=200)) as answer,
+    ):
+        first = await answer.content.readany()
+        rig.service.signal(signal.SIGTERM)
+        await _until("not ready", lambda: http_status(rig.service.url + "/readyz") == 503)
+        assert http_status(rig.service.url + "/livez") == 200
+        rest = first + await answer.content.read()
+    assert rest.endswith(b"data: [DONE]\n\n")
+    family = children_of(rig.service.pid)
+    assert await asyncio.to_thread(rig.service.wait, 20) == 0
+    assert not [pid for pid in family if is_alive(pid)]
+    assert not list(rig.root.rglob("*.sock"))
+    assert "Traceback" not in rig.service.log
+
+
+def test_sigint_ends_with_0_while_a_model_loads(tmp_path: Path) -> None:
+    size = tiny_gguf.generative(seed=1).stat().st_size
+    rig = Rig(tmp_path, {"a": tiny(1)}, {**slow_disk_env(tmp_path, size // 60), "INFERENCE_DRAIN_SECONDS": "1"}).start()
+    try:
+        asked = threading.Thread(target=_ignore_errors, args=(rig.chat,), daemon=True)
+        asked.start()
+        wait_until("it loads", lambda: rig.status()["state"] == "loading", seconds=30)
+        family = children_of(rig.service.pid)
+        rig.service.signal(signal.SIGINT)
+        assert rig.service.wait(20) == 0
+        assert not [pid for pid in family if is_alive(pid)]
+        asked.join(5)
+        assert "Traceback" not in rig.service.log
+    finally:
+        rig.service.kill()
+
+
+def test_reload_adds_changes_and_removes_models_and_keeps_the_old_on_errors(rig: Rig) -> None:
+    rig.chat("a")
+    rig.chat("b")
+    kept = rig.status("b")["pid"]
+    (rig.config / "models.yaml").write_text("models: {a: {pth: x}}")
+    rig.service.signal(signal.SIGHUP)
+    wait_until("the mistake is told", lambda: "did you mean 'path'" in rig.service.log)
+    assert rig.status("a")["state"] == "ready"
+    rig.write({"b": tiny(2, idle_timeout="900s"), "c": tiny(3)})
+    rig.service.signal(signal.SIGHUP)
+    wait_until("a is gone", lambda: rig.ask("/v1/models/a")[0] == 404)
+    assert rig.status("b")["pid"] == kept
+    assert rig.chat("c")[0] == 200
+    assert "model a removed" in rig.service.log
+    rig.write({"b": tiny(2, context_length=512), "c": tiny(3)})
+    rig.service.signal(signal.SIGHUP)
+    wait_until("b left to change", lambda: rig.status("b")["pid"] is None)
+    assert rig.chat("b")[0] == 200
+    assert rig.status("b")["context_length"] == 512
+
+
+def test_a_bad_gguf_is_told_by_name_and_the_service_lives(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(b"GGUX" + bytes(100))
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(tiny_gguf.generative().read_bytes()[:-5000])
+    rig = Rig(tmp_path, {"bad": {"path": str(bad)}, "cut": {"path": str(cut)}, "a": tiny(1)}).start()
+    try:
+        for name, path, word in (("bad", bad, "begin with GGUF"), ("cut", cut, "cut short")):
+            status, answer, _ = rig.chat(name)
+            assert (status, answer["error"]["code"]) == (503, "model_failed")
+            assert str(path) in answer["error"]["message"]
+            assert word in answer["error"]["message"]
+        assert rig.chat("a")[0] == 200
+    finally:
+        rig.service.kill()
+
+
+BAD = [
+    ("broken JSON", b"{", 400, "invalid_json", None),
+    ("NaN", b'{"model": "a", "temperature": NaN}', 400, "invalid_json", None),
+    ("no object", b"[]", 400, "invalid_request", None),
+    ("no model", b"{}", 400, "invalid_request", "model"),
+    ("a wrong type", b'{"model": 7}', 400, "invalid_request", "model"),
+    ("stream of a wrong type", b'{"model": "a", "stream": "yes"}', 400, "invalid_request", "stream"),
+    ("an unknown model", b'{"model": "nope"}', 404, "model_not_found", "model"),
+    ("50 MB", b'{"model": "' + b"x" * 50_000_000 + b'"}', 413, "body_too_large", None),
+    ("endless nesting", b'{"model":' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, "invalid_json", None),
+]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    rig = Rig(tmp_path_factory.mktemp("shared"), {"a": tiny(1)}).start()
+    yield rig
+    rig.service.kill()
+
+
+@pytest.mark.parametrize(("body", "status", "code", "param"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
+def test_bad_input_is_told_in_the_envelope(shared: Rig, body: bytes, status: int, code: str, param: str | None) -> None:
+    got, answer, headers = shared.ask("/v1/chat/completions", body)
+    assert (got, answer["error"]["code"], answer["error"]["param"]) == (status, code, param)
+    assert headers["x-request-id"]
+    assert headers["x-should-retry"] == "false" or status == 413
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "headers", "status", "code"),
+    [
+        ("/nope", "GET", {}, 404, "not_found"),
+        ("/v1/chat/completions", "GET", {}, 405, "method_not_allowed"),
+        ("/v1/models", "GET", {"authorization": "Bearer wrong"}, 401, "invalid_api_key"),
+        ("/memory/plan", "POST", {}, 400, "invalid_request"),
+        ("/models/nope/load", "POST", {}, 404, "model_not_found"),
+    ],
+)
+def test_every_error_has_the_envelope(
+    shared: Rig, path: str, method: str, headers: dict[str, str], status: int, code: str
+) -> None:
+    got, answer, _ = shared.ask(path, b"" if method == "POST" else None, method=method, headers=headers)
+    assert (got, answer["error"]["code"]) == (status, code)
+    assert set(answer["error"]) >= {"message", "type", "param", "code"}
+
+
+def test_wrong_headers_are_told(shared: Rig) -> None:
+    for name, value in (("x-headgate-priority", "urgent"), ("x-headgate-deadline-ms", "soon")):
+        status, answer, _ = shared.ask("/v1/chat/completions", chat(), headers={name: value})
+        assert (status, answer["error"]["param"]) == (400, name)
+
+
+def test_tokens_are_counted_without_loading_the_model_and_alike_with_it(rig: Rig) -> None:
+    """A cold model answers from its vocabulary alone; what is wrong with a question is told the same way."""
+    tokens = rig.ask("/tokenize", {"model": "a", "content": "hello world"})[1]["tokens"]
+    questions = [
+        ("/tokenize", {"content": "hello world"}, 200),
+        ("/tokenize", {"messages": [{"role": "user", "content": "hello"}]}, 200),
+        ("/detokenize", {"tokens": tokens}, 200),
+        ("/tokenize", {"content": 5}, 400),
+        ("/tokenize", {"content": "x", "contend": "y"}, 400),
+        ("/detokenize", {"tokens": [-1]}, 400),
+    ]
+    cold = [rig.ask(path, {"model": "a", **body})[:2] for path, body, _ in questions]
+    assert [status for status, _ in cold] == [status for _, _, status in questions]
+    assert cold[0][1]["tokens"] == tokens
+    assert (rig.status()["state"], rig.status()["loads"]) == ("cold", 0)
+    rig.chat("a")
+    assert [rig.ask(path, {"model": "a", **body})[:2] for path, body, _ in questions] == cold
+
+
+def test_the_service_maps_no_compute_library(shared: Rig) -> None:
+    shared.chat("a")
+    maps = Path(f"/proc/{shared.service.pid}/maps").read_text()
+    for library in ("libllama", "libggml", "libcuda", "libnvidia"):
+        assert library not in maps
+    (worker,) = _workers(shared.service)
+    assert "libllama" in Path(f"/proc/{worker}/maps").read_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("generative", {"context_length": 256, "parallel": 4}),
+        ("generative", {"context_length": 4096, "parallel": 2, "kv_type": "q8_0"}),
+        ("generative", {"context_length": 1024, "parallel": 1, "ubatch": 128, "flash_attention": False}),
+        ("embedding", {"context_length": 512, "parallel": 2}),
+        ("demo-mini", {"context_length": 2048, "parallel": 4}),
+    ],
+)
+def test_the_estimate_is_what_a_load_allocates(tmp_path: Path, kind: str, shape: dict[str, Any]) -> None:
+    """Kind by kind, predicted against the buffers that llama.cpp reports after a real load."""
+    path = "bundled:demo-mini" if kind == "demo-mini" else str(getattr(tiny_gguf, kind)(width=256))
+    rig = Rig(tmp_path, {"a": {"path": path, **shape}}).start()
+    try:
+        wait_until("measured", lambda: rig.status()["predicted_bytes"])
+        can = rig.status()["capabilities"]
+        assert rig.ask("/models/a/load", method="POST")[0] == 200
+        (model,) = rig.ask("/memory/models")[1]["models"]
+        assert rig.status()["capabilities"] == can
+    finally:
+        rig.service.kill()
+    parts = model["estimate"]["devices"]["cpu"]
+    assert model["estimate"]["source"] == "llama.cpp"
+    allocated = {buffer["kind"]: buffer["bytes"] for buffer in model["buffers"]}
+    for part, kind_of_buffer in (("weights_bytes", "weights"), ("kv_bytes", "kv"), ("compute_bytes", "compute")):
+        assert allocated[kind_of_buffer] == pytest.approx(parts[part], abs=2**16), kind_of_buffer
+
+
+async def test_events_begin_with_a_snapshot_are_numbered_and_tell_of_a_load(rig: Rig) -> None:
+    async with (
+        aiohttp.ClientSession(rig.service.url, headers=rig.headers) as session,
+        session.get("/events") as stream,
+    ):
+        kind, snapshot = await _event(stream)
+        assert kind == "snapshot"
+        assert {model["id"] for model in snapshot["models"]} == {"a", "b"}
+        asking = asyncio.create_task(_post(session, chat("a")))
+        numbers, states = [snapshot["number"]], []
+        async with asyncio.timeout(20):
+            while "ready" not in states:
+                kind, data = await _event(stream)
+                numbers.append(data["number"])
+                if kind == "model" and data["model"]["id"] == "a":
+                    states.append(data["model"]["headgate"]["state"])
+        assert "loading" in states
+        assert numbers == sorted(numbers)
+        await asking
+
+
+async def test_events_beat_within_six_seconds_of_silence(shared: Rig) -> None:
+    async with (
+        aiohttp.ClientSession(shared.service.url, headers=shared.headers) as session,
+        session.get("/events") as stream,
+        asyncio.timeout(20),
+    ):
+        while (await _event(stream))[0] != "beat":
+            continue
+
+
+def test_full_queues_answer_429(tmp_path: Path) -> None:
+    size = tiny_gguf.generative(seed=1).stat().st_size
+    env = {**slow_disk_env(tmp_path, size // 3), "INFERENCE_QUEUE_NORMAL": "2"}
+    rig = Rig(tmp_path, {"a": tiny(1)}, env).start()
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            waiting = [pool.submit(rig.chat, "a") for _ in range(2)]
+            wait_until("two wait", lambda: rig.status()["queued"] == 2)
+            status, answer, headers = rig.chat("a")
+            assert (status, answer["error"]["code"]) == (429, "queue_full")
+            assert int(headers["retry-after"]) >= 1
+            high = rig.ask("/v1/chat/completions", chat("a"), headers={"x-headgate-priority": "high"})
+            assert high[0] == 200
+            assert [future.result()[0] for future in waiting] == [200, 200]
+    finally:
+        rig.service.kill()
+
+
+def _workers(service: Service) -> list[int]:
+    return [pid for pid in children_of(service.pid) if "inference.worker" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+def _ignore_errors(call: Any) -> None:
+    with contextlib.suppress(OSError, ValueError):  # the answer of a service that is going away
+        call()
+
+
+async def _post(session: aiohttp.ClientSession, body: Any) -> tuple[int, bytes]:
+    async with session.post("/v1/chat/completions", json=body) as answer:
+        return answer.status, await answer.read()
+
+
+async def _until(what: str, probe: Any, seconds: float = 20.0) -> None:
+    await asyncio.to_thread(wait_until, what, probe, seconds=seconds)
+
+
+async def _event(stream: aiohttp.ClientResponse) -> tuple[str, Any]:
+    kind = (await stream.content.readline()).decode().removeprefix("event: ").strip()
+    data = json.loads((await stream.content.readline()).decode().removeprefix("data: "))
+    await stream.content.readline()
+    return kind, data

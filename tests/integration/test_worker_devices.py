@@ -1,0 +1,82 @@
+"""A worker on a device that ggml reaches over its RPC: registered by address, buffers told apart, loss is death."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from inference.worker import link
+from tests.rigs import tiny_gguf
+from tests.rigs.processes import free_port, wait_until
+from tests.rigs.worker_rig import WorkerRig, grant_for
+
+SERVE = """
+import ctypes, sys
+from inference.worker import ggml
+lib = ggml.library()
+cpu = lib.ggml_backend_dev_by_name(b"CPU")
+start = lib.ggml_backend_rpc_start_server
+start.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.POINTER(ctypes.c_void_p)]
+start(sys.argv[1].encode(), None, 1, 1, (ctypes.c_void_p * 1)(cpu))
+"""
+
+
+@pytest.fixture
+def endpoint() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    port = free_port()
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVE, f"127.0.0.1:{port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as server:
+
+        def listens() -> bool:
+            with socket.socket() as sock:
+                return sock.connect_ex(("127.0.0.1", port)) == 0
+
+        wait_until("the device listens", listens)
+        yield f"127.0.0.1:{port}", server
+        server.kill()
+
+
+def test_a_remote_device_holds_the_model(tmp_path: Path, endpoint: tuple[str, subprocess.Popen[bytes]]) -> None:
+    """Weights, cache and compute buffers are on it, under the authority's name; when it is lost the worker aborts."""
+    address, server = endpoint
+    device = link.DeviceGrant("gpu-0", "gpu", rpc_endpoint=address)
+    with WorkerRig(tmp_path, grant_for(tiny_gguf.generative(), devices=(device,), gpu_layers=-1)) as rig:
+        ready = rig.ready()
+        there = {buffer.kind: buffer.bytes for buffer in ready.buffers if buffer.device == "gpu-0"}
+        assert there["weights"] > 100_000
+        assert there["kv"] == 1024 * 4 * 2 * 2 * 32 * 2
+        assert there["compute"] > 0
+        body = {"prompt": "the water", "max_tokens": 8, "temperature": 0}
+        assert rig.post("/v1/completions", body)[1]["usage"]["completion_tokens"] == 8
+        server.kill()
+        server.wait(10)
+        with pytest.raises((OSError, AssertionError)):
+            rig.post("/v1/completions", {**body, "prompt": "something else"})
+        assert rig.wait(10) == -signal.SIGABRT
+        assert "Remote RPC server" in rig.log or "rpc" in rig.log.lower()
+
+
+def test_layers_can_stay_on_the_host(tmp_path: Path, endpoint: tuple[str, subprocess.Popen[bytes]]) -> None:
+    """gpu_layers 0 never touches the device; 1 puts one layer there."""
+    device = link.DeviceGrant("gpu-0", "gpu", rpc_endpoint=endpoint[0])
+    for layers, somewhere in ((0, {"cpu"}), (1, {"cpu", "gpu-0"})):
+        root = tmp_path / str(layers)
+        root.mkdir()
+        with WorkerRig(root, grant_for(tiny_gguf.generative(), devices=(device,), gpu_layers=layers)) as rig:
+            ready = rig.ready()
+            assert {buffer.device for buffer in ready.buffers if buffer.kind in ("weights", "kv")} == somewhere
+
+
+def test_a_device_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    device = link.DeviceGrant("gpu-0", "gpu", rpc_endpoint=f"127.0.0.1:{free_port()}")
+    with WorkerRig(tmp_path, grant_for(tiny_gguf.generative(), devices=(device,), gpu_layers=-1)) as rig:
+        failed = rig.expect(link.Failed)
+        assert failed.cause == "device_lost"
+        assert "127.0.0.1" in failed.message

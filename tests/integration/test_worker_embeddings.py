@@ -1,0 +1,78 @@
+"""A real worker with an embedding model: vectors of length 1, the same alone and in company."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tests.rigs import tiny_gguf
+from tests.rigs.worker_rig import WorkerRig, grant_for
+
+PATH = "/v1/embeddings"
+
+
+@pytest.fixture(scope="module", params=["mean", "cls", "last"])
+def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerRig]:
+    model = tiny_gguf.embedding(request.param)
+    with WorkerRig(tmp_path_factory.mktemp("worker"), grant_for(model, context_length=256)) as rig:
+        assert rig.ready().capabilities == ("embeddings",)
+        yield rig
+
+
+def vectors(worker: WorkerRig, **body: object) -> np.ndarray:
+    status, said = worker.post(PATH, body)
+    assert status == 200, said
+    assert [item["index"] for item in said["data"]] == list(range(len(said["data"])))
+    return np.array([item["embedding"] for item in said["data"]])
+
+
+def test_vectors_have_length_one_and_tell_texts_apart(worker: WorkerRig) -> None:
+    found = vectors(worker, input=["the water", "the mill", "the water"])
+    assert found.shape == (3, 64)
+    assert np.linalg.norm(found, axis=1) == pytest.approx(1.0, abs=1e-5)
+    assert found[0] == pytest.approx(found[2], abs=1e-5)
+    assert np.abs(found[0] - found[1]).max() > 1e-3
+
+
+def test_company_changes_nothing(worker: WorkerRig) -> None:
+    """More inputs than slots and more tokens than a batch; each gets what it gets alone, up to rounding in half
+    precision.
+    """
+    texts = [f"text number {number} " * (1 + number % 7) for number in range(30)]
+    together = vectors(worker, input=texts)
+    for number in (0, 6, 29):
+        alone = vectors(worker, input=texts[number])[0]
+        assert float(together[number] @ alone) > 0.9999
+        others = [float(vector @ alone) for other, vector in enumerate(together) if other != number]
+        assert max(others) < float(together[number] @ alone)
+
+
+def test_token_ids_base64_and_dimensions(worker: WorkerRig) -> None:
+    ids = worker.post("/tokenize", {"content": "the water", "add_special": True})[1]["tokens"]
+    plain = vectors(worker, input="the water")[0]
+    assert vectors(worker, input=ids)[0] == pytest.approx(plain, abs=1e-5)
+    _status, said = worker.post(PATH, {"input": "the water", "encoding_format": "base64"})
+    raw = np.frombuffer(base64.b64decode(said["data"][0]["embedding"]), "<f4")
+    assert raw == pytest.approx(plain, abs=1e-6)
+    short = vectors(worker, input="the water", dimensions=16)[0]
+    assert short == pytest.approx(plain[:16] / np.linalg.norm(plain[:16]), abs=1e-5)
+
+
+def test_usage_counts_every_input(worker: WorkerRig) -> None:
+    counts = [
+        len(worker.post("/tokenize", {"content": text, "add_special": True})[1]["tokens"]) for text in ("a", "b c")
+    ]
+    _status, said = worker.post(PATH, {"input": ["a", "b c"]})
+    assert said["usage"] == {"prompt_tokens": sum(counts), "total_tokens": sum(counts)}
+    assert said["model"] == "tiny"
+
+
+def test_too_long_an_input_and_chats_are_refused(worker: WorkerRig) -> None:
+    status, said = worker.post(PATH, {"input": ["ok", "x" * 2000]})
+    assert (status, said["error"]["code"], said["error"]["param"]) == (400, "context_length_exceeded", "input[1]")
+    assert worker.post(PATH, {"input": [5] * 256})[0] == 200
+    status, said = worker.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})
+    assert (status, said["error"]["param"]) == (400, "model")

@@ -1,0 +1,143 @@
+"""The breaker with pybreaker inside: one probe at a time, never stuck, results of an older epoch count for nothing."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from gateway.breakers import Guard
+from gateway.core.breaker import Permit, Refusal, Rule, State
+from gateway.core.outcome import Failure, Scope
+
+LIFE = 40.0
+
+
+class Breaker(RuleBasedStateMachine):
+    """A model beside the real thing: it counts what should count and compares."""
+
+    @initialize(failures=st.integers(1, 4), probes=st.integers(1, 2))
+    def start(self, failures: int, probes: int) -> None:
+        self.now = 1000.0
+        self.rule = Rule(failures=failures, open=30.0, probes=probes, window=60.0, failure_ratio=0.5, min_requests=8)
+        self.moves: list[State] = []
+        self.guard = Guard("p", "m", self.rule, lambda: self.now, lambda _p, _m, state: self._moved(state))
+        self.out: list[tuple[Permit, State]] = []
+        self.in_a_row = 0
+        self.proven: set[int] = set()
+
+    def _moved(self, state: State | None) -> None:
+        assert state is not None
+        self.moves.append(state)
+
+    @rule()
+    def ask(self) -> None:
+        before = self.guard.book.state
+        answer = self.guard.ask(self.now + LIFE)
+        if isinstance(answer, Refusal):
+            assert before is not State.CLOSED, "a closed breaker refuses nobody"
+            assert math.isfinite(answer.retry_in), "a refusal ends some day"
+            assert answer.retry_in >= 0
+            return
+        if answer.is_probe:
+            alive = [permit for permit, _ in self.out if permit.is_probe and self._counts(permit)]
+            assert not alive, "two probes at once"
+        self.out.append((answer, self.guard.book.state))
+
+    def _counts(self, permit: Permit) -> bool:
+        """Whether `permit` may still move the breaker and has not run out."""
+        return permit.epoch == self.guard.book.epoch and self.guard.book.probe == permit and self.now < permit.expires
+
+    @precondition(lambda self: self.out)
+    @rule(data=st.data(), ok=st.booleans(), pause=st.sampled_from([None, None, 5.0, 100.0]), opens=st.booleans())
+    def settle(self, data: st.DataObject, ok: bool, pause: float | None, opens: bool) -> None:
+        permit, _ = self.out.pop(data.draw(st.integers(0, len(self.out) - 1)))
+        ok = ok and permit.number not in self.proven  # its success was recorded when the answer began
+        book = self.guard.book
+        stale = permit.epoch != book.epoch or (permit.is_probe and book.probe != permit)
+        before, epoch = book.state, book.epoch
+        if ok:
+            self.guard.succeed(permit)
+        else:
+            self.guard.fail(permit, Failure(Scope.PAIR, pause, opens=opens and pause is not None), "said")
+        after = self.guard.book.state
+        if stale:
+            assert (after, self.guard.book.epoch) == (before, epoch), "a late result moved the breaker"
+        elif ok:
+            assert after in ((State.CLOSED,) if before is State.CLOSED else (State.CLOSED, State.HALF_OPEN))
+        elif before is State.HALF_OPEN or (opens and pause is not None):
+            assert after is State.OPEN
+            expected = pause if opens and pause is not None else max(pause or 0.0, 30.0)
+            assert self.guard.closed_for == expected
+        if not stale:
+            self.in_a_row = 0 if ok else self.in_a_row + 1
+            if not ok and self.in_a_row >= self.rule.failures:
+                assert after is State.OPEN
+
+    @precondition(lambda self: self.out)
+    @rule(data=st.data())
+    def begin_to_answer(self, data: st.DataObject) -> None:
+        """Content came under a permit: a live probe's success counts now, and its place is free for others."""
+        index = data.draw(st.integers(0, len(self.out) - 1))
+        permit, asked_in = self.out[index]
+        book = self.guard.book
+        live = permit.is_probe and permit.epoch == book.epoch and book.probe == permit
+        fresh = self.guard.prove(permit)
+        if not live:
+            assert fresh is permit
+            assert self.guard.book is book, "an ordinary or late permit moved the breaker"
+            return
+        assert not fresh.is_probe
+        assert self.guard.book.probe is None
+        assert self.guard.book.state in (State.CLOSED, State.HALF_OPEN)
+        assert (self.guard.book.state is State.CLOSED) or self.rule.probes > 1
+        self.out[index] = (fresh, asked_in)
+        self.proven.add(fresh.number)
+        self.in_a_row = 0
+
+    @precondition(lambda self: self.out)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        permit, _ = self.out.pop(data.draw(st.integers(0, len(self.out) - 1)))
+        before, epoch = self.guard.book.state, self.guard.book.epoch
+        self.guard.give_back(permit)
+        assert (self.guard.book.state, self.guard.book.epoch) == (before, epoch), "a cancellation moved the breaker"
+
+    @rule(seconds=st.sampled_from([0.125, 4.0, 31.0, 61.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def reset(self) -> None:
+        self.guard.reset()
+        assert self.guard.book.state is State.CLOSED
+
+    @invariant()
+    def it_is_never_stuck(self) -> None:
+        if not hasattr(self, "guard"):
+            return
+        assert self.guard.outstanding == len(self.out)
+        closed_for = self.guard.closed_for
+        assert closed_for is None or closed_for <= 100.0
+        if self.guard.book.state is not State.CLOSED:
+            self.in_a_row = 0 if self.guard.book.state is State.HALF_OPEN else self.in_a_row
+        if self.guard.book.epoch != getattr(self, "epoch", 0):
+            self.epoch = self.guard.book.epoch
+            self.in_a_row = 0
+
+    def teardown(self) -> None:
+        """Whatever happened: once everybody is gone and time passes, one good probe after the other closes it."""
+        if not hasattr(self, "guard"):
+            return
+        self.now += 200.0
+        for _ in range(self.rule.probes):
+            answer = self.guard.ask(self.now + LIFE)
+            assert isinstance(answer, Permit), "stuck"
+            self.guard.succeed(answer)
+        assert self.guard.book.state is State.CLOSED
+
+
+TestBreaker = Breaker.TestCase
+TestBreaker.settings = settings(max_examples=150, stateful_step_count=40)

@@ -1,0 +1,80 @@
+"""Frames do not depend on how the bytes were cut, and nothing is lost."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.core.sse import SseFrame, SseSplitter
+
+_EOLS = st.sampled_from([b"\n", b"\r\n", b"\r"])
+_TEXT = st.text("ab:é \x00{", max_size=8).map(str.encode)
+_LINES = st.one_of(
+    _TEXT.map(lambda text: b"data: " + text),
+    _TEXT.map(lambda text: b": " + text),
+    _TEXT.map(lambda text: b"event: " + text),
+    st.sampled_from([b"data", b"data:", b"id: 7", b":"]),
+)
+
+
+@st.composite
+def _streams(draw: st.DrawFn) -> bytes:
+    out = b""
+    for _ in range(draw(st.integers(0, 5))):
+        eol = draw(_EOLS)
+        out += b"".join(line + eol for line in draw(st.lists(_LINES, min_size=1, max_size=3))) + eol
+    return out + draw(st.sampled_from([b"", b"data: unfinished", b"\n", b"\r"]))
+
+
+def _split(pieces: list[bytes]) -> list[SseFrame]:
+    splitter = SseSplitter()
+    found = [frame for piece in pieces for frame in splitter.feed(piece)]
+    return found + splitter.end()
+
+
+@given(_streams(), st.data())
+def test_any_cutting_gives_the_same_frames(stream: bytes, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
+    edges = [0, *cuts, len(stream)]
+    pieces = [stream[a:b] for a, b in itertools.pairwise(edges)]
+    whole = _split([stream])
+    assert _split(pieces) == whole
+    assert _split([stream[i : i + 1] for i in range(len(stream))]) == whole
+
+
+@given(st.binary(max_size=200), st.data())
+def test_arbitrary_bytes_never_break_it_and_cutting_never_matters(stream: bytes, data: st.DataObject) -> None:
+    cut = data.draw(st.integers(0, len(stream)))
+    assert _split([stream[:cut], stream[cut:]]) == _split([stream])
+
+
+@given(st.lists(st.tuples(_TEXT, _EOLS), max_size=6))
+def test_every_frame_keeps_its_raw_bytes_and_its_data(items: list[tuple[bytes, bytes]]) -> None:
+    raws = [b"data: " + text + eol + eol for text, eol in items]
+    frames = _split([b"".join(raws)])
+    assert [frame.raw for frame in frames] == raws
+    assert [frame.data for frame in frames] == [text for text, _ in items]
+
+
+def test_fields_are_read_as_the_standard_says() -> None:
+    frames = _split([b"\xef", b"\xbb\xbfevent: x\r\ndata: a\r\ndata:b\r\n\r\n\n\n: hi\n\ndata\n\nid: 3\n\n"])
+    assert [(frame.event, frame.data) for frame in frames] == [(b"x", b"a\nb"), (None, None), (None, b""), (None, None)]
+    assert [frame.is_comment for frame in frames] == [False, True, False, False]
+
+
+def test_a_runaway_frame_is_given_up() -> None:
+    splitter = SseSplitter(max_frame_bytes=10)
+    splitter.feed(b"data: 123")
+    assert splitter.pending == 9
+    with pytest.raises(ValueError, match="exceeds 10 bytes"):
+        splitter.feed(b"45")
+
+
+def test_unfinished_frames_end_with_the_stream() -> None:
+    assert _split([b"data: x\r\r"])[0].data == b"x"
+    assert _split([b"data: x\n\r"])[0].data == b"x"
+    assert _split([b"data: x\n"]) == []
+    assert _split([b"data: x\n\n\r\r"]) == [SseFrame(b"data: x\n\n", b"x")]

@@ -1,0 +1,176 @@
+"""The ledger never goes negative, always balances, and ends every reservation exactly once, whatever happens."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from inference.core.ledger import Account, Ledger, LedgerError, Phase
+
+DEVICES = ("gpu-0", "gpu-1", "cpu")
+amounts = st.integers(0, 400)
+needs = st.dictionaries(st.sampled_from(DEVICES), amounts, min_size=1)
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Reserve, commit, leave, release, forfeit and observe in any order."""
+
+    live = Bundle("live")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger(limit_bytes=1500)
+        for device in DEVICES:
+            self.ledger = self.ledger.open(Account(device, capacity_bytes=1000, budget_bytes=800))
+        self.count = 0
+        self.gone: set[str] = set()
+
+    @rule(target=live, need=needs)
+    def reserve(self, need: dict[str, int]) -> str:
+        self.count += 1
+        id = f"r{self.count}"
+        fits = not self.ledger.lacks(need)
+        before = self.ledger
+        if fits:
+            self.ledger = self.ledger.reserve(id, "m", need)
+        else:
+            with pytest.raises(LedgerError):
+                self.ledger.reserve(id, "m", need)
+            assert self.ledger is before
+            self.gone.add(id)
+        return id
+
+    @rule(id=live, actual=needs)
+    def commit(self, id: str, actual: dict[str, int]) -> None:
+        holding = self.ledger.holdings.get(id)
+        try:
+            self.ledger = self.ledger.commit(id, actual)
+        except LedgerError:
+            assert self.ledger.holdings.get(id) == holding
+        else:
+            assert holding is not None
+            assert holding.phase is Phase.RESERVED
+            assert self.ledger.holdings[id].phase is Phase.RESIDENT
+
+    @rule(id=live, device=st.sampled_from(DEVICES), count=amounts)
+    def grow(self, id: str, device: str, count: int) -> None:
+        before = self.ledger
+        try:
+            self.ledger = self.ledger.grow(id, device, count)
+        except LedgerError:
+            assert self.ledger is before
+            return
+        assert before.holdings[id].phase is Phase.RESIDENT
+        assert self.ledger.ours_bytes == before.ours_bytes + count
+        assert self.ledger.balance(device).shortfall_bytes == 0
+
+    @rule(id=live)
+    def leave(self, id: str) -> None:
+        holding = self.ledger.holdings.get(id)
+        may = holding is not None and holding.phase is not Phase.RELEASING
+        if may:
+            self.ledger = self.ledger.leave(id)
+        else:
+            with pytest.raises(LedgerError):
+                self.ledger.leave(id)
+
+    @rule(id=consumes(live), forfeit=st.booleans())
+    def end(self, id: str, forfeit: bool) -> None:
+        if id in self.gone:
+            with pytest.raises(LedgerError):
+                self.ledger.release(id)
+            return
+        before = self.ledger
+        held = dict(before.holdings[id].bytes)
+        if forfeit and before.holdings[id].phase is Phase.RELEASING:
+            self.ledger = before.forfeit(id)
+            for device, count in held.items():
+                assert self.ledger.accounts[device].foreign_bytes == before.accounts[device].foreign_bytes + count
+        else:
+            self.ledger = before.release(id)
+            for device, count in held.items():
+                assert self.ledger.balance(device).ours_bytes == before.balance(device).ours_bytes - count
+        with pytest.raises(LedgerError):
+            self.ledger.release(id)
+
+    @rule(device=st.sampled_from(DEVICES), used=st.integers(0, 1200))
+    def observe(self, device: str, used: int) -> None:
+        before = self.ledger.balance(device)
+        self.ledger = self.ledger.observe(device, used, max(0, 1000 - used))
+        after = self.ledger.balance(device)
+        if before.reserved_bytes or before.releasing_bytes:
+            assert after.foreign_bytes >= before.foreign_bytes
+        else:
+            assert after.foreign_bytes == max(0, used - before.ours_bytes)
+
+    @invariant()
+    def balances(self) -> None:
+        for device in DEVICES:
+            b = self.ledger.balance(device)
+            used = b.foreign_bytes + b.reserved_bytes + b.resident_bytes + b.releasing_bytes
+            assert b.capacity_bytes + b.shortfall_bytes == b.free_bytes + used
+            assert min(b.free_bytes, b.shortfall_bytes) == 0
+            assert min(b.free_bytes, b.shortfall_bytes, b.foreign_bytes, b.room_bytes, b.ours_bytes) >= 0
+
+    @invariant()
+    def stays_within_limits(self) -> None:
+        assert self.ledger.ours_bytes <= 1500
+        for device in DEVICES:
+            assert self.ledger.balance(device).ours_bytes <= 800
+
+
+LedgerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLedger = LedgerMachine.TestCase
+
+
+def test_a_fresh_account_gives_its_budget() -> None:
+    """Room is the smallest of what binds, and it says which."""
+    ledger = Ledger().open(Account("cpu", 1000, 600))
+    assert (ledger.balance("cpu").room_bytes, ledger.lacks({"cpu": 600})) == (600, ())
+    (lack,) = ledger.lacks({"cpu": 601})
+    assert (lack.room_bytes, lack.bound) == (600, "the share of the device that may be used")
+    seen = ledger.observe("cpu", 900, 100)
+    assert seen.lacks({"cpu": 101})[0].room_bytes == 100
+
+
+def test_the_limit_counts_all_devices_together() -> None:
+    """A need that fits on each device may still exceed the sum."""
+    ledger = Ledger(limit_bytes=1000)
+    for device in ("a", "b"):
+        ledger = ledger.open(Account(device, 1000, 1000))
+    assert not ledger.lacks({"a": 500, "b": 500})
+    (lack,) = ledger.lacks({"a": 600, "b": 500})
+    assert (lack.need_bytes, lack.room_bytes, lack.bound) == (1100, 1000, "the memory limit")
+
+
+def test_a_loading_workers_bytes_never_count_twice_for_the_next() -> None:
+    """While one loads, what it has taken already looks used: the next must wait or fit beside both."""
+    ledger = Ledger().open(Account("cpu", 1000, 1000)).observe("cpu", 0, 1000)
+    ledger = ledger.reserve("one", "m", {"cpu": 400}).observe("cpu", 300, 700)
+    assert ledger.balance("cpu").foreign_bytes == 0
+    assert ledger.balance("cpu").room_bytes == 300
+    ledger = ledger.commit("one", {"cpu": 400}).observe("cpu", 400, 600)
+    assert ledger.balance("cpu").room_bytes == 600
+
+
+@pytest.mark.parametrize("need", [{"nowhere": 1}, {"cpu": -1}])
+def test_impossible_bookings_change_nothing(need: dict[str, int]) -> None:
+    """An unknown device and a negative amount are refused."""
+    ledger = Ledger().open(Account("cpu", 1000, 1000))
+    with pytest.raises(LedgerError):
+        ledger.reserve("x", "m", need)
+
+
+def test_a_reservation_id_is_used_once() -> None:
+    """Two reservations never share an id, and only a reservation can be committed."""
+    ledger = Ledger().open(Account("cpu", 1000, 1000)).reserve("x", "m", {"cpu": 1})
+    with pytest.raises(LedgerError):
+        ledger.reserve("x", "m", {"cpu": 1})
+    with pytest.raises(LedgerError):
+        ledger.commit("x", {"cpu": 1}).commit("x", {"cpu": 1})
+    with pytest.raises(LedgerError):
+        ledger.commit("x", {"cpu": 2000})
+    assert ledger.owned_by("m") == {"cpu": 1}
+    assert ledger.owned_by("n") == {}

@@ -1,0 +1,60 @@
+"""Waiters are served by class, then in order; classes are bounded; who is too late leaves; nobody is lost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference.core.queue import ORDER, QueueFullError, Waiter, WaitQueue
+from inference.protocol import Priority
+
+LIMITS = {Priority.HIGH: 3, Priority.NORMAL: 4, Priority.LOW: 5}
+arrivals = st.lists(st.tuples(st.sampled_from(list(Priority)), st.floats(0, 100)), max_size=25)
+
+
+def filled(coming: list[tuple[Priority, float]]) -> tuple[WaitQueue, list[Waiter]]:
+    queue, taken = WaitQueue(), []
+    for number, (priority, deadline) in enumerate(coming):
+        waiter = Waiter(number, priority, deadline)
+        if sum(other.priority is priority for other in taken) < LIMITS[priority]:
+            queue = queue.push(waiter, LIMITS)
+            taken.append(waiter)
+        else:
+            with pytest.raises(QueueFullError):
+                queue.push(waiter, LIMITS)
+    return queue, taken
+
+
+@given(arrivals)
+def test_order_is_by_class_then_arrival(coming: list[tuple[Priority, float]]) -> None:
+    queue, taken = filled(coming)
+    assert list(queue.waiters) == sorted(taken, key=lambda waiter: (ORDER.index(waiter.priority), waiter.id))
+    assert len(queue) == len(taken)
+    for index, waiter in enumerate(queue.waiters):
+        assert queue.position(waiter.id) == index
+    assert queue.position(-1) is None
+
+
+@given(arrivals, st.floats(0, 100))
+def test_the_late_leave_and_the_others_keep_their_places(coming: list[tuple[Priority, float]], now: float) -> None:
+    queue, _ = filled(coming)
+    rest, late = queue.expire(now)
+    assert all(waiter.deadline_at <= now for waiter in late)
+    assert all(waiter.deadline_at > now for waiter in rest.waiters)
+    assert {*rest.waiters, *late} == set(queue.waiters)
+    assert [waiter for waiter in queue.waiters if waiter in rest.waiters] == list(rest.waiters)
+
+
+@given(arrivals, st.integers(0, 30))
+def test_leaving_takes_one_and_only_once(coming: list[tuple[Priority, float]], who: int) -> None:
+    queue, taken = filled(coming)
+    without = queue.remove(who)
+    assert len(queue) - len(without) == sum(waiter.id == who for waiter in taken)
+    assert without.remove(who) is without
+
+
+def test_a_waiter_waits_once() -> None:
+    waiter = Waiter(1, Priority.LOW, 1.0)
+    with pytest.raises(ValueError, match="waits already"):
+        WaitQueue().push(waiter, LIMITS).push(waiter, LIMITS)

@@ -1,0 +1,144 @@
+"""Defects that vanished or spread: a dead background task, a close that raised, a permit lost before its attempt."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.core.budget import Budget, Limits
+from gateway.core.frames import Data, DeltaKind, Endpoint, Frame
+from gateway.errors import UpstreamError, UpstreamKind
+from gateway.inference_view import InferenceView
+from gateway.listening import Listening
+from gateway.providers.base import Call
+from tests.rigs.fake_inference import FakeInference
+from tests.rigs.gateway_rig import Gateway
+from tests.rigs.stack import until
+
+pytestmark = pytest.mark.timeout(60)
+CALL = Call(Endpoint.CHAT, "m", {}, "id")
+
+
+class Resisting:
+    """A provider whose streams break when they are closed."""
+
+    name = "resisting"
+    is_local = False
+
+    @asynccontextmanager
+    async def stream(self, call: Call) -> AsyncIterator[AsyncIterator[Frame]]:
+        async def frames() -> AsyncIterator[Frame]:
+            yield Data(b"{}", DeltaKind.CONTENT)
+
+        yield frames()
+        raise RuntimeError("cannot close")
+
+
+async def test_closing_never_raises_and_says_what_happened(caplog: pytest.LogCaptureFixture) -> None:
+    budget = Budget(Limits(30, 15, 300, 120, 2), asyncio.get_running_loop().time())
+    listening = Listening(Resisting(), CALL, budget, last=True)  # type: ignore[arg-type]
+    await listening.open()
+    assert isinstance(await listening.next(), Data)
+    await listening.close()
+    assert "the connection to resisting did not close properly" in caplog.text
+    assert "cannot close" in caplog.text
+
+
+async def test_an_answer_of_the_service_that_nobody_foresaw_is_logged_and_asked_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The poll died silently, and with it everything the gateway knew of the service."""
+    answers: list[Any] = [RuntimeError("a defect"), {"data": 7}, {"data": []}]
+    asked = asyncio.Event()
+
+    async def fetch(path: str, seconds: float) -> Any:
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if len(answers) == 1:
+            asked.set()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    view = InferenceView(fetch)
+    polling = asyncio.create_task(view.run())
+    try:
+        await until("the service was seen", lambda: view.reachable)
+    finally:
+        polling.cancel()
+    assert "RuntimeError: a defect" in caplog.text
+    assert "Traceback" in caplog.text
+
+
+async def test_another_service_starts_with_nothing_known() -> None:
+    """After a reload to another address the gateway still called it reachable."""
+    returned: list[bool] = []
+
+    async def there(path: str, seconds: float) -> Any:
+        return {"data": []}
+
+    async def missing(path: str, seconds: float) -> Any:
+        raise UpstreamError(UpstreamKind.CONNECT, "refused")
+
+    view = InferenceView(there, on_return=lambda: returned.append(True))
+    await view.refresh()
+    assert view.reachable is True
+    view.use(missing)
+    assert (view.reachable, view.was_seen) == (None, False)
+    await view.refresh()
+    assert view.reachable is False
+    view.use(there)
+    await view.refresh()
+    assert len(returned) == 2
+
+
+async def test_the_old_services_late_silence_says_nothing_of_the_new_one() -> None:
+    gate = asyncio.Event()
+
+    async def slow(path: str, seconds: float) -> Any:
+        await gate.wait()
+        raise UpstreamError(UpstreamKind.CONNECT, "refused")
+
+    async def there(path: str, seconds: float) -> Any:
+        return {"data": []}
+
+    view = InferenceView(slow)
+    late = asyncio.create_task(view.refresh())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    view.use(there)
+    gate.set()
+    await late
+    assert view.reachable is None
+
+
+async def test_a_background_task_that_dies_leaves_its_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with FakeInference("token") as fake, Gateway(tmp_path, fake.url) as gateway:
+
+        async def dying() -> None:
+            raise RuntimeError("gone")
+
+        with caplog.at_level(logging.ERROR, "gateway.runtime"):
+            gateway.runtime._spawn(dying(), "dying")
+            await until("it was logged", lambda: "the background task dying died" in caplog.text)
+        assert "RuntimeError: gone" in caplog.text
+
+
+async def test_a_defect_before_the_attempt_began_gives_the_permits_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with FakeInference("token") as fake, Gateway(tmp_path, fake.url) as gateway:
+        with monkeypatch.context() as patch:
+            patch.setattr("gateway.attempts.Attempt", None)
+            assert (await gateway.chat()).status_code == 500
+        breakers = gateway.runtime.breakers
+        assert breakers.guard("local").outstanding == breakers.guard("local", "demo").outstanding == 0
+        assert (await gateway.chat()).status_code == 200
+        assert breakers.guard("local").outstanding == breakers.guard("local", "demo").outstanding == 0

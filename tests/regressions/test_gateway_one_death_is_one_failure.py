@@ -1,0 +1,61 @@
+"""A worker that died with many requests in flight once opened its breaker at once, and kept a healthy model away."""
+
+from __future__ import annotations
+
+from gateway.breakers import Breakers, Lease
+from gateway.core.breaker import ONE_EVENT_SECONDS, Rule, State
+from gateway.core.outcome import Observation, judge
+from gateway.errors import UpstreamKind
+
+DEATH = judge(Observation(UpstreamKind.ERROR_FRAME, status=503, code="model_failed", is_local=True))
+CUT = judge(Observation(UpstreamKind.READ, is_local=True))
+REFUSAL = judge(Observation(UpstreamKind.STATUS, status=503, code="memory_limit_exceeded", is_local=True))
+
+
+class _Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _leases(breakers: Breakers, count: int) -> list[Lease]:
+    found = [breakers.acquire("local", "demo", expires=1e9) for _ in range(count)]
+    assert all(isinstance(lease, Lease) for lease in found)
+    return [lease for lease in found if isinstance(lease, Lease)]
+
+
+def test_one_death_under_twenty_requests_is_one_failure() -> None:
+    clock = _Clock()
+    breakers = Breakers(Rule(), clock)
+    for lease in _leases(breakers, 20):
+        lease.settle(DEATH)
+        clock.now += 0.01
+    assert breakers.guard("local", "demo").describe()["failures"] == 1
+    assert set(breakers.states().values()) == {State.CLOSED}
+
+
+def test_five_deaths_one_after_the_other_open_the_breaker() -> None:
+    clock = _Clock()
+    breakers = Breakers(Rule(), clock)
+    for _ in range(5):
+        for lease in _leases(breakers, 3):
+            lease.settle(DEATH)
+    assert breakers.guard("local", "demo").book.state is State.OPEN
+
+
+def test_what_breaks_off_long_after_is_another_event() -> None:
+    clock = _Clock()
+    breakers = Breakers(Rule(), clock)
+    first, second = _leases(breakers, 2)
+    first.settle(CUT)
+    clock.now += ONE_EVENT_SECONDS
+    second.settle(CUT)
+    assert breakers.guard("local").describe()["failures"] == 2
+
+
+def test_refusals_count_each_also_side_by_side() -> None:
+    breakers = Breakers(Rule(), _Clock())
+    for lease in _leases(breakers, 5):
+        lease.settle(REFUSAL)
+    assert breakers.guard("local", "demo").book.state is State.OPEN

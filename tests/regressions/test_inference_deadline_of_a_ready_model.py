@@ -1,0 +1,64 @@
+"""The deadline header was once forgotten after the model was ready, and absurd numbers were a bare 500."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.rigs.processes import wait_until
+from tests.rigs.stack import Stack, chat_body
+
+MODELS = "models:\n  demo: {path: 'bundled:demo', context_length: 2048, parallel: 1}\n"
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    stack = Stack(tmp_path_factory.mktemp("deadline"), models=MODELS)
+    stack.inference.start(wait_for="/readyz")
+    stack.ask("/v1/chat/completions", chat_body("Hello!"), direct=True)
+    yield stack
+    stack.kill()
+
+
+def _refusal(stack: Stack, body: dict[str, Any], **headers: str) -> tuple[int | None, dict[str, Any]]:
+    """Status and error of a refusal; the status is None for one that came as a frame of an open stream."""
+    request = urllib.request.Request(
+        stack.inference.url + "/v1/chat/completions",
+        data=json.dumps(body).encode(),
+        headers={"Authorization": f"Bearer {stack.state.read_secret('inference.token')}", **headers},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            frames = [frame for frame in answer.read().split(b"\n\n") if frame.startswith(b"data: ")]
+        return None, json.loads(frames[-1].removeprefix(b"data: "))["error"]
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)["error"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_waits_behind_others_is_told_when_the_deadline_is_over(stack: Stack, stream: bool) -> None:
+    long = chat_body("Tell me a long story about a water mill.", logit_bias={"2": -100}, max_tokens=1500)
+    with ThreadPoolExecutor(1) as pool:
+        busy = pool.submit(stack.ask, "/v1/chat/completions", long, direct=True, seconds=60)
+        wait_until("the only slot is taken", lambda: stack.model("demo")["in_flight"] == 1)
+        status, error = _refusal(stack, chat_body("Hello!", stream=stream), **{"x-headgate-deadline-ms": "200"})
+        assert not busy.done(), "the story ended too early to show anything"
+        busy.result()
+    assert status in ((504, None) if stream else (504,))
+    assert error["code"] == "deadline_exceeded"
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens", "n", "top_k", "seed"])
+@pytest.mark.parametrize("value", [10**30, -(10**30), 1e300])
+def test_absurd_numbers_are_a_400_with_the_field(stack: Stack, field: str, value: float) -> None:
+    status, error = _refusal(stack, chat_body("Hello!", **{field: value}))
+    assert status == 400
+    assert error["param"] in (field, None if isinstance(value, int) else field, "messages")
+    assert error["code"] in ("invalid_request", "invalid_json", "context_length_exceeded")

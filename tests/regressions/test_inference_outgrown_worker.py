@@ -1,0 +1,50 @@
+"""A worker once held many times what was reserved for it, and nobody looked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from inference import authority as authorities
+from inference.osapi import private_bytes
+from inference.protocol import ModelState
+from tests.rigs.authority_rig import MIB, empty, services, until
+
+
+async def test_a_worker_that_outgrows_its_reservation_reserves_more_or_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two of 100 MiB that become over 300: with 512 allowed, one may and the other must go."""
+    monkeypatch.setattr(authorities, "WATCH_SECONDS", 0.1)
+    caplog.set_level("INFO")
+    async with services(tmp_path, monkeypatch) as start:
+        service = await start(
+            {"small": {}, "a": {}, "b": {}}, {name: {"grow": 300 * MIB} for name in "ab"}, MEMORY_LIMIT_GB="0.5"
+        )
+        authority = service.authority
+        small, a, b = (authority.resolve(name) for name in ("small", "a", "b"))
+        await authority.load(small)
+        await authority.load(a)
+        await until("the growth is booked", lambda: authority.ledger.owned_by("a")["cpu"] > 200 * MIB)
+        assert a.running is not None
+        seen = private_bytes(a.running.worker.pid)
+        if seen is None:
+            pytest.skip("needs /proc")
+        assert authority.ledger.owned_by("a")["cpu"] <= seen + MIB
+        assert "a grew by" in caplog.text
+        assert authority.ledger.owned_by("small")["cpu"] == 100 * MIB, "who keeps to it pays nothing"
+        await authority.unload(small)
+        lease = await authority.ask(b).wait(10)
+        assert lease is not None
+        await until("the one too much leaves", lambda: b.state is ModelState.DRAINING)
+        assert a.state is ModelState.READY
+        lease.release(completed=True)
+        await until("and is gone", lambda: b.state is ModelState.COLD)
+        assert not authority.ledger.owned_by("b")
+        await authority.unload(a)
+        await until("everything is back", lambda: empty(service))
+
+
+def test_memory_of_a_process_that_is_gone_is_unknown() -> None:
+    assert private_bytes(2**22 + 1) is None

@@ -1,0 +1,53 @@
+"""A worker that was told to leave said `shutting_down`, which closed the gateway's door for all other models too."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+from inference.worker import link
+from tests.rigs import tiny_gguf
+from tests.rigs.processes import wait_until
+from tests.rigs.worker_rig import WorkerRig, grant_for
+
+CHAT = "/v1/chat/completions"
+LONG = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 400, "ignore_eos": True}
+
+
+def livez(rig: WorkerRig) -> bytes:
+    with rig.connection() as connection:
+        connection.request("GET", "/livez")
+        return connection.getresponse().read()
+
+
+def test_requests_cut_by_an_unload_say_that_the_model_loads(tmp_path: Path) -> None:
+    """In a status with Retry-After and in an error frame, which has no headers, alike."""
+    answers: list[tuple[int, str | None, dict[str, object]]] = []
+
+    def whole(rig: WorkerRig) -> None:
+        with rig.connection() as connection:
+            connection.request("POST", CHAT, json.dumps(LONG).encode())
+            answer = connection.getresponse()
+            answers.append((answer.status, answer.getheader("retry-after"), json.loads(answer.read())["error"]))
+
+    with WorkerRig(tmp_path, grant_for(tiny_gguf.slow())) as rig:
+        rig.ready()
+        frames = rig.stream(CHAT, LONG)
+        next(frames)
+        thread = threading.Thread(target=whole, args=(rig,))
+        thread.start()
+        wait_until("both run", lambda: rig.fresh_beat().active == 2)
+        rig.send(link.Drain())
+        wait_until("it drains", lambda: b"draining" in livez(rig))
+        whole(rig)
+        rig.send(link.Stop())
+        framed = json.loads(list(frames)[-1].removeprefix(b"data: "))["error"]
+        thread.join(5)
+        assert rig.wait(5) == 0
+    assert len(answers) == 2
+    assert {(status, retry) for status, retry, _error in answers} == {(503, "1")}
+    for error in [framed, *(error for _status, _retry, error in answers)]:
+        assert error["code"] == "model_loading"
+        assert error["headgate"] == {"retry_after": 1.0}
+        assert "unloaded" in str(error["message"])

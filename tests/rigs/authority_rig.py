@@ -1,0 +1,120 @@
+"""An inference service inside the test: the real authority over fake workers, estimates and, if asked, accelerators."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headgate.shared.state import StateDir
+from inference import settings
+from inference.app import Service
+from inference.core.estimate import Parts
+from inference.devices.base import Reading
+from inference.devices.cpu import CpuProbe
+from inference.devices.inventory import Inventory
+from inference.estimator import Estimate
+
+MIB = 2**20
+COMMAND = (sys.executable, "-m", "tests.rigs.fake_worker")
+Start = Callable[..., Any]
+
+
+class FakeEstimator:
+    """Says 100 MiB for every model, or what `sizes` says; 64 MiB of it are the worker's own."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, int] = {}
+        self.gate: asyncio.Event | None = None
+
+    async def get(self, spec: Any, device: Reading) -> Estimate:
+        if self.gate is not None:
+            await self.gate.wait()
+        size = self.sizes.get(spec.id, 100) * MIB
+        return Estimate({device.id: Parts(0, size - 64 * MIB, 0)}, {device.id: 64 * MIB}, "llama.cpp", "", 4096)
+
+    async def close(self) -> None:
+        return None
+
+
+class FakeAccelerator:
+    """A probe with one GPU of 1,000 MiB; `failure` is raised by the next readings."""
+
+    def __init__(self) -> None:
+        self.used_bytes = 0
+        self.failure: Exception | None = None
+
+    async def start(self) -> None:
+        return None
+
+    async def refresh(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    async def close(self) -> None:
+        return None
+
+    def readings(self) -> tuple[Reading, ...]:
+        total = 1000 * MIB
+        return (Reading("gpu-0", "cuda", "fake", total, total - self.used_bytes, self.used_bytes),)
+
+
+def rewrite(directory: Path, models: dict[str, dict[str, Any]]) -> None:
+    """Writes models.yaml; every model has the same file and may be evicted at once."""
+    (directory / "x.gguf").write_bytes(b"GGUF")
+    entries = {name: {"path": str(directory / "x.gguf"), "min_residency": 0, **more} for name, more in models.items()}
+    (directory / "models.yaml").write_text(json.dumps({"models": entries}))
+
+
+@contextlib.asynccontextmanager
+async def services(directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
+    """A function that starts services with (models, behavior of workers, INFERENCE_*); all are closed at the end."""
+    started: list[Service] = []
+
+    async def make(
+        models: dict[str, dict[str, Any]],
+        behavior: dict[str, Any] | None = None,
+        *,
+        accelerator: FakeAccelerator | None = None,
+        estimator: Any = None,
+        **environ: str,
+    ) -> Service:
+        monkeypatch.setenv("FAKE_WORKER", json.dumps(behavior or {}))
+        rewrite(directory, models)
+        said = {"INFERENCE_FORCE_CPU_MODE": "true"} if accelerator is None else {}
+        config = settings.load(directory, said | {f"INFERENCE_{key}": value for key, value in environ.items()}, {})
+        state = StateDir.from_env({"HEADGATE_STATE_DIR": str(directory / "state")})
+        service = Service(config, state, "token", command=COMMAND)
+        if accelerator is not None:
+            service.authority.inventory = Inventory([accelerator, CpuProbe()])
+        service.authority.background.estimator = estimator or FakeEstimator()
+        await service.authority.start()
+        started.append(service)
+        return service
+
+    yield make
+    for service in started:
+        async with asyncio.timeout(30):
+            await service.authority.close()
+        assert not list(directory.rglob("*.sock"))
+
+
+async def until(what: str, probe: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Waits until `probe` holds; fails with `what` after `seconds`."""
+    try:
+        async with asyncio.timeout(seconds):
+            while not probe():
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        raise AssertionError(f"never: {what}") from None
+
+
+def empty(service: Service) -> bool:
+    """Whether nothing is booked."""
+    return not service.authority.ledger.holdings

@@ -1,0 +1,225 @@
+"""A stand-in for the inference service, in the test's own process: answers and fails on demand, over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from inference.errors import InferenceError
+from inference.protocol import DONE, Code, ModelState, ModelStatus, Progress, error_body
+
+
+@dataclass
+class Answer:
+    """How one request is answered, in this order of events.
+
+    `comments` progress comments `pause` seconds apart come first; then `words` one delta each, `pause` apart. `hold`
+    is awaited before the first word. `refuse` answers with an error status instead, `error` with an error frame after
+    the words; `cut` drops the connection after the words, `stall` goes silent after them, `finish` None leaves the
+    finish reason out, `done` False the `[DONE]`. `garbage` is sent as a frame after the words.
+    """
+
+    words: tuple[str, ...] = ("Hello", " there", "!")
+    comments: int = 0
+    pause: float = 0.0
+    hold: asyncio.Event | None = None
+    refuse: Code | None = None
+    status: int | None = None
+    retry_after: float | None = None
+    message: str = "the fake refuses"
+    error: Code | None = None
+    cut: bool = False
+    stall: bool = False
+    stall_before_headers: bool = False
+    finish: str | None = "stop"
+    done: bool = True
+    garbage: bytes | None = None
+    raw: bytes | None = None
+
+
+@dataclass
+class Seen:
+    """One request the fake got; `closed` is set when its connection was closed before the answer's end."""
+
+    path: str
+    model: str
+    body: Mapping[str, Any]
+    headers: Mapping[str, str]
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class FakeInference:
+    """Use as an async context. `answers` by model (default `Answer()`), `seen` every generation request."""
+
+    def __init__(self, token: str | None = None) -> None:
+        self.answers: dict[str, Answer] = {}
+        self.queue: dict[str, list[Answer]] = {}
+        self.models: dict[str, ModelStatus] = {
+            name: ModelStatus(id=name, state=ModelState.READY, context_length=4096, capabilities=("chat", "completion"))
+            for name in ("demo", "demo-mini")
+        }
+        self.seen: list[Seen] = []
+        self.token = token
+        self.port = 0
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        """Base address."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def seen_for(self, model: str) -> list[Seen]:
+        """Requests for one model."""
+        return [seen for seen in self.seen if seen.model == model]
+
+    async def __aenter__(self) -> FakeInference:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self, port: int = 0) -> None:
+        """Listens on `port`, or on a free one."""
+        app = web.Application(client_max_size=2**26)
+        app.router.add_get("/v1/models", self._models)
+        for path in ("chat/completions", "completions"):
+            app.router.add_post(f"/v1/{path}", self._generate)
+        app.router.add_post("/v1/embeddings", self._embed)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.05)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", port or self.port)
+        await site.start()
+        assert site._server is not None
+        self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+
+    async def stop(self) -> None:
+        """Refuses connections from now on; open ones are cut. `start` again takes the same port."""
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            await runner.cleanup()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [model.to_json() for model in self.models.values()]})
+
+    def _note(self, request: web.Request, body: Mapping[str, Any]) -> tuple[Seen, Answer]:
+        model = body["model"]
+        seen = Seen(request.path, model, body, {name.lower(): value for name, value in request.headers.items()})
+        self.seen.append(seen)
+        waiting = self.queue.get(model)
+        return seen, waiting.pop(0) if waiting else self.answers.get(model, Answer())
+
+    async def _embed(self, request: web.Request) -> web.StreamResponse:
+        seen, answer = self._note(request, await request.json())
+        if answer.refuse is not None or answer.status is not None:
+            return _refusal(answer)
+        try:
+            if answer.hold is not None:
+                await answer.hold.wait()
+        except asyncio.CancelledError:
+            seen.closed.set()
+            raise
+        vector = {"object": "embedding", "index": 0, "embedding": [0.5, 0.25]}
+        return web.json_response(
+            {"object": "list", "data": [vector], "model": seen.model, "usage": {"total_tokens": 1}}
+        )
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        seen, answer = self._note(request, body)
+        if self.token is not None and seen.headers.get("authorization") != f"Bearer {self.token}":
+            return web.json_response(error_body(Code.INVALID_API_KEY, "wrong token"), status=401)
+        try:
+            return await self._play(request, seen, answer)
+        except (asyncio.CancelledError, ConnectionError):
+            seen.closed.set()
+            raise
+        finally:
+            seen.ended.set()
+
+    async def _play(self, request: web.Request, seen: Seen, answer: Answer) -> web.StreamResponse:
+        if seen.model not in self.models:
+            return web.json_response(
+                error_body(Code.MODEL_NOT_FOUND, f"no model {seen.model}", param="model"), status=404
+            )
+        if answer.refuse is not None or answer.status is not None:
+            return _refusal(answer)
+        if answer.stall_before_headers:
+            await asyncio.Event().wait()
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for index in range(answer.comments):
+            await response.write(Progress("loading", index, 100).frame())
+            await asyncio.sleep(answer.pause)
+        if answer.hold is not None:
+            await answer.hold.wait()
+        if answer.raw is not None:
+            await response.write(answer.raw)
+            return response
+        chat = seen.path.endswith("chat/completions")
+        if chat and answer.words:
+            await response.write(_chunk(seen.model, chat, role="assistant"))
+        for word in answer.words:
+            await response.write(_chunk(seen.model, chat, text=word))
+            if answer.pause:
+                await asyncio.sleep(answer.pause)
+        if answer.garbage is not None:
+            await response.write(answer.garbage)
+        if answer.stall:
+            await asyncio.Event().wait()
+        if answer.cut:
+            assert request.transport is not None
+            request.transport.abort()
+            return response
+        if answer.error is not None:
+            error = InferenceError(answer.message, code=answer.error, retry_after=answer.retry_after)
+            await response.write(b"data: " + json.dumps(error.body()).encode() + b"\n\n")
+            return response
+        if answer.finish is not None:
+            await response.write(_chunk(seen.model, chat, finish=answer.finish))
+            usage = {"prompt_tokens": 3, "completion_tokens": len(answer.words), "total_tokens": 3 + len(answer.words)}
+            await response.write(_chunk(seen.model, chat, usage=usage))
+        if answer.done:
+            await response.write(DONE)
+        return response
+
+
+def _refusal(answer: Answer) -> web.Response:
+    headers = {} if answer.retry_after is None else {"retry-after": f"{answer.retry_after:g}"}
+    if answer.refuse is None:
+        return web.json_response({"error": {"message": answer.message}}, status=answer.status or 500, headers=headers)
+    details = {"needed_bytes": 1}
+    error = InferenceError(answer.message, code=answer.refuse, retry_after=answer.retry_after, details=details)
+    return web.json_response(error.body(), status=answer.status or error.status, headers=headers)
+
+
+def _chunk(
+    model: str,
+    chat: bool,
+    *,
+    role: str | None = None,
+    text: str | None = None,
+    finish: str | None = None,
+    usage: Mapping[str, int] | None = None,
+) -> bytes:
+    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish}
+    if chat:
+        choice["delta"] = {"role": role, "content": ""} if role else {"content": text} if text is not None else {}
+    else:
+        choice["text"] = text or ""
+    chunk: dict[str, Any] = {
+        "id": "chatcmpl-fake",
+        "object": "chat.completion.chunk" if chat else "text_completion",
+        "created": 1,
+        "model": model,
+        "choices": [] if usage else [choice],
+    }
+    if usage:
+        chunk["usage"] = dict(usage)
+    return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"

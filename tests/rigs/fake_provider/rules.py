@@ -1,0 +1,367 @@
+"""Checks a request as strictly as the real APIs would, independent of Headgate's translators; answers nothing.
+
+A rule raises RefusedError with the words and the codes of the API it stands for.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(eq=False)
+class RefusedError(Exception):
+    """A 400. `code` and `param` are OpenAI's; Anthropic and Google have the message alone."""
+
+    message: str
+    code: str | None = None
+    param: str | None = None
+
+
+OPENAI_CHAT = frozenset((
+    "messages", "model", "audio", "frequency_penalty", "function_call", "functions", "logit_bias", "logprobs",
+    "max_completion_tokens", "max_tokens", "metadata", "modalities", "moderation", "n", "parallel_tool_calls",
+    "prediction", "presence_penalty", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+    "reasoning_effort", "response_format", "safety_identifier", "seed", "service_tier", "stop", "store", "stream",
+    "stream_options", "temperature", "tool_choice", "tools", "top_logprobs", "top_p", "user", "verbosity",
+    "web_search_options",
+))  # fmt: skip
+GOOGLE_CHAT = frozenset((
+    "messages", "model", "max_completion_tokens", "max_tokens", "n", "reasoning_effort", "response_format", "stop",
+    "stream", "stream_options", "temperature", "tool_choice", "tools", "top_p",
+))  # fmt: skip
+OPENAI_COMPLETIONS = frozenset((
+    "model", "prompt", "best_of", "echo", "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "n",
+    "presence_penalty", "seed", "stop", "stream", "stream_options", "suffix", "temperature", "top_p", "user",
+))  # fmt: skip
+OPENAI_EMBEDDINGS = frozenset(("model", "input", "dimensions", "encoding_format", "user"))
+_MESSAGE_FIELDS: Mapping[str, frozenset[str]] = {
+    "system": frozenset(("role", "content", "name")),
+    "developer": frozenset(("role", "content", "name")),
+    "user": frozenset(("role", "content", "name")),
+    "assistant": frozenset(("role", "content", "name", "audio", "function_call", "refusal", "tool_calls")),
+    "tool": frozenset(("role", "content", "tool_call_id")),
+    "function": frozenset(("role", "content", "name")),
+}
+_UNANSWERED = "An assistant message with 'tool_calls' must be followed by tool messages."
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_IMAGE = re.compile(r"(https?://|data:image/[a-z+]+;base64,)", re.IGNORECASE)
+
+
+# --- OpenAI -----------------------------------------------------------------------------------------------------------
+def unknown_fields(body: Mapping[str, Any], known: frozenset[str], flavor: str) -> None:
+    for name in body:
+        if name not in known:
+            if flavor == "google":
+                raise RefusedError(f'Invalid JSON payload received. Unknown name "{name}": Cannot find field.')
+            raise RefusedError(f"Unknown parameter: '{name}'.", "unknown_parameter", name)
+
+
+def needed(body: Mapping[str, Any], *names: str) -> None:
+    for name in names:
+        if body.get(name) is None:
+            raise RefusedError(f"Missing required parameter: '{name}'.", "missing_required_parameter", name)
+
+
+def in_range(body: Mapping[str, Any], name: str, low: float, high: float) -> None:
+    value = body.get(name)
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise RefusedError(f"Invalid type for '{name}': expected a number.", "invalid_type", name)
+    if not low <= value <= high:
+        raise RefusedError(f"Invalid '{name}': expected a value between {low} and {high}.", "invalid_value", name)
+
+
+def openai_chat(body: Mapping[str, Any], flavor: str) -> None:
+    unknown_fields(body, GOOGLE_CHAT if flavor == "google" else OPENAI_CHAT, flavor)
+    needed(body, "model", "messages")
+    _sampling(body)
+    if not isinstance(body["messages"], list) or not body["messages"]:
+        raise RefusedError("Invalid 'messages': empty array.", "empty_array", "messages")
+    open_calls: set[str] = set()
+    for index, message in enumerate(body["messages"]):
+        open_calls = _openai_message(message, f"messages[{index}]", open_calls)
+    if open_calls:
+        raise RefusedError(
+            "An assistant message with 'tool_calls' must be followed by tool messages.", None, "messages"
+        )
+    for index, tool in enumerate(body.get("tools") or ()):
+        name = (tool.get("function") or {}).get("name")
+        if tool.get("type") == "function" and not (isinstance(name, str) and _NAME.fullmatch(name)):
+            raise RefusedError("Invalid tool name.", "invalid_value", f"tools[{index}].function.name")
+    if body.get("tool_choice") is not None and not body.get("tools"):
+        raise RefusedError("'tool_choice' is only allowed when 'tools' are specified.", None, "tool_choice")
+    if body.get("top_logprobs") is not None and not body.get("logprobs"):
+        raise RefusedError("'logprobs' must be true.", "invalid_value", "top_logprobs")
+    shape = body.get("response_format") or {}
+    if shape.get("type") == "json_schema" and not (shape.get("json_schema") or {}).get("name"):
+        raise RefusedError(
+            "Missing required parameter.", "missing_required_parameter", "response_format.json_schema.name"
+        )
+    if flavor == "openai" and re.match(r"(o\d|gpt-5)", body["model"]) and body.get("max_tokens") is not None:
+        raise RefusedError(
+            "Unsupported parameter: 'max_tokens' is not supported with this model. "
+            "Use 'max_completion_tokens' instead.",
+            "unsupported_parameter",
+            "max_tokens",
+        )
+
+
+def _sampling(body: Mapping[str, Any]) -> None:
+    in_range(body, "temperature", 0, 2)
+    in_range(body, "top_p", 0, 1)
+    in_range(body, "n", 1, 128)
+    in_range(body, "max_tokens", 1, 10**6)
+    in_range(body, "max_completion_tokens", 1, 10**6)
+    in_range(body, "frequency_penalty", -2, 2)
+    in_range(body, "presence_penalty", -2, 2)
+    stop = body.get("stop")
+    if isinstance(stop, list) and len(stop) > 4:
+        raise RefusedError("Invalid 'stop': array too long.", "array_above_max_length", "stop")
+    if body.get("stream_options") is not None:
+        if not body.get("stream"):
+            raise RefusedError("'stream_options' is only allowed when 'stream' is enabled.", None, "stream_options")
+        if unknown := set(body["stream_options"]) - {"include_usage", "include_obfuscation"}:
+            raise RefusedError("Unknown parameter.", "unknown_parameter", f"stream_options.{unknown.pop()}")
+
+
+def _openai_message(message: Any, path: str, open_calls: set[str]) -> set[str]:
+    if not isinstance(message, dict) or message.get("role") not in _MESSAGE_FIELDS:
+        raise RefusedError("Invalid value for role.", "invalid_value", f"{path}.role")
+    role = message["role"]
+    for name in message:
+        if name not in _MESSAGE_FIELDS[role]:
+            raise RefusedError(f"Unknown parameter: '{path}.{name}'.", "unknown_parameter", f"{path}.{name}")
+    if message.get("content") is None and role != "assistant":
+        raise RefusedError("Invalid value for 'content': expected a string, got null.", None, f"{path}.content")
+    for part in message["content"] if isinstance(message.get("content"), list) else ():
+        if part.get("type") == "image_url" and not _IMAGE.match(part["image_url"]["url"]):
+            raise RefusedError("Invalid image URL.", "invalid_image_url", f"{path}.content")
+    if role == "tool":
+        if message.get("tool_call_id") not in open_calls:
+            raise RefusedError("'tool' must be a response to a preceding message with 'tool_calls'.", None, path)
+        return open_calls - {message["tool_call_id"]}
+    if open_calls:
+        raise RefusedError(_UNANSWERED, None, path)
+    return {call["id"] for call in message.get("tool_calls") or ()}
+
+
+def openai_completions(body: Mapping[str, Any]) -> None:
+    unknown_fields(body, OPENAI_COMPLETIONS, "openai")
+    needed(body, "model", "prompt")
+    _sampling(body)
+    if body.get("stream") and (body.get("best_of") or 1) > 1:
+        raise RefusedError("Results from best_of cannot be streamed.", None, "best_of")
+
+
+def openai_embeddings(body: Mapping[str, Any]) -> None:
+    unknown_fields(body, OPENAI_EMBEDDINGS, "openai")
+    needed(body, "model", "input")
+
+
+# --- Anthropic --------------------------------------------------------------------------------------------------------
+ANTHROPIC = frozenset((
+    "model", "messages", "max_tokens", "cache_control", "container", "inference_geo", "metadata", "output_config",
+    "service_tier", "stop_sequences", "stream", "system", "temperature", "thinking", "tool_choice", "tools", "top_k",
+    "top_p",
+))  # fmt: skip
+ANTHROPIC_VERSIONS = ("2023-06-01", "2026-10-21")
+COUNT_TOKENS = frozenset(
+    ("model", "messages", "cache_control", "output_config", "system", "thinking", "tool_choice", "tools")
+)
+_BLOCKS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
+    "text": (frozenset(("type", "text")), frozenset(("cache_control", "citations"))),
+    "image": (frozenset(("type", "source")), frozenset(("cache_control",))),
+    "document": (frozenset(("type", "source")), frozenset(("cache_control", "title", "context", "citations"))),
+    "tool_use": (frozenset(("type", "id", "name", "input")), frozenset(("cache_control",))),
+    "tool_result": (frozenset(("type", "tool_use_id")), frozenset(("content", "is_error", "cache_control"))),
+    "thinking": (frozenset(("type", "thinking", "signature")), frozenset()),
+}
+_MEDIA = frozenset(("image/jpeg", "image/png", "image/gif", "image/webp"))
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
+_TOOL_ID = re.compile(r"[a-zA-Z0-9_-]+")
+_EFFORTS = (None, "low", "medium", "high", "xhigh", "max")
+
+
+def _fields(value: Mapping[str, Any], needs: frozenset[str], may: frozenset[str], path: str) -> None:
+    for name in needs - set(value):
+        raise RefusedError(f"{path}.{name}: Field required")
+    for name in set(value) - needs - may:
+        raise RefusedError(f"{path}.{name}: Extra inputs are not permitted")
+
+
+def anthropic(body: Mapping[str, Any], version: str, *, counting: bool = False) -> None:
+    if version != ANTHROPIC_VERSIONS[0]:
+        for name in ("temperature", "top_p", "top_k"):
+            if name in body:
+                raise RefusedError(f"{name}: Extra inputs are not permitted")
+    needs = ("model", "messages") if counting else ("model", "messages", "max_tokens")
+    for name in needs:
+        if name not in body:
+            raise RefusedError(f"{name}: Field required")
+    for name in set(body) - (COUNT_TOKENS if counting else ANTHROPIC):
+        raise RefusedError(f"{name}: Extra inputs are not permitted")
+    generation = _generation(body["model"])
+    if generation >= (4, 7) and {"temperature", "top_p", "top_k"} & set(body):
+        raise RefusedError("`temperature` is deprecated for this model.")
+    if generation >= (4, 6) and body["messages"] and body["messages"][-1]["role"] == "assistant":
+        raise RefusedError("This model does not support assistant message prefill.")
+    if not counting:
+        limit = body["max_tokens"]
+        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+            raise RefusedError("max_tokens: Input should be greater than or equal to 1")
+    for name, high in (("temperature", 1), ("top_p", 1)):
+        value = body.get(name, 0)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= high:
+            raise RefusedError(f"{name}: range: 0..{high}")
+    if "temperature" in body and "top_p" in body:
+        raise RefusedError("`temperature` and `top_p` cannot both be specified for this model. Please use only one.")
+    for stop in body.get("stop_sequences", ()):
+        if not isinstance(stop, str) or not stop.strip():
+            raise RefusedError("stop_sequences: each stop sequence must contain non-whitespace")
+    _fields(body.get("metadata", {}), frozenset(), frozenset(("user_id",)), "metadata")
+    _output(body)
+    _system(body.get("system"))
+    _anthropic_tools(body)
+    _conversation(body["messages"], {tool["name"] for tool in body.get("tools", ())})
+
+
+def _generation(model: str) -> tuple[int, int]:
+    """4.6 of `claude-opus-4-6-20260101`; a name that tells none is old enough for everything."""
+    match = re.fullmatch(r"claude-[a-z]+-(\d)(?:-(\d))?(?:-\d{8})?", model)
+    return (int(match[1]), int(match[2] or 0)) if match else (0, 0)
+
+
+def _output(body: Mapping[str, Any]) -> None:
+    config = body.get("output_config", {})
+    _fields(config, frozenset(), frozenset(("effort", "format")), "output_config")
+    if config.get("effort") not in _EFFORTS:
+        raise RefusedError("output_config.effort: Input should be 'low', 'medium', 'high', 'xhigh' or 'max'")
+    if "format" in config:
+        _fields(config["format"], frozenset(("type", "schema")), frozenset(), "output_config.format")
+        if config["format"]["type"] != "json_schema" or not isinstance(config["format"]["schema"], dict):
+            raise RefusedError("output_config.format: Input should be a json_schema")
+    thinking = body.get("thinking", {"type": "disabled"})
+    if thinking.get("type") not in ("enabled", "disabled", "adaptive"):
+        raise RefusedError("thinking: Input tag does not match any of the expected tags")
+    if thinking["type"] == "enabled" and not 1024 <= thinking.get("budget_tokens", 0) < body["max_tokens"]:
+        raise RefusedError("`max_tokens` must be greater than `thinking.budget_tokens`.")
+
+
+def _system(system: Any) -> None:
+    for block in system if isinstance(system, list) else ():
+        _block(block, "system", frozenset(("text",)))
+    if system is not None and not isinstance(system, (str, list)):
+        raise RefusedError("system: Input should be a valid string")
+
+
+def _anthropic_tools(body: Mapping[str, Any]) -> None:
+    tools: Sequence[Any] = body.get("tools", ())
+    for index, tool in enumerate(tools):
+        may = frozenset(("description", "strict", "type", "cache_control"))
+        _fields(tool, frozenset(("name", "input_schema")), may, f"tools.{index}")
+        if not _TOOL_NAME.fullmatch(tool["name"]):
+            raise RefusedError(f"tools.{index}.name: String should match pattern '^[a-zA-Z0-9_-]{{1,128}}$'")
+        if not isinstance(tool["input_schema"], dict) or tool["input_schema"].get("type") != "object":
+            raise RefusedError(f"tools.{index}.input_schema.type: Input should be 'object'")
+    if len({tool["name"] for tool in tools}) < len(tools):
+        raise RefusedError("tools: Tool names must be unique.")
+    if (choice := body.get("tool_choice")) is None:
+        return
+    if not tools:
+        raise RefusedError("tool_choice: may only be specified while providing tools")
+    parallel = frozenset(("disable_parallel_tool_use",))
+    shapes = {
+        "auto": (frozenset(("type",)), parallel),
+        "any": (frozenset(("type",)), parallel),
+        "none": (frozenset(("type",)), frozenset()),
+        "tool": (frozenset(("type", "name")), parallel),
+    }
+    if choice.get("type") not in shapes:
+        raise RefusedError("tool_choice: Input tag does not match any of the expected tags")
+    _fields(choice, *shapes[choice["type"]], "tool_choice")
+    if choice["type"] == "tool" and choice["name"] not in {tool["name"] for tool in tools}:
+        raise RefusedError(f"Tool '{choice['name']}' not found in provided tools")
+
+
+def _conversation(messages: Any, tools: set[str]) -> None:
+    """Turns alternate (stricter than the API, which joins neighbors) and begin with the user.
+
+    Tool results answer exactly the calls of the turn before, and come first.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise RefusedError("messages: at least one message is required")
+    expected: list[str] = []
+    for index, message in enumerate(messages):
+        path = f"messages.{index}"
+        _fields(message, frozenset(("role", "content")), frozenset(), path)
+        role = "user" if index % 2 == 0 else "assistant"
+        if message["role"] != role:
+            raise RefusedError(f'{path}: roles must alternate between "user" and "assistant", starting with "user"')
+        content = message["content"]
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(blocks, list) or not blocks:
+            raise RefusedError(f"{path}: all messages must have non-empty content")
+        kinds = frozenset(
+            ("text", "image", "document", "tool_result") if role == "user" else ("text", "tool_use", "thinking")
+        )
+        for at, block in enumerate(blocks):
+            _block(block, f"{path}.content.{at}", kinds)
+        results = [block["tool_use_id"] for block in blocks if block["type"] == "tool_result"]
+        if sorted(results) != sorted(expected):
+            raise RefusedError(f"{path}: every `tool_use` needs its `tool_result` right after, and the reverse")
+        if any(block["type"] != "tool_result" for block in blocks[: len(results)]):
+            raise RefusedError(f"{path}: `tool_result` blocks must come first")
+        calls = [block for block in blocks if block["type"] == "tool_use"]
+        expected = [block["id"] for block in calls]
+        if len(set(expected)) < len(expected):
+            raise RefusedError(f"{path}: `tool_use` ids must be unique")
+        if calls and not tools:
+            raise RefusedError("Requests which include `tool_use` or `tool_result` blocks must define tools")
+    if expected:
+        raise RefusedError("the last `tool_use` blocks have no `tool_result`")
+    last = messages[-1]
+    if last["role"] == "assistant":
+        text = last["content"] if isinstance(last["content"], str) else last["content"][-1].get("text", "")
+        if text != text.rstrip():
+            raise RefusedError("messages: final assistant content cannot end with trailing whitespace")
+
+
+def _block(block: Any, path: str, kinds: frozenset[str]) -> None:
+    if not isinstance(block, dict) or block.get("type") not in kinds:
+        raise RefusedError(f"{path}: Input tag does not match any of the expected tags")
+    kind = block["type"]
+    _fields(block, *_BLOCKS[kind], path)
+    if kind == "text" and not (isinstance(block["text"], str) and block["text"].strip()):
+        raise RefusedError(f"{path}: text content blocks must contain non-whitespace text")
+    if kind in ("image", "document"):
+        _source(block["source"], path, _MEDIA if kind == "image" else frozenset(("application/pdf",)))
+    if kind == "tool_use":
+        if not _TOOL_ID.fullmatch(block["id"]):
+            raise RefusedError(f"{path}.id: String should match pattern '^[a-zA-Z0-9_-]+$'")
+        if not isinstance(block["input"], dict) or not _TOOL_NAME.fullmatch(block["name"]):
+            raise RefusedError(f"{path}: Input should be a valid dictionary")
+    if kind == "tool_result":
+        content = block.get("content", "")
+        for at, inner in enumerate(content if isinstance(content, list) else ()):
+            _block(inner, f"{path}.content.{at}", frozenset(("text", "image", "document")))
+
+
+def _source(source: Mapping[str, Any], path: str, media: frozenset[str]) -> None:
+    if source.get("type") == "url":
+        _fields(source, frozenset(("type", "url")), frozenset(), f"{path}.source")
+        if not source["url"].startswith(("http://", "https://")):
+            raise RefusedError(f"{path}.source.url: Only HTTPS URLs are supported.")
+        return
+    _fields(source, frozenset(("type", "media_type", "data")), frozenset(), f"{path}.source")
+    if source["type"] != "base64" or source["media_type"] not in media:
+        raise RefusedError(f"{path}.source.media_type: Input should be one of {sorted(media)}")
+    try:
+        base64.b64decode(source["data"], validate=True)
+    except (binascii.Error, ValueError):
+        raise RefusedError(f"{path}.source.base64: invalid base64 data") from None

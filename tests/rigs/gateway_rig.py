@@ -1,0 +1,101 @@
+"""A gateway in the test's own process and loop, on a real port, with private state and a client for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import uvicorn
+
+from gateway.app import make_app
+from gateway.runtime import Runtime, Source
+from gateway.server import BoundedHttp, QuietServer
+from headgate.shared import ports
+from headgate.shared.state import StateDir
+
+KEY = "test-key"
+ADMIN = "test-admin"
+
+CONFIG = """
+routes:
+  demo: {chain: [local/demo, local/demo-mini]}
+  "*": {chain: ["local/*"]}
+"""
+MESSAGES = [{"role": "user", "content": "Hello!"}]
+
+
+class Gateway:
+    """Use as an async context. `config` is the text of gateway.yaml; `write` and `reload` change it."""
+
+    def __init__(
+        self,
+        root: Path,
+        inference_url: str,
+        config: str = CONFIG,
+        environ: Mapping[str, str] | None = None,
+        http: type[BoundedHttp] = BoundedHttp,
+    ) -> None:
+        self._http = http
+        self.root = root
+        self.environ = {
+            "GATEWAY_INFERENCE__URL": inference_url,
+            "GATEWAY_API_KEY": KEY,
+            "GATEWAY_ADMIN_KEY": ADMIN,
+            "INFERENCE_TOKEN": "token",
+            **(environ or {}),
+        }
+        self.write(config)
+        state = root / "state"
+        state.mkdir(exist_ok=True)
+        source = Source(root, lambda: self.environ, {"port": 0})
+        self.runtime = Runtime(source, source.load(), StateDir(state))
+        self.client: httpx2.AsyncClient
+        self.url = ""
+
+    def write(self, config: str) -> None:
+        """Replaces gateway.yaml; takes effect with a reload."""
+        (self.root / "gateway.yaml").write_text(config)
+
+    async def __aenter__(self) -> Gateway:
+        sock = ports.listen("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        options: dict[str, Any] = {
+            "http": self._http, "ws": "none", "lifespan": "on", "log_config": None, "access_log": False,
+            "timeout_graceful_shutdown": 1,
+        }  # fmt: skip
+        self._server = QuietServer(uvicorn.Config(make_app(self.runtime), **options))
+        self._task = asyncio.create_task(self._server.serve(sockets=[sock]))
+        self.client = httpx2.AsyncClient(
+            base_url=self.url, timeout=20, headers={"authorization": f"Bearer {KEY}"}, trust_env=False
+        )
+        async with asyncio.timeout(20):
+            while not self._server.started:
+                await asyncio.sleep(0.005)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.client.aclose()
+        self._server.should_exit = True
+        async with asyncio.timeout(20):
+            await self._task
+
+    async def chat(self, model: str = "demo", **more: Any) -> httpx2.Response:
+        """A chat request; `headers` go into the request, everything else into its body."""
+        headers = more.pop("headers", {})
+        body = {"model": model, "messages": MESSAGES, **more}
+        return await self.client.post("/v1/chat/completions", content=json.dumps(body), headers=headers)
+
+    async def admin(self, method: str, path: str) -> httpx2.Response:
+        """A request with the admin key."""
+        return await self.client.request(method, path, headers={"authorization": f"Bearer {ADMIN}"})
+
+    async def breaker(self, name: str) -> dict[str, Any]:
+        """One entry of `/admin/breakers`."""
+        entries = (await self.admin("GET", "/admin/breakers")).json()["breakers"]
+        return next(
+            (entry for entry in entries if entry["name"] == name), {"name": name, "state": "closed", "failures": 0}
+        )

@@ -1,0 +1,182 @@
+"""Makes tiny random-weight GGUF models for tests, seeded and quick; they answer noise, but always the same noise."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+CHATML = (
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}"
+    "{{ raise_exception('unknown role ' + message['role']) }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+WORDS = ("hello", "world", "gate", "water", "mill", "the", "and", "a", "is", "of", "to", "stream", "token")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a tiny model; `seed` draws other weights, `scale` makes the noise livelier."""
+
+    layers: int = 2
+    width: int = 64
+    heads: int = 4
+    heads_kv: int = 2
+    feed: int = 128
+    context: int = 4096
+    extra_words: int = 0
+    seed: int = 1
+    scale: float = 1.0
+    template: str | None = CHATML
+    pooling: str | None = None
+    """None for a generative model, else `mean`, `cls` or `last`."""
+
+
+def generative(**changes: object) -> Path:
+    """Path of a llama-architecture chat model of about 0.5 MB with a byte-level BPE vocabulary."""
+    return _cached(Shape(**changes))  # type: ignore[arg-type]
+
+
+def slow(**changes: object) -> Path:
+    """Path of a chat model of about 40 MB: a token takes some milliseconds, so that a test can meet it at work."""
+    return generative(**{"layers": 8, "width": 256, "feed": 1024, **changes})
+
+
+def embedding(pooling: str = "mean", **changes: object) -> Path:
+    """Path of an embedding model of the same build with that pooling; it has no chat template."""
+    return _cached(Shape(pooling=pooling, template=None, **changes))  # type: ignore[arg-type]
+
+
+def lora(shape: Shape | None = None, *, seed: int = 7, rank: int = 4) -> Path:
+    """Path of a LoRA adapter for models of `shape` that changes what they say."""
+    shape = shape or Shape()
+    path = _directory() / f"lora-{_digest(shape)}-{seed}-{rank}.gguf"
+    if not path.exists():
+        rng = np.random.default_rng(seed)
+        writer = gguf.GGUFWriter(path.with_suffix(f".{os.getpid()}"), "llama")
+        writer.add_string("general.type", "adapter")
+        writer.add_string("adapter.type", "lora")
+        writer.add_float32("adapter.lora.alpha", float(rank))
+        for layer in range(shape.layers):
+            name = f"blk.{layer}.ffn_up.weight"
+            writer.add_tensor(f"{name}.lora_a", rng.standard_normal((rank, shape.width)).astype(np.float32))
+            writer.add_tensor(f"{name}.lora_b", rng.standard_normal((shape.feed, rank)).astype(np.float32))
+        _finish(writer, path)
+    return path
+
+
+def _directory() -> Path:
+    path = Path(tempfile.gettempdir()) / f"headgate-tiny-gguf-{os.getuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
+def _digest(shape: Shape) -> str:
+    recipe = Path(__file__).read_bytes() + repr(asdict(shape)).encode()
+    return hashlib.sha256(recipe).hexdigest()[:16]
+
+
+def _cached(shape: Shape) -> Path:
+    path = _directory() / f"tiny-{_digest(shape)}.gguf"
+    if not path.exists():
+        _write(shape, path)
+    return path
+
+
+def _byte_letters() -> list[str]:
+    """GPT-2's printable letter for each of the 256 bytes."""
+    keep = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    spare = iter(range(256, 512))
+    return [chr(byte) if byte in keep else chr(next(spare)) for byte in range(256)]
+
+
+def _vocabulary(extra_words: int) -> tuple[list[str], list[int], list[str]]:
+    """Tokens, their types and the merges that build every word from letters."""
+    letters = _byte_letters()
+    tokens = list(letters)
+    merges: list[str] = []
+    rng = np.random.default_rng(11)
+    words = [*WORDS, *("".join(chr(97 + c) for c in rng.integers(0, 26, 6)) for _ in range(extra_words))]
+    known = set(tokens)
+    for word in [*words, *("Ġ" + word for word in words)]:
+        built = word[0]
+        for letter in word[1:]:
+            if (longer := built + letter) not in known:
+                merges.append(f"{built} {letter}")
+                tokens.append(longer)
+                known.add(longer)
+            built = longer
+    types = [int(gguf.TokenType.NORMAL)] * len(tokens) + [int(gguf.TokenType.CONTROL)] * len(SPECIALS)
+    return [*tokens, *SPECIALS], types, merges
+
+
+def _write(shape: Shape, path: Path) -> None:
+    rng = np.random.default_rng(shape.seed)
+    tokens, types, merges = _vocabulary(shape.extra_words)
+    writer = gguf.GGUFWriter(path.with_suffix(f".{os.getpid()}"), "llama")
+    writer.add_name("tiny")
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.width)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.feed)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.heads_kv)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(shape.width // shape.heads)
+    writer.add_vocab_size(len(tokens))
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    if shape.pooling:
+        writer.add_pooling_type(gguf.PoolingType[shape.pooling.upper()])
+        writer.add_causal_attention(shape.pooling == "last")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(merges)
+    end_of_text, _start, end_of_turn = (tokens.index(text) for text in SPECIALS)
+    writer.add_bos_token_id(end_of_text)
+    writer.add_eos_token_id(end_of_turn)
+    writer.add_add_bos_token(False)
+    if shape.template is not None:
+        writer.add_chat_template(shape.template)
+
+    def weights(name: str, *size: int, scale: float = 1.0) -> None:
+        values = rng.standard_normal(size, dtype=np.float32) * np.float32(scale / np.sqrt(size[-1]))
+        writer.add_tensor(name, values)
+
+    weights("token_embd.weight", len(tokens), shape.width, scale=np.sqrt(shape.width))
+    weights("output.weight", len(tokens), shape.width, scale=3.0 * shape.scale)
+    writer.add_tensor("output_norm.weight", np.ones(shape.width, dtype=np.float32))
+    keyed = shape.width // shape.heads * shape.heads_kv
+    for layer in range(shape.layers):
+        block = f"blk.{layer}"
+        writer.add_tensor(f"{block}.attn_norm.weight", np.ones(shape.width, dtype=np.float32))
+        writer.add_tensor(f"{block}.ffn_norm.weight", np.ones(shape.width, dtype=np.float32))
+        weights(f"{block}.attn_q.weight", shape.width, shape.width, scale=2.0)
+        weights(f"{block}.attn_k.weight", keyed, shape.width, scale=2.0)
+        weights(f"{block}.attn_v.weight", keyed, shape.width, scale=2.0)
+        weights(f"{block}.attn_output.weight", shape.width, shape.width, scale=2.0)
+        weights(f"{block}.ffn_gate.weight", shape.feed, shape.width, scale=2.0)
+        weights(f"{block}.ffn_up.weight", shape.feed, shape.width, scale=2.0)
+        weights(f"{block}.ffn_down.weight", shape.width, shape.feed, scale=2.0)
+    _finish(writer, path)
+
+
+def _finish(writer: gguf.GGUFWriter, path: Path) -> None:
+    """Writes under a name of our own and renames, so that parallel test runs never read half a file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with contextlib.suppress(FileExistsError):
+        path.with_suffix(f".{os.getpid()}").replace(path)

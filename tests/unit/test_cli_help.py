@@ -1,0 +1,106 @@
+"""Help texts: quick to get, in the documentation as they are, and mistakes answered with advice."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from headgate.cli.main import LATER, VERBS, main
+from headgate.cli.reference import DOCUMENT, rewritten
+
+HEAVY = ["fastapi", "uvicorn", "openai", "anthropic", "aiohttp", "httpx2", "llama_cpp"]
+NOT_FOR_THE_OVERVIEW = [*HEAVY, "pydantic", "yaml", "asyncio", "http.client", "gateway", "inference"]
+
+
+def test_the_documentation_shows_the_help_as_it_is() -> None:
+    """`make reference` writes it."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert text == rewritten(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "banned"),
+    [
+        (["--help"], NOT_FOR_THE_OVERVIEW),
+        (["--version"], NOT_FOR_THE_OVERVIEW),
+        *(([v, "--help"], HEAVY) for v in VERBS),
+    ],
+)
+def test_help_imports_nothing_heavy(words: list[str], banned: list[str]) -> None:
+    script = (
+        "import sys; from headgate.cli.main import main; main(sys.argv[1:]);"
+        f"print([name for name in {banned!r} if name in sys.modules])"
+    )
+    argv = [sys.executable, "-c", script, *words]
+    said = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=20)
+    assert said.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("words", [["--help"], ["up", "--help"], ["run", "--help"]])
+def test_help_takes_less_than_200_ms(words: list[str]) -> None:
+    """The best of several, so that a busy machine is not blamed on the program."""
+    times: list[float] = []
+    while len(times) < 10 and min(times, default=1.0) >= 0.2:
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "headgate", *words], capture_output=True, check=True, timeout=20)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.2
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_and_the_common_options(verb: str, capsys: Any) -> None:
+    assert main(["help", verb]) == 0
+    said = capsys.readouterr().out
+    if verb in ("config", "key"):
+        assert main([verb, {"config": "check", "key": "show"}[verb], "--help"]) == 0
+        said = capsys.readouterr().out
+    assert "--config-dir DIR" in said
+    assert "--json" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["frobnicate"], "`headgate --help` lists the verbs"),
+        (["lsit"], "did you mean `headgate list`?"),
+        (["--port", "1"], "there is no option '--port'"),
+        (["show"], "the following arguments are required: MODEL"),
+        (["config"], "the following arguments are required: ACTION"),
+        (["up", "--port", "many"], "invalid int value: 'many'"),
+    ],
+)
+def test_mistakes_are_exit_code_2_with_advice(words: list[str], advice: str, capsys: Any) -> None:
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert advice in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("words", [*map(str.split, sorted(LATER)), ["help", "pull"], ["pull", "--help"], ["move", "a"]])
+def test_verbs_of_later_versions_are_not_taken_for_misspelled_ones(words: list[str], capsys: Any) -> None:
+    """`offload` is the opposite of `load`."""
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "comes with a later version" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_no_verb_is_both_there_and_to_come() -> None:
+    assert not LATER & set(VERBS)
+
+
+def test_no_words_show_the_help_and_are_a_usage_error(capsys: Any) -> None:
+    assert main([]) == 2
+    assert "start:" in capsys.readouterr().out
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    """`headgate --help | head -1` ends quietly."""
+    said = subprocess.run(
+        f"{sys.executable} -m headgate config schema | head -1", shell=True, capture_output=True, text=True, timeout=20
+    )
+    assert said.stderr == ""

@@ -1,0 +1,459 @@
+"""Every verb against canned services: what goes out, what is shown where, and the exit code a script sees."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headgate.cli.addresses import Record
+from headgate.cli.main import main
+from headgate.shared.state import StateDir
+from inference.protocol import ModelState, ModelStatus
+from tests.rigs.canned_http import Canned, CannedService, canned_service
+from tests.rigs.processes import free_port
+
+READY = ModelStatus(
+    id="demo",
+    state=ModelState.READY,
+    aliases=("default",),
+    context_length=4096,
+    parallel=4,
+    devices=("cpu",),
+    predicted_bytes=50 * 2**20,
+    actual_bytes=48 * 2**20,
+    in_flight=1,
+    idle_seconds=3.0,
+    pid=4711,
+)
+COLD = ModelStatus(id="org/big", state=ModelState.COLD, predicted_bytes=2**40, fits=False, reason="1 TiB is a lot")
+TOO_BIG = {
+    "error": {
+        "message": "org/big needs 1.0 TiB and 4.0 GiB are free on cpu",
+        "type": "service_unavailable_error",
+        "param": None,
+        "code": "memory_limit_exceeded",
+        "headgate": {"need_bytes": 2**40, "free_bytes": 2**32},
+    }
+}
+
+
+def _chunk(text: str | None, finish: str | None = None) -> bytes:
+    delta = {} if text is None else {"content": text}
+    choice = {"index": 0, "delta": delta, "finish_reason": finish}
+    return f"data: {json.dumps({'id': 'x', 'model': 'local/demo', 'choices': [choice]})}\n\n".encode()
+
+
+DONE = b"data: [DONE]\n\n"
+STREAM = (b": headgate loading 40/100\n\n", _chunk(""), _chunk("Hel"), _chunk("lo."), _chunk(None, "stop"), DONE)
+UNARY = {"model": "local/demo", "choices": [{"index": 0, "message": {"role": "assistant", "content": "Hello."}}]}
+
+
+@pytest.fixture(autouse=True)
+def private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No configuration, key or running service of the developer's is seen."""
+    import os
+
+    for name in list(os.environ):
+        if name.startswith(("GATEWAY_", "INFERENCE_", "HEADGATE_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HEADGATE_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Mapping[str, Canned]], CannedService]]:
+    """Starts one canned service that stands for both, and points the command line at it."""
+    from contextlib import ExitStack
+
+    with ExitStack() as stack:
+
+        def start(answers: Mapping[str, Canned]) -> CannedService:
+            service = stack.enter_context(canned_service(answers))
+            port = service.url.rpartition(":")[2]
+            for name in ("GATEWAY_PORT", "INFERENCE_PORT"):
+                monkeypatch.setenv(name, port)
+            monkeypatch.setenv("GATEWAY_API_KEY", "key-of-a-test")
+            monkeypatch.setenv("INFERENCE_TOKEN", "token-of-a-test")
+            return service
+
+        yield start
+
+
+@pytest.fixture
+def piped(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    def pipe(text: str) -> None:
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+
+    return pipe
+
+
+def test_ps_shows_what_is_loaded_and_list_shows_everything(serve: Any, capsys: Any) -> None:
+    service = serve({"GET /v1/models": Canned({"object": "list", "data": [READY.to_json(), COLD.to_json()]})})
+    assert main(["ps"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert re.match(r"MODEL +STATE +DEVICE +BYTES", said[0])
+    assert re.match(r"demo +ready +cpu +48\.0 MiB +4096 +1/4 +0 +3s +4711$", said[1])
+    assert len(said) == 2
+    assert main(["list"]) == 0
+    said = capsys.readouterr()
+    assert "org/big" in said.out
+    assert "org/big: 1 TiB is a lot" in said.err
+    assert service.asked[0].headers["authorization"] == "Bearer token-of-a-test"
+
+
+def test_json_is_what_the_service_said(serve: Any, capsys: Any) -> None:
+    serve({"GET /v1/models": Canned({"object": "list", "data": [READY.to_json(), COLD.to_json()]})})
+    assert main(["ps", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [READY.to_json()]
+
+
+def test_nothing_loaded_is_said_in_words(serve: Any, capsys: Any) -> None:
+    serve({"GET /v1/models": Canned({"object": "list", "data": []})})
+    assert main(["ps"]) == 0
+    assert "no model is loaded" in capsys.readouterr().out
+
+
+def test_show_takes_ids_with_slashes(serve: Any, capsys: Any) -> None:
+    serve({"GET /v1/models/org/big": Canned(COLD.to_json())})
+    assert main(["show", "org/big"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^fits now +no$", said, re.MULTILINE)
+    assert re.search(r"^reason +1 TiB is a lot$", said, re.MULTILINE)
+
+
+def test_load_and_unload_post_and_say_the_state(serve: Any, capsys: Any) -> None:
+    service = serve(
+        {
+            "POST /models/demo/load": Canned(READY.to_json()),
+            "POST /models/demo/unload": Canned(ModelStatus("demo", ModelState.COLD).to_json()),
+        }
+    )
+    assert main(["load", "demo"]) == 0
+    assert main(["unload", "demo"]) == 0
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.splitlines() == ["demo: ready on cpu, 48.0 MiB", "demo: cold"]
+    assert [asked.method for asked in service.asked] == ["POST", "POST"]
+
+
+def test_restart_and_stop_post_and_say_the_state(serve: Any, capsys: Any) -> None:
+    service = serve(
+        {
+            "POST /models/org/big/restart": Canned(READY.to_json()),
+            "POST /models/org/big/unload?now=true": Canned(ModelStatus("org/big", ModelState.COLD).to_json()),
+        }
+    )
+    assert main(["restart", "org/big"]) == 0
+    assert main(["stop", "org/big"]) == 0
+    assert capsys.readouterr().err.splitlines() == ["demo: ready on cpu, 48.0 MiB", "org/big: cold"]
+    assert [asked.method for asked in service.asked] == ["POST", "POST"]
+
+
+def test_a_model_that_does_not_fit_is_exit_code_4_with_the_numbers(serve: Any, capsys: Any) -> None:
+    serve({"POST /models/org/big/load": Canned(TOO_BIG, 503, {"Retry-After": "30"})})
+    assert main(["load", "org/big"]) == 4
+    assert "needs 1.0 TiB and 4.0 GiB are free" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "headers", "expected"),
+    [
+        (429, "queue_full", {"Retry-After": "2"}, 75),
+        (503, "model_failed", {"Retry-After": "2"}, 75),
+        (503, "model_loading", {}, 75),
+        (503, "model_failed", {}, 1),
+        (404, "model_not_found", {}, 1),
+        (401, "invalid_api_key", {}, 1),
+    ],
+)
+def test_exit_codes_of_refusals(
+    serve: Any, capsys: Any, status: int, code: str, headers: Mapping[str, str], expected: int
+) -> None:
+    error = {"error": {"message": "this is why", "type": "t", "param": None, "code": code}}
+    serve({"POST /models/demo/load": Canned(error, status, headers)})
+    assert main(["load", "demo"]) == expected
+    assert "this is why" in capsys.readouterr().err
+
+
+def test_an_answer_of_a_stranger_is_told_as_it_is(serve: Any, capsys: Any) -> None:
+    serve({"GET /v1/models": Canned("<html>", 502)})
+    assert main(["ps"]) == 1
+    assert "answered 502" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line", ["ps", "list", "show x", "load x", "unload x", "restart x", "stop x", "devices", "breakers", "plan x"]
+)
+def test_nobody_there_is_exit_code_3_and_says_where_and_how(
+    line: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    port = str(free_port())
+    monkeypatch.setenv("GATEWAY_PORT", port)
+    monkeypatch.setenv("INFERENCE_PORT", port)
+    assert main(line.split()) == 3
+    said = capsys.readouterr().err
+    assert f"http://127.0.0.1:{port}" in said
+    assert "headgate up" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_run_prints_the_answer_and_nothing_else(serve: Any, capsys: Any) -> None:
+    service = serve({"POST /v1/chat/completions": Canned(frames=STREAM, headers={"x-headgate-tier": "local"})})
+    assert (
+        main(["run", "demo", "say", "hello", "--temperature", "0", "--max-tokens", "5", "--system", "Be brief."]) == 0
+    )
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("Hello.\n", "")
+    asked = service.asked[0]
+    assert asked.headers["authorization"] == "Bearer key-of-a-test"
+    assert asked.body == {
+        "model": "demo",
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "say hello"}],
+        "stream": True,
+        "max_tokens": 5,
+        "temperature": 0.0,
+    }
+
+
+def test_run_reads_the_prompt_from_a_pipe(serve: Any, piped: Any, capsys: Any) -> None:
+    service = serve({"POST /v1/chat/completions": Canned(frames=STREAM)})
+    piped("from the pipe\n")
+    assert main(["run", "demo", "--local-only"]) == 0
+    assert capsys.readouterr().out == "Hello.\n"
+    assert service.asked[0].body["messages"] == [{"role": "user", "content": "from the pipe"}]
+    assert service.asked[0].headers["x-headgate-policy"] == "local-only"
+
+
+def test_run_without_anything_to_say_is_a_usage_error(serve: Any, piped: Any) -> None:
+    serve({})
+    piped("")
+    assert main(["run", "demo"]) == 2
+
+
+def test_run_says_who_answered_instead(serve: Any, capsys: Any) -> None:
+    headers = {
+        "x-headgate-tier": "local-fallback",
+        "x-headgate-model": "local/demo-mini",
+        "x-headgate-reason": "memory_limit_exceeded",
+    }
+    serve({"POST /v1/chat/completions": Canned(frames=STREAM, headers=headers)})
+    assert main(["run", "demo", "hi"]) == 0
+    assert capsys.readouterr().err == "answered by local/demo-mini (local-fallback): memory_limit_exceeded\n"
+
+
+def test_an_error_frame_in_the_middle_is_exit_code_1(serve: Any, capsys: Any) -> None:
+    error = {"error": {"message": "the worker died", "type": "server_error", "param": None, "code": "model_failed"}}
+    frames = (_chunk("Half an"), f"data: {json.dumps(error)}\n\n".encode())
+    serve({"POST /v1/chat/completions": Canned(frames=frames)})
+    assert main(["run", "demo", "hi"]) == 1
+    said = capsys.readouterr()
+    assert said.out == "Half an\n"
+    assert "the worker died" in said.err
+
+
+def test_a_stream_without_its_end_is_exit_code_1(serve: Any, capsys: Any) -> None:
+    serve({"POST /v1/chat/completions": Canned(frames=(_chunk("Half an"),))})
+    assert main(["run", "demo", "hi"]) == 1
+    assert "cut off" in capsys.readouterr().err
+
+
+def test_ctrl_c_stops_the_answer_and_the_request(serve: Any) -> None:
+    """SIGINT in mid-answer: what came is shown, the connection is closed, exit status 130, no traceback."""
+    held, left = threading.Event(), threading.Event()
+
+    def gate(at: int) -> None:
+        if at == 1:
+            held.wait(20)
+        elif at > 1:
+            time.sleep(0.01)  # a peer's reset takes a write or two to be seen
+
+    serve({"POST /v1/chat/completions": Canned(frames=(_chunk("Hel"), *[_chunk("x")] * 500), gate=gate, left=left)})
+    argv = [sys.executable, "-m", "headgate", "run", "demo", "hi"]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+    assert process.stdout is not None
+    assert process.stdout.read(3) == b"Hel"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=10)
+    held.set()
+    assert process.returncode == 130
+    assert out == b""
+    assert b"Traceback" not in err
+    assert left.wait(10)
+
+
+def test_run_as_json_is_the_whole_answer(serve: Any, capsys: Any) -> None:
+    service = serve({"POST /v1/chat/completions": Canned(UNARY)})
+    assert main(["run", "demo", "hi", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == UNARY
+    assert service.asked[0].body["stream"] is False
+
+
+def test_run_without_any_key_says_how_to_get_one(capsys: Any) -> None:
+    assert main(["run", "demo", "hi"]) == 1
+    assert "headgate up" in capsys.readouterr().err
+
+
+def test_chat_remembers_and_clears(serve: Any, piped: Any, capsys: Any) -> None:
+    service = serve({"POST /v1/chat/completions": Canned(frames=STREAM)})
+    piped("one\n\ntwo\n/clear\nthree\n/bye\nnever\n")
+    assert main(["chat", "demo"]) == 0
+    assert capsys.readouterr().out == "Hello.\n" * 3
+    contents = [[message["content"] for message in asked.body["messages"]] for asked in service.asked]
+    assert contents == [["one"], ["one", "Hello.", "two"], ["three"]]
+
+
+def test_chat_as_json_is_one_line_per_answer(serve: Any, piped: Any, capsys: Any) -> None:
+    serve({"POST /v1/chat/completions": Canned(UNARY)})
+    piped("one\ntwo\n")
+    assert main(["chat", "demo", "--json"]) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [UNARY, UNARY]
+
+
+def test_breakers_are_listed_and_reset(serve: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = {"name": "local/demo", "state": "open", "failures": 5, "retry_after": 12.0, "last_failure": "model_failed"}
+    service = serve(
+        {
+            "GET /admin/breakers": Canned({"breakers": [entry]}),
+            "POST /admin/breakers/local/demo/reset": Canned({**entry, "state": "closed"}),
+        }
+    )
+    monkeypatch.setenv("GATEWAY_ADMIN_KEY", "key-of-an-operator")
+    assert main(["breakers"]) == 0
+    assert re.search(r"^local/demo +open +5 +12s +model_failed$", capsys.readouterr().out, re.MULTILINE)
+    assert main(["breakers", "reset", "local/demo"]) == 0
+    assert capsys.readouterr().err == "local/demo: closed\n"
+    assert main(["breakers", "reset"]) == 2
+    assert service.asked[0].headers["authorization"] == "Bearer key-of-an-operator"
+
+
+FITS = {
+    "model": "demo",
+    "result": "FULL",
+    "trace": ["cpu: fits, 11.5 GiB would be left"],
+    "allocation": "FRACTIONAL",
+    "device": "cpu",
+    "need_bytes": {"cpu": 100 * 2**20},
+    "evict": ["other"],
+    "estimate": {"devices": {"cpu": {"weights_bytes": 2**20, "kv_bytes": 99 * 2**20}}, "total_bytes": 100 * 2**20},
+}
+LACKS = {
+    "model": "big",
+    "result": "CANT_ACCOMMODATE",
+    "trace": [],
+    "reason": "too big",
+    "waits_for": [],
+    "fix": {"context_length": 2048},
+    "short": [
+        {"device": "gpu-0", "need_bytes": 3 * 2**30, "free_bytes": 2**30, "short_bytes": 2**31, "bound": "free memory"}
+    ],
+}
+
+
+def test_plan_says_what_would_happen_and_loads_nothing(serve: Any, capsys: Any) -> None:
+    service = serve({"POST /memory/plan": Canned(FITS)})
+    assert main(["plan", "demo", "--ctx", "8192"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "demo fits when others leave: 100.0 MiB on cpu",
+        "  would leave: other",
+        "  estimate for cpu: weights 1.0 MiB, kv 99.0 MiB",
+        "  cpu: fits, 11.5 GiB would be left",
+    ]
+    assert service.asked[0].body == {"model": "demo", "context_length": 8192}
+
+
+def test_plan_that_does_not_fit_is_exit_code_4_with_the_numbers(serve: Any, capsys: Any) -> None:
+    serve({"POST /memory/plan": Canned(LACKS)})
+    assert main(["plan", "big"]) == 4
+    assert capsys.readouterr().out.splitlines() == [
+        "big does not fit",
+        "  gpu-0: needs 3.0 GiB, 1.0 GiB can be had, 2.0 GiB short (free memory)",
+        "  would fit with context_length: 2048",
+    ]
+    assert main(["plan", "big", "--json"]) == 4
+    assert json.loads(capsys.readouterr().out) == LACKS
+
+
+def test_devices_show_the_accounts_of_the_ledger(serve: Any, capsys: Any) -> None:
+    accounts = {"capacity": 10, "free": 4, "foreign": 3, "reserved": 2, "resident": 1, "releasing": 0}
+    ledger = {f"{name}_bytes": count * 2**30 for name, count in accounts.items()}
+    device = {"id": "gpu-0", "name": "A GPU", "state": "healthy", "uuid": "GPU-1", "note": "slow", "ledger": ledger}
+    serve({"GET /devices": Canned({"devices": [device]})})
+    assert main(["devices"]) == 0
+    said = capsys.readouterr()
+    sizes = r" +".join(rf"{count}\.0 GiB" if count else "0 B" for count in accounts.values())
+    assert re.match(rf"gpu-0 +A GPU +healthy +{sizes} +GPU-1$", said.out.splitlines()[1])
+    assert said.err == "gpu-0: slow\n"
+
+
+def test_key_show_prints_only_the_key_to_stdout(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["key", "show"]) == 3
+    capsys.readouterr()
+    file = tmp_path / "state" / "gateway.key"
+    file.write_text("generated\n")
+    file.chmod(0o600)
+    assert main(["key", "show"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "generated\n"
+    assert str(file) in said.err
+    monkeypatch.setenv("GATEWAY_API_KEY", "chosen")
+    assert main(["key", "show", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"key": "chosen", "source": "the variable GATEWAY_API_KEY"}
+
+
+def test_key_show_does_not_show_a_key_that_is_not_accepted(capsys: Any, tmp_path: Path) -> None:
+    """A generated key left from before the configuration named keys of its own opens nothing."""
+    (tmp_path / "state").mkdir(mode=0o700)
+    file = tmp_path / "state" / "gateway.key"
+    file.write_text("left over\n")
+    file.chmod(0o600)
+    (tmp_path / "config").mkdir()
+    hashed = "sha256:" + "a" * 64
+    (tmp_path / "config" / "gateway.yaml").write_text(f"keys: [{{name: team, hash: {hashed!r}}}]")
+    assert main(["key", "show"]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "keeps only their hashes" in said.err
+
+
+def test_a_running_up_is_found_at_its_ports(tmp_path: Path, capsys: Any) -> None:
+    """Its record counts while it lives, and is nothing once its writer is gone, however it went."""
+    state = StateDir(tmp_path / "state")
+    state.directory()
+    (tmp_path / "config").mkdir()  # so that nobody is met at the default port
+    (tmp_path / "config" / "gateway.yaml").write_text(f"inference: {{url: 'http://127.0.0.1:{free_port()}'}}\n")
+    with canned_service({"GET /v1/models": Canned({"object": "list", "data": []})}) as service:
+        with Record(1, service.url, service.url).published(state):
+            assert main(["ps"]) == 0
+            left = state.file("up.json").read_bytes()
+        assert not state.file("up.json").exists()
+        capsys.readouterr()
+        state.file("up.json").write_bytes(left)
+        assert main(["ps"]) == 3
+        assert service.url not in capsys.readouterr().err
+
+
+def test_health_is_an_exit_code(serve: Any, capsys: Any) -> None:
+    service = serve({"GET /livez": Canned({}), "GET /readyz": Canned({}, 503)})
+    assert main(["health", f"{service.url}/livez"]) == 0
+    assert main(["health", f"{service.url}/readyz"]) == 1
+    assert main(["health", f"http://127.0.0.1:{free_port()}/livez"]) == 3
+    assert main(["health", "ftp://x"]) == 1
+    assert "answered 503" in capsys.readouterr().err
+
+
+def test_color_only_where_it_is_wanted(serve: Any, capsys: Any) -> None:
+    serve({"GET /v1/models": Canned({"object": "list", "data": [READY.to_json()]})})
+    assert main(["list"]) == 0
+    assert "\x1b" not in capsys.readouterr().out

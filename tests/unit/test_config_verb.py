@@ -1,0 +1,139 @@
+"""`headgate config`: every mistake with its line, what is in force without secrets, schemas that editors can use."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from headgate.cli.config import FILES, GATEWAY, MASK, plain, render
+from headgate.cli.main import main
+from headgate.shared.units import Bytes, Duration
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = """\
+models:
+  mine:
+    path: {path}
+    idle_timeout: never
+"""
+ROUTES = """\
+providers:
+  openai: {kind: openai, api_key: "${env:OPENAI_API_KEY}"}
+  absent: {kind: openai, api_key: "${env:NO_SUCH_KEY}"}
+keys:
+  - {name: team, hash: "sha256:aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"}
+routes:
+  mine: {chain: [local/mine, openai/gpt]}
+"""
+
+
+@pytest.fixture(autouse=True)
+def directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A correct configuration in a directory of its own."""
+    import os
+
+    for name in list(os.environ):
+        if name.startswith(("GATEWAY_", "INFERENCE_", "HEADGATE_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-very-secret")
+    monkeypatch.setenv("HEADGATE_CONFIG_DIR", str(tmp_path))
+    (tmp_path / "mine.gguf").write_bytes(b"GGUF")
+    (tmp_path / "models.yaml").write_text(MODELS.format(path=tmp_path / "mine.gguf"))
+    (tmp_path / "gateway.yaml").write_text(ROUTES)
+    return tmp_path
+
+
+def test_a_good_configuration_has_no_problems(capsys: Any, directory: Path) -> None:
+    assert main(["config", "check"]) == 0
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == f"{directory}: no problems\n"
+
+
+def test_every_mistake_in_both_files_is_named_with_its_line(capsys: Any, directory: Path) -> None:
+    with (directory / "models.yaml").open("a") as out:
+        out.write("    paralel: 2\n")
+    (directory / "gateway.yaml").write_text(ROUTES.replace("openai/gpt", "opnai/gpt"))
+    assert main(["config", "check"]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith(f"{directory / 'models.yaml'}:5: models.mine.paralel")
+    assert "did you mean 'parallel'?" in lines[0]
+    assert lines[1].startswith(f"{directory / 'gateway.yaml'}:7: ")
+    assert main(["config", "check", "--json"]) == 2
+    assert [entry["line"] for entry in json.loads(capsys.readouterr().out)] == [5, 7]
+
+
+def test_a_missing_file_points_at_a_complete_one(capsys: Any, directory: Path) -> None:
+    (directory / "gateway.yaml").unlink()
+    assert main(["config", "check"]) == 2
+    assert "no such file; start from " in capsys.readouterr().out
+
+
+def test_show_is_what_is_in_force_without_secrets(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GATEWAY_BREAKER__FAILURES", "3")
+    monkeypatch.setenv("INFERENCE_PARALLEL", "7")
+    monkeypatch.setenv("INFERENCE_TOKEN", "token-very-secret")
+    assert main(["config", "show"]) == 0
+    said = capsys.readouterr().out
+    assert "very-secret" not in said
+    shown = yaml.safe_load(said)
+    assert shown["gateway"]["breaker"]["failures"] == 3
+    assert shown["models"]["mine"]["parallel"] == 7
+    assert shown["models"]["mine"]["idle_timeout"] == "never"
+    assert shown["inference"]["INFERENCE_TOKEN"] == MASK
+    assert shown["gateway"]["providers"]["openai"]["api_key"] == MASK
+    assert shown["gateway"]["providers"]["absent"]["api_key"] == "${env:NO_SUCH_KEY}"
+    assert shown["gateway"]["keys"][0]["hash"] == MASK
+    assert main(["config", "show", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == shown
+
+
+def test_what_is_shown_of_the_gateway_is_taken_back(capsys: Any, directory: Path) -> None:
+    """Apart from masked secrets the output is a configuration: never, numbers of seconds, unset variables."""
+    routes = "routes: {x: {chain: [local/x], load_wait: never}}"
+    (directory / "gateway.yaml").write_text(ROUTES.partition("keys:")[0] + routes)
+    assert main(["config", "show"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)["gateway"]
+    (directory / "gateway.yaml").write_text(yaml.safe_dump(shown))
+    before = plain(GATEWAY.load(directory, {"OPENAI_API_KEY": "x"}, {}))
+    assert before == shown
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_the_schemas_in_the_tree_are_up_to_date(file: Any) -> None:
+    """`make schema` writes them."""
+    assert (ROOT / "config" / f"{file.name}.schema.json").read_text(encoding="utf-8") == render(file)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_the_shipped_files_name_their_schema(file: Any) -> None:
+    text = (ROOT / "config" / f"{file.name}.yaml").read_text(encoding="utf-8")
+    assert f"# yaml-language-server: $schema={file.name}.schema.json" in text
+
+
+def test_schemas_know_durations_and_sizes_as_people_write_them() -> None:
+    """An editor must not underline `30s`."""
+    from pydantic import TypeAdapter
+
+    assert {"type": "number"} in TypeAdapter(Duration).json_schema()["anyOf"]
+    pattern = next(kind["pattern"] for kind in TypeAdapter(Duration).json_schema()["anyOf"] if "pattern" in kind)
+    import re
+
+    for text in ("30s", "250ms", "5m", "1h", "never", "1.5h"):
+        assert re.match(pattern, text)
+    assert not re.match(pattern, "soon")
+    assert any("pattern" in kind for kind in TypeAdapter(Bytes).json_schema()["anyOf"])
+
+
+def test_schema_prints_one_or_both_and_writes_files(capsys: Any, tmp_path: Path) -> None:
+    assert main(["config", "schema", "gateway"]) == 0
+    assert json.loads(capsys.readouterr().out)["title"] == "gateway.yaml of Headgate"
+    assert main(["config", "schema"]) == 0
+    assert set(json.loads(capsys.readouterr().out)) == {"models", "gateway"}
+    assert main(["config", "schema", "--write", str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.glob("*.schema.json")} == {"models.schema.json", "gateway.schema.json"}

@@ -1,0 +1,53 @@
+"""docs/providers.md says what the tables of the code say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from gateway.core import anthropic_events, provider_fields
+from gateway.core.requests import _CHAT
+from gateway.errors import UpstreamKind
+from tests.rigs.fake_provider.faults import KINDS
+
+DOCS = (Path(__file__).resolve().parents[2] / "docs" / "providers.md").read_text(encoding="utf-8")
+PROFILES = (provider_fields.OPENAI_CHAT, provider_fields.GOOGLE_CHAT, provider_fields.ANTHROPIC_CHAT)
+FATES = {"sent": "takes", "translated": "takes", "unsuitable": "refuses", "dropped": "drops"}
+
+
+def _rows(columns: int) -> dict[str, tuple[str, ...]]:
+    cell = r" ([^|]+) \|"
+    found = re.findall(r"^\| `([^`|]+)` \|" + cell * (columns - 1) + "$", DOCS, re.MULTILINE)
+    return {row[0]: tuple(row[1:]) for row in found}
+
+
+def test_the_field_table_is_the_codes() -> None:
+    rows = _rows(4)
+    assert len(rows) > 30
+    for name, fates in rows.items():
+        for profile, fate in zip(PROFILES, fates, strict=False):
+            if fate in FATES:
+                assert name in getattr(profile, FATES[fate]), f"{name}: {fate}"
+
+
+def test_the_field_table_has_every_field_a_caller_may_send_whose_fate_differs_or_surprises() -> None:
+    rows = _rows(4)
+    same = {"model", "messages", "stream", "stream_options"}
+    hosting = {name for name, why in provider_fields.GOOGLE_CHAT.drops.items() if "hosting" in why}
+    samplers = set(provider_fields.EXTENSIONS_DROPPED)
+    assert set(_CHAT) - same - hosting - samplers <= set(rows)
+
+
+def test_the_stop_reasons_are_the_codes() -> None:
+    rows = {name: cells[0].strip("`") for name, cells in _rows(2).items() if name in anthropic_events.FINISH_REASONS}
+    assert rows == dict(anthropic_events.FINISH_REASONS)
+
+
+def test_every_kind_of_failure_is_explained() -> None:
+    assert {str(kind) for kind in UpstreamKind} <= set(_rows(2))
+
+
+def test_the_faults_it_names_exist() -> None:
+    named = re.findall(r"`fault-([a-z-]+)(?:=[\d.]+)?`", DOCS)
+    assert named
+    assert {name.replace("-", "_") for name in named} <= set(KINDS)

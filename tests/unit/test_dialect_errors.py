@@ -1,0 +1,184 @@
+"""Error bodies and headers of the clouds as UpstreamError: one meaning whatever the envelope, and no secrets."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx2
+import pytest
+
+from gateway.core.provider_errors import error_in, frame_error, retry_after_seconds, scrub, status_error
+from gateway.errors import UpstreamError, UpstreamKind
+from gateway.providers.sdk import upstream_error
+from tests.rigs.fake_provider import anthropic_wire, openai_wire
+
+NOW = 1_700_000_000.0
+
+
+def read(status: int, body: Any, headers: dict[str, str] | None = None, secrets: tuple[str, ...] = ()) -> UpstreamError:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return status_error(status, headers or {}, raw, now=NOW, secrets=secrets)
+
+
+def test_openais_envelope_keeps_its_words() -> None:
+    error = read(400, openai_wire.error("No.", type="invalid_request_error", param="n", code="bad_n"))
+    assert (error.status, error.message, error.type, error.param, error.code) == (
+        400,
+        "No.",
+        "invalid_request_error",
+        "n",
+        "bad_n",
+    )
+
+
+def test_anthropics_envelope_has_its_type_and_the_code_of_its_details() -> None:
+    payload = anthropic_wire.error("rate_limit_error", "Slow down.")
+    payload["error"]["details"] = {"error_code": "ramp_limit_exceeded"}
+    error = read(429, payload)
+    assert (error.type, error.code, error.message) == ("rate_limit_error", "ramp_limit_exceeded", "Slow down.")
+
+
+def test_googles_envelope_is_a_list_with_a_status_word_and_a_delay_in_its_body() -> None:
+    error = read(429, openai_wire.google_error(429, "Quota.", reason="RATE_LIMIT_EXCEEDED", retry_delay=34.5))
+    assert (error.type, error.code, error.retry_after) == ("RESOURCE_EXHAUSTED", "RATE_LIMIT_EXCEEDED", 34.5)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"<html><h1>502 Bad Gateway</h1></html>", "without an explanation"),
+        (b"upstream connect error", "upstream connect error"),
+        (b"", "without an explanation"),
+        (b"[]", "[]"),
+        (b'{"error": "model is loading"}', "model is loading"),
+        (b'{"detail": "Not Found"}', "Not Found"),
+        (b'{"message": "nope"}', "nope"),
+        (b'{"error": {"message": 5}}', "without an explanation"),
+        (b"\xff\xfe", "\ufffd"),
+    ],
+)
+def test_any_body_gives_a_message(body: bytes, message: str) -> None:
+    assert message in read(502, body).message
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [openai_wire.CONTEXT, openai_wire.GOOGLE_CONTEXT, anthropic_wire.CONTEXT],
+    ids=["openai", "google", "ant"],
+)
+def test_a_prompt_too_long_is_one_code(payload: Any) -> None:
+    assert read(400, payload).code == "context_length_exceeded"
+
+
+def test_an_answer_longer_than_the_context_allows_is_the_same_code() -> None:
+    said = "input length and `max_tokens` exceed context limit: 190000 + 32000 > 200000"
+    assert read(400, anthropic_wire.error("invalid_request_error", said)).code == "context_length_exceeded"
+
+
+def test_blocked_content_is_one_of_two_codes() -> None:
+    assert read(400, openai_wire.CONTENT_POLICY).code == "content_policy_violation"
+    assert read(400, anthropic_wire.CONTENT_POLICY).code == "content_filter"
+    assert read(400, openai_wire.google_error(400, "Blocked: PROHIBITED_CONTENT")).code == "content_filter"
+
+
+def test_the_operators_faults_have_the_status_that_says_so() -> None:
+    assert read(400, openai_wire.GOOGLE_BAD_KEY).status == 401
+    broke = anthropic_wire.error("invalid_request_error", "Your credit balance is too low to access the API.")
+    assert read(400, broke).status == 402
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({}, None),
+        ({"retry-after": "7"}, 7.0),
+        ({"retry-after": "0.5"}, 0.5),
+        ({"retry-after-ms": "1500", "retry-after": "9"}, 1.5),
+        ({"retry-after-ms": "soon", "retry-after": "9"}, 9.0),
+        ({"retry-after": "Tue, 14 Nov 2023 22:13:50 GMT"}, 30.0),
+        ({"retry-after": "Tue, 14 Nov 2023 22:00:00 GMT"}, 0.0),
+        ({"retry-after": "-5"}, None),
+        ({"retry-after": "nan"}, None),
+        ({"retry-after": "inf"}, None),
+        ({"retry-after": "whenever"}, None),
+        ({"retry-after": ""}, None),
+    ],
+)
+def test_retry_after(headers: dict[str, str], seconds: float | None) -> None:
+    assert retry_after_seconds(headers, NOW) == seconds
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        ({"type": "overloaded_error", "message": "x"}, 529),
+        ({"type": "server_error", "message": "x"}, 500),
+        ({"code": "rate_limit_exceeded", "type": "tokens", "message": "x"}, 429),
+        ({"code": 503, "status": "UNAVAILABLE", "message": "x"}, 503),
+        ({"code": 7, "status": "PERMISSION_DENIED", "message": "x"}, 403),
+        ({"type": "tomorrow", "message": "x"}, None),
+        ({}, None),
+    ],
+)
+def test_an_error_inside_a_stream_gets_the_status_of_its_words(error: dict[str, Any], status: int | None) -> None:
+    read = frame_error(error)
+    assert (read.kind, read.status) == (UpstreamKind.ERROR_FRAME, status)
+
+
+def test_a_chunk_is_no_error() -> None:
+    for chunk in ({"choices": []}, {"choices": [], "error": None, "message": "x"}, {"id": "x"}, [], None, 5):
+        assert error_in(chunk) is None
+
+
+def test_keys_leave_no_trace() -> None:
+    said = read(
+        401, openai_wire.error("Incorrect API key provided: s3cret and sk-proj-*****abcd."), secrets=("s3cret",)
+    )
+    assert said.message == "Incorrect API key provided: [key] and [key]"
+    assert scrub("key AIzaSyA-1234567_x in use") == "key [key] in use"
+    assert scrub("said", ("",)) == "said"
+    assert len(scrub("x" * 10**6)) <= 2000
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [
+        (httpx2.ConnectError("refused"), UpstreamKind.CONNECT),
+        (httpx2.ConnectTimeout("slow"), UpstreamKind.CONNECT),
+        (httpx2.PoolTimeout("full"), UpstreamKind.CONNECT),
+        (httpx2.ProxyError("no"), UpstreamKind.CONNECT),
+        (httpx2.ReadTimeout("slow"), UpstreamKind.TIMEOUT),
+        (httpx2.ReadError("reset"), UpstreamKind.READ),
+        (httpx2.WriteError("reset"), UpstreamKind.READ),
+        (httpx2.RemoteProtocolError("cut"), UpstreamKind.READ),
+        (httpx2.DecodingError("gzip"), UpstreamKind.MALFORMED),
+        (ValueError("not JSON"), UpstreamKind.MALFORMED),
+        (OSError("odd"), UpstreamKind.READ),
+    ],
+)
+def test_what_the_http_client_raises_is_told_apart(raised: Exception, kind: UpstreamKind) -> None:
+    wrapped = RuntimeError("Connection error.")
+    wrapped.__cause__ = raised
+    for error in (raised, wrapped):
+        assert upstream_error(error, "api.example.com").kind is kind
+    assert "api.example.com" in upstream_error(raised, "api.example.com").message
+
+
+class _StatusError(Exception):
+    def __init__(self, response: httpx2.Response) -> None:
+        super().__init__("Error code")
+        self.response = response
+
+
+def test_a_status_error_is_read_from_its_response_even_without_its_body() -> None:
+    whole = httpx2.Response(429, headers={"Retry-After": "3"}, json=openai_wire.error("Slow.", code="slow"))
+    error = upstream_error(_StatusError(whole), "h")
+    assert (error.status, error.code, error.retry_after) == (429, "slow", 3.0)
+    unread = httpx2.Response(503, content=iter([b"x"]))
+    assert upstream_error(_StatusError(unread), "h").status == 503
+
+
+def test_an_upstream_error_stays_itself() -> None:
+    error = UpstreamError(UpstreamKind.EMPTY, "x")
+    assert upstream_error(error, "h") is error

@@ -1,0 +1,375 @@
+"""Streams of the clouds as OpenAI frames: byte-exact goldens of documented streams, and what breaks them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletionChunk
+
+from gateway.core import anthropic_events, openai_events
+from gateway.core.frames import Comment, Data, DeltaKind, Done, Frame
+from gateway.core.sse import SseFrame, SseSplitter
+from gateway.errors import UpstreamError, UpstreamKind
+from tests.rigs.fake_provider import documented
+from tests.rigs.fake_provider.strict import strictly
+
+
+def anthropic(stream: bytes) -> list[Frame]:
+    state = anthropic_events.State(created=1700000000)
+    frames: list[Frame] = []
+    for frame in SseSplitter().feed(stream):
+        state, said = anthropic_events.step(state, frame)
+        frames += said
+    return [*frames, *anthropic_events.end(state)]
+
+
+def openai(stream: bytes, choices: int = 1) -> list[Frame]:
+    state = openai_events.State(choices)
+    frames: list[Frame] = []
+    for frame in SseSplitter().feed(stream):
+        state, said = openai_events.step(state, frame)
+        frames += said
+    return [*frames, *openai_events.end(state)]
+
+
+def wire(frames: list[Frame]) -> str:
+    """The stream as a client would read it."""
+    out = b""
+    for frame in frames:
+        match frame:
+            case Data(payload):
+                out += b"data: " + payload + b"\n\n"
+            case Comment(raw):
+                out += raw
+            case Done():
+                out += b"data: [DONE]\n\n"
+    return out.decode()
+
+
+def golden(id: str, *parts: str) -> str:
+    head = f'{{"id":"chatcmpl-{id}","object":"chat.completion.chunk","created":1700000000,"model":"claude-opus-4-6",'
+    frames = [part if part.startswith(":") else f"data: {head}{part}}}" for part in parts]
+    return "\n\n".join([*frames, "data: [DONE]", ""])
+
+
+def choice(delta: str, finish: str = "null") -> str:
+    return f'"choices":[{{"index":0,"delta":{delta},"logprobs":null,"finish_reason":{finish}}}]'
+
+
+def counts(prompt: int, completion: int, cached: int = 0) -> str:
+    return (
+        f'"choices":[],"usage":{{"prompt_tokens":{prompt},"completion_tokens":{completion},'
+        f'"total_tokens":{prompt + completion},'
+        f'"prompt_tokens_details":{{"cached_tokens":{cached},"cache_write_tokens":0}}}}'
+    )
+
+
+ROLE = choice('{"role":"assistant","content":""}')
+
+
+def test_text_byte_for_byte() -> None:
+    assert wire(anthropic(documented.ANTHROPIC_TEXT)) == golden(
+        "msg_01Text",
+        ROLE,
+        ": ping",
+        choice('{"content":"Water"}'),
+        choice('{"content":" turns\\nü"}'),
+        choice("{}", '"stop"'),
+        counts(25, 15),
+    )
+
+
+def test_tool_calls_byte_for_byte() -> None:
+    assert wire(anthropic(documented.ANTHROPIC_TOOL)) == golden(
+        "msg_01Tool",
+        ROLE,
+        choice('{"content":"I look it up:"}'),
+        choice(
+            '{"tool_calls":[{"index":0,"id":"toolu_01A","type":"function",'
+            '"function":{"name":"get_level","arguments":""}}]}'
+        ),
+        choice('{"tool_calls":[{"index":0,"function":{"arguments":"{\\"river\\":"}}]}'),
+        choice('{"tool_calls":[{"index":0,"function":{"arguments":" \\"Iller\\"}"}}]}'),
+        choice(
+            '{"tool_calls":[{"index":1,"id":"toolu_01B","type":"function",'
+            '"function":{"name":"get_time","arguments":""}}]}'
+        ),
+        choice('{"tool_calls":[{"index":1,"function":{"arguments":"{}"}}]}'),
+        choice("{}", '"tool_calls"'),
+        counts(572, 89, cached=100),
+    )
+
+
+def test_thinking_byte_for_byte() -> None:
+    assert wire(anthropic(documented.ANTHROPIC_THINKING)) == golden(
+        "msg_01Think",
+        ROLE,
+        choice('{"reasoning_content":"Two and two."}'),
+        choice('{"content":"4"}'),
+        choice("{}", '"length"'),
+        counts(9, 20),
+    )
+
+
+@pytest.mark.parametrize("example", ["ANTHROPIC_TEXT", "ANTHROPIC_TOOL"])
+def test_translated_chunks_are_openais_own_type(example: str) -> None:
+    for frame in anthropic(getattr(documented, example)):
+        if isinstance(frame, Data):
+            strictly(ChatCompletionChunk, json.loads(frame.payload))
+
+
+def test_an_openai_stream_is_relayed_byte_for_byte() -> None:
+    assert wire(openai(documented.OPENAI_TEXT)).encode() == documented.OPENAI_TEXT
+    kinds = [frame.kind for frame in openai(documented.OPENAI_TEXT) if isinstance(frame, Data)]
+    assert kinds == [DeltaKind.OTHER, DeltaKind.CONTENT, DeltaKind.FINISH]
+
+
+# --- Anthropic's events -----------------------------------------------------------------------------------------------
+def events(*items: dict[str, Any]) -> bytes:
+    return b"".join(b"event: x\ndata: " + json.dumps(item).encode() + b"\n\n" for item in items)
+
+
+START = {"type": "message_start", "message": {"id": "msg_1", "model": "m", "usage": {"input_tokens": 3}}}
+TEXT = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "A"}}
+STOP = {"type": "message_stop"}
+
+
+def finish(reason: str | None, **more: Any) -> dict[str, Any]:
+    return {"type": "message_delta", "delta": {"stop_reason": reason, **more}, "usage": {"output_tokens": 2}}
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        ("end_turn", "stop"),
+        ("stop_sequence", "stop"),
+        ("tool_use", "tool_calls"),
+        ("max_tokens", "length"),
+        ("model_context_window_exceeded", "length"),
+        ("pause_turn", "length"),
+        ("refusal", "content_filter"),
+        ("a_reason_of_tomorrow", "stop"),
+    ],
+)
+def test_stop_reasons(reason: str, expected: str) -> None:
+    frames = anthropic(events(START, TEXT, finish(reason), STOP))
+    ended = [frame for frame in frames if isinstance(frame, Data) and frame.kind is DeltaKind.FINISH]
+    assert [json.loads(frame.payload)["choices"][0]["finish_reason"] for frame in ended] == [expected]
+    assert frames[-1] == Done()
+
+
+def test_every_stop_reason_of_the_sdk_has_its_finish_reason() -> None:
+    from typing import get_args
+
+    from anthropic.types.stop_reason import StopReason
+
+    assert set(get_args(StopReason)) == set(anthropic_events.FINISH_REASONS)
+
+
+def test_a_refusal_is_explained() -> None:
+    details = {"type": "refusal", "category": None, "explanation": "Not this."}
+    frames = anthropic(events(START, finish("refusal", stop_details=details), STOP))
+    assert b'"refusal":"Not this."' in frames[1].payload  # type: ignore[union-attr]
+
+
+def test_usage_is_cumulative_and_null_replaces_nothing() -> None:
+    late = {
+        "type": "message_delta",
+        "delta": {},
+        "usage": {
+            "output_tokens": 9,
+            "input_tokens": None,
+            "cache_read_input_tokens": 5,
+            "output_tokens_details": {"thinking_tokens": 4},
+        },
+    }
+    usage = json.loads(anthropic(events(START, TEXT, finish("end_turn"), late, STOP))[-2].payload)["usage"]  # type: ignore[union-attr]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (8, 9)
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 4}
+
+
+def test_usage_without_its_counts_is_left_out() -> None:
+    for usage in ({}, {"output_tokens": 3}, {"input_tokens": 3}, {"input_tokens": True, "output_tokens": -1}):
+        assert anthropic_events.openai_usage(usage) is None
+
+
+def test_events_and_blocks_nobody_knows_are_passed_over() -> None:
+    server = {"type": "content_block_start", "index": 5, "content_block": {"type": "server_tool_use", "id": "s"}}
+    piece = {"type": "content_block_delta", "index": 5, "delta": {"type": "input_json_delta", "partial_json": "{"}}
+    signature = {"type": "content_block_delta", "index": 0, "delta": {"type": "signature_delta", "signature": "x"}}
+    unknown = {"type": "tomorrow", "anything": 1}
+    odd = [server, piece, signature, unknown, {"type": "content_block_stop", "index": 5}]
+    assert anthropic(events(START, *odd, TEXT, finish("end_turn"), STOP)) == anthropic(
+        events(START, TEXT, finish("end_turn"), STOP)
+    )
+
+
+def test_a_tool_input_that_comes_at_once_is_not_lost() -> None:
+    block = {"type": "tool_use", "id": "t", "name": "n", "input": {"a": 1}}
+    start = {"type": "content_block_start", "index": 0, "content_block": block}
+    frames = anthropic(events(START, start, {"type": "content_block_stop", "index": 0}, finish("tool_use"), STOP))
+    assert b'"arguments":"{\\"a\\":1}"' in frames[2].payload  # type: ignore[union-attr]
+
+
+def test_an_error_event_is_an_error_frame() -> None:
+    with pytest.raises(UpstreamError) as caught:
+        anthropic(events(START, TEXT) + documented.ANTHROPIC_ERROR)
+    assert caught.value.kind is UpstreamKind.ERROR_FRAME
+    assert (caught.value.status, caught.value.type, caught.value.message) == (529, "overloaded_error", "Overloaded")
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        b"data: {broken\n\n",
+        b"data: [1]\n\n",
+        events(TEXT),
+        events({"type": "message_start"}),
+        events(START, START),
+        events(START, {"type": "content_block_start", "index": 0}),
+        events(START, {"type": "content_block_delta", "index": 0}),
+        events(START, {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": 5}}),
+        events(START, {"type": "content_block_delta", "index": 0, "delta": {"type": "input_json_delta"}}),
+        b'data: {"type": "message_start", "message": {"id": "\\ud83d"}}\n\n',
+        events(START, {**TEXT, "index": [], "delta": {"type": "input_json_delta", "partial_json": "x"}}),
+    ],
+)
+def test_what_is_no_anthropic_stream_is_malformed(stream: bytes) -> None:
+    with pytest.raises(UpstreamError) as caught:
+        anthropic(stream)
+    assert caught.value.kind is UpstreamKind.MALFORMED
+
+
+@pytest.mark.parametrize(
+    ("stream", "kind"),
+    [
+        (b"", UpstreamKind.EMPTY),
+        (events(START), UpstreamKind.EMPTY),
+        (events(START, STOP), UpstreamKind.EMPTY),
+        (events(START, TEXT), UpstreamKind.READ),
+        (events(START, TEXT, finish(None), STOP), UpstreamKind.READ),
+    ],
+)
+def test_an_anthropic_stream_without_its_stop_reason_is_not_done(stream: bytes, kind: UpstreamKind) -> None:
+    with pytest.raises(UpstreamError) as caught:
+        anthropic(stream)
+    assert caught.value.kind is kind
+
+
+# --- OpenAI's chunks --------------------------------------------------------------------------------------------------
+def chunk(*choices: dict[str, Any], **more: Any) -> bytes:
+    body = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": list(choices), **more}
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+def said(delta: dict[str, Any], finish: str | None = None, index: int = 0) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "finish_reason": finish}
+
+
+END = b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(
+    ("choices", "kind"),
+    [
+        ([said({"role": "assistant", "content": ""})], DeltaKind.OTHER),
+        ([said({"content": None})], DeltaKind.OTHER),
+        ([said({"content": "x"})], DeltaKind.CONTENT),
+        ([said({"reasoning_content": "x"})], DeltaKind.CONTENT),
+        ([said({"reasoning": "x"})], DeltaKind.CONTENT),
+        ([said({"refusal": "x"})], DeltaKind.CONTENT),
+        ([said({"tool_calls": [{"index": 0}]})], DeltaKind.CONTENT),
+        ([{"index": 0, "text": "x", "finish_reason": None}], DeltaKind.CONTENT),
+        ([said({"content": "x"}, "stop")], DeltaKind.FINISH),
+        ([said({}, "length")], DeltaKind.FINISH),
+        ([said({}), said({"content": "x"}, index=1)], DeltaKind.CONTENT),
+        ([said({}, "stop"), said({"content": "x"}, index=1)], DeltaKind.FINISH),
+    ],
+)
+def test_what_a_chunk_carries(choices: list[dict[str, Any]], kind: DeltaKind) -> None:
+    _, frames = openai_events.step(openai_events.State(), SseSplitter().feed(chunk(*choices))[0])
+    assert [frame.kind for frame in frames if isinstance(frame, Data)] == [kind]
+
+
+def test_the_usage_chunk_is_known_by_its_empty_choices() -> None:
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    frames = openai(chunk(said({}, "stop"), usage=None) + chunk(usage=usage) + END)
+    assert [frame.kind for frame in frames[:-1]] == [DeltaKind.FINISH, DeltaKind.USAGE]  # type: ignore[union-attr]
+
+
+def test_usage_inside_ordinary_chunks_becomes_a_usage_chunk_too() -> None:
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    frames = openai(chunk(said({"content": "x"}), usage={}) + chunk(said({}, "stop"), usage=usage) + END)
+    last = frames[-2]
+    assert isinstance(last, Data)
+    assert last.kind is DeltaKind.USAGE
+    assert (json.loads(last.payload)["choices"], json.loads(last.payload)["usage"]) == ([], usage)
+
+
+def test_comments_travel_on_and_fields_of_no_use_do_not() -> None:
+    stream = b": OPENROUTER PROCESSING\n\nevent: hello\n\n" + chunk(said({}, "stop")) + END
+    assert openai(stream)[0] == Comment(b": OPENROUTER PROCESSING\n\n")
+    assert len(openai(stream)) == 3
+
+
+def test_a_chunk_over_several_lines_leaves_as_one() -> None:
+    stream = (
+        b'data: {"id":"c",\ndata: "choices":[{"index":0,"delta":{"content":"x"},"finish_reason":"stop"}]}\n\n' + END
+    )
+    payload = openai(stream)[0].payload  # type: ignore[union-attr]
+    assert b"\n" not in payload
+    assert json.loads(payload)["choices"][0]["delta"] == {"content": "x"}
+
+
+def test_every_choice_asked_for_must_finish() -> None:
+    one = chunk(said({"content": "x"}, "stop"))
+    both = one + chunk(said({"content": "y"}, "stop", index=1))
+    assert openai(both, 2)[-1] == Done()
+    with pytest.raises(UpstreamError, match="finish"):
+        openai(one, 2)
+    with pytest.raises(UpstreamError, match="finish"):
+        openai(one + chunk(said({"content": "y"}, index=1)) + END, 2)
+    assert openai(one + END, 2)[-1] == Done()  # a provider that gives fewer and says so
+
+
+@pytest.mark.parametrize(
+    ("stream", "kind"),
+    [
+        (b"", UpstreamKind.EMPTY),
+        (END, UpstreamKind.EMPTY),
+        (chunk(said({"role": "assistant"})) + END, UpstreamKind.EMPTY),
+        (chunk(said({"content": "x"})), UpstreamKind.READ),
+        (chunk(said({"content": "x"})) + END, UpstreamKind.READ),
+        (b"data: {broken\n\n", UpstreamKind.MALFORMED),
+        (b'data: {"id": 1}\n\n', UpstreamKind.MALFORMED),
+        (b"data: 5\n\n", UpstreamKind.MALFORMED),
+        (b'data: {"choices": [1]}\n\n', UpstreamKind.MALFORMED),
+        (b'data: {"choices": [{"index": {}}]}\n\n', UpstreamKind.MALFORMED),
+        (b'data: {"error": {"message": "no"}}\n\n', UpstreamKind.ERROR_FRAME),
+        (b'data: {"error": "no"}\n\n', UpstreamKind.ERROR_FRAME),
+        (b'data: [{"error": {"code": 503, "message": "no", "status": "UNAVAILABLE"}}]\n\n', UpstreamKind.ERROR_FRAME),
+        (b'data: {"choices": [], "error": {"code": 502, "message": "no"}}\n\n', UpstreamKind.ERROR_FRAME),
+    ],
+)
+def test_an_openai_stream_that_breaks(stream: bytes, kind: UpstreamKind) -> None:
+    with pytest.raises(UpstreamError) as caught:
+        openai(stream)
+    assert caught.value.kind is kind
+
+
+def test_half_an_emoji_is_relayed_as_it_came() -> None:
+    half = b'data: {"choices":[{"index":0,"delta":{"content":"\\ud83d"},"finish_reason":null}]}\n\n'
+    frames = openai(half + chunk(said({}, "stop")) + END)
+    assert frames[0] == Data(half[6:-2], DeltaKind.CONTENT)
+
+
+def test_nothing_counts_after_the_end() -> None:
+    assert openai(chunk(said({}, "stop")) + END + b"data: junk\n\n") == openai(chunk(said({}, "stop")) + END)
+    assert anthropic(documented.ANTHROPIC_TEXT + b"data: junk\n\n") == anthropic(documented.ANTHROPIC_TEXT)
+
+
+def test_a_comment_in_an_anthropic_stream_travels_on() -> None:
+    _, frames = anthropic_events.step(anthropic_events.State(1), SseFrame(b": hm\n\n"))
+    assert frames == (Comment(b": hm\n\n"),)

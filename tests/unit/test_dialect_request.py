@@ -1,0 +1,503 @@
+"""OpenAI requests rewritten for Anthropic, Google and OpenAI: what is said how, what is dropped, what is refused."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from anthropic.types.message_create_params import MessageCreateParamsStreaming
+from openai.types import completion_create_params, embedding_create_params
+from openai.types.chat import completion_create_params as chat_params
+
+from gateway.core import provider_fields as fields
+from gateway.core.anthropic_request import (
+    DEFAULT_MAX_TOKENS,
+    OPENING,
+    needs_sampling_version,
+    takes_prefill,
+    to_anthropic,
+    unsupported_params,
+)
+from gateway.core.frames import Endpoint
+from gateway.core.openai_request import Flavor, flavor_of, to_openai
+from gateway.core.openai_request import unsupported_params as unsupported_by_openai
+from gateway.core.requests import _CHAT, _COMPLETIONS, _EMBEDDINGS
+from gateway.errors import UpstreamError
+from tests.rigs.fake_provider import rules
+from tests.rigs.fake_provider.strict import request_of
+
+MODEL = "claude-opus-5"
+PNG = "data:image/png;base64," + base64.b64encode(b"\x89PNG fake").decode()
+PDF = "data:application/pdf;base64," + base64.b64encode(b"%PDF fake").decode()
+TOOL = {
+    "type": "function",
+    "function": {"name": "level", "description": "River level.", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def user(content: Any = "Hi") -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def calls(*ids: str, name: str = "level", arguments: str = "{}") -> dict[str, Any]:
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}} for id in ids
+        ],
+    }
+
+
+def result(id: str, content: Any = "3 m") -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": id, "content": content}
+
+
+def translated(*messages: dict[str, Any], model: str = MODEL, **more: Any) -> dict[str, Any]:
+    """The request, checked as the API would and against the SDK's own type."""
+    request = to_anthropic({"messages": list(messages), "model": "x", **more}, model)
+    rules.anthropic(request, "2023-06-01" if needs_sampling_version(request) else "2026-10-21")
+    request_of(MessageCreateParamsStreaming, request)
+    return request
+
+
+def text(said: str) -> dict[str, Any]:
+    return {"type": "text", "text": said}
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+def test_the_smallest_request_is_exactly_this() -> None:
+    assert translated(user("Hi")) == {
+        "model": MODEL,
+        "max_tokens": DEFAULT_MAX_TOKENS,
+        "messages": [{"role": "user", "content": [text("Hi")]}],
+        "stream": True,
+    }
+
+
+def test_system_and_developer_messages_become_one_system_prompt_in_order() -> None:
+    request = translated(
+        {"role": "system", "content": "Be brief."},
+        user("Hi"),
+        {"role": "developer", "content": [text("Be kind."), text("Be clear.")]},
+    )
+    assert request["system"] == "Be brief.\n\nBe kind.\n\nBe clear."
+    assert len(request["messages"]) == 1
+
+
+def test_a_system_prompt_alone_is_said_by_the_user() -> None:
+    request = translated({"role": "system", "content": "Tell a joke."})
+    assert "system" not in request
+    assert request["messages"] == [user([text("Tell a joke.")])]
+
+
+def test_neighbors_of_one_role_become_one_turn() -> None:
+    request = translated(user("A"), user("B"), {"role": "assistant", "content": "C"}, user("D"))
+    assert request["messages"] == [
+        user([text("A"), text("B")]),
+        {"role": "assistant", "content": [text("C")]},
+        user([text("D")]),
+    ]
+
+
+def test_a_conversation_that_begins_with_the_assistant_gets_an_opening() -> None:
+    request = translated({"role": "assistant", "content": "Welcome!"}, user("Hi"))
+    assert request["messages"][0] == user([text(OPENING)])
+
+
+def test_a_last_assistant_turn_is_a_prefill_without_trailing_space() -> None:
+    messages = user("Hi"), {"role": "assistant", "content": "The answer is \n"}
+    request = translated(*messages, model="claude-opus-4-5", continue_final_message=True)
+    assert request["messages"][-1] == {"role": "assistant", "content": [text("The answer is")]}
+
+
+@pytest.mark.parametrize(
+    ("model", "takes"),
+    [("claude-3-haiku-x", True), ("claude-sonnet-4-5", True), ("claude-opus-4-6", False), ("claude-opus-5", False)],
+)
+def test_only_models_up_to_4_5_go_on_with_an_assistant_message(model: str, takes: bool) -> None:
+    messages = [user(), {"role": "assistant", "content": "So"}, {"role": "system", "content": "Be brief."}, user(" ")]
+    assert takes_prefill(model) is takes
+    assert unsupported_params({"messages": messages}, model) == (() if takes else ("messages",))
+    assert unsupported_params({"messages": messages}) == ()
+    if takes:
+        translated(*messages, model=model)
+    else:
+        with pytest.raises(UpstreamError, match="last message"):
+            translated(*messages, model=model)
+
+
+def test_blank_texts_are_left_out() -> None:
+    request = translated(user(""), {"role": "assistant", "content": " "}, user([text("\n"), text("Hi")]))
+    assert request["messages"] == [user([text("Hi")])]
+
+
+def test_images_come_from_data_urls_and_from_addresses() -> None:
+    request = translated(
+        user(
+            [
+                text("Look"),
+                {"type": "image_url", "image_url": {"url": PNG, "detail": "high"}},
+                {"type": "image_url", "image_url": {"url": "https://example.com/a.jpg"}},
+            ]
+        )
+    )
+    assert request["messages"][0]["content"][1:] == [
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG.partition(",")[2]}},
+        {"type": "image", "source": {"type": "url", "url": "https://example.com/a.jpg"}},
+    ]
+
+
+def test_a_pdf_is_a_document() -> None:
+    part = {"type": "file", "file": {"filename": "mill.pdf", "file_data": PDF}}
+    block = translated(user([part]))["messages"][0]["content"][0]
+    assert (block["type"], block["title"], block["source"]["media_type"]) == ("document", "mill.pdf", "application/pdf")
+
+
+def test_a_pdf_needs_no_name() -> None:
+    block = translated(user([{"type": "file", "file": {"file_data": PDF}}]))["messages"][0]["content"][0]
+    assert "title" not in block
+
+
+def test_a_last_turn_that_calls_tools_is_left_as_it_is() -> None:
+    request = to_anthropic({"messages": [user(), calls("a")], "tools": [TOOL]}, "claude-opus-4-5")
+    assert request["messages"][-1]["content"][0]["type"] == "tool_use"
+
+
+def test_a_refusal_in_the_history_is_what_the_assistant_said() -> None:
+    request = translated(user("Hi"), {"role": "assistant", "content": None, "refusal": "No."}, user("Why?"))
+    assert request["messages"][1]["content"] == [text("No.")]
+
+
+def test_reasoning_in_the_history_stays_behind() -> None:
+    message = {"role": "assistant", "content": "4", "reasoning_content": "Two and two."}
+    assert "Two and two" not in json.dumps(translated(user("2+2?"), message, user("Sure?")))
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+def test_results_of_several_calls_come_first_in_one_user_turn() -> None:
+    request = translated(user("Levels?"), calls("a", "b"), result("a"), result("b"), user("Well?"), tools=[TOOL])
+    assert request["messages"][1]["content"] == [
+        {"type": "tool_use", "id": "a", "name": "level", "input": {}},
+        {"type": "tool_use", "id": "b", "name": "level", "input": {}},
+    ]
+    assert request["messages"][2]["content"] == [
+        {"type": "tool_result", "tool_use_id": "a", "content": [text("3 m")]},
+        {"type": "tool_result", "tool_use_id": "b", "content": [text("3 m")]},
+        text("Well?"),
+    ]
+
+
+def test_a_word_between_call_and_result_comes_after_the_result() -> None:
+    request = translated(user(), calls("a"), user("Wait"), result("a"), tools=[TOOL])
+    assert [block["type"] for block in request["messages"][2]["content"]] == ["tool_result", "text"]
+
+
+def test_an_empty_result_has_no_content() -> None:
+    request = translated(user(), calls("a"), result("a", ""), tools=[TOOL])
+    assert request["messages"][2]["content"] == [{"type": "tool_result", "tool_use_id": "a"}]
+
+
+def test_ids_outside_the_alphabet_are_renamed_alike_and_apart() -> None:
+    request = translated(user(), calls("f.x:1", "f_x_1"), result("f_x_1"), result("f.x:1"), tools=[TOOL])
+    used = [block["id"] for block in request["messages"][1]["content"]]
+    answered = [block["tool_use_id"] for block in request["messages"][2]["content"]]
+    assert len(set(used)) == 2
+    assert answered == list(reversed(used))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", {}),
+        ('{"river": "Iller"}', {"river": "Iller"}),
+        ("[1]", {"arguments": "[1]"}),
+        ("{broken", {"arguments": "{broken"}),
+    ],
+)
+def test_arguments_become_an_object(arguments: str, expected: dict[str, Any]) -> None:
+    request = translated(user(), calls("a", arguments=arguments), result("a"), tools=[TOOL])
+    assert request["messages"][1]["content"][0]["input"] == expected
+
+
+def test_a_tool_has_name_description_schema_and_strictness() -> None:
+    bare = {"type": "function", "function": {"name": "now", "strict": True}}
+    assert translated(user(), tools=[TOOL, bare])["tools"] == [
+        {"name": "level", "description": "River level.", "input_schema": {"type": "object", "properties": {}}},
+        {"name": "now", "input_schema": {"type": "object"}, "strict": True},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("choice", "parallel", "expected"),
+    [
+        (None, None, None),
+        (None, True, None),
+        (None, False, {"type": "auto", "disable_parallel_tool_use": True}),
+        ("auto", None, {"type": "auto"}),
+        ("none", False, {"type": "none"}),
+        ("required", None, {"type": "any"}),
+        ("required", False, {"type": "any", "disable_parallel_tool_use": True}),
+        ({"type": "function", "function": {"name": "level"}}, None, {"type": "tool", "name": "level"}),
+    ],
+)
+def test_tool_choice(choice: Any, parallel: bool | None, expected: dict[str, Any] | None) -> None:
+    request = translated(user(), tools=[TOOL], tool_choice=choice, parallel_tool_calls=parallel)
+    assert request.get("tool_choice") == expected
+
+
+def test_tools_of_the_history_are_defined_though_none_may_be_called() -> None:
+    request = translated(user(), calls("a"), result("a"))
+    assert request["tools"] == [{"name": "level", "input_schema": {"type": "object"}}]
+    assert request["tool_choice"] == {"type": "none"}
+
+
+# --- parameters -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, DEFAULT_MAX_TOKENS),
+        ({"max_tokens": 7}, 7),
+        ({"max_completion_tokens": 8}, 8),
+        ({"max_tokens": 7, "max_completion_tokens": 8}, 8),
+        ({"max_tokens": None}, DEFAULT_MAX_TOKENS),
+    ],
+)
+def test_max_tokens(given: dict[str, Any], expected: int) -> None:
+    assert translated(user(), **given)["max_tokens"] == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"temperature": 0}, {"temperature": 0}),
+        ({"temperature": 1.7}, {"temperature": 1}),
+        ({"top_p": 0.9}, {"top_p": 0.9}),
+        ({"top_p": 1}, {}),
+        ({"temperature": 0.3, "top_p": 0.9}, {"temperature": 0.3}),
+        ({"temperature": 1, "top_p": 0.9}, {"top_p": 0.9}),
+        ({"top_k": 40}, {"top_k": 40}),
+        ({"top_k": -1}, {}),
+    ],
+)
+def test_sampling_of_the_models_that_take_it(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    for model in (
+        "claude-sonnet-4-6",
+        "claude-haiku-4-5-20251001",
+        "claude-opus-4-20250514",
+        "claude-3-haiku-20240307",
+    ):
+        request = translated(user(), model=model, **given)
+        assert {name: request[name] for name in ("temperature", "top_p", "top_k") if name in request} == expected
+        assert needs_sampling_version(request) is bool(expected)
+
+
+@pytest.mark.parametrize("model", ["claude-opus-4-7", "claude-sonnet-5-5", "claude-opus-5", "claude-of-tomorrow"])
+def test_sampling_never_reaches_a_model_that_refuses_it(model: str) -> None:
+    request = translated(user(), model=model, temperature=0, top_p=0.5, top_k=3)
+    assert not needs_sampling_version(request)
+
+
+def test_stop_sequences() -> None:
+    assert translated(user(), stop="END")["stop_sequences"] == ["END"]
+    assert translated(user(), stop=["A", "B"])["stop_sequences"] == ["A", "B"]
+
+
+@pytest.mark.parametrize(
+    ("model", "effort", "expected"),
+    [
+        ("claude-opus-5", "minimal", {"output_config": {"effort": "low"}}),
+        ("claude-opus-5", "max", {"output_config": {"effort": "max"}}),
+        ("claude-opus-4-6", "xhigh", {"output_config": {"effort": "high"}}),
+        ("claude-sonnet-4-5-20250929", "high", {}),
+        ("claude-haiku-4-5", "high", {}),
+        ("claude-opus-5", "none", {"thinking": {"type": "disabled"}}),
+        ("claude-opus-5", "unheard-of", {}),
+    ],
+)
+def test_reasoning_effort(model: str, effort: str, expected: dict[str, Any]) -> None:
+    request = translated(user(), model=model, reasoning_effort=effort)
+    assert {name: request[name] for name in ("output_config", "thinking") if name in request} == expected
+
+
+def test_a_json_schema_is_an_output_format() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "additionalProperties": False}
+    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    request = translated(user(), response_format=shape)
+    assert request["output_config"] == {"format": {"type": "json_schema", "schema": schema}}
+    assert "output_config" not in translated(user(), response_format={"type": "text"})
+
+
+def test_the_user_is_metadata() -> None:
+    assert translated(user(), user="u-1")["metadata"] == {"user_id": "u-1"}
+
+
+def test_what_only_another_host_knows_is_dropped() -> None:
+    given = {"store": True, "metadata": {"a": "b"}, "service_tier": "flex", "min_p": 0.1, "verbosity": "low"}
+    assert translated(user(), **given) == translated(user())
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"n": 2}, "n"),
+    ({"logprobs": True}, "logprobs"),
+    ({"logit_bias": {"1": 5}}, "logit_bias"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty"),
+    ({"presence_penalty": -1}, "presence_penalty"),
+    ({"seed": 0}, "seed"),
+    ({"stop": "\n\n"}, "stop"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"grammar": "root ::= x"}, "grammar"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"tools": [{"type": "custom", "custom": {"name": "c"}}]}, "tools"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
+    ({"messages": [{"role": "function", "name": "f", "content": "x"}]}, "messages"),
+    ({"messages": [user("")]}, "messages"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "type": "custom"}]}]}, "messages"),
+    ({"messages": [user([{"type": "image_url", "image_url": {"url": "file:///etc"}}])]}, "messages[0].content"),
+    (
+        {"messages": [user([{"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}}])]},
+        "messages[0].content",
+    ),
+    (
+        {"messages": [user([{"type": "image_url", "image_url": {"url": "data:image/tiff;base64,AA=="}}])]},
+        "messages[0].content",
+    ),
+    ({"messages": [user([{"type": "file", "file": {"file_id": "f-1"}}])]}, "messages[0].content"),
+    (
+        {"messages": [{"role": "assistant", "content": [{"type": "image_url", "image_url": {"url": PNG}}]}]},
+        "messages[0].content",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "param"), REFUSED)
+def test_what_anthropic_cannot_do_is_refused_by_name(change: dict[str, Any], param: str) -> None:
+    body = {"model": "x", "messages": [user()], **change}
+    assert unsupported_params(body) == (param,)
+    with pytest.raises(UpstreamError) as caught:
+        to_anthropic(body, MODEL)
+    assert (caught.value.status, caught.value.code, caught.value.param) == (400, "unsupported_parameter", param)
+    assert param in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"n": 1},
+        {"logprobs": False},
+        {"logit_bias": {}},
+        {"frequency_penalty": 0},
+        {"seed": None},
+        {"modalities": ["text"]},
+    ],
+)
+def test_a_value_that_asks_for_nothing_is_no_reason_to_refuse(harmless: dict[str, Any]) -> None:
+    assert unsupported_params({"messages": [user()], **harmless}) == ()
+    assert translated(user(), **harmless) == translated(user())
+
+
+# --- OpenAI's dialect -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("host", "path", "flavor"),
+    [
+        ("api.openai.com", "/v1/", Flavor.OPENAI),
+        ("eu.api.openai.com", "/v1/", Flavor.OPENAI),
+        ("api.openai.com.evil.example", "/v1/", Flavor.COMPATIBLE),
+        ("generativelanguage.googleapis.com", "/v1beta/openai/", Flavor.GOOGLE),
+        ("127.0.0.1", "/v1beta/openai/", Flavor.GOOGLE),
+        ("openrouter.ai", "/api/v1/", Flavor.COMPATIBLE),
+    ],
+)
+def test_an_address_tells_its_flavor(host: str, path: str, flavor: Flavor) -> None:
+    assert flavor_of(host, path) is flavor
+
+
+def test_usage_is_always_asked_for() -> None:
+    for flavor in Flavor:
+        body = {"messages": [user()], "stream": False, "stream_options": {"include_usage": False}}
+        request = to_openai(Endpoint.CHAT, body, "m", flavor)
+        assert request["stream"] is True
+        assert request["stream_options"] == {"include_usage": True}
+    keep = to_openai(
+        Endpoint.CHAT, {"messages": [], "stream_options": {"include_obfuscation": False}}, "m", Flavor.OPENAI
+    )
+    assert keep["stream_options"] == {"include_usage": True, "include_obfuscation": False}
+
+
+def test_max_tokens_has_its_new_name_for_openai_alone() -> None:
+    body = {"messages": [user()], "max_tokens": 5}
+    assert to_openai(Endpoint.CHAT, body, "m", Flavor.OPENAI)["max_completion_tokens"] == 5
+    assert "max_tokens" not in to_openai(Endpoint.CHAT, body, "m", Flavor.OPENAI)
+    for flavor in (Flavor.GOOGLE, Flavor.COMPATIBLE):
+        assert to_openai(Endpoint.CHAT, body, "m", flavor)["max_tokens"] == 5
+    both = to_openai(Endpoint.CHAT, {**body, "max_completion_tokens": 9}, "m", Flavor.OPENAI)
+    assert (both.get("max_tokens"), both["max_completion_tokens"]) == (None, 9)
+
+
+def test_extensions_are_dropped_or_refused_by_what_they_mean() -> None:
+    body = {"messages": [user()], "top_k": 3, "min_p": 0.1, "repeat_penalty": 1.1, "chat_template_kwargs": {}}
+    for flavor in Flavor:
+        request = to_openai(Endpoint.CHAT, body, "m", flavor)
+        assert set(request) == {"messages", "model", "stream", "stream_options"}
+        assert unsupported_by_openai({**body, "grammar": "x"}, flavor) == ("grammar",)
+
+
+def test_google_gets_only_names_it_knows() -> None:
+    body = {"messages": [user()], "user": "u", "store": True, "reasoning_effort": "xhigh", "temperature": 1.5}
+    request = to_openai(Endpoint.CHAT, body, "gemini", Flavor.GOOGLE)
+    rules.openai_chat(request, "google")
+    assert request["reasoning_effort"] == "high"
+    assert request["temperature"] == 1.5
+    assert unsupported_by_openai({"seed": 1, "parallel_tool_calls": False, "n": 2}, Flavor.GOOGLE) == (
+        "seed",
+        "parallel_tool_calls",
+    )
+
+
+def test_reasoning_of_another_tier_reaches_neither_openai_nor_google() -> None:
+    message = {"role": "assistant", "content": "4", "reasoning_content": "2+2"}
+    body = {"messages": [user(), message, user()]}
+    assert to_openai(Endpoint.CHAT, body, "m", Flavor.OPENAI)["messages"][1] == {"role": "assistant", "content": "4"}
+    assert to_openai(Endpoint.CHAT, body, "m", Flavor.COMPATIBLE)["messages"][1] == message
+    assert message["reasoning_content"] == "2+2"
+
+
+# --- the tables -------------------------------------------------------------------------------------------------------
+def _keys(typed_dict: Any) -> set[str]:
+    return set(typed_dict.__annotations__)
+
+
+CHAT_KEYS = _keys(chat_params.CompletionCreateParamsBase) | set(_CHAT) | {"stream"}
+
+
+@pytest.mark.parametrize(
+    ("profile", "known"),
+    [
+        (fields.OPENAI_CHAT, CHAT_KEYS),
+        (fields.GOOGLE_CHAT, CHAT_KEYS),
+        (fields.ANTHROPIC_CHAT, CHAT_KEYS),
+        (
+            fields.OPENAI_COMPLETIONS,
+            _keys(completion_create_params.CompletionCreateParamsBase) | set(_COMPLETIONS) | {"stream"},
+        ),
+        (fields.OPENAI_EMBEDDINGS, _keys(embedding_create_params.EmbeddingCreateParams) | set(_EMBEDDINGS)),
+    ],
+)
+def test_every_field_anyone_may_send_is_decided_once(profile: fields.Profile, known: set[str]) -> None:
+    """Fields of the installed SDK's types and of the gateway's own request checks."""
+    decided: Mapping[str, int] = {
+        name: (name in profile.takes)
+        + (name in profile.refuses and name not in profile.takes)
+        + (name in profile.drops)
+        for name in known
+    }
+    assert {name: times for name, times in decided.items() if times != 1} == {}
+
+
+def test_what_openai_is_sent_is_what_its_sdk_knows() -> None:
+    assert fields.OPENAI_CHAT.takes <= _keys(chat_params.CompletionCreateParamsBase) | {"stream"}
+    assert fields.GOOGLE_CHAT.takes <= fields.OPENAI_CHAT.takes

@@ -1,0 +1,143 @@
+"""Chunks add up to the object a non-streaming caller expects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+
+from gateway.core.assemble import Assembly
+
+HEAD = {"id": "c1", "object": "chat.completion.chunk", "created": 5, "model": "demo", "system_fingerprint": "fp"}
+
+
+def _chunk(
+    delta: dict[str, Any] | None = None, index: int = 0, finish: str | None = None, **more: Any
+) -> dict[str, Any]:
+    return {**HEAD, "choices": [{"index": index, "delta": delta or {}, "finish_reason": finish, **more}]}
+
+
+def _sum(*chunks: Any) -> dict[str, Any]:
+    assembly = Assembly()
+    for chunk in chunks:
+        assembly.add(chunk)
+    return assembly.result()
+
+
+def test_text_usage_and_head() -> None:
+    usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
+    answer = _sum(
+        _chunk({"role": "assistant", "content": ""}),
+        _chunk({"content": "Hel"}),
+        _chunk({"content": "lo", "reasoning_content": None}),
+        _chunk(finish="stop"),
+        {**HEAD, "choices": [], "usage": usage},
+    )
+    assert answer == {
+        "id": "c1",
+        "object": "chat.completion",
+        "created": 5,
+        "model": "demo",
+        "system_fingerprint": "fp",
+        "usage": usage,
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "Hello", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ],
+    }
+    ChatCompletion.model_validate(answer)
+
+
+def test_tool_calls_are_put_together_by_index() -> None:
+    answer = _sum(
+        _chunk({"role": "assistant"}),
+        _chunk(
+            {"tool_calls": [{"index": 1, "id": "b", "type": "function", "function": {"name": "g", "arguments": ""}}]}
+        ),
+        _chunk({"tool_calls": [{"index": 0, "id": "a", "function": {"name": "f", "arguments": '{"x"'}}]}),
+        _chunk(
+            {
+                "tool_calls": [
+                    {"index": 0, "function": {"arguments": ":1}"}},
+                    {"index": 1, "function": {"arguments": "{}"}},
+                ]
+            }
+        ),
+        _chunk({"tool_calls": [{"index": 1, "function": None}]}),
+        _chunk(finish="tool_calls"),
+    )
+    message = answer["choices"][0]["message"]
+    assert message["content"] is None
+    assert message["tool_calls"] == [
+        {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x":1}'}},
+        {"id": "b", "type": "function", "function": {"name": "g", "arguments": "{}"}},
+    ]
+    ChatCompletion.model_validate(answer)
+
+
+def test_choices_reasoning_refusals_logprobs_and_what_else_a_delta_holds() -> None:
+    answer = _sum(
+        _chunk({"content": "b"}, 1, logprobs={"content": [{"token": "b"}], "refusal": None}),
+        _chunk({"content": "c", "annotations": [1]}, 1, logprobs={"content": [{"token": "c"}]}),
+        _chunk({"reasoning_content": "hm"}, 0),
+        _chunk({"refusal": "no"}, 0),
+        _chunk({"function_call": {"name": "f"}}, 2),
+        _chunk({"function_call": {"arguments": "{}"}}, 2),
+        _chunk(index=1, finish="length"),
+    )
+    zero, one, two = answer["choices"]
+    assert zero["message"] == {"role": "assistant", "content": None, "refusal": "no", "reasoning_content": "hm"}
+    assert (one["message"]["content"], one["message"]["annotations"], one["finish_reason"]) == ("bc", [1], "length")
+    assert one["logprobs"] == {"content": [{"token": "b"}, {"token": "c"}]}
+    assert two["message"]["function_call"] == {"name": "f", "arguments": "{}"}
+
+
+def test_an_empty_answer_is_an_answer() -> None:
+    assert _sum(_chunk(finish="stop"))["choices"][0]["message"]["content"] == ""
+
+
+def test_text_completions() -> None:
+    head = {"id": "x", "object": "text_completion", "created": 1, "model": "m"}
+    logprobs = {"tokens": ["a"], "token_logprobs": [-1.0]}
+    answer = _sum(
+        {**head, "choices": [{"index": 0, "text": "a", "logprobs": logprobs, "finish_reason": None}]},
+        {**head, "choices": [{"index": 0, "text": "b", "logprobs": None, "finish_reason": "stop"}]},
+    )
+    choice = {"index": 0, "text": "ab", "logprobs": logprobs, "finish_reason": "stop"}
+    assert answer["choices"] == [choice]
+    Completion.model_validate({**answer, "choices": [{**choice, "logprobs": None}]})
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        7,
+        {},
+        {**HEAD, "choices": [3]},
+        {**HEAD, "choices": [{"index": "0"}]},
+        {**HEAD, "object": "ping", "choices": []},
+        _chunk({"tool_calls": ["x"]}),
+        _chunk({"tool_calls": [{"index": None}]}),
+    ],
+)
+def test_what_is_no_chunk_is_refused(chunk: Any) -> None:
+    with pytest.raises(ValueError, match=r"chunk|choice|tool call"):
+        _sum(chunk)
+
+
+def test_completeness_needs_every_choice_to_finish() -> None:
+    assembly = Assembly()
+    assert not assembly.is_complete
+    with pytest.raises(ValueError, match="no chunk"):
+        assembly.result()
+    assembly.add(_chunk(finish="stop"))
+    assembly.add(_chunk({"content": "x"}, 1))
+    assert not assembly.is_complete
+    assembly.add(_chunk(index=1, finish="stop"))
+    assert assembly.is_complete

@@ -1,0 +1,95 @@
+"""Who may do what, by key."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from gateway.auth import Keys
+from gateway.errors import RequestError
+from gateway.settings import KeySettings
+from headgate.shared.state import StateDir
+from inference.protocol import Code, Priority
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> StateDir:
+    return StateDir(tmp_path)
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def _setting(key: str, **more: object) -> KeySettings:
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return KeySettings.model_validate({"name": f"key {key}", "hash": f"sha256:{digest}", **more})
+
+
+def test_without_any_key_one_is_generated_that_does_everything(state: StateDir) -> None:
+    keys = Keys.load([], {}, state)
+    generated = state.read_secret("gateway.key")
+    assert generated is not None
+    assert generated.startswith("hg-")
+    assert keys.is_generated
+    for scope in ("use", "admin"):
+        assert keys.admit(_bearer(generated), scope)[0].name == "generated"
+    assert (state.root / "gateway.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_keys_of_the_environment_replace_it(state: StateDir) -> None:
+    keys = Keys.load([], {"GATEWAY_API_KEY": "u", "GATEWAY_ADMIN_KEY": "a"}, state)
+    assert state.read_secret("gateway.key") is None
+    assert keys.admit({"x-api-key": "u"}, "use")
+    assert keys.admit(_bearer("a"), "admin")
+    assert keys.admit(_bearer("a"), "use")
+    with pytest.raises(RequestError, match="use another key") as caught:
+        keys.admit(_bearer("u"), "admin")
+    assert (caught.value.code, caught.value.status) == (Code.PERMISSION_DENIED, 403)
+
+
+def test_without_an_admin_key_admin_says_how_to_get_one(state: StateDir) -> None:
+    with pytest.raises(RequestError, match="set GATEWAY_ADMIN_KEY"):
+        Keys.load([], {"GATEWAY_API_KEY": "u"}, state).admit(_bearer("u"), "admin")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        _bearer("wrong"),
+        {"authorization": "u"},
+        {"authorization": "Bearer "},
+        {"authorization": "Basic u"},
+        {"x-api-key": ""},
+        _bearer("u\udcff"),
+    ],
+)
+def test_anything_else_is_a_401(state: StateDir, headers: dict[str, str]) -> None:
+    with pytest.raises(RequestError) as caught:
+        Keys.load([], {"GATEWAY_API_KEY": "u"}, state).admit(headers, "use")
+    assert (caught.value.code, caught.value.status) == (Code.INVALID_API_KEY, 401)
+
+
+def test_an_empty_key_is_never_right(state: StateDir) -> None:
+    assert Keys.load([_setting("")], {}, state).identify({}) is None
+
+
+def test_hashed_keys_have_scopes_and_a_ceiling(state: StateDir) -> None:
+    keys = Keys.load([_setting("team", priority="normal"), _setting("op", scopes=["admin"])], {}, state)
+    team, _ = keys.admit(_bearer("team"), "use")
+    assert [team.cap(asked) for asked in Priority] == [Priority.NORMAL, Priority.NORMAL, Priority.LOW]
+    with pytest.raises(RequestError):
+        keys.admit(_bearer("op"), "use")
+
+
+def test_a_tenant_is_stable_and_tells_nothing_of_the_key(state: StateDir, tmp_path: Path) -> None:
+    keys = Keys.load([], {"GATEWAY_API_KEY": "u", "GATEWAY_ADMIN_KEY": "a"}, state)
+    tenant = keys.admit(_bearer("u"), "use")[1]
+    assert tenant == Keys.load([], {"GATEWAY_API_KEY": "u"}, state).admit(_bearer("u"), "use")[1]
+    assert tenant != keys.admit(_bearer("a"), "use")[1]
+    other = StateDir(tmp_path / "other")
+    assert tenant != Keys.load([], {"GATEWAY_API_KEY": "u"}, other).admit(_bearer("u"), "use")[1]
+    assert hashlib.sha256(b"u").hexdigest()[:8] not in tenant

@@ -1,0 +1,432 @@
+"""The breakers as operators and attempts see them, on a clock of the test's own."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from gateway.breakers import Breakers, Lease, Refused
+from gateway.core.breaker import Rule, State
+from gateway.core.outcome import Failure, Ignore, Reason, Scope, Success
+
+PAIR, PROVIDER = Failure(Scope.PAIR), Failure(Scope.PROVIDER)
+LEFT = Ignore(Reason.CLIENT_LEFT)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def breakers(clock: Clock) -> Breakers:
+    return Breakers(Rule(), clock)
+
+
+def _lease(breakers: Breakers, model: str = "m", expires: float = 1e9) -> Lease:
+    lease = breakers.acquire("p", model, expires)
+    assert isinstance(lease, Lease), lease
+    return lease
+
+
+def _fail(breakers: Breakers, count: int, verdict: Failure = PAIR, model: str = "m") -> None:
+    for _ in range(count):
+        _lease(breakers, model).settle(verdict, "it broke")
+
+
+def test_five_in_a_row_open_it_the_sixth_is_refused_and_after_thirty_seconds_one_probes(
+    breakers: Breakers, clock: Clock
+) -> None:
+    _fail(breakers, 4)
+    assert breakers.states()["p/m"] is State.CLOSED
+    _fail(breakers, 1)
+    assert breakers.states()["p/m"] is State.OPEN
+    refused = breakers.acquire("p", "m", 1e9)
+    assert refused == Refused("p/m", 30.0)
+    clock.now += 29.9
+    assert isinstance(breakers.acquire("p", "m", 1e9), Refused)
+    clock.now += 0.1
+    probe = _lease(breakers)
+    assert probe.is_probe
+    assert all(isinstance(breakers.acquire("p", "m", 1e9), Refused) for _ in range(31))
+    probe.settle(Success())
+    assert breakers.states()["p/m"] is State.CLOSED
+    assert not _lease(breakers).is_probe
+
+
+def test_a_success_in_between_starts_the_count_again(breakers: Breakers) -> None:
+    _fail(breakers, 4)
+    _lease(breakers).settle(Success())
+    _fail(breakers, 4)
+    assert breakers.states()["p/m"] is State.CLOSED
+
+
+def test_a_failed_probe_opens_it_again_for_the_whole_period(breakers: Breakers, clock: Clock) -> None:
+    _fail(breakers, 5)
+    clock.now += 30
+    _lease(breakers).settle(PAIR, "still broken")
+    assert breakers.closed_for("p", "m") == 30.0
+
+
+def test_a_cancelled_probe_gives_its_place_back(breakers: Breakers, clock: Clock) -> None:
+    _fail(breakers, 5)
+    clock.now += 30
+    _lease(breakers).settle(LEFT)
+    assert breakers.states()["p/m"] is State.HALF_OPEN
+    assert _lease(breakers).is_probe
+
+
+def test_a_lost_probe_expires(breakers: Breakers, clock: Clock) -> None:
+    _fail(breakers, 5)
+    clock.now += 30
+    lost = _lease(breakers, expires=clock.now + 10)
+    assert breakers.closed_for("p", "m") == 1.0
+    clock.now += 10
+    second = _lease(breakers)
+    assert second.is_probe
+    lost.settle(PAIR, "late")
+    assert breakers.states()["p/m"] is State.HALF_OPEN
+    second.settle(Success())
+    assert breakers.states()["p/m"] is State.CLOSED
+
+
+def test_cancelled_attempts_and_late_results_move_nothing(breakers: Breakers, clock: Clock) -> None:
+    old = [_lease(breakers) for _ in range(10)]
+    for lease in old[:5]:
+        lease.settle(LEFT)
+    assert breakers.guard("p", "m").describe()["failures"] == 0
+    _fail(breakers, 5)
+    clock.now += 30
+    probe = _lease(breakers)
+    old[5].settle(Success())
+    old[6].settle(PAIR, "late")
+    assert breakers.states()["p/m"] is State.HALF_OPEN
+    probe.settle(Success())
+    for lease in old[7:]:
+        lease.settle(PAIR, "late")
+    assert breakers.guard("p", "m").describe()["failures"] == 0
+
+
+def test_the_provider_has_a_breaker_of_its_own_for_all_its_models(breakers: Breakers) -> None:
+    _fail(breakers, 3, PROVIDER, "a")
+    _fail(breakers, 2, PROVIDER, "b")
+    assert breakers.states() == {"p": State.OPEN, "p/a": State.CLOSED, "p/b": State.CLOSED}
+    assert breakers.acquire("p", "c", 1e9) == Refused("p", 30.0)
+    assert breakers.closed_for("p", "a") == 30.0
+
+
+def test_a_model_that_fails_leaves_its_provider_alone(breakers: Breakers) -> None:
+    _fail(breakers, 5, Failure(Scope.PAIR, reached=True))
+    assert breakers.states() == {"p": State.CLOSED, "p/m": State.OPEN}
+    _lease(breakers, "other").settle(Success())
+
+
+def test_a_failure_without_a_reason_counts_for_the_model_too_so_that_another_models_success_cannot_hide_it(
+    breakers: Breakers,
+) -> None:
+    for _ in range(5):
+        _fail(breakers, 1, Failure(Scope.PROVIDER, pair_too=True))
+        _lease(breakers, "other").settle(Success())
+    assert breakers.states() == {"p": State.CLOSED, "p/m": State.OPEN, "p/other": State.CLOSED}
+
+
+def test_a_provider_that_answered_at_all_is_recovered(breakers: Breakers, clock: Clock) -> None:
+    _fail(breakers, 5, PROVIDER)
+    clock.now += 30
+    _lease(breakers).settle(Failure(Scope.PAIR, reached=True), "refused, but it answered")
+    assert breakers.states()["p"] is State.CLOSED
+
+
+def test_a_refused_second_permit_gives_the_first_back(breakers: Breakers, clock: Clock) -> None:
+    _fail(breakers, 5)
+    _fail(breakers, 5, PROVIDER, "other")
+    clock.now += 30
+    assert _lease(breakers).is_probe, "the probe of both"
+    assert isinstance(breakers.acquire("p", "other", 1e9), Refused)
+
+
+def test_the_provider_probe_is_free_again_when_the_model_refuses(breakers: Breakers, clock: Clock) -> None:
+    _fail(breakers, 5, PROVIDER, "other")
+    clock.now += 10
+    breakers.guard("p", "m")
+    for _ in range(5):
+        guard = breakers.guard("p", "m")
+        permit = guard.ask(1e9)
+        guard.fail(permit, PAIR, "x")  # type: ignore[arg-type]
+    clock.now += 20
+    assert breakers.acquire("p", "m", 1e9) == Refused("p/m", 10.0)
+    assert _lease(breakers, "third").is_probe
+
+
+def test_a_share_of_failures_opens_it_too(breakers: Breakers, clock: Clock) -> None:
+    for index in range(20):
+        clock.now += 1
+        _lease(breakers).settle(Success() if index % 2 else PAIR, "flaky")
+    assert breakers.states()["p/m"] is State.CLOSED, "the twentieth was a success"
+    _fail(breakers, 1)
+    assert breakers.states()["p/m"] is State.OPEN
+
+
+def test_failures_leave_the_window(breakers: Breakers, clock: Clock) -> None:
+    for _ in range(10):
+        _fail(breakers, 1)
+        _lease(breakers).settle(Success())
+    clock.now += 61
+    _fail(breakers, 1)
+    assert breakers.guard("p", "m").describe()["window"] == {"succeeded": 0, "failed": 1}
+    assert breakers.states()["p/m"] is State.CLOSED
+
+
+def test_a_429_closes_the_tier_for_as_long_as_it_says(breakers: Breakers, clock: Clock) -> None:
+    _lease(breakers).settle(Failure(Scope.PAIR, 7.0, opens=True, reached=True), "slow down")
+    assert breakers.closed_for("p", "m") == 7.0
+    clock.now += 7
+    assert _lease(breakers).is_probe
+
+
+def test_a_longer_retry_after_lengthens_the_open_period(breakers: Breakers) -> None:
+    _fail(breakers, 5, Failure(Scope.PAIR, 90.0))
+    assert breakers.closed_for("p", "m") == 90.0
+
+
+def test_a_full_queue_is_left_alone_and_no_breaker_moves(breakers: Breakers, clock: Clock) -> None:
+    _lease(breakers).settle(Ignore(Reason.QUEUE_FULL, hold=4.0))
+    assert breakers.held_for("p", "m") == 4.0
+    clock.now += 4
+    assert breakers.held_for("p", "m") is None
+    assert breakers.held_for("p", "m") is None
+
+
+def test_a_lease_is_settled_once(breakers: Breakers) -> None:
+    lease = _lease(breakers)
+    for _ in range(9):
+        lease.settle(PAIR, "again and again")
+    assert breakers.guard("p", "m").describe()["failures"] == 1
+
+
+def test_reset_closes_by_name(breakers: Breakers, clock: Clock) -> None:
+    _fail(breakers, 5)
+    breakers.hold("p", "m", 60)
+    assert breakers.reset("p/m")
+    assert not breakers.reset("p/none")
+    assert breakers.closed_for("p", "m") is None
+    assert breakers.held_for("p", "m") is None
+    assert not _lease(breakers).is_probe
+
+
+def test_a_provider_seen_coming_back_is_probed_at_once_and_still_by_one(breakers: Breakers) -> None:
+    breakers.came_back("p")
+    _fail(breakers, 5, PROVIDER)
+    breakers.came_back("p")
+    probe = _lease(breakers)
+    assert probe.is_probe
+    assert isinstance(breakers.acquire("p", "m", 1e9), Refused)
+    breakers.came_back("p")
+    assert isinstance(breakers.acquire("p", "m", 1e9), Refused)
+    probe.settle(PROVIDER, "not quite")
+    assert breakers.closed_for("p", "m") == 30.0
+
+
+def test_probes_in_a_row(clock: Clock) -> None:
+    breakers = Breakers(Rule(probes=2), clock)
+    _fail(breakers, 5)
+    clock.now += 30
+    _lease(breakers).settle(Success())
+    assert breakers.states()["p/m"] is State.HALF_OPEN
+    _lease(breakers).settle(Success())
+    assert breakers.states()["p/m"] is State.CLOSED
+
+
+def test_a_new_rule_holds_for_what_comes(breakers: Breakers) -> None:
+    _fail(breakers, 2)
+    breakers.set_rule(Rule(failures=3, open=5.0))
+    _fail(breakers, 1)
+    assert breakers.closed_for("p", "m") == 5.0
+
+
+def test_operators_see_everything_and_each_transition_is_one_line(
+    breakers: Breakers, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "gateway.breakers"):
+        _fail(breakers, 5)
+        clock.now += 30
+        _lease(breakers).settle(Success())
+        breakers.reset("p/m")
+    assert [record.getMessage() for record in caplog.records] == [
+        "breaker p/m: closed -> open for 30 s after 5 failures in a row: it broke",
+        "breaker p/m: open -> half-open",
+        "breaker p/m: half-open -> closed",
+    ]
+    _fail(breakers, 5)
+    entry = breakers.describe()[1]
+    assert (entry["name"], entry["state"], entry["value"], entry["failures"]) == ("p/m", "open", 2, 5)
+    assert entry["retry_after"] == 30.0
+    assert entry["last_failure"] == "it broke"
+
+
+def test_what_opened_it_is_told_as_it_was(breakers: Breakers, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """A share of failures, a tier that asked for it and a failed probe were all called failures in a row."""
+    for _ in range(10):
+        _lease(breakers, "share").settle(Success())
+        _lease(breakers, "share").settle(PAIR, "flaky")
+    _lease(breakers, "asked").settle(Failure(Scope.PAIR, 7.0, opens=True), "slow down")
+    clock.now += 7
+    _lease(breakers, "asked").settle(PAIR, "still no")
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
+        "breaker p/share: closed -> open for 30 s after 10 of 20 attempts within 60 s failed: flaky",
+        "breaker p/asked: closed -> open for 7 s after it asked to be left alone: slow down",
+        "breaker p/asked: half-open -> open for 30 s after its probe failed: still no",
+    ]
+
+
+# --- a probe that streams ---------------------------------------------------------------------------------------------
+def test_a_probe_closes_the_breaker_when_its_answer_begins_and_others_pass_while_it_goes_on(
+    breakers: Breakers, clock: Clock
+) -> None:
+    """A probe's stream held everybody else out until its end, which may be minutes away."""
+    _fail(breakers, 5)
+    clock.now += 30
+    probe = _lease(breakers)
+    assert isinstance(breakers.acquire("p", "m", 1e9), Refused)
+    probe.prove()
+    assert breakers.states()["p/m"] is State.CLOSED
+    assert not _lease(breakers).is_probe
+    probe.prove()
+    probe.settle(Success())
+    assert breakers.guard("p", "m").describe()["window"] == {"succeeded": 0, "failed": 0}, "it began a new epoch"
+
+
+def test_a_probe_cut_after_its_answer_began_is_an_ordinary_failure(breakers: Breakers, clock: Clock) -> None:
+    _fail(breakers, 5)
+    clock.now += 30
+    probe = _lease(breakers)
+    probe.prove()
+    probe.settle(PAIR, "cut")
+    entry = breakers.guard("p", "m").describe()
+    assert (entry["state"], entry["failures"], entry["last_failure"]) == ("closed", 1, "cut")
+
+
+def test_with_two_probes_a_beginning_is_one_success_and_a_cut_opens_it_again(clock: Clock) -> None:
+    breakers = Breakers(Rule(probes=2), clock)
+    _fail(breakers, 5)
+    clock.now += 30
+    first = _lease(breakers)
+    first.prove()
+    assert breakers.states()["p/m"] is State.HALF_OPEN
+    second = _lease(breakers)
+    assert second.is_probe
+    first.settle(Success())
+    assert breakers.states()["p/m"] is State.HALF_OPEN, "one answer is one success"
+    second.prove()
+    assert breakers.states()["p/m"] is State.CLOSED
+    third = Breakers(Rule(probes=2), clock)
+    _fail(third, 5)
+    clock.now += 30
+    cut = _lease(third)
+    cut.prove()
+    cut.settle(PAIR, "cut")
+    assert third.states()["p/m"] is State.OPEN
+
+
+def test_what_is_no_probe_is_judged_by_its_end(breakers: Breakers) -> None:
+    _fail(breakers, 4)
+    lease = _lease(breakers)
+    lease.prove()
+    assert breakers.guard("p", "m").describe()["failures"] == 4
+    lease.settle(Success())
+    lease.prove()
+    assert breakers.guard("p", "m").describe()["failures"] == 0
+
+
+# --- how many there are -----------------------------------------------------------------------------------------------
+class Gauge:
+    """What `gateway_breaker_state` would show."""
+
+    def __init__(self) -> None:
+        self.series: dict[tuple[str, str], State] = {}
+
+    def __call__(self, provider: str, model: str, state: State | None) -> None:
+        if state is None:
+            del self.series[provider, model]
+        else:
+            self.series[provider, model] = state
+
+
+def test_names_that_callers_invent_are_forgotten_again(clock: Clock) -> None:
+    gauge = Gauge()
+    breakers = Breakers(Rule(), clock, gauge, 10)
+    _fail(breakers, 1, model="kept")
+    for index in range(50):
+        _lease(breakers, f"invented-{index}").settle(LEFT)
+    assert len(breakers.states()) <= 11
+    assert "p/kept" in breakers.states()
+    assert {model for _, model in gauge.series} == {name.partition("/")[2] for name in breakers.states()}
+
+
+def test_failing_names_do_not_pile_up_either_and_open_breakers_stay_longest(clock: Clock) -> None:
+    gauge = Gauge()
+    breakers = Breakers(Rule(), clock, gauge, 10)
+    _fail(breakers, 5, Failure(Scope.PAIR, reached=True), "open")
+    for index in range(50):
+        _fail(breakers, 1, Failure(Scope.PAIR, reached=True), f"failing-{index}")
+    assert len(breakers.states()) == 10
+    assert breakers.states()["p/open"] is State.OPEN
+    assert "p/failing-49" in breakers.states()
+    assert "p/failing-0" not in breakers.states()
+    assert len(gauge.series) == 10
+    for index in range(50):
+        _fail(breakers, 5, Failure(Scope.PAIR, reached=True), f"down-{index}")
+    assert len(breakers.states()) == 10
+    assert "p" in breakers.states(), "a provider's own breaker is never forgotten"
+
+
+def test_a_breaker_under_which_an_attempt_runs_is_never_forgotten(clock: Clock) -> None:
+    """It was made anew beside the running attempt, whose failure then moved a breaker that nobody asked any more."""
+    gauge = Gauge()
+    breakers = Breakers(Rule(failures=1), clock, gauge, 10)
+    running = _lease(breakers, "running")
+    leases = [_lease(breakers, f"other-{index}") for index in range(30)]
+    for lease in leases:
+        lease.settle(LEFT)
+    for index in range(30):
+        _lease(breakers, f"more-{index}").release()
+    running.settle(PAIR, "it broke")
+    assert breakers.closed_for("p", "running") == 30.0
+    assert gauge.series["p", "running"] is State.OPEN
+    assert len(breakers.states()) <= 11
+
+
+def test_a_forgotten_breaker_shows_nothing_any_more(clock: Clock) -> None:
+    gauge = Gauge()
+    breakers = Breakers(Rule(), clock, gauge, 2)
+    old = breakers.guard("p", "old")
+    breakers.guard("p", "new")
+    breakers.guard("p", "newer")
+    old.reset()
+    assert ("p", "old") not in gauge.series
+
+
+def test_a_lease_of_which_no_attempt_was_made_gives_both_permits_back(breakers: Breakers, clock: Clock) -> None:
+    _fail(breakers, 5)
+    clock.now += 30
+    lease = _lease(breakers)
+    lease.release()
+    lease.release()
+    assert breakers.guard("p", "m").outstanding == breakers.guard("p").outstanding == 0
+    assert _lease(breakers).is_probe
+
+
+def test_holds_that_are_over_are_forgotten(breakers: Breakers, clock: Clock) -> None:
+    breakers.hold("p", "a", 1.0)
+    clock.now += 2
+    breakers.hold("p", "b", 5.0)
+    assert breakers.held_for("p", "a") is None
+    assert breakers.held_for("p", "b") == 5.0

@@ -1,0 +1,69 @@
+"""Which deadline comes next, and whether one more attempt is allowed."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.core.budget import Budget, Deadline, Due, Limits, Phase, next_deadline, unary_deadline
+
+LIMITS = Limits(first_token=30, inter_token=15, total=300, load_wait=120, attempts=2)
+BUDGET = Budget(LIMITS, started=1000.0)
+
+
+@pytest.mark.parametrize(
+    ("phase", "deadline"),
+    [
+        (Phase(1000, 1000), Deadline(1030, Due.SILENCE)),
+        (Phase(1000, 1028), Deadline(1058, Due.SILENCE)),
+        (Phase(1000, 1110, waiting=True), Deadline(1120, Due.LOAD_WAIT)),
+        (Phase(1000, 1110, waiting=True, last=True), Deadline(1140, Due.SILENCE)),
+        (Phase(1280, 1290), Deadline(1300, Due.TOTAL)),
+        (Phase(1270, 1270), Deadline(1300, Due.SILENCE)),
+        (Phase(1280, 1290, sent=True), Deadline(1320, Due.SILENCE)),
+        (Phase(1000, 1400, answered=True), Deadline(1415, Due.SILENCE)),
+    ],
+    ids=[
+        "silence",
+        "progress re-arms it",
+        "a cold model spills",
+        "the last tier waits on",
+        "the total",
+        "a tie is silence",
+        "once something was sent the total is over",
+        "between tokens",
+    ],
+)
+def test_the_next_deadline_and_what_it_means(phase: Phase, deadline: Deadline) -> None:
+    assert next_deadline(BUDGET, phase) == deadline
+
+
+def test_a_shorter_time_out_of_the_caller_ends_the_wait_and_is_nobodys_fault() -> None:
+    budget = Budget(Limits(30, 15, 300, 120, 2, caller_silence=5.0), started=0.0)
+    assert budget.commit_by == 5.0
+    assert next_deadline(budget, Phase(0, 0, last=True)) == Deadline(5.0, Due.CALLER)
+    assert next_deadline(budget, Phase(0, 4, answered=True)) == Deadline(19.0, Due.SILENCE)
+
+
+def test_an_impatient_callers_time_is_shared_between_the_tiers() -> None:
+    budget = Budget(Limits(30, 15, 300, 120, 2, caller_silence=20.0), started=0.0)
+    assert next_deadline(budget, Phase(0, 0)) == Deadline(10.0, Due.LOAD_WAIT)
+    assert next_deadline(budget, Phase(0, 9, waiting=True)) == Deadline(10.0, Due.LOAD_WAIT)
+    assert next_deadline(budget, Phase(0, 12)) == Deadline(20.0, Due.CALLER), "progress of a prefill goes on"
+    assert next_deadline(budget, Phase(10, 10)) == Deadline(15.0, Due.LOAD_WAIT)
+
+
+def test_attempts_and_time_are_one_budget() -> None:
+    assert BUDGET.allows_attempt(1000.0)
+    assert not BUDGET.allows_attempt(1300.0)
+    assert BUDGET.spend().allows_attempt(1000.0)
+    assert not BUDGET.spend().spend().allows_attempt(1000.0)
+
+
+def test_an_answer_without_a_stream_is_never_held_against_a_service_that_may_be_loading() -> None:
+    assert unary_deadline(BUDGET, 1000.0, is_local=True, last=False) == Deadline(1120.0, Due.LOAD_WAIT)
+    assert unary_deadline(BUDGET, 1000.0, is_local=True, last=True) == Deadline(1300.0, Due.TOTAL)
+    assert unary_deadline(BUDGET, 1000.0, is_local=False, last=False) == Deadline(1030.0, Due.SILENCE)
+    assert unary_deadline(BUDGET, 1290.0, is_local=False, last=True) == Deadline(1300.0, Due.TOTAL)
+    hurried = Budget(Limits(30, 15, 300, 120, 2, caller_silence=20.0), started=0.0)
+    assert unary_deadline(hurried, 0.0, is_local=True, last=False) == Deadline(10.0, Due.LOAD_WAIT)
+    assert unary_deadline(hurried, 10.0, is_local=True, last=True) == Deadline(20.0, Due.CALLER)

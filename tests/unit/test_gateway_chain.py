@@ -1,0 +1,177 @@
+"""Which candidates are tried, and why the others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from gateway.core.chain import Candidate, Drop, Facts, Found, Wants, expand, find_route, fold, passes_on
+from gateway.core.frames import Endpoint
+from gateway.core.outcome import Ignore, Reason
+from gateway.core.refusal import Outcome, no_answer
+from gateway.core.requests import parse
+from gateway.errors import GatewayError, PassedOnError, RequestError, UpstreamError, UpstreamKind
+from inference.protocol import Code, Tier
+
+ROUTES = ("demo", "big/model", "*")
+
+
+def test_routes_are_found_by_name_by_alias_and_by_star() -> None:
+    aliases = {"small": "demo", "other": "thing"}
+    assert find_route("demo", ROUTES, aliases) == Found("demo", "demo")
+    assert find_route("big/model", ROUTES, aliases) == Found("big/model", "big/model")
+    assert find_route("small", ROUTES, aliases) == Found("demo", "demo")
+    assert find_route("other", ROUTES, aliases) == Found("*", "thing")
+    assert find_route("*", ROUTES, aliases) == Found("*", "*")
+    assert find_route("nope", ("demo",), aliases) is None
+
+
+def test_entries_expand_to_candidates_and_repeats_count_once() -> None:
+    found = expand(["local/*", "local/demo", "openai/org/big", "local/demo"], "demo")
+    assert [candidate.name for candidate in found] == ["local/demo", "openai/org/big"]
+    assert [candidate.tier for candidate in found] == [Tier.LOCAL, Tier.CLOUD]
+    assert not found[0].named
+    assert expand(["openai/x", "local/y"], "z")[1].tier is Tier.LOCAL_FALLBACK
+
+
+LOCAL, MINI, CLOUD = Candidate("local", "a", 0), Candidate("local", "b", 1), Candidate("openai", "c", 2)
+VISION = Wants(capabilities=frozenset({"vision"}))
+
+
+@pytest.mark.parametrize(
+    ("candidate", "facts", "wants", "drop"),
+    [
+        (CLOUD, Facts(), Wants(cloud_allowed=False), Drop.POLICY),
+        (LOCAL, Facts(), Wants(cloud_allowed=False), None),
+        (CLOUD, Facts(present=False), Wants(), Drop.ABSENT),
+        (LOCAL, Facts(capabilities=frozenset({"chat"})), VISION, Drop.CAPABILITY),
+        (LOCAL, Facts(capabilities=frozenset({"chat", "vision"})), VISION, None),
+        (LOCAL, Facts(capabilities=None), VISION, None),
+        (CLOUD, Facts(unsupported=("seed",)), Wants(), Drop.CAPABILITY),
+        (LOCAL, Facts(context_length=100), Wants(tokens=101), Drop.CONTEXT),
+        (LOCAL, Facts(context_length=100), Wants(tokens=100), None),
+        (LOCAL, Facts(context_length=100), Wants(), None),
+        (LOCAL, Facts(closed_for=12.0), Wants(), Drop.BREAKER),
+        (LOCAL, Facts(closed_for=0.2), Wants(), Drop.BREAKER),
+        (LOCAL, Facts(held_for=3.0), Wants(), Drop.HELD),
+        (LOCAL, Facts(fits=False, fit_reason="lacks 3 MiB"), Wants(), Drop.NO_FIT),
+        (LOCAL, Facts(fits=False), Wants(), Drop.NO_FIT),
+        (LOCAL, Facts(fits=False), Wants(fit_check=False), None),
+        (LOCAL, Facts(fits=True), Wants(), None),
+        (LOCAL, Facts(fits=None), Wants(), None),
+        (CLOUD, Facts(fits=False), Wants(), None),
+    ],
+)
+def test_each_fact_drops_or_keeps(candidate: Candidate, facts: Facts, wants: Wants, drop: Drop | None) -> None:
+    chain = fold([candidate], lambda _: facts, wants)
+    assert [dropped.drop for dropped in chain.dropped] == ([] if drop is None else [drop])
+    assert chain.kept == (() if drop else (candidate,))
+
+
+def test_the_order_stays_and_every_drop_has_its_reason() -> None:
+    known: Mapping[str, Facts] = {
+        "local/a": Facts(closed_for=5.0),
+        "local/b": Facts(),
+        "openai/c": Facts(present=False),
+    }
+    chain = fold([LOCAL, MINI, CLOUD], lambda candidate: known[candidate.name], Wants())
+    assert chain.kept == (MINI,)
+    assert [(dropped.candidate, dropped.drop) for dropped in chain.dropped] == [
+        (LOCAL, Drop.BREAKER),
+        (CLOUD, Drop.ABSENT),
+    ]
+    assert chain.dropped[0].retry_in == 5.0
+
+
+def test_what_is_the_callers_fault_depends_on_who_says_it() -> None:
+    assert passes_on(Ignore(Reason.CONTEXT_LENGTH), LOCAL)
+    assert not passes_on(Ignore(Reason.CONTEXT_LENGTH), MINI)
+    assert not passes_on(Ignore(Reason.NOT_FOUND), LOCAL)
+    assert passes_on(Ignore(Reason.NOT_FOUND), Candidate("local", "x", 0, named=False))
+    assert passes_on(Ignore(Reason.BAD_REQUEST), MINI)
+    assert not passes_on(Ignore(Reason.QUEUE_FULL), LOCAL)
+
+
+REQUEST = parse(Endpoint.CHAT, b'{"model":"a","messages":[{"role":"user","content":"x"}]}')
+COMPLETION = parse(Endpoint.COMPLETIONS, b'{"model":"a","prompt":"x"}')
+
+
+def _none(*outcomes: Outcome, time_spent: str | None = None) -> GatewayError:
+    return no_answer(REQUEST, outcomes, time_spent)
+
+
+def test_the_refusal_names_every_tier_and_the_soonest_return() -> None:
+    error = _none(
+        Outcome(LOCAL, "breaker_open", "breaker open", 12.2, Drop.BREAKER),
+        Outcome(MINI, "status_500", "500: broken", 40.0),
+        Outcome(CLOUD, "provider_absent", "no key", None, Drop.ABSENT),
+    )
+    assert (error.status, error.code, error.retry_after, error.should_retry) == (
+        503,
+        Code.NO_TIER_AVAILABLE,
+        13.0,
+        True,
+    )
+    assert all(name in error.message for name in ("local/a: breaker open", "local/b: 500", "openai/c: no key"))
+
+
+def test_the_return_is_true_when_nothing_is_known() -> None:
+    assert _none(Outcome(LOCAL, "connect", "refused"), Outcome(MINI, "x", "y", 9.0)).retry_after == 1.0
+    assert _none(Outcome(LOCAL, "cannot_fit", "no room", None, Drop.NO_FIT)).retry_after == 2.0
+    assert _none().retry_after is None
+
+
+def test_what_never_changes_is_not_to_be_retried() -> None:
+    error = _none(Outcome(CLOUD, "policy", "local only", None, Drop.POLICY))
+    assert (error.status, error.retry_after, error.should_retry) == (503, None, False)
+
+
+def test_when_the_time_is_over_the_answer_is_a_504_unless_the_request_could_never_be_served() -> None:
+    error = _none(Outcome(LOCAL, "timeout", "silent"), time_spent="the caller's own time-out of 2 s")
+    assert (error.status, error.code, error.should_retry) == (504, Code.DEADLINE_EXCEEDED, False)
+    assert error.message == "no tier answered within the caller's own time-out of 2 s: local/a: silent"
+    never = _none(Outcome(CLOUD, "policy", "local only", None, Drop.POLICY), time_spent="2 s")
+    assert never.status == 503
+
+
+def test_what_no_tier_can_do_is_the_requests_fault() -> None:
+    missing = _none(Outcome(LOCAL, "capability_missing", "cannot do vision", None, Drop.CAPABILITY))
+    assert isinstance(missing, RequestError)
+    assert (missing.status, missing.param) == (400, "messages")
+    error = no_answer(COMPLETION, [Outcome(LOCAL, "capability_missing", "no", None, Drop.CAPABILITY)], None)
+    assert error.param == "model"
+    assert _none(Outcome(LOCAL, "context_too_small", "9 > 8", None, Drop.CONTEXT)).code == Code.CONTEXT_LENGTH_EXCEEDED
+    gone = _none(Outcome(LOCAL, "model_not_found", "no such"), Outcome(MINI, "model_not_found", "no such"))
+    assert (gone.status, gone.param) == (404, "model")
+
+
+def test_a_parameter_that_only_absent_tiers_might_do_is_named() -> None:
+    dropped = fold([CLOUD], lambda _: Facts(unsupported=("seed", "n")), Wants()).dropped[0]
+    assert (dropped.param, dropped.said) == ("seed", "provider openai does not take seed, n")
+    error = _none(
+        Outcome(LOCAL, "policy", "no", None, Drop.POLICY),
+        Outcome(CLOUD, "capability", dropped.said, None, Drop.CAPABILITY, param="seed"),
+    )
+    assert (error.status, error.code, error.param) == (400, Code.UNSUPPORTED_PARAMETER, "seed")
+    later = _none(
+        Outcome(LOCAL, "breaker_open", "open", 9.0, Drop.BREAKER),
+        Outcome(CLOUD, "capability", dropped.said, None, Drop.CAPABILITY, param="seed"),
+    )
+    assert (later.status, later.retry_after) == (503, 9.0), "the local tier may do it later"
+
+
+def test_a_parameter_no_tier_supports_is_refused_in_the_first_ones_words() -> None:
+    said = UpstreamError(UpstreamKind.STATUS, "no tools here", status=400, code="unsupported_parameter", param="tools")
+    own = PassedOnError(said, 400, "tools")
+    error = _none(
+        Outcome(LOCAL, "unsupported_parameter", "no tools", own_words=own),
+        Outcome(CLOUD, "policy", "no", None, Drop.POLICY),
+    )
+    assert error is own
+    assert error.body()["error"]["code"] == "unsupported_parameter"
+    assert (
+        _none(Outcome(LOCAL, "unsupported_parameter", "no", own_words=own), Outcome(MINI, "connect", "no")).status
+        == 503
+    )
+    assert Outcome(LOCAL, "x", "y", 3.0).waiting(2.0).retry_in == 3.0

@@ -1,0 +1,74 @@
+"""The taxonomy of outcomes, case by case."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.core.outcome import NEXT, End, Failure, Ignore, Next, Observation, Reason, Scope, Success, Verdict, judge
+from gateway.errors import UpstreamKind as Kind
+from inference.protocol import Code
+
+P, M = Scope.PROVIDER, Scope.PAIR
+
+
+def _local(code: Code, status: int | None = None, wait: float | None = None, kind: Kind = Kind.STATUS) -> Observation:
+    return Observation(kind, status, code, wait, is_local=True)
+
+
+CASES: list[tuple[str, Observation, Verdict]] = [
+    ("a whole answer", Observation(End.FINISHED), Success()),
+    ("the client left", Observation(End.CLIENT_LEFT), Ignore(Reason.CLIENT_LEFT)),
+    ("the caller's deadline", Observation(End.CALLER_DEADLINE), Ignore(Reason.CALLER_DEADLINE)),
+    ("a spill", Observation(End.SPILLED), Ignore(Reason.SPILLED)),
+    ("our time is up", Observation(End.OUT_OF_TIME), Ignore(Reason.OUT_OF_TIME)),
+    ("we stop", Observation(End.SHUTTING_DOWN), Ignore(Reason.SHUTTING_DOWN)),
+    ("no connection", Observation(Kind.CONNECT), Failure(P)),
+    ("a broken connection", Observation(Kind.READ), Failure(P, broke=True)),
+    ("a stall", Observation(Kind.TIMEOUT), Failure(M)),
+    ("garbage", Observation(Kind.MALFORMED), Failure(M)),
+    ("nothing at all", Observation(Kind.EMPTY), Failure(M)),
+    ("500", Observation(Kind.STATUS, 500), Failure(P, pair_too=True)),
+    ("502 with a date", Observation(Kind.STATUS, 502, None, 7.0), Failure(P, 7.0, pair_too=True)),
+    ("529", Observation(Kind.STATUS, 529), Failure(P, pair_too=True)),
+    ("an error frame without status", Observation(Kind.ERROR_FRAME), Failure(P, pair_too=True)),
+    ("a redirect", Observation(Kind.STATUS, 302), Failure(P, pair_too=True)),
+    ("429", Observation(Kind.STATUS, 429), Failure(M, reached=True)),
+    ("429 with Retry-After", Observation(Kind.STATUS, 429, None, 9.0), Failure(M, 9.0, opens=True, reached=True)),
+    ("429 for a week", Observation(Kind.STATUS, 429, None, 6e5), Failure(M, 3600.0, opens=True, reached=True)),
+    ("429 in the past", Observation(Kind.STATUS, 429, None, -3.0), Failure(M, 0.0, opens=True, reached=True)),
+    ("400", Observation(Kind.STATUS, 400), Ignore(Reason.BAD_REQUEST)),
+    ("422", Observation(Kind.STATUS, 422), Ignore(Reason.BAD_REQUEST)),
+    ("418", Observation(Kind.STATUS, 418), Ignore(Reason.BAD_REQUEST)),
+    ("404", Observation(Kind.STATUS, 404), Ignore(Reason.NOT_FOUND)),
+    ("401", Observation(Kind.STATUS, 401), Ignore(Reason.MISCONFIGURED)),
+    ("403", Observation(Kind.STATUS, 403), Ignore(Reason.MISCONFIGURED)),
+    ("too long", Observation(Kind.STATUS, 400, Code.CONTEXT_LENGTH_EXCEEDED), Ignore(Reason.CONTEXT_LENGTH)),
+    ("content filter", Observation(Kind.STATUS, 400, "content_filter"), Ignore(Reason.CONTENT_POLICY)),
+    ("a parameter it lacks", Observation(Kind.STATUS, 400, "unsupported_parameter"), Ignore(Reason.UNSUPPORTED)),
+    ("local memory", _local(Code.MEMORY_LIMIT_EXCEEDED, 503), Failure(M, reached=True)),
+    ("local memory, in a frame", _local(Code.MEMORY_LIMIT_EXCEEDED, kind=Kind.ERROR_FRAME), Failure(M, reached=True)),
+    ("local device lost", _local(Code.DEVICE_LOST, 503, 4.0), Failure(M, 4.0, reached=True, broke=True)),
+    ("local model failed", _local(Code.MODEL_FAILED, 503), Failure(M, reached=True, broke=True)),
+    ("local stopping", _local(Code.SHUTTING_DOWN, 503), Failure(P)),
+    ("local loading", _local(Code.MODEL_LOADING, 503), Ignore(Reason.MODEL_LOADING)),
+    ("local queue full", _local(Code.QUEUE_FULL, 429, 3.0), Ignore(Reason.QUEUE_FULL, hold=3.0)),
+    ("local queue full, no date", _local(Code.QUEUE_FULL, 429), Ignore(Reason.QUEUE_FULL)),
+    ("local deadline", _local(Code.DEADLINE_EXCEEDED, 504), Ignore(Reason.DEADLINE)),
+    ("poison", _local(Code.POISON_REQUEST, 422), Ignore(Reason.POISON)),
+    ("a cloud that says our word", Observation(Kind.STATUS, 503, Code.MODEL_LOADING), Failure(P, pair_too=True)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("seen", "verdict"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_each_observation_has_its_verdict(seen: Observation, verdict: Verdict) -> None:
+    assert judge(seen) == verdict
+
+
+def test_every_reason_says_what_comes_next() -> None:
+    assert set(NEXT) == set(Reason)
+    assert Ignore(Reason.BAD_REQUEST).next is Next.PASS_ON
+
+
+def test_every_kind_of_failure_and_every_end_is_judged() -> None:
+    for kind in (*Kind, *End):
+        assert judge(Observation(kind)) is not None

@@ -1,0 +1,202 @@
+"""What is a request and what is not: every mistake is a 4xx that names the field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.core.frames import Endpoint
+from gateway.core.requests import MAX_NESTING, parse
+from gateway.errors import RequestError
+from inference.protocol import Code
+
+HI = [{"role": "user", "content": "hi"}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+
+
+def _chat(**more: Any) -> bytes:
+    return json.dumps({"model": "demo", "messages": HI, **more}).encode()
+
+
+def _said(*messages: Any) -> bytes:
+    return _chat(messages=list(messages))
+
+
+BAD: list[tuple[Endpoint, bytes, str | None, Code]] = [
+    (Endpoint.CHAT, b"", None, Code.INVALID_JSON),
+    (Endpoint.CHAT, b"  \n", None, Code.INVALID_JSON),
+    (Endpoint.CHAT, b"{", None, Code.INVALID_JSON),
+    (Endpoint.CHAT, b"[1]", None, Code.INVALID_JSON),
+    (Endpoint.CHAT, b'{"model": "\xff"}', None, Code.INVALID_JSON),
+    (Endpoint.CHAT, b'{"a": "\\ud800"}', None, Code.INVALID_JSON),
+    (Endpoint.CHAT, _chat(temperature=float("nan")), "temperature", Code.INVALID_JSON),
+    (Endpoint.CHAT, _chat(temperature=float("inf")), "temperature", Code.INVALID_JSON),
+    (Endpoint.CHAT, b"[NaN]", None, Code.INVALID_JSON),
+    (Endpoint.CHAT, b'{"a": [NaN]}', None, Code.INVALID_JSON),
+    (Endpoint.CHAT, b"[" * 100_000 + b"]" * 100_000, None, Code.INVALID_JSON),
+    (Endpoint.CHAT, json.dumps({"messages": HI}).encode(), "model", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _chat(model=None), "model", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _chat(model=3), "model", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _chat(model=""), "model", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _chat(model="x" * 300), "model", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _chat(messages=None), "messages", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _chat(messages=[]), "messages", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _chat(messages="hi"), "messages", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _said("hi"), "messages[0]", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _said({"content": "x"}), "messages[0].role", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _said({"role": "wizard", "content": "x"}), "messages[0].role", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _said({"role": ["user"], "content": "x"}), "messages[0].role", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _said({"role": "user"}), "messages[0].content", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _said({"role": "assistant"}), "messages[0].content", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _said({"role": "user", "content": 5}), "messages[0].content", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _said({"role": "user", "content": []}), "messages[0].content", Code.INVALID_REQUEST),
+    (
+        Endpoint.CHAT,
+        _said({"role": "user", "content": [{"type": "smell"}]}),
+        "messages[0].content[0].type",
+        Code.INVALID_REQUEST,
+    ),
+    (
+        Endpoint.CHAT,
+        _said({"role": "user", "content": [{"type": "text"}]}),
+        "messages[0].content[0].text",
+        Code.INVALID_REQUEST,
+    ),
+    (Endpoint.CHAT, _said({"role": "tool", "content": "x"}), "messages[0].tool_call_id", Code.INVALID_REQUEST),
+    (
+        Endpoint.CHAT,
+        _said({"role": "assistant", "tool_calls": [{"id": "x", "function": {"name": "f"}}]}),
+        "messages[0].tool_calls[0].function.arguments",
+        Code.INVALID_REQUEST,
+    ),
+    (
+        Endpoint.CHAT,
+        _said({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}]}),
+        "messages[0].content[0].image_url.url",
+        Code.INVALID_REQUEST,
+    ),
+    (Endpoint.CHAT, _chat(temperature="hot"), "temperature", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _chat(temperature=True), "temperature", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _chat(temperature=-1), "temperature", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _chat(max_tokens=0), "max_tokens", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _chat(max_tokens=1.5), "max_tokens", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _chat(n=10_000), "n", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _chat(stop={"a": 1}), "stop", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _chat(stop=["x"] * 17), "stop", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _chat(stop=[""]), "stop[0]", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _chat(stream="yes"), "stream", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _chat(stream_options={"include_usage": True}), "stream_options", Code.INVALID_REQUEST),
+    (
+        Endpoint.CHAT,
+        _chat(stream=True, stream_options={"include_usage": 1}),
+        "stream_options.include_usage",
+        Code.INVALID_REQUEST,
+    ),
+    (Endpoint.CHAT, _chat(top_logprobs=3), "top_logprobs", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _chat(tool_choice="required"), "tool_choice", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _chat(tools=[]), "tools", Code.INVALID_REQUEST),
+    (
+        Endpoint.CHAT,
+        _chat(tools=[{"type": "function", "function": {}}]),
+        "tools[0].function.name",
+        Code.INVALID_REQUEST,
+    ),
+    (Endpoint.CHAT, _chat(response_format={"type": "xml"}), "response_format.type", Code.INVALID_REQUEST),
+    (
+        Endpoint.CHAT,
+        _chat(response_format={"type": "json_schema"}),
+        "response_format.json_schema",
+        Code.INVALID_REQUEST,
+    ),
+    (Endpoint.CHAT, _chat(logit_bias=[1]), "logit_bias", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _chat(temprature=1), "temprature", Code.UNSUPPORTED_PARAMETER),
+    (Endpoint.CHAT, _chat(zzzzzz=1), "zzzzzz", Code.UNSUPPORTED_PARAMETER),
+    (Endpoint.COMPLETIONS, b'{"model":"m"}', "prompt", Code.INVALID_REQUEST),
+    (Endpoint.COMPLETIONS, b'{"model":"m","prompt":5}', "prompt", Code.INVALID_REQUEST),
+    (Endpoint.COMPLETIONS, b'{"model":"m","prompt":[]}', "prompt", Code.INVALID_REQUEST),
+    (Endpoint.COMPLETIONS, b'{"model":"m","prompt":["a",1]}', "prompt[1]", Code.INVALID_REQUEST),
+    (Endpoint.COMPLETIONS, b'{"model":"m","prompt":[[1,-2]]}', "prompt[0][1]", Code.INVALID_REQUEST),
+    (Endpoint.COMPLETIONS, b'{"model":"m","prompt":"x","best_of":1,"n":2}', "best_of", Code.INVALID_REQUEST),
+    (Endpoint.COMPLETIONS, b'{"model":"m","prompt":"x","messages":[]}', "messages", Code.UNSUPPORTED_PARAMETER),
+    (Endpoint.EMBEDDINGS, b'{"model":"m"}', "input", Code.INVALID_REQUEST),
+    (Endpoint.EMBEDDINGS, b'{"model":"m","input":""}', "input", Code.INVALID_REQUEST),
+    (
+        Endpoint.EMBEDDINGS,
+        b'{"model":"m","input":"x","encoding_format":"hex"}',
+        "encoding_format",
+        Code.INVALID_REQUEST,
+    ),
+]
+
+
+@pytest.mark.parametrize(("endpoint", "raw", "param", "code"), BAD, ids=[str(index) for index in range(len(BAD))])
+def test_a_mistake_names_its_field(endpoint: Endpoint, raw: bytes, param: str | None, code: Code) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse(endpoint, raw)
+    assert (caught.value.param, caught.value.code) == (param, code), caught.value.message
+    assert caught.value.status == 400
+    assert len(caught.value.message) > 20
+
+
+GOOD: list[bytes] = [
+    _chat(),
+    _chat(temperature=0, max_tokens=5, stop="x", seed=7, user=None, logit_bias={"5": -1}),
+    _chat(stream=True, stream_options={"include_usage": True}),
+    _chat(tools=[TOOL], tool_choice="auto", parallel_tool_calls=False),
+    _chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "f"}}),
+    _chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}),
+    _said(
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": "4"},
+    ),
+    _said({"role": "user", "content": [{"type": "text", "text": "look"}, IMAGE]}),
+    _said({"role": "system", "content": ""}, {"role": "user", "content": "x"}),
+    _chat(metadata={"deep": json.loads("[" * (MAX_NESTING - 2) + "]" * (MAX_NESTING - 2))}),
+    _said({"role": "user", "content": "[" * 500}),
+]
+
+
+@pytest.mark.parametrize("raw", GOOD, ids=[str(index) for index in range(len(GOOD))])
+def test_what_the_api_documents_passes_unchanged(raw: bytes) -> None:
+    request = parse(Endpoint.CHAT, raw)
+    assert request.body == json.loads(raw)
+    assert request.size_bytes == len(raw)
+
+
+def test_the_typed_request_says_what_the_chain_must_know() -> None:
+    request = parse(
+        Endpoint.CHAT,
+        _chat(
+            tools=[TOOL],
+            stream=True,
+            stream_options={"include_usage": True},
+            max_completion_tokens=9,
+            messages=[
+                {
+                    "role": "user",
+                    "content": [IMAGE, {"type": "input_audio", "input_audio": {"data": "A", "format": "wav"}}],
+                }
+            ],
+        ),
+    )
+    assert request.needs == {"tools", "vision", "audio"}
+    assert (request.stream, request.include_usage, request.max_tokens, request.is_plain) == (True, True, 9, False)
+    plain = parse(Endpoint.CHAT, _chat())
+    assert (plain.needs, plain.stream, plain.include_usage, plain.max_tokens, plain.is_plain) == (
+        frozenset(),
+        False,
+        False,
+        None,
+        True,
+    )
+    assert parse(Endpoint.EMBEDDINGS, b'{"model":"m","input":[[1,2],[3]]}').needs == {"embeddings"}
+    assert parse(Endpoint.COMPLETIONS, b'{"model":"m","prompt":[1,2]}').is_plain
+
+
+def test_an_unknown_field_comes_with_advice() -> None:
+    with pytest.raises(RequestError, match="did you mean `temperature`"):
+        parse(Endpoint.CHAT, _chat(temprature=1))

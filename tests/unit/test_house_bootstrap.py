@@ -1,0 +1,190 @@
+"""Setting up `.venv`: what is noticed, what is built again, what is said when it cannot work; installs nothing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headgate import bootstrap
+from headgate.bootstrap import Setup, SetupError, Stamp
+
+LOCK = "# header\naiohttp==3.0\nllama-cpp-python==0.3.36\nyarl==1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "backends"),
+    [
+        ("", []),
+        ("-DGGML_RPC=ON", ["rpc"]),
+        ("-DGGML_CUDA=on -DGGML_RPC=ON -DCMAKE_CUDA_ARCHITECTURES=90", ["cuda", "rpc"]),
+        ("-DGGML_CUDA:BOOL=TRUE", ["cuda"]),
+        ("-DGGML_CUDA=OFF -DGGML_NATIVE=ON", []),
+    ],
+)
+def test_backends_are_read_from_cmake_arguments(arguments: str, backends: list[str]) -> None:
+    assert bootstrap.wanted_backends(arguments) == backends
+
+
+def test_a_build_without_rpc_is_noticed(tmp_path: Path) -> None:
+    lib = tmp_path / "lib"
+    lib.mkdir()
+    (lib / "libggml-base.so").write_bytes(b"\x7fELF ggml_backend_reg")
+    (lib / "libggml.so").write_bytes(b"")
+    assert bootstrap.missing_backends(tmp_path, ["rpc"]) == ["rpc"]
+
+
+@pytest.mark.parametrize("name", ["libggml-rpc.so", "libggml-rpc.so.0.25.3", "libggml-rpc.dylib", "ggml-rpc.dll"])
+def test_a_library_of_its_own_is_enough(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"")
+    assert bootstrap.missing_backends(tmp_path, ["rpc"]) == []
+
+
+def test_a_static_build_is_known_by_its_symbol(tmp_path: Path) -> None:
+    (tmp_path / "libggml.so").write_bytes(b"\x7fELF\0ggml_backend_rpc_add_server\0ggml_backend_cuda_reg\0")
+    assert bootstrap.missing_backends(tmp_path, ["cuda", "rpc", "vulkan"]) == ["vulkan"]
+
+
+def test_the_installed_engine_has_the_backend() -> None:
+    """The build these tests run with; also what the real search finds there, without loading a library."""
+    import importlib.util
+
+    found = importlib.util.find_spec("llama_cpp")
+    assert found is not None
+    assert found.origin is not None
+    assert bootstrap.missing_backends(Path(found.origin).parent, ["rpc"]) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "share"),
+    [
+        ("[12/48] Building CXX object ggml/src/ggml.cpp.o", 0.25),
+        ("[ 37%] Building C object", 0.37),
+        ("  -- Configuring done (3.1s)", None),
+        ("[0/0] nothing", 0.0),
+    ],
+)
+def test_progress_is_read_from_ninja_and_make(line: str, share: float | None) -> None:
+    assert bootstrap.progress(line) == share
+
+
+def test_the_lock_is_split_at_the_engine() -> None:
+    assert bootstrap.split_lock(LOCK) == (["aiohttp==3.0", "yarl==1.0"], "llama-cpp-python==0.3.36")
+    with pytest.raises(SetupError, match="must name llama-cpp-python once"):
+        bootstrap.split_lock("aiohttp==3.0\n")
+
+
+def test_a_missing_compiler_says_what_to_install() -> None:
+    with pytest.raises(SetupError, match=r"no C\+\+ compiler was found.*run: "):
+        bootstrap.compiler({}, which=lambda name: None)
+    with pytest.raises(SetupError, match="CXX names 'weird'"):
+        bootstrap.compiler({"CXX": "weird"}, which=lambda name: None)
+    assert bootstrap.compiler({"CXX": "clang++ -v"}, which=lambda name: f"/bin/{name}") == "/bin/clang++"
+
+
+def test_a_failing_step_shows_the_end_of_its_log_and_where_it_is(tmp_path: Path, capsys: Any) -> None:
+    log = tmp_path / "log"
+    script = "print('\\n'.join(f'line {n}' for n in range(100))); raise SystemExit(3)"
+    with pytest.raises(SetupError) as caught:
+        bootstrap.run_logged("doing it", [sys.executable, "-c", script], log, {})
+    said = str(caught.value)
+    assert "line 99" in said
+    assert "line 50" not in said
+    assert f"failed with status 3; the whole log is {log}" in said
+    assert "line 0" in log.read_text()
+    assert "doing it: failed" in capsys.readouterr().err
+
+
+class _Recorded(Setup):
+    """A set-up whose steps are written down; `builds` are the backends that each build of the engine yields."""
+
+    def __init__(self, root: Path, environ: dict[str, str], builds: list[str]) -> None:
+        super().__init__(root, environ)
+        self.steps: list[str] = []
+        self.builds = builds
+
+    def _venv(self) -> None:
+        self.python.parent.mkdir(parents=True, exist_ok=True)
+        self.python.touch()
+
+    def _package(self) -> Path:
+        return self.root / "llama_cpp"
+
+    def _pip(self, what: str, *words: str) -> None:
+        self.steps.append(" ".join([self.environ.get("CMAKE_ARGS", ""), *words]))
+        if what == "llama-cpp-python":
+            package = self._package()
+            package.mkdir(exist_ok=True)
+            for old in package.iterdir():
+                old.unlink()
+            for backend in self.builds.pop(0).split():
+                (package / f"libggml-{backend}.so").touch()
+
+    @property
+    def compiled(self) -> list[str]:
+        """The steps that build the engine."""
+        return [step for step in self.steps if "--no-binary" in step]
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    (tmp_path / "headgate").mkdir()
+    (tmp_path / "requirements.lock").write_text(LOCK)
+    for name in ("pyproject.toml", "headgate/bootstrap.py"):
+        (tmp_path / name).write_text("")
+    return tmp_path
+
+
+def _set_up(clone: Path, builds: list[str], cmake_args: str = "") -> _Recorded:
+    environ = {"PATH": "/usr/bin:/bin", "CXX": sys.executable, "CMAKE_ARGS": cmake_args}
+    setup = _Recorded(clone, environ, builds)
+    setup.run()
+    return setup
+
+
+def test_the_second_time_nothing_is_done(clone: Path) -> None:
+    assert _set_up(clone, ["rpc"]).steps
+    assert _set_up(clone, []).steps == []
+
+
+def test_a_changed_lock_is_installed(clone: Path) -> None:
+    _set_up(clone, ["rpc"])
+    (clone / "requirements.lock").write_text(LOCK.replace("3.0", "3.1"))
+    assert _set_up(clone, ["rpc"]).steps
+
+
+def test_a_cached_build_without_rpc_is_built_again_once(clone: Path, capsys: Any) -> None:
+    setup = _set_up(clone, ["cpu", "cpu rpc"])
+    assert ["--no-cache-dir" in step and "--force-reinstall" in step for step in setup.compiled] == [False, True]
+    assert all("--no-deps" in step for step in setup.compiled)
+    assert "without rpc was installed; it is compiled again" in capsys.readouterr().err
+
+
+def test_a_build_that_never_gets_the_backend_fails_clearly(clone: Path) -> None:
+    with pytest.raises(SetupError, match="still has no ggml backend rpc"):
+        _set_up(clone, ["cpu", "cpu"])
+    assert Stamp.read(clone / ".venv" / "headgate.json") is None
+
+
+def test_ones_own_cmake_arguments_are_added_checked_and_kept(clone: Path) -> None:
+    """CUDA asked for once stays: later runs without CMAKE_ARGS neither rebuild nor fall back to CPU."""
+    first = _set_up(clone, ["cpu rpc", "cpu rpc cuda"], "-DGGML_CUDA=ON")
+    assert [step.split(" install")[0] for step in first.compiled] == ["-DGGML_RPC=ON -DGGML_CUDA=ON"] * 2
+    assert _set_up(clone, []).steps == []
+    (clone / "requirements.lock").write_text(LOCK.replace("3.0", "3.1"))
+    later = _set_up(clone, ["rpc cuda"])
+    assert later.compiled[0].startswith("-DGGML_RPC=ON -DGGML_CUDA=ON")
+
+
+def test_other_cmake_arguments_build_anew_past_the_cache(clone: Path) -> None:
+    _set_up(clone, ["rpc"])
+    setup = _set_up(clone, ["rpc vulkan"], "-DGGML_VULKAN=ON")
+    assert ["--no-cache-dir" in step for step in setup.compiled] == [True]
+
+
+def test_a_clone_without_a_compiler_is_told_before_anything_is_built(clone: Path, capsys: Any) -> None:
+    environ = {"PATH": "/nonexistent", "CXX": "no-such-compiler"}
+    assert bootstrap.main(environ, root=clone, setup=lambda root, given: _Recorded(root, dict(given), [])) == 1
+    assert "CXX names 'no-such-compiler'" in capsys.readouterr().err

@@ -1,0 +1,296 @@
+"""Containers, units, dashboards: checked as far as possible without an engine, a systemd or a Grafana."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gateway.settings import GatewayConfig
+from headgate.cli.main import VERBS, verb_parser
+from headgate.shared.units import parse_duration
+from inference.environment import InferenceSettings, environment_names
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+DOCKERFILES = sorted((ROOT / "docker").glob("Dockerfile*"))
+UNITS = sorted((ROOT / "config" / "systemd").glob("*.service"))
+OURS = {
+    *environment_names(),
+    "GATEWAY_HOST",
+    "GATEWAY_PORT",
+    "GATEWAY_INFERENCE__URL",
+    "HEADGATE_CONFIG_DIR",
+    "HEADGATE_STATE_DIR",
+    "HEADGATE_LOCK_DIR",
+}
+
+METRICS = {
+    "gateway_requests_total",
+    "gateway_attempts_total",
+    "gateway_breaker_state",
+    "gateway_fallback_total",
+    "gateway_resume_total",
+    "gateway_ttft_seconds",
+    "gateway_inter_token_seconds",
+    "gateway_overhead_seconds",
+    "gateway_in_flight",
+    "gateway_queue_depth",
+    "gateway_client_disconnect_total",
+    "inference_device_bytes",
+    "inference_device_utilization_ratio",
+    "inference_device_state",
+    "inference_pressure_level",
+    "inference_model_state",
+    "inference_model_bytes",
+    "inference_model_refs",
+    "inference_sequences",
+    "inference_placement_total",
+    "inference_evictions_total",
+    "inference_restorations_total",
+    "inference_load_seconds",
+    "inference_estimate_error_ratio",
+    "inference_alloc_retries_total",
+    "inference_worker_exits_total",
+    "inference_recovery_total",
+    "inference_recovery_cooldown_seconds",
+    "inference_queue_depth",
+    "inference_timeouts_total",
+    "inference_tokens_total",
+    "inference_kv_bytes",
+    "inference_kv_restore_seconds",
+}
+
+
+def _stages(dockerfile: Path) -> dict[str, str]:
+    """The text of each build stage by its name."""
+    parts = re.split(r"^FROM \S+ AS (\S+)$", dockerfile.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def _is_a_command(words: list[str]) -> bool:
+    """Whether `headgate VERB ...` would be understood."""
+    assert words[0].rpartition("/")[2] == "headgate"
+    verb_parser(VERBS[words[1]]).parse_args(words[2:])
+    return True
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_services_restart_until_stopped_and_are_ended_gently(name: str) -> None:
+    service = SERVICES[name]
+    assert service["restart"] == "unless-stopped"
+    assert service["init"] is True
+    drains = [GatewayConfig().drain_seconds, InferenceSettings().drain_seconds]
+    assert parse_duration(service["stop_grace_period"]) > max(drains) + 5
+    assert "no-new-privileges:true" in service["security_opt"]
+    assert service["cap_drop"] == ["ALL"]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_health_is_asked_by_the_program_itself_and_never_of_pressure(name: str) -> None:
+    test = SERVICES[name]["healthcheck"]["test"]
+    assert test[0] == "CMD"
+    assert _is_a_command(test[1:])
+    port = SERVICES[name]["environment"]["GATEWAY_PORT" if name == "gateway" else "INFERENCE_PORT"]
+    assert test[-1] == f"http://127.0.0.1:{port}/livez"
+
+
+def test_each_profile_is_one_gateway_and_one_inference_service_of_one_name() -> None:
+    for profile in ("cpu", "gpu"):
+        chosen = {name: service for name, service in SERVICES.items() if profile in service["profiles"]}
+        assert len(chosen) == 2
+        (inner,) = (name for name in chosen if name != "gateway")
+        aliases = {inner}
+        if isinstance(chosen[inner]["networks"], dict):
+            aliases |= set(chosen[inner]["networks"]["inside"]["aliases"])
+        host = SERVICES["gateway"]["environment"]["GATEWAY_INFERENCE__URL"].removeprefix("http://").partition(":")[0]
+        assert host in aliases
+
+
+def test_only_the_gateway_is_reachable_and_only_from_this_machine() -> None:
+    assert SERVICES["gateway"]["ports"] == ["${HEADGATE_PUBLISH:-127.0.0.1:8080}:8080"]
+    assert [name for name, service in SERVICES.items() if "ports" in service] == ["gateway"]
+
+
+def test_the_gpu_is_reserved_for_the_gpu_profile_only() -> None:
+    (device,) = SERVICES["inference-gpu"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device["capabilities"] == ["gpu"]
+    assert [name for name, service in SERVICES.items() if "deploy" in service] == ["inference-gpu"]
+
+
+def test_both_services_share_the_state_and_with_it_the_token() -> None:
+    for service in SERVICES.values():
+        assert "state:/state" in service["volumes"]
+        named = [volume.partition(":")[0] for volume in service["volumes"] if not volume.startswith(("/", "."))]
+        assert set(named) <= set(COMPOSE["volumes"])
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_variables_and_referenced_files_exist(name: str) -> None:
+    service = SERVICES[name]
+    assert set(service["environment"]) <= OURS
+    build = service["build"]
+    stages = _stages(ROOT / build["dockerfile"])
+    assert build["target"] in stages
+    for volume in service["volumes"]:
+        if volume.startswith("./"):
+            assert (ROOT / volume.partition(":")[0]).is_dir()
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_images_run_as_a_user_of_their_own(path: Path) -> None:
+    """The last USER of every stage that runs is not root, and both images use the same number: they share a volume."""
+    stages = _stages(path)
+    for name in ("gateway", "inference"):
+        if name in stages:
+            users = re.findall(r"^USER (\S+)$", stages.get("base", "") + stages[name], re.MULTILINE)
+            assert users[-1] == "10001:10001"
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_what_images_run_and_ask_is_understood(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    commands = [json.loads(found) for found in re.findall(r"CMD (\[.*\])$", text, re.MULTILINE)]
+    assert commands
+    assert all(_is_a_command(words) for words in commands)
+    assert text.count("HEALTHCHECK") == sum(words[1] in ("gateway", "inference") for words in commands)
+    variables = re.findall(r"\b((?:HEADGATE|INFERENCE|GATEWAY)_[A-Z_]+)=", text)
+    assert set(variables) <= OURS
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_what_images_copy_is_there_and_not_ignored(path: Path) -> None:
+    """Every COPY from the tree names files that exist and that .dockerignore lets through."""
+    allowed = [
+        line[1:] for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line[:1] == "!"
+    ]
+    for line in re.findall(r"^COPY (?!--from)(.+) \S+$", path.read_text(encoding="utf-8"), re.MULTILINE):
+        for source in line.split():
+            assert (ROOT / source).exists()
+            assert source == "." or source in allowed
+    for name in allowed:
+        assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_stages_build_on_stages_before_them(path: Path) -> None:
+    """FROM and COPY --from name an image of a registry or a stage further up."""
+    seen: set[str] = set()
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if found := re.match(r"FROM (\S+) AS (\S+)$", line):
+            assert found[1] in seen or re.match(r"(python|nvidia/cuda):", found[1])
+            seen.add(found[2])
+        elif found := re.match(r"COPY --from=(\S+)", line):
+            assert found[1] in seen
+
+
+def test_the_engine_is_compiled_with_rpc_in_every_image_and_absent_from_the_gateways() -> None:
+    for path in DOCKERFILES:
+        assert "-DGGML_RPC=ON" in path.read_text(encoding="utf-8")
+    lines = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    assert "FROM packages AS gateway-program" in lines
+    argv = [sys.executable, "docker/runtime_requirements.py"]
+    said = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20).stdout
+    assert "llama-cpp-python" not in said
+    assert "fastapi" in said
+
+
+COMPOSE_KEYS = {
+    "build",
+    "cap_drop",
+    "deploy",
+    "env_file",
+    "environment",
+    "healthcheck",
+    "image",
+    "init",
+    "networks",
+    "ports",
+    "profiles",
+    "read_only",
+    "restart",
+    "security_opt",
+    "stop_grace_period",
+    "tmpfs",
+    "volumes",
+}
+"""What our services may say: names of the Compose specification that we use on purpose."""
+
+
+def test_compose_finds_no_mistake() -> None:
+    """Every key is one we know; where Compose is installed, it reads the file for both profiles itself."""
+    for name, service in SERVICES.items():
+        assert set(service) <= COMPOSE_KEYS, name
+    assert {key for key in COMPOSE if not key.startswith("x-")} == {"name", "services", "networks", "volumes"}
+    if shutil.which("docker") and subprocess.run(["docker", "compose", "version"], capture_output=True).returncode == 0:
+        for profile in ("cpu", "gpu"):
+            argv = ["docker", "compose", "--profile", profile, "config", "--quiet"]
+            said = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
+            assert said.returncode == 0, said.stderr
+
+
+# --- systemd -------------------------------------------------------------------------------------------------------
+def _settings(unit: Path) -> dict[str, str]:
+    lines = (line for line in unit.read_text(encoding="utf-8").splitlines() if "=" in line and not line.startswith("#"))
+    return dict(line.split("=", 1) for line in lines)
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
+def test_units_restart_what_asks_for_it_and_not_what_is_wrong(unit: Path) -> None:
+    said = _settings(unit)
+    assert said["Restart"] == "always"
+    assert said["RestartForceExitStatus"] == "70"
+    assert said["RestartPreventExitStatus"] == "2"
+    drains = GatewayConfig().drain_seconds + (InferenceSettings().drain_seconds if unit.stem == "headgate" else 0)
+    assert parse_duration(said["TimeoutStopSec"]) > drains
+    assert said["StateDirectory"] == "headgate"
+    assert _is_a_command(said["ExecStart"].split())
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
+def test_systemd_finds_no_mistake(unit: Path, tmp_path: Path) -> None:
+    """The three sections are there; where systemd is installed, it verifies the unit with a program that exists."""
+    text = unit.read_text(encoding="utf-8")
+    assert re.findall(r"^\[(\w+)\]$", text, re.MULTILINE) == ["Unit", "Service", "Install"]
+    if shutil.which("systemd-analyze"):
+        copy = tmp_path / unit.name
+        copy.write_text(text.replace("/opt/headgate/.venv/bin/headgate", "/bin/true").replace("/opt/headgate\n", "/\n"))
+        argv = ["systemd-analyze", "verify", "--man=no", str(copy)]
+        said = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+        assert [line for line in said.stderr.splitlines() if unit.name in line] == []
+
+
+# --- metrics -------------------------------------------------------------------------------------------------------
+def test_prometheus_reads_both_services_at_their_default_ports() -> None:
+    said = yaml.safe_load((ROOT / "config" / "prometheus.yml").read_text(encoding="utf-8"))
+    targets = {
+        target for job in said["scrape_configs"] for block in job["static_configs"] for target in block["targets"]
+    }
+    assert targets == {f"127.0.0.1:{GatewayConfig().port}", f"127.0.0.1:{InferenceSettings().port}"}
+
+
+def test_the_dashboard_uses_metrics_that_exist() -> None:
+    said = json.loads((ROOT / "config" / "grafana" / "headgate.json").read_text(encoding="utf-8"))
+    expressions = [target["expr"] for panel in said["panels"] for target in panel.get("targets", ())]
+    names = {name for text in expressions for name in re.findall(r"\b(?:gateway|inference)_\w+", text)}
+    used = {name.removesuffix("_bucket") for name in names}
+    assert used <= METRICS
+    assert len(used) > len(METRICS) * 0.8
+    panels = [panel["id"] for panel in said["panels"]]
+    assert len(panels) == len(set(panels))
+
+
+def test_the_services_declare_metrics_of_the_contract_only() -> None:
+    """Every name that either service gives to its registry is one that dashboards may rely on."""
+    for path in (ROOT / "gateway" / "telemetry.py", ROOT / "inference" / "metrics.py"):
+        declared = set(re.findall(rf'"({path.parts[-2]}_[a-z_]+)"', path.read_text(encoding="utf-8")))
+        assert declared
+        assert declared <= METRICS, declared - METRICS

@@ -1,0 +1,122 @@
+"""What a stranger relies on: first lines, the lock, the README's commands, continuous integration."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from headgate import __version__, lockfile
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted(
+    path
+    for folder in ("gateway", "inference", "headgate", "tests", "benchmarks")
+    for path in (ROOT / folder).rglob("*.py")
+    if path.stat().st_size
+)
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+LOCK = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_says_in_its_first_line_what_it_is_for(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    said = ast.get_docstring(ast.parse(text))
+    assert said, "a module docstring is needed"
+    assert text.startswith(('"""', 'r"""')), "it stands in the first line"
+    assert len(said.splitlines()[0]) > 10
+
+
+def _locked() -> dict[str, str]:
+    lines = [line for line in LOCK.splitlines() if line and not line.startswith("#")]
+    return dict(line.split("==") for line in lines)
+
+
+def test_the_lock_holds_names_and_versions_only() -> None:
+    """No hash, no host, no option: it serves whatever package index a machine uses."""
+    lines = [line for line in LOCK.splitlines() if line and not line.startswith("#")]
+    names = [line.partition("==")[0] for line in lines]
+    assert names == sorted(names)
+    assert [line for line in lines if not re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", line)] == []
+
+
+def test_the_lock_satisfies_what_the_project_asks_for() -> None:
+    locked = _locked()
+    for text in [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]]:
+        wanted = Requirement(text)
+        if wanted.marker is None or wanted.marker.evaluate():
+            assert wanted.specifier.contains(locked[canonicalize_name(wanted.name)]), text
+
+
+def test_the_lock_is_complete_and_holds_nothing_else() -> None:
+    """Every package that is needed, however deep, and none that is not."""
+    assert set(_locked()) == set(lockfile.needed())
+
+
+def test_ranges_have_a_floor() -> None:
+    """A dependency without a lowest version promises what was never tried; type stubs follow their package."""
+    for text in [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]]:
+        wanted = Requirement(text)
+        assert wanted.name.startswith("types-") or any(part.operator == ">=" for part in wanted.specifier), text
+
+
+def test_a_rendered_lock_leaves_local_versions_out() -> None:
+    assert lockfile.render({"b": "2.0+cpu", "a": "1"}) == lockfile.HEADER + "a==1\nb==2.0\n"
+
+
+def test_one_version_everywhere() -> None:
+    assert PROJECT["version"] == __version__
+
+
+def _targets() -> set[str]:
+    return set(re.findall(r"^([a-z]+):", MAKEFILE, re.MULTILINE))
+
+
+def test_every_make_command_in_the_docs_exists() -> None:
+    documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    asked = {
+        target
+        for document in documents
+        for target in re.findall(r"(?:^ {4}|`|\" )make ([a-z-]+)", document.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert {"serve", "test"} <= asked
+    assert asked <= _targets()
+
+
+def test_every_target_is_phony_and_the_help_names_those_for_people() -> None:
+    phony = set(re.findall(r"^\.PHONY: (.+)$", MAKEFILE, re.MULTILINE)[0].split())
+    assert phony == _targets()
+    shown = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=20)
+    for target in sorted(phony - {"ready", "help"}):
+        assert f"make {target} " in shown.stdout
+
+
+def test_every_command_of_the_readme_exists() -> None:
+    """`headgate VERB` anywhere in the documents is a verb of the command line."""
+    from headgate.cli.main import VERBS
+
+    later = {"pull", "doctor"}
+    for document in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        text = document.read_text(encoding="utf-8")
+        for verb in re.findall(r"(?:^ {4}|`|\$\()(?:\.venv/bin/)?headgate ([a-z]+)", text, re.MULTILINE):
+            assert verb in VERBS or verb in later, f"{document.name}: headgate {verb}"
+
+
+def test_continuous_integration_runs_the_readmes_test_command() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert "make test" in script.read_text(encoding="utf-8")
+
+
+def test_the_license_is_there() -> None:
+    assert PROJECT["license"] == "Apache-2.0"
+    assert "Apache License" in (ROOT / "LICENSE").read_text(encoding="utf-8")

@@ -1,0 +1,103 @@
+"""What both services rely on at start: the environment, ports that name their owner, the tether to a parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headgate.shared import ports, tether
+from headgate.shared.environ import load_environ
+from headgate.shared.errors import ConfigError, HeadgateError, PortInUseError
+from tests.rigs.processes import free_port, is_alive, wait_until
+
+
+def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("A=file\nB='two words'\nexport C=three # a comment\nLONELY\n")
+    assert load_environ({"A": "own", "EMPTY": ""}, tmp_path) == {
+        "A": "own", "EMPTY": "", "B": "two words", "C": "three",
+    }  # fmt: skip
+
+
+def test_without_a_file_the_environment_stands(tmp_path: Path) -> None:
+    assert load_environ({"A": "own"}, tmp_path) == {"A": "own"}
+
+
+def test_a_file_that_is_not_text_is_a_problem_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"\.env: cannot be read"):
+        load_environ({}, tmp_path)
+
+
+def test_a_port_in_use_names_its_owner() -> None:
+    with ports.listen("127.0.0.1", 0) as held:
+        port = held.getsockname()[1]
+        with pytest.raises(PortInUseError, match=rf"port {port} on 127\.0\.0\.1 is in use by pid {os.getpid()} \("):
+            ports.listen("127.0.0.1", port)
+    ports.check_free("127.0.0.1", port)
+
+
+def test_an_owner_that_cannot_be_seen_is_said_so() -> None:
+    assert ports.owner(free_port()) == "a process that this user cannot see"
+
+
+@pytest.mark.parametrize("host", ["203.0.113.7", "no-such-host.invalid", "127.0.0.256"])
+def test_an_address_of_another_machine_is_told(host: str) -> None:
+    with pytest.raises(HeadgateError, match="choose an address of this machine"):
+        ports.listen(host, free_port())
+
+
+def test_listening_sockets_are_not_inherited() -> None:
+    with ports.listen("127.0.0.1", 0) as held:
+        assert not held.get_inheritable()
+
+
+_PARENT = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]],
+                         env={**os.environ, "HEADGATE_PARENT": str(os.getpid())}, stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+_CHILD = """
+import os, time
+from headgate.shared import tether
+tether.hold(os.environ)
+print("tied", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_tethered_child_dies_with_a_parent_that_was_killed() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", _PARENT, _CHILD], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    with parent.stdout:
+        child = int(parent.stdout.readline())
+        assert is_alive(child)
+        parent.send_signal(signal.SIGKILL)
+        parent.wait(10)
+        wait_until("the child is gone", lambda: not is_alive(child), seconds=2)
+
+
+def test_a_parent_that_is_already_gone_ends_the_child_at_once() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait(10)
+    ended = subprocess.run(
+        [sys.executable, "-c", _CHILD], env={**os.environ, "HEADGATE_PARENT": str(gone.pid)}, timeout=10
+    )
+    assert ended.returncode == 1
+
+
+def test_without_a_named_parent_nothing_happens() -> None:
+    tether.hold({})
+    tether.hold({"HEADGATE_PARENT": "nonsense"})
+
+
+def test_service_links_of_kubernetes_are_no_settings(tmp_path: Path) -> None:
+    linked = {"INFERENCE_PORT": "tcp://10.0.0.7:8085", "GATEWAY_PORT_8080_TCP": "tcp://10.0.0.8:8080", "A": "own"}
+    assert load_environ(linked, tmp_path) == {"A": "own"}

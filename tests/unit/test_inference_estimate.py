@@ -1,0 +1,80 @@
+"""The header formula, and the reader of GGUF headers, held against real files and llama.cpp's own figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from inference.core.estimate import Facts, Parameters, Parts, formula, formula_on, plausible
+from inference.jobs import estimate
+from inference.jobs.gguf import BadGgufError, read_facts
+from tests.rigs import tiny_gguf
+
+LLAMA_1B = Facts("llama", 16, 2048, 8192, 128256, 131072, 2 * 16 * 8 * 64, 2_500_000_000, 1_950_000_000)
+
+
+def test_the_kv_cache_of_a_known_model_is_exact() -> None:
+    """Llama 3.2 1B: 16 layers, 8 KV heads of 64: 32 KiB per token in f16."""
+    parts = formula(LLAMA_1B, Parameters(8192, 1))
+    assert parts.kv_bytes == 8192 * 32768
+    assert formula(LLAMA_1B, Parameters(8192, 1, kv_type="q8_0")).kv_bytes == 8192 * 32768 * 34 // 64
+    assert parts.total_bytes == parts.weights_bytes + parts.kv_bytes + parts.compute_bytes
+
+
+def test_layers_on_an_accelerator_take_their_share() -> None:
+    everything = formula_on(LLAMA_1B, Parameters(4096, 1, gpu_layers=-1), "gpu-0")
+    half = formula_on(LLAMA_1B, Parameters(4096, 1, gpu_layers=8), "gpu-0")
+    assert everything["gpu-0"].weights_bytes == LLAMA_1B.weight_bytes
+    assert half["gpu-0"].kv_bytes == half["cpu"].kv_bytes
+    assert half["gpu-0"].weights_bytes == LLAMA_1B.layer_bytes // 2
+    assert set(formula_on(LLAMA_1B, Parameters(4096, 1, gpu_layers=0), "gpu-0")) == {"cpu"}
+
+
+def test_figures_that_cannot_be_right_are_seen() -> None:
+    right = formula_on(LLAMA_1B, Parameters(4096, 1), None)
+    assert plausible(right, LLAMA_1B, Parameters(4096, 1)) is None
+    for wrong in (Parts(0, 0, 0), replace(right["cpu"], kv_bytes=10**12)):
+        assert plausible({"cpu": wrong}, LLAMA_1B, Parameters(4096, 1))
+
+
+def test_a_header_says_what_llama_cpp_says() -> None:
+    """Exact figures come from llama.cpp in a child; the header's weights and KV cache agree with them."""
+    import asyncio
+
+    from inference.children import run_helper
+
+    path = tiny_gguf.generative()
+    facts = read_facts(path)
+    job = {"path": str(path), "parameters": {"context_length": 512, "parallel": 4}}
+    answer = asyncio.run(run_helper("estimate", job, seconds=60))
+    assert answer["source"] == "llama.cpp", answer
+    exact, rough = answer["parts"]["cpu"], answer["rough"]["cpu"]
+    assert exact["kv_bytes"] == rough["kv_bytes"]
+    assert exact["weights_bytes"] == pytest.approx(facts.weight_bytes, rel=0.05)
+    assert exact["compute_bytes"] <= rough["compute_bytes"] * 1.1
+
+
+@pytest.mark.parametrize(
+    ("damage", "word"),
+    [
+        (lambda data: b"", "begin with GGUF"),
+        (lambda data: b"ZZZZ" + data[4:], "begin with GGUF"),
+        (lambda data: data[:4] + b"\x09" + data[5:], "version is 9"),
+        (lambda data: data[:60], "ends early"),
+        (lambda data: data[:-2000], "cut short"),
+        (lambda data: data[:8] + b"\xff" * 8 + data[16:], "claims"),
+    ],
+)
+def test_damaged_files_are_described(damage: object, word: str, tmp_path: Path) -> None:
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(damage(tiny_gguf.generative().read_bytes()))  # type: ignore[operator]
+    with pytest.raises(BadGgufError, match=word):
+        read_facts(path)
+    assert str(path) in estimate.run({"path": str(path), "parameters": {"context_length": 16, "parallel": 1}})["error"]
+
+
+def test_a_missing_file_is_told() -> None:
+    said = estimate.run({"path": "/no/such.gguf", "parameters": {"context_length": 16, "parallel": 1}})
+    assert "/no/such.gguf cannot be read" in said["error"]

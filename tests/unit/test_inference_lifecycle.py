@@ -1,0 +1,76 @@
+"""Which state follows which event; nothing else does. How long failures rest."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from inference.core.lifecycle import TABLE, Backoff, Event, IllegalTransition, advance
+from inference.protocol import ModelState
+from inference.reference import BEGIN, DOCUMENT, END, NOT_REACHED, rewritten
+
+
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(ModelState, Event)))
+def test_only_the_table_moves_a_model(state: ModelState, event: Event) -> None:
+    if (state, event) in TABLE:
+        assert advance(state, event) is TABLE[state, event]
+    else:
+        with pytest.raises(IllegalTransition, match=f"a {state} model cannot {event}"):
+            advance(state, event)
+
+
+def test_a_whole_life() -> None:
+    state = ModelState.COLD
+    for event, then in (
+        (Event.LOAD, ModelState.LOADING),
+        (Event.LOADED, ModelState.READY),
+        (Event.USED, ModelState.BUSY),
+        (Event.IDLE, ModelState.READY),
+        (Event.DRAIN, ModelState.DRAINING),
+        (Event.UNLOAD, ModelState.UNLOADING),
+        (Event.EXITED, ModelState.COLD),
+        (Event.LOAD, ModelState.LOADING),
+        (Event.FAIL, ModelState.FAILED),
+        (Event.RETRY, ModelState.COLD),
+    ):
+        state = advance(state, event)
+        assert state is then
+
+
+def test_every_state_can_be_reached_and_left() -> None:
+    """No state is a trap, and none is decoration."""
+    reached = {ModelState.COLD}
+    while True:
+        more = {to for (at, _), to in TABLE.items() if at in reached} | reached
+        if more == reached:
+            break
+        reached = more
+    assert reached == set(ModelState)
+    assert {at for at, _ in TABLE} == set(ModelState)
+
+
+def test_backoff_doubles_from_one_second_to_five_minutes_and_is_forgotten_by_a_success() -> None:
+    backoff, delays = Backoff(), []
+    assert backoff.delay_seconds == 0
+    for _ in range(40):
+        backoff = backoff.failed()
+        delays.append(backoff.delay_seconds)
+    assert delays[:9] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert set(delays[9:]) == {300}
+    assert backoff.completed().failed().delay_seconds == 1
+    assert Backoff().completed() == Backoff()
+
+
+def test_the_documentation_shows_the_table_as_it_is() -> None:
+    """`make reference` writes it."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert (text.count(BEGIN), text.count(END)) == (1, 1)
+    assert text == rewritten(text)
+
+
+def test_what_the_documentation_says_is_not_entered_is_not_entered() -> None:
+    """No file of the service asks for the events that lead there."""
+    files = [path for path in DOCUMENT.parents[1].glob("inference/*.py") if path.name != "reference.py"]
+    words = [f"_E.{event.name}" for (_, event), to in TABLE.items() if to in NOT_REACHED]
+    assert [path.name for path in files if any(f"{word})" in path.read_text() for word in words)] == []

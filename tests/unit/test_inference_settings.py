@@ -1,0 +1,186 @@
+"""models.yaml and INFERENCE_*: what is read, what wins, and how mistakes are told."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.settings import GatewayConfig
+from headgate.shared.errors import ConfigError
+from inference import environment, settings
+from inference.protocol import Priority
+from tests.rigs import tiny_gguf
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+KEPT_NAMES = {
+    "GPU_LAYERS": -1, "GPU_INDEX": None, "MEMORY_LIMIT_GB": None, "BACKEND": "llamacpp", "ENABLE_MEMORY_GOVERNOR": True,
+    "GPU_MEMORY_MAX_PERCENT": 0.90, "CPU_MEMORY_MAX_PERCENT": 0.50, "GPU_MEMORY_LIMIT_MB": None,
+    "GPU_MEMORY_RESERVE_MB": 512, "ENABLE_CPU_OFFLOAD": True, "EVICTION_IDLE_THRESHOLD_SECONDS": 120,
+    "PRESSURE_CHECK_INTERVAL_SECONDS": 15, "PRESSURE_MODERATE": 0.60, "PRESSURE_HIGH": 0.80, "PRESSURE_CRITICAL": 0.90,
+    "PRESSURE_EMERGENCY": 0.98, "ENABLE_MEMORY_ALERTS": True, "MODEL_IDLE_TIMEOUT_SECONDS": 300,
+    "ENABLE_LAZY_MODEL_LOADING": True, "MAX_MODELS": None, "MAX_MODELS_PER_DEVICE": None, "QUEUE_HIGH": 10,
+    "QUEUE_NORMAL": 50, "QUEUE_LOW": 100, "ACQUIRE_TIMEOUT_SECONDS": 300, "FORCE_CPU_MODE": False, "DEVICES": "auto",
+    "KV_ENABLED": True, "KV_RAM_GB": None, "KV_DISK_GB": 0, "KV_POLICY": "lru", "KV_THRESHOLD": 0.9,
+    "KV_PREFETCH": True, "KV_DIR": None,
+}  # fmt: skip
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    (tmp_path / "tiny.gguf").write_bytes(tiny_gguf.generative().read_bytes())
+    return tmp_path
+
+
+def load(directory: Path, text: str, environ: dict[str, str] | None = None, **overrides: Any) -> Any:
+    (directory / "models.yaml").write_text(text)
+    return settings.load(directory, {"INFERENCE_MODELS_DIR": str(directory), **(environ or {})}, overrides)
+
+
+def problems(directory: Path, text: str, environ: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(directory, text, environ)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "default"), list(KEPT_NAMES.items()))
+def test_every_kept_name_has_its_default(name: str, default: Any) -> None:
+    said = environment.InferenceSettings.model_validate({})
+    assert getattr(said, name.lower()) == default
+    assert f"INFERENCE_{name}" in environment.environment_names()
+
+
+def test_the_shipped_file_is_valid_and_documents_every_key() -> None:
+    text = (REPOSITORY / "config" / "models.yaml").read_text()
+    for key in settings.ModelEntry.model_fields:
+        assert f"\n    {key}:" in text, key
+    found = settings.load(REPOSITORY / "config", {}, {})
+    assert list(found.models) == ["demo", "demo-mini"]
+
+
+def test_what_a_model_does_not_say_the_environment_does(directory: Path) -> None:
+    environ = {"INFERENCE_CONTEXT_LENGTH": "1024", "INFERENCE_MODEL_IDLE_TIMEOUT_SECONDS": "2m"}
+    said = "models:\n  a: {path: tiny.gguf}\n  b: {path: tiny.gguf, context_length: 99, idle_timeout: never}"
+    models = load(directory, said, environ).models
+    assert (models["a"].context_length, models["a"].idle_timeout) == (1024, 120)
+    assert (models["b"].context_length, models["b"].idle_timeout) == (99, math.inf)
+    assert models["a"].path == directory / "tiny.gguf"
+
+
+def test_the_command_line_wins_over_the_environment(directory: Path) -> None:
+    config = load(directory, "models: {}", {"INFERENCE_PORT": "1", "INFERENCE_HOST": "::1"}, port=2, host=None)
+    assert (config.settings.port, config.settings.host) == (2, "::1")
+
+
+def test_an_empty_file_and_an_empty_mapping_are_no_models(directory: Path) -> None:
+    assert load(directory, "").models == {}
+    assert load(directory, "models:").models == {}
+
+
+def test_aliases_and_slashes_resolve(directory: Path) -> None:
+    config = load(directory, "models: {org/a: {path: tiny.gguf, aliases: [x, y/z]}}")
+    assert config.names == {"org/a": "org/a", "x": "org/a", "y/z": "org/a"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("models:\n  a:\n    pth: x", ["models.yaml:3", "did you mean 'path'"]),
+        ("models:\n  a: {context_length: 1}", ["path: this key is needed"]),
+        ("models:\n  a: {path: tiny.gguf, idle_timeout: soon}", ["models.yaml:2", "not a duration"]),
+        ("models:\n  a: {path: none.gguf}", ["models.yaml:2", "no file", "none.gguf", "INFERENCE_MODELS_DIR"]),
+        ("models:\n  a: {path: 'hf:org/repo:Q4_K_M'}", ["not possible yet", "download the GGUF"]),
+        ("models:\n  a: {path: 'bundled:demmo'}", ["did you mean bundled:demo"]),
+        ("models:\n  a: {path: 'weights.bin'}", ["no model source"]),
+        ("models:\n  a: {path: tiny.gguf}\n  b: {path: tiny.gguf, aliases: [a]}", ["models.yaml:3", "'a' is taken"]),
+        ("models:\n  a: {path: tiny.gguf, ubatch: 4096}", ["ubatch 4096 is larger than batch 2048"]),
+        ("models:\n  a: {path: tiny.gguf, kv_type: q8_0, flash_attention: false}", ["needs flash_attention"]),
+        ("models:\n  a: {path: tiny.gguf, kv_type: q9}", ["f16"]),
+        ("models:\n  a: {path: tiny.gguf, lora: [l.gguf]}", ["no file", "l.gguf"]),
+        ("models:\n  ' a': {path: tiny.gguf}", ["cannot be a model id"]),
+        ("models:\n  a: {path: tiny.gguf}\n  a: {path: tiny.gguf}", ["stands twice"]),
+        ("models:\n  a: {path: tiny.gguf, mmproj: tiny.gguf}", ["models.yaml:2", "images are not supported", "mmproj"]),
+        ("models: [1]", ["models"]),
+    ],
+)
+def test_mistakes_in_the_file_are_told_with_advice(directory: Path, text: str, words: list[str]) -> None:
+    said = problems(directory, text)
+    for word in words:
+        assert word in said
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"INFERENCE_MEMORY_LIMT_GB": "1"}, ["did you mean INFERENCE_MEMORY_LIMIT_GB"]),
+        ({"INFERENCE_MEMORY__LIMIT_GB": "1"}, ["MEMORY__LIMIT_GB", "did you mean INFERENCE_MEMORY_LIMIT_GB"]),
+        ({"INFERENCE_A__B": "1"}, ["INFERENCE_A__B", "unknown setting"]),
+        ({"INFERENCE_PORT": "http"}, ["INFERENCE_PORT", "'http'"]),
+        ({"INFERENCE_DEVICES": "tpu"}, ["INFERENCE_DEVICES", "auto or cpu"]),
+        ({"INFERENCE_GPU_MEMORY_MAX_PERCENT": "90"}, ["INFERENCE_GPU_MEMORY_MAX_PERCENT"]),
+        ({"INFERENCE_PRESSURE_HIGH": "0.5"}, ["must rise"]),
+    ],
+)
+def test_mistakes_in_the_environment_are_told_by_name(
+    directory: Path, environ: dict[str, str], words: list[str]
+) -> None:
+    said = problems(directory, "models: {}", environ)
+    for word in words:
+        assert word in said
+
+
+def test_names_that_orchestrators_invent_are_left_alone(directory: Path) -> None:
+    invented = {
+        "INFERENCE_SERVICE_HOST": "10.0.0.1",
+        "INFERENCE_SERVICE_PORT": "8085",
+        "INFERENCE_PORT_8085_TCP": "tcp://10.0.0.1:8085",
+        "INFERENCE_PORT_8085_TCP_ADDR": "10.0.0.1",
+        "INFERENCE_URL": "http://gpu-box:8085",
+        "INFERENCE_DEVICES": "",
+    }
+    assert load(directory, "models: {}", invented).settings == load(directory, "models: {}").settings
+
+
+def test_the_body_limit_is_not_below_that_of_the_gateway(directory: Path) -> None:
+    """What the gateway lets in, the service behind it takes."""
+    assert load(directory, "models: {}").settings.max_body_bytes == 32 * 2**20 >= GatewayConfig().max_body
+
+
+def test_settings_without_effect_are_known_and_named_when_somebody_sets_them() -> None:
+    assert set(environment.WITHOUT_EFFECT) | environment.AT_START <= set(environment.InferenceSettings.model_fields)
+    environ = {"INFERENCE_KV_POLICY": "lru", "INFERENCE_PORT": "1", "INFERENCE_KV_DIR": ""}
+    assert environment.set_without_effect(environ) == ["INFERENCE_KV_POLICY"]
+
+
+@pytest.mark.parametrize("name", environment.WITHOUT_EFFECT)
+def test_a_setting_without_effect_is_read_nowhere(name: str) -> None:
+    """Whoever gives it an effect takes it off the list."""
+    files = [path for path in (REPOSITORY / "inference").rglob("*.py") if path.name != "environment.py"]
+    assert [path.name for path in files if f"settings.{name}" in path.read_text()] == []
+
+
+def test_all_mistakes_are_told_at_once(directory: Path) -> None:
+    said = problems(directory, "models:\n  a: {path: x.gguf}\n  b: {path: y.gguf}", {"INFERENCE_PORT": "x"})
+    assert all(word in said for word in ("x.gguf", "y.gguf", "INFERENCE_PORT"))
+
+
+def test_units_and_empty_values(directory: Path) -> None:
+    environ = {"INFERENCE_MEMORY_LIMIT_GB": "0.5", "INFERENCE_MAX_BODY_MB": "2", "INFERENCE_GPU_INDEX": ""}
+    said = load(directory, "models: {}", environ).settings
+    assert (said.memory_limit_bytes, said.max_body_bytes, said.gpu_index) == (2**29, 2**21, None)
+    assert said.queue_limits == {Priority.HIGH: 10, Priority.NORMAL: 50, Priority.LOW: 100}
+
+
+def test_a_gpu_index_without_its_device_is_told_once_devices_are_known(directory: Path) -> None:
+    config = load(directory, "models: {a: {path: tiny.gguf, gpu_index: 2}}")
+    assert settings.check_devices(config, 0) == []
+    (problem,) = settings.check_devices(config, 2)
+    assert "0 to 1" in str(problem)
+
+
+def test_changes_are_named(directory: Path) -> None:
+    before = load(directory, "models: {a: {path: tiny.gguf}}").models["a"]
+    after = load(directory, "models: {a: {path: tiny.gguf, pinned: true, parallel: 2}}").models["a"]
+    assert set(before.changed(after)) == {"pinned", "parallel"}

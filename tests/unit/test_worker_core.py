@@ -1,0 +1,100 @@
+"""The worker's cores at their edges: limits, jobs that were not validated, pacing."""
+
+from __future__ import annotations
+
+import pytest
+
+from inference.worker.core.pacing import ALONE_SECONDS, MIXED_SECONDS, SMALLEST, Pace
+from inference.worker.core.scheduler import Scheduler
+from inference.worker.core.steps import Copy, Job, Limits, Remove
+from inference.worker.core.stops import StopFilter
+
+LIMITS = Limits(slots=2, cells=40, context=20, batch=8, queue=2)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"slots": 0}, {"slots": 9}, {"cells": 10}, {"context": 0}, {"queue": -1}], ids=lambda wrong: str(wrong)
+)
+def test_an_engine_that_cannot_run_is_not_made(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="no engine"):
+        Limits(**{"slots": 2, "cells": 40, "context": 20, "batch": 8, "queue": 2, **wrong})
+
+
+@pytest.mark.parametrize("prompt", [(), (1,) * 21])
+def test_a_job_without_tokens_or_with_too_many_was_not_validated(prompt: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="not validated"):
+        Scheduler(LIMITS).submit([Job(1, prompt)])
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        StopFilter(["a", ""])
+
+
+def test_aborting_what_ended_is_nothing() -> None:
+    scheduler = Scheduler(LIMITS)
+    scheduler.abort(7)
+    assert not scheduler.has_work
+
+
+def test_no_room_for_a_lone_job_ends_it_and_empties_its_slot() -> None:
+    scheduler = Scheduler(LIMITS)
+    scheduler.submit([Job(1, (1,) * 12)])
+    scheduler.plan(0.0, 8)
+    scheduler.computed()
+    scheduler.plan(0.0, 8)
+    assert scheduler.no_room() == (1,)
+    assert scheduler.cells_used == 0
+    assert scheduler.plan(0.0, 8).operations == (Remove(0, 0),)
+
+
+def test_a_shared_beginning_is_copied_and_the_old_answer_stays() -> None:
+    """With an empty slot at hand a retained sequence keeps its tail; without one, its tail is what goes."""
+    scheduler = Scheduler(LIMITS)
+    for id, prompt in ((1, (1, 2, 3, 4)), (2, (1, 2, 3, 9)), (3, (1, 2, 7))):
+        scheduler.submit([Job(id, prompt)])
+        step = scheduler.plan(0.0, 8)
+        scheduler.computed()
+        scheduler.finish(id)
+        if id == 2:
+            assert step.operations == (Copy(0, 1, 3),)
+        if id == 3:
+            assert step.operations == (Remove(0, 2),)
+            assert step.rows[0].start == 2
+
+
+def test_prompts_beyond_the_budget_of_a_step_wait_for_the_next() -> None:
+    scheduler = Scheduler(Limits(slots=3, cells=60, context=20, batch=8, queue=3))
+    scheduler.submit([Job(id, (id,) * 10) for id in (1, 2, 3)])
+    assert [(row.job, len(row.tokens)) for row in scheduler.plan(0.0, 2).rows] == [(1, 1), (2, 1)]
+
+
+def test_a_prompt_without_room_beside_a_growing_answer_waits() -> None:
+    """Decoding goes first; a prompt that then finds the cells full computes nothing in this step, and loses nothing."""
+    scheduler = Scheduler(Limits(slots=2, cells=16, context=12, batch=8, queue=2))
+    scheduler.submit([Job(1, (1, 1, 1))])
+    scheduler.plan(0.0, 8)
+    scheduler.computed()
+    scheduler.extend(1, 5)
+    scheduler.submit([Job(2, (2,) * 9)])
+    for _ in range(6):
+        assert [row.job for row in scheduler.plan(0.0, 1).rows] == [1, 2]
+        scheduler.computed()
+        scheduler.extend(1, 5)
+    assert scheduler.cells_used == 15
+    assert [row.job for row in scheduler.plan(0.0, 1).rows] == [1]
+
+
+def test_prompt_pieces_grow_and_shrink_towards_their_time() -> None:
+    pace = Pace.first(2048)
+    for _ in range(10):
+        pace = pace.observe(pace.mixed, MIXED_SECONDS / 4, decoding=True)
+    assert pace.mixed == 2048
+    for _ in range(10):
+        pace = pace.observe(pace.mixed, MIXED_SECONDS * 9, decoding=True)
+    assert pace.mixed == SMALLEST
+    assert pace.alone == Pace.first(2048).alone, "the two budgets are learned apart"
+    settled = pace.observe(pace.alone, ALONE_SECONDS, decoding=False)
+    assert settled == pace
+    assert pace.observe(1, 100.0, decoding=False) == pace, "a step with little to prefill tells nothing"
+    assert Pace.first(8).observe(8, 100.0, decoding=False).alone == 8

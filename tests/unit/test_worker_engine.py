@@ -1,0 +1,195 @@
+"""The engine thread over a fake llama.cpp: decode codes, broken samplers, aborts, stops; each request ends once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+
+from inference.protocol import Code
+from inference.worker.backend import Decode
+from inference.worker.core.steps import Limits
+from inference.worker.engine import Engine, Work
+from inference.worker.errors import WorkerError
+from inference.worker.generation import Output
+from inference.worker.requests import Sampling
+from inference.worker.runner import FATAL_FAILURES
+from inference.worker.tickets import Courier, Ticket
+from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, SamplerShop
+
+LIMITS = Limits(slots=4, cells=400, context=100, batch=32, queue=4)
+GONE = WorkerError(Code.MODEL_LOADING, "the end")
+
+
+@dataclass
+class Bench:
+    """An engine on a fake backend, and what it said."""
+
+    backend: FakeBackend
+    engine: Engine
+    samplers: SamplerShop
+    fatal: list[str]
+
+    def ask(self, prompt: bytes = b"hi", **changes: object) -> Ticket[Output]:
+        work = Work(**{"prompts": [list(prompt)], "n": 1, "sampling": Sampling(), "max_tokens": 50, **changes})
+        ticket: Ticket[Output] = Ticket(asyncio.get_running_loop())
+        self.engine.submit(work, ticket)
+        return ticket
+
+    async def outcome(self, ticket: Ticket[Output], choices: int = 1) -> list[tuple[str, str | None, Code | None]]:
+        """Text, finish and error of every choice; asserts that nothing follows."""
+        texts = [""] * choices
+        ends: dict[int, tuple[str | None, Code | None]] = {}
+        while len(ends) < choices:
+            outputs = await ticket.take(10)
+            assert outputs, "the engine went silent"
+            for output in outputs:
+                assert output.choice not in ends, "an output after the end"
+                texts[output.choice] += output.text
+                if output.error or output.finish:
+                    ends[output.choice] = (output.finish, output.error.code if output.error else None)
+        return [(texts[n], *ends[n]) for n in range(choices)]
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    backend, samplers, fatal = FakeBackend(), SamplerShop(), []
+    engine = Engine(
+        backend, ByteVocabulary(), samplers, LIMITS, Courier(asyncio.get_running_loop()).deliver, fatal.append
+    )
+    engine.start()
+    yield Bench(backend, engine, samplers, fatal)
+    if backend.gate is not None:
+        backend.gate.release(1000)
+    assert await asyncio.to_thread(engine.stop, GONE)
+    assert [sampler.closed for sampler in samplers.made] == [1] * len(samplers.made), "samplers leaked"
+
+
+async def test_a_request_gets_its_text_and_its_end(bench: Bench) -> None:
+    assert await bench.outcome(bench.ask()) == [("abcdefgh", "stop", None)]
+    assert await bench.outcome(bench.ask(max_tokens=3)) == [("abc", "length", None)]
+    assert await bench.outcome(bench.ask(stops=("ef",))) == [("abcd", "stop", None)]
+
+
+async def test_requests_are_computed_together(bench: Bench) -> None:
+    """Four requests at once take barely more steps than one."""
+    bench.backend.gate = threading.Semaphore(0)
+    tickets = [bench.ask(bytes([65 + n])) for n in range(4)]
+    bench.backend.gate.release(1000)
+    for ticket in tickets:
+        assert await bench.outcome(ticket) == [("abcdefgh", "stop", None)]
+    assert max(len(batch) for batch in bench.backend.batches) == 4
+
+
+async def test_choices_share_one_prompt(bench: Bench) -> None:
+    ticket = bench.ask(b"x" * 20, n=3)
+    assert await bench.outcome(ticket, 3) == [("abcdefgh", "stop", None)] * 3
+    computed = sum(count for batch in bench.backend.batches for _slot, _start, count in batch)
+    assert computed == 20 + 2 + 3 * 8
+
+
+@pytest.mark.parametrize("fate", [Decode.ALLOC_FAILED, Decode.COMPUTE_FAILED, Decode.BAD_BATCH, Decode.ABORTED])
+async def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(bench: Bench, fate: Decode) -> None:
+    bench.backend.fates = deque([Decode.OK, fate])
+    [(_, finish, code)] = await bench.outcome(bench.ask())
+    assert (finish, code) == (None, Code.MODEL_FAILED)
+    assert await bench.outcome(bench.ask()) == [("abcdefgh", "stop", None)]
+    assert bench.fatal == []
+
+
+async def test_an_exception_inside_a_step_is_a_failed_step(bench: Bench) -> None:
+    bench.backend.fates = deque([RuntimeError("surprise")])
+    [(_, _, code)] = await bench.outcome(bench.ask())
+    assert code is Code.MODEL_FAILED
+    assert bench.engine.pulse.step_started is None, "a step that is over must not look like a hang"
+    assert await bench.outcome(bench.ask()) == [("abcdefgh", "stop", None)]
+
+
+async def test_failure_after_failure_gives_the_process_up(bench: Bench) -> None:
+    """Waiting requests are told, too."""
+    bench.backend.fates = deque([Decode.COMPUTE_FAILED] * FATAL_FAILURES)
+    for _ in range(FATAL_FAILURES):
+        [(_, _, code)] = await bench.outcome(bench.ask())
+        assert code is Code.MODEL_FAILED
+    assert await asyncio.to_thread(bench.engine.stop, GONE)
+    assert len(bench.fatal) == 1
+
+
+async def test_no_room_is_retried_after_room_was_made(bench: Bench) -> None:
+    """Retained prefixes go first; with none left the youngest request waits and goes on where it was."""
+    assert await bench.outcome(bench.ask(b"old")) == [("abcdefgh", "stop", None)]
+    bench.backend.fates = deque([Decode.OK, Decode.OK, Decode.NO_ROOM, Decode.NO_ROOM, Decode.OK])
+    first, second = bench.ask(b"one"), bench.ask(b"two")
+    assert await bench.outcome(first) == [("abcdefgh", "stop", None)]
+    assert await bench.outcome(second) == [("abcdefgh", "stop", None)]
+
+
+async def test_no_room_for_a_request_alone_ends_it(bench: Bench) -> None:
+    bench.backend.fates = deque([Decode.NO_ROOM] * 3)
+    [(_, _, code)] = await bench.outcome(bench.ask())
+    assert code is Code.MODEL_FAILED
+
+
+async def test_a_broken_sampler_ends_only_its_request(bench: Bench) -> None:
+    good = bench.ask(b"good")
+    bad = bench.ask(b"bad", sampling=Sampling(seed=666))
+    assert (await bench.outcome(bad))[0][1:] == (None, Code.MODEL_FAILED)
+    assert await bench.outcome(good) == [("abcdefgh", "stop", None)]
+
+
+async def test_a_sampler_that_cannot_be_made_ends_only_its_request(bench: Bench) -> None:
+    bad = bench.ask(b"bad", sampling=Sampling(seed=667))
+    assert (await bench.outcome(bad))[0][1:] == (None, Code.MODEL_FAILED)
+    assert await bench.outcome(bench.ask()) == [("abcdefgh", "stop", None)]
+
+
+async def test_an_abort_frees_its_slot_within_one_step(bench: Bench) -> None:
+    bench.backend.gate = threading.Semaphore(0)
+    ticket = bench.ask(max_tokens=90)
+    await asyncio.to_thread(bench.backend.entered.wait, 5)
+    bench.engine.abort(ticket)
+    bench.backend.gate.release(1)
+    follower = bench.ask(b"next")
+    bench.backend.gate.release(1000)
+    assert await bench.outcome(follower) == [("abcdefgh", "stop", None)]
+    assert len(bench.backend.batches[0]) == 1
+    assert all(len(batch) == 1 for batch in bench.backend.batches), "the aborted request was computed further"
+
+
+async def test_a_full_queue_refuses_at_once(bench: Bench) -> None:
+    bench.backend.gate = threading.Semaphore(0)
+    tickets = [bench.ask(bytes([65 + n])) for n in range(8)]
+    refused = bench.ask(b"late")
+    bench.backend.gate.release(1000)
+    assert await bench.outcome(refused) == [("", None, Code.QUEUE_FULL)]
+    for ticket in tickets:
+        assert await bench.outcome(ticket) == [("abcdefgh", "stop", None)]
+
+
+async def test_a_deadline_ends_a_request_that_never_began(bench: Bench) -> None:
+    ticket = bench.ask(deadline=bench.engine.pulse.clock() - 1)
+    assert await bench.outcome(ticket) == [("", None, Code.DEADLINE_EXCEEDED)]
+
+
+async def test_stopping_tells_everyone(bench: Bench) -> None:
+    bench.backend.gate = threading.Semaphore(0)
+    tickets = [bench.ask(bytes([65 + n])) for n in range(6)]
+    await asyncio.to_thread(bench.backend.entered.wait, 5)
+    bench.engine.stop(GONE, 0.0)
+    bench.backend.gate.release(1000)
+    for ticket in tickets:
+        assert (await bench.outcome(ticket))[0][2] is Code.MODEL_LOADING
+
+
+async def test_the_pulse_counts_what_was_computed(bench: Bench) -> None:
+    await bench.outcome(bench.ask(b"hello"))
+    await bench.outcome(bench.ask(b"hello!"))
+    assert await asyncio.to_thread(bench.engine.stop, GONE)
+    beat = bench.engine.pulse.beat()
+    assert (beat.active, beat.queued, beat.step_seconds) == (0, 0, None)
+    assert beat.prompt_tokens == 5 + 1, "the second prompt reuses the first"
+    assert beat.generated_tokens == 2 * 9

@@ -1,0 +1,218 @@
+"""Bodies become requests once, or a 400 that names the parameter; nothing in between."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from inference.protocol import Code
+from inference.worker import requests
+from inference.worker.errors import BadRequestError
+from inference.worker.requests import Facts, Sampling
+
+FACTS = Facts("tiny", 128, 300, 64, ("chat", "completions"))
+EMBEDS = Facts("vectors", 128, 300, 64, ("embeddings",))
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def chat(**fields: Any) -> requests.GenerateRequest:
+    return requests.chat({"messages": HELLO, **fields}, FACTS)
+
+
+WRONG_CHATS: list[tuple[dict[str, Any], str | None]] = [
+    ({"messages": None}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hello"}, "messages"),
+    ({"messages": ["hello"]}, "messages[0]"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0]"),
+    ({"messages": [*HELLO, {"role": "user", "content": "x", "mood": 1}]}, "messages[1].mood"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    ({"temprature": 1}, "temprature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": math.nan}, "temperature"),
+    ({"temperature": math.inf}, "temperature"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": -0.1}, "top_p"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"repeat_penalty": 0}, "repeat_penalty"),
+    ({"seed": "x"}, "seed"),
+    ({"seed": 2**70}, "seed"),
+    ({"n": 0}, "n"),
+    ({"n": requests.MAX_CHOICES + 1}, "n"),
+    ({"n": "2"}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -5}, "max_tokens"),
+    ({"max_completion_tokens": "many"}, "max_completion_tokens"),
+    ({"stop": 5}, "stop"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+    ({"logit_bias": {"300": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": "json"}, "response_format"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"modalities": ["audio"]}, "modalities"),
+    ({"continue_final_message": True}, "continue_final_message"),
+    ({"chat_template_kwargs": 3}, "chat_template_kwargs"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), WRONG_CHATS, ids=lambda value: str(value)[:50])
+def test_a_wrong_chat_is_a_400_with_its_param(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        chat(**fields)
+    assert caught.value.param == param
+    assert caught.value.status == 400
+    assert len(caught.value.message) > 10
+
+
+@pytest.mark.parametrize("body", [None, [], "text", 5])
+def test_a_body_that_is_no_object_is_a_400(body: Any) -> None:
+    with pytest.raises(BadRequestError):
+        requests.chat(body, FACTS)
+
+
+def test_a_misspelled_field_is_met_with_a_suggestion() -> None:
+    with pytest.raises(BadRequestError, match="did you mean temperature"):
+        chat(temprature=1)
+
+
+def test_what_cannot_be_done_yet_is_named_as_unsupported() -> None:
+    for fields in ({"tools": [{}]}, {"response_format": {"type": "json_schema"}}):
+        with pytest.raises(BadRequestError) as caught:
+            chat(**fields)
+        assert caught.value.code is Code.UNSUPPORTED_PARAMETER
+
+
+def test_fields_without_effect_and_nulls_are_accepted() -> None:
+    """What OpenAI's clients send by habit is no error."""
+    request = chat(
+        model="anything", user="u", metadata={"a": 1}, store=False, service_tier="auto", parallel_tool_calls=True,
+        reasoning_effort="low", prompt_cache_key="k", safety_identifier="s", temperature=None, stop=None, tools=None,
+        tool_choice="none", response_format={"type": "text"}, modalities=["text"], functions=[],
+    )  # fmt: skip
+    assert request.sampling == Sampling()
+
+
+def test_every_parameter_arrives() -> None:
+    request = chat(
+        temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, typical_p=0.8, frequency_penalty=1, presence_penalty=-1,
+        repetition_penalty=1.5, logit_bias={"5": 2}, seed=7, ignore_eos=True, n=2, stop="x", max_tokens=9,
+        max_completion_tokens=8, stream=True, stream_options={"include_usage": True}, logprobs=True, top_logprobs=3,
+        chat_template_kwargs={"enable_thinking": False},
+    )  # fmt: skip
+    assert request.sampling == Sampling(0.5, 7, 0.9, 0.1, 0.8, 1.5, 1.0, -1.0, ((5, 2.0),), 7, True)
+    assert (request.n, request.stops, request.max_tokens, request.logprobs) == (2, ("x",), 8, 3)
+    assert (request.stream, request.include_usage) == (True, True)
+    assert request.template_arguments == {"enable_thinking": False}
+
+
+def test_the_files_own_sampling_stands_where_the_request_says_nothing() -> None:
+    facts = Facts("tiny", 128, 300, 64, ("chat",), {"temperature": 0.6, "top_k": 20.0})
+    sampling = requests.chat({"messages": HELLO, "top_k": 5}, facts).sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, 5, 1.0)
+
+
+def test_messages_reach_the_template_as_plain_text() -> None:
+    """Parts are joined, developers are the system, tool arguments are objects."""
+    call = {"name": "f", "arguments": '{"x": 1}'}
+    request = chat(
+        messages=[
+            {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": call}]},
+            {"role": "tool", "tool_call_id": "1", "content": "ok"},
+        ]
+    )  # fmt: skip
+    assert request.messages[0] == {"role": "system", "content": "a\nb"}
+    assert request.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
+    assert request.messages[2] == {"role": "tool", "content": "ok", "tool_call_id": "1"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", ("a",)),
+        (["a", "b"], ("a", "b")),
+        ([1, 2], ((1, 2),)),
+        ([[1], [2, 3]], ((1,), (2, 3))),
+    ],
+)
+def test_a_prompt_comes_in_four_forms(prompt: Any, expected: Any) -> None:
+    assert requests.completion({"prompt": prompt}, FACTS).prompts == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": {}}, "prompt"),
+        ({"prompt": [1, 300]}, "prompt[1]"),
+        ({"prompt": [-1]}, "prompt[0]"),
+        ({"prompt": [True]}, "prompt[0]"),
+        ({"prompt": [1, "a"]}, "prompt[0]"),
+        ({"prompt": ["a", ""]}, "prompt[1]"),
+        ({"prompt": [[1], []]}, "prompt[1]"),
+        ({"prompt": ["a"] * 129}, "prompt"),
+        ({"prompt": ["a"] * 100, "n": 2}, "n"),
+        ({"prompt": "a", "best_of": 3}, "best_of"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
+        ({"prompt": "a", "messages": []}, "messages"),
+    ],
+    ids=str,
+)
+def test_a_wrong_completion_is_a_400_with_its_param(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        requests.completion(body, FACTS)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": []}, "input"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
+        ({"input": "a", "dimensions": 0}, "dimensions"),
+        ({"input": "a", "dimensions": 65}, "dimensions"),
+        ({"input": "a", "temperature": 0}, "temperature"),
+    ],
+    ids=str,
+)
+def test_a_wrong_embedding_is_a_400_with_its_param(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        requests.embedding(body, EMBEDS)
+    assert caught.value.param == param
+
+
+def test_a_model_is_not_asked_for_what_it_cannot_do() -> None:
+    for ask in (lambda: requests.chat({"messages": HELLO}, EMBEDS), lambda: requests.embedding({"input": "a"}, FACTS)):
+        with pytest.raises(BadRequestError) as caught:
+            ask()
+        assert caught.value.param == "model"
