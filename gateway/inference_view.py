@@ -6,7 +6,9 @@ A snapshot older than STALE_SECONDS is unknown, not down: nothing is concluded f
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -19,6 +21,8 @@ log = logging.getLogger("gateway.inference_view")
 POLL_SECONDS = 2.0
 MISSING_POLL_SECONDS = 0.5
 """While the service does not answer, it is looked for more often: a refused connection costs next to nothing."""
+DOUBT_SECONDS = 30.0
+"""A service that answers this question and breaks every other is doubted no more often than that."""
 STALE_SECONDS = 10.0
 FETCH_SECONDS = 1.0
 
@@ -45,6 +49,8 @@ class InferenceView:
         self._aliases: Mapping[str, str] = {}
         self._seen_at: float | None = None
         self._reachable: bool | None = None
+        self._doubted_at = -math.inf
+        self._wanted = asyncio.Event()
         self._refreshing: asyncio.Task[None] | None = None
 
     def use(self, fetch: Fetch) -> None:
@@ -79,6 +85,17 @@ class InferenceView:
         """Model id by alias; kept while the service is silent, because names do not change with its health."""
         return self._aliases
 
+    def doubt(self) -> None:
+        """Others found the service gone: it is asked now, and its next answer is a return.
+
+        Otherwise a service that died and came back between two questions would never be seen to return.
+        """
+        now = self._clock()
+        if now - self._doubted_at >= DOUBT_SECONDS:
+            self._doubted_at = now
+            self._reachable = False
+        self._wanted.set()
+
     async def refresh(self) -> None:
         """Asks the service once; callers at the same time share one question. Never raises for a silent service."""
         if self._refreshing is None or self._refreshing.done():
@@ -97,7 +114,10 @@ class InferenceView:
                 await self.refresh()
             except Exception:
                 log.exception("the view of the inference service could not be renewed")
-            await asyncio.sleep(POLL_SECONDS if self._reachable else MISSING_POLL_SECONDS)
+            self._wanted.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL_SECONDS if self._reachable else MISSING_POLL_SECONDS):
+                    await self._wanted.wait()
 
     async def _refresh(self) -> None:
         fetch = self._fetch

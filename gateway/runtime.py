@@ -18,7 +18,7 @@ from gateway.admission import Admission
 from gateway.attempts import Tools
 from gateway.auth import Keys
 from gateway.breakers import Breakers
-from gateway.core.breaker import Rule
+from gateway.core.breaker import Rule, State
 from gateway.core.chain import LOCAL
 from gateway.explain import Ring
 from gateway.inference_view import InferenceView
@@ -60,7 +60,7 @@ class Runtime:
         self.config = config
         self.keys = Keys.load(config.keys, source.environ(), state)
         self.telemetry = Telemetry()
-        self.breakers = Breakers(_rule(config.breaker), on_state=self.telemetry.on_breaker)
+        self.breakers = Breakers(_rule(config.breaker), on_state=self._on_breaker)
         self.ring = Ring()
         self.presences = Presences()
         self.admission = Admission(config.admission, self.telemetry)
@@ -147,6 +147,11 @@ class Runtime:
         for line in changed or ["nothing changed"]:
             log.info("reload: %s", line)
         return {"changed": changed, "needs_restart": restart}
+
+    def _on_breaker(self, provider: str, model: str, state: State | None) -> None:
+        self.telemetry.on_breaker(provider, model, state)
+        if (provider, model, state) == (LOCAL, "", State.OPEN):
+            self.view.doubt()
 
     def _make_tools(self) -> Tools:
         return Tools(self.config, self._registry, self.breakers, self.view, self.telemetry)
