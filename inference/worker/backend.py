@@ -92,3 +92,23 @@ class TokenSampler(Protocol):
     def close(self) -> None:
         """Frees it; called once, on the engine's thread."""
         ...
+
+
+class Mask(Protocol):
+    """Which tokens may follow in one answer. Used by the engine's thread only; raises ConstraintError."""
+
+    def apply(self, logits: np.ndarray) -> None:
+        """Sets the logits (float32, one per vocabulary entry, in place) of tokens that may not follow to -inf."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """The token that was drawn."""
+        ...
+
+
+class Constraint(Protocol):
+    """A compiled form; every choice of a request starts a mask of its own."""
+
+    def start(self) -> Mask:
+        """A mask at the beginning of an answer."""
+        ...

@@ -1,0 +1,84 @@
+"""What shape an answer must have, as a tree; knows no vocabulary, no engine and no grammar language.
+
+Dialects say with it how a forced tool call is written, requests how a constrained answer looks. `constraints` turns a
+form into token masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """Exactly this text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """The control token of this text; where the vocabulary has no such token, the text itself."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Json:
+    """A JSON value that satisfies `schema` (True: any value; a plain object for json_object).
+
+    `strict` refuses a schema with keywords that cannot be enforced; otherwise such keywords are left to the model.
+    """
+
+    schema: Mapping[str, Any] | bool
+    strict: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Regex:
+    """A text that matches the whole pattern, in the syntax of Rust's regex crate without look-around."""
+
+    pattern: str
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A grammar of the caller's own: GBNF as llama.cpp reads it, or Lark as llguidance does."""
+
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnyText:
+    """Any text, also none, that neither contains a text of `without` nor any control token."""
+
+    without: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """One form after the other."""
+
+    parts: tuple[Form, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """Any one of the forms."""
+
+    parts: tuple[Form, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """`part` from `least` to `most` times (None: without bound), with `between` in between."""
+
+    part: Form
+    least: int = 1
+    most: int | None = None
+    between: Form | None = None
+
+
+Form = Literal | Marker | Json | Regex | Grammar | AnyText | Sequence | OneOf | Repeat

@@ -1,0 +1,78 @@
+"""What an answer consists of besides plain text: reasoning and tool calls, as they grow; decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call; `parameters` is a JSON schema of an object."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] | None = None
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """`name` is set when the mode is `named`."""
+
+    mode: Literal["none", "auto", "required", "named"] = "auto"
+    name: str | None = None
+    parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """More of the text that the caller reads."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """More of what the model thought before it answered."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    """A tool call begins; calls are numbered from 0 in the order of their beginnings. `id` as the family writes it,
+    empty where it writes none.
+    """
+
+    index: int
+    name: str
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of the JSON text of a call's arguments."""
+
+    index: int
+    text: str
+
+
+Part = Content | Reasoning | CallBegin | CallArguments
+
+
+class AnswerParser(Protocol):
+    """Divides the text of one answer into parts as it grows.
+
+    However the text is divided into pushes, the joined texts of the parts are the same. Nothing is lost: what turns out
+    to be no call is content.
+    """
+
+    def push(self, text: str) -> Sequence[Part]:
+        """The parts that `text` completes or continues; control tokens appear in it as their texts."""
+        ...
+
+    def flush(self) -> Sequence[Part]:
+        """What was held back, at the end of the answer."""
+        ...
