@@ -23,7 +23,7 @@ from inference.protocol import (
     Code,
     Progress,
 )
-from inference.worker import fields, heap, requests, responses
+from inference.worker import bodies, fields, heap, responses
 from inference.worker.embedder import Embedder, Vector, normalized
 from inference.worker.engine import Engine, Work
 from inference.worker.errors import BadRequestError, UnloadedError, WorkerError
@@ -131,10 +131,10 @@ class App:
         await exchange.json(orjson.dumps({"status": "draining" if self.draining else "ok"}))
 
     async def _chat(self, exchange: Exchange) -> None:
-        await self._generate(exchange, requests.chat)
+        await self._generate(exchange, bodies.chat)
 
     async def _completion(self, exchange: Exchange) -> None:
-        await self._generate(exchange, requests.completion)
+        await self._generate(exchange, bodies.completion)
 
     async def _generate(self, exchange: Exchange, read: Callable[[Any, Facts], GenerateRequest]) -> None:
         arrival = time.monotonic()
@@ -255,7 +255,7 @@ class App:
         arrival = time.monotonic()
 
         def understand(body: Any) -> tuple[EmbeddingRequest, list[list[int]]]:
-            request = requests.embedding(body, self._facts)
+            request = bodies.embedding(body, self._facts)
             return request, self._prompts.embed(request)
 
         request, inputs = await self._understood(exchange, understand)
@@ -323,7 +323,7 @@ class App:
             raise BadRequestError("tokens must be a list of token ids", "tokens")
         if len(tokens) > MAX_DETOKENIZED:
             raise BadRequestError(f"tokens has {len(tokens)} entries; at most {MAX_DETOKENIZED} are allowed", "tokens")
-        ids = requests.prompts_of([tokens], "tokens", self._facts, 1)[0] if tokens else ()
+        ids = bodies.prompts_of([tokens], "tokens", self._facts, 1)[0] if tokens else ()
         return orjson.dumps({"content": self._detokenize(list(map(int, ids)))})
 
     # --- bodies ------------------------------------------------------------------------------------------------------

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from inference.protocol import Code
-from inference.worker import requests
+from inference.worker import bodies
 from inference.worker.errors import BadRequestError
-from inference.worker.requests import Facts, Sampling
+from inference.worker.requests import Facts, GenerateRequest, Sampling
 
 FACTS = Facts("tiny", 128, 300, 64, ("chat", "completions"))
 EMBEDS = Facts("vectors", 128, 300, 64, ("embeddings",))
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-def chat(**fields: Any) -> requests.GenerateRequest:
-    return requests.chat({"messages": HELLO, **fields}, FACTS)
+def chat(**fields: Any) -> GenerateRequest:
+    return bodies.chat({"messages": HELLO, **fields}, FACTS)
 
 
 WRONG_CHATS: list[tuple[dict[str, Any], str | None]] = [
@@ -52,7 +52,7 @@ WRONG_CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"seed": "x"}, "seed"),
     ({"seed": 2**70}, "seed"),
     ({"n": 0}, "n"),
-    ({"n": requests.MAX_CHOICES + 1}, "n"),
+    ({"n": bodies.MAX_CHOICES + 1}, "n"),
     ({"n": "2"}, "n"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -5}, "max_tokens"),
@@ -93,7 +93,7 @@ def test_a_wrong_chat_is_a_400_with_its_param(fields: dict[str, Any], param: str
 @pytest.mark.parametrize("body", [None, [], "text", 5])
 def test_a_body_that_is_no_object_is_a_400(body: Any) -> None:
     with pytest.raises(BadRequestError):
-        requests.chat(body, FACTS)
+        bodies.chat(body, FACTS)
 
 
 def test_a_misspelled_field_is_met_with_a_suggestion() -> None:
@@ -133,7 +133,7 @@ def test_every_parameter_arrives() -> None:
 
 def test_the_files_own_sampling_stands_where_the_request_says_nothing() -> None:
     facts = Facts("tiny", 128, 300, 64, ("chat",), {"temperature": 0.6, "top_k": 20.0})
-    sampling = requests.chat({"messages": HELLO, "top_k": 5}, facts).sampling
+    sampling = bodies.chat({"messages": HELLO, "top_k": 5}, facts).sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, 5, 1.0)
 
 
@@ -162,7 +162,7 @@ def test_messages_reach_the_template_as_plain_text() -> None:
     ],
 )
 def test_a_prompt_comes_in_four_forms(prompt: Any, expected: Any) -> None:
-    assert requests.completion({"prompt": prompt}, FACTS).prompts == expected
+    assert bodies.completion({"prompt": prompt}, FACTS).prompts == expected
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_prompt_comes_in_four_forms(prompt: Any, expected: Any) -> None:
 )
 def test_a_wrong_completion_is_a_400_with_its_param(body: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequestError) as caught:
-        requests.completion(body, FACTS)
+        bodies.completion(body, FACTS)
     assert caught.value.param == param
 
 
@@ -207,12 +207,12 @@ def test_a_wrong_completion_is_a_400_with_its_param(body: dict[str, Any], param:
 )
 def test_a_wrong_embedding_is_a_400_with_its_param(body: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequestError) as caught:
-        requests.embedding(body, EMBEDS)
+        bodies.embedding(body, EMBEDS)
     assert caught.value.param == param
 
 
 def test_a_model_is_not_asked_for_what_it_cannot_do() -> None:
-    for ask in (lambda: requests.chat({"messages": HELLO}, EMBEDS), lambda: requests.embedding({"input": "a"}, FACTS)):
+    for ask in (lambda: bodies.chat({"messages": HELLO}, EMBEDS), lambda: bodies.embedding({"input": "a"}, FACTS)):
         with pytest.raises(BadRequestError) as caught:
             ask()
         assert caught.value.param == "model"
