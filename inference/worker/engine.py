@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from inference.protocol import Code, Priority, Progress
-from inference.worker.backend import Backend, Decode, TokenSampler, Vocabulary
+from inference.worker.backend import Backend, Constraint, Decode, TokenSampler, Vocabulary
 from inference.worker.core.pacing import Pace
 from inference.worker.core.scheduler import Scheduler
 from inference.worker.core.steps import Job, Limits, Phase, Remove, Row
+from inference.worker.divided import DividedGeneration, Reading
 from inference.worker.errors import WorkerError
 from inference.worker.generation import Generation, Output
 from inference.worker.pulse import Pulse
@@ -32,14 +33,15 @@ log = logging.getLogger("headgate.worker.engine")
 PROGRESS_SECONDS = 0.5
 
 Delivery = tuple[Ticket[Output], Output]
-SamplerFactory = Callable[[Sampling, int, int], TokenSampler]
-"""(sampling, choice, most tokens of the answer) -> sampler."""
+SamplerFactory = Callable[[Sampling, int, int, Constraint | None], TokenSampler]
+"""(sampling, choice, most tokens of the answer, constraint) -> sampler."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """A request as the engine takes it: token lists, validated. `n` choices of every prompt. Choice numbers run through
-    the prompts: prompt 0 has choices 0..n-1. `deadline` is on the engine's clock.
+    the prompts: prompt 0 has choices 0..n-1. `deadline` is on the engine's clock. `reading` divides the answers and
+    `constraint` bounds them, where they are there.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -51,6 +53,8 @@ class Work:
     tenant: str = ""
     priority: Priority = Priority.NORMAL
     deadline: float | None = None
+    reading: Reading | None = None
+    constraint: Constraint | None = None
 
 
 @dataclass(slots=True)
@@ -244,8 +248,9 @@ class Engine:
             return
         self._jobs_of[ticket] = set(ids)
         for index, (job, (_prompt, choice)) in enumerate(zip(jobs, numbered, strict=True)):
-            sampler = self._make_sampler(work.sampling, choice, work.max_tokens)
-            generation = Generation(index, sampler, self._vocabulary, work.max_tokens, work.stops)
+            sampler = self._make_sampler(work.sampling, choice, work.max_tokens, work.constraint)
+            common = (index, sampler, self._vocabulary, work.max_tokens, work.stops)
+            generation = DividedGeneration(*common, work.reading) if work.reading else Generation(*common)
             self._running[job.id] = _Running(ticket, generation, work.logprobs)
 
     def _refuse(self, ticket: Ticket[Output], error: WorkerError) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from inference.worker.backend import TokenSampler, Vocabulary
 from inference.worker.core.detokenize import Detokenizer
+from inference.worker.core.parts import Part
 from inference.worker.core.stops import StopFilter
 from inference.worker.errors import WorkerError
 
@@ -27,6 +28,9 @@ class TokenLogprob:
 class Output:
     """What one step added to one choice. The last one of a choice has `finish` or `error`; `tokens` counts those drawn
     so far, `cached` the prompt tokens that did not have to be computed.
+
+    `text` is content, `parts` is what an answer that is divided holds besides: reasoning and calls, in their order.
+    `reasoning_tokens` are those of `tokens` that were no answer yet.
     """
 
     choice: int
@@ -36,6 +40,8 @@ class Output:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish: str | None = None
     error: WorkerError | None = None
+    parts: tuple[Part, ...] = ()
+    reasoning_tokens: int = 0
 
 
 class Generation:

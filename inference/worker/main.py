@@ -234,7 +234,7 @@ class Worker:
         engine = Engine(
             context,
             model,
-            lambda sampling, choice, most: ChainSampler(model, context, sampling, choice, most),
+            lambda sampling, choice, most, _constraint: ChainSampler(model, context, sampling, choice, most),
             limits,
             courier.deliver,
             self._fatal,

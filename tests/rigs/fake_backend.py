@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from inference.worker.backend import BatchRow, Decode
+from inference.worker.backend import BatchRow, Constraint, Decode
 from inference.worker.requests import Sampling
 
 END = 256
@@ -105,7 +105,7 @@ class SamplerShop:
     say: bytes = b"abcdefgh"
     made: list[FakeSampler] = field(default_factory=list)
 
-    def __call__(self, sampling: Sampling, choice: int, most: int) -> FakeSampler:
+    def __call__(self, sampling: Sampling, choice: int, most: int, constraint: Constraint | None = None) -> FakeSampler:
         """A sampler for one choice."""
         if sampling.seed == 667:
             raise ValueError("no such sampler")

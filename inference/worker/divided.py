@@ -1,0 +1,130 @@
+"""Follows an answer that is more than text, from token to token: reasoning, calls, content; never parses by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from inference.worker.backend import TokenSampler, Vocabulary
+from inference.worker.core.parts import AnswerParser, CallBegin, Content, Part, Reasoning
+from inference.worker.generation import Generation, Output, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the answers of one request are read.
+
+    `parser` makes one for each choice. `shown` are control tokens whose texts the parser sees, `ends` those that end an
+    answer beside the vocabulary's own. `call_id` makes ids for calls that have none.
+    """
+
+    parser: Callable[[], AnswerParser]
+    call_id: Callable[[], str]
+    shown: frozenset[int] = frozenset()
+    ends: frozenset[int] = frozenset()
+    most_calls: int | None = None
+    after_calls: str = "tool_calls"
+    """The finish reason of an answer that called and ended by itself."""
+
+
+class DividedGeneration(Generation):
+    """One choice of one request, on the engine's thread. Stop strings concern content alone.
+
+    Log probabilities are those of every token that was drawn, whatever became of it.
+    """
+
+    def __init__(
+        self,
+        choice: int,
+        sampler: TokenSampler,
+        vocabulary: Vocabulary,
+        max_tokens: int,
+        stops: Sequence[str],
+        reading: Reading,
+    ) -> None:
+        super().__init__(choice, sampler, vocabulary, max_tokens, stops)
+        self._reading = reading
+        self._parser = reading.parser()
+        self._ends = vocabulary.end_tokens | reading.ends
+        self._text = ""
+        self._parts: list[Part] = []
+        self._called = False
+        self._complete = False
+        self._reasons = False
+        self._reasoning_tokens = 0
+        self._undecided = 0
+
+    def accept(self, token: int, logprob: float | None = None, top: Sequence[tuple[int, float]] = ()) -> Output | None:
+        """What the token adds, or None while it is held back; an output with `finish` is the last."""
+        self.tokens += 1
+        self._undecided += 1
+        is_end = token in self._ends
+        is_shown = token in self._reading.shown
+        piece = b"" if is_end and not is_shown else self._vocabulary.piece(token, special=is_shown)
+        if logprob is not None and not is_end:
+            named = tuple((self._vocabulary.piece(other, special=True), value) for other, value in top)
+            self._logprobs.append(TokenLogprob(piece, logprob, named, self._decoded))
+        if decoded := self._detokenizer.push(piece):
+            self._decoded += len(decoded)
+            self._take(self._parser.push(decoded))
+        if self._stops.matched is not None or self._complete:
+            return self._close("stop", cut=True)
+        if is_end or self.tokens >= self._max_tokens:
+            return self._close("stop" if is_end else "length")
+        return self._added(None) if self._text or self._parts else None
+
+    def _close(self, finish: str, *, cut: bool = False) -> Output:
+        if cut:
+            self._logprobs.clear()
+        else:
+            if rest := self._detokenizer.flush():
+                self._take(self._parser.push(rest))
+            self._take(self._parser.flush())
+            self._text += self._stops.flush()
+            if self._reasons:
+                self._reasoning_tokens += self._undecided
+        if self._stops.matched is not None:
+            finish = "stop"
+        elif self._called and finish == "stop":
+            finish = self._reading.after_calls
+        return self._added(finish)
+
+    def _take(self, parts: Iterable[Part]) -> None:
+        """Sorts what the parser found; nothing after a stop string or after the last call that may be made."""
+        for part in parts:
+            if self._stops.matched is not None or self._complete:
+                return
+            self._count(part)
+            if isinstance(part, Content):
+                self._text += self._stops.push(part.text)
+            elif isinstance(part, CallBegin):
+                self._begin(part)
+            else:
+                self._parts.append(part)
+
+    def _begin(self, call: CallBegin) -> None:
+        self._text += self._stops.flush()
+        if self._reading.most_calls is not None and call.index >= self._reading.most_calls:
+            self._complete = True
+            return
+        self._called = True
+        self._parts.append(call if call.id else replace(call, id=self._reading.call_id()))
+
+    def _count(self, part: Part) -> None:
+        """Tokens belong to reasoning up to the one that brings the first part that is none."""
+        if isinstance(part, Reasoning):
+            self._reasoning_tokens += self._undecided
+            self._reasons = True
+        elif self._reasons:
+            self._reasoning_tokens += max(0, self._undecided - 1)
+            self._reasons = False
+        self._undecided = 0
+
+    def _added(self, finish: str | None) -> Output:
+        text, parts, logprobs = self._text, tuple(self._parts), tuple(self._logprobs)
+        self._text = ""
+        self._parts.clear()
+        self._logprobs.clear()
+        return Output(
+            self.choice, text, self.tokens, self.cached or 0, logprobs, finish, None, parts, self._reasoning_tokens
+        )
