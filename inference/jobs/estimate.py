@@ -113,6 +113,7 @@ def _exact(
         here = sums.setdefault(owner, [0, 0, 0])
         for index, count in enumerate((weights, kv, compute)):
             here[index] += count
+    sums.setdefault("cpu", [0, 0, 0])[2] += context.output_bytes
     return {device: Parts(*counts) for device, counts in sums.items()}, capabilities
 
 

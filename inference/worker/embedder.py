@@ -1,4 +1,4 @@
-"""The engine thread of an embedding model: packs inputs into batches and pools them; decides no policy of its own."""
+"""The engine thread of a model that pools: packs inputs into batches, one vector each; decides no policy of its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ log = logging.getLogger("headgate.worker.embedder")
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """One input's embedding (float32, length 1 in the Euclidean norm), or why there is none."""
+    """What one input came to (float32): an embedding of length 1 in the Euclidean norm, or a reranker's raw answers;
+    or why there is none.
+    """
 
     index: int
     values: np.ndarray | None = None
@@ -33,10 +35,10 @@ class Vector:
 
 
 class PoolingBackend(Protocol):
-    """A context that pools."""
+    """A context that pools: at most `n_slots` inputs with at most `pool_tokens` tokens together."""
 
     n_slots: int
-    n_ubatch: int
+    pool_tokens: int
 
     def pool(self, rows: Sequence[BatchRow]) -> tuple[Decode, list[np.ndarray]]:
         """One vector per row."""
@@ -61,8 +63,12 @@ class Embedder:
         deliver: Callable[[list[tuple[Ticket[Vector], Vector]]], None],
         on_fatal: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        scales: bool = True,
     ) -> None:
+        """`scales`: vectors are scaled to length 1."""
         self.pulse = Pulse(clock)
+        self._scales = scales
         self._backend = backend
         self._queue = queue
         self._deliver = deliver
@@ -105,24 +111,26 @@ class Embedder:
         self._deliver([(item.ticket, Vector(item.index, error=reason)) for item in rest])
 
     def _next(self) -> list[_Input]:
-        """As many inputs, in order, as one physical batch holds: a pooled input cannot be divided."""
+        """As many inputs, in order, as are pooled at once; ends those that are too late or could never be pooled."""
         chosen: list[_Input] = []
-        late: list[_Input] = []
-        room = self._backend.n_ubatch
+        ended: list[tuple[_Input, WorkerError]] = []
+        room = self._backend.pool_tokens
         now = self._clock()
         with self._lock:
             while self._inputs and len(chosen) < self._backend.n_slots:
                 item = self._inputs[0]
                 if item.deadline is not None and item.deadline <= now:
-                    late.append(self._inputs.popleft())
+                    ended.append((self._inputs.popleft(), _too_late()))
+                    continue
+                if len(item.tokens) > self._backend.pool_tokens:
+                    ended.append((self._inputs.popleft(), _too_long(len(item.tokens), self._backend.pool_tokens)))
                     continue
                 if len(item.tokens) > room:
                     break
                 room -= len(item.tokens)
                 chosen.append(self._inputs.popleft())
             self.pulse.queued = len(self._inputs)
-        error = WorkerError(Code.DEADLINE_EXCEEDED, "the model did not answer within the deadline")
-        self._deliver([(item.ticket, Vector(item.index, error=error)) for item in late])
+        self._deliver([(item.ticket, Vector(item.index, error=error)) for item, error in ended])
         return chosen
 
     def _compute(self, batch: list[_Input]) -> None:
@@ -142,15 +150,26 @@ class Embedder:
             self._runner.succeeded()
             self.pulse.prompt_tokens += total
             self._deliver(
-                [
-                    (item.ticket, Vector(item.index, normalized(values)))
-                    for item, values in zip(batch, vectors, strict=True)
-                ]
+                [(item.ticket, self._vector(item.index, values)) for item, values in zip(batch, vectors, strict=True)]
             )
             return
         reason = WorkerError(Code.MODEL_FAILED, failure)
         self._deliver([(item.ticket, Vector(item.index, error=reason)) for item in batch])
         self._runner.failed(failure)
+
+    def _vector(self, index: int, values: np.ndarray) -> Vector:
+        if not np.isfinite(values).all():
+            return Vector(index, error=WorkerError(Code.MODEL_FAILED, "the model computed numbers that are not finite"))
+        return Vector(index, normalized(values) if self._scales else values)
+
+
+def _too_late() -> WorkerError:
+    return WorkerError(Code.DEADLINE_EXCEEDED, "the model did not answer within the deadline")
+
+
+def _too_long(tokens: int, most: int) -> WorkerError:
+    """For what validation should have refused: it must not reach llama.cpp, which would end the process."""
+    return WorkerError(Code.MODEL_FAILED, f"an input of {tokens} tokens cannot be pooled; at most {most} can")
 
 
 def normalized(values: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Finds ggml's compute devices by name, registering remote ones; never decides which one a model gets.
+"""Finds ggml's compute devices by name, and tensors in a file's header; never decides which one a model gets.
 
 llama-cpp-python binds none of ggml's functions, so the shared library beside it is opened here with ctypes.
 """
@@ -44,6 +44,27 @@ def library() -> ctypes.CDLL:
         bound.restype = restype
         bound.argtypes = argtypes
     return lib
+
+
+class _GgufParams(ctypes.Structure):
+    _fields_ = (("no_alloc", ctypes.c_bool), ("context", ctypes.c_void_p))
+
+
+def has_tensor(path: str, name: str) -> bool:
+    """Whether the GGUF file at `path` lists a tensor of that name; False for a file that cannot be read."""
+    lib = library()
+    lib.gguf_init_from_file.restype = ctypes.c_void_p
+    lib.gguf_init_from_file.argtypes = [ctypes.c_char_p, _GgufParams]
+    lib.gguf_find_tensor.restype = ctypes.c_int64
+    lib.gguf_find_tensor.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+    lib.gguf_free.argtypes = [ctypes.c_void_p]
+    header = lib.gguf_init_from_file(path.encode(), _GgufParams(True, None))
+    if not header:
+        return False
+    try:
+        return bool(lib.gguf_find_tensor(header, name.encode()) >= 0)
+    finally:
+        lib.gguf_free(header)
 
 
 def device_name(device: int) -> str:

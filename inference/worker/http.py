@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import numpy as np
 import orjson
 
 from inference.protocol import (
@@ -32,6 +33,7 @@ from inference.worker.generation import Output
 from inference.worker.messages import messages_of
 from inference.worker.prompts import Prompts
 from inference.worker.requests import EmbeddingRequest, Facts, GenerateRequest
+from inference.worker.reranking import Reranker
 from inference.worker.responses import Answer, Usage
 from inference.worker.tickets import Ticket
 
@@ -54,7 +56,9 @@ T = TypeVar("T")
 
 
 class App:
-    """The ASGI app of one loaded model. `engine` generates or `embedder` embeds; the other is None."""
+    """The ASGI app of one loaded model. `engine` generates or `embedder` pools; the other is None. `reranker` reads and
+    writes for an embedder whose model ranks.
+    """
 
     def __init__(
         self,
@@ -64,6 +68,8 @@ class App:
         engine: Engine | None,
         embedder: Embedder | None,
         executor: Executor,
+        *,
+        reranker: Reranker | None = None,
     ) -> None:
         self.in_flight = 0
         self.draining = False
@@ -74,12 +80,14 @@ class App:
         self._detokenize = detokenize
         self._engine = engine
         self._embedder = embedder
+        self._reranker = reranker
         self._executor = executor
         self._reading_big = asyncio.Lock()
         self._routes: Mapping[str, tuple[str, Callable[[Exchange], Awaitable[None]]]] = {
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._completion),
             "/v1/embeddings": ("POST", self._embeddings),
+            "/v1/rerank": ("POST", self._rerank),
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._detokenized),
             "/livez": ("GET", self._livez),
@@ -259,6 +267,27 @@ class App:
             return request, self._prompts.embed(request)
 
         request, inputs = await self._understood(exchange, understand)
+        vectors = await self._pooled(exchange, inputs, arrival)
+        if request.dimensions is not None:
+            vectors = [normalized(values[: request.dimensions]) for values in vectors]
+        tokens = sum(len(tokens) for tokens in inputs)
+        await exchange.json(
+            await self._off_loop(
+                lambda: responses.embeddings(self._facts.model_id, vectors, tokens, as_base64=request.as_base64)
+            )
+        )
+
+    async def _rerank(self, exchange: Exchange) -> None:
+        arrival = time.monotonic()
+        reranker = self._reranker
+        if reranker is None:
+            raise BadRequestError(f"model {self._facts.model_id!r} does not rerank; ask a reranking model", "model")
+        request = await self._understood(exchange, reranker.understand)
+        outputs = await self._pooled(exchange, request.inputs, arrival)
+        await exchange.json(await self._off_loop(lambda: reranker.answer(request, outputs)))
+
+    async def _pooled(self, exchange: Exchange, inputs: Sequence[Sequence[int]], arrival: float) -> list[np.ndarray]:
+        """What the model says to each input, in their order."""
         embedder = self._embedder
         if embedder is None:
             raise BadRequestError(f"model {self._facts.model_id!r} gives no embeddings", "model")
@@ -266,26 +295,17 @@ class App:
         ticket: Ticket[Vector] = Ticket(asyncio.get_running_loop())
         exchange.on_disconnect(ticket.leave)
         embedder.submit(inputs, ticket, deadline)
-        vectors: dict[int, Any] = {}
+        vectors: dict[int, np.ndarray] = {}
         try:
             while len(vectors) < len(inputs):
                 for vector in await _next(ticket):
                     if vector.error is not None:
                         raise vector.error
                     assert vector.values is not None
-                    values = vector.values
-                    if request.dimensions is not None and request.dimensions < len(values):
-                        values = normalized(values[: request.dimensions])
-                    vectors[vector.index] = values
+                    vectors[vector.index] = vector.values
         finally:
             embedder.abort(ticket)
-        ordered = [vectors[index] for index in range(len(inputs))]
-        tokens = sum(len(tokens) for tokens in inputs)
-        await exchange.json(
-            await self._off_loop(
-                lambda: responses.embeddings(self._facts.model_id, ordered, tokens, as_base64=request.as_base64)
-            )
-        )
+        return [vectors[index] for index in range(len(inputs))]
 
     async def _tokenize(self, exchange: Exchange) -> None:
         await exchange.json(await self._understood(exchange, self._tokens_of))

@@ -49,9 +49,10 @@ def load(grant: Grant, tail: LogTail, on_progress: Callable[[float], bool]) -> L
     context.warm_up()
     template, problem = template_of(model)
     capabilities = capabilities_of(grant, model, pooling, template)
+    context_length = _context_length(grant, model, context)
     facts = Facts(
         model_id=grant.model_id,
-        context_length=grant.context_length,
+        context_length=context_length,
         n_vocab=model.n_vocab,
         n_embd=model.n_embd,
         capabilities=capabilities,
@@ -66,11 +67,11 @@ def load(grant: Grant, tail: LogTail, on_progress: Callable[[float], bool]) -> L
     ready = Ready(
         load_seconds=time.monotonic() - started,
         buffers=tail.buffers(names),
-        context_length=grant.context_length,
+        context_length=context_length,
         capabilities=capabilities,
         metadata={
             "description": model.description,
-            "architecture": model.metadata.get("general.architecture", ""),
+            "architecture": _architecture(model),
             "name": model.metadata.get("general.name", ""),
             "parameters": model.n_params,
             "n_ctx_train": model.n_ctx_train,
@@ -89,10 +90,28 @@ def open_context(grant: Grant, params: Any) -> tuple[llama.Model, llama.Context,
     """
     model = llama.Model(grant.path, params)
     pooling = _pooling(model, grant)
-    context_params = llama.context_params(grant, pooled=pooling is not None, on_gpu=params.n_gpu_layers != 0)
-    if pooling is not None:
-        context_params.pooling_type = pooling
-    return model, llama.Context(model, context_params), pooling
+    context = llama.Context(
+        model,
+        llama.context_params(
+            grant,
+            pooling=pooling,
+            in_pieces=pooling in (llama.POOLING_LAST, llama.POOLING_RANK) and _is_causal(model),
+            on_gpu=params.n_gpu_layers != 0,
+        ),
+    )
+    if pooling is None and context.memory is None:
+        raise LoadError(
+            ExitCause.STARTUP,
+            f"a {_architecture(model)} model keeps no memory of what it read, so it cannot generate here; if it gives "
+            "embeddings, say so in capabilities",
+        )
+    return model, context, pooling
+
+
+def _context_length(grant: Grant, model: llama.Model, context: llama.Context) -> int:
+    """Most tokens of one sequence: what was asked for, within the positions the model knows and what pools at once."""
+    bounds = [grant.context_length, model.n_positions, context.pool_tokens if context.pooling > 0 else None]
+    return min(bound for bound in bounds if bound is not None)
 
 
 def _check(grant: Grant) -> None:
@@ -119,21 +138,62 @@ def _check(grant: Grant) -> None:
 
 
 def _pooling(model: llama.Model, grant: Grant) -> int | None:
-    """The pooling of an embedding model, None for a generative one; raises LoadError for what can be neither."""
-    said = grant.capabilities or ()
-    if "embeddings" in said and set(said) & set(GENERATIVE):
+    """How the model pools, None for a generative one; raises LoadError for what can be neither."""
+    said = set(grant.capabilities or ())
+    if len([kind for kind in (GENERATIVE, ("embeddings",), ("rerank",)) if said & set(kind)]) > 1:
         raise LoadError(
-            ExitCause.STARTUP, "one worker either generates or embeds; configure two models for the same file"
+            ExitCause.STARTUP,
+            "one worker either generates, embeds or reranks; configure two models for the same file",
         )
-    architecture = model.metadata.get("general.architecture", "")
-    pooling = int(model.metadata.get(f"{architecture}.pooling_type", "-1"))
-    if pooling == llama.POOLING_RANK:
-        raise LoadError(ExitCause.STARTUP, "this is a reranking model, which is not supported yet")
-    if "embeddings" in said or (pooling > 0 and not said):
+    if model.translates:
+        raise LoadError(
+            ExitCause.STARTUP, f"a {_architecture(model)} model is an encoder with a decoder, which is not supported"
+        )
+    pooling = int(model.metadata.get(f"{_architecture(model)}.pooling_type", "-1"))
+    if pooling > llama.POOLING_RANK:
+        raise LoadError(ExitCause.STARTUP, f"its pooling type {pooling} is not known; mean, cls, last and rank are")
+    if "rerank" in said or (pooling == llama.POOLING_RANK and not said & set(GENERATIVE)):
+        _check_reranker(model, said)
+        return llama.POOLING_RANK
+    if "embeddings" in said or (pooling > llama.POOLING_NONE and not said):
+        if pooling == llama.POOLING_NONE:
+            raise LoadError(
+                ExitCause.STARTUP, "its pooling is none: it gives a vector per token, and an embedding is one per text"
+            )
         return pooling if pooling > 0 else llama.POOLING_MEAN
     if not model.generates:
-        raise LoadError(ExitCause.STARTUP, f"a {architecture} model neither generates text nor names a pooling")
+        raise LoadError(ExitCause.STARTUP, f"a {_architecture(model)} model neither generates text nor names a pooling")
     return None
+
+
+def _check_reranker(model: llama.Model, said: set[str]) -> None:
+    """Raises LoadError where a score would mean nothing, though llama.cpp would compute one."""
+    problem = None
+    has_softmax = _architecture(model) in _TWO_ANSWERS
+    if "embeddings" in said:
+        problem = "this is a reranking model: it gives no embeddings; leave capabilities out or write rerank"
+    elif not model.has_head:
+        problem = "it has no classification head (cls.weight or cls.output.weight), so it cannot rerank"
+    elif has_softmax and model.n_scores != 2:
+        problem = f"a {_architecture(model)} reranker answers yes or no, and this one has {model.n_scores} answers"
+    elif not has_softmax and model.n_scores != 1:
+        problem = f"it is a classifier with {model.n_scores} classes; a reranker has one"
+    elif model.rerank_template is None and model.sep is None and model.eos is None:
+        problem = "it has neither a rerank template nor a token that could separate query and document"
+    if problem is not None:
+        raise LoadError(ExitCause.STARTUP, problem)
+
+
+_TWO_ANSWERS = ("qwen3", "qwen3vl")
+"""Architectures whose ranking llama.cpp ends in a softmax over two answers, the first of which is yes."""
+
+
+def _architecture(model: llama.Model) -> str:
+    return model.metadata.get("general.architecture", "")
+
+
+def _is_causal(model: llama.Model) -> bool:
+    return model.metadata.get(f"{_architecture(model)}.attention.causal", "true") == "true"
 
 
 def template_of(model: llama.Model) -> tuple[ChatTemplate | None, str]:
@@ -157,7 +217,7 @@ def capabilities_of(
 ) -> tuple[str, ...]:
     """What the model can do, within what the grant allows; raises LoadError when it asks for what is not there."""
     if pooling is not None:
-        return ("embeddings",)
+        return ("rerank",) if pooling == llama.POOLING_RANK else ("embeddings",)
     can = GENERATIVE if template is not None else ("completions",)
     if grant.capabilities is None:
         return can

@@ -40,6 +40,7 @@ from inference.worker.link import (
 if TYPE_CHECKING:
     from inference.worker.http import App
     from inference.worker.loading import Loaded
+    from inference.worker.reranking import Reranker
 
 log = logging.getLogger("headgate.worker")
 
@@ -221,12 +222,13 @@ class Worker:
 
         courier = Courier(asyncio.get_running_loop())
         context, model = loaded.context, loaded.model
-        if "embeddings" in loaded.facts.capabilities:
-            return None, Embedder(context, grant.queue_limit, courier.deliver, self._fatal)
+        if context.pooling > 0:
+            scales = "embeddings" in loaded.facts.capabilities
+            return None, Embedder(context, grant.queue_limit, courier.deliver, self._fatal, scales=scales)
         limits = Limits(
             slots=context.n_slots,
             cells=context.n_ctx,
-            context=grant.context_length,
+            context=loaded.facts.context_length,
             batch=context.n_batch,
             queue=grant.queue_limit,
             can_trim=context.can_trim,
@@ -251,7 +253,9 @@ class Worker:
             started.result()
         threading.stack_size(0)
         prompts = Prompts(loaded.model, loaded.template, loaded.facts)
-        return App(loaded.facts, prompts, loaded.model.detokenize, engine, embedder, executor)
+        return App(
+            loaded.facts, prompts, loaded.model.detokenize, engine, embedder, executor, reranker=_reranker(loaded)
+        )
 
     def _beat(self, running: Any) -> None:
         while True:
@@ -262,6 +266,18 @@ class Worker:
         """The engine gave up: tell the requests, then end, so that a fresh process can take over."""
         log.error("giving up: %s", message)
         threading.Timer(STOP_SECONDS / 2, _exit, (1,)).start()
+
+
+def _reranker(loaded: Loaded) -> Reranker | None:
+    """What reads and writes /v1/rerank, for a model that reranks."""
+    if "rerank" not in loaded.facts.capabilities:
+        return None
+    from inference.worker.reranking import Reranker
+    from inference.worker.templates import ChatTemplate
+
+    model = loaded.model
+    defused = ChatTemplate("", bos="", eos="", control_texts=model.control_texts).defused
+    return Reranker(model, loaded.facts, model.rerank_template, defused)
 
 
 def _say(line: str) -> None:

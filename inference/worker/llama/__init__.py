@@ -7,7 +7,9 @@ from inference.worker.llama.context import Context
 from inference.worker.llama.model import Model
 from inference.worker.llama.params import (
     KV_TYPES,
+    POOLING_LAST,
     POOLING_MEAN,
+    POOLING_NONE,
     POOLING_RANK,
     context_params,
     model_params,
@@ -17,7 +19,9 @@ from inference.worker.llama.sampler import Sampler
 
 __all__ = [
     "KV_TYPES",
+    "POOLING_LAST",
     "POOLING_MEAN",
+    "POOLING_NONE",
     "POOLING_RANK",
     "Context",
     "Model",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from inference.protocol import ExitCause
 from inference.worker.backend import BatchRow, Decode
 from inference.worker.errors import LoadError
 from inference.worker.llama.model import Model
+from inference.worker.llama.params import POOLING_LAST, POOLING_RANK
 from inference.worker.llama.process import quick
 
 _seq_rm = quick("llama_memory_seq_rm")
@@ -35,6 +37,11 @@ class Context:
         self.n_batch = int(lib.llama_n_batch(self.handle))
         self.n_ubatch = int(lib.llama_n_ubatch(self.handle))
         self.n_slots = int(lib.llama_n_seq_max(self.handle))
+        is_causal = self.memory is not None and bool(lib.llama_get_causal_attn(self.handle))
+        self._in_pieces = is_causal and self.pooling in (POOLING_LAST, POOLING_RANK)
+        self.pool_tokens = min(self.n_ctx, max(self.n_batch, self.n_ctx // self.n_slots))
+        if not self._in_pieces:
+            self.pool_tokens = min(self.pool_tokens, self.n_ubatch)
         self.can_trim = False
         self._sequence_ids = np.arange(self.n_slots, dtype=np.int32)
         first = self._sequence_ids.ctypes.data
@@ -54,6 +61,14 @@ class Context:
             seq_id=self._owners.ctypes.data_as(ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
             logits=self._wanted.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )
+
+    @property
+    def output_bytes(self) -> int:
+        """Host memory for the outputs of the largest pooled batch, which llama.cpp allocates when one comes and does
+        not count: a row of logits and one of the embedding per token (`llama_context::output_reserve`).
+        """
+        rows = self.n_ubatch if self.pooling > 0 else 0
+        return rows * (self.model.n_vocab + self.model.n_embd) * 4
 
     def close(self) -> None:
         """Frees the memory and the compute buffers."""
@@ -110,18 +125,27 @@ class Context:
         return Decode(lib.llama_decode(self.handle, self._batch)), last
 
     def pool(self, rows: Sequence[BatchRow]) -> tuple[Decode, list[np.ndarray]]:
-        """Computes whole inputs in one physical batch; returns one vector per row, and leaves the memory empty."""
+        """Computes whole inputs, at most `pool_tokens` in all, and leaves the memory empty.
+
+        Returns one vector per row: the embedding, or what the classification head of a reranker says. Where only the
+        last token counts and sees those before it, the inputs go through in pieces of one physical batch. Raises
+        ValueError for more tokens than that, which llama.cpp would answer by ending the process.
+        """
+        if sum(len(row.tokens) for row in rows) > self.pool_tokens:
+            raise ValueError(f"more than {self.pool_tokens} tokens cannot be pooled at once")
         self.forget_all()
-        status, _last = self.decode(rows, every=True)
-        if status is not Decode.OK:
-            return status, []
-        size = self.model.n_embd
+        size = self.model.n_scores if self.pooling == POOLING_RANK else self.model.n_embd
         vectors = []
-        for row in rows:
-            pointer = lib.llama_get_embeddings_seq(self.handle, row.slot)
-            vectors.append(np.ctypeslib.as_array(pointer, shape=(size,)).copy())
+        for pieces in _in_pieces(rows, self.n_ubatch) if self._in_pieces else [[(row, True) for row in rows]]:
+            status, _last = self.decode([piece for piece, _ends in pieces], every=True)
+            if status is not Decode.OK:
+                return status, []
+            for piece, ends in pieces:
+                if ends:
+                    pointer = lib.llama_get_embeddings_seq(self.handle, piece.slot)
+                    vectors.append(np.ctypeslib.as_array(pointer, shape=(size,)).copy())
         self.forget_all()
-        return status, vectors
+        return Decode.OK, vectors
 
     def forget_all(self) -> None:
         """Empties the memory."""
@@ -138,7 +162,7 @@ class Context:
         It also learns whether the tail of a sequence can be removed (`can_trim`), which running states cannot.
         """
         token = self.model.bos if self.model.bos is not None else 0
-        row = _WarmUp(tokens=(token, token))
+        row = _Row(0, 0, (token, token))
         status = self.pool([row])[0] if self.pooling > 0 else self.decode([row])[0]
         self.can_trim = self.pooling <= 0 and not self.model.keeps_whole_state and self.remove(0, 1)
         self.forget_all()
@@ -146,10 +170,28 @@ class Context:
             raise LoadError(ExitCause.OOM_COMPUTE, f"the first step failed ({status.name.lower()})")
 
 
-class _WarmUp:
-    slot = 0
-    start = 0
-    sample = True
+@dataclass(frozen=True, slots=True)
+class _Row:
+    slot: int
+    start: int
+    tokens: Sequence[int]
+    sample: bool = True
 
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self.tokens = tokens
+
+def _in_pieces(rows: Sequence[BatchRow], size: int) -> Iterator[list[tuple[BatchRow, bool]]]:
+    """`rows` one after the other, cut into batches of at most `size` tokens; each piece with whether its row ends."""
+    batch: list[tuple[BatchRow, bool]] = []
+    room = size
+    for row in rows:
+        at = 0
+        while at < len(row.tokens):
+            count = min(room, len(row.tokens) - at)
+            piece = _Row(row.slot, row.start + at, row.tokens[at : at + count])
+            at += count
+            room -= count
+            batch.append((piece, at == len(row.tokens)))
+            if room == 0:
+                yield batch
+                batch, room = [], size
+    if batch:
+        yield batch

@@ -11,6 +11,7 @@ from typing import Any
 from llama_cpp import llama_cpp as lib
 
 from inference.protocol import ExitCause
+from inference.worker import ggml
 from inference.worker.core.cuts import Cutter
 from inference.worker.errors import LoadError
 from inference.worker.llama.process import quick
@@ -44,6 +45,7 @@ class Model:
     def __init__(self, path: str, params: Any) -> None:
         """Loads the file; raises LoadError(OOM_LOAD) when llama.cpp returns NULL."""
         self._params = params
+        self._path = path
         handle = lib.llama_model_load_from_file(path.encode(), params)
         if not handle:
             raise LoadError(ExitCause.OOM_LOAD, f"llama.cpp could not load {path}")
@@ -76,6 +78,12 @@ class Model:
         text = lib.llama_model_chat_template(self.handle, None)
         return text.decode("utf-8", "replace") if text else None
 
+    @functools.cached_property
+    def rerank_template(self) -> str | None:
+        """The text around a query and a document in a generative reranker's GGUF, with {query} and {document} in it."""
+        text = lib.llama_model_chat_template(self.handle, b"rerank")
+        return text.decode("utf-8", "replace") if text else None
+
     @property
     def n_ctx_train(self) -> int:
         """Context length the model was trained with, in tokens."""
@@ -92,6 +100,30 @@ class Model:
         return int(lib.llama_model_n_embd_out(self.handle))
 
     @property
+    def n_scores(self) -> int:
+        """Length of what the classification head of a reranker gives."""
+        return int(lib.llama_model_n_cls_out(self.handle))
+
+    @functools.cached_property
+    def has_head(self) -> bool:
+        """Whether the file holds a classification head, which llama.cpp does not insist on when it ranks.
+
+        The last layer of it is `cls.output` but for Jina's BERT, whose only one is `cls`.
+        """
+        is_jina = self.metadata.get("general.architecture") == "jina-bert-v2"
+        return self._has_tensor("cls.weight" if is_jina else "cls.output.weight")
+
+    @functools.cached_property
+    def n_positions(self) -> int | None:
+        """How many positions have learned vectors, None where there is no such table: beyond it llama.cpp aborts."""
+        has_table = lib.llama_model_rope_type(self.handle) < 0 and self._has_tensor("position_embd.weight")
+        return self.n_ctx_train if has_table else None
+
+    def _has_tensor(self, name: str) -> bool:
+        """Whether the file, or the first of its parts, lists the tensor; a file in parts has the benefit of doubt."""
+        return "split.count" in self.metadata or ggml.has_tensor(self._path, name)
+
+    @property
     def description(self) -> str:
         """Such as `llama 1B Q4_K - Medium`."""
         buffer = ctypes.create_string_buffer(256)
@@ -100,8 +132,15 @@ class Model:
 
     @property
     def generates(self) -> bool:
-        """Whether it is a plain decoder; encoders and encoder-decoders are not."""
+        """Whether it is a plain decoder; encoders and encoder-decoders are not (nor is a model without a memory, which
+        only its context shows).
+        """
         return bool(lib.llama_model_has_decoder(self.handle)) and not lib.llama_model_has_encoder(self.handle)
+
+    @property
+    def translates(self) -> bool:
+        """Whether it is an encoder with a decoder behind it."""
+        return bool(lib.llama_model_has_encoder(self.handle)) and bool(lib.llama_model_has_decoder(self.handle))
 
     @property
     def keeps_whole_state(self) -> bool:
@@ -161,6 +200,22 @@ class Model:
     def adds_bos(self) -> bool:
         """Whether prompts of this model start with BOS."""
         return bool(lib.llama_vocab_get_add_bos(self.vocab)) and self.bos is not None
+
+    @functools.cached_property
+    def sep(self) -> int | None:
+        """Separator token, if the vocabulary has one."""
+        token = int(lib.llama_vocab_sep(self.vocab))
+        return token if token >= 0 else None
+
+    @property
+    def adds_eos(self) -> bool:
+        """Whether a text of this model ends with EOS."""
+        return bool(lib.llama_vocab_get_add_eos(self.vocab)) and self.eos is not None
+
+    @property
+    def adds_sep(self) -> bool:
+        """Whether two texts of this model have SEP between them."""
+        return bool(lib.llama_vocab_get_add_sep(self.vocab)) and self.sep is not None
 
     def text_of(self, token: int | None) -> str:
         """The text of a special token, empty for None."""

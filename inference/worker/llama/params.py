@@ -13,7 +13,9 @@ from inference.worker.hardware import usable_cores
 from inference.worker.link import Grant
 
 KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "q4_0": 2}
+POOLING_NONE = int(lib.LLAMA_POOLING_TYPE_NONE)
 POOLING_MEAN = int(lib.LLAMA_POOLING_TYPE_MEAN)
+POOLING_LAST = int(lib.LLAMA_POOLING_TYPE_LAST)
 POOLING_RANK = int(lib.LLAMA_POOLING_TYPE_RANK)
 
 
@@ -48,11 +50,12 @@ def model_params(grant: Grant, on_progress: Callable[[float], bool] | None = Non
     return params
 
 
-def context_params(grant: Grant, *, pooled: bool, on_gpu: bool = False) -> Any:
-    """llama.cpp's context parameters for `grant`; `pooled` opens an embedding context.
+def context_params(grant: Grant, *, pooling: int | None, in_pieces: bool = False, on_gpu: bool = False) -> Any:
+    """llama.cpp's context parameters for `grant`; `pooling` opens a context that pools so, None one that generates.
 
     Logits are reserved for one row per sequence (`n_outputs_max`): by default llama.cpp reserves a whole batch times
-    the vocabulary. A pooled input must fit one physical batch, so both batch sizes become the context length there.
+    the vocabulary. A pooled input must fit one physical batch, so both batch sizes become the context length there,
+    unless it can go through in pieces.
     """
     params = lib.llama_context_default_params()
     params.n_ctx = grant.context_length * grant.parallel
@@ -67,9 +70,11 @@ def context_params(grant: Grant, *, pooled: bool, on_gpu: bool = False) -> Any:
     params.n_threads = params.n_threads_batch = grant.threads or usable_cores()
     params.no_perf = True
     params.offload_kqv = params.op_offload = on_gpu
-    if pooled:
+    if pooling is not None:
         params.embeddings = True
-        params.n_batch = params.n_ubatch = max(grant.context_length, grant.ubatch)
+        params.pooling_type = pooling
+        if not in_pieces:
+            params.n_batch = params.n_ubatch = max(grant.context_length, grant.ubatch)
     else:
         params.n_outputs_max = max(grant.parallel, 1)
     return params
