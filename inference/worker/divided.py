@@ -111,12 +111,12 @@ class DividedGeneration(Generation):
         self._parts.append(call if call.id else replace(call, id=self._reading.call_id()))
 
     def _count(self, part: Part) -> None:
-        """Tokens belong to reasoning up to the one that brings the first part that is none."""
+        """Of the tokens without a text between a thought and what follows, one is counted as the mark that ends it."""
         if isinstance(part, Reasoning):
             self._reasoning_tokens += self._undecided
             self._reasons = True
         elif self._reasons:
-            self._reasoning_tokens += max(0, self._undecided - 1)
+            self._reasoning_tokens += min(1, self._undecided - 1)
             self._reasons = False
         self._undecided = 0
 

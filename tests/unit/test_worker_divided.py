@@ -1,0 +1,177 @@
+"""Answers with reasoning and calls, from token to token: what is shown, what ends them, what is counted."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from inference.worker.core.parts import CallArguments, CallBegin, Part, Reasoning
+from inference.worker.divided import DividedGeneration, Reading
+from inference.worker.generation import Output
+from tests.rigs.fake_backend import END, FakeSampler
+from tests.rigs.fake_dialect import MarkParser
+
+
+class Vocabulary:
+    """Every byte is a token. 256 ends; 257 is a control token written `[`, 258 one written `]` that ends an answer."""
+
+    end_tokens = frozenset({END})
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """Control tokens are empty unless `special`."""
+        if token < 256:
+            return bytes([token])
+        return {257: b"[", 258: b"]"}.get(token, b"<end>") if special else b""
+
+
+def reading(**changes: Any) -> Reading:
+    ids = itertools.count(1)
+    return Reading(
+        **{"parser": MarkParser, "call_id": lambda: f"call_{next(ids)}", "shown": frozenset({257, 258}), **changes}
+    )
+
+
+def follow(
+    said: str | list[int], *, most: int = 1000, stops: tuple[str, ...] = (), logprobs: bool = False, **changes: Any
+) -> list[Output]:
+    """All outputs of an answer that draws these tokens, up to its end."""
+    tokens = [*said.encode(), END] if isinstance(said, str) else said
+    generation = DividedGeneration(0, FakeSampler(b""), Vocabulary(), most, stops, reading(**changes))
+    outputs: list[Output] = []
+    for token in tokens:
+        output = generation.accept(token, -0.5 if logprobs else None)
+        if output is not None:
+            outputs.append(output)
+            if output.finish is not None:
+                return outputs
+    raise AssertionError("it never ended")
+
+
+def text(outputs: list[Output]) -> str:
+    return "".join(output.text for output in outputs)
+
+
+def thoughts(outputs: list[Output]) -> str:
+    return "".join(part.text for output in outputs for part in output.parts if isinstance(part, Reasoning))
+
+
+def calls(outputs: list[Output]) -> list[tuple[str, str, str]]:
+    """(id, name, arguments) of every call."""
+    found: list[tuple[str, str, str]] = []
+    for output in outputs:
+        for part in output.parts:
+            if isinstance(part, CallBegin):
+                assert part.index == len(found)
+                found.append((part.id, part.name, ""))
+            elif isinstance(part, CallArguments):
+                id, name, arguments = found[part.index]
+                found[part.index] = (id, name, arguments + part.text)
+    return found
+
+
+def test_an_answer_is_divided_and_nothing_is_lost() -> None:
+    outputs = follow("(because)so[add:{1}][sub:{2}]")
+    assert (thoughts(outputs), text(outputs)) == ("because", "so")
+    assert calls(outputs) == [("call_1", "add", "{1}"), ("call_2", "sub", "{2}")]
+    assert outputs[-1].finish == "tool_calls"
+    assert outputs[-1].tokens == len("(because)so[add:{1}][sub:{2}]") + 1
+
+
+def test_an_id_of_the_familys_own_is_kept() -> None:
+    assert calls(follow("[known:{}]")) == [("own", "known", "{}")]
+
+
+def test_parts_keep_their_order_within_one_output() -> None:
+    """A token may hold the end of one part and the beginning of the next."""
+
+    class Wide(Vocabulary):
+        def piece(self, token: int, *, special: bool = False) -> bytes:
+            return b"(a)b[f:1]" if token == 65 else super().piece(token, special=special)
+
+    generation = DividedGeneration(0, FakeSampler(b""), Wide(), 9, (), reading())
+    output = generation.accept(65)
+    assert output is not None
+    expected: list[Part] = [Reasoning("a"), CallBegin(0, "f", "call_1"), CallArguments(0, "1")]
+    assert (output.text, list(output.parts)) == ("b", expected)
+
+
+@pytest.mark.parametrize(
+    ("said", "most", "finish"),
+    [
+        ("plain", 99, "stop"),
+        ("plain", 3, "length"),
+        ("[f:{}]", 99, "tool_calls"),
+        ("[f:{}]", 4, "length"),
+        ("(only thought)", 99, "stop"),
+    ],
+)
+def test_the_finish_reason_says_how_it_ended(said: str, most: int, finish: str) -> None:
+    assert follow(said, most=most)[-1].finish == finish
+
+
+def test_a_named_call_ends_with_stop() -> None:
+    """As OpenAI does it."""
+    assert follow("[f:{}]", after_calls="stop")[-1].finish == "stop"
+
+
+def test_stop_strings_concern_content_only() -> None:
+    outputs = follow("(a STOP b)c[f:STOP]d STOP e", stops=("STOP",))
+    assert (thoughts(outputs), text(outputs), calls(outputs)) == ("a STOP b", "cd ", [("call_1", "f", "STOP")])
+    assert outputs[-1].finish == "stop"
+
+
+def test_a_stop_string_does_not_reach_across_a_call() -> None:
+    outputs = follow("ST[f:{}]OP", stops=("STOP",))
+    assert (text(outputs), outputs[-1].finish) == ("STOP", "tool_calls")
+
+
+def test_a_stop_string_that_only_the_end_completes_still_cuts() -> None:
+    """The parser holds text back to the very end."""
+    outputs = follow("x[STOP", stops=("[STOP",))
+    assert (text(outputs), outputs[-1].finish) == ("x", "stop")
+
+
+def test_the_second_call_of_an_answer_that_may_hold_one_ends_it() -> None:
+    outputs = follow("[f:{}][g:{}] and more", most_calls=1)
+    assert calls(outputs) == [("call_1", "f", "{}")]
+    assert (text(outputs), outputs[-1].finish) == ("", "tool_calls")
+
+
+def test_control_tokens_are_seen_where_the_family_needs_them() -> None:
+    said = [257, *b"f:{}", 258, END]
+    assert calls(follow(said)) == [("call_1", "f", "{}")]
+    hidden = follow(said, shown=frozenset())
+    assert (calls(hidden), text(hidden)) == ([], "f:{}")
+
+
+def test_a_familys_own_end_token_ends_an_answer() -> None:
+    """Shown to the parser first where it must see it; never part of the text."""
+    outputs = follow([257, *b"f:{}", 258, *b"more"], ends=frozenset({258}))
+    assert (calls(outputs), text(outputs), outputs[-1].finish) == ([("call_1", "f", "{}")], "", "tool_calls")
+    assert text(follow([*b"ab", END])) == "ab"
+
+
+def test_the_end_of_an_answer_flushes_what_was_held_back() -> None:
+    assert text(follow("a[half")) == "a[half"
+    assert text(follow([*b"a", 0xE2, 0x82, END])) == "a�"
+
+
+def test_reasoning_tokens_are_those_before_the_answer() -> None:
+    """The marks around a thought are part of it."""
+    for said, expected in [("(ab)cd", 4), ("abcd", 0), ("(ab", 4), ("(ab)[f:{}]", 4), ("a(b)c", 3)]:
+        assert follow(said)[-1].reasoning_tokens == expected, said
+
+
+def test_log_probabilities_are_those_of_every_token() -> None:
+    outputs = follow("(a)b[f:1]c", logprobs=True)
+    pieces = [item.piece for output in outputs for item in output.logprobs]
+    assert b"".join(pieces) == b"(a)b[f:1]c"
+    cut = follow("abSTOPx", logprobs=True, stops=("STOP",))
+    assert b"".join(item.piece for output in cut for item in output.logprobs) == b"ab"
+
+
+def test_a_parser_that_fails_raises_where_the_engine_catches_it() -> None:
+    with pytest.raises(ValueError, match="broken"):
+        follow("ab!")
