@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,6 +20,10 @@ CHATML = (
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+RERANK = (
+    "<|im_start|>system\nDoes the document answer the query?<|im_end|>\n"
+    "<|im_start|>user\n<Query>: {query}\n<Document>: {document}<|im_end|>\n<|im_start|>assistant\n"
 )
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 WORDS = ("hello", "world", "gate", "water", "mill", "the", "and", "a", "is", "of", "to", "stream", "token")
@@ -39,7 +44,12 @@ class Shape:
     scale: float = 1.0
     template: str | None = CHATML
     pooling: str | None = None
-    """None for a generative model, else `mean`, `cls` or `last`."""
+    """None for a generative model, else `none`, `mean`, `cls`, `last` or `rank`."""
+    architecture: str = "llama"
+    """`llama` or `qwen3`."""
+    labels: tuple[str, ...] = ()
+    """What the classes of a classification head are called; without any there is no head."""
+    rerank_template: str | None = None
 
 
 def generative(**changes: object) -> Path:
@@ -55,6 +65,18 @@ def slow(**changes: object) -> Path:
 def embedding(pooling: str = "mean", **changes: object) -> Path:
     """Path of an embedding model of the same build with that pooling; it has no chat template."""
     return _cached(Shape(pooling=pooling, template=None, **changes))  # type: ignore[arg-type]
+
+
+def yes_no_reranker(**changes: object) -> Path:
+    """Path of a reranker that is asked in its own words whether a document answers a query, as Qwen3's are."""
+    said: dict[str, object] = {
+        "architecture": "qwen3",
+        "pooling": "rank",
+        "labels": ("yes", "no"),
+        "template": None,
+        "rerank_template": RERANK,
+    }
+    return _cached(Shape(**{**said, **changes}))  # type: ignore[arg-type]
 
 
 def lora(shape: Shape | None = None, *, seed: int = 7, rank: int = 4) -> Path:
@@ -93,6 +115,16 @@ def _cached(shape: Shape) -> Path:
     return path
 
 
+def cached(name: str, recipe: bytes, architecture: str, write: Callable[[gguf.GGUFWriter], None]) -> Path:
+    """Path of the file that `write` fills; it is written again when `recipe` changes."""
+    path = _directory() / f"{name}-{hashlib.sha256(recipe).hexdigest()[:16]}.gguf"
+    if not path.exists():
+        writer = gguf.GGUFWriter(path.with_suffix(f".{os.getpid()}"), architecture)
+        write(writer)
+        _finish(writer, path)
+    return path
+
+
 def _byte_letters() -> list[str]:
     """GPT-2's printable letter for each of the 256 bytes."""
     keep = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
@@ -123,7 +155,7 @@ def _vocabulary(extra_words: int) -> tuple[list[str], list[int], list[str]]:
 def _write(shape: Shape, path: Path) -> None:
     rng = np.random.default_rng(shape.seed)
     tokens, types, merges = _vocabulary(shape.extra_words)
-    writer = gguf.GGUFWriter(path.with_suffix(f".{os.getpid()}"), "llama")
+    writer = gguf.GGUFWriter(path.with_suffix(f".{os.getpid()}"), shape.architecture)
     writer.add_name("tiny")
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.width)
@@ -149,6 +181,10 @@ def _write(shape: Shape, path: Path) -> None:
     writer.add_add_bos_token(False)
     if shape.template is not None:
         writer.add_chat_template(shape.template)
+    if shape.rerank_template is not None:
+        writer.add_chat_template([{"name": "rerank", "template": shape.rerank_template}])
+    if shape.labels:
+        writer.add_classifier_output_labels(shape.labels)
 
     def weights(name: str, *size: int, scale: float = 1.0) -> None:
         values = rng.standard_normal(size, dtype=np.float32) * np.float32(scale / np.sqrt(size[-1]))
@@ -157,11 +193,17 @@ def _write(shape: Shape, path: Path) -> None:
     weights("token_embd.weight", len(tokens), shape.width, scale=np.sqrt(shape.width))
     weights("output.weight", len(tokens), shape.width, scale=3.0 * shape.scale)
     writer.add_tensor("output_norm.weight", np.ones(shape.width, dtype=np.float32))
-    keyed = shape.width // shape.heads * shape.heads_kv
+    if shape.labels:
+        weights("cls.output.weight", len(shape.labels), shape.width, scale=2.0)
+    per_head = shape.width // shape.heads
+    keyed = per_head * shape.heads_kv
     for layer in range(shape.layers):
         block = f"blk.{layer}"
         writer.add_tensor(f"{block}.attn_norm.weight", np.ones(shape.width, dtype=np.float32))
         writer.add_tensor(f"{block}.ffn_norm.weight", np.ones(shape.width, dtype=np.float32))
+        if shape.architecture == "qwen3":
+            for part in ("q", "k"):
+                writer.add_tensor(f"{block}.attn_{part}_norm.weight", np.ones(per_head, dtype=np.float32))
         weights(f"{block}.attn_q.weight", shape.width, shape.width, scale=2.0)
         weights(f"{block}.attn_k.weight", keyed, shape.width, scale=2.0)
         weights(f"{block}.attn_v.weight", keyed, shape.width, scale=2.0)

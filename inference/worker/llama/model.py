@@ -111,17 +111,17 @@ class Model:
         The last layer of it is `cls.output` but for Jina's BERT, whose only one is `cls`.
         """
         is_jina = self.metadata.get("general.architecture") == "jina-bert-v2"
-        return self._has_tensor("cls.weight" if is_jina else "cls.output.weight")
+        in_parts = "split.count" in self.metadata  # the head may lie in a later part
+        return in_parts or self._has_tensor("cls.weight" if is_jina else "cls.output.weight")
 
     @functools.cached_property
     def n_positions(self) -> int | None:
         """How many positions have learned vectors, None where there is no such table: beyond it llama.cpp aborts."""
-        has_table = lib.llama_model_rope_type(self.handle) < 0 and self._has_tensor("position_embd.weight")
-        return self.n_ctx_train if has_table else None
+        return self.n_ctx_train if self._has_tensor("position_embd.weight") else None
 
     def _has_tensor(self, name: str) -> bool:
-        """Whether the file, or the first of its parts, lists the tensor; a file in parts has the benefit of doubt."""
-        return "split.count" in self.metadata or ggml.has_tensor(self._path, name)
+        """Whether the file, or the first of its parts, lists the tensor."""
+        return ggml.has_tensor(self._path, name)
 
     @property
     def description(self) -> str:
@@ -195,6 +195,17 @@ class Model:
         """End-of-sequence token, if the vocabulary has one."""
         token = int(lib.llama_vocab_eos(self.vocab))
         return token if token >= 0 else None
+
+    @functools.cached_property
+    def fill_tokens(self) -> tuple[int, int, int] | None:
+        """The tokens that stand before the text that precedes a gap, before the text that follows it, and before what
+        fills it; None for a model that was not made to fill gaps.
+        """
+        before, after, middle = (
+            int(token(self.vocab))
+            for token in (lib.llama_vocab_fim_pre, lib.llama_vocab_fim_suf, lib.llama_vocab_fim_mid)
+        )
+        return (before, after, middle) if min(before, after, middle) >= 0 else None
 
     @property
     def adds_bos(self) -> bool:

@@ -1,0 +1,112 @@
+"""The thread of a pooling model over a fake llama.cpp: packing, bounds, broken numbers; each input ends once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from inference.protocol import Code
+from inference.worker.backend import BatchRow, Decode
+from inference.worker.embedder import Embedder, Vector
+from inference.worker.errors import WorkerError
+from inference.worker.tickets import Courier, Ticket
+
+GONE = WorkerError(Code.MODEL_LOADING, "the end")
+BROKEN = 13
+
+
+@dataclass
+class FakePooling:
+    """Pools to [sum of tokens, 0]; an input that begins with BROKEN comes to no number, a status can be asked for."""
+
+    n_slots: int = 3
+    pool_tokens: int = 10
+    fate: Decode = Decode.OK
+    batches: list[list[int]] = field(default_factory=list)
+
+    def pool(self, rows: Sequence[BatchRow]) -> tuple[Decode, list[np.ndarray]]:
+        lengths = [len(row.tokens) for row in rows]
+        assert sum(lengths) <= self.pool_tokens
+        assert [row.slot for row in rows] == list(range(len(rows))), "one sequence each"
+        self.batches.append(lengths)
+        if self.fate is not Decode.OK:
+            return self.fate, []
+        return Decode.OK, [
+            np.array([np.nan if row.tokens[0] == BROKEN else sum(row.tokens), 0.0], np.float32) for row in rows
+        ]
+
+
+@dataclass
+class Bench:
+    backend: FakePooling
+    embedder: Embedder
+    scales: bool
+
+    async def ask(self, *inputs: list[int], deadline: float | None = None) -> dict[int, Vector]:
+        ticket: Ticket[Vector] = Ticket(asyncio.get_running_loop())
+        self.embedder.submit(inputs, ticket, deadline)
+        found: dict[int, Vector] = {}
+        while len(found) < len(inputs):
+            vectors = await ticket.take(10)
+            assert vectors, "the thread went silent"
+            for vector in vectors:
+                assert vector.index not in found
+                found[vector.index] = vector
+        return found
+
+
+@pytest.fixture(params=[True, False], ids=["scaled", "raw"])
+async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
+    backend = FakePooling()
+    courier = Courier(asyncio.get_running_loop())
+    embedder = Embedder(backend, 4, courier.deliver, lambda _message: None, lambda: 100.0, scales=request.param)
+    embedder.start()
+    yield Bench(backend, embedder, request.param)
+    assert embedder.stop(GONE)
+
+
+async def test_inputs_share_batches_in_order(bench: Bench) -> None:
+    found = await bench.ask([1] * 4, [2] * 6, [3], [4] * 10, [5], [6], [7], [8])
+    assert bench.backend.batches == [[4, 6], [1], [10], [1, 1, 1], [1]]
+    assert all(vector.error is None for vector in found.values())
+
+
+async def test_embeddings_have_length_one_and_scores_are_raw(bench: Bench) -> None:
+    values = (await bench.ask([3, 4]))[0].values
+    assert values is not None
+    assert values.tolist() == ([1.0, 0.0] if bench.scales else [7.0, 0.0])
+
+
+async def test_an_input_that_never_fits_is_told_and_holds_up_nobody(bench: Bench) -> None:
+    """Validation refuses it long before; should that fail, llama.cpp still never sees it."""
+    found = await bench.ask([1], [2] * 11, [3])
+    error = found[1].error
+    assert error is not None
+    assert error.code is Code.MODEL_FAILED
+    assert "11 tokens" in error.message
+    assert found[0].error is found[2].error is None
+
+
+async def test_numbers_that_are_none_end_their_own_input_only(bench: Bench) -> None:
+    found = await bench.ask([1], [BROKEN], [2])
+    assert [vector.error and vector.error.code for _index, vector in sorted(found.items())] == [
+        None,
+        Code.MODEL_FAILED,
+        None,
+    ]
+
+
+async def test_a_failed_step_and_a_passed_deadline_are_told(bench: Bench) -> None:
+    late = (await bench.ask([1], deadline=99.0))[0].error
+    assert late is not None
+    assert late.code is Code.DEADLINE_EXCEEDED
+    bench.backend.fate = Decode.COMPUTE_FAILED
+    failed = (await bench.ask([1]))[0].error
+    assert failed is not None
+    assert failed.code is Code.MODEL_FAILED
+    bench.backend.fate = Decode.OK
+    assert (await bench.ask([1]))[0].error is None
