@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from inference.worker.errors import BadRequestError
-from inference.worker.reranking import MAX_DOCUMENTS, Reranker
 from inference.worker.requests import Facts
+from inference.worker.reranking import MAX_DOCUMENTS, Reranker
 from inference.worker.templates import ChatTemplate
 
 FACTS = Facts("judge", 20, 256, 8, ("rerank",))
