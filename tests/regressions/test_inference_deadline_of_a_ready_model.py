@@ -6,12 +6,10 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from tests.rigs.processes import wait_until
 from tests.rigs.stack import Stack, chat_body
 
 MODELS = "models:\n  demo: {path: 'bundled:demo', context_length: 2048, parallel: 1}\n"
@@ -26,15 +24,27 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     stack.kill()
 
 
-def _refusal(stack: Stack, body: dict[str, Any], **headers: str) -> tuple[int | None, dict[str, Any]]:
-    """Status and error of a refusal; the status is None for one that came as a frame of an open stream."""
+def _opened(stack: Stack, body: dict[str, Any], **headers: str) -> Any:
     request = urllib.request.Request(
         stack.inference.url + "/v1/chat/completions",
         data=json.dumps(body).encode(),
         headers={"Authorization": f"Bearer {stack.state.read_secret('inference.token')}", **headers},
     )
+    return urllib.request.urlopen(request, timeout=30)
+
+
+def _text_of(line: bytes) -> str:
+    """The content that a line of a stream adds; an ended stream is an error."""
+    assert line, "the stream ended without a text"
+    if not line.startswith(b"data: "):
+        return ""
+    return str(json.loads(line.removeprefix(b"data: "))["choices"][0]["delta"].get("content") or "")
+
+
+def _refusal(stack: Stack, body: dict[str, Any], **headers: str) -> tuple[int | None, dict[str, Any]]:
+    """Status and error of a refusal; the status is None for one that came as a frame of an open stream."""
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with _opened(stack, body, **headers) as answer:
             frames = [frame for frame in answer.read().split(b"\n\n") if frame.startswith(b"data: ")]
         return None, json.loads(frames[-1].removeprefix(b"data: "))["error"]
     except urllib.error.HTTPError as error:
@@ -44,13 +54,12 @@ def _refusal(stack: Stack, body: dict[str, Any], **headers: str) -> tuple[int | 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_waits_behind_others_is_told_when_the_deadline_is_over(stack: Stack, stream: bool) -> None:
-    long = chat_body("Tell me a long story about a water mill.", logit_bias={"2": -100}, max_tokens=1500)
-    with ThreadPoolExecutor(1) as pool:
-        busy = pool.submit(stack.ask, "/v1/chat/completions", long, direct=True, seconds=60)
-        wait_until("the only slot is taken", lambda: stack.model("demo")["in_flight"] == 1)
+    long = chat_body("Tell me a long story about a water mill.", logit_bias={"2": -100}, max_tokens=1500, stream=True)
+    with _opened(stack, long) as busy:
+        while not _text_of(busy.readline()):
+            continue  # from its first text on the story has the only slot
         status, error = _refusal(stack, chat_body("Hello!", stream=stream), **{"x-headgate-deadline-ms": "200"})
-        assert not busy.done(), "the story ended too early to show anything"
-        busy.result()
+        assert busy.readline(), "the story ended too early to show anything"
     assert status in ((504, None) if stream else (504,))
     assert error["code"] == "deadline_exceeded"
 
