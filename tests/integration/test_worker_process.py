@@ -153,7 +153,7 @@ def test_stop_ends_streams_honestly(tmp_path: Path) -> None:
         thread.join(5)
         assert answers == [503]
         assert rig.wait(5) == 0
-        assert time.monotonic() - started < 4
+        assert time.monotonic() - started < 10
 
 
 def test_the_end_of_the_link_is_the_end_of_the_worker(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_the_death_of_the_parent_is_the_end_of_the_worker(tmp_path: Path) -> Non
         assert is_alive(worker)
         parent.kill()
         parent.wait(5)
-        wait_until("the worker is gone", lambda: not is_alive(worker), seconds=2)
+        wait_until("the worker is gone", lambda: not is_alive(worker), seconds=5)
 
 
 def test_started_by_hand_it_says_what_it_is(tmp_path: Path) -> None:

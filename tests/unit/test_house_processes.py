@@ -81,7 +81,7 @@ def test_a_tethered_child_dies_with_a_parent_that_was_killed() -> None:
         assert is_alive(child)
         parent.send_signal(signal.SIGKILL)
         parent.wait(10)
-        wait_until("the child is gone", lambda: not is_alive(child), seconds=2)
+        wait_until("the child is gone", lambda: not is_alive(child), seconds=5)
 
 
 def test_a_parent_that_is_already_gone_ends_the_child_at_once() -> None:
