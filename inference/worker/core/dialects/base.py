@@ -1,0 +1,150 @@
+"""What a family of chat templates knows of tools and reasoning, and what most share; parses and renders nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from inference.worker.core import forms
+from inference.worker.core.dialects.conversation import described, normal
+from inference.worker.core.dialects.thinking import Thinking
+from inference.worker.core.forms import AnyText, Form, Json, Literal, Repeat
+from inference.worker.core.parts import AnswerParser, Tool, ToolChoice
+
+
+class Dialect(Protocol):
+    """How one family of chat templates writes tools, calls and reasoning."""
+
+    @property
+    def name(self) -> str:
+        """hermes, llama3, mistral, deepseek, harmony, generic or plain."""
+        ...
+
+    @property
+    def writes_tools(self) -> bool:
+        """Whether the template itself presents tools."""
+        ...
+
+    @property
+    def reasons(self) -> bool:
+        """Whether answers are divided even without tools; where not, such an answer needs no parser."""
+        ...
+
+    @property
+    def shows(self) -> frozenset[str]:
+        """Texts of control tokens that the parser must see."""
+        ...
+
+    @property
+    def ends(self) -> frozenset[str]:
+        """Texts of control tokens that end an answer, besides the model's own."""
+        ...
+
+    def prepare(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], choice: ToolChoice
+    ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
+        """Messages as the template wants them, and template variables besides them."""
+        ...
+
+    def parser(self, *, tools: Sequence[Tool], opened: str) -> AnswerParser:
+        """A parser of one answer to a prompt that ends in `opened`. Without tools nothing is a call."""
+        ...
+
+    def form(self, tools: Sequence[Tool], choice: ToolChoice, *, opened: str) -> Form | None:
+        """The form of an answer with these tools; None where any text will do."""
+        ...
+
+    def wrap(self, form: Form, *, opened: str) -> Form:
+        """A constrained answer as the family writes it: reasoning and headers around `form`."""
+        ...
+
+    def leading(self, opened: str) -> str:
+        """What must stand between a prompt that ends in `opened` and content that the answer is to go on with."""
+        ...
+
+
+class Family:
+    """What dialects share. `text_arguments` says that a template writes the arguments of earlier calls as they are."""
+
+    name = ""
+    writes_tools = True
+    ends: frozenset[str] = frozenset()
+    markers: frozenset[str] = frozenset()
+    """Texts of control tokens in calls."""
+    opening: str | None = None
+    """What every call begins with, however much text was before it; None where nothing marks a call that surely."""
+
+    def __init__(self, thinking: Thinking | None = None, *, text_arguments: bool = False) -> None:
+        self.thinking = thinking
+        self.text_arguments = text_arguments
+
+    @property
+    def reasons(self) -> bool:
+        """Whether answers are divided even without tools."""
+        return self.thinking is not None
+
+    @property
+    def shows(self) -> frozenset[str]:
+        """Texts of control tokens that the parser must see."""
+        return self.markers if self.thinking is None else self.markers | {self.thinking.begin, self.thinking.end}
+
+    def prepare(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], choice: ToolChoice
+    ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
+        """The messages, their calls in one shape, and the tools unless none may be called."""
+        variables = {"tools": described(tools)} if tools and choice.mode != "none" else {}
+        return [*normal(messages, text_arguments=self.text_arguments)], variables
+
+    def form(self, tools: Sequence[Tool], choice: ToolChoice, *, opened: str) -> Form | None:
+        """Calls alone where they are required; where they are not, text that becomes calls at the first marker."""
+        chosen = wanted(tools, choice)
+        if not chosen or (choice.mode == "auto" and self.opening is None):
+            return None
+        calls = self.calls(chosen, None if choice.parallel and choice.mode != "named" else 1)
+        if choice.mode == "auto" and self.opening is not None:
+            calls = forms.Sequence((AnyText((self.opening,)), Repeat(calls, 0, 1)))
+        return self.wrap(calls, opened=opened)
+
+    def wrap(self, form: Form, *, opened: str) -> Form:
+        """Reasoning first, where the family reasons."""
+        return form if self.thinking is None else self.thinking.first(form, opened)
+
+    def leading(self, opened: str) -> str:
+        """The end of reasoning that the prompt has begun."""
+        if self.thinking is None or self.thinking.place(opened) != "inside":
+            return ""
+        return f"{self.thinking.end}\n\n"
+
+    def calls(self, tools: Sequence[Tool], most: int | None) -> Form:
+        """One to `most` calls of these tools."""
+        raise NotImplementedError
+
+
+def wanted(tools: Sequence[Tool], choice: ToolChoice) -> list[Tool]:
+    """The tools that may be called."""
+    if choice.mode == "none":
+        return []
+    return [tool for tool in tools if choice.mode != "named" or tool.name == choice.name]
+
+
+def arguments_of(tool: Tool) -> Json:
+    """The arguments of a call; always an object, and without parameters an empty one."""
+    if tool.parameters is None:
+        return Json({"type": "object", "properties": {}, "additionalProperties": False}, tool.strict)
+    return Json({"type": "object", **tool.parameters}, tool.strict)
+
+
+def quoted(name: str) -> str:
+    """A name as a JSON string."""
+    return json.dumps(name, ensure_ascii=False)
+
+
+def one_of(parts: Sequence[Form]) -> Form:
+    """A choice, where there is one to make."""
+    return parts[0] if len(parts) == 1 else forms.OneOf(tuple(parts))
+
+
+def object_call(tool: Tool, key: str = "arguments") -> tuple[Form, ...]:
+    """A call as a JSON object, without its closing brace."""
+    return Literal(f'{{"name": {quoted(tool.name)}, "{key}": '), arguments_of(tool)

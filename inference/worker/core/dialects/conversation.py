@@ -1,0 +1,139 @@
+"""Puts messages and tools into the shapes that templates want; decides no family's wording and renders nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from inference.worker.core.parts import Tool
+
+Message = Mapping[str, Any]
+
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+
+def described(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Tools in OpenAI's shape; templates read every field, so none is left out."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": _NO_PARAMETERS if tool.parameters is None else tool.parameters,
+            },
+        }
+        for tool in tools
+    ]
+
+
+def as_text(arguments: Any) -> str:
+    """A call's arguments as JSON text."""
+    if isinstance(arguments, str):
+        return arguments or "{}"
+    return json.dumps(arguments or {}, ensure_ascii=False)
+
+
+def as_object(arguments: Any) -> Any:
+    """A call's arguments as an object; text that is no JSON stays text."""
+    if not isinstance(arguments, str):
+        return arguments or {}
+    try:
+        return json.loads(arguments or "{}")
+    except ValueError:
+        return arguments
+
+
+def normal(messages: Sequence[Message], *, text_arguments: bool) -> list[dict[str, Any]]:
+    """Copies in which every call has an id, a type and arguments of one kind, and every result names its call.
+
+    A result without an id answers the earliest call that has no result yet. Empty lists of calls are left out, because
+    some templates only ask whether there is one.
+    """
+    convert = as_text if text_arguments else as_object
+    found: list[dict[str, Any]] = []
+    waiting: list[str] = []
+    count = 0
+    for message in messages:
+        copy = dict(message)
+        found.append(copy)
+        if message["role"] == "tool":
+            id = str(message.get("tool_call_id") or next(iter(waiting), ""))
+            copy["tool_call_id"] = id
+            waiting = [other for other in waiting if other != id]
+        calls = []
+        for call in copy.pop("tool_calls", None) or ():
+            function = call["function"]
+            calls.append(
+                {
+                    "id": call.get("id") or f"{count:09d}",
+                    "type": "function",
+                    "function": {"name": function["name"], "arguments": convert(function.get("arguments"))},
+                }
+            )
+            count += 1
+        if calls:
+            copy["tool_calls"] = calls
+            waiting = [str(call["id"]) for call in calls]
+    return found
+
+
+def one_at_a_time(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`normal` messages with at most one call each, every call followed by its own results.
+
+    For templates that write one call per turn. Results that answer none of the calls stay behind the last.
+    """
+    found: list[dict[str, Any]] = []
+    left = list(messages)
+    while left:
+        message = left.pop(0)
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            found.append(message)
+            continue
+        results = []
+        while left and left[0]["role"] == "tool":
+            results.append(left.pop(0))
+        for index, call in enumerate(calls):
+            said = message if index == 0 else {"role": "assistant", "content": ""}
+            found.append({**said, "tool_calls": [call]})
+            found += [result for result in results if result["tool_call_id"] == call["id"]]
+        ids = {call["id"] for call in calls}
+        found += [result for result in results if result["tool_call_id"] not in ids]
+    return found
+
+
+def joined(content: Any, more: Any) -> Any:
+    """Two contents as two paragraphs; where one is in parts, both are."""
+    if isinstance(content, list) or isinstance(more, list):
+        return [*_parts(content), *_parts(more)]
+    return "\n\n".join(text for text in (content, more) if text)
+
+
+def _parts(content: Any) -> list[Any]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content}] if content else []
+
+
+def runs(messages: Sequence[dict[str, Any]], role: str) -> Iterator[list[dict[str, Any]]]:
+    """The messages in order: those of `role` that stand together as one list, every other alone."""
+    run: list[dict[str, Any]] = []
+    for message in messages:
+        if run and not (message["role"] == role == run[0]["role"]):
+            yield run
+            run = []
+        run.append(message)
+    if run:
+        yield run
+
+
+def explained(messages: Sequence[dict[str, Any]], about: str, *, system: bool = True) -> list[dict[str, Any]]:
+    """The messages with an explanation behind the system message's text, or before what the user says first."""
+    found = list(messages)
+    role = "system" if system else "user"
+    for index, message in enumerate(found):
+        if message["role"] == role:
+            content = message["content"]
+            found[index] = {**message, "content": joined(content, about) if system else joined(about, content)}
+            return found
+    return [{"role": role, "content": about}, *found]

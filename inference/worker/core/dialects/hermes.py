@@ -1,0 +1,60 @@
+"""Hermes and Qwen: calls as JSON objects between <tool_call> and </tool_call>; knows no other family."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from inference.worker.core import forms
+from inference.worker.core.dialects.base import Family, object_call, one_of
+from inference.worker.core.dialects.reading import Markers, Reader, Steps
+from inference.worker.core.dialects.thinking import Thinking
+from inference.worker.core.forms import Form, Literal, Marker, Repeat
+from inference.worker.core.parts import AnswerParser, Content, Reasoning, Tool
+
+BEGIN = "<tool_call>"
+END = "</tool_call>"
+
+_BEGIN = Markers(BEGIN)
+
+
+class HermesParser(Reader):
+    """Reasoning, then text and calls in any order. The marker is unmistakable, so a call of an unknown function is one
+    too; the closing marker may be missing.
+    """
+
+    def __init__(self, thinking: Thinking | None, opened: str, *, has_tools: bool) -> None:
+        super().__init__((Reasoning, Content) if has_tools else (Reasoning,))
+        self._thinking = thinking
+        self._opened = opened
+        self._has_tools = has_tools
+
+    def answer(self) -> Steps[None]:
+        """The whole answer."""
+        yield from self.thought(self._thinking, self._opened)
+        while self._has_tools and (yield from self.until(_BEGIN, Content)):
+            if (yield from self.attempt(self.calls(), BEGIN)):
+                yield from self.space()
+                yield from self.literal(END)
+        yield from self.rest()
+
+
+class Hermes(Family):
+    """The dialect."""
+
+    name = "hermes"
+    markers = frozenset({BEGIN, END})
+    opening: str | None = BEGIN
+
+    def parser(self, *, tools: Sequence[Tool], opened: str) -> AnswerParser:
+        """A parser of one answer."""
+        return HermesParser(self.thinking, opened, has_tools=bool(tools))
+
+    def calls(self, tools: Sequence[Tool], most: int | None) -> Form:
+        """Each call between its own markers, on lines of their own."""
+        one = one_of(
+            [
+                forms.Sequence((Marker(BEGIN), Literal("\n"), *object_call(tool), Literal("}\n"), Marker(END)))
+                for tool in tools
+            ]
+        )
+        return Repeat(one, 1, most, Literal("\n"))

@@ -1,0 +1,75 @@
+"""Llama 3.1 and later: a call is a JSON object with `parameters`, often unmarked; knows no other family."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from inference.worker.core import forms
+from inference.worker.core.dialects.base import Family, object_call, one_of
+from inference.worker.core.dialects.conversation import described, normal, one_at_a_time
+from inference.worker.core.dialects.reading import Markers, Reader, Steps
+from inference.worker.core.dialects.thinking import Thinking
+from inference.worker.core.forms import Form, Literal
+from inference.worker.core.parts import AnswerParser, Content, Reasoning, Tool, ToolChoice
+
+TAG = "<|python_tag|>"
+
+_TAG = Markers(TAG)
+_BEGINNINGS = ("<|end_header_id|>", "<|header_end|>")
+
+
+class Llama3Parser(Reader):
+    """Reasoning, where the model has any, then bare JSON or text.
+
+    Bare JSON is a call only at the beginning of an answer (not of the rest of one that the prompt has begun) and only
+    with the name of a given tool. After <|python_tag|>,
+    which is unmistakable, an object with any name is one; code after it is content, the tag included.
+    """
+
+    def __init__(self, thinking: Thinking | None, opened: str, names: Collection[str]) -> None:
+        super().__init__((Reasoning, Content) if names else (Reasoning,))
+        self._thinking = thinking
+        self._opened = opened
+        self._names = names
+        self._thinks = thinking is not None and thinking.place(opened) != "before"
+
+    def answer(self) -> Steps[None]:
+        """The whole answer."""
+        yield from self.thought(self._thinking, self._opened)
+        if self._names:
+            if self._opened.rstrip().endswith(_BEGINNINGS) or self._thinks:
+                yield from self.attempt(self._bare())
+            while (yield from self.until(_TAG, Content)):
+                yield from self.attempt(self.calls(), TAG)
+        yield from self.rest()
+
+    def _bare(self) -> Steps[None]:
+        yield from self.space()
+        if (yield from self.peek()) == "{":
+            yield from self.calls(self._names)
+        else:
+            self.give_back()
+
+
+class Llama3(Family):
+    """The dialect. Its templates write one call per turn, so one call is what an answer is forced to."""
+
+    name = "llama3"
+    markers = frozenset({TAG})
+    ends = frozenset({"<|eom_id|>", "<|eot_id|>"})
+
+    def prepare(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], choice: ToolChoice
+    ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
+        """One call per message."""
+        variables = {"tools": described(tools)} if tools and choice.mode != "none" else {}
+        return [*one_at_a_time(normal(messages, text_arguments=self.text_arguments))], variables
+
+    def parser(self, *, tools: Sequence[Tool], opened: str) -> AnswerParser:
+        """A parser of one answer."""
+        return Llama3Parser(self.thinking, opened, {tool.name for tool in tools})
+
+    def calls(self, tools: Sequence[Tool], most: int | None) -> Form:
+        """One bare object."""
+        return one_of([forms.Sequence((*object_call(tool, "parameters"), Literal("}"))) for tool in tools])
