@@ -2,6 +2,7 @@
 
 WorkerError              one request: becomes an OpenAI error envelope, or an error frame once a stream has begun
 ├── BadRequestError      the caller's fault; 4xx with `param`
+│   └── ConstraintError  an answer that cannot be held to its form any longer
 └── UnloadedError        this worker leaves; the model itself can be asked again, and so can all the others
 LoadError                the model: becomes a `failed` message on the link, then the process ends
 """
@@ -58,6 +59,12 @@ class BadRequestError(WorkerError):
         details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(code, message, param=param, details=details)
+
+
+class ConstraintError(BadRequestError):
+    """An answer under way cannot be held to the form that was asked for: its own limits, or parameters that exclude
+    every token that may follow. Never the model's failure.
+    """
 
 
 class UnloadedError(WorkerError):

@@ -1,0 +1,222 @@
+"""Compiles forms into constraints and keeps those used last; never runs on the engine's thread or the event loop.
+
+The first constraint imports llguidance and builds a trie of the vocabulary; a worker that is never asked for one has
+neither in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from inference.worker.backend import Constraint, Mask
+from inference.worker.constraints import grammar
+from inference.worker.constraints.masks import Guide
+from inference.worker.core.forms import Form
+from inference.worker.errors import BadRequestError
+
+STACK_BYTES = 256 << 20
+"""Of the thread that compiles; only what is touched is ever allocated. llguidance follows references by recursion, at
+most 10,000 of them and at about 8 KiB each; an overflow would end the process."""
+KEPT = 64
+KEPT_BYTES = 64 << 20
+"""Of compiled constraints, estimated."""
+_BYTES_EACH = 256 << 10
+_BYTES_PER_CHARACTER = 256
+"""Measured with schemas of 100 to 1000 properties and rounded up."""
+_LIMITS: dict[str, Any] = {
+    "max_items_in_row": 5000,
+    "step_max_items": 100_000,
+    "step_lexer_fuel": 200_000,
+    "initial_lexer_fuel": 1_000_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 500_000,
+    "verbose_errors": False,
+}
+"""A mask takes at most some 15 ms (100,000 items at 20 per microsecond; 200,000 fuel at 14 per microsecond), a lexer at
+most 40 MB (20,000 states of 2 kB)."""
+
+
+class Tokens(Protocol):
+    """What constraints need to know of a vocabulary; the worker's Model is one."""
+
+    @property
+    def n_vocab(self) -> int:
+        """Number of tokens."""
+        ...
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end a generation."""
+        ...
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """Bytes of a token; those of a control token are empty unless `special`."""
+        ...
+
+
+class Compiler:
+    """One per worker. Thread-safe; one form is compiled at a time, and those who want the same wait for it."""
+
+    def __init__(
+        self, vocabulary: Tokens, *, kept: int = KEPT, kept_bytes: int = KEPT_BYTES, stack_bytes: int = STACK_BYTES
+    ) -> None:
+        """Keeps the `kept` constraints used last, as long as they take less than `kept_bytes`."""
+        self._vocabulary = vocabulary
+        self._most = kept
+        self._most_bytes = kept_bytes
+        self._stack_bytes = stack_bytes
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[bytes, tuple[Constraint, int]] = OrderedDict()
+        self._bytes = 0
+        self._trie: _Trie | None = None
+
+    def compile(self, form: Form, param: str) -> Constraint:
+        """The constraint of `form`. May take seconds: call it from a thread that nothing waits for.
+
+        Raises BadRequestError with `param`, the field of the request that asked for the form, when it cannot be
+        enforced: a schema keyword (named with its place), a pattern, a grammar, or one that is too large.
+        """
+        with self._lock:
+            if self._trie is None:
+                self._trie = _Trie(self._vocabulary)
+            trie = self._trie
+            try:
+                source = grammar.written(form, trie.control_tokens, self._vocabulary.end_tokens)
+            except grammar.GrammarError as error:
+                raise BadRequestError(str(error), param) from None
+            except RecursionError:
+                raise BadRequestError("what the answer must look like is nested too deeply", param) from None
+            key = hashlib.sha256(source.encode("utf-8", "surrogatepass")).digest()
+            if (known := self._cache.get(key)) is not None:
+                self._cache.move_to_end(key)
+                return known[0]
+            if not source.isprintable() and _has_surrogates(source):
+                raise BadRequestError("what the answer must look like holds half a character", param)
+            constraint = self._compiled(trie, source, param)
+            self._keep(key, constraint, _BYTES_EACH + _BYTES_PER_CHARACTER * len(source))
+            return constraint
+
+    def _compiled(self, trie: _Trie, source: str, param: str) -> Constraint:
+        matcher = _with_stack(self._stack_bytes, lambda: trie.matcher(source))
+        if isinstance(matcher, BaseException):
+            raise BadRequestError(f"what the answer must look like cannot be enforced: {matcher!s:.300}", param)
+        if said := matcher.get_error():
+            raise BadRequestError(f"what the answer must look like cannot be enforced: {_reason(said)}", param)
+        return _Compiled(matcher, self._vocabulary.n_vocab)
+
+    def _keep(self, key: bytes, constraint: Constraint, size: int) -> None:
+        self._cache[key] = constraint, size
+        self._bytes += size
+        while len(self._cache) > self._most or (self._bytes > self._most_bytes and len(self._cache) > 1):
+            _key, (_constraint, dropped) = self._cache.popitem(last=False)
+            self._bytes -= dropped
+
+
+class _Compiled:
+    """A compiled form. The matcher it keeps never moves; every answer gets a copy."""
+
+    def __init__(self, matcher: Any, n_vocab: int) -> None:
+        self._matcher = matcher
+        self._n_vocab = n_vocab
+
+    def start(self) -> Mask:
+        """A mask at the beginning of an answer."""
+        return Guide(self._matcher.deep_copy(), self._n_vocab)
+
+
+class _Trie:
+    """llguidance's view of a vocabulary."""
+
+    def __init__(self, vocabulary: Tokens) -> None:
+        import llguidance
+
+        if not vocabulary.end_tokens:
+            raise BadRequestError("this model has no token that ends an answer, so none can be held to a form")
+        pieces: list[bytes] = []
+        special: list[int] = []
+        self.control_tokens: dict[str, int] = {}
+        for token in range(vocabulary.n_vocab):
+            piece = vocabulary.piece(token)
+            if not piece or token in vocabulary.end_tokens:
+                piece = vocabulary.piece(token, special=True)
+                special.append(token)
+                self.control_tokens.setdefault(piece.decode("utf-8", "replace"), token)
+            pieces.append(piece)
+        self.control_tokens.pop("", None)
+        ends = sorted(vocabulary.end_tokens)
+        wrapper: Any = _Wrapper(pieces, special, ends[0])
+        self._tokenizer = llguidance.LLTokenizer(wrapper, eos_token=ends)
+        self._llguidance = llguidance
+
+    def matcher(self, source: str) -> Any:
+        """A matcher that has made its first mask, so that what cannot begin is known now."""
+        limits = self._llguidance.LLParserLimits(**_LIMITS)
+        matcher = self._llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
+        if not matcher.is_error():
+            first = matcher.deep_copy()
+            first.compute_bitmask()
+            if first.is_error():
+                return first
+        return matcher
+
+
+class _Wrapper:
+    """A vocabulary as LLTokenizer takes it."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], special: list[int], end: int) -> None:
+        self.tokens = tokens
+        self.special_token_ids = special
+        self.eos_token_id = end
+
+    def __call__(self, text: object) -> list[int]:
+        """Tokenizes forced text. Nothing is forced, so this is never asked."""
+        return []
+
+
+def _with_stack(size: int, work: Callable[[], Any]) -> Any:
+    """What `work` returns, or the exception it raised, on a thread of its own with a stack of `size` bytes."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            results.append(error)
+
+    before = threading.stack_size(size)
+    try:
+        thread = threading.Thread(target=run, name="constraint", daemon=True)
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    thread.join()
+    return results[0]
+
+
+def _reason(said: str) -> str:
+    """llguidance's message without its listing, in the words of a caller's request."""
+    first = said.split("\n")[0].strip()[:300]
+    for beginning, reason in _REASONS:
+        if first.startswith(beginning):
+            return reason
+    return first
+
+
+_REASONS = (
+    ("NoExtension", "nothing can satisfy it"),
+    (
+        "oneOf constraints",
+        "a value could satisfy several options of oneOf; use anyOf, or a required property whose const differs",
+    ),
+)
+
+
+def _has_surrogates(text: str) -> bool:
+    return any("\ud800" <= char <= "\udfff" for char in text)

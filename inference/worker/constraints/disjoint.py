@@ -1,0 +1,92 @@
+"""Decides whether options of a `oneOf` exclude each other, as far as types and tags tell; never looks at values.
+
+Where they do, exactly one is the same as any one, which masks can enforce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+_TYPES = frozenset(["null", "boolean", "number", "string", "array", "object"])
+_HOPS = 8
+"""References that are followed from one option."""
+
+Resolve = Callable[[str], Any]
+"""What a `$ref` points at, or None."""
+
+
+def apart(options: Iterable[Any], resolve: Resolve) -> bool:
+    """Whether no value can satisfy two of the options."""
+    seen: list[Mapping[str, Any]] = []
+    for option in options:
+        found = _resolved(option, resolve)
+        if found is None or not all(_exclude(found, other, resolve) for other in seen):
+            return False
+        seen.append(found)
+    return True
+
+
+def _exclude(one: Mapping[str, Any], other: Mapping[str, Any], resolve: Resolve) -> bool:
+    shared = _kinds(one) & _kinds(other)
+    return not shared or _values_apart(one, other) or (shared == {"object"} and _tags_apart(one, other, resolve))
+
+
+def _resolved(option: Any, resolve: Resolve) -> Mapping[str, Any] | None:
+    for _hop in range(_HOPS):
+        if not isinstance(option, Mapping) or not isinstance(option.get("$ref"), str):
+            break
+        option = resolve(option["$ref"])
+    return option if isinstance(option, Mapping) and "$ref" not in option else None
+
+
+def _tags_apart(one: Mapping[str, Any], other: Mapping[str, Any], resolve: Resolve) -> bool:
+    """Whether a property that both need has no value in common."""
+    first, second = one.get("properties"), other.get("properties")
+    needed, wanted = one.get("required"), other.get("required")
+    if not (isinstance(first, Mapping) and isinstance(second, Mapping)):
+        return False
+    if not (isinstance(needed, list) and isinstance(wanted, list)):
+        return False
+    return any(
+        name in wanted
+        and (left := _resolved(first.get(name), resolve)) is not None
+        and (right := _resolved(second.get(name), resolve)) is not None
+        and (_values_apart(left, right) or not _kinds(left) & _kinds(right))
+        for name in needed
+        if isinstance(name, str)
+    )
+
+
+def _kinds(node: Mapping[str, Any]) -> frozenset[str]:
+    """The JSON types a value may have; whole numbers are numbers."""
+    said = node.get("type")
+    if said is None:
+        values = _listed(node)
+        return _TYPES if values is None else frozenset(_kind(value) for value in values)
+    names = [said] if isinstance(said, str) else said if isinstance(said, list) else _TYPES
+    return frozenset("number" if name == "integer" else name for name in names if isinstance(name, str))
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, (int, float)):
+        return "number"
+    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
+
+
+def _listed(node: Mapping[str, Any]) -> list[Any] | None:
+    """All values a node can have where it lists them."""
+    if "const" in node:
+        return [node["const"]]
+    return node["enum"] if isinstance(node.get("enum"), list) else None
+
+
+def _values_apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    first, second = _listed(one), _listed(other)
+    if first is None or second is None or not all(isinstance(value, str) for value in [*first, *second]):
+        return False
+    return not set(first) & set(second)

@@ -1,0 +1,278 @@
+"""Writes a form as llguidance reads it: one grammar in its Lark dialect and the grammars that it names; never compiles.
+
+What is regular becomes one terminal as a whole: llguidance matches terminals greedily, so only inside one is the text
+divided in every possible way. A JSON value, a control token or a caller's grammar ends a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from inference.worker.constraints import patterns, schema
+from inference.worker.core.forms import AnyText, Form, Grammar, Json, Literal, Marker, OneOf, Regex, Repeat, Sequence
+
+MAX_SOURCE = 65_536
+"""Characters of a caller's grammar. Each rule can name another, which llguidance follows by recursion."""
+MAX_LARK = 262_144
+"""Characters of a form's own grammar, without its schemas and callers' grammars."""
+MAX_SCHEMA = 524_288
+"""Characters of all schemas of a form, lowered, as JSON."""
+MAX_PARTS = 5000
+"""Forms in a form."""
+MAX_REPEATS = 10_000
+
+WHITESPACE = r" |\r?\n[ \t]{0,32}"
+"""Between the tokens of a JSON text: nothing, a space, or a line break with its indentation. Bounded, so that no model
+can fill its context with blanks."""
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+"""The model's own tokenization counts: no token is put into its mouth."""
+_ANYTHING = "/(?s:.*)/"
+_IS_LARK = re.compile(r"(?m)^\s*(%llguidance\b|[?!]?start\b[^:\n]*:(?!:))")
+_JSON_BLOCK = re.compile(r"%json\b\s*")
+_ESCAPE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
+
+
+class GrammarError(ValueError):
+    """The form cannot be written as a grammar; the message is for the caller who asked for it."""
+
+
+def written(form: Form, control_tokens: Mapping[str, int], end_tokens: frozenset[int]) -> str:
+    """The grammar of `form`, as the JSON text that llguidance takes; raises GrammarError.
+
+    A marker of an end token is where the answer ends, so it is nothing to write.
+    """
+    writer = _Writer(control_tokens, end_tokens)
+    writer.start(form)
+    return writer.text()
+
+
+class _Writer:
+    def __init__(self, control_tokens: Mapping[str, int], end_tokens: frozenset[int]) -> None:
+        self._control_tokens = control_tokens
+        self._end_tokens = end_tokens
+        self._rules: list[str] = []
+        self._grammars: list[dict[str, Any]] = []
+        self._schemas: dict[str, str] = {}
+        self._schema_size = 0
+        self._parts = 0
+
+    def start(self, form: Form) -> None:
+        """Writes the whole form."""
+        expression = self._rule(form)
+        self._rules.insert(0, f"start: {expression}")
+
+    def text(self) -> str:
+        """The JSON text of all grammars."""
+        lark = _OPTIONS + "\n".join(self._rules) + "\n"
+        if len(lark) > MAX_LARK:
+            raise GrammarError(f"what the answer must look like takes {len(lark)} characters; at most {MAX_LARK}")
+        return json.dumps({"grammars": [{"lark_grammar": lark}, *self._grammars]}, ensure_ascii=False)
+
+    # --- terminals ---------------------------------------------------------------------------------------------------
+    def _is_regular(self, form: Form) -> bool:
+        if isinstance(form, Marker):
+            return form.text not in self._control_tokens
+        if isinstance(form, (Sequence, OneOf)):
+            return all(self._is_regular(part) for part in form.parts)
+        if isinstance(form, Repeat):
+            return self._is_regular(form.part) and (form.between is None or self._is_regular(form.between))
+        return not isinstance(form, (Json, Grammar))
+
+    def _terminal(self, form: Form) -> str:
+        self._count()
+        if isinstance(form, (Literal, Marker)):
+            return _quoted(form.text)
+        if isinstance(form, Regex):
+            return f"/{_regex(form.pattern)}/"
+        if isinstance(form, AnyText):
+            without = [text for text in form.without if text]
+            if not without:
+                return _ANYTHING
+            texts = "|".join(_escaped(text) for text in without)
+            return f"({_ANYTHING} & ~/(?s:.*)({texts})(?s:.*)/)"
+        return self._composed(form, self._terminal)
+
+    # --- rules -------------------------------------------------------------------------------------------------------
+    def _rule(self, form: Form) -> str:
+        if self._is_regular(form):
+            return self._named_terminal(self._terminal(form))
+        self._count()
+        if isinstance(form, Marker):
+            token = self._control_tokens[form.text]
+            return '""' if token in self._end_tokens else f"<[{token}]>"
+        if isinstance(form, Json):
+            return f"@{self._json(form)}"
+        if isinstance(form, Grammar):
+            return f"@{self._grammar(form)}"
+        if isinstance(form, Sequence):
+            return self._runs(form)
+        return self._composed(form, self._rule)
+
+    def _runs(self, form: Sequence) -> str:
+        """Regular neighbours become one terminal."""
+        pieces: list[str] = []
+        run: list[Form] = []
+        for part in [*_flat(form), None]:
+            if part is not None and self._is_regular(part):
+                run.append(part)
+                continue
+            if run:
+                pieces.append(self._rule(Sequence(tuple(run))))
+                run = []
+            if part is not None:
+                pieces.append(self._rule(part))
+        return f"({' '.join(pieces)})"
+
+    def _composed(self, form: Form, write: Callable[[Form], str]) -> str:
+        if isinstance(form, Sequence):
+            return f"({' '.join(write(part) for part in form.parts)})" if form.parts else '""'
+        if isinstance(form, OneOf):
+            if not form.parts:
+                raise GrammarError("nothing can follow: there is no alternative to choose from")
+            return f"({' | '.join(dict.fromkeys(write(part) for part in form.parts))})"
+        assert isinstance(form, Repeat)
+        return self._repeat(form, write)
+
+    def _repeat(self, form: Repeat, write: Callable[[Form], str]) -> str:
+        least, most = form.least, form.most
+        if not 0 <= least <= (least if most is None else most) <= MAX_REPEATS:
+            raise GrammarError(f"a part repeats from {least} to {most} times; at most {MAX_REPEATS}")
+        if most == 0:
+            return '""'
+        if form.between is None or most == 1:
+            return f"({write(form.part)}){_times(least, most)}"
+        rest = (
+            f"({write(form.between)} {write(form.part)}){_times(max(least, 1) - 1, None if most is None else most - 1)}"
+        )
+        whole = f"({write(form.part)} {rest})"
+        return f"{whole}?" if least == 0 else whole
+
+    def _named_terminal(self, expression: str) -> str:
+        name = f"T{len(self._rules)}"
+        self._rules.append(f"{name}: {expression}")
+        return name
+
+    def _count(self) -> None:
+        self._parts += 1
+        if self._parts > MAX_PARTS:
+            raise GrammarError(f"what the answer must look like has more than {MAX_PARTS} parts")
+
+    # --- grammars ----------------------------------------------------------------------------------------------------
+    def _json(self, form: Json) -> str:
+        lowered = _lowered(form.schema, strict=form.strict)
+        if not form.strict:
+            lowered["x-guidance"]["lenient"] = True
+        text = json.dumps(lowered, ensure_ascii=False)
+        if (name := self._schemas.get(text)) is not None:
+            return name
+        self._schema_size += len(text)
+        if self._schema_size > MAX_SCHEMA:
+            raise GrammarError(f"the schema is too large: more than {MAX_SCHEMA} characters")
+        name = self._schemas[text] = self._add("json_schema", lowered)
+        return name
+
+    def _grammar(self, form: Grammar) -> str:
+        if len(form.source) > MAX_SOURCE:
+            raise GrammarError(f"the grammar has {len(form.source)} characters; at most {MAX_SOURCE} are read")
+        lark = _with_schemas(form.source) if _IS_LARK.search(form.source) else _of_gbnf(form.source)
+        return self._add("lark_grammar", lark)
+
+    def _add(self, kind: str, value: Any) -> str:
+        name = f"part{len(self._grammars)}"
+        self._grammars.append({"name": name, kind: value})
+        return name
+
+
+def _flat(form: Sequence) -> list[Form]:
+    """The parts of sequences in sequences, in one row."""
+    flat: list[Form] = []
+    for part in form.parts:
+        flat += _flat(part) if isinstance(part, Sequence) else [part]
+    return flat
+
+
+def _times(least: int, most: int | None) -> str:
+    return f"{{{least},{'' if most is None else most}}}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\u007f", "\\u007f")
+
+
+def _escaped(text: str) -> str:
+    """A text as itself inside a pattern between slashes."""
+    return "".join(char if char.isalnum() and char.isascii() else f"\\u{{{ord(char):x}}}" for char in text)
+
+
+def _regex(pattern: str) -> str:
+    """A caller's pattern between slashes."""
+    try:
+        pattern = patterns.of_whole_text(pattern)
+    except patterns.PatternError as error:
+        raise GrammarError(f"the regular expression {error}") from None
+    pattern = re.sub(r"\\(.)|/", _slash, pattern, flags=re.DOTALL)
+    return f"(?:{pattern})".replace("\n", "\\n").replace("\r", "\\r")
+
+
+def _slash(found: re.Match[str]) -> str:
+    return "\\/" if found[0] in ("/", "\\/") else found[0]
+
+
+def _lowered(value: Mapping[str, Any] | bool, *, strict: bool) -> dict[str, Any]:
+    try:
+        lowered = schema.lower(value, strict=strict)
+    except schema.SchemaError as error:
+        raise GrammarError(f"the schema cannot be enforced: {error}") from None
+    return {**lowered, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+
+
+def _with_schemas(lark: str) -> str:
+    """A caller's Lark grammar, the schemas in it held to the same rules as all others."""
+    pieces: list[str] = []
+    at = 0
+    decoder = json.JSONDecoder()
+    while found := _JSON_BLOCK.search(lark, at):
+        try:
+            value, end = decoder.raw_decode(lark, found.end())
+        except (ValueError, RecursionError):
+            raise GrammarError("%json in the grammar must be followed by a JSON schema") from None
+        if not isinstance(value, dict):
+            raise GrammarError("%json in the grammar must be followed by a JSON schema")
+        pieces += [lark[at : found.end()], json.dumps(_lowered(value, strict=True), ensure_ascii=False)]
+        at = end
+    return "".join(pieces) + lark[at:]
+
+
+def _of_gbnf(source: str) -> str:
+    """llama.cpp's notation in Lark's; a grammar without recursion becomes one terminal, so that it means the same."""
+    from llguidance import gbnf_to_lark as gbnf
+
+    if "::=" not in source:
+        raise GrammarError("the grammar is neither GBNF (root ::= ...) nor Lark (start: ...)")
+    source = _ESCAPE.sub(_plain, source)
+    try:
+        lark = gbnf.gbnf_to_lark(source)
+        rules = gbnf.GrammarParser().parse(source)
+        gbnf.resolve(rules)
+        is_regular = rules["start"].alternatives.is_terminal()
+    except RecursionError:
+        raise GrammarError("the grammar is nested too deeply") from None
+    except Exception as error:
+        raise GrammarError(f"the grammar cannot be read: {str(error)[:300]}") from None
+    return re.sub(r"(?m)^start:", "start: WHOLE\nWHOLE:", lark, count=1) if is_regular else lark
+
+
+def _plain(escape: re.Match[str]) -> str:
+    """The character that a \\u or \\U escape stands for, where it means nothing else in a grammar."""
+    digits = escape[1] or escape[2]
+    if digits is None or int(digits, 16) > 0x10FFFF:
+        return escape[0]
+    char = chr(int(digits, 16))
+    if char.isprintable() and char not in '\\"[]^-/':
+        return char
+    if ord(char) < 0x80:
+        return f"\\x{ord(char):02x}"
+    raise GrammarError(f"the grammar names the character {escape[0]}, which cannot be written")

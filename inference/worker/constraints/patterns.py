@@ -1,0 +1,138 @@
+"""Translates regular expressions: ECMA 262 patterns of JSON schemas into the dialect of llguidance; never matches.
+
+Two dialects give the same pattern other meanings in a few places only: what a dot and \\s cover, and what is an
+operator inside a character class. Those are spelled out here; what has no counterpart is refused.
+"""
+
+from __future__ import annotations
+
+import re
+
+MAX_LENGTH = 8192
+"""Characters of one pattern."""
+
+_ANY = r"[^\n\r\u{2028}\u{2029}]"
+_SPACES = r"\t\n\v\f\r \u{a0}\u{1680}\u{2000}-\u{200a}\u{2028}\u{2029}\u{202f}\u{205f}\u{3000}\u{feff}"
+_SAME = frozenset("dDwWtnrfv")
+_PUNCTUATION = frozenset("^$\\.*+?()[]{}|/-\"'#&~,:;<=>@!%_` ")
+_GROUPS = ("(?:", "(?<")
+_HEX = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,6})\}")
+_PROPERTY = re.compile(r"[pP]\{[A-Za-z_]+(=[A-Za-z_]+)?\}")
+
+
+class PatternError(ValueError):
+    """The pattern cannot be enforced; says why in words that follow the pattern's name."""
+
+
+def of_ecma(pattern: str) -> str:
+    """`pattern`, as JSON schemas write it, in the dialect that masks are made of; raises PatternError."""
+    if len(pattern) > MAX_LENGTH:
+        raise PatternError(f"is longer than {MAX_LENGTH} characters")
+    return _Ecma(pattern).translated()
+
+
+def of_whole_text(pattern: str) -> str:
+    """A pattern of Rust's dialect that must match a whole text: anchors at its ends say nothing more and are dropped.
+
+    Raises PatternError.
+    """
+    if len(pattern) > MAX_LENGTH:
+        raise PatternError(f"is longer than {MAX_LENGTH} characters")
+    if not pattern:
+        raise PatternError("is empty")
+    if re.search(r"\(\?[a-zA-Z]*x", pattern) and "\n" in pattern:
+        raise PatternError("spreads over lines, which is not supported; write it in one line")
+    if pattern.startswith("^"):
+        pattern = pattern[1:]
+    if pattern.endswith("$") and (len(pattern) - len(pattern[:-1].rstrip("\\"))) % 2 == 1:
+        pattern = pattern[:-1]
+    return pattern
+
+
+class _Ecma:
+    def __init__(self, pattern: str) -> None:
+        self._text = pattern
+        self._at = 0
+        self._out: list[str] = []
+
+    def translated(self) -> str:
+        while self._at < len(self._text):
+            self._one()
+        return "".join(self._out)
+
+    def _one(self) -> None:
+        text, at = self._text, self._at
+        char = text[at]
+        if char == "\\":
+            self._out.append(self._escape(in_class=False))
+        elif char == "[":
+            self._class()
+        elif char == ".":
+            self._out.append(_ANY)
+            self._at += 1
+        elif char == "(" and text.startswith("(?", at):
+            if not text.startswith(_GROUPS, at) or text.startswith(("(?<=", "(?<!"), at):
+                raise PatternError(f"has a group {text[at : at + 3]!r}, which cannot be enforced")
+            self._out.append("(?:")
+            self._at = text.find(">", at) + 1 if text.startswith("(?<", at) else at + 3
+            if self._at == 0:
+                raise PatternError("has a group name without an end")
+        else:
+            self._out.append(f"\\x{ord(char):02x}" if char in "\n\r" else char)
+            self._at += 1
+
+    def _escape(self, *, in_class: bool) -> str:
+        """The escape at the cursor, which moves behind it."""
+        rest = self._text[self._at + 1 :]
+        if not rest:
+            raise PatternError("ends in a backslash")
+        self._at += 2
+        char = rest[0]
+        if char == "s":
+            return _SPACES if in_class else f"[{_SPACES}]"
+        if char == "S":
+            return f"[^{_SPACES}]"
+        if char in _SAME:
+            return "\\" + char
+        if found := _HEX.match(rest):
+            self._at += len(found[0]) - 1
+            return f"\\u{{{next(group for group in found.groups() if group)}}}"
+        if found := _PROPERTY.match(rest):
+            self._at += len(found[0]) - 1
+            return "\\" + found[0]
+        if char in _PUNCTUATION:
+            return re.escape(char) if char in "\\^$.|?*+()[]{}-&~#" else ("\\/" if char == "/" else char)
+        if char == "c" and len(rest) > 1 and rest[1].isascii() and rest[1].isalpha():
+            self._at += 1
+            return f"\\x{ord(rest[1].upper()) - 64:02x}"
+        if char == "0" and not rest[1:2].isdigit():
+            return "\\x00"
+        raise PatternError(f"has \\{char}, which cannot be enforced")
+
+    def _class(self) -> None:
+        text = self._text
+        self._at += 1
+        negated = text.startswith("^", self._at)
+        self._at += negated
+        parts: list[str] = []
+        while self._at < len(text) and text[self._at] != "]":
+            char = text[self._at]
+            if char == "\\":
+                if text.startswith("\\b", self._at):
+                    self._at += 2
+                    parts.append("\\x08")
+                else:
+                    parts.append(self._escape(in_class=True))
+            elif char == "-" and text.startswith("--", self._at):
+                raise PatternError("has -- inside brackets, which is read in two ways")
+            else:
+                escape = char in "[&~^" or (char == "-" and (not parts or text.startswith("-]", self._at)))
+                parts.append("\\" + char if escape else char)
+                self._at += 1
+        if self._at >= len(text):
+            raise PatternError("has a bracket without an end")
+        self._at += 1
+        if not parts:
+            self._out.append("(?s:.)" if negated else r"[^\x00-\u{10ffff}]")
+            return
+        self._out.append(f"[{'^' if negated else ''}{''.join(parts)}]")
