@@ -16,7 +16,7 @@ from gateway.edge import Edge
 from gateway.errors import GatewayError, RefusedError, RequestError
 from gateway.exchange import exchange_of
 from gateway.responses import error_response
-from gateway.routes import admin, chat, completions, embeddings, health, models
+from gateway.routes import admin, chat, completions, embeddings, health, models, rerank
 from gateway.runtime import Runtime
 from inference.protocol import Code
 
@@ -37,6 +37,7 @@ def make_app(runtime: Runtime) -> Edge:
         chat.PATH: chat.chat(runtime),
         completions.PATH: completions.completions(runtime),
         embeddings.PATH: embeddings.embeddings(runtime),
+        rerank.PATH: rerank.rerank(runtime),
     }
     for path, endpoint in hot.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))  # for the 405 of other methods

@@ -253,7 +253,7 @@ class Request:
         if param is None and verdict == Ignore(Reason.NOT_FOUND):
             param = "model"
         if param is None and verdict == Ignore(Reason.CONTEXT_LENGTH):
-            param = next(name for name in ("messages", "prompt", "input") if name in self.request.body)
+            param = next(name for name in ("messages", "prompt", "input", "documents") if name in self.request.body)
         status = error.status if error.status is not None and 400 <= error.status < 500 else 400
         return PassedOnError(error, status, param)
 

@@ -107,10 +107,10 @@ class Generation:
                         raise
                     record.outcome = await self._relay(attempt, request, presence, send)
                     return
-                if request.endpoint is Endpoint.EMBEDDINGS:
-                    body = await job.unary()
-                else:
+                if request.endpoint.streams:
                     body = orjson.dumps(await job.whole())
+                else:
+                    body = await job.unary()
                 self._note(job, exchange, record)
             presence.release()
             record.outcome = "success"

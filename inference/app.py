@@ -47,7 +47,14 @@ LINGER_SECONDS = 2.0
 """After readiness went, the port still answers so long: whoever balances load has to notice."""
 CUT_SECONDS = 8.0
 """After the drain every stream is ended with an error frame; what is still open this much later is cut."""
-HOT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize")
+HOT_PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/tokenize",
+    "/detokenize",
+)
 
 
 class Service:

@@ -34,7 +34,7 @@ GPU_OVERHEAD_BYTES = 512 * 2**20
 """First figure for what no buffer shows on an accelerator: device context, pools, graphs (CUDA: 300-500 MiB)."""
 
 HEADER_SECONDS = 20.0
-_VERSION = 4
+_VERSION = 5
 _MOST_ENTRIES = 2000
 
 
@@ -132,7 +132,7 @@ class Estimator:
             answer["note"] = str(error)
         if "error" in answer:
             raise ModelFailed(f"the model {spec.id!r} cannot be loaded: {answer['error']}")
-        entry = {name: answer[name] for name in ("parts", "source", "note", "facts", "capabilities")}
+        entry = {name: answer[name] for name in ("parts", "source", "note", "output_bytes", "facts", "capabilities")}
         if not entry["note"]:
             self._remember(key, entry)
         else:
@@ -196,6 +196,7 @@ def _estimate(entry: Mapping[str, Any], spec: ModelSpec, device: Reading) -> Est
         overhead = {CPU: CPU_OVERHEAD_BYTES}
         if device.id != CPU:
             overhead[device.id] = GPU_OVERHEAD_BYTES
+    overhead[CPU] = overhead.get(CPU, 0) + int(entry["output_bytes"])
     extra = sum(_size(path) for path in spec.lora)
     if extra:
         overhead[device.id] = overhead.get(device.id, 0) + extra

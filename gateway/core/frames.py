@@ -12,6 +12,12 @@ class Endpoint(StrEnum):
     CHAT = "chat/completions"
     COMPLETIONS = "completions"
     EMBEDDINGS = "embeddings"
+    RERANK = "rerank"
+
+    @property
+    def streams(self) -> bool:
+        """Whether its answers come as a stream; the others come whole."""
+        return self not in (Endpoint.EMBEDDINGS, Endpoint.RERANK)
 
 
 class DeltaKind(StrEnum):

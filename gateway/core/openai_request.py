@@ -36,6 +36,7 @@ _OTHER: Mapping[Endpoint, Profile] = {
     Endpoint.COMPLETIONS: OPENAI_COMPLETIONS,
     Endpoint.EMBEDDINGS: OPENAI_EMBEDDINGS,
 }
+"""OpenAI's dialect knows no reranking."""
 _GOOGLE_EFFORTS = {"xhigh": "high", "max": "high"}
 """Efforts beyond the highest that Google's address knows."""
 _STREAM_OPTIONS = ("include_obfuscation",)
@@ -84,7 +85,7 @@ def _profile(endpoint: Endpoint, flavor: Flavor) -> Profile | None:
         return _CHAT[flavor]
     if endpoint is Endpoint.COMPLETIONS and flavor is Flavor.GOOGLE:
         return None
-    return _OTHER[endpoint]
+    return _OTHER.get(endpoint)
 
 
 def _translate_chat(request: dict[str, Any], flavor: Flavor) -> None:

@@ -32,8 +32,8 @@ _BRACKETS = re.compile(rb"[\[{\]}]")
 class InferenceRequest:
     """A request that is well-formed. `body` is the caller's own, parsed; nobody changes it.
 
-    `needs` are capabilities (`vision`, `tools`, `embeddings`). `size_bytes` is what was sent. `is_plain` is whether one
-    text comes out (one choice, no tools, no logprobs), as resuming needs.
+    `needs` are capabilities (`vision`, `tools`, `embeddings`, `rerank`). `size_bytes` is what was sent. `is_plain` is
+    whether one text comes out (one choice, no tools, no logprobs), as resuming needs.
     """
 
     endpoint: Endpoint
@@ -142,15 +142,29 @@ _EMBEDDINGS: Mapping[str, f.Check] = {
     "user": f.string(),
 }
 
+_RERANK: Mapping[str, f.Check] = {
+    "model": f.string(1, 256),
+    "query": f.string(1),
+    "documents": f.array(
+        f.by_type("a string or an object", text=f.string(), mapping=f.mapping({"text": f.string()}, needed=("text",))),
+        low=1,
+    ),
+    "top_n": f.integer(1),
+    "return_documents": f.boolean,
+    "user": f.string(),
+}
+
 _FIELDS: Mapping[Endpoint, Mapping[str, f.Check]] = {
     Endpoint.CHAT: _CHAT,
     Endpoint.COMPLETIONS: _COMPLETIONS,
     Endpoint.EMBEDDINGS: _EMBEDDINGS,
+    Endpoint.RERANK: _RERANK,
 }
-_NEEDED: Mapping[Endpoint, str] = {
-    Endpoint.CHAT: "messages",
-    Endpoint.COMPLETIONS: "prompt",
-    Endpoint.EMBEDDINGS: "input",
+_NEEDED: Mapping[Endpoint, tuple[str, ...]] = {
+    Endpoint.CHAT: ("messages",),
+    Endpoint.COMPLETIONS: ("prompt",),
+    Endpoint.EMBEDDINGS: ("input",),
+    Endpoint.RERANK: ("query", "documents"),
 }
 
 
@@ -158,7 +172,7 @@ def parse(endpoint: Endpoint, raw: bytes) -> InferenceRequest:
     """The typed request in `raw`; raises RequestError (400) naming the field and what to write instead."""
     body = _parse_json(raw)
     known = _FIELDS[endpoint]
-    for name in ("model", _NEEDED[endpoint]):
+    for name in ("model", *_NEEDED[endpoint]):
         if body.get(name) is None:
             f.refuse(name, f"`{name}` is needed and not there")
     for name, value in body.items():
@@ -181,7 +195,7 @@ def parse(endpoint: Endpoint, raw: bytes) -> InferenceRequest:
         stream=bool(body.get("stream")),
         include_usage=bool(options.get("include_usage")),
         body=body,
-        needs=frozenset({"embeddings"}) if endpoint is Endpoint.EMBEDDINGS else needs,
+        needs=needs if endpoint.streams else frozenset({str(endpoint)}),
         max_tokens=limit,
         size_bytes=len(raw),
         is_plain=(body.get("n") or 1) == 1 and not body.get("logprobs") and "tools" not in needs,

@@ -54,7 +54,7 @@ class OpenAIProvider:
 
     async def unary(self, call: Call) -> bytes:
         """The response's JSON bytes to a call without a stream; raises UpstreamError."""
-        if call.endpoint is not Endpoint.EMBEDDINGS:
+        if call.endpoint.streams:
             raise UpstreamError(UpstreamKind.MALFORMED, f"/v1/{call.endpoint} is always streamed")
         try:
             response = await self._send(call, stream=False)

@@ -24,9 +24,9 @@ _MOST_NODES = 256
 def run(job: Mapping[str, Any]) -> dict[str, Any]:
     """Answers `{"path", "parameters", "accelerator", "capabilities", "exact"}`.
 
-    `{"parts": {device: {...}}, "rough": ..., "source": "llama.cpp" | "header", "note": ..., "facts": {...},
-    "capabilities": [...]}`, or `{"error": sentence}` when the file cannot be used. `accelerator` is null for the CPU,
-    else `{"id", "ggml_name"?, "rpc_endpoint"?}`. Bytes are bytes.
+    `{"parts": {device: {...}}, "rough": ..., "source": "llama.cpp" | "header", "note": ..., "output_bytes": ...,
+    "facts": {...}, "capabilities": [...]}`, or `{"error": sentence}` when the file cannot be used. `accelerator` is
+    null for the CPU, else `{"id", "ggml_name"?, "rpc_endpoint"?}`. Bytes are bytes.
     """
     path = Path(job["path"])
     parameters = Parameters(**job["parameters"])
@@ -40,9 +40,10 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     rough = formula_on(facts, parameters, accelerator["id"] if accelerator else None)
     found, source, note = rough, "header", ""
     capabilities: tuple[str, ...] = ()
+    output_bytes = 0
     if job.get("exact", True):
         try:
-            exact, capabilities = _exact(path, parameters, accelerator, job.get("capabilities"))
+            exact, output_bytes, capabilities = _exact(path, parameters, accelerator, job.get("capabilities"))
         except _UnusableError as error:
             return {"error": f"{path} cannot be loaded by llama.cpp: {error}"}
         except _NoBreakdownError as error:
@@ -57,6 +58,7 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
         "rough": {device: _plain(parts) for device, parts in rough.items()},
         "source": source,
         "note": note,
+        "output_bytes": output_bytes,
         "facts": _facts(facts),
         "capabilities": list(capabilities),
     }
@@ -72,8 +74,11 @@ class _NoBreakdownError(Exception):
 
 def _exact(
     path: Path, parameters: Parameters, accelerator: Mapping[str, Any] | None, wanted: Sequence[str] | None
-) -> tuple[dict[str, Parts], tuple[str, ...]]:
-    """Opens model and context exactly as a worker would, with nothing allocated; the parts and the capabilities."""
+) -> tuple[dict[str, Parts], int, tuple[str, ...]]:
+    """Opens model and context exactly as a worker would, with nothing allocated.
+
+    The parts, host memory for outputs that llama.cpp allocates with the first large batch, and the capabilities.
+    """
     from inference.worker import ggml, llama, loading
     from inference.worker.errors import LoadError
     from inference.worker.link import DeviceGrant, Grant
@@ -113,8 +118,7 @@ def _exact(
         here = sums.setdefault(owner, [0, 0, 0])
         for index, count in enumerate((weights, kv, compute)):
             here[index] += count
-    sums.setdefault("cpu", [0, 0, 0])[2] += context.output_bytes
-    return {device: Parts(*counts) for device, counts in sums.items()}, capabilities
+    return {device: Parts(*counts) for device, counts in sums.items()}, context.output_bytes, capabilities
 
 
 def _breakdown(context: Any) -> Iterator[tuple[str, int, int, int]]:

@@ -100,8 +100,8 @@ class Reranker:
                 close = difflib.get_close_matches(name[:80], _FIELDS, 1)
                 hint = f"; did you mean {close[0]}?" if close else ""
                 raise BadRequestError(f"unknown field {name[:80]!r}{hint}", name[:80])
-        query = fields.text(body, "query")
-        if not query:
+        query = body.get("query")
+        if not isinstance(query, str) or not query:
             raise BadRequestError("query is required: what the documents are held against, as text", "query")
         documents = _documents(body.get("documents"))
         top_n = fields.integer(body, "top_n", None, 1)

@@ -92,6 +92,7 @@ class FakeInference:
         for path in ("chat/completions", "completions"):
             app.router.add_post(f"/v1/{path}", self._generate)
         app.router.add_post("/v1/embeddings", self._embed)
+        app.router.add_post("/v1/rerank", self._rerank)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.05)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", port or self.port)
@@ -128,6 +129,15 @@ class FakeInference:
         vector = {"object": "embedding", "index": 0, "embedding": [0.5, 0.25]}
         return web.json_response(
             {"object": "list", "data": [vector], "model": seen.model, "usage": {"total_tokens": 1}}
+        )
+
+    async def _rerank(self, request: web.Request) -> web.StreamResponse:
+        seen, answer = self._note(request, await request.json())
+        if answer.refuse is not None or answer.status is not None:
+            return _refusal(answer)
+        results = [{"index": index, "relevance_score": 0.5} for index in range(len(seen.body["documents"]))]
+        return web.json_response(
+            {"object": "list", "results": results, "model": seen.model, "usage": {"total_tokens": 1}}
         )
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:

@@ -130,6 +130,12 @@ BAD: list[tuple[Endpoint, bytes, str | None, Code]] = [
         "encoding_format",
         Code.INVALID_REQUEST,
     ),
+    (Endpoint.RERANK, b'{"model":"m","documents":["a"]}', "query", Code.INVALID_REQUEST),
+    (Endpoint.RERANK, b'{"model":"m","query":"q"}', "documents", Code.INVALID_REQUEST),
+    (Endpoint.RERANK, b'{"model":"m","query":"q","documents":[]}', "documents", Code.INVALID_REQUEST),
+    (Endpoint.RERANK, b'{"model":"m","query":"q","documents":[{"t":"a"}]}', "documents[0].text", Code.INVALID_REQUEST),
+    (Endpoint.RERANK, b'{"model":"m","query":"q","documents":["a"],"top_n":0}', "top_n", Code.INVALID_REQUEST),
+    (Endpoint.RERANK, b'{"model":"m","query":"q","documents":["a"],"n":1}', "n", Code.UNSUPPORTED_PARAMETER),
 ]
 
 
@@ -195,6 +201,9 @@ def test_the_typed_request_says_what_the_chain_must_know() -> None:
     )
     assert parse(Endpoint.EMBEDDINGS, b'{"model":"m","input":[[1,2],[3]]}').needs == {"embeddings"}
     assert parse(Endpoint.COMPLETIONS, b'{"model":"m","prompt":[1,2]}').is_plain
+    reranking = parse(Endpoint.RERANK, b'{"model":"m","query":"q","documents":["a",{"text":"b","id":1}],"top_n":1}')
+    assert reranking.needs == {"rerank"}
+    assert not reranking.stream
 
 
 def test_an_unknown_field_comes_with_advice() -> None:
