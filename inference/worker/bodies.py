@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from inference.protocol import Code
-from inference.worker import fields, sampling_fields
+from inference.worker import fields, format_fields, sampling_fields, tool_fields
 from inference.worker.errors import BadRequestError
 from inference.worker.messages import messages_of
 from inference.worker.requests import EmbeddingRequest, Facts, GenerateRequest, Prompt
@@ -24,8 +24,6 @@ _IGNORED = frozenset(
         "metadata",
         "store",
         "service_tier",
-        "parallel_tool_calls",
-        "reasoning_effort",
         "prompt_cache_key",
         "safety_identifier",
         "prompt_cache_retention",
@@ -37,40 +35,41 @@ _IGNORED = frozenset(
 """Fields that clients commonly send and that have no effect on a local model; they are checked for nothing."""
 
 _COMMON = (
-    _IGNORED | sampling_fields.SAMPLED | frozenset(["max_tokens", "stop", "n", "stream", "stream_options", "logprobs"])
+    _IGNORED
+    | sampling_fields.SAMPLED
+    | format_fields.EXTENSIONS
+    | frozenset(["max_tokens", "stop", "n", "stream", "stream_options", "logprobs"])
 )
-_CHAT = _COMMON | frozenset(
-    [
-        "messages",
-        "max_completion_tokens",
-        "top_logprobs",
-        "response_format",
-        "tools",
-        "tool_choice",
-        "functions",
-        "function_call",
-        "modalities",
-        "audio",
-        "prediction",
-        "web_search_options",
-        "chat_template_kwargs",
-        "continue_final_message",
-        "add_generation_prompt",
-    ]
+_CHAT = (
+    _COMMON
+    | tool_fields.NAMES
+    | frozenset(
+        [
+            "messages",
+            "max_completion_tokens",
+            "top_logprobs",
+            "response_format",
+            "reasoning_effort",
+            "modalities",
+            "audio",
+            "prediction",
+            "web_search_options",
+            "chat_template_kwargs",
+            "continue_final_message",
+            "add_generation_prompt",
+        ]
+    )
 )
 _COMPLETION = _COMMON | frozenset(["prompt", "echo", "suffix", "best_of"])
 _EMBEDDING = frozenset(["model", "input", "encoding_format", "dimensions", "user"])
 
 _UNSUPPORTED: Mapping[str, str] = {
-    "tools": "this model server does not call tools yet; send the request without tools",
-    "tool_choice": "this model server does not call tools yet; leave tool_choice out",
-    "functions": "functions are superseded by tools, which this model server does not call yet",
-    "function_call": "functions are superseded by tools, which this model server does not call yet",
     "audio": "this model does not speak; leave audio out",
     "prediction": "predicted outputs are not supported; leave prediction out",
     "web_search_options": "this model cannot search the web; leave web_search_options out",
-    "suffix": "filling in the middle is not supported; leave suffix out",
 }
+
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 def chat(body: Any, facts: Facts) -> GenerateRequest:
@@ -78,7 +77,6 @@ def chat(body: Any, facts: Facts) -> GenerateRequest:
     given = _given(body, _CHAT)
     _need_capability(facts, "chat", "has no chat template; use /v1/completions")
     _refuse_unsupported(given)
-    _check_format(given.get("response_format"))
     if (modalities := given.get("modalities")) is not None and modalities != ["text"]:
         raise BadRequestError('this model only writes text: modalities must be ["text"]', "modalities")
     messages = messages_of(given.get("messages"))
@@ -91,6 +89,13 @@ def chat(body: Any, facts: Facts) -> GenerateRequest:
         raise BadRequestError(
             "add_generation_prompt must be the opposite of continue_final_message", "add_generation_prompt"
         )
+    tools, choice = tool_fields.tools_of(given, facts)
+    common = _common(given, facts)
+    forced = common["form_param"] or ("tool_choice" if choice.mode in ("required", "named") else "")
+    if forced and continues:
+        raise _not_together("continue_final_message", forced)
+    if forced:
+        _check_ending(given, forced)
     wants_logprobs = fields.boolean(given, "logprobs", False)
     top = fields.integer(given, "top_logprobs", None, 0, MAX_TOP_LOGPROBS)
     if top is not None and not wants_logprobs:
@@ -102,9 +107,11 @@ def chat(body: Any, facts: Facts) -> GenerateRequest:
         messages=messages,
         logprobs=(top or 0) if wants_logprobs else None,
         max_tokens=newer if newer is not None else older,
-        template_arguments=fields.mapping(given, "chat_template_kwargs"),
+        template_arguments={**_effort(given), **fields.mapping(given, "chat_template_kwargs")},
         continue_final=continues,
-        **_common(given, facts),
+        tools=tools,
+        choice=choice,
+        **common,
     )
 
 
@@ -121,18 +128,21 @@ def completion(body: Any, facts: Facts) -> GenerateRequest:
         raise BadRequestError(f"at most {MAX_SEQUENCES} answers per request: prompts times n is more", "n")
     logprobs = fields.integer(given, "logprobs", None, 0, MAX_TOP_LOGPROBS)
     echo = fields.boolean(given, "echo", False)
-    if echo and logprobs is not None:
-        raise BadRequestError(
-            "log probabilities of an echoed prompt are not supported; leave echo or logprobs out",
-            "echo",
-            code=Code.UNSUPPORTED_PARAMETER,
-        )
+    most = fields.integer(given, "max_tokens", 16, 0)
+    if most == 0 and not echo:
+        raise BadRequestError("max_tokens may only be 0 where echo shows the prompt", "max_tokens")
+    suffix = fields.text(given, "suffix")
+    if suffix and echo:
+        raise _not_together("suffix", "echo")
+    if common["form_param"]:
+        _check_ending(given, common["form_param"])
     return GenerateRequest(
         kind="completion",
         prompts=prompts,
         logprobs=logprobs,
         echo=echo,
-        max_tokens=fields.integer(given, "max_tokens", 16, 1),
+        max_tokens=most,
+        suffix=suffix or None,
         **common,
     )
 
@@ -205,22 +215,31 @@ def _need_capability(facts: Facts, name: str, hint: str) -> None:
 
 def _refuse_unsupported(given: Mapping[str, Any]) -> None:
     for name, reason in _UNSUPPORTED.items():
-        if name in given and given[name] not in ([], "none", "auto", "", False):
+        if name in given:
             raise BadRequestError(reason, name, code=Code.UNSUPPORTED_PARAMETER)
 
 
-def _check_format(value: Any) -> None:
-    if value is None:
-        return
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind in ("json_object", "json_schema"):
-        raise BadRequestError(
-            f"response_format {kind} is not supported by this model server yet; ask for JSON in the prompt instead",
-            "response_format",
-            code=Code.UNSUPPORTED_PARAMETER,
-        )
-    if kind != "text":
-        raise BadRequestError('response_format must be {"type": "text"}', "response_format")
+def _not_together(param: str, other: str) -> BadRequestError:
+    return BadRequestError(
+        f"{param} cannot be combined with {other}; leave one of them out", param, code=Code.UNSUPPORTED_PARAMETER
+    )
+
+
+def _check_ending(given: Mapping[str, Any], forced: str) -> None:
+    """An answer of a given shape is over when the shape is; nothing may follow."""
+    if fields.boolean(given, "ignore_eos", False):
+        raise _not_together("ignore_eos", forced)
+
+
+def _effort(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`reasoning_effort` in the words of the templates: a level, or thinking switched on and off."""
+    effort = fields.text(given, "reasoning_effort")
+    if effort is None:
+        return {}
+    if effort not in _EFFORTS:
+        raise BadRequestError(f"reasoning_effort must be one of {', '.join(_EFFORTS)}", "reasoning_effort")
+    thinks = effort != "none"
+    return {"enable_thinking": thinks, "thinking": thinks, **({"reasoning_effort": effort} if thinks else {})}
 
 
 def _common(given: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
@@ -231,7 +250,10 @@ def _common(given: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
     for name in options:
         if name not in ("include_usage", "include_obfuscation"):
             raise BadRequestError(f"unknown field {name[:80]!r}", f"stream_options.{name[:80]}")
+    form, form_param = format_fields.form_of(given)
     return {
+        "form": form,
+        "form_param": form_param,
         "sampling": sampling_fields.sampling_of(given, facts),
         "stops": sampling_fields.stops_of(given.get("stop")),
         "n": fields.integer(given, "n", 1, 1, MAX_CHOICES),

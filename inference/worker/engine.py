@@ -203,9 +203,13 @@ class Engine:
                 token = generation.sampler.sample(index)
                 output = generation.accept(token, float(drawn.values[token]), drawn.top(running.logprobs))
         except Exception as error:
-            log.exception("sampling failed")
+            if isinstance(error, WorkerError):
+                reason = error
+            else:
+                log.exception("sampling failed")
+                reason = WorkerError(Code.MODEL_FAILED, f"sampling failed ({type(error).__name__}: {error})")
             self._scheduler.abort(job)
-            self._end(job, WorkerError(Code.MODEL_FAILED, f"sampling failed ({type(error).__name__}: {error})"))
+            self._end(job, reason)
             return
         self.pulse.generated_tokens += 1
         if output is None or output.finish is None:

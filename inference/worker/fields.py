@@ -56,6 +56,14 @@ def number(given: Mapping[str, Any], name: str, default: float, low: float, high
     return float(value)
 
 
+def text(given: Mapping[str, Any], name: str) -> str | None:
+    """A text, maybe an empty one; None when absent."""
+    value = given.get(name)
+    if value is not None and not isinstance(value, str):
+        raise BadRequestError(f"{name} must be a string", name)
+    return value
+
+
 def mapping(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """An object, empty when absent."""
     value = given.get(name, {})

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -24,25 +24,25 @@ from inference.protocol import (
     Code,
     Progress,
 )
-from inference.worker import bodies, fields, heap, responses
+from inference.worker import bodies, fields, responses
+from inference.worker.backend import Constraint
+from inference.worker.constraints import Compiler
 from inference.worker.embedder import Embedder, Vector, normalized
 from inference.worker.engine import Engine, Work
 from inference.worker.errors import BadRequestError, UnloadedError, WorkerError
-from inference.worker.exchange import Exchange, GoneError, Receive, Scope, Send, parse
+from inference.worker.exchange import Exchange, GoneError, Receive, Scope, Send
 from inference.worker.generation import Output
+from inference.worker.intake import Intake
 from inference.worker.messages import messages_of
-from inference.worker.prompts import Prompts
+from inference.worker.prompts import Prepared, Prompts
 from inference.worker.requests import EmbeddingRequest, Facts, GenerateRequest
 from inference.worker.reranking import Reranker
 from inference.worker.responses import Answer, Usage
+from inference.worker.shaping import Shape
 from inference.worker.tickets import Ticket
 
 log = logging.getLogger("headgate.worker.http")
 
-BIG_BODY_BYTES = 2**18
-"""Requests whose bodies are larger are read one after the other: what one takes while it is read is many times that."""
-BODY_SECONDS = 30.0
-"""For a body to arrive, and for the large ones before it to be read."""
 MAX_TOKENIZED_CHARS = 2**20
 MAX_DETOKENIZED = 2**20
 MAX_LOGPROBS_BYTES = 2**25
@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 class App:
     """The ASGI app of one loaded model. `engine` generates or `embedder` pools; the other is None. `reranker` reads and
-    writes for an embedder whose model ranks.
+    writes for an embedder whose model ranks, `compiler` holds the answers of an engine to forms.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class App:
         executor: Executor,
         *,
         reranker: Reranker | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
         self.in_flight = 0
         self.draining = False
@@ -81,8 +82,9 @@ class App:
         self._engine = engine
         self._embedder = embedder
         self._reranker = reranker
-        self._executor = executor
-        self._reading_big = asyncio.Lock()
+        self._intake = Intake(executor)
+        self._compiler = compiler
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="forms")
         self._routes: Mapping[str, tuple[str, Callable[[Exchange], Awaitable[None]]]] = {
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._completion),
@@ -110,8 +112,7 @@ class App:
             log.info("client left request_id=%s", exchange.request_id)
         finally:
             exchange.close()
-            if exchange.announced_bytes > BIG_BODY_BYTES:
-                self._executor.submit(heap.trim)
+            self._intake.done(exchange)
             self.in_flight -= 1
             if self.in_flight == 0:
                 self._idle.set()
@@ -147,27 +148,31 @@ class App:
     async def _generate(self, exchange: Exchange, read: Callable[[Any, Facts], GenerateRequest]) -> None:
         arrival = time.monotonic()
 
-        def understand(body: Any) -> tuple[GenerateRequest, list[list[int]], int]:
+        def understand(body: Any) -> tuple[GenerateRequest, Prepared]:
             request = read(body, self._facts)
-            prompts, most = self._prompts.generate(request)
+            prepared = self._prompts.generate(request)
             # What was understood is held for as long as the answer takes; the texts are not needed any more.
-            return replace(request, messages=(), prompts=request.prompts if request.echo else ()), prompts, most
+            prompts = request.prompts if request.echo else ()
+            return replace(request, messages=(), prompts=prompts, tools=(), form=None, suffix=None), prepared
 
-        request, prompts, most = await self._understood(exchange, understand)
+        request, prepared = await self._intake.understood(exchange, understand)
+        constraint = await self._compiled(prepared.shape)
         engine = self._engine
         if engine is None:
             raise BadRequestError(f"model {self._facts.model_id!r} does not generate text", "model")
         deadline = exchange.deadline(arrival)
         work = Work(
-            prompts=prompts,
+            prompts=prepared.prompts,
             n=request.n,
             sampling=request.sampling,
-            max_tokens=most,
+            max_tokens=prepared.most,
             stops=request.stops,
             logprobs=request.logprobs,
             tenant=exchange.header(H_TENANT),
             priority=exchange.priority(),
             deadline=deadline,
+            reading=prepared.shape.reading,
+            constraint=constraint,
         )
         ticket: Ticket[Output] = Ticket(asyncio.get_running_loop())
         exchange.on_disconnect(ticket.leave)
@@ -196,14 +201,16 @@ class App:
                     "for fewer alternatives, choices or tokens",
                     "top_logprobs" if request.kind == "chat" else "logprobs",
                 )
-        usage = _usage(work, {index: (answer.tokens, answer.cached) for index, answer in enumerate(answers)})
+        counts = {
+            index: (answer.tokens, answer.cached, answer.reasoning_tokens) for index, answer in enumerate(answers)
+        }
         await exchange.json(
             responses.whole(
                 request.kind,
                 self._facts.model_id,
                 int(time.time()),
                 answers,
-                usage,
+                _usage(work, counts),
                 with_logprobs=request.logprobs is not None,
             )
         )
@@ -217,8 +224,9 @@ class App:
             int(time.time()),
             with_usage=request.include_usage,
             echo=self._echoes(request, work),
+            divided=work.reading is not None,
         )
-        counts = dict.fromkeys(range(len(work.prompts) * work.n), (0, 0))
+        counts = dict.fromkeys(range(len(work.prompts) * work.n), (0, 0, 0))
         unfinished = len(counts)
         outputs = await ticket.take(COMMIT_SECONDS)
         seen: tuple[int, Progress | None] | None = None
@@ -233,7 +241,7 @@ class App:
                     await exchange.chunk(b"".join(frames) + responses.error_frame(output.error))
                     await exchange.end()
                     return
-                counts[output.choice] = (output.tokens, output.cached)
+                counts[output.choice] = (output.tokens, output.cached, output.reasoning_tokens)
                 unfinished -= output.finish is not None
                 frames.append(stream.frames(output))
             if not outputs:
@@ -266,13 +274,13 @@ class App:
             request = bodies.embedding(body, self._facts)
             return request, self._prompts.embed(request)
 
-        request, inputs = await self._understood(exchange, understand)
+        request, inputs = await self._intake.understood(exchange, understand)
         vectors = await self._pooled(exchange, inputs, arrival)
         if request.dimensions is not None:
             vectors = [normalized(values[: request.dimensions]) for values in vectors]
         tokens = sum(len(tokens) for tokens in inputs)
         await exchange.json(
-            await self._off_loop(
+            await self._intake.off_loop(
                 lambda: responses.embeddings(self._facts.model_id, vectors, tokens, as_base64=request.as_base64)
             )
         )
@@ -282,9 +290,9 @@ class App:
         reranker = self._reranker
         if reranker is None:
             raise BadRequestError(f"model {self._facts.model_id!r} does not rerank; ask a reranking model", "model")
-        request = await self._understood(exchange, reranker.understand)
+        request = await self._intake.understood(exchange, reranker.understand)
         outputs = await self._pooled(exchange, request.inputs, arrival)
-        await exchange.json(await self._off_loop(lambda: reranker.answer(request, outputs)))
+        await exchange.json(await self._intake.off_loop(lambda: reranker.answer(request, outputs)))
 
     async def _pooled(self, exchange: Exchange, inputs: Sequence[Sequence[int]], arrival: float) -> list[np.ndarray]:
         """What the model says to each input, in their order."""
@@ -308,7 +316,7 @@ class App:
         return [vectors[index] for index in range(len(inputs))]
 
     async def _tokenize(self, exchange: Exchange) -> None:
-        await exchange.json(await self._understood(exchange, self._tokens_of))
+        await exchange.json(await self._intake.understood(exchange, self._tokens_of))
 
     def _tokens_of(self, body: Any) -> bytes:
         if not isinstance(body, dict):
@@ -335,7 +343,7 @@ class App:
         return orjson.dumps({"tokens": tokens, "count": len(tokens)})
 
     async def _detokenized(self, exchange: Exchange) -> None:
-        await exchange.json(await self._understood(exchange, self._text_of))
+        await exchange.json(await self._intake.understood(exchange, self._text_of))
 
     def _text_of(self, body: Any) -> bytes:
         tokens = body.get("tokens") if isinstance(body, dict) else None
@@ -346,41 +354,18 @@ class App:
         ids = bodies.prompts_of([tokens], "tokens", self._facts, 1)[0] if tokens else ()
         return orjson.dumps({"content": self._detokenize(list(map(int, ids)))})
 
-    # --- bodies ------------------------------------------------------------------------------------------------------
-    async def _understood(self, exchange: Exchange, understand: Callable[[Any], T]) -> T:
-        """What `understand` makes of the body's JSON, off the event loop; large bodies one after the other."""
-        if exchange.announced_bytes <= BIG_BODY_BYTES:
-            return await self._read(exchange, understand)
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                await self._reading_big.acquire()
-        except TimeoutError:
-            raise WorkerError(
-                Code.QUEUE_FULL, "this model reads other large requests; ask again", retry_after=1.0
-            ) from None
-        try:
-            return await self._read(exchange, understand)
-        finally:
-            self._reading_big.release()
-
-    async def _read(self, exchange: Exchange, understand: Callable[[Any], T]) -> T:
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                parts = await exchange.body()
-        except TimeoutError:
-            raise BadRequestError(f"the body did not arrive within {BODY_SECONDS:g} s") from None
-
-        def work() -> T:
-            raw = b"".join(parts)
-            parts.clear()
-            body = parse(raw)
-            del raw
-            return understand(body)
-
-        return await self._off_loop(work)
-
-    async def _off_loop(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, function)
+    async def _compiled(self, shape: Shape) -> Constraint | None:
+        """Off the loop, one after the other, so that a form that takes long keeps only other forms waiting."""
+        form, compiler = shape.form, self._compiler
+        if form is None:
+            return None
+        if compiler is None:
+            raise BadRequestError(
+                "answers of this model cannot be held to a form", shape.param, code=Code.UNSUPPORTED_PARAMETER
+            )
+        return await asyncio.get_running_loop().run_in_executor(
+            self._compiling, lambda: compiler.compile(form, shape.param)
+        )
 
 
 async def _next(ticket: Ticket[T]) -> list[T]:
@@ -391,10 +376,11 @@ async def _next(ticket: Ticket[T]) -> list[T]:
     return outputs
 
 
-def _usage(work: Work, counts: Mapping[int, tuple[int, int]]) -> Usage:
-    """Prompts count once each, answers all."""
+def _usage(work: Work, counts: Mapping[int, tuple[int, int, int]]) -> Usage:
+    """Prompts count once each, answers all; `counts` are tokens, cached and reasoning tokens of each choice."""
     return Usage(
         prompt=sum(len(prompt) for prompt in work.prompts),
-        completion=sum(tokens for tokens, _cached in counts.values()),
+        completion=sum(tokens for tokens, _cached, _reasoning in counts.values()),
         cached=sum(counts[index * work.n][1] for index in range(len(work.prompts))),
+        reasoning=sum(reasoning for _tokens, _cached, reasoning in counts.values()),
     )

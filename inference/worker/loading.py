@@ -218,11 +218,16 @@ def capabilities_of(
     """What the model can do, within what the grant allows; raises LoadError when it asks for what is not there."""
     if pooling is not None:
         return ("rerank",) if pooling == llama.POOLING_RANK else ("embeddings",)
-    can = GENERATIVE if template is not None else ("completions",)
+    if template is None:
+        can: tuple[str, ...] = ("completions",)
+    else:
+        # A template that knows no tools can still be told of them in a message: whether that is any use, people say.
+        wanted = template.dialect.writes_tools if grant.capabilities is None else True
+        can = (*GENERATIVE, "tools") if wanted else GENERATIVE
     if grant.capabilities is None:
         return can
-    if "chat" in grant.capabilities and template is None:
-        raise LoadError(ExitCause.STARTUP, "capabilities name chat, and the file has no usable chat template")
+    if template is None and (missing := [name for name in ("chat", "tools") if name in grant.capabilities]):
+        raise LoadError(ExitCause.STARTUP, f"capabilities name {missing[0]}, and the file has no usable chat template")
     return tuple(name for name in can if name in grant.capabilities)
 
 

@@ -38,8 +38,10 @@ from inference.worker.link import (
 )
 
 if TYPE_CHECKING:
+    from inference.worker.backend import Constraint, TokenSampler
     from inference.worker.http import App
     from inference.worker.loading import Loaded
+    from inference.worker.requests import Sampling
     from inference.worker.reranking import Reranker
 
 log = logging.getLogger("headgate.worker")
@@ -214,6 +216,7 @@ class Worker:
         _exit(0)
 
     def _engines(self, loaded: Loaded, grant: Grant) -> Any:
+        from inference.worker.constrained import ConstrainedSampler
         from inference.worker.core.steps import Limits
         from inference.worker.embedder import Embedder
         from inference.worker.engine import Engine
@@ -233,17 +236,17 @@ class Worker:
             queue=grant.queue_limit,
             can_trim=context.can_trim,
         )
-        engine = Engine(
-            context,
-            model,
-            lambda sampling, choice, most, _constraint: ChainSampler(model, context, sampling, choice, most),
-            limits,
-            courier.deliver,
-            self._fatal,
-        )
-        return engine, None
+
+        def sampler(sampling: Sampling, choice: int, most: int, constraint: Constraint | None) -> TokenSampler:
+            if constraint is None:
+                return ChainSampler(model, context, sampling, choice, most)
+            mask = constraint.start()
+            return ConstrainedSampler(ChainSampler(model, context, sampling, choice, most), context, mask)
+
+        return Engine(context, model, sampler, limits, courier.deliver, self._fatal), None
 
     def _app(self, loaded: Loaded, engine: Any, embedder: Any) -> App:
+        from inference.worker.constraints import Compiler
         from inference.worker.http import App
         from inference.worker.prompts import Prompts
 
@@ -254,7 +257,14 @@ class Worker:
         threading.stack_size(0)
         prompts = Prompts(loaded.model, loaded.template, loaded.facts)
         return App(
-            loaded.facts, prompts, loaded.model.detokenize, engine, embedder, executor, reranker=_reranker(loaded)
+            loaded.facts,
+            prompts,
+            loaded.model.detokenize,
+            engine,
+            embedder,
+            executor,
+            reranker=_reranker(loaded),
+            compiler=None if engine is None else Compiler(loaded.model),
         )
 
     def _beat(self, running: Any) -> None:

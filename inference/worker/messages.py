@@ -22,6 +22,9 @@ def messages_of(value: Any) -> tuple[Mapping[str, Any], ...]:
     return tuple(_message(item, f"messages[{index}]") for index, item in enumerate(value))
 
 
+_SHOWN_AS = {"developer": "system", "function": "tool"}
+"""Roles that templates know by another name."""
+
 _MESSAGE_FIELDS = frozenset(
     [
         "role",
@@ -47,10 +50,12 @@ def _message(item: Any, at: str) -> Mapping[str, Any]:
     role = item.get("role")
     if role not in ROLES:
         raise BadRequestError(f"{at}.role must be one of {', '.join(ROLES)}", f"{at}.role")
-    message: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    message: dict[str, Any] = {"role": _SHOWN_AS.get(role, role)}
     content = item.get("content")
     calls = item.get("tool_calls")
-    if content is None and not (role == "assistant" and (calls or item.get("function_call") or item.get("refusal"))):
+    if not calls and item.get("function_call"):
+        calls = [{"function": item["function_call"]}]
+    if content is None and not (role == "assistant" and (calls or item.get("refusal"))):
         raise BadRequestError(f"{at}.content is required", f"{at}.content")
     message["content"] = _text(content, f"{at}.content") or (item.get("refusal") or "")
     for name in ("name", "tool_call_id", "reasoning_content"):

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from inference.protocol import Code
+from inference.worker.core.parts import Tool, ToolChoice
 from inference.worker.errors import BadRequestError
-from inference.worker.requests import EmbeddingRequest, Facts, GenerateRequest, Prompt
+from inference.worker.requests import NO_TOOLS, EmbeddingRequest, Facts, GenerateRequest, Prompt
+from inference.worker.shaping import Shape, Shaping
 from inference.worker.templates import ChatTemplate
+
+OPENED_CHARS = 256
+"""How much of a rendered prompt's end shows what it has opened for the answer, such as a thought."""
 
 
 class Tokenizer(Protocol):
@@ -29,6 +35,11 @@ class Tokenizer(Protocol):
         """Most bytes one token can stand for, None when unknown."""
         ...
 
+    @property
+    def fill_tokens(self) -> tuple[int, int, int] | None:
+        """Tokens before the text that precedes a gap, before the text that follows it, and before what fills it."""
+        ...
+
     def text_of(self, token: int | None) -> str:
         """Text of a special token."""
         ...
@@ -38,6 +49,15 @@ class Tokenizer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request in tokens: its prompts, how many tokens each answer may have, and the answers' shape."""
+
+    prompts: list[list[int]]
+    most: int
+    shape: Shape
+
+
 class Prompts:
     """Renders and tokenizes for one model. Thread-safe."""
 
@@ -45,9 +65,10 @@ class Prompts:
         self._tokenizer = tokenizer
         self._template = template
         self._facts = facts
+        self._shaping = Shaping(None if template is None else template.dialect, self._control_token)
 
-    def generate(self, request: GenerateRequest) -> tuple[list[list[int]], int]:
-        """The prompts' tokens and how many tokens each answer may have.
+    def generate(self, request: GenerateRequest) -> Prepared:
+        """The prompts' tokens, how many tokens each answer may have, and its shape.
 
         `max_tokens` is an upper bound, and clients often send a large one: the room beside the longest prompt bounds
         it further, and an answer that reaches the end of the context says `length`. Raises
@@ -57,29 +78,48 @@ class Prompts:
         most = request.max_tokens
         if most is not None and most > self._facts.context_length:
             raise self._too_large(most)
+        opened = ""
         if request.kind == "chat":
-            prompts = [self.chat(request.messages, request.template_arguments, request.continue_final)]
+            tokens, opened = self._chat(
+                request.messages, request.template_arguments, request.continue_final, request.tools, request.choice
+            )
+            prompts = [tokens]
+        elif request.suffix is not None:
+            prompts = [self._around(prompt, request.suffix) for prompt in request.prompts]
         else:
             prompts = [self._plain(prompt) for prompt in request.prompts]
         longest = max(len(tokens) for tokens in prompts)
         room = self._facts.context_length - longest
-        if room < 1:
+        if room < (0 if most == 0 else 1):
             raise self._too_long(longest, "messages" if request.kind == "chat" else "prompt")
-        return prompts, room if most is None else min(most, room)
+        return Prepared(prompts, room if most is None else min(most, room), self._shaping.shape(request, opened))
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], continue_final: bool = False
     ) -> list[int]:
         """Tokens of rendered messages. With `continue_final` the last one, the assistant's, is left open to go on."""
-        if self._template is None:
+        return self._chat(messages, arguments, continue_final, (), NO_TOOLS)[0]
+
+    def _chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any],
+        continue_final: bool,
+        tools: Sequence[Tool],
+        choice: ToolChoice,
+    ) -> tuple[list[int], str]:
+        """The prompt's tokens and the end of its text."""
+        template = self._template
+        if template is None:
             raise BadRequestError(f"model {self._facts.model_id!r} has no chat template; use /v1/completions", "model")
         # Templates drop what an assistant thought; what a user or the system said they write out.
         self._check_size(sum(len(m["content"]) for m in messages if m["role"] in ("user", "system")), "messages")
-        shown = messages[:-1] if continue_final else messages
-        pieces = self._template.render(shown, arguments, generate=True)
+        shown, variables = template.dialect.prepare(messages[:-1] if continue_final else messages, tools, choice)
+        pieces = template.render(shown, {**arguments, **variables}, generate=True)
         if continue_final:
-            first, *rest = self._template.defused(str(messages[-1]["content"]))
+            first, *rest = template.defused(str(messages[-1]["content"]))
             pieces = [*pieces[:-1], pieces[-1] + first, *rest]
+        opened = "".join(pieces)[-OPENED_CHARS:]
         bos = self._tokenizer.text_of(self._tokenizer.bos)
         if self._tokenizer.adds_bos and bos and pieces[0].startswith(bos):
             pieces[0] = pieces[0][len(bos) :]
@@ -89,7 +129,7 @@ class Prompts:
             tokens += self._tokenizer.tokenize(piece, parse_special=True)
         if not tokens:
             raise BadRequestError("the rendered prompt is empty", "messages")
-        return tokens
+        return tokens, opened
 
     def embed(self, request: EmbeddingRequest) -> list[list[int]]:
         """Tokens of every input, with the marks (CLS, SEP, EOS) that the model wants around a text."""
@@ -125,6 +165,28 @@ class Prompts:
         if not tokens:
             raise BadRequestError("prompt is empty", "prompt")
         return tokens
+
+    def _around(self, prompt: Prompt, suffix: str) -> list[int]:
+        """A prompt and what follows the gap, which are text of the caller's own documents: no control tokens in it."""
+        marks = self._tokenizer.fill_tokens
+        if marks is None:
+            raise BadRequestError(
+                f"model {self._facts.model_id!r} does not fill gaps; leave suffix out",
+                "suffix",
+                code=Code.UNSUPPORTED_PARAMETER,
+            )
+        before, after, middle = marks
+        self._check_size(len(suffix), "suffix")
+        if isinstance(prompt, str):
+            self._check_size(len(prompt), "prompt")
+            prompt = tuple(self._tokenizer.tokenize(prompt))
+        bos = self._tokenizer.bos
+        begin = [bos] if self._tokenizer.adds_bos and bos is not None else []
+        return [*begin, before, *prompt, after, *self._tokenizer.tokenize(suffix), middle]
+
+    def _control_token(self, text: str) -> int | None:
+        tokens = self._tokenizer.tokenize(text, parse_special=True)
+        return tokens[0] if len(tokens) == 1 else None
 
     def _check_size(self, characters: int, param: str) -> None:
         """Refuses a text that cannot fit whatever its tokens are, before minutes are spent on tokenizing it."""

@@ -6,6 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from inference.worker.core.forms import Form
+from inference.worker.core.parts import Tool, ToolChoice
+
+NO_TOOLS = ToolChoice("none")
+
 Prompt = str | tuple[int, ...]
 
 
@@ -41,7 +46,10 @@ class Sampling:
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """A validated chat or completion. `logprobs` is None or how many alternatives to name; `max_tokens` is the most
-    that the caller wants, None as many as the context holds.
+    that the caller wants, None as many as the context holds, 0 only with `echo`.
+
+    `form` is what the answer must look like and `form_param` the parameter that says so. `suffix` is what follows the
+    gap that the answer fills.
     """
 
     kind: Literal["chat", "completion"]
@@ -57,6 +65,16 @@ class GenerateRequest:
     echo: bool = False
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     continue_final: bool = False
+    tools: tuple[Tool, ...] = ()
+    choice: ToolChoice = NO_TOOLS
+    form: Form | None = None
+    form_param: str = ""
+    suffix: str | None = None
+
+    @property
+    def score_prompt(self) -> bool:
+        """Whether log probabilities of the echoed prompt are asked for."""
+        return self.echo and self.logprobs is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,13 @@ from typing import Any, Literal
 import numpy as np
 import orjson
 
+from inference.worker.core.parts import CallArguments, CallBegin, Part, Reasoning
 from inference.worker.errors import WorkerError
 from inference.worker.generation import Output
 from inference.worker.logprobs import Logprobs
 
 _PREFIX = {"chat": "chatcmpl-", "completion": "cmpl-"}
+_CALL_PREFIX = "call_"
 _OBJECT = {"chat": "chat.completion", "completion": "text_completion"}
 
 
@@ -24,22 +26,31 @@ def new_id(kind: Literal["chat", "completion"]) -> str:
     return _PREFIX[kind] + secrets.token_hex(12)
 
 
+def new_call_id() -> str:
+    """An id of a tool call, for families that write none."""
+    return _CALL_PREFIX + secrets.token_hex(12)
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a whole request."""
+    """Token counts of a whole request; `reasoning` are those of `completion` that came before an answer."""
 
     prompt: int
     completion: int
     cached: int = 0
+    reasoning: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """OpenAI's usage object."""
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
         }
+        if self.reasoning:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning}
+        return usage
 
 
 class Stream:
@@ -53,9 +64,14 @@ class Stream:
         *,
         with_usage: bool,
         echo: Sequence[str] = (),
+        divided: bool = False,
     ) -> None:
-        """`echo` is the prompt text that begins each choice of a completion, in order of choices."""
+        """`echo` is the prompt text that begins each choice of a completion, in order of choices. In a `divided` answer
+        there may be no content at all, so the first chunk says null instead of an empty one.
+        """
         self._chat = kind == "chat"
+        self._divided = divided
+        self._role = b'"delta":{"role":"assistant","content":%b}' % (b"null" if divided else b'""')
         head = {
             "id": new_id(kind),
             "object": "chat.completion.chunk" if self._chat else "text_completion",
@@ -74,10 +90,13 @@ class Stream:
         if output.choice not in self._begun:
             self._begun.add(output.choice)
             if self._chat:
-                parts.append(self._chunk(output.choice, b'"delta":{"role":"assistant","content":""}', None, b"null"))
+                parts.append(self._chunk(output.choice, self._role, None, b"null"))
             elif self._echo:
                 text = self._echo[output.choice] + text
-        if text or output.logprobs:
+        parts += [self._chunk(output.choice, _delta(part), None, b"null") for part in output.parts]
+        if self._divided and not text and output.logprobs:
+            parts.append(self._chunk(output.choice, b'"delta":{}', None, self._logprobs(output)))
+        elif text or output.logprobs:
             body = b'"delta":{"content":' if self._chat else b'"text":'
             body += orjson.dumps(text) + (b"}" if self._chat else b"")
             parts.append(self._chunk(output.choice, body, None, self._logprobs(output)))
@@ -108,6 +127,20 @@ class Stream:
         return said.json()
 
 
+def _delta(part: Part) -> bytes:
+    """The delta of a part that is no content."""
+    if isinstance(part, Reasoning):
+        return b'"delta":{"reasoning_content":%b}' % orjson.dumps(part.text)
+    if isinstance(part, CallBegin):
+        function = {"name": part.name, "arguments": ""}
+        call: dict[str, Any] = {"index": part.index, "id": part.id, "type": "function", "function": function}
+    elif isinstance(part, CallArguments):
+        call = {"index": part.index, "function": {"arguments": part.text}}
+    else:
+        raise TypeError(f"{part!r} is content")
+    return b'"delta":{"tool_calls":[%b]}' % orjson.dumps(call)
+
+
 def error_frame(error: WorkerError) -> bytes:
     """An error inside a stream that has begun; no `[DONE]` follows it."""
     return b"data: " + orjson.dumps(error.body()) + b"\n\n"
@@ -126,20 +159,53 @@ class Answer:
         self.finish: str | None = None
         self.tokens = 0
         self.cached = 0
+        self.reasoning_tokens = 0
         self.logprobs = Logprobs(kind)
         self._texts = [text]
+        self._reasoning: list[str] = []
+        self._calls: list[tuple[CallBegin, list[str]]] = []
 
     @property
     def text(self) -> str:
         """All of it so far."""
         return "".join(self._texts)
 
+    @property
+    def message(self) -> dict[str, Any]:
+        """The assistant's message."""
+        text = self.text
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if not text and self._calls else text,
+            "refusal": None,
+        }
+        if self._reasoning:
+            message["reasoning_content"] = "".join(self._reasoning)
+        if self._calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": "".join(arguments)},
+                }
+                for call, arguments in self._calls
+            ]
+        return message
+
     def add(self, output: Output) -> None:
         """Takes an output of this choice."""
         self._texts.append(output.text)
+        for part in output.parts:
+            if isinstance(part, Reasoning):
+                self._reasoning.append(part.text)
+            elif isinstance(part, CallBegin):
+                self._calls.append((part, []))
+            elif isinstance(part, CallArguments):
+                self._calls[part.index][1].append(part.text)
         self.logprobs.add(output.logprobs)
         self.tokens = output.tokens
         self.cached = output.cached
+        self.reasoning_tokens = output.reasoning_tokens
         self.finish = output.finish
 
 
@@ -157,7 +223,7 @@ def whole(
     for index, answer in enumerate(answers):
         choice: dict[str, Any] = {"index": index, "finish_reason": answer.finish, "logprobs": None}
         if kind == "chat":
-            choice["message"] = {"role": "assistant", "content": answer.text, "refusal": None}
+            choice["message"] = answer.message
         else:
             choice["text"] = answer.text
         if with_logprobs:

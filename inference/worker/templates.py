@@ -24,6 +24,7 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.filters import make_attrgetter
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from inference.worker.core.dialects import detect
 from inference.worker.errors import BadRequestError
 
 MAX_TEMPLATE_CHARS = 1 << 20
@@ -98,7 +99,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class ChatTemplate:
-    """A compiled template. `render` is thread-safe."""
+    """A compiled template. `render` is thread-safe. `dialect` is how its family writes tools, calls and reasoning."""
 
     def __init__(self, source: str, *, bos: str, eos: str, control_texts: Sequence[str]) -> None:
         """Raises ValueError with a sentence when the template does not compile or is too long."""
@@ -116,6 +117,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template does not compile: {error}") from None
+        self.dialect = detect(source, control_texts)
         self._special = {"bos_token": bos, "eos_token": eos}
         self._marker = f"hg{secrets.token_hex(12)}"
         texts = [text for text in control_texts if len(text) > 1]
@@ -154,8 +156,8 @@ class ChatTemplate:
                 broken = again
             return broken
         if isinstance(value, Mapping):
-            return {name: self._defuse(item) for name, item in value.items()}
-        if isinstance(value, list):
+            return {self._defuse(name): self._defuse(item) for name, item in value.items()}
+        if isinstance(value, (list, tuple)):
             return [self._defuse(item) for item in value]
         return value
 

@@ -64,15 +64,15 @@ class MarkDialect:
     name: str = "marks"
     writes_tools: bool = True
     reasons: bool = True
-    shows: tuple[str, ...] = ()
-    ends: tuple[str, ...] = ()
+    shows: frozenset[str] = frozenset()
+    ends: frozenset[str] = frozenset()
     forces: bool = True
 
     def prepare(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], choice: ToolChoice
-    ) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]:
+    ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
         """The messages as they are."""
-        return messages, {"tools": [{"name": tool.name, "description": tool.description} for tool in tools]}
+        return list(messages), {"tools": [{"name": tool.name, "description": tool.description} for tool in tools]}
 
     def parser(self, *, tools: Sequence[Tool], opened: str) -> MarkParser:
         """`opened` ends in `(` where the template began a thought."""

@@ -1,0 +1,234 @@
+"""Tools, formats and what else says how an answer must look: read once, or a 400 that names the parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from inference.protocol import Code
+from inference.worker import bodies
+from inference.worker.core.forms import Grammar, Json, Literal, OneOf, Regex
+from inference.worker.core.parts import Tool, ToolChoice
+from inference.worker.errors import BadRequestError
+from inference.worker.requests import Facts, GenerateRequest
+
+FACTS = Facts("tiny", 128, 300, 64, ("chat", "completions", "tools"))
+HELLO = [{"role": "user", "content": "hello"}]
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
+
+
+def tool(name: str = "add", **function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **function}}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named(name) for name in names]}}
+
+
+def chat(facts: Facts = FACTS, **fields: Any) -> GenerateRequest:
+    return bodies.chat({"messages": HELLO, **fields}, facts)
+
+
+def test_tools_arrive_with_all_that_was_said_of_them() -> None:
+    request = chat(tools=[tool(description="adds", parameters=SCHEMA, strict=True), tool("sub_2-b", parameters=None)])
+    assert request.tools == (Tool("add", "adds", SCHEMA, True), Tool("sub_2-b"))
+    assert request.choice == ToolChoice("auto")
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected", "names"),
+    [
+        (None, ToolChoice("auto"), "ab"),
+        ("auto", ToolChoice("auto"), "ab"),
+        ("none", ToolChoice("none"), "ab"),
+        ("required", ToolChoice("required"), "ab"),
+        (named("b"), ToolChoice("named", "b"), "ab"),
+        (allowed("auto", "b"), ToolChoice("auto"), "b"),
+        (allowed("required", "b", "a"), ToolChoice("required"), "ab"),
+    ],
+    ids=str,
+)
+def test_a_choice_among_tools(choice: Any, expected: ToolChoice, names: str) -> None:
+    request = chat(tools=[tool("a"), tool("b")], tool_choice=choice)
+    assert request.choice == expected
+    assert "".join(item.name for item in request.tools) == names
+
+
+def test_calls_side_by_side_can_be_forbidden() -> None:
+    assert chat(tools=[tool()], parallel_tool_calls=False).choice == ToolChoice("auto", None, False)
+
+
+def test_without_tools_nothing_is_chosen() -> None:
+    for fields in ({}, {"tools": []}, {"tools": None, "tool_choice": "auto"}, {"tool_choice": "none"}):
+        assert chat(**fields).choice == ToolChoice("none")
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"tools": {}}, "tools"),
+    ({"tools": ["add"]}, "tools[0]"),
+    ({"tools": [{"type": "function"}]}, "tools[0]"),
+    ({"tools": [{"function": {"name": "add"}}]}, "tools[0]"),
+    ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type"),
+    ({"tools": [tool("")]}, "tools[0].function.name"),
+    ({"tools": [tool("a b")]}, "tools[0].function.name"),
+    ({"tools": [tool("a" * 65)]}, "tools[0].function.name"),
+    ({"tools": [tool("a\n")]}, "tools[0].function.name"),
+    ({"tools": [tool(), tool()]}, "tools[1].function.name"),
+    ({"tools": [tool(name) for name in map(str, range(129))]}, "tools"),
+    ({"tools": [tool(description=5)]}, "tools[0].function.description"),
+    ({"tools": [tool(parameters=[])]}, "tools[0].function.parameters"),
+    ({"tools": [tool(parameters={"type": "string"})]}, "tools[0].function.parameters"),
+    ({"tools": [tool(strict="yes")]}, "tools[0].function.strict"),
+    ({"tools": [tool(parametres={})]}, "tools[0].function.parametres"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": named("add")}, "tool_choice"),
+    ({"tools": [tool()], "tool_choice": "any"}, "tool_choice"),
+    ({"tools": [tool()], "tool_choice": 5}, "tool_choice"),
+    ({"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"tools": [tool()], "tool_choice": named("sub")}, "tool_choice.function.name"),
+    ({"tools": [tool()], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+    ({"tools": [tool()], "tool_choice": allowed("none", "add")}, "tool_choice.allowed_tools"),
+    ({"tools": [tool()], "tool_choice": allowed("auto", "sub")}, "tool_choice.allowed_tools.tools[0].function.name"),
+    ({"tools": [tool()], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
+    ({"functions": [{"name": "add"}]}, "functions"),
+    ({"function_call": {"name": "add"}}, "function_call"),
+    ({"reasoning_effort": "immense"}, "reasoning_effort"),
+    ({"reasoning_effort": 5}, "reasoning_effort"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}},
+        "response_format.json_schema.strict",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "mood": 1}}},
+        "response_format.json_schema.mood",
+    ),
+    ({"json_schema": "x"}, "json_schema"),
+    ({"guided_json": "{"}, "guided_json"),
+    ({"guided_json": "[]"}, "guided_json"),
+    ({"regex": 5}, "regex"),
+    ({"regex": ""}, "regex"),
+    ({"regex": "a" * 70_000}, "regex"),
+    ({"grammar": "a" * 300_000}, "grammar"),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_choice": ["a", ""]}, "guided_choice[1]"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+    ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"json_object": "yes"}}, "structured_outputs.json_object"),
+    ({"regex": "a", "grammar": "b"}, "grammar"),
+    ({"regex": "a", "response_format": {"type": "json_object"}}, "regex"),
+    ({"regex": "a", "ignore_eos": True}, "ignore_eos"),
+    ({"tools": [tool()], "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), WRONG, ids=lambda value: str(value)[:60])
+def test_a_wrong_shape_is_a_400_with_its_param(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        chat(**fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert len(caught.value.message) > 10
+
+
+@pytest.mark.parametrize(
+    ("fields", "form"),
+    [
+        ({"response_format": {"type": "json_object"}}, Json({"type": "object"})),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, Json(SCHEMA)),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": False}}},
+            Json(SCHEMA, strict=False),
+        ),
+        ({"json_schema": SCHEMA}, Json(SCHEMA)),
+        ({"json_schema": True}, Json(True)),
+        ({"regex": "a+"}, Regex("a+")),
+        ({"grammar": 'root ::= "a"'}, Grammar('root ::= "a"')),
+        ({"guided_json": '{"type": "null"}'}, Json({"type": "null"})),
+        ({"guided_regex": "a+"}, Regex("a+")),
+        ({"guided_grammar": 'root ::= "a"'}, Grammar('root ::= "a"')),
+        ({"guided_choice": ["a", "b"]}, OneOf((Literal("a"), Literal("b")))),
+        ({"structured_outputs": {"json": SCHEMA, "regex": None}}, Json(SCHEMA)),
+        ({"structured_outputs": {"json_object": True}}, Json({"type": "object"})),
+    ],
+    ids=str,
+)
+def test_a_format_becomes_a_form(fields: dict[str, Any], form: object) -> None:
+    request = chat(**fields)
+    assert (request.form, request.form_param) == (form, next(iter(fields)))
+
+
+def test_a_format_that_asks_for_nothing_is_none() -> None:
+    for fields in ({}, {"response_format": {"type": "text"}}, {"structured_outputs": {"json_object": False}}):
+        assert (chat(**fields).form, chat(**fields).form_param) == (None, "")
+    both = chat(response_format={"type": "text"}, regex="a")
+    assert both.form == Regex("a")
+
+
+def test_completions_take_the_extensions() -> None:
+    assert bodies.completion({"prompt": "a", "regex": "b"}, FACTS).form == Regex("b")
+
+
+def test_a_shape_begins_with_the_answer_so_none_can_be_continued() -> None:
+    begun = [*HELLO, {"role": "assistant", "content": "{"}]
+    for fields in ({"regex": "a"}, {"tools": [tool()], "tool_choice": "required"}):
+        with pytest.raises(BadRequestError) as caught:
+            chat(**{"messages": begun, "continue_final_message": True, **fields})
+        assert (caught.value.param, caught.value.code) == ("continue_final_message", Code.UNSUPPORTED_PARAMETER)
+    assert chat(messages=begun, continue_final_message=True, tools=[tool()]).continue_final
+
+
+def test_a_model_without_tools_says_so_in_the_word_that_sends_the_request_on() -> None:
+    facts = Facts("tiny", 128, 300, 64, ("chat",))
+    with pytest.raises(BadRequestError) as caught:
+        chat(facts, tools=[tool()])
+    assert (caught.value.param, caught.value.code) == ("tools", Code.UNSUPPORTED_PARAMETER)
+    assert chat(facts, tools=[tool()], tool_choice="none").choice.mode == "none"
+
+
+def test_what_is_superseded_is_unsupported_and_not_wrong() -> None:
+    """Another tier may take it."""
+    with pytest.raises(BadRequestError, match="use tools") as caught:
+        chat(functions=[{"name": "f"}])
+    assert caught.value.code is Code.UNSUPPORTED_PARAMETER
+
+
+def test_effort_reaches_templates_in_their_own_words() -> None:
+    """Levels for those that know levels, a switch for those that know one; what the caller says himself is stronger."""
+    assert chat(reasoning_effort="low").template_arguments == {
+        "reasoning_effort": "low", "enable_thinking": True, "thinking": True
+    }  # fmt: skip
+    assert chat(reasoning_effort="none").template_arguments == {"enable_thinking": False, "thinking": False}
+    said = chat(reasoning_effort="low", chat_template_kwargs={"enable_thinking": False}).template_arguments
+    assert said["enable_thinking"] is False
+    assert chat().template_arguments == {}
+
+
+def test_calls_of_the_older_dialect_are_shown_as_tool_calls() -> None:
+    request = chat(
+        messages=[
+            {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+            {"role": "function", "name": "f", "content": "ok"},
+        ]
+    )
+    assert request.messages[0]["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
+    assert request.messages[1]["role"] == "tool"
+
+
+def test_a_gap_may_have_text_after_it() -> None:
+    assert bodies.completion({"prompt": "a", "suffix": "b"}, FACTS).suffix == "b"
+    assert bodies.completion({"prompt": "a", "suffix": ""}, FACTS).suffix is None
+
+
+def test_prompts_may_be_scored_and_nothing_generated() -> None:
+    request = bodies.completion({"prompt": "a", "echo": True, "logprobs": 1, "max_tokens": 0}, FACTS)
+    assert (request.score_prompt, request.max_tokens) == (True, 0)
+    assert not bodies.completion({"prompt": "a", "echo": True}, FACTS).score_prompt

@@ -1,0 +1,145 @@
+"""Streams and whole answers, byte for byte as clients of OpenAI's API read them."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import openai.types.chat as types
+import pytest
+
+from inference.worker import responses
+from inference.worker.core.parts import CallArguments, CallBegin, Content, Reasoning
+from inference.worker.generation import Output, TokenLogprob
+from inference.worker.responses import Answer, Stream, Usage
+
+CALLS = [
+    Output(0, "", 1, parts=(Reasoning("Why"),)),
+    Output(0, "", 2, parts=(Reasoning(" not?\n"),), reasoning_tokens=2),
+    Output(0, "So:", 3, reasoning_tokens=2),
+    Output(0, "", 5, parts=(CallBegin(0, "add", "call_a"), CallArguments(0, '{"x":')), reasoning_tokens=2),
+    Output(0, "", 6, parts=(CallArguments(0, " 1}"), CallBegin(1, "sub", "call_b")), reasoning_tokens=2),
+    Output(0, "", 7, parts=(CallArguments(1, "{}"),), finish="tool_calls", reasoning_tokens=2),
+]
+LOGGED = [
+    Output(0, "", 1, logprobs=(TokenLogprob(b"(", -0.5, (), 0),), parts=(Reasoning("a"),)),
+    Output(0, "", 2, logprobs=(TokenLogprob(b")", -0.25, ((b")", -0.25),), 1),)),
+    Output(0, "b", 3, finish="stop"),
+]
+
+
+def lines(outputs: list[Output], **options: Any) -> list[str]:
+    """The chunks after their common head, which is checked."""
+    stream = Stream("chat", "tiny", 1700000000, **{"with_usage": False, "divided": True, **options})
+    raw = b"".join(stream.frames(output) for output in outputs).decode()
+    head = r'data: \{"id":"chatcmpl-[0-9a-f]{24}","object":"chat.completion.chunk","created":1700000000,"model":"tiny",'
+    frames = raw.split("\n\n")
+    assert frames.pop() == ""
+    assert all(re.match(head, frame) for frame in frames)
+    return [re.sub(head, "", frame) for frame in frames]
+
+
+def choice(delta: str, *, finish: str = "null", logprobs: str = "null") -> str:
+    return f'"choices":[{{"index":0,"delta":{delta},"logprobs":{logprobs},"finish_reason":{finish}}}]}}'
+
+
+def test_reasoning_content_and_calls_as_they_stream() -> None:
+    """Role first; a call begins with its id and name, and its arguments follow in pieces."""
+    assert lines(CALLS) == [
+        choice('{"role":"assistant","content":null}'),
+        choice('{"reasoning_content":"Why"}'),
+        choice('{"reasoning_content":" not?\\n"}'),
+        choice('{"content":"So:"}'),
+        choice('{"tool_calls":[{"index":0,"id":"call_a","type":"function","function":{"name":"add","arguments":""}}]}'),
+        choice('{"tool_calls":[{"index":0,"function":{"arguments":"{\\"x\\":"}}]}'),
+        choice('{"tool_calls":[{"index":0,"function":{"arguments":" 1}"}}]}'),
+        choice('{"tool_calls":[{"index":1,"id":"call_b","type":"function","function":{"name":"sub","arguments":""}}]}'),
+        choice('{"tool_calls":[{"index":1,"function":{"arguments":"{}"}}]}'),
+        choice("{}", finish='"tool_calls"'),
+    ]
+
+
+def test_log_probabilities_stand_beside_whatever_their_tokens_became() -> None:
+    first = '{"token":"(","logprob":-0.5,"bytes":[40],"top_logprobs":[]}'
+    second = '{"token":")","logprob":-0.25,"bytes":[41],"top_logprobs":[{"token":")","logprob":-0.25,"bytes":[41]}]}'
+    assert lines(LOGGED) == [
+        choice('{"role":"assistant","content":null}'),
+        choice('{"reasoning_content":"a"}'),
+        choice("{}", logprobs=f'{{"content":[{first}],"refusal":null}}'),
+        choice("{}", logprobs=f'{{"content":[{second}],"refusal":null}}'),
+        choice('{"content":"b"}'),
+        choice("{}", finish='"stop"'),
+    ]
+
+
+def test_a_plain_answer_is_what_it_always_was() -> None:
+    assert lines([Output(0, "hi", 1), Output(0, "", 2, finish="stop")], divided=False) == [
+        choice('{"role":"assistant","content":""}'),
+        choice('{"content":"hi"}'),
+        choice("{}", finish='"stop"'),
+    ]
+
+
+def test_every_chunk_is_one_that_the_official_types_know() -> None:
+    stream = Stream("chat", "tiny", 1700000000, with_usage=True, divided=True)
+    raw = b"".join(stream.frames(output) for output in [*CALLS, *LOGGED]) + stream.usage(Usage(1, 2, 0, 1))
+    for frame in raw.decode().split("\n\n")[:-1]:
+        types.ChatCompletionChunk.model_validate_json(frame.removeprefix("data: "), strict=True)
+
+
+def test_content_is_no_part_beside_the_text() -> None:
+    with pytest.raises(TypeError):
+        lines([Output(0, "", 1, parts=(Content("x"),))])
+
+
+def whole(*outputs: Output) -> Any:
+    answer = Answer("chat")
+    for output in outputs:
+        answer.add(output)
+    usage = Usage(5, answer.tokens, 0, answer.reasoning_tokens)
+    raw = responses.whole("chat", "tiny", 1700000000, [answer], usage, with_logprobs=False)
+    types.ChatCompletion.model_validate_json(raw, strict=True)
+    return json.loads(raw)
+
+
+def test_a_whole_answer_holds_the_same() -> None:
+    said = whole(*CALLS)
+    assert said["choices"] == [
+        {
+            "index": 0,
+            "finish_reason": "tool_calls",
+            "logprobs": None,
+            "message": {
+                "role": "assistant",
+                "content": "So:",
+                "refusal": None,
+                "reasoning_content": "Why not?\n",
+                "tool_calls": [
+                    {"id": "call_a", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}},
+                    {"id": "call_b", "type": "function", "function": {"name": "sub", "arguments": "{}"}},
+                ],
+            },
+        }
+    ]
+    assert said["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 7,
+        "total_tokens": 12,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 2},
+    }
+
+
+def test_content_is_null_only_where_calls_stand_instead() -> None:
+    called = whole(Output(0, "", 1, parts=(CallBegin(0, "f", "c"),), finish="tool_calls"))
+    assert called["choices"][0]["message"]["content"] is None
+    silent = whole(Output(0, "", 1, finish="stop"))
+    assert silent["choices"][0]["message"] == {"role": "assistant", "content": "", "refusal": None}
+    assert "completion_tokens_details" not in silent["usage"]
+
+
+def test_ids_of_calls_differ() -> None:
+    ids = {responses.new_call_id() for _ in range(100)}
+    assert len(ids) == 100
+    assert all(re.fullmatch(r"call_[0-9a-f]{24}", id) for id in ids)
