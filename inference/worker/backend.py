@@ -24,7 +24,7 @@ class Decode(IntEnum):
 
 
 class BatchRow(Protocol):
-    """A run of tokens of one sequence; `sample` asks for logits at its last token."""
+    """A run of tokens of one sequence; `sample` asks for logits at its last token, `every` at all of them."""
 
     @property
     def slot(self) -> int:
@@ -44,6 +44,11 @@ class BatchRow(Protocol):
     @property
     def sample(self) -> bool:
         """Whether a token follows."""
+        ...
+
+    @property
+    def every(self) -> bool:
+        """Whether the logits at all of its tokens are wanted, not only at the last."""
         ...
 
 

@@ -26,11 +26,19 @@ from inference.worker.pulse import Pulse
 from inference.worker.requests import Sampling
 from inference.worker.runner import Runner
 from inference.worker.sampling import Distribution
+from inference.worker.scoring import Scoring
 from inference.worker.tickets import Ticket
 
 log = logging.getLogger("headgate.worker.engine")
 
 PROGRESS_SECONDS = 0.5
+
+UNREAD_OUTPUTS = 2**14
+"""How far a reader may lag behind, in outputs without log probabilities; every alternative of a token counts as one.
+Then the request waits, without a slot, until it is read on. About 4 MiB."""
+
+UNREAD_SECONDS = 60.0
+"""How long it waits so. The gateway ends a client that reads nothing for half of that."""
 
 Delivery = tuple[Ticket[Output], Output]
 SamplerFactory = Callable[[Sampling, int, int, Constraint | None], TokenSampler]
@@ -42,6 +50,10 @@ class Work:
     """A request as the engine takes it: token lists, validated. `n` choices of every prompt. Choice numbers run through
     the prompts: prompt 0 has choices 0..n-1. `deadline` is on the engine's clock. `reading` divides the answers and
     `constraint` bounds them, where they are there.
+
+    `score_prompt`: every choice first tells the log probabilities of its prompt (`Output.prompt_logprobs`, with
+    `logprobs` alternatives); a prompt that is scored reuses nothing that was computed before. With `max_tokens` 0 a
+    choice finishes with "length" as soon as its prompt is computed, and scored.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -55,6 +67,7 @@ class Work:
     deadline: float | None = None
     reading: Reading | None = None
     constraint: Constraint | None = None
+    score_prompt: bool = False
 
 
 @dataclass(slots=True)
@@ -62,6 +75,9 @@ class _Running:
     ticket: Ticket[Output]
     generation: Generation
     logprobs: int | None
+    most_unread: int
+    answers: bool = True
+    scoring: Scoring | None = None
     started: float | None = None
 
 
@@ -92,6 +108,7 @@ class Engine:
         self._ids = itertools.count(1)
         self._pace = Pace.first(limits.batch)
         self._outbox: list[Delivery] = []
+        self._unread_since: dict[Ticket[Output], float] = {}
         self._told_progress = -math.inf
         self._seconds_per_job: float | None = None
         self._runner = Runner("engine", self._turn, self._close, on_fatal)
@@ -104,6 +121,7 @@ class Engine:
     def submit(self, work: Work, ticket: Ticket[Output]) -> None:
         """Queues a request; its outputs, or the refusal, come to the ticket."""
         arrival = self._clock()
+        ticket.on_room = lambda: self._post(lambda: self._resume(ticket))
         self._post(lambda: self._take(work, ticket, arrival))
 
     def abort(self, ticket: Ticket[Output]) -> None:
@@ -148,8 +166,8 @@ class Engine:
             self._fail_step(f"the engine failed ({type(error).__name__}: {error})")
 
     def _step(self) -> None:
-        decoding = self._scheduler.decoding
-        step = self._scheduler.plan(self._clock(), self._pace.budget(decoding=decoding > 0))
+        decoding = self._scheduler.decodes
+        step = self._scheduler.plan(self._clock(), self._pace.budget(decoding=decoding))
         for job in step.expired:
             self._end(job, WorkerError(Code.DEADLINE_EXCEEDED, "the model did not start to answer within the deadline"))
         for operation in step.operations:
@@ -159,8 +177,7 @@ class Engine:
                 self._backend.copy(operation.source, operation.target, operation.count)
         if not step.rows:
             return
-        total = sum(len(row.tokens) for row in step.rows)
-        self.pulse.begin(total)
+        self.pulse.begin(step.tokens)
         status, last = self._backend.decode(step.rows)
         if status is not Decode.OK:
             self.pulse.end()
@@ -172,54 +189,75 @@ class Engine:
             return
         self._runner.succeeded()
         self._scheduler.computed()
-        prompt_tokens = self._count(step.rows)
         for row, index in zip(step.rows, last, strict=True):
-            if row.sample:
-                self._sample(row.job, index)
-        seconds = self.pulse.end()
-        self._pace = self._pace.observe(prompt_tokens, seconds, decoding=decoding > 0)
-
-    def _count(self, rows: Sequence[Row]) -> int:
-        prompt_tokens = 0
-        now = self._clock()
-        for row in rows:
             running = self._running[row.job]
             if running.started is None:
-                running.started = now
+                running.started = self._clock()
                 running.generation.cached = row.start
             if running.generation.tokens == 0:
-                prompt_tokens += len(row.tokens)
-        self.pulse.prompt_tokens += prompt_tokens
-        return prompt_tokens
+                self.pulse.prompt_tokens += len(row.tokens)
+            if row.sample or row.every:
+                self._advance(running, row, index)
+        seconds = self.pulse.end()
+        self._pace = self._pace.observe(step.prefill, seconds, decoding=decoding)
 
-    def _sample(self, job: int, index: int) -> None:
-        running = self._running[job]
-        generation = running.generation
+    def _advance(self, running: _Running, row: Row, index: int) -> None:
+        """Reads the logits of a row that was computed, the last of them at batch index `index`."""
         try:
-            if running.logprobs is None:
-                output = generation.accept(token := generation.sampler.sample(index))
-            else:
-                drawn = Distribution.of(self._backend.logits(index))
-                token = generation.sampler.sample(index)
-                output = generation.accept(token, float(drawn.values[token]), drawn.top(running.logprobs))
+            if row.every:
+                self._score(running, row, index)
+            if row.sample:
+                self._sample(running, row.job, index)
         except Exception as error:
             if isinstance(error, WorkerError):
                 reason = error
             else:
                 log.exception("sampling failed")
                 reason = WorkerError(Code.MODEL_FAILED, f"sampling failed ({type(error).__name__}: {error})")
-            self._scheduler.abort(job)
-            self._end(job, reason)
+            self._scheduler.abort(row.job)
+            self._end(row.job, reason)
+
+    def _score(self, running: _Running, row: Row, index: int) -> None:
+        assert running.scoring is not None
+        first = index - len(row.tokens) + 1
+        scores = running.scoring.add(row.start, len(row.tokens), lambda at: self._backend.logits(first + at))
+        if scores:
+            generation = running.generation
+            self._send(running, Output(generation.choice, "", 0, generation.cached or 0, prompt_logprobs=scores))
+
+    def _sample(self, running: _Running, job: int, index: int) -> None:
+        generation = running.generation
+        if not running.answers:
+            self._finish(running, job, Output(generation.choice, "", 0, generation.cached or 0, finish="length"))
             return
-        self.pulse.generated_tokens += 1
-        if output is None or output.finish is None:
-            self._scheduler.extend(job, token)
+        if running.logprobs is None:
+            output = generation.accept(token := generation.sampler.sample(index))
         else:
-            self._scheduler.finish(job)
-            self._note_duration(running)
-            self._release(job)
+            drawn = Distribution.of(self._backend.logits(index))
+            top = drawn.top(running.logprobs)  # before a mask changes the logits
+            token = generation.sampler.sample(index)
+            output = generation.accept(token, drawn.logprob(token), top)
+        self.pulse.generated_tokens += 1
+        if output is not None and output.finish is not None:
+            self._finish(running, job, output)
+            return
+        self._scheduler.extend(job, token)
         if output is not None:
-            self._outbox.append((running.ticket, output))
+            self._send(running, output)
+
+    def _finish(self, running: _Running, job: int, output: Output) -> None:
+        self._scheduler.finish(job)
+        self._note_duration(running)
+        self._release(job)
+        self._outbox.append((running.ticket, output))
+
+    def _send(self, running: _Running, output: Output) -> None:
+        """An output that is not the last of its choice. Who does not read must not make us hold more and more."""
+        ticket = running.ticket
+        self._outbox.append((ticket, output))
+        ticket.sent += 1
+        if ticket.sent - ticket.read > running.most_unread and ticket not in self._unread_since:
+            self._suspend(ticket, running.most_unread)
 
     def _fail_step(self, message: str) -> None:
         ended = self._scheduler.failed()
@@ -242,20 +280,25 @@ class Engine:
     def _enter(self, work: Work, ticket: Ticket[Output], arrival: float) -> None:
         numbered = [(prompt, choice) for prompt in range(len(work.prompts)) for choice in range(work.n)]
         ids = [next(self._ids) for _ in numbered]
-        groups = [ids[prompt * work.n] for prompt, _choice in numbered]
+        groups = [None if work.score_prompt else ids[prompt * work.n] for prompt, _choice in numbered]
         jobs = [
-            Job(id, work.prompts[prompt], work.tenant, work.priority, arrival, work.deadline, group)
+            Job(id, work.prompts[prompt], work.tenant, work.priority, arrival, work.deadline, group, work.score_prompt)
             for id, (prompt, _choice), group in zip(ids, numbered, groups, strict=True)
         ]
         if not self._scheduler.submit(jobs):
             self._refuse(ticket, self._queue_full(len(jobs)))
             return
         self._jobs_of[ticket] = set(ids)
+        alternatives = work.logprobs or 0
+        most_unread = UNREAD_OUTPUTS // (1 + alternatives)
         for index, (job, (_prompt, choice)) in enumerate(zip(jobs, numbered, strict=True)):
             sampler = self._make_sampler(work.sampling, choice, work.max_tokens, work.constraint)
             common = (index, sampler, self._vocabulary, work.max_tokens, work.stops)
             generation = DividedGeneration(*common, work.reading) if work.reading else Generation(*common)
-            self._running[job.id] = _Running(ticket, generation, work.logprobs)
+            scoring = Scoring(job.prompt, self._vocabulary, alternatives) if work.score_prompt else None
+            self._running[job.id] = _Running(
+                ticket, generation, work.logprobs, most_unread, work.max_tokens > 0, scoring
+            )
 
     def _refuse(self, ticket: Ticket[Output], error: WorkerError) -> None:
         self._outbox.append((ticket, Output(0, "", 0, error=error)))
@@ -265,6 +308,27 @@ class Engine:
             self._scheduler.abort(job)
             self._release(job)
         self._jobs_of.pop(ticket, None)
+        self._unread_since.pop(ticket, None)
+
+    def _suspend(self, ticket: Ticket[Output], most_unread: int) -> None:
+        self._unread_since[ticket] = self._clock()
+        for job in self._jobs_of[ticket]:
+            self._scheduler.suspend(job)
+        ticket.stalled = True
+        if ticket.sent - ticket.read <= most_unread:
+            self._resume(ticket)  # it was read just before it was told to say so
+
+    def _resume(self, ticket: Ticket[Output]) -> None:
+        self._unread_since.pop(ticket, None)
+        for job in self._jobs_of.get(ticket, ()):
+            self._scheduler.resume(job)
+
+    def _end_unread(self, now: float) -> None:
+        late = [ticket for ticket, since in self._unread_since.items() if now - since >= UNREAD_SECONDS]
+        for ticket in late:
+            for job in self._jobs_of[ticket].copy():
+                self._scheduler.abort(job)
+                self._end(job, WorkerError(Code.DEADLINE_EXCEEDED, "nobody reads the answer"))
 
     def _end(self, job: int, error: WorkerError) -> None:
         """Tells the request that this choice failed; the scheduler knows already (or everything ends)."""
@@ -280,6 +344,7 @@ class Engine:
         mates.discard(job)
         if not mates:
             del self._jobs_of[running.ticket]
+            self._unread_since.pop(running.ticket, None)
 
     def _queue_full(self, jobs: int) -> WorkerError:
         waiting = self._scheduler.queued
@@ -309,6 +374,7 @@ class Engine:
         now = self._clock()
         if now - self._told_progress >= PROGRESS_SECONDS:
             self._told_progress = now
+            self._end_unread(now)
             for job, phase, done, total in self._scheduler.progress():
                 waits = phase is Phase.WAITING
                 self._running[job].ticket.progress = (

@@ -14,12 +14,12 @@ from inference.worker.errors import WorkerError
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token that was drawn, its log probability and the likeliest alternatives; `offset` is where its text begins in
-    the answer, in characters.
+    """A token, its log probability (None for the first of a prompt) and the likeliest alternatives; `offset` is where
+    its text begins in the answer, or in the prompt, in characters.
     """
 
     piece: bytes
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[bytes, float], ...]
     offset: int
 
@@ -31,6 +31,9 @@ class Output:
 
     `text` is content, `parts` is what an answer that is divided holds besides: reasoning and calls, in their order.
     `reasoning_tokens` are those of `tokens` that were no answer yet.
+
+    `prompt_logprobs` continue those of the prompt, when it is scored. They come in outputs without text, all of them
+    before the first output that has text or a finish.
     """
 
     choice: int
@@ -42,6 +45,7 @@ class Output:
     error: WorkerError | None = None
     parts: tuple[Part, ...] = ()
     reasoning_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Generation:

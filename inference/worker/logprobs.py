@@ -63,14 +63,14 @@ def _completion_token(item: TokenLogprob) -> list[bytes]:
     return [
         orjson.dumps(_show(item.piece)),
         orjson.dumps(_finite(item.logprob)),
-        orjson.dumps({_show(piece): _finite(value) for piece, value in item.top}),
+        b"null" if item.logprob is None else orjson.dumps({_show(piece): _finite(value) for piece, value in item.top}),
         orjson.dumps(item.offset),
     ]
 
 
-def _finite(value: float) -> float:
+def _finite(value: float | None) -> float | None:
     """OpenAI's stand-in for the log probability of the impossible, which JSON cannot say."""
-    return max(value, -9999.0)
+    return None if value is None else max(value, -9999.0)
 
 
 def _show(piece: bytes) -> str:

@@ -235,6 +235,7 @@ class Worker:
             batch=context.n_batch,
             queue=grant.queue_limit,
             can_trim=context.can_trim,
+            outputs=context.n_outputs,
         )
 
         def sampler(sampling: Sampling, choice: int, most: int, constraint: Constraint | None) -> TokenSampler:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,6 +13,13 @@ from inference.worker.requests import Sampling
 
 _RANDOM_SEED = 0xFFFFFFFF
 """llama.cpp draws its own seed for this value."""
+
+COLDEST = 1e-4
+"""The lowest temperature that is drawn with."""
+
+_VANISHING = 1e-30
+"""Share of the likeliest token's probability below which a token is dropped before locally typical sampling, whose
+entropy would not be a number with a probability of zero."""
 
 _METADATA = {
     "general.sampling.temp": "temperature",
@@ -46,7 +52,9 @@ def seed_of(sampling: Sampling, choice: int) -> int:
 class ChainSampler:
     """A request's sampler chain bound to a context. Order as in llama.cpp: bias, penalties, cuts, temperature, draw.
 
-    Penalties look at generated tokens only, over the whole answer, as OpenAI defines them.
+    Penalties look at generated tokens only, over the whole answer, as OpenAI defines them. Below `COLDEST` a
+    temperature is greedy: dividing by it would leave the range of the numbers. Without bias and penalties the greedy
+    choice needs no chain.
     """
 
     def __init__(self, model: Model, context: Context, sampling: Sampling, choice: int, span: int) -> None:
@@ -58,7 +66,8 @@ class ChainSampler:
             bias += [(token, -math.inf) for token in model.end_tokens]
         if bias:
             chain.add_bias(model.n_vocab, bias)
-        if sampling.repeat_penalty != 1.0 or sampling.frequency_penalty or sampling.presence_penalty:
+        penalizes = sampling.repeat_penalty != 1.0 or bool(sampling.frequency_penalty or sampling.presence_penalty)
+        if penalizes:
             chain.add(
                 "penalties",
                 model.n_vocab,
@@ -67,12 +76,15 @@ class ChainSampler:
                 sampling.frequency_penalty,
                 sampling.presence_penalty,
             )
-        if sampling.temperature == 0.0:
+        is_greedy = sampling.temperature < COLDEST
+        self._takes_best = is_greedy and not bias and not penalizes
+        if is_greedy:
             chain.add("greedy")
             return
         if sampling.top_k > 0:
             chain.add("top_k", sampling.top_k)
         if sampling.typical_p < 1.0:
+            chain.add("min_p", _VANISHING, 1)
             chain.add("typical", sampling.typical_p, 1)
         if sampling.top_p < 1.0:
             chain.add("top_p", sampling.top_p, 1)
@@ -82,33 +94,53 @@ class ChainSampler:
         chain.add("dist", seed_of(sampling, choice))
 
     def sample(self, index: int) -> int:
-        """Draws and accepts the token after batch index `index`."""
-        return self._chain.sample(self._context, index)
+        """Draws and accepts the token after batch index `index`.
+
+        Raises ArithmeticError for logits that are not finite, with which llama.cpp's sorting may end the process.
+        """
+        logits = self._context.logits(index)
+        best = logits.argmax()  # NaN, if there is one
+        if not math.isfinite(logits[best]):
+            raise ArithmeticError("the model's logits are not finite, or no token may follow")
+        return int(best) if self._takes_best else self._chain.sample(self._context, index)
 
     def close(self) -> None:
         """Frees the chain."""
         self._chain.close()
 
 
-@dataclass(frozen=True, slots=True)
 class Distribution:
-    """Log probabilities (natural) of all tokens at one position, before any sampling parameter changed them."""
+    """Log probabilities (natural) of all tokens at one position, before any sampling parameter changed them.
 
-    values: np.ndarray
+    Holds on to `logits` (float32, one per vocabulary entry); use it before they change.
+    """
+
+    __slots__ = ("_logits", "_norm")
+
+    def __init__(self, logits: np.ndarray, norm: float) -> None:
+        self._logits = logits
+        self._norm = norm
 
     @classmethod
     def of(cls, logits: np.ndarray) -> Distribution:
-        """From raw logits, in double precision so that the sum over a large vocabulary stays exact."""
-        wide = logits.astype(np.float64)
-        wide -= wide.max()
-        wide -= np.log(np.exp(wide).sum())
-        return cls(wide)
+        """From raw logits. Single precision for the terms, double for their sum: exact to about 1e-7.
+
+        Raises ArithmeticError where they are not finite.
+        """
+        most = float(logits.max())
+        if not math.isfinite(most):
+            raise ArithmeticError("the model's logits are not finite")
+        return cls(logits, most + math.log(np.exp(logits - np.float32(most)).sum(dtype=np.float64)))
+
+    def logprob(self, token: int) -> float:
+        """Log probability of one token."""
+        return float(self._logits[token]) - self._norm
 
     def top(self, count: int) -> list[tuple[int, float]]:
         """The `count` likeliest tokens, likeliest first."""
         if count <= 0:
             return []
-        count = min(count, len(self.values))
-        best = np.argpartition(self.values, -count)[-count:]
-        best = best[np.argsort(-self.values[best], kind="stable")]
-        return [(int(token), float(self.values[token])) for token in best]
+        count = min(count, len(self._logits))
+        best = np.argpartition(self._logits, -count)[-count:]
+        best = best[np.argsort(-self._logits[best], kind="stable")]
+        return [(int(token), self.logprob(token)) for token in best]

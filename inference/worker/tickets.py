@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 from inference.protocol import Progress
@@ -12,7 +12,11 @@ T = TypeVar("T")
 
 
 class Ticket(Generic[T]):
-    """One request's mailbox on the event loop. Only `progress` may be written from another thread."""
+    """One request's mailbox on the event loop.
+
+    From the engine's thread only `progress`, `sent` and `stalled` are written: the engine sets `stalled` when too much
+    lies unread, and the reader clears it and calls `on_room` once it has read.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -22,6 +26,12 @@ class Ticket(Generic[T]):
         """The client left; nobody reads any more."""
         self.progress: Progress | None = None
         """What the request waits for; may be a step old."""
+        self.sent = 0
+        """Outputs on their way or here, the last of each choice not counted."""
+        self.read = 0
+        """Outputs taken."""
+        self.stalled = False
+        self.on_room: Callable[[], None] | None = None
 
     def put(self, output: T) -> None:
         """Adds an output; on the event loop only."""
@@ -44,6 +54,11 @@ class Ticket(Generic[T]):
                 timer.cancel()
                 self._waiter = None
         outputs, self._outputs = self._outputs, []
+        self.read += len(outputs)
+        if outputs and self.stalled:
+            self.stalled = False
+            if self.on_room is not None:
+                self.on_room()
         return outputs
 
     def _wake(self) -> None:

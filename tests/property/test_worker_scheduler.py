@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from inference.protocol import Priority
-from inference.worker.core.scheduler import Scheduler, common_prefix
+from inference.worker.core.scheduler import Scheduler
+from inference.worker.core.slots import common_prefix
 from inference.worker.core.steps import Copy, Job, Limits, Phase, Remove, Step
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)

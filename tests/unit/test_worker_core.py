@@ -63,10 +63,10 @@ def test_a_shared_beginning_is_copied_and_the_old_answer_stays() -> None:
             assert step.rows[0].start == 2
 
 
-def test_prompts_beyond_the_budget_of_a_step_wait_for_the_next() -> None:
+def test_every_prompt_gets_a_token_of_a_step_however_small_its_budget() -> None:
     scheduler = Scheduler(Limits(slots=3, cells=60, context=20, batch=8, queue=3))
     scheduler.submit([Job(id, (id,) * 10) for id in (1, 2, 3)])
-    assert [(row.job, len(row.tokens)) for row in scheduler.plan(0.0, 2).rows] == [(1, 1), (2, 1)]
+    assert [(row.job, len(row.tokens)) for row in scheduler.plan(0.0, 2).rows] == [(1, 1), (2, 1), (3, 1)]
 
 
 def test_a_prompt_without_room_beside_a_growing_answer_waits() -> None:
@@ -96,5 +96,8 @@ def test_prompt_pieces_grow_and_shrink_towards_their_time() -> None:
     assert pace.alone == Pace.first(2048).alone, "the two budgets are learned apart"
     settled = pace.observe(pace.alone, ALONE_SECONDS, decoding=False)
     assert settled == pace
-    assert pace.observe(1, 100.0, decoding=False) == pace, "a step with little to prefill tells nothing"
+    assert pace.observe(0, 100.0, decoding=True) == pace, "a step that prefills nothing tells nothing"
+    wide = Pace(2048, 1000, 1000)
+    assert wide.observe(1, ALONE_SECONDS / 2, decoding=False) == wide, "nor does a short one with little to prefill"
+    assert wide.observe(400, ALONE_SECONDS * 4, decoding=False).alone == 100, "one that was too long does"
     assert Pace.first(8).observe(8, 100.0, decoding=False).alone == 8

@@ -15,12 +15,16 @@ ALONE_SECONDS = 0.4
 """Aim for a step of prompts only: how late an abort or a new request may be seen."""
 
 SMALLEST = 32
-FIRST = 256
+"""Where even these take longer than the aim they are taken all the same; also where learning begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Tokens of prompts per step, beside decoding rows and without any; never above `most`."""
+    """Tokens of prompts per step, beside decoding rows and without any; never above `most`.
+
+    With costs that stay as they are, a step takes no longer than its aim: the budget never grows beyond what the step
+    measured last would have fitted into it, and at most doubles. One that was too long corrects it at once.
+    """
 
     most: int
     mixed: int
@@ -29,18 +33,18 @@ class Pace:
     @classmethod
     def first(cls, most: int) -> Pace:
         """Before anything was measured."""
-        return cls(most, min(FIRST, most), min(FIRST, most))
+        return cls(most, min(SMALLEST, most), min(SMALLEST, most))
 
     def budget(self, *, decoding: bool) -> int:
         """Tokens of prompts for the next step."""
         return self.mixed if decoding else self.alone
 
     def observe(self, prompt_tokens: int, seconds: float, *, decoding: bool) -> Pace:
-        """The pace after a step. Steps that used less than half of their budget tell nothing and change nothing."""
+        """The pace after a step. A short step that used less than half of its budget tells nothing."""
         used = self.budget(decoding=decoding)
-        if prompt_tokens * 2 < used:
-            return self
         aim = MIXED_SECONDS if decoding else ALONE_SECONDS
-        factor = min(2.0, max(0.5, aim / max(seconds, 1e-6)))
-        size = min(self.most, max(min(SMALLEST, self.most), int(prompt_tokens * factor)))
+        if prompt_tokens == 0 or (prompt_tokens * 2 < used and seconds <= aim):
+            return self
+        size = int(prompt_tokens * min(2.0, aim / max(seconds, 1e-6)))
+        size = min(self.most, max(SMALLEST, size))
         return replace(self, mixed=size) if decoding else replace(self, alone=size)

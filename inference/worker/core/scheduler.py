@@ -1,40 +1,44 @@
-"""Decides which tokens of which sequences go into the next step and which slots keep what; never touches llama.cpp.
+"""Decides which tokens of which sequences go into the next step; never touches llama.cpp.
 
 A sans-io state machine: events come in as method calls, a `Step` goes out, and the shell reports how it went. The state
 is changed in place instead of copied, because a step runs every few milliseconds over sequences of thousands of tokens;
 nothing outside sees it but through steps and ended jobs.
 
     submit -> WAITING -> PREFILL -> DECODE -> (finish, abort, deadline, failure) ENDED
-                 ^----------+---------+   preempted when no cell is free; what was generated is kept and prefilled again
+                 ^----------+---------+   preempted when no cell is free, or suspended because nobody reads; what was
+                                          generated is kept and computed again as far as its cells are gone
 
-A slot is one llama.cpp sequence id. When its job ends it keeps the tokens it holds, so that a later prompt of the same
-tenant that begins alike skips them. Cells are counted per slot, so shared ones count once for each holder: the count
-may exceed what llama.cpp uses, never the other way round.
+The order of service is arrival plus the head start of the priority: the oldest job is the first in it, the youngest the
+last. Which slot holds what, and what a prompt reuses of it, is `slots`' decision.
 """
 
 from __future__ import annotations
 
+import math
+from array import array
+from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from inference.worker.core.steps import TRANSITIONS, Copy, Job, Limits, Phase, Remove, Row, Step
-
-
-@dataclass(slots=True)
-class _Slot:
-    tokens: list[int] = field(default_factory=list)
-    tenant: str = ""
-    job: int | None = None
-    used_at: int = 0
+from inference.worker.core.slots import Slot, Slots
+from inference.worker.core.steps import TRANSITIONS, Job, Limits, Phase, Row, Step
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Run:
+    """`scored` counts the tokens of the prompt whose logits were handed out."""
+
     job: Job
-    tokens: list[int]
+    key: tuple[float, int]
+    tokens: array[int]
     phase: Phase = Phase.WAITING
-    slot: int | None = None
+    slot: Slot | None = None
     generated: int = 0
+    scored: int = 0
+
+
+def _order(run: _Run) -> tuple[float, int]:
+    return run.key
 
 
 class Scheduler:
@@ -42,48 +46,48 @@ class Scheduler:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
+        self._slots = Slots(limits)
         self._runs: dict[int, _Run] = {}
-        self._slots = [_Slot() for _ in range(limits.slots)]
-        self._operations: list[Remove | Copy] = []
-        self._pending: tuple[Row, ...] = ()
-        self._clock = 0
+        # Both in the order of service. Suspended jobs are in neither.
+        self._waiting: list[_Run] = []
+        self._running: list[_Run] = []
+        self._pending: Sequence[Row] = ()
+        self._earliest = math.inf
+        self._crowded = False
 
     # --- what others may know ----------------------------------------------------------------------------------------
     @property
     def active(self) -> int:
         """Jobs that hold a slot."""
-        return sum(slot.job is not None for slot in self._slots)
+        return len(self._running)
 
     @property
-    def decoding(self) -> int:
-        """Jobs that generate."""
-        return sum(run.phase is Phase.DECODE for run in self._runs.values())
+    def decodes(self) -> bool:
+        """Whether somebody generates, and so waits for every step to end."""
+        return any(run.phase is Phase.DECODE for run in self._running)
 
     @property
     def queued(self) -> int:
-        """Jobs that wait for a slot."""
-        return len(self._runs) - self.active
+        """Jobs without a slot."""
+        return len(self._runs) - len(self._running)
 
     @property
     def cells_used(self) -> int:
         """KV cells that slots hold, retained prefixes included."""
-        return sum(len(slot.tokens) for slot in self._slots)
+        return self._slots.used
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything, now or after the next event."""
-        return bool(self._runs or self._operations)
+        """Whether a step would do anything."""
+        return bool(self._running or self._waiting or self._slots.pending)
 
     def progress(self) -> list[tuple[int, Phase, int, int]]:
         """Per job that waits or prefills: phase, place in the queue (1 = next) or tokens done, tokens in all."""
-        waiting = sorted(
-            (run for run in self._runs.values() if run.phase is Phase.WAITING), key=lambda run: run.job.key
-        )
-        places = [(run.job.id, run.phase, place, len(run.tokens)) for place, run in enumerate(waiting, 1)]
+        places = [(run.job.id, run.phase, place, len(run.tokens)) for place, run in enumerate(self._waiting, 1)]
         return places + [
-            (run.job.id, run.phase, len(self._slot_of(run).tokens), len(run.tokens))
-            for run in self._runs.values()
-            if run.phase is Phase.PREFILL
+            (run.job.id, run.phase, run.slot.computed, len(run.tokens))
+            for run in self._running
+            if run.phase is Phase.PREFILL and run.slot is not None
         ]
 
     # --- events ------------------------------------------------------------------------------------------------------
@@ -95,7 +99,11 @@ class Scheduler:
         for job in jobs:
             if not 0 < len(job.prompt) <= self.limits.context or job.id in self._runs:
                 raise ValueError(f"job {job.id} was not validated: {len(job.prompt)} tokens")
-        self._runs.update({job.id: _Run(job, list(job.prompt)) for job in jobs})
+        for job in jobs:
+            run = self._runs[job.id] = _Run(job, job.key, array("i", job.prompt))
+            insort(self._waiting, run, key=_order)
+            if job.deadline is not None:
+                self._earliest = min(self._earliest, job.deadline)
         return True
 
     def abort(self, job: int) -> None:
@@ -113,23 +121,44 @@ class Scheduler:
         """`job` is complete; its slot keeps what it holds."""
         self._end(self._runs[job])
 
+    def suspend(self, job: int) -> None:
+        """`job` gives its slot to others until `resume`; what the slot holds is retained as long as there is room."""
+        run = self._runs[job]
+        if run.slot is not None:
+            self._leave(run)
+            self._move(run, "preempt")
+        elif run in self._waiting:
+            self._waiting.remove(run)
+
+    def resume(self, job: int) -> None:
+        """A suspended `job` takes its old place in the queue; jobs that are not suspended stay as they are."""
+        run = self._runs.get(job)
+        if run is not None and run.slot is None and run not in self._waiting:
+            insort(self._waiting, run, key=_order)
+
     def plan(self, now: float, prefill_budget: int) -> Step:
-        """The next step: a token for every decoding job, and at most `prefill_budget` (1 or more) tokens of prompts."""
+        """The next step: a token for every decoding job, and prompts of `prefill_budget` tokens together at most, or of
+        one token each where that is less.
+        """
         assert not self._pending, "the last step was not reported"
-        self._clock += 1
-        expired = self._expire(now)
-        self._admit()
-        rows = self._rows(prefill_budget)
-        operations = tuple(self._operations)
-        self._operations.clear()
+        expired = self._expire(now) if now >= self._earliest else ()
+        if self._waiting:
+            self._admit()
+        rows = self._decoding()
+        decoding = len(rows)
+        if decoding < len(self._running):
+            self._prefilling(rows, prefill_budget)
         self._pending = rows
-        return Step(operations, rows, expired)
+        prefill = sum([len(row.tokens) for row in rows[decoding:]])
+        return Step(self._slots.operations(), rows, expired, prefill, decoding + prefill)
 
     def computed(self) -> None:
         """The step's batch was computed."""
         for row in self._pending:
             run = self._runs[row.job]
-            self._slots[row.slot].tokens.extend(row.tokens)
+            self._slots.grow(self._slot_of(run), len(row.tokens))
+            if row.every:
+                run.scored = row.start + len(row.tokens)
             if row.sample:
                 self._move(run, "computed")
         self._pending = ()
@@ -140,50 +169,70 @@ class Scheduler:
         Returns the jobs that ended because they cannot run even alone.
         """
         self._pending = ()
-        if self._drop_retained():
+        if self._slots.drop_retained():
             return ()
-        running = [run for run in self._runs.values() if run.slot is not None]
-        if len(running) > 1:
-            self._preempt(max(running, key=lambda run: run.job.key))
+        if len(self._running) > 1:
+            self._preempt(self._running[-1])
+            # By our own count it would fit, so the count is no reason to let anybody in before somebody has left.
+            self._crowded = True
             return ()
-        for run in running:
-            self._forget(self._slot_number(run), 0)
+        ended = tuple(self._running)
+        for run in ended:
+            self._slots.doubt(self._slot_of(run))
             self._end(run)
-        return tuple(run.job.id for run in running)
+        return tuple(run.job.id for run in ended)
 
     def failed(self) -> tuple[int, ...]:
-        """The step's batch failed half-way: its jobs end and their slots are emptied. Returns the jobs."""
+        """The step's batch failed half-way: its jobs end and their slots are emptied. Returns the jobs.
+
+        After `computed` it was the shell that failed: jobs whose next token was never reported end.
+        """
         rows, self._pending = self._pending, ()
-        for row in rows:
-            # llama.cpp may hold more of this sequence than was ever reported, so the removal is asked for regardless.
-            self._slots[row.slot].tokens.clear()
-            self._operations.append(Remove(row.slot, 0))
-            self._end(self._runs[row.job])
-        return tuple(row.job for row in rows)
+        lost = [self._runs[row.job] for row in rows]
+        for run in lost:
+            self._slots.doubt(self._slot_of(run))
+        lost = lost or [run for run in self._running if self._left(run) == 0]
+        for run in lost:
+            self._end(run)
+        return tuple(run.job.id for run in lost)
 
     # --- parts of a step ---------------------------------------------------------------------------------------------
     def _expire(self, now: float) -> tuple[int, ...]:
-        late = [
-            run
-            for run in self._runs.values()
-            if run.generated == 0 and run.job.deadline is not None and run.job.deadline <= now
-        ]
-        for run in late:
-            self._end(run)
-        return tuple(run.job.id for run in late)
+        """Ends whose deadline passed before their first token."""
+        late = []
+        self._earliest = math.inf
+        for run in list(self._runs.values()):
+            deadline = run.job.deadline
+            if deadline is None or run.generated > 0:
+                continue
+            if deadline <= now:
+                self._end(run)
+                late.append(run.job.id)
+            else:
+                self._earliest = min(self._earliest, deadline)
+        return tuple(late)
 
     def _admit(self) -> None:
-        waiting = sorted(
-            (run for run in self._runs.values() if run.phase is Phase.WAITING), key=lambda run: run.job.key
-        )
-        for run in waiting:
-            if all(slot.job is not None for slot in self._slots):
+        """Gives free slots to those who wait, in order: nobody passes a job that could not be placed yet.
+
+        Room is counted for what active jobs still compute and with every retained prefix dropped, so that a job just
+        admitted is not the next one preempted.
+        """
+        free = self.limits.slots - len(self._running)
+        if not free or (self._crowded and self._running):
+            return
+        held = sum([len(run.tokens) for run in self._running])
+        for run in self._waiting.copy():
+            held += min(len(run.tokens) + 1, self.limits.context)
+            if free == 0 or held > self.limits.cells:
                 return
+            free -= 1
             if self._is_prefilled_by_sibling(run):
-                continue
-            if not self._can_hold(min(len(run.tokens) + 1, self.limits.context)):
-                return  # in order: a smaller job behind must not keep a larger one out for ever
-            self._place(run)
+                continue  # its slot and its cells are kept for it
+            self._waiting.remove(run)
+            run.slot = self._slots.take(run.tokens, run.job.tenant, self._reusable(run))
+            insort(self._running, run, key=_order)
+            self._move(run, "admit")
 
     def _is_prefilled_by_sibling(self, run: _Run) -> bool:
         """Whether another choice of the same prompt is about to have computed what this one can copy."""
@@ -192,149 +241,100 @@ class Scheduler:
             return False
         return any(
             other.phase is Phase.PREFILL and other.job.group == group and self._left(other) > 1
-            for other in self._runs.values()
+            for other in self._running
         )
 
-    def _can_hold(self, cells: int) -> bool:
-        """Whether `cells` more fit once every retained prefix is dropped, room for what active jobs still compute
-        included, so that a job just admitted is not the next one preempted."""
-        held = sum(len(self._runs[slot.job].tokens) for slot in self._slots if slot.job is not None)
-        return held + cells <= self.limits.cells
+    def _reusable(self, run: _Run) -> int:
+        """The last token is computed again in any case, because its logits are needed; so is what is to be scored."""
+        if run.job.score and run.scored < len(run.job.prompt):
+            return min(run.scored, len(run.tokens) - 1)
+        return len(run.tokens) - 1
 
-    def _place(self, run: _Run) -> None:
-        """Gives `run` a free slot, with as much of its prompt already computed as a slot of the same tenant holds."""
-        best, shared = self._longest_prefix(run)
-        free = [number for number, slot in enumerate(self._slots) if slot.job is None]
-        target = min(free, key=lambda number: (bool(self._slots[number].tokens), self._slots[number].used_at))
-        if best is not None and self._slots[best].job is None:
-            wasted = len(self._slots[best].tokens) - shared
-            if wasted == 0 or self._slots[target].tokens:
-                target = best  # nothing of it is lost, or some retained prefix is lost anyway: then this one's tail
-        if target == best:
-            self._forget(target, shared)
-        else:
-            self._forget(target, 0)
-            if best is not None and self._make_room(shared, sparing=best):
-                self._operations.append(Copy(best, target, shared))
-                self._slots[target].tokens = self._slots[best].tokens[:shared]
-        slot = self._slots[target]
-        slot.job, slot.tenant, slot.used_at = run.job.id, run.job.tenant, self._clock
-        run.slot = target
-        self._move(run, "admit")
-
-    def _longest_prefix(self, run: _Run) -> tuple[int | None, int]:
-        best: int | None = None
-        longest = 0
-        for number, slot in enumerate(self._slots):
-            if slot.tenant != run.job.tenant or len(slot.tokens) <= longest:
-                continue
-            # The last token is computed again in any case: its logits are needed.
-            shared = common_prefix(slot.tokens, run.tokens, len(run.tokens) - 1)
-            whole = shared == len(slot.tokens) and slot.job is None
-            if shared > longest and (self.limits.can_trim or whole):
-                best, longest = number, shared
-        return best, longest
-
-    def _rows(self, prefill_budget: int) -> tuple[Row, ...]:
-        running = sorted((run for run in self._runs.values() if run.slot is not None), key=lambda run: run.job.key)
-        decoding = [run for run in running if self._left(run) == 1]
-        planned = 0
+    def _decoding(self) -> list[Row]:
+        """A row for every job that lacks one token only; the oldest are served first when cells are few."""
         rows: list[Row] = []
-        for run in decoding:
-            if run.slot is not None and self._make_room(planned + 1, sparing=run.slot, youngest_first=run):
-                rows.append(self._row(run, 1))
-                planned += 1
-        # Making room may have preempted jobs, also such as had their row already.
-        rows = [row for row in rows if self._runs[row.job].slot is not None]
-        prefilling = [run for run in running if run.slot is not None and self._left(run) > 1]
+        slots, cells = self._slots, self.limits.cells
+        for run in self._running.copy():
+            slot = run.slot
+            if slot is None or len(run.tokens) - slot.computed != 1:
+                continue
+            if slots.used + len(rows) >= cells and not self._make_room(len(rows) + 1, run):
+                continue
+            rows.append(self._row(run, slot, 1))
+        return rows
+
+    def _prefilling(self, rows: list[Row], budget: int) -> None:
+        """Shares `budget` among the prompts that are being computed, shortest rest first, each an equal share at least.
+
+        Where cells or outputs are too few for a share it takes what there is.
+        """
+        prompts = sorted([(self._left(run), run.key, run) for run in self._running if self._left(run) > 1])
+        room = min(self.limits.batch - len(rows), max(budget, len(prompts)))
+        outputs = (self.limits.outputs or self.limits.slots) - len(rows) - len(prompts)
         planned = len(rows)
-        room = min(self.limits.batch - planned, prefill_budget)
-        prefilling.sort(key=lambda run: (self._left(run), run.job.key))
-        for index, run in enumerate(prefilling):
-            if room <= 0:
-                break
-            share = max(1, room // (len(prefilling) - index))
-            count = min(self._left(run), share)
-            if self._make_room(planned + count, sparing=self._slot_number(run)):
-                rows.append(self._row(run, count))
+        for index, (left, _key, run) in enumerate(prompts):
+            slot = self._slot_of(run)
+            count = min(left, room // (len(prompts) - index))
+            if run.job.score:
+                count = min(count, self._scorable(run, slot, outputs + 1))
+            if not self._slots.fits(planned + count):
+                count = min(count, self.limits.cells - self._slots.used - planned)
+            if count > 0:
+                rows.append(row := self._row(run, slot, count))
                 planned += count
                 room -= count
-        return tuple(rows)
+                outputs -= count - 1 if row.every else 0
 
-    def _row(self, run: _Run, count: int) -> Row:
-        start = len(self._slot_of(run).tokens)
+    def _scorable(self, run: _Run, slot: Slot, outputs: int) -> int:
+        """How many tokens of a scored job's rest may go into one row."""
+        if slot.computed < run.scored:
+            return run.scored - slot.computed
+        return outputs if slot.computed < len(run.job.prompt) else len(run.tokens)
+
+    def _row(self, run: _Run, slot: Slot, count: int) -> Row:
+        start = slot.computed
         end = start + count
-        return Row(run.job.id, self._slot_number(run), start, run.tokens[start:end], end == len(run.tokens))
+        every = run.job.score and run.scored <= start < len(run.job.prompt)
+        return Row(run.job.id, slot.number, start, run.tokens[start:end], end == len(run.tokens), every)
 
-    # --- cells and slots ---------------------------------------------------------------------------------------------
-    def _make_room(self, cells: int, *, sparing: int, youngest_first: _Run | None = None) -> bool:
-        """Frees cells until `cells` more fit: retained prefixes by age, then, for `youngest_first`, younger jobs."""
-        while self.cells_used + cells > self.limits.cells:
-            if self._drop_retained(sparing=sparing):
-                continue
-            if youngest_first is None:
-                return False
-            running = [run for run in self._runs.values() if run.slot is not None]
-            youngest = max(running, key=lambda run: run.job.key)
+    # --- who leaves --------------------------------------------------------------------------------------------------
+    def _make_room(self, cells: int, run: _Run) -> bool:
+        """Frees cells until `cells` more fit: retained prefixes, then younger jobs; False when `run` itself left."""
+        while not self._slots.fits(cells):
+            youngest = self._running[-1]
             self._preempt(youngest)
-            if youngest is youngest_first:
+            if youngest is run:
                 return False
         return True
-
-    def _drop_retained(self, sparing: int | None = None) -> bool:
-        """Empties the free slot that was used longest ago; False when none holds anything."""
-        kept = [n for n, slot in enumerate(self._slots) if slot.job is None and slot.tokens and n != sparing]
-        if not kept:
-            return False
-        self._forget(min(kept, key=lambda number: self._slots[number].used_at), 0)
-        return True
-
-    def _forget(self, number: int, start: int) -> None:
-        slot = self._slots[number]
-        if len(slot.tokens) > start:
-            del slot.tokens[start:]
-            self._operations.append(Remove(number, start))
 
     def _preempt(self, run: _Run) -> None:
-        number = self._slot_number(run)
-        self._forget(number, 0)
-        self._slots[number].job = None
+        self._slots.empty(self._slot_of(run))
         run.slot = None
+        self._running.remove(run)
         self._move(run, "preempt")
+        insort(self._waiting, run, key=_order)
+
+    def _leave(self, run: _Run) -> None:
+        self._slots.release(self._slot_of(run))
+        run.slot = None
+        self._running.remove(run)
+        self._crowded = False
 
     def _end(self, run: _Run) -> None:
         if run.slot is not None:
-            slot = self._slots[run.slot]
-            slot.job, slot.used_at = None, self._clock
-            run.slot = None
+            self._leave(run)
+        elif run in self._waiting:
+            self._waiting.remove(run)
         self._move(run, "end")
         del self._runs[run.job.id]
 
     def _left(self, run: _Run) -> int:
         """Tokens of an active job that are not computed yet."""
-        return len(run.tokens) - len(self._slot_of(run).tokens)
+        return len(run.tokens) - self._slot_of(run).computed
 
     def _move(self, run: _Run, event: str) -> None:
         run.phase = TRANSITIONS[run.phase, event]
 
-    def _slot_number(self, run: _Run) -> int:
+    def _slot_of(self, run: _Run) -> Slot:
         assert run.slot is not None
         return run.slot
-
-    def _slot_of(self, run: _Run) -> _Slot:
-        return self._slots[self._slot_number(run)]
-
-
-def common_prefix(left: Sequence[int], right: Sequence[int], limit: int) -> int:
-    """Length of the longest common beginning of two token lists, at most `limit`.
-
-    Compares halves of slices, which C does, instead of token by token.
-    """
-    low, high = 0, max(0, min(len(left), len(right), limit))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from inference.protocol import Priority
 
@@ -37,6 +38,7 @@ TRANSITIONS: Mapping[tuple[Phase, str], Phase] = {
 class Limits:
     """Sizes: `slots` sequence ids, `cells` KV cells in all, `context` tokens per sequence, `batch` tokens per step,
     `queue` waiting jobs. `can_trim`: the tail of a slot can be removed and its head shared (not with running states).
+    `outputs`: tokens per step whose logits can be read, at least one per slot; 0 stands for exactly that.
     """
 
     slots: int
@@ -45,9 +47,11 @@ class Limits:
     batch: int
     queue: int
     can_trim: bool = True
+    outputs: int = 0
 
     def __post_init__(self) -> None:
-        if not (0 < self.slots <= self.batch and 0 < self.context <= self.cells and self.queue >= 0):
+        fits = 0 < self.slots <= self.batch and 0 < self.context <= self.cells
+        if not (fits and self.queue >= 0 and (self.outputs == 0 or self.outputs >= self.slots)):
             raise ValueError(f"no engine can run with {self}")
 
 
@@ -56,6 +60,7 @@ class Job:
     """One sequence to generate. Times are seconds on the caller's clock; `deadline` bounds the wait for a first token.
 
     Jobs of one `group` share their prompt (the choices of one request): the first computes it, the others copy it.
+    `score` asks for logits at every token of the prompt, so nothing of it is copied and a step takes less of it.
     """
 
     id: int
@@ -65,6 +70,7 @@ class Job:
     arrival: float = 0.0
     deadline: float | None = None
     group: int | None = None
+    score: bool = False
 
     @property
     def key(self) -> tuple[float, int]:
@@ -89,21 +95,27 @@ class Copy:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Tokens of one job to compute from position `start` on; `sample` when a token follows from the last one."""
+class Row(NamedTuple):
+    """Tokens of one job to compute from position `start` on; `sample` when a token follows from the last one, `every`
+    when the logits at all of them are wanted. A tuple, because a step makes one per sequence.
+    """
 
     job: int
     slot: int
     start: int
     tokens: Sequence[int]
     sample: bool
+    every: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Memory operations to run in order, then one batch. `expired` jobs ended because their deadline passed."""
+    """Memory operations to run in order, then one batch: rows of one token each for what decodes, then prompts, which
+    have `prefill` tokens in all; `tokens` counts both. `expired` jobs ended because their deadline passed.
+    """
 
-    operations: tuple[Remove | Copy, ...] = ()
-    rows: tuple[Row, ...] = ()
-    expired: tuple[int, ...] = ()
+    operations: Sequence[Remove | Copy] = ()
+    rows: Sequence[Row] = ()
+    expired: Sequence[int] = ()
+    prefill: int = 0
+    tokens: int = 0

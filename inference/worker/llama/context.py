@@ -19,7 +19,8 @@ from inference.worker.llama.process import quick
 
 _seq_rm = quick("llama_memory_seq_rm")
 _seq_cp = quick("llama_memory_seq_cp")
-_logits_ith = quick("llama_get_logits_ith")
+_logits_ith: Any = quick("llama_get_logits_ith")
+_logits_ith.restype = ctypes.c_void_p
 
 
 class Context:
@@ -37,6 +38,9 @@ class Context:
         self.n_batch = int(lib.llama_n_batch(self.handle))
         self.n_ubatch = int(lib.llama_n_ubatch(self.handle))
         self.n_slots = int(lib.llama_n_seq_max(self.handle))
+        self.n_outputs = int(params.n_outputs_max) or self.n_batch
+        """Tokens of a batch whose logits can be read."""
+        self._logits_row = ctypes.c_float * model.n_vocab
         is_causal = self.memory is not None and bool(lib.llama_get_causal_attn(self.handle))
         self._in_pieces = is_causal and self.pooling in (POOLING_LAST, POOLING_RANK)
         self.pool_tokens = min(self.n_ctx, max(self.n_batch, self.n_ctx // self.n_slots))
@@ -64,11 +68,12 @@ class Context:
 
     @property
     def output_bytes(self) -> int:
-        """Host memory for the outputs of the largest pooled batch, which llama.cpp allocates when one comes and does
-        not count: a row of logits and one of the embedding per token (`llama_context::output_reserve`).
+        """Host memory for the outputs of the largest batch, which llama.cpp allocates when one comes and does not
+        count: a row of logits and, where it pools, one of the embedding per token (`llama_context::output_reserve`).
         """
-        rows = self.n_ubatch if self.pooling > 0 else 0
-        return rows * (self.model.n_vocab + self.model.n_embd) * 4
+        if self.pooling > 0:
+            return self.n_ubatch * (self.model.n_vocab + self.model.n_embd) * 4
+        return self.n_outputs * self.model.n_vocab * 4
 
     def close(self) -> None:
         """Frees the memory and the compute buffers."""
@@ -101,26 +106,35 @@ class Context:
         """Computes `rows` as one batch. Returns how it went and, per row, the batch index of its last token.
 
         `every` asks for output at every token, as pooling needs. Token ids and lengths were validated before: llama.cpp
-        asserts on some that are wrong.
+        asserts on some that are wrong. More outputs than were reserved, where it would assert too, are a bad batch.
         """
         tokens, positions, owners, wanted = self._tokens, self._positions, self._owners, self._wanted
-        at = 0
-        last: list[int] = []
+        pointers = self._sequence_pointers
+        single = 0
         for row in rows:
+            if len(row.tokens) != 1:
+                break
+            single += 1
+        last = list(range(single))
+        if single:  # what decodes stands first and is written column by column
+            heads = rows[:single]
+            tokens[:single] = [row.tokens[0] for row in heads]
+            positions[:single] = [row.start for row in heads]
+            owners[:single] = [pointers[row.slot] for row in heads]
+            wanted[:single] = [row.sample or row.every or every for row in heads]
+        at = single
+        for row in rows[single:]:
             count = len(row.tokens)
             end = at + count
-            if count == 1:
-                tokens[at] = row.tokens[0]
-                positions[at] = row.start
-                owners[at] = self._sequence_pointers[row.slot]
-            else:
-                tokens[at:end] = row.tokens
-                positions[at:end] = np.arange(row.start, row.start + count, dtype=np.int32)
-                owners[at:end] = self._sequence_pointers[row.slot]
-                wanted[at : end - 1] = every
-            wanted[end - 1] = row.sample
+            tokens[at:end] = row.tokens
+            positions[at:end] = np.arange(row.start, row.start + count, dtype=np.int32)
+            owners[at:end] = pointers[row.slot]
+            wanted[at:end] = row.every or every
+            wanted[end - 1] |= row.sample
             last.append(end - 1)
             at = end
+        if not every and np.count_nonzero(wanted[:at]) > self.n_outputs:
+            return Decode.BAD_BATCH, []
         self._batch.n_tokens = at
         return Decode(lib.llama_decode(self.handle, self._batch)), last
 
@@ -153,8 +167,14 @@ class Context:
             lib.llama_memory_clear(self.memory, False)
 
     def logits(self, index: int) -> np.ndarray:
-        """A view, valid until the next decode, of the logits (float32, one per vocabulary entry) at a batch index."""
-        return np.ctypeslib.as_array(_logits_ith(self.handle, index), shape=(self.model.n_vocab,))
+        """A view, valid until the next decode, of the logits (float32, one per vocabulary entry) at a batch index.
+
+        Raises LookupError where none were computed.
+        """
+        address = _logits_ith(self.handle, index)
+        if address is None:
+            raise LookupError(f"the last batch has no logits at {index}")
+        return np.ctypeslib.as_array(self._logits_row.from_address(address))
 
     def warm_up(self) -> None:
         """One step before the first request, so that what is allocated lazily fails here; raises LoadError.
@@ -162,7 +182,8 @@ class Context:
         It also learns whether the tail of a sequence can be removed (`can_trim`), which running states cannot.
         """
         token = self.model.bos if self.model.bos is not None else 0
-        row = _Row(0, 0, (token, token))
+        many = 2 if self.pooling > 0 else min(self.n_outputs, self.n_ctx // self.n_slots)
+        row = _Row(0, 0, (token,) * many, every=self.pooling <= 0)
         status = self.pool([row])[0] if self.pooling > 0 else self.decode([row])[0]
         self.can_trim = self.pooling <= 0 and not self.model.keeps_whole_state and self.remove(0, 1)
         self.forget_all()
@@ -176,6 +197,7 @@ class _Row:
     start: int
     tokens: Sequence[int]
     sample: bool = True
+    every: bool = False
 
 
 def _in_pieces(rows: Sequence[BatchRow], size: int) -> Iterator[list[tuple[BatchRow, bool]]]:

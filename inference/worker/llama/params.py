@@ -13,6 +13,10 @@ from inference.worker.hardware import usable_cores
 from inference.worker.link import Grant
 
 KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "q4_0": 2}
+SCORING_OUTPUTS = 16
+"""Tokens of a prompt whose logits can be read in one step. Each costs 4 bytes times the vocabulary, on the device and
+on the host: 16 MiB in all for a vocabulary of 128 k. With fewer scoring is as slow as generating; more would lie idle.
+"""
 POOLING_NONE = int(lib.LLAMA_POOLING_TYPE_NONE)
 POOLING_MEAN = int(lib.LLAMA_POOLING_TYPE_MEAN)
 POOLING_LAST = int(lib.LLAMA_POOLING_TYPE_LAST)
@@ -53,9 +57,9 @@ def model_params(grant: Grant, on_progress: Callable[[float], bool] | None = Non
 def context_params(grant: Grant, *, pooling: int | None, in_pieces: bool = False, on_gpu: bool = False) -> Any:
     """llama.cpp's context parameters for `grant`; `pooling` opens a context that pools so, None one that generates.
 
-    Logits are reserved for one row per sequence (`n_outputs_max`): by default llama.cpp reserves a whole batch times
-    the vocabulary. A pooled input must fit one physical batch, so both batch sizes become the context length there,
-    unless it can go through in pieces.
+    Logits are reserved for one row per sequence and some to score prompts with (`n_outputs_max`): by default llama.cpp
+    reserves a whole batch times the vocabulary. A pooled input must fit one physical batch, so both batch sizes become
+    the context length there, unless it can go through in pieces.
     """
     params = lib.llama_context_default_params()
     params.n_ctx = grant.context_length * grant.parallel
@@ -76,5 +80,5 @@ def context_params(grant: Grant, *, pooling: int | None, in_pieces: bool = False
         if not in_pieces:
             params.n_batch = params.n_ubatch = max(grant.context_length, grant.ubatch)
     else:
-        params.n_outputs_max = max(grant.parallel, 1)
+        params.n_outputs_max = min(grant.parallel + SCORING_OUTPUTS, params.n_batch)
     return params

@@ -1,0 +1,142 @@
+"""Decides which slot holds which tokens, what a prompt reuses and what is forgotten first; never who runs.
+
+A slot is one llama.cpp sequence id. When its job ends it keeps the tokens it holds, so that a later prompt of the same
+tenant that begins alike skips them. Cells are counted per slot, so shared ones count once for each holder: the count
+may exceed what llama.cpp uses, never the other way round.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from inference.worker.core.steps import Copy, Limits, Remove
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """The first `computed` of `tokens` are in KV cells. The list is the job's own while the slot is taken, so that a
+    token is stored once.
+    """
+
+    number: int
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    computed: int = 0
+    tenant: str = ""
+    taken: bool = False
+    used_at: int = 0
+
+
+class Slots:
+    """All slots, the cells they hold, and the memory operations that the next step has to begin with."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.used = 0
+        """KV cells that slots hold, retained prefixes included."""
+        self._limits = limits
+        self._slots = [Slot(number) for number in range(limits.slots)]
+        self._operations: list[Remove | Copy] = []
+        self._clock = 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether operations wait for a step."""
+        return bool(self._operations)
+
+    def operations(self) -> tuple[Remove | Copy, ...]:
+        """What llama.cpp has to do before the next batch; handed out once."""
+        operations, self._operations = self._operations, []
+        return tuple(operations)
+
+    def take(self, tokens: array[int], tenant: str, reusable: int) -> Slot:
+        """A free slot (there must be one) for `tokens`, of which up to `reusable` may come from what a slot of the same
+        tenant holds; those are computed already.
+        """
+        self._clock += 1
+        best, shared = self._longest_prefix(tokens, tenant, reusable)
+        free = [slot for slot in self._slots if not slot.taken]
+        target = min(free, key=lambda slot: (slot.computed > 0, slot.used_at))
+        if best is not None and not best.taken and (best.computed == shared or target.computed):
+            target = best  # nothing of it is lost, or some retained prefix is lost anyway: then this one's tail
+        if target is best:
+            self._forget(target, shared)
+        else:
+            self._forget(target, 0)
+            if best is not None and self.fits(shared, sparing=best):
+                self._operations.append(Copy(best.number, target.number, shared))
+                target.computed = shared
+                self.used += shared
+        target.tokens, target.tenant, target.taken = tokens, tenant, True
+        return target
+
+    def grow(self, slot: Slot, count: int) -> None:
+        """`count` more of its tokens were computed."""
+        slot.computed += count
+        self.used += count
+
+    def release(self, slot: Slot) -> None:
+        """Its job left; what it holds is retained."""
+        self._clock += 1
+        slot.tokens, slot.taken, slot.used_at = slot.tokens[: slot.computed], False, self._clock
+
+    def empty(self, slot: Slot) -> None:
+        """Its job left and its cells are wanted."""
+        self._forget(slot, 0)
+        slot.taken = False
+
+    def doubt(self, slot: Slot) -> None:
+        """llama.cpp may hold anything of this sequence: all of it is removed, whatever was reported."""
+        self.used -= slot.computed
+        slot.computed = 0
+        self._operations.append(Remove(slot.number, 0))
+
+    def fits(self, cells: int, *, sparing: Slot | None = None) -> bool:
+        """Whether `cells` more fit; drops retained prefixes for it, the one that was used longest ago first."""
+        while self.used + cells > self._limits.cells:
+            if not self.drop_retained(sparing):
+                return False
+        return True
+
+    def drop_retained(self, sparing: Slot | None = None) -> bool:
+        """Empties the free slot that was used longest ago; False when none holds anything."""
+        kept = [slot for slot in self._slots if not slot.taken and slot.computed and slot is not sparing]
+        if not kept:
+            return False
+        self._forget(min(kept, key=lambda slot: slot.used_at), 0)
+        return True
+
+    def _forget(self, slot: Slot, start: int) -> None:
+        if slot.computed > start:
+            self.used -= slot.computed - start
+            slot.computed = start
+            self._operations.append(Remove(slot.number, start))
+        if start == 0:
+            slot.tokens = array("i")
+
+    def _longest_prefix(self, tokens: array[int], tenant: str, reusable: int) -> tuple[Slot | None, int]:
+        best: Slot | None = None
+        longest = 0
+        for slot in self._slots:
+            if slot.tenant != tenant or slot.computed <= longest:
+                continue
+            shared = common_prefix(slot.tokens, tokens, min(slot.computed, reusable))
+            whole = shared == slot.computed and not slot.taken
+            if shared > longest and (self._limits.can_trim or whole):
+                best, longest = slot, shared
+        return best, longest
+
+
+def common_prefix(left: Sequence[int], right: Sequence[int], limit: int) -> int:
+    """Length of the longest common beginning of two token lists, at most `limit`.
+
+    Compares halves of slices, which C does, instead of token by token.
+    """
+    low, high = 0, max(0, min(len(left), len(right), limit))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,96 @@
+"""The log probabilities of a prompt are those of its own tokens, however its computation was divided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from inference.worker.core.steps import Row
+from inference.worker.generation import Output, TokenLogprob
+from inference.worker.sampling import Distribution
+from tests.rigs import tiny_gguf
+from tests.rigs.engine_rig import EngineRig, engine_rig
+
+PROMPT = [(7 * number) % 250 for number in range(60)]
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[EngineRig]:
+    with engine_rig(tiny_gguf.generative(), parallel=2) as opened:
+        yield opened
+
+
+def scores(outputs: list[Output]) -> list[TokenLogprob]:
+    return [item for output in outputs for item in output.prompt_logprobs]
+
+
+def expected(rig: EngineRig, prompt: list[int]) -> list[float]:
+    """Token by token, each with logits of its own."""
+    rig.context.forget_all()
+    found = []
+    for position, token in enumerate(prompt[:-1]):
+        _status, last = rig.context.decode([Row(0, 0, position, [token], True)])
+        found.append(Distribution.of(rig.context.logits(last[0])).logprob(prompt[position + 1]))
+    rig.context.forget_all()
+    return found
+
+
+def test_a_prompt_is_scored_before_the_answer_begins(rig: EngineRig) -> None:
+    known = expected(rig, PROMPT)
+    outputs = rig.answer(PROMPT, score_prompt=True, logprobs=3)
+    found = scores(outputs)
+    assert [item.piece for item in found] == [rig.model.piece(token, special=True) for token in PROMPT]
+    assert found[0].logprob is None
+    assert found[0].top == ()
+    assert np.allclose([item.logprob for item in found[1:]], known, atol=2e-3)
+    assert all(len(item.top) == 3 and item.top[0][1] >= item.top[1][1] >= item.top[2][1] for item in found[1:])
+    texts = [bool(output.text or output.finish) for output in outputs]
+    scored = [bool(output.prompt_logprobs) for output in outputs]
+    assert scored.index(False) == sum(scored), "a score came after the first text"
+    assert not any(text and score for text, score in zip(texts, scored, strict=True))
+    assert sum(len(output.logprobs) for output in outputs) == 8
+
+
+def test_scoring_alone_generates_nothing(rig: EngineRig) -> None:
+    before = rig.engine.pulse.generated_tokens
+    outputs = rig.answer(PROMPT, score_prompt=True, logprobs=0, max_tokens=0)
+    assert len(scores(outputs)) == len(PROMPT)
+    assert (outputs[-1].finish, outputs[-1].text, outputs[-1].tokens) == ("length", "", 0)
+    assert rig.engine.pulse.generated_tokens == before
+
+
+def test_a_single_token_has_a_score_that_is_none(rig: EngineRig) -> None:
+    outputs = rig.answer([5], score_prompt=True, logprobs=0, max_tokens=0)
+    assert [item.logprob for item in scores(outputs)] == [None]
+
+
+def test_a_scored_prompt_reuses_nothing_and_is_reused(rig: EngineRig) -> None:
+    rig.answer(PROMPT)
+    scored = rig.answer(PROMPT, score_prompt=True, logprobs=0, max_tokens=1)
+    assert scored[-1].cached == 0
+    assert len(scores(scored)) == len(PROMPT)
+    assert rig.answer(PROMPT)[-1].cached == len(PROMPT) - 1
+
+
+def test_offsets_of_a_prompt_count_its_characters(rig: EngineRig) -> None:
+    """Also where a character is divided over tokens."""
+    prompt = list("aé漢b".encode())
+    tokens = [token for byte in prompt for token in rig.model.tokenize(bytes([byte]).decode("latin-1"))]
+    found = scores(rig.answer(tokens, score_prompt=True, logprobs=0, max_tokens=0))
+    text = b"".join(item.piece for item in found).decode()
+    assert [item.offset for item in found] == sorted(item.offset for item in found)
+    assert found[-1].offset == len(text) - 1
+
+
+def test_choices_and_prompts_each_tell_their_scores_while_others_answer(rig: EngineRig) -> None:
+    busy = rig.ask([9, 8, 7], max_tokens=40)
+    ticket = rig.ask([], prompts=[PROMPT, PROMPT[:20]], n=2, score_prompt=True, logprobs=0, max_tokens=2)
+    rig.run()
+    outputs = rig.outputs(ticket)
+    for choice, length in enumerate((60, 60, 20, 20)):
+        own = [output for output in outputs if output.choice == choice]
+        assert len(scores(own)) == length
+        assert own[-1].finish == "length"
+    assert rig.outputs(busy)[-1].tokens == 40

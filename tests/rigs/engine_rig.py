@@ -1,0 +1,101 @@
+"""A real llama.cpp context with the engine around it in this process, run step by step on the caller's thread."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from inference.worker import llama
+from inference.worker.backend import Constraint
+from inference.worker.core.steps import Limits
+from inference.worker.engine import Delivery, Engine, Work
+from inference.worker.generation import Output
+from inference.worker.loading import open_context
+from inference.worker.logtail import LogTail
+from inference.worker.requests import Sampling
+from inference.worker.sampling import ChainSampler
+from tests.rigs.worker_rig import grant_for
+
+GREEDY = Sampling(temperature=0.0)
+
+
+class Mailbox:
+    """Stands in for a ticket: who reads at once, or not at all."""
+
+    def __init__(self) -> None:
+        self.gone = False
+        self.progress: object = None
+        self.sent = self.read = 0
+        self.stalled = False
+        self.on_room: object = None
+
+
+@dataclass
+class EngineRig:
+    """The engine's thread is the caller's: `answer` turns until everything ended."""
+
+    model: llama.Model
+    context: llama.Context
+    engine: Engine
+    delivered: list[Delivery] = field(default_factory=list)
+
+    def ask(self, prompt: list[int], **changes: Any) -> Mailbox:
+        """Submits one prompt, greedy and eight tokens long unless told otherwise."""
+        said: dict[str, Any] = {"prompts": [prompt], "n": 1, "sampling": GREEDY, "max_tokens": 8}
+        ticket = Mailbox()
+        self.engine.submit(Work(**{**said, **changes}), ticket)  # type: ignore[arg-type]
+        return ticket
+
+    def run(self) -> None:
+        """Turns until nothing is left to do."""
+        while self.engine._turn():
+            pass
+
+    def outputs(self, ticket: Mailbox) -> list[Output]:
+        """Everything that was delivered to the ticket."""
+        return [output for owner, output in self.delivered if owner is ticket]  # type: ignore[comparison-overlap]
+
+    def answer(self, prompt: list[int], **changes: Any) -> list[Output]:
+        """All outputs of one prompt."""
+        ticket = self.ask(prompt, **changes)
+        self.run()
+        return self.outputs(ticket)
+
+
+@contextlib.contextmanager
+def engine_rig(path: Path, **changes: Any) -> Iterator[EngineRig]:
+    """Opens `path` as a worker would (`changes` go into its grant), without serving it."""
+    _start()
+    grant = grant_for(path, **changes)
+    params = llama.model_params(grant)
+    model, context, _pooling = open_context(grant, params)
+    context.warm_up()
+    limits = Limits(
+        slots=context.n_slots,
+        cells=context.n_ctx,
+        context=grant.context_length,
+        batch=context.n_batch,
+        queue=grant.queue_limit,
+        can_trim=context.can_trim,
+        outputs=context.n_outputs,
+    )
+    delivered: list[Delivery] = []
+
+    def sampler(sampling: Sampling, choice: int, most: int, _constraint: Constraint | None) -> ChainSampler:
+        return ChainSampler(model, context, sampling, choice, most)
+
+    engine = Engine(context, model, sampler, limits, delivered.extend, print)
+    try:
+        yield EngineRig(model, context, engine, delivered)
+    finally:
+        context.close()
+        model.close()
+
+
+@functools.cache
+def _start() -> None:
+    llama.start(LogTail(lambda _line: None))
