@@ -93,7 +93,7 @@ TOOL_CHOICE: f.Check = f.by_type(
 def needs_of_messages(body: Mapping[str, Any]) -> frozenset[str]:
     """The capabilities that a checked chat body asks for."""
     needs: set[str] = set()
-    if body.get("tools") or body.get("functions"):
+    if (body.get("tools") and body.get("tool_choice") != "none") or body.get("functions"):
         needs.add(TOOLS)
     for message in body["messages"]:
         if isinstance(parts := message.get("content"), list):

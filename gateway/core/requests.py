@@ -33,7 +33,7 @@ class InferenceRequest:
     """A request that is well-formed. `body` is the caller's own, parsed; nobody changes it.
 
     `needs` are capabilities (`vision`, `tools`, `embeddings`, `rerank`). `size_bytes` is what was sent. `is_plain` is
-    whether one text comes out (one choice, no tools, no logprobs), as resuming needs.
+    whether one text of any shape comes out (one choice, no tools, no format, no logprobs), as resuming needs.
     """
 
     endpoint: Endpoint
@@ -71,8 +71,33 @@ _SAMPLING: Mapping[str, f.Check] = {
     "timings_per_token": f.boolean,
 }
 
+_SCHEMA = f.by_type("a JSON schema", mapping=f.mapping(), boolean=f.anything)
+_SCHEMA_OR_TEXT = f.by_type("a JSON schema", mapping=f.mapping(), boolean=f.anything, text=f.string(1))
+_WORDS = f.array(f.string(1), low=1, high=4096)
+
+_SHAPES: Mapping[str, f.Check] = {
+    # what llama.cpp and vLLM add to OpenAI's dialect; only a local model can promise it
+    "json_schema": _SCHEMA,
+    "regex": f.string(1),
+    "grammar": f.string(1),
+    "guided_json": _SCHEMA_OR_TEXT,
+    "guided_regex": f.string(1),
+    "guided_choice": _WORDS,
+    "guided_grammar": f.string(1),
+    "structured_outputs": f.mapping(
+        {
+            "json": _SCHEMA_OR_TEXT,
+            "json_object": f.boolean,
+            "regex": f.string(1),
+            "choice": _WORDS,
+            "grammar": f.string(1),
+        }
+    ),
+}
+
 _CHAT: Mapping[str, f.Check] = {
     **_SAMPLING,
+    **_SHAPES,
     "model": f.string(1, 256),
     "messages": MESSAGES,
     "audio": f.mapping(),
@@ -125,6 +150,7 @@ _PROMPT = f.by_type("a string, an array of strings or of token ids", text=f.stri
 
 _COMPLETIONS: Mapping[str, f.Check] = {
     **_SAMPLING,
+    **_SHAPES,
     "model": f.string(1, 256),
     "prompt": _PROMPT,
     "best_of": f.integer(1, 20),
@@ -198,8 +224,17 @@ def parse(endpoint: Endpoint, raw: bytes) -> InferenceRequest:
         needs=needs if endpoint.streams else frozenset({str(endpoint)}),
         max_tokens=limit,
         size_bytes=len(raw),
-        is_plain=(body.get("n") or 1) == 1 and not body.get("logprobs") and "tools" not in needs,
+        is_plain=(body.get("n") or 1) == 1
+        and not body.get("logprobs")
+        and "tools" not in needs
+        and not _is_shaped(body),
     )
+
+
+def _is_shaped(body: Mapping[str, Any]) -> bool:
+    """Whether the answer has to have a shape, which its second half alone has not."""
+    said = (body.get("response_format") or {}).get("type", "text")
+    return said != "text" or any(body.get(name) is not None for name in _SHAPES)
 
 
 def _check_together(endpoint: Endpoint, body: Mapping[str, Any]) -> None:
