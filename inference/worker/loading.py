@@ -43,9 +43,9 @@ def load(grant: Grant, tail: LogTail, on_progress: Callable[[float], bool]) -> L
     params = llama.model_params(grant, on_progress)
     try:
         model, context, pooling = open_context(grant, params)
+        context.apply_lora(grant.lora)
     except LoadError as error:
         raise _explained(error, grant, tail) from None
-    context.apply_lora(grant.lora)
     context.warm_up()
     template, problem = template_of(model)
     capabilities = capabilities_of(grant, model, pooling, template)

@@ -79,22 +79,30 @@ def yes_no_reranker(**changes: object) -> Path:
     return _cached(Shape(**{**said, **changes}))  # type: ignore[arg-type]
 
 
-def lora(shape: Shape | None = None, *, seed: int = 7, rank: int = 4) -> Path:
-    """Path of a LoRA adapter for models of `shape` that changes what they say."""
+def lora(
+    shape: Shape | None = None, *, seed: int = 7, rank: int = 4, strength: float = 1.0, wakes_at: tuple[int, ...] = ()
+) -> Path:
+    """Path of a LoRA adapter for models of `shape` that changes what they say.
+
+    `strength` scales it (0 changes nothing); with `wakes_at` it is one that waits for those tokens (aLoRA).
+    """
     shape = shape or Shape()
-    path = _directory() / f"lora-{_digest(shape)}-{seed}-{rank}.gguf"
-    if not path.exists():
+    recipe = f"{_digest(shape)} {seed} {rank} {strength} {wakes_at}".encode()
+
+    def write(writer: gguf.GGUFWriter) -> None:
         rng = np.random.default_rng(seed)
-        writer = gguf.GGUFWriter(path.with_suffix(f".{os.getpid()}"), "llama")
         writer.add_string("general.type", "adapter")
         writer.add_string("adapter.type", "lora")
         writer.add_float32("adapter.lora.alpha", float(rank))
+        if wakes_at:
+            kind = gguf.GGUFValueType
+            writer.add_key_value("adapter.alora.invocation_tokens", list(wakes_at), kind.ARRAY, kind.UINT32)
         for layer in range(shape.layers):
             name = f"blk.{layer}.ffn_up.weight"
             writer.add_tensor(f"{name}.lora_a", rng.standard_normal((rank, shape.width)).astype(np.float32))
-            writer.add_tensor(f"{name}.lora_b", rng.standard_normal((shape.feed, rank)).astype(np.float32))
-        _finish(writer, path)
-    return path
+            writer.add_tensor(f"{name}.lora_b", (strength * rng.standard_normal((shape.feed, rank))).astype(np.float32))
+
+    return cached("lora", recipe, shape.architecture, write)
 
 
 def _directory() -> Path:

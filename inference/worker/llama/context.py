@@ -80,14 +80,23 @@ class Context:
         lib.llama_free(self.handle)
 
     def apply_lora(self, paths: Sequence[str]) -> None:
-        """Loads and applies adapters at full strength; raises LoadError naming the one that does not fit."""
+        """Loads and applies adapters at full strength, together.
+
+        Raises LoadError naming the one that cannot be applied: OOM_LOAD for a NULL of llama.cpp, whose log says why.
+        """
         if not paths:
             return
         adapters = []
         for path in paths:
             adapter = lib.llama_adapter_lora_init(self.model.handle, path.encode())
             if not adapter:
-                raise LoadError(ExitCause.STARTUP, f"the LoRA adapter {path} cannot be applied to this model")
+                raise LoadError(ExitCause.OOM_LOAD, f"the LoRA adapter {path} cannot be applied to this model")
+            if lib.llama_adapter_get_alora_n_invocation_tokens(adapter) > 0:
+                raise LoadError(
+                    ExitCause.STARTUP,
+                    f"the LoRA adapter {path} waits for invocation tokens (aLoRA), which is not supported; adapters "
+                    "here are always on",
+                )
             adapters.append(adapter)
         handles = (lib.llama_adapter_lora_p_ctypes * len(adapters))(*adapters)
         scales = (ctypes.c_float * len(adapters))(*([1.0] * len(adapters)))

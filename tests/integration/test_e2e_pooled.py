@@ -1,0 +1,66 @@
+"""Through all three processes: cold models that rerank, embed or carry an adapter load for the first who asks."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+from collections.abc import Iterator
+
+import pytest
+
+from inference.estimator import CPU_OVERHEAD_BYTES
+from tests.rigs import tiny_bert, tiny_gguf
+from tests.rigs.stack import Stack
+
+ROUTES = 'routes: {"*": {chain: ["local/*"]}}\n'
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    models = {
+        "judge": {"path": str(tiny_bert.cross_encoder()), "context_length": 128},
+        "embed": {"path": str(tiny_bert.embedding()), "context_length": 128},
+        "plain": {"path": str(tiny_gguf.generative()), "context_length": 256},
+        "adapted": {
+            "path": str(tiny_gguf.generative()), "context_length": 256,
+            "lora": [str(tiny_gguf.lora(seed=7)), str(tiny_gguf.lora(seed=8))],
+        },
+    }  # fmt: skip
+    said = {name: {"parallel": 2, "batch": 256, "ubatch": 128, **model} for name, model in models.items()}
+    stack = Stack(tmp_path_factory.mktemp("stack"), models=json.dumps({"models": said}), gateway=ROUTES).start()
+    yield stack
+    stack.kill()
+
+
+def test_a_cold_reranker_loads_and_answers(stack: Stack) -> None:
+    assert stack.model("judge")["state"] == "cold"
+    body = {"model": "judge", "query": "water", "documents": ["the mill", {"text": "water"}, "gate"], "top_n": 2}
+    answer = stack.ask("/v1/rerank", body)
+    assert answer["model"] == "judge"
+    assert len(answer["results"]) == 2
+    assert stack.ask("/v1/rerank", body, direct=True) == answer
+    assert stack.model("judge")["capabilities"] == ["rerank"]
+
+
+def test_an_embedding_model_answers_and_refuses_to_rerank(stack: Stack) -> None:
+    answer = stack.ask("/v1/embeddings", {"model": "embed", "input": ["water", "mill"]})
+    assert [len(item["embedding"]) for item in answer["data"]] == [64, 64]
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        stack.ask("/v1/rerank", {"model": "embed", "query": "water", "documents": ["mill"]})
+    with caught.value as refused:
+        assert (refused.code, json.load(refused)["error"]["code"]) == (400, "unsupported_parameter")
+
+
+def test_the_estimate_counts_adapters_and_the_outputs_of_a_pooled_batch(stack: Stack) -> None:
+    """What an adapter needs is in its file; a pooled batch holds a row of logits and one of the embedding per token."""
+    adapters = sum(tiny_gguf.lora(seed=seed).stat().st_size for seed in (7, 8))
+    assert _overhead(stack, "adapted") - _overhead(stack, "plain") == adapters
+    vocabulary = 153
+    assert _overhead(stack, "embed") - CPU_OVERHEAD_BYTES == 128 * (vocabulary + 64) * 4
+    assert stack.ask("/models/adapted/load", {}, direct=True)["headgate"]["state"] == "ready"
+
+
+def _overhead(stack: Stack, name: str) -> int:
+    """Bytes that a dry run says it needs beyond weights, KV cache and compute buffers."""
+    plan = stack.ask("/memory/plan", {"model": name}, direct=True)
+    return int(plan["estimate"]["devices"]["cpu"]["overhead_bytes"])
