@@ -3,7 +3,7 @@
 #   make test ARGS="-k breaker"         options for pytest
 #   CMAKE_ARGS="-DGGML_CUDA=ON" make serve      a llama.cpp backend (CUDA, HIP, VULKAN, ...); kept once it was built
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types cover lock schema reference clean ready
+.PHONY: help serve test lint types cover bench-engine lock schema reference clean ready
 
 # The first interpreter that is new enough; `make PYTHON=... serve` chooses another.
 PYTHON ?= $(shell for p in .venv/bin/python python3 python3.13 python3.12 python3.11; do \
@@ -20,7 +20,7 @@ CORE_COVERAGE ?= 100
 CORE := gateway/core inference/core inference/worker/core
 
 help:
-	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 ready:
 	@test -n "$(PYTHON)" || { echo "Headgate needs Python 3.11 or newer, and none was found:" \
@@ -45,6 +45,9 @@ types: ready ## mypy, strict where pyproject.toml says so
 
 cover: ready ## a coverage report of everything, in htmlcov/
 	@$(RUN) pytest $(SPREAD) --cov --cov-report=html $(ARGS)
+
+bench-engine: ready ## the worker beside llama.cpp's servers: MODELS=15m,135m,1b; QUICK=1 for at most five minutes
+	@exec $(RUN) benchmarks.engine
 
 lock: ready ## write what is installed now into requirements.lock
 	@$(RUN) headgate.lockfile
