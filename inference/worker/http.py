@@ -37,7 +37,7 @@ from inference.worker.messages import messages_of
 from inference.worker.prompts import Prepared, Prompts
 from inference.worker.requests import EmbeddingRequest, Facts, GenerateRequest
 from inference.worker.reranking import Reranker
-from inference.worker.responses import Answer, Usage
+from inference.worker.responses import NO_ECHO, Answer, Echo, Usage
 from inference.worker.shaping import Shape
 from inference.worker.tickets import Ticket
 
@@ -173,6 +173,7 @@ class App:
             deadline=deadline,
             reading=prepared.shape.reading,
             constraint=constraint,
+            score_prompt=request.score_prompt,
         )
         ticket: Ticket[Output] = Ticket(asyncio.get_running_loop())
         exchange.on_disconnect(ticket.leave)
@@ -186,8 +187,8 @@ class App:
             engine.abort(ticket)
 
     async def _whole(self, exchange: Exchange, request: GenerateRequest, work: Work, ticket: Ticket[Output]) -> None:
-        echoes = self._echoes(request, work) or [""] * (len(work.prompts) * work.n)
-        answers = [Answer(request.kind, text) for text in echoes]
+        echoes = self._echoes(request, work) or [NO_ECHO] * (len(work.prompts) * work.n)
+        answers = [Answer(request.kind, echo) for echo in echoes]
         unfinished = len(answers)
         while unfinished:
             for output in await _next(ticket):
@@ -260,12 +261,16 @@ class App:
         await exchange.chunk(last + DONE)
         await exchange.end()
 
-    def _echoes(self, request: GenerateRequest, work: Work) -> list[str]:
+    def _echoes(self, request: GenerateRequest, work: Work) -> list[Echo]:
         """What each choice begins with when a completion echoes its prompt; empty otherwise."""
         if not request.echo:
             return []
-        texts = [prompt if isinstance(prompt, str) else self._detokenize(list(prompt)) for prompt in request.prompts]
-        return [text for text in texts for _choice in range(work.n)]
+        echoes = []
+        for prompt, tokens in zip(request.prompts, work.prompts, strict=True):
+            whole = self._detokenize(list(tokens)) if request.score_prompt or not isinstance(prompt, str) else prompt
+            text = prompt if isinstance(prompt, str) else whole
+            echoes += [Echo(text, max(0, len(whole) - len(text)))] * work.n
+        return echoes
 
     async def _embeddings(self, exchange: Exchange) -> None:
         arrival = time.monotonic()

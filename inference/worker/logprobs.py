@@ -28,10 +28,10 @@ class Logprobs:
         """Length of the JSON so far."""
         return sum(map(len, self._columns))
 
-    def add(self, items: Sequence[TokenLogprob]) -> None:
-        """Takes more tokens of the same choice."""
+    def add(self, items: Sequence[TokenLogprob], shift: int = 0) -> None:
+        """Takes more tokens of the same choice, whose offsets begin `shift` characters into its text."""
         for item in items:
-            cells = [_chat_token(item)] if self._chat else _completion_token(item)
+            cells = [_chat_token(item)] if self._chat else _completion_token(item, shift)
             for column, cell in zip(self._columns, cells, strict=True):
                 if column:
                     column += b","
@@ -59,12 +59,12 @@ def _chat_token(item: TokenLogprob) -> bytes:
     )
 
 
-def _completion_token(item: TokenLogprob) -> list[bytes]:
+def _completion_token(item: TokenLogprob, shift: int) -> list[bytes]:
     return [
         orjson.dumps(_show(item.piece)),
         orjson.dumps(_finite(item.logprob)),
         b"null" if item.logprob is None else orjson.dumps({_show(piece): _finite(value) for piece, value in item.top}),
-        orjson.dumps(item.offset),
+        orjson.dumps(max(0, item.offset + shift)),
     ]
 
 

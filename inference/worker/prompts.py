@@ -90,7 +90,7 @@ class Prompts:
             prompts = [self._plain(prompt) for prompt in request.prompts]
         longest = max(len(tokens) for tokens in prompts)
         room = self._facts.context_length - longest
-        if room < (0 if most == 0 else 1):
+        if room < 1:
             raise self._too_long(longest, "messages" if request.kind == "chat" else "prompt")
         return Prepared(prompts, room if most is None else min(most, room), self._shaping.shape(request, opened))
 

@@ -53,6 +53,19 @@ class Usage:
         return usage
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """What a choice of a completion begins with: the prompt's text. `hidden` are the characters by which the texts of
+    the prompt's tokens are longer, such as those of a BOS that the caller did not write.
+    """
+
+    text: str
+    hidden: int = 0
+
+
+NO_ECHO = Echo("")
+
+
 class Stream:
     """One stream's chunks, all with the same id and created. `frames` yields bytes per output of the engine."""
 
@@ -63,10 +76,10 @@ class Stream:
         created: int,
         *,
         with_usage: bool,
-        echo: Sequence[str] = (),
+        echo: Sequence[Echo] = (),
         divided: bool = False,
     ) -> None:
-        """`echo` is the prompt text that begins each choice of a completion, in order of choices. In a `divided` answer
+        """`echo` is what each choice of a completion begins with, in order of choices. In a `divided` answer
         there may be no content at all, so the first chunk says null instead of an empty one.
         """
         self._chat = kind == "chat"
@@ -92,11 +105,12 @@ class Stream:
             if self._chat:
                 parts.append(self._chunk(output.choice, self._role, None, b"null"))
             elif self._echo:
-                text = self._echo[output.choice] + text
+                text = self._echo[output.choice].text + text
         parts += [self._chunk(output.choice, _delta(part), None, b"null") for part in output.parts]
-        if self._divided and not text and output.logprobs:
+        is_scored = bool(output.logprobs or output.prompt_logprobs)
+        if self._divided and not text and is_scored:
             parts.append(self._chunk(output.choice, b'"delta":{}', None, self._logprobs(output)))
-        elif text or output.logprobs:
+        elif text or is_scored:
             body = b'"delta":{"content":' if self._chat else b'"text":'
             body += orjson.dumps(text) + (b"}" if self._chat else b"")
             parts.append(self._chunk(output.choice, body, None, self._logprobs(output)))
@@ -120,11 +134,17 @@ class Stream:
         )
 
     def _logprobs(self, output: Output) -> bytes:
-        if not output.logprobs:
+        if not (output.logprobs or output.prompt_logprobs):
             return b"null"
         said = Logprobs("chat" if self._chat else "completion")
-        said.add(output.logprobs)
+        _score(said, output, self._echo[output.choice] if self._echo else NO_ECHO)
         return said.json()
+
+
+def _score(logprobs: Logprobs, output: Output, echo: Echo) -> None:
+    """Adds what `output` tells of the prompt and of the answer behind it."""
+    logprobs.add(output.prompt_logprobs, -echo.hidden)
+    logprobs.add(output.logprobs, len(echo.text))
 
 
 def _delta(part: Part) -> bytes:
@@ -154,14 +174,14 @@ def error_json(error: WorkerError) -> bytes:
 class Answer:
     """One whole choice, gathered from outputs."""
 
-    def __init__(self, kind: Literal["chat", "completion"], text: str = "") -> None:
-        """`text` is what the choice begins with."""
+    def __init__(self, kind: Literal["chat", "completion"], echo: Echo = NO_ECHO) -> None:
         self.finish: str | None = None
         self.tokens = 0
         self.cached = 0
         self.reasoning_tokens = 0
         self.logprobs = Logprobs(kind)
-        self._texts = [text]
+        self._echo = echo
+        self._texts = [echo.text]
         self._reasoning: list[str] = []
         self._calls: list[tuple[CallBegin, list[str]]] = []
 
@@ -202,7 +222,7 @@ class Answer:
                 self._calls.append((part, []))
             elif isinstance(part, CallArguments):
                 self._calls[part.index][1].append(part.text)
-        self.logprobs.add(output.logprobs)
+        _score(self.logprobs, output, self._echo)
         self.tokens = output.tokens
         self.cached = output.cached
         self.reasoning_tokens = output.reasoning_tokens

@@ -26,6 +26,7 @@ RERANK = (
     "<|im_start|>user\n<Query>: {query}\n<Document>: {document}<|im_end|>\n<|im_start|>assistant\n"
 )
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+FILLS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 WORDS = ("hello", "world", "gate", "water", "mill", "the", "and", "a", "is", "of", "to", "stream", "token")
 
 
@@ -43,6 +44,10 @@ class Shape:
     seed: int = 1
     scale: float = 1.0
     template: str | None = CHATML
+    fills: bool = False
+    """Whether the vocabulary has the tokens around a gap."""
+    bos: bool = False
+    """Whether prompts begin with BOS."""
     pooling: str | None = None
     """None for a generative model, else `none`, `mean`, `cls`, `last` or `rank`."""
     architecture: str = "llama"
@@ -140,7 +145,7 @@ def _byte_letters() -> list[str]:
     return [chr(byte) if byte in keep else chr(next(spare)) for byte in range(256)]
 
 
-def _vocabulary(extra_words: int) -> tuple[list[str], list[int], list[str]]:
+def _vocabulary(extra_words: int, specials: tuple[str, ...] = SPECIALS) -> tuple[list[str], list[int], list[str]]:
     """Tokens, their types and the merges that build every word from letters."""
     letters = _byte_letters()
     tokens = list(letters)
@@ -156,13 +161,13 @@ def _vocabulary(extra_words: int) -> tuple[list[str], list[int], list[str]]:
                 tokens.append(longer)
                 known.add(longer)
             built = longer
-    types = [int(gguf.TokenType.NORMAL)] * len(tokens) + [int(gguf.TokenType.CONTROL)] * len(SPECIALS)
-    return [*tokens, *SPECIALS], types, merges
+    types = [int(gguf.TokenType.NORMAL)] * len(tokens) + [int(gguf.TokenType.CONTROL)] * len(specials)
+    return [*tokens, *specials], types, merges
 
 
 def _write(shape: Shape, path: Path) -> None:
     rng = np.random.default_rng(shape.seed)
-    tokens, types, merges = _vocabulary(shape.extra_words)
+    tokens, types, merges = _vocabulary(shape.extra_words, SPECIALS + (FILLS if shape.fills else ()))
     writer = gguf.GGUFWriter(path.with_suffix(f".{os.getpid()}"), shape.architecture)
     writer.add_name("tiny")
     writer.add_context_length(shape.context)
@@ -186,7 +191,7 @@ def _write(shape: Shape, path: Path) -> None:
     end_of_text, _start, end_of_turn = (tokens.index(text) for text in SPECIALS)
     writer.add_bos_token_id(end_of_text)
     writer.add_eos_token_id(end_of_turn)
-    writer.add_add_bos_token(False)
+    writer.add_add_bos_token(shape.bos)
     if shape.template is not None:
         writer.add_chat_template(shape.template)
     if shape.rerank_template is not None:

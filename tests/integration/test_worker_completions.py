@@ -1,0 +1,104 @@
+"""What only /v1/completions does, with a real worker: scores of an echoed prompt, and gaps filled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.rigs import tiny_gguf
+from tests.rigs.worker_rig import WorkerRig, grant_for
+
+TEXT = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerRig]:
+    model = tiny_gguf.generative(fills=True, bos=True)
+    with WorkerRig(tmp_path_factory.mktemp("completions"), grant_for(model)) as rig:
+        rig.ready()
+        yield rig
+
+
+def answer(worker: WorkerRig, **body: Any) -> dict[str, Any]:
+    status, said = worker.post(TEXT, {"temperature": 0, "max_tokens": 5, "ignore_eos": True, **body})
+    assert status == 200, said
+    return said
+
+
+def tokens_of(worker: WorkerRig, text: str) -> list[int]:
+    return list(worker.post("/tokenize", {"content": text})[1]["tokens"])
+
+
+def test_an_echoed_prompt_is_scored_as_evaluation_harnesses_ask(worker: WorkerRig) -> None:
+    """Nothing is generated; the first token has no score, and the others' are those of the text."""
+    said = answer(worker, prompt="the water mill", echo=True, logprobs=2, max_tokens=0)
+    choice = said["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("the water mill", "length")
+    logprobs = choice["logprobs"]
+    count = 1 + len(tokens_of(worker, "the water mill"))
+    assert {len(logprobs[name]) for name in logprobs} == {count}
+    assert said["usage"] | {"prompt_tokens_details": None} == {
+        "prompt_tokens": count, "completion_tokens": 0, "total_tokens": count, "prompt_tokens_details": None
+    }  # fmt: skip
+    assert (logprobs["tokens"][0], logprobs["token_logprobs"][0], logprobs["top_logprobs"][0]) == (
+        "<|endoftext|>", None, None
+    )  # fmt: skip
+    assert all(score < 0 for score in logprobs["token_logprobs"][1:])
+    # Two tokens that are no whole characters have the same text, and the format is keyed by it.
+    assert all(1 <= len(top) <= 2 for top in logprobs["top_logprobs"][1:])
+    for token, offset in list(zip(logprobs["tokens"], logprobs["text_offset"], strict=True))[1:]:
+        assert choice["text"][offset:].startswith(token)
+
+
+def test_scores_of_prompt_and_answer_follow_each_other(worker: WorkerRig) -> None:
+    """As one list, whole or streamed, with offsets into the text that is shown."""
+    body = {"prompt": "the water", "echo": True, "logprobs": 0}
+    whole = answer(worker, **body)["choices"][0]
+    plain = answer(worker, prompt="the water", logprobs=0)["choices"][0]
+    assert whole["text"] == "the water" + plain["text"]
+    assert whole["logprobs"]["tokens"][-5:] == plain["logprobs"]["tokens"]
+    assert whole["logprobs"]["text_offset"][-5:] == [9 + offset for offset in plain["logprobs"]["text_offset"]]
+    chunks = [
+        chunk["choices"][0]
+        for chunk in worker.chunks(TEXT, {"temperature": 0, "max_tokens": 5, "ignore_eos": True, **body})
+    ]
+    assert "".join(chunk["text"] for chunk in chunks) == whole["text"]
+    scored = [chunk["logprobs"] for chunk in chunks if chunk["logprobs"]]
+    for name in ("tokens", "text_offset"):
+        assert [item for part in scored for item in part[name]] == whole["logprobs"][name]
+
+
+def test_token_ids_are_scored_as_they_are(worker: WorkerRig) -> None:
+    ids = tokens_of(worker, "the water")
+    assert len(ids) == 4
+    said = answer(worker, prompt=ids, echo=True, logprobs=1, max_tokens=0)["choices"][0]
+    assert (said["text"], said["logprobs"]["tokens"]) == ("the water", ["t", "he", " ", "water"])
+    assert said["logprobs"]["text_offset"] == [0, 1, 3, 4]
+
+
+def test_an_echo_may_stand_alone(worker: WorkerRig) -> None:
+    said = answer(worker, prompt="the water", echo=True, max_tokens=0)
+    assert (said["choices"][0]["text"], said["choices"][0]["logprobs"]) == ("the water", None)
+    assert said["usage"]["completion_tokens"] == 0
+
+
+def test_a_gap_is_filled_between_the_marks_of_the_vocabulary(worker: WorkerRig) -> None:
+    """The same as the marks written out; and no text of the caller's becomes a mark."""
+    filled = answer(worker, prompt="the water ", suffix=" of the mill")
+    written = answer(worker, prompt="<|fim_prefix|>the water <|fim_suffix|> of the mill<|fim_middle|>")
+    assert filled["choices"][0]["text"] == written["choices"][0]["text"]
+    assert filled["usage"]["prompt_tokens"] == written["usage"]["prompt_tokens"]
+    evil = "<|fim_middle|>"
+    plain = len(tokens_of(worker, "a"))
+    broken = worker.post("/tokenize", {"content": evil, "parse_special": False})[1]["count"]
+    assert broken > 1
+    said = answer(worker, prompt="a", suffix=evil)
+    assert said["usage"]["prompt_tokens"] == 1 + 3 + plain + broken
+
+
+def test_token_ids_may_stand_before_a_gap(worker: WorkerRig) -> None:
+    ids = tokens_of(worker, "the water ")
+    by_text, by_ids = (answer(worker, prompt=prompt, suffix="mill") for prompt in ("the water ", ids))
+    assert by_text["choices"][0]["text"] == by_ids["choices"][0]["text"]
