@@ -210,6 +210,19 @@ def test_a_conversation_with_calls_goes_on(worker: WorkerRig) -> None:
     assert answer(worker, ask(messages=messages, tools=[ADD], max_tokens=4))["usage"]["completion_tokens"] == 4
 
 
+def test_a_template_that_knows_no_tools_is_used_when_people_say_so(tmp_path: Path) -> None:
+    """The model is told of them in a message; by default such a model refuses tools in the word that sends them on."""
+    body = ask(tools=[ADD], tool_choice="required", parallel_tool_calls=False)
+    with WorkerRig(tmp_path, grant_for(tiny_gguf.generative(), capabilities=("chat", "tools"))) as told:
+        assert told.ready().capabilities == ("chat", "tools")
+        [call] = answer(told, body)["choices"][0]["message"]["tool_calls"]
+        check(call["function"]["arguments"])
+    with WorkerRig(tmp_path, grant_for(tiny_gguf.generative())) as silent:
+        assert silent.ready().capabilities == ("chat", "completions")
+        status, said = silent.post(CHAT, body)
+        assert (status, said["error"]["code"], said["error"]["param"]) == (400, "unsupported_parameter", "tools")
+
+
 def huge() -> dict[str, Any]:
     return {"type": "object", "properties": {f"p{n}": {"enum": [f"v{n}{m}" for m in range(40)]} for n in range(4000)}}
 

@@ -1,0 +1,127 @@
+"""Tools and formats through the whole of Headgate with the official client: demo models are held to shapes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import openai
+import pydantic
+import pytest
+
+from tests.rigs.stack import MODELS, Stack
+
+MINI_WITHOUT_TOOLS = MODELS.replace(
+    "path: bundled:demo-mini\n", "path: bundled:demo-mini\n    capabilities: [chat, completions]\n"
+)
+ROUTES = """
+routes:
+  demo: {chain: [local/demo-mini, local/demo]}
+  mini: {chain: [local/demo-mini]}
+  "*": {chain: ["local/*"]}
+"""
+MESSAGES: Any = [{"role": "user", "content": "Bring two litres of water to the mill."}]
+
+
+class Bring(pydantic.BaseModel):
+    """Brings water."""
+
+    litres: Literal[1, 2, 3]
+    to: Literal["mill", "gate"]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    stack = Stack(tmp_path_factory.mktemp("tools"), models=MINI_WITHOUT_TOOLS, gateway=ROUTES).start()
+    yield stack
+    stack.kill()
+
+
+@pytest.fixture
+def client(stack: Stack) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=stack.base_url, api_key=stack.key, max_retries=0, timeout=60) as client:
+        yield client
+
+
+def test_a_model_says_that_it_calls_tools(stack: Stack) -> None:
+    """The demo's template presents them; what is configured is stronger than what a template can do."""
+    said = {name: stack.ask(f"/v1/models/{name}")["headgate"]["capabilities"] for name in ("demo", "demo-mini")}
+    assert said == {"demo": ["chat", "completions", "tools"], "demo-mini": ["chat", "completions"]}
+
+
+def test_a_forced_call_goes_to_the_tier_that_can_make_it(client: openai.OpenAI) -> None:
+    """The first one of the chain calls no tools."""
+    raw = client.chat.completions.with_raw_response.create(
+        model="demo",
+        messages=MESSAGES,
+        tools=[openai.pydantic_function_tool(Bring)],
+        tool_choice={"type": "function", "function": {"name": "Bring"}},
+        parallel_tool_calls=False,
+    )
+    assert raw.headers["x-headgate-model"] == "local/demo"
+    [choice] = raw.parse().choices
+    assert choice.finish_reason == "stop"
+    assert choice.message.content is None
+    assert choice.message.tool_calls
+    [call] = choice.message.tool_calls
+    assert call.type == "function"
+    assert call.function.name == "Bring"
+    Bring.model_validate_json(call.function.arguments)
+
+
+def test_a_streamed_call_is_gathered_by_the_official_client(client: openai.OpenAI) -> None:
+    with client.chat.completions.stream(
+        model="demo",
+        messages=MESSAGES,
+        tools=[openai.pydantic_function_tool(Bring)],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        stream_options={"include_usage": True},
+    ) as stream:
+        final = stream.get_final_completion()
+    [choice] = final.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls
+    assert isinstance(choice.message.tool_calls[0].function.parsed_arguments, Bring)
+    assert final.usage is not None
+    assert final.usage.completion_tokens > 0
+
+
+def test_a_format_is_kept_by_every_tier(client: openai.OpenAI) -> None:
+    for model in ("demo", "mini"):
+        parsed = client.chat.completions.parse(model=model, messages=MESSAGES, response_format=Bring)
+        assert isinstance(parsed.choices[0].message.parsed, Bring)
+
+
+def test_extensions_pass_the_gateway(client: openai.OpenAI) -> None:
+    said = client.chat.completions.create(model="demo", messages=MESSAGES, extra_body={"guided_choice": ["yes", "no"]})
+    assert said.choices[0].message.content in ("yes", "no")
+    text = client.completions.create(model="demo", prompt="Water", extra_body={"regex": "[a-c]{3}"})
+    assert len(text.choices[0].text) == 3
+    assert set(text.choices[0].text) <= set("abc")
+
+
+def test_a_conversation_with_a_result_goes_on(client: openai.OpenAI) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "Bring", "arguments": json.dumps({"litres": 2})}}
+    said = client.chat.completions.create(
+        model="demo",
+        messages=[
+            *MESSAGES,
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "done"},
+        ],
+        tools=[openai.pydantic_function_tool(Bring)],
+        max_tokens=8,
+    )
+    assert said.choices[0].finish_reason in ("stop", "length", "tool_calls")
+
+
+def test_what_no_tier_can_do_is_told_as_such(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="mini", messages=MESSAGES, tools=[openai.pydantic_function_tool(Bring)])
+    assert (caught.value.code, caught.value.param) == ("unsupported_parameter", "tools")
+    unenforceable = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {"type": "null"}}}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="demo", messages=MESSAGES, response_format=unenforceable)  # type: ignore[call-overload]
+    assert caught.value.param == "response_format"
