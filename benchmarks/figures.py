@@ -1,4 +1,4 @@
-"""The arithmetic of benchmarks: percentiles, medians with spread, the limit of a load, bars; measures nothing."""
+"""The arithmetic of benchmarks: medians with spread, the limit of a load, bars; measures nothing."""
 
 from __future__ import annotations
 
@@ -14,17 +14,6 @@ _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
     "<": operator.lt,
 }
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` (0 to 1) of `values` lie, between neighbours in proportion; NaN of nothing."""
-    if not values:
-        return math.nan
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,10 +67,13 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
         ),
         Verb("config", "config", "check, show or describe the configuration", "headgate config check"),
         Verb("key", "key", "the gateway's API key", "headgate key show"),
+        Verb(
+            "bench", "bench", "a small load on the running gateway, and what it gave", "headgate bench demo --streams 8"
+        ),
     ),
 }
 HIDDEN = (Verb("health", "health", "exit 0 when a URL answers 200 (for container health checks)"),)
-LATER = frozenset({"offload", "move", "quarantine", "kv", "chaos", "bench", "pull", "doctor", "config import"})
+LATER = frozenset({"offload", "move", "quarantine", "kv", "chaos", "pull", "doctor", "config import"})
 """Said to come with a later version, lest `offload` be taken for a misspelled `load`."""
 
 PATHS = frozenset({"config_dir", "write"})

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks import client, report
 from benchmarks.engine import Prompts
-from benchmarks.figures import Bar, Middle, geometric_mean, limit_seconds, percentile, ratios
+from benchmarks.figures import Bar, Middle, geometric_mean, limit_seconds, ratios
 from benchmarks.models import BLOCK_BYTES, SHAPES, Blocks
 from benchmarks.samples import (
     CHAIN,
@@ -25,6 +25,7 @@ from benchmarks.samples import (
     Results,
     Sample,
 )
+from headgate.shared.percentiles import percentile
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,8 @@ def test_an_answer_of_a_stranger_is_told_as_it_is(serve: Any, capsys: Any) -> No
 
 
 @pytest.mark.parametrize(
-    "line", ["ps", "list", "show x", "load x", "unload x", "restart x", "stop x", "devices", "breakers", "plan x"]
+    "line",
+    ["ps", "list", "show x", "load x", "unload x", "restart x", "stop x", "devices", "breakers", "plan x"],
 )
 def test_nobody_there_is_exit_code_3_and_says_where_and_how(
     line: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
@@ -303,6 +304,101 @@ def test_run_as_json_is_the_whole_answer(serve: Any, capsys: Any) -> None:
 def test_run_without_any_key_says_how_to_get_one(capsys: Any) -> None:
     assert main(["run", "demo", "hi"]) == 1
     assert "headgate up" in capsys.readouterr().err
+
+
+USAGE = {"id": "x", "choices": [], "usage": {"prompt_tokens": 90, "completion_tokens": 2, "total_tokens": 92}}
+COUNTED = (*STREAM[:-1], f"data: {json.dumps(USAGE)}\n\n".encode(), DONE)
+
+
+def test_bench_counts_what_came(serve: Any, capsys: Any) -> None:
+    """The request that loads the model is not counted; prompts differ from their first words on."""
+    service = serve({"POST /v1/chat/completions": Canned(frames=COUNTED)})
+    said_words = ["bench", "demo", "--streams", "2", "--duration", "50ms", "--prompt-tokens", "30", "--json"]
+    assert main(said_words) == 0
+    said = json.loads(capsys.readouterr().out)
+    counted = len(service.asked) - 1
+    assert said["requests"] == counted >= 2
+    assert (said["failed"], said["prompt_tokens"], said["answer_tokens"]) == (0, 90 * counted, 2 * counted)
+    assert said["tokens_per_second"] > 0
+    assert 0 < said["ttft_seconds"]["p50"] <= said["ttft_seconds"]["p99"] <= said["request_seconds"]["p99"]
+    first, *others = (asked.body for asked in service.asked)
+    assert first["max_tokens"] == 1
+    assert {body["max_tokens"] for body in others} == {64}
+    texts = [body["messages"][0]["content"] for body in (first, *others)]
+    assert {len(text.split()) for text in texts} == {30}
+    assert len(set(texts)) == len(texts)
+    assert {asked.headers["x-headgate-policy"] for asked in service.asked} == {"local-only"}
+
+
+def test_bench_shows_a_table_and_who_answered_instead(serve: Any, capsys: Any) -> None:
+    serve({"POST /v1/chat/completions": Canned(frames=COUNTED, headers={"x-headgate-tier": "local-fallback"})})
+    assert main(["bench", "demo", "--streams", "1", "--duration", "1ms"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("demo, 1 stream, ")
+    assert re.search(r"^time to first token +\d+\.\d +\d+\.\d +\d+\.\d$", said.out, re.MULTILINE)
+    assert "1 of 1 requests were answered by another model than demo" in said.err
+
+
+def test_bench_tells_failures_and_ends_streams_that_may_not_come_back(serve: Any, capsys: Any) -> None:
+    """Cut after the first request: one failure per stream, none is asked again, and no rate is made up."""
+    canned = Canned(frames=COUNTED)
+    service = serve({"POST /v1/chat/completions": canned})
+
+    def cut(at: int) -> None:
+        if at == len(COUNTED) - 1:
+            canned.frames = STREAM[:3]
+
+    canned.gate = cut
+    assert main(["bench", "demo", "--streams", "3", "--duration", "1m", "--json"]) == 1
+    said = capsys.readouterr()
+    figures = json.loads(said.out)
+    assert (figures["requests"], figures["failed"], len(service.asked)) == (0, 3, 4)
+    assert figures["tokens_per_second"] is None
+    assert figures["ttft_seconds"] == {"p50": None, "p90": None, "p99": None}
+    assert "3 of 3 requests failed: the answer was cut off" in said.err
+
+
+def test_bench_of_a_model_that_does_not_fit_is_exit_code_4(serve: Any, capsys: Any) -> None:
+    service = serve({"POST /v1/chat/completions": Canned(TOO_BIG, 503, {"Retry-After": "30"})})
+    assert main(["bench", "org/big"]) == 4
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "needs 1.0 TiB and 4.0 GiB are free" in said.err
+    assert len(service.asked) == 1
+
+
+@pytest.mark.parametrize("words", ["--streams 0", "--streams 257", "--duration 0", "--duration never", "--duration x"])
+def test_bench_is_bounded(words: str, capsys: Any) -> None:
+    assert main(["bench", "demo", *words.split()]) == 2
+    assert words.split()[0] in capsys.readouterr().err
+
+
+def test_ctrl_c_in_a_bench_shows_what_was_measured_and_leaves(serve: Any) -> None:
+    """SIGINT in mid-load: the figures so far, the connection is closed, exit status 130, no traceback."""
+    asked, held, left = threading.Event(), threading.Event(), threading.Event()
+    canned = Canned(frames=COUNTED, left=left)
+    service = serve({"POST /v1/chat/completions": canned})
+
+    def gate(at: int) -> None:
+        if len(service.asked) == 3 and at == 1:
+            asked.set()
+            held.wait(20)
+        elif len(service.asked) == 3 and at > 1:
+            time.sleep(0.01)  # a peer's reset takes a write or two to be seen
+        elif len(service.asked) == 2 and at == len(COUNTED) - 1:
+            canned.frames = (_chunk("Hel"), *[_chunk("x")] * 500)
+
+    canned.gate = gate
+    argv = [sys.executable, "-m", "headgate", "bench", "demo", "--streams", "1", "--duration", "1m", "--json"]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+    assert asked.wait(20)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=10)
+    held.set()
+    assert process.returncode == 130
+    assert json.loads(out)["requests"] == 1
+    assert b"Traceback" not in err
+    assert left.wait(10)
 
 
 def test_chat_remembers_and_clears(serve: Any, piped: Any, capsys: Any) -> None:
