@@ -128,8 +128,8 @@ def _show(session: Session, figures: dict[str, Any]) -> None:
     count, seconds, streams = figures["requests"], figures["seconds"], figures["streams"]
     rate = "-" if figures["tokens_per_second"] is None else f"{figures['tokens_per_second']:.1f}"
     session.terminal.data(
-        f"{figures['model']}, {streams} stream{'s' if streams > 1 else ''}, {seconds:.1f} s: {count} requests answered, "
-        f"{figures['failed']} failed\n"
+        f"{figures['model']}, {streams} stream{'s' if streams > 1 else ''}, {seconds:.1f} s: "
+        f"{count} requests answered, {figures['failed']} failed\n"
         f"{figures['prompt_tokens']} prompt tokens, {figures['answer_tokens']} answer tokens, {rate} tokens/s\n"
     )
     rows = [
