@@ -21,6 +21,7 @@ END = "<|end|>"
 CALL = "<|call|>"
 RETURN = "<|return|>"
 
+_CLOSING = (END, CALL, RETURN)
 _ENDS = Markers(END, CALL, RETURN, START, CHANNEL)
 _NAMESPACE = "functions."
 _BREAK = "\n\n"
@@ -32,7 +33,8 @@ class HarmonyParser(Reader):
 
     The recipient is unmistakable: a call of an unknown function is one too. To anything else but the assistant itself
     (a tool of the vendor's own) it is content, its header included. Two messages of one kind are parted by an empty
-    line; otherwise no white space is added or dropped but around arguments and between messages.
+    line; otherwise no white space is added or dropped but around arguments and between messages. A header that the end
+    of the answer cuts off is dropped.
     """
 
     def __init__(self, opened: str, names: Collection[str]) -> None:
@@ -51,13 +53,12 @@ class HarmonyParser(Reader):
             try:
                 channel, recipient = yield from self._header(marker)
             except NoCallError:
+                if self._is_cut():
+                    return
                 self.give_back()
-                marker = yield from self.until(_ENDS, Content)
+                marker = yield from self._rest_of_message(Content)
             else:
                 marker = yield from self._body(channel, recipient)
-            while marker in (END, CALL, RETURN):
-                yield from self.space()
-                marker = yield from self.until(_ENDS, Content)
             if not marker:
                 return
 
@@ -87,7 +88,7 @@ class HarmonyParser(Reader):
                 raise NoCallError
 
     def _body(self, channel: str, recipient: str) -> Steps[str]:
-        """Reads the message; returns the marker that ends it."""
+        """Reads the message; returns the marker that opens the next one."""
         kind: Kind = Reasoning if channel == "analysis" and not recipient else Content
         name = recipient if recipient in self._names else recipient.removeprefix(_NAMESPACE)
         if recipient and self._names and (name != recipient or name in self._names):
@@ -98,7 +99,27 @@ class HarmonyParser(Reader):
             if kind in self._kinds:
                 self.out.text(kind, _BREAK)
             self._kinds.add(kind)
-        return (yield from self.until(_ENDS, kind))
+        return (yield from self._rest_of_message(kind))
+
+    def _rest_of_message(self, kind: Kind) -> Steps[str]:
+        """Shows text until another message begins; returns the marker that opens it, none at the end of the answer.
+
+        Only there the text of a marker is one: amid a message it is what the message says.
+        """
+        while (marker := (yield from self.until(_ENDS, kind))) in _CLOSING:
+            self._read[:] = [marker]
+            yield from self.space()
+            for opening in (START, CHANNEL):
+                if (yield from self.literal(opening)):
+                    return opening
+            if not (yield from self.more()):
+                return ""
+            self.give_back(kind)
+        return marker
+
+    def _is_cut(self) -> bool:
+        """Whether the answer ends in a header that could have gone on: nobody's text."""
+        return self._ended and self._at == len(self._text) and any(CHANNEL in read for read in self._read)
 
     def _arguments(self, name: str) -> Steps[None]:
         yield from self.space()

@@ -185,9 +185,9 @@ class Reader(ABC):
             self.give_back()
         return self.out.calls > count
 
-    def give_back(self) -> None:
-        """Shows what was read as content after all."""
-        self.out.text(Content, "".join(self._read))
+    def give_back(self, kind: Kind = Content) -> None:
+        """Shows what was read as plain text after all."""
+        self.out.text(kind, "".join(self._read))
         self._read.clear()
 
     def arguments(self, name: str, id: str = "") -> Steps[None]:

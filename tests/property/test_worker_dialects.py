@@ -1,0 +1,301 @@
+"""Answers are divided into the same parts however their text comes, and forms are read as what they force."""
+# ruff: noqa: RUF001 - the bars in DeepSeek's tokens are its own
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference.worker.core.dialects import Dialect
+from inference.worker.core.dialects.deepseek import DeepSeek
+from inference.worker.core.dialects.generic import Generic
+from inference.worker.core.dialects.harmony import Harmony
+from inference.worker.core.dialects.hermes import Hermes
+from inference.worker.core.dialects.jsontext import ValueEnd
+from inference.worker.core.dialects.llama3 import Llama3
+from inference.worker.core.dialects.mistral import Mistral
+from inference.worker.core.dialects.plain import Plain
+from inference.worker.core.dialects.thinking import BRACKETS, TAGS
+from inference.worker.core.forms import AnyText, Form, Json, Literal, Marker, OneOf, Regex, Repeat
+from inference.worker.core.forms import Sequence as Then
+from inference.worker.core.parts import CallArguments, CallBegin, Content, Part, Reasoning, Tool, ToolChoice
+
+MOST = settings.default.max_examples if settings.default is not None else 100
+SOME, FEW = settings(max_examples=MOST // 2), settings(max_examples=MOST // 5)
+"""There are many families, and what they share is drawn for each of them."""
+
+TOOLS = (Tool("now"), Tool("get_weather"), Tool("größe-1.5"))
+HEADER = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+START = "<|start|>assistant"
+
+FAMILIES: dict[str, tuple[Dialect, str]] = {
+    "hermes": (Hermes(), "assistant\n"),
+    "hermes, thinking": (Hermes(TAGS), "assistant\n"),
+    "hermes, thought begun": (Hermes(TAGS), "assistant\n<think>\n"),
+    "hermes, thought over": (Hermes(TAGS), "assistant\n<think>\n\n</think>\n\n"),
+    "llama3": (Llama3(), HEADER),
+    "llama3, thought begun": (Llama3(TAGS), HEADER + "<think>\n"),
+    "mistral": (Mistral(), "[/INST]"),
+    "mistral, lists": (Mistral(lists=True), "[/INST]"),
+    "mistral, ids, thinking": (Mistral(BRACKETS, ids=True), "[/INST]"),
+    "deepseek": (DeepSeek(), "<｜Assistant｜>"),
+    "deepseek, fenced, thought begun": (DeepSeek(TAGS, fenced=True), "<｜Assistant｜><think>\n"),
+    "harmony": (Harmony(), START),
+    "harmony, thought begun": (Harmony(), f"{START}<|channel|>analysis<|message|>"),
+    "generic": (Generic(), "assistant: "),
+    "plain": (Plain(), ""),
+}
+EXACT = [name for name, (dialect, _) in FAMILIES.items() if not dialect.reasons]
+"""Families in which text that is no call is shown as it is."""
+
+MARKERS = [
+    "<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]",
+    "[CALL_ID]", "[ARGS]", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "```json\n", "```", "<|start|>assistant", "<|channel|>analysis",
+    "<|channel|>commentary", "<|channel|>final", "<|message|>", "<|constrain|>json", "<|end|>", "<|call|>",
+    "<|return|>", " to=functions.now", " to=assistant", " to=python",
+]  # fmt: skip
+WHOLE = [
+    '{"name": "now", "arguments": {}}', '{"name": "get_weather", "parameters": {"city": "Zoë 😀 }\\" {"}}',
+    '{"parameters": {"a": [{}, "]"]}, "name": "now"}', '{"type": "function", "name": "no\\u0077", "id": "x"}',
+    '[{"name": "now", "arguments": {"<": 1}, "id": "a", "more": [1, {"x": "}"}], "n": -1.5e3}, {"name": "now"}]',
+    '{"a": {"b": ["c\\\\", "d\\"}"]}}', "now", "function", "analysis",
+]  # fmt: skip
+BITS = [
+    "{",
+    "}",
+    "[",
+    "]",
+    '"',
+    "\\",
+    ":",
+    ",",
+    ";",
+    " ",
+    "\n",
+    "\n\n",
+    "<",
+    "名",
+    "é",
+    "😀",
+    "text",
+    '"name"',
+    "null",
+    "1",
+]
+
+
+def joined(parts: Sequence[Part]) -> list[Part]:
+    """Neighbors of one kind as one."""
+    found: list[Part] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if isinstance(part, CallArguments) and isinstance(last, CallArguments) and part.index == last.index:
+            found[-1] = CallArguments(part.index, last.text + part.text)
+        elif isinstance(part, Content) and isinstance(last, Content):
+            found[-1] = Content(last.text + part.text)
+        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
+            found[-1] = Reasoning(last.text + part.text)
+        else:
+            found.append(part)
+    return found
+
+
+def read(name: str, pieces: Sequence[str], tools: Sequence[Tool] = TOOLS) -> list[Part]:
+    dialect, opened = FAMILIES[name]
+    parser = dialect.parser(tools=tools, opened=opened)
+    return joined([part for piece in [*pieces] for part in parser.push(piece)] + [*parser.flush()])
+
+
+def text_of(parts: Sequence[Part], kind: type[Content] | type[Reasoning]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, kind))
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> str:
+    """Text that is rich in markers, whole and broken."""
+    broken = st.sampled_from(MARKERS).flatmap(lambda text: st.integers(1, len(text)).map(lambda end: text[:end]))
+    piece = st.one_of(st.sampled_from(MARKERS), st.sampled_from(WHOLE), st.sampled_from(BITS), broken)
+    return "".join(draw(st.lists(piece, max_size=14)))
+
+
+def divided(text: str, cuts: Sequence[int]) -> list[str]:
+    edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    return [text[left:right] for left, right in itertools.pairwise(edges)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@SOME
+@given(text=answers(), cuts=st.lists(st.integers(0, 400), max_size=8), with_tools=st.booleans())
+def test_the_parts_are_the_same_however_the_text_comes(name: str, text: str, cuts: list[int], with_tools: bool) -> None:
+    """At once, in pieces, character by character; calls are numbered in order and only they have arguments."""
+    tools = TOOLS if with_tools else ()
+    whole = read(name, [text], tools)
+    assert read(name, divided(text, cuts), tools) == whole
+    assert read(name, list(text), tools) == whole
+    begun = [part.index for part in whole if isinstance(part, CallBegin)]
+    assert begun == list(range(len(begun)))
+    if not tools:
+        assert begun == []
+    for before, part in itertools.pairwise([None, *whole]):
+        if isinstance(part, CallArguments):
+            assert isinstance(before, CallBegin)
+            assert before.index == part.index
+
+
+@pytest.mark.parametrize("name", EXACT)
+@SOME
+@given(text=answers())
+def test_nothing_is_lost_of_an_answer_without_a_call(name: str, text: str) -> None:
+    parts = read(name, [text])
+    if not any(isinstance(part, CallBegin) for part in parts):
+        assert text_of(parts, Content) == text
+    assert text_of(read(name, [text], ()), Content) == text
+
+
+# --- forms ------------------------------------------------------------------------------------------------------------
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=6) | st.sampled_from(MARKERS),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=3,
+)
+SPOKEN = st.text('ab é漢😀\n \t.<{}"\\[]`|:', max_size=12)
+
+Leaves = list[tuple[Form, str]]
+
+
+def sampled(draw: st.DrawFn, form: Form) -> Leaves:
+    """A text that `form` permits, in pieces, each with the form it comes from."""
+    if isinstance(form, (Literal, Marker)):
+        return [(form, form.text)]
+    if isinstance(form, Json):
+        value = draw(st.dictionaries(st.text(max_size=3), VALUES, max_size=2))
+        return [(form, json.dumps(value, ensure_ascii=draw(st.booleans()), indent=draw(st.sampled_from([None, 1]))))]
+    if isinstance(form, Regex):
+        return [(form, draw(st.from_regex(form.pattern, fullmatch=True)))]
+    if isinstance(form, AnyText):
+        return [(form, draw(SPOKEN))]
+    if isinstance(form, Then):
+        return [leaf for part in form.parts for leaf in sampled(draw, part)]
+    if isinstance(form, OneOf):
+        return sampled(draw, draw(st.sampled_from(form.parts)))
+    assert isinstance(form, Repeat)
+    count = draw(st.integers(form.least, 2 if form.most is None else form.most))
+    between = [] if form.between is None else [form.between]
+    order = [part for _ in range(count) for part in (*between, form.part)]
+    return [leaf for part in order[len(between) if count else 0 :] for leaf in sampled(draw, part)]
+
+
+def called(parts: Sequence[Part]) -> list[str]:
+    return [part.text for part in parts if isinstance(part, CallArguments)]
+
+
+FORCING = [name for name, (dialect, _) in FAMILIES.items() if dialect.name != "plain"]
+FREE = [name for name in FORCING if not name.startswith("llama3")]
+
+
+def form_of(name: str, choice: ToolChoice) -> Form:
+    dialect, opened = FAMILIES[name]
+    form = dialect.form(TOOLS, choice, opened=opened)
+    assert form is not None
+    return form
+
+
+def thoughts(leaves: Leaves) -> str:
+    """What is reasoned in a sample: all spoken text before the answer."""
+    return "".join(text for form, text in leaves if isinstance(form, AnyText))
+
+
+@pytest.mark.parametrize("name", FORCING)
+@FEW
+@given(data=st.data(), parallel=st.booleans())
+def test_forced_calls_are_read_as_calls(name: str, data: st.DataObject, parallel: bool) -> None:
+    """As many as were written, their arguments to the letter; text beside them is what was thought or announced."""
+    leaves = sampled(data.draw, form_of(name, ToolChoice("required", parallel=parallel)))
+    parts = read(name, ["".join(text for _, text in leaves)])
+    written = [text for form, text in leaves if isinstance(form, Json)]
+    assert called(parts) == written
+    assert len(written) == 1 or parallel
+    assert {part.name for part in parts if isinstance(part, CallBegin)} <= {tool.name for tool in TOOLS}
+    if not name.startswith("harmony"):
+        assert text_of(parts, Content) == ""
+        assert text_of(parts, Reasoning) == thoughts(leaves).strip(" \t\r\n")
+
+
+@pytest.mark.parametrize("name", FORCING)
+@FEW
+@given(data=st.data())
+def test_a_named_call_is_the_only_one(name: str, data: st.DataObject) -> None:
+    leaves = sampled(data.draw, form_of(name, ToolChoice("named", "get_weather")))
+    parts = read(name, ["".join(text for _, text in leaves)])
+    assert [part.name for part in parts if isinstance(part, CallBegin)] == ["get_weather"]
+
+
+@pytest.mark.parametrize("name", FREE)
+@FEW
+@given(data=st.data())
+def test_calls_that_are_free_to_begin_are_read_as_calls(name: str, data: st.DataObject) -> None:
+    """Whatever was said before them is shown."""
+    leaves = sampled(data.draw, form_of(name, ToolChoice("auto")))
+    parts = read(name, ["".join(text for _, text in leaves)])
+    assert called(parts) == [text for form, text in leaves if isinstance(form, Json)]
+    shown = text_of(parts, Reasoning) + text_of(parts, Content)
+    assert sorted("".join(shown.split())) == sorted("".join(thoughts(leaves).split()))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@FEW
+@given(data=st.data())
+def test_a_constrained_answer_is_content(name: str, data: st.DataObject) -> None:
+    dialect, opened = FAMILIES[name]
+    leaves = sampled(data.draw, dialect.wrap(Json(True), opened=opened))
+    parts = read(name, ["".join(text for _, text in leaves)], ())
+    assert text_of(parts, Content) == leaves[-1][1]
+    assert "".join(text_of(parts, Reasoning).split()) == "".join(thoughts(leaves).split())
+
+
+BEFORE = {
+    "hermes": '<tool_call>\n{"name": "now", "arguments": ',
+    "llama3": '{"name": "now", "parameters": ',
+    "mistral": "[TOOL_CALLS]now[ARGS]",
+    "mistral, lists": '[TOOL_CALLS][{"name": "now", "arguments": ',
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>",
+    "harmony": "<|channel|>commentary to=functions.now <|constrain|>json<|message|>",
+}
+
+
+@pytest.mark.parametrize("name", BEFORE)
+@FEW
+@given(value=st.dictionaries(st.text(max_size=5), VALUES, max_size=4))
+def test_arguments_are_shown_as_they_come(name: str, value: dict[str, Any]) -> None:
+    """Every character of them at once."""
+    dialect, opened = FAMILIES[name]
+    parser = dialect.parser(tools=TOOLS, opened=opened)
+    assert parser.push(BEFORE[name]) == []
+    text = json.dumps(value, ensure_ascii=False)
+    assert parser.push(text[0]) == [CallBegin(0, "now"), CallArguments(0, text[0])]
+    for char in text[1:]:
+        assert parser.push(char) == [CallArguments(0, char)]
+
+
+@given(value=VALUES, after=st.text(max_size=5), cuts=st.lists(st.integers(0, 100)))
+def test_the_end_of_a_json_value_is_where_a_json_parser_finds_it(value: Any, after: str, cuts: list[int]) -> None:
+    """However the text comes."""
+    if not isinstance(value, (dict, list, str)):
+        value = [value]
+    text = json.dumps(value, ensure_ascii=False)
+    end, at, over = ValueEnd(), 0, False
+    for piece in divided(text + after, cuts):
+        stop, over = end.scan(piece, 0)
+        at += stop
+        if over:
+            break
+    assert over
+    assert end.whole
+    assert at == len(text)

@@ -1,0 +1,452 @@
+"""How families of chat templates write calls and reasoning: transcripts, detection, messages and forms."""
+# ruff: noqa: RUF001 - the bars in DeepSeek's tokens are its own
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.worker.core.dialects import Dialect, detect
+from inference.worker.core.dialects.base import Family
+from inference.worker.core.dialects.deepseek import DeepSeek
+from inference.worker.core.dialects.generic import Generic
+from inference.worker.core.dialects.harmony import Harmony
+from inference.worker.core.dialects.hermes import Hermes
+from inference.worker.core.dialects.llama3 import Llama3
+from inference.worker.core.dialects.mistral import Mistral
+from inference.worker.core.dialects.plain import Plain
+from inference.worker.core.dialects.thinking import BRACKETS, TAGS
+from inference.worker.core.forms import AnyText, Json, Literal, Marker, OneOf, Regex
+from inference.worker.core.forms import Sequence as Then
+from inference.worker.core.parts import CallArguments, CallBegin, Content, Part, Tool, ToolChoice
+from inference.worker.templates import ChatTemplate
+
+GOLDEN = Path(__file__).with_name("golden") / "dialects"
+
+WEATHER = Tool("get_weather", "Weather of a city", {"type": "object", "properties": {"city": {"type": "string"}}})
+NOW = Tool("now")
+TOOLS = (WEATHER, NOW)
+
+DIALECTS: dict[str, tuple[Dialect, str]] = {
+    "hermes": (Hermes(), "<|im_start|>assistant\n"),
+    "hermes thinking": (Hermes(TAGS), "<|im_start|>assistant\n"),
+    "llama3": (Llama3(), "<|start_header_id|>assistant<|end_header_id|>\n\n"),
+    "mistral": (Mistral(), "[/INST]"),
+    "mistral thinking": (Mistral(BRACKETS), "[/INST]"),
+    "deepseek": (DeepSeek(TAGS), "<｜Assistant｜>"),
+    "harmony": (Harmony(), "<|start|>assistant"),
+    "generic": (Generic(), "assistant: "),
+    "plain": (Plain(), ""),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A transcript: what the model writes, divided as it comes, and the parts that each piece gives."""
+
+    title: str
+    dialect: Dialect
+    tools: Sequence[Tool]
+    opened: str
+    pushes: list[str]
+    expected: list[str]
+
+
+def cases() -> Iterator[Case]:
+    """Those of the golden files: fields, then the text between bars, then one line per part, led by its piece."""
+    for path in sorted(GOLDEN.glob("*.txt")):
+        for block in path.read_text(encoding="utf-8").split("#### ")[1:]:
+            title, rest = block.split("\n", 1)
+            head, _, body = rest.partition("¦")
+            text, _, parts = body.rpartition("¦")
+            fields = dict(line.split(": ", 1) for line in head.splitlines())
+            dialect, opened = DIALECTS[fields["dialect"]]
+            yield Case(
+                f"{path.stem}: {title}",
+                dialect,
+                () if fields.get("tools") == "none" else TOOLS,
+                json.loads(fields["opened"]) if "opened" in fields else opened,
+                text.split("¦"),
+                parts.strip().splitlines(),
+            )
+
+
+def written(part: Part) -> str:
+    """A part as golden files write it."""
+    if isinstance(part, CallBegin):
+        return f"call {part.index} {part.name}" + (f" id {part.id}" if part.id else "")
+    kind = "arguments" if isinstance(part, CallArguments) else "content" if isinstance(part, Content) else "reasoning"
+    return f"{kind} {json.dumps(part.text, ensure_ascii=False)}"
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.title)
+def test_transcripts(case: Case) -> None:
+    """Every piece of the text gives the parts that are written down for it, and the end (`.`) the rest."""
+    parser = case.dialect.parser(tools=case.tools, opened=case.opened)
+    said = [f"{number} {written(part)}" for number, text in enumerate(case.pushes, 1) for part in parser.push(text)]
+    said += [f". {written(part)}" for part in parser.flush()]
+    assert said == case.expected
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("hermes", '<tool_call>{{"name": "{0}"}}</tool_call>'), ("mistral", "[TOOL_CALLS]{0}[ARGS]{{}}")],
+)
+def test_a_name_has_an_end(name: str, text: str) -> None:
+    """What goes on for longer than any name is content, at once."""
+    dialect, opened = DIALECTS[name]
+    for length, is_call in ((254, True), (300, False)):
+        parser = dialect.parser(tools=TOOLS, opened=opened)
+        said = [*parser.push(text.format("n" * length)), *parser.flush()]
+        assert isinstance(said[0], CallBegin) == is_call
+        assert is_call or said == [Content(text.format("n" * length))]
+
+
+# --- detection --------------------------------------------------------------------------------------------------------
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+HERMES = TURNS + '{% if tools %}Write <tool_call>{"name": N, "arguments": A}</tool_call>{{ tools | tojson }}{% endif %}'
+LLAMA = "<|start_header_id|>{{ messages }}{{ tools }}" + '{"name": "x", "parameters": {}}'
+V3 = "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + c.name + '```json' + c['function']['arguments'] + '```' }}"
+V31 = "{{ '<｜tool▁calls▁begin｜>' + c.name + '<｜tool▁sep｜>' + c.function.arguments|tojson }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("", "plain"),
+        (" \n", "plain"),
+        (TURNS, "generic"),
+        (HERMES, "hermes"),
+        (HERMES.replace('"', '\\"'), "hermes"),
+        (HERMES + "<function=f>", "generic"),
+        (HERMES + "<arg_key>", "generic"),
+        (LLAMA, "llama3"),
+        (LLAMA.replace("<|start_header_id|>", "<|header_start|>"), "llama3"),
+        (LLAMA + "<function=f>", "generic"),
+        ("[INST][TOOL_CALLS][/INST]", "mistral"),
+        (V3, "deepseek"),
+        (V31, "deepseek"),
+        ("<|start|>{{ m }}<|channel|>final<|message|>", "harmony"),
+        ("<tool_call>{{ name }}<arg_key>", "generic"),
+    ],
+)
+def test_families_are_known_by_their_markers(template: str, name: str) -> None:
+    dialect = detect(template, ())
+    assert dialect.name == name
+    assert dialect.writes_tools == (name not in ("generic", "plain"))
+
+
+@pytest.mark.parametrize(
+    ("template", "control_texts", "shown"),
+    [
+        (HERMES, [], {"<tool_call>", "</tool_call>"}),
+        (HERMES + "</think>", [], {"<tool_call>", "</tool_call>", "<think>", "</think>"}),
+        (HERMES, ["</think>"], {"<tool_call>", "</tool_call>", "<think>", "</think>"}),
+        ("[TOOL_CALLS][THINK][/THINK]", [], {"[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]"}),
+        (TURNS + "</think>", [], {"<tool_call>", "</tool_call>", "<think>", "</think>"}),
+        ("", [], set()),
+    ],
+)
+def test_reasoning_is_known_from_the_template_or_the_vocabulary(
+    template: str, control_texts: list[str], shown: set[str]
+) -> None:
+    """And its markers are among the tokens that must be seen."""
+    dialect = detect(template, control_texts)
+    assert dialect.shows == shown
+    assert dialect.reasons == any("hink" in text.lower() for text in shown)
+
+
+def test_the_ends_of_an_answer() -> None:
+    assert detect(LLAMA, ()).ends == {"<|eom_id|>", "<|eot_id|>"}
+    assert Harmony().ends == {"<|call|>", "<|return|>"}
+    assert detect(HERMES, ()).ends == frozenset()
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+def asked(*answers: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Now?"}, *answers]
+
+
+def called(*calls: tuple[str, str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "role": "assistant",
+        "content": "",
+        **more,
+        "tool_calls": [{"id": id, "function": {"name": name, "arguments": said}} for id, name, said in calls],
+    }
+
+
+def result(text: Any, id: str | None = None) -> dict[str, Any]:
+    return {"role": "tool", "content": text, **({} if id is None else {"tool_call_id": id})}
+
+
+AUTO = ToolChoice()
+
+
+def prepared(dialect: Dialect, *messages: dict[str, Any], tools: Sequence[Tool] = ()) -> list[Any]:
+    found, variables = dialect.prepare(messages, tools, AUTO)
+    assert variables == {}
+    return found
+
+
+@pytest.mark.parametrize("dialect", [Hermes(), Llama3(), Mistral(), DeepSeek(), Harmony()], ids=lambda d: d.name)
+def test_templates_get_tools_in_openais_shape(dialect: Dialect) -> None:
+    """With every field, and not at all when none may be called."""
+    messages, variables = dialect.prepare(asked(), TOOLS, AUTO)
+    assert messages == asked()
+    assert [tool["function"] for tool in variables["tools"]] == [
+        {"name": "get_weather", "description": "Weather of a city", "parameters": WEATHER.parameters},
+        {"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}},
+    ]
+    assert dialect.prepare(asked(), TOOLS, ToolChoice("none"))[1] == {}
+    assert dialect.prepare(asked(), (), AUTO)[1] == {}
+
+
+@pytest.mark.parametrize("given", [{"zone": "é"}, '{"zone": "é"}'])
+def test_arguments_are_objects_or_text_as_the_template_wants(given: Any) -> None:
+    said = asked(called(("a", "now", given)))
+    as_object, as_text = (prepared(Hermes(text_arguments=text), *said)[-1]["tool_calls"][0] for text in (False, True))
+    assert as_object["function"]["arguments"] == {"zone": "é"}
+    assert as_text["function"]["arguments"] == '{"zone": "é"}'
+
+
+@pytest.mark.parametrize("given", [None, "", {}])
+def test_no_arguments_are_an_empty_object(given: Any) -> None:
+    said = called(("a", "now", given))
+    assert prepared(Hermes(), said)[0]["tool_calls"][0]["function"]["arguments"] == {}
+    assert prepared(Hermes(text_arguments=True), said)[0]["tool_calls"][0]["function"]["arguments"] == "{}"
+
+
+def test_arguments_that_are_no_json_stay_text() -> None:
+    assert prepared(Hermes(), called(("a", "now", "UTC")))[0]["tool_calls"][0]["function"]["arguments"] == "UTC"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (V3, True),
+        (V31, False),
+        ("[TOOL_CALLS]{%- set arguments = c.function.arguments %}{{ '[ARGS]' + arguments }}", True),
+        ("[TOOL_CALLS]{{ c.function | tojson }}", False),
+    ],
+)
+def test_what_a_template_wants_is_read_from_it(template: str, text: bool) -> None:
+    said = prepared(detect(template, ()), called(("000000001", "now", {})))[0]["tool_calls"][0]["function"]
+    assert said["arguments"] == ("{}" if text else {})
+
+
+def test_calls_and_results_are_paired() -> None:
+    """What has no id gets one, results in the order of their calls; an empty list of calls is left out."""
+    found = prepared(
+        Hermes(),
+        {"role": "assistant", "content": "", "tool_calls": []},
+        called(("", "now", {}), ("b", "now", {})),
+        result("1"),
+        result("2"),
+        result("3"),
+        called(("", "now", {})),
+        result("4", "c"),
+    )
+    assert "tool_calls" not in found[0]
+    assert [call["id"] for call in found[1]["tool_calls"]] == ["000000000", "b"]
+    assert [message["tool_call_id"] for message in found[2:5]] == ["000000000", "b", ""]
+    assert found[5]["tool_calls"][0]["id"] == "000000002"
+    assert found[6]["tool_call_id"] == "c"
+
+
+def test_one_call_per_message_where_templates_write_one() -> None:
+    """Each followed by its results; reasoning stays with the first."""
+    said = called(("a", "now", {}), ("b", "get_weather", {}), reasoning_content="Both.")
+    found = prepared(Llama3(), *asked(), said, result("B", "b"), result("A", "a"), result("?", "c"), result("B2", "b"))
+    assert [message.get("content") if "tool_calls" not in message else message["tool_calls"][0]["id"]
+            for message in found[2:]] == ["a", "A", "b", "B", "B2", "?"]  # fmt: skip
+    assert [message.get("reasoning_content") for message in found[2:5]] == ["Both.", None, None]
+
+
+def test_mistral_wants_ids_of_nine_letters_or_digits() -> None:
+    """Others are replaced, the same by the same."""
+    found = prepared(Mistral(), called(("call_0-a", "now", {}), ("abcDEF123", "now", {})), result("x", "call_0-a"))
+    ids = [call["id"] for call in found[0]["tool_calls"]]
+    assert len(ids[0]) == 9
+    assert ids[0].isalnum()
+    assert ids[1] == "abcDEF123"
+    assert found[1]["tool_call_id"] == ids[0]
+
+
+def test_deepseek_gets_no_empty_content_beside_calls() -> None:
+    said = [called(("a", "now", {})), called(("b", "now", {}), content="Look.")]
+    assert [message["content"] for message in prepared(DeepSeek(), *asked(*said))] == [
+        "Be brief.", "Now?", None, "Look.",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("fenced", [True, False])
+def test_deepseek_is_told_of_tools_that_its_template_does_not_present(fenced: bool) -> None:
+    """In the system message, with a call as the template writes them."""
+    text = prepared(DeepSeek(fenced=fenced, presents=False), *asked(), tools=TOOLS)[0]["content"]
+    assert text.startswith("Be brief.\n\n")
+    assert "Weather of a city" in text
+    assert ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n" in text) == fenced
+    assert ("<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>" in text) != fenced
+
+
+def test_a_deepseek_template_presents_tools_where_it_reads_them() -> None:
+    assert detect(V3 + "{{ tools }}", ()).prepare(asked(), TOOLS, AUTO)[1]["tools"]
+    assert prepared(detect(V3, ()), *asked(), tools=TOOLS)[0]["content"] != "Be brief."
+
+
+def test_harmony_takes_reasoning_as_thinking() -> None:
+    """Beside a call the template takes thinking or content, so there they are one; each message has one call."""
+    calls = (("a", "now", {}), ("b", "now", {}))
+    found = prepared(
+        Harmony(),
+        called(*calls, content="I will look.", reasoning_content="Hm."),
+        result("A", "a"),
+        {"role": "assistant", "content": "Done.", "reasoning_content": "Aha."},
+        called(calls[0], reasoning_content="Hm."),
+        called(calls[0], content="Again."),
+    )
+    assert [(m.get("thinking"), m.get("content")) for m in found] == [
+        ("Hm.\n\nI will look.", None), (None, "A"), (None, ""), ("Aha.", "Done."), ("Hm.", None), (None, "Again."),
+    ]  # fmt: skip
+
+
+def test_generic_writes_tools_calls_and_results_as_text() -> None:
+    """Results that stand together are one message of the user, who goes on in it."""
+    found = prepared(
+        Generic(),
+        *asked(called(("a", "now", {"zone": "UTC"}), ("b", "now", {}), content="Look.")),
+        result("noon", "a"),
+        result([{"type": "text", "text": "one"}], "b"),
+        {"role": "user", "content": "And?"},
+        {"role": "user", "content": "Well?"},
+        tools=TOOLS,
+    )
+    assert [message["role"] for message in found] == ["system", "user", "assistant", "user", "user"]
+    assert found[0]["content"].startswith("Be brief.\n\n")
+    assert json.dumps(WEATHER.parameters) in found[0]["content"]
+    assert found[2]["content"] == (
+        'Look.\n\n<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>\n\n'
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    )
+    assert found[3]["content"] == (
+        '<tool_response>\nnoon\n</tool_response>\n<tool_response>\n[{"type": "text", "text": "one"}]\n'
+        "</tool_response>\n\nAnd?"
+    )
+    assert all("tool_calls" not in message for message in found)
+
+
+def test_generic_explains_tools_where_the_template_has_room() -> None:
+    """In a system message, or where there is none at the beginning of what the user says; parts stay parts."""
+    user = {"role": "user", "content": "Hi"}
+    parts = {"role": "user", "content": [{"type": "image"}]}
+    assert [m["role"] for m in prepared(Generic(), user, tools=TOOLS)] == ["system", "user"]
+    assert [m["role"] for m in prepared(Generic(system=False), tools=TOOLS)] == ["user"]
+    [said] = prepared(Generic(system=False), user, tools=TOOLS)
+    assert said["content"].endswith("\n\nHi")
+    [shown] = prepared(Generic(system=False), parts, tools=TOOLS)
+    assert [part["type"] for part in shown["content"]] == ["text", "image"]
+    [empty] = prepared(Generic(system=False), {"role": "user", "content": []}, tools=TOOLS)
+    assert [part["type"] for part in empty["content"]] == ["text"]
+    assert prepared(Generic(), user) == [user]
+    assert user == {"role": "user", "content": "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("template", "role"),
+    [
+        ("{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}", "user"),
+        ("{{ messages }}", "user"),
+        ("{% if messages[0]['role'] == \"system\" %}x{% endif %}", "system"),
+    ],
+)
+def test_generic_sees_whether_a_template_takes_a_system_message(template: str, role: str) -> None:
+    assert prepared(detect(template, ()), tools=TOOLS)[0]["role"] == role
+
+
+def test_plain_leaves_messages_alone() -> None:
+    assert prepared(Plain(), *asked(), tools=TOOLS) == asked()
+
+
+def test_a_template_renders_what_was_prepared() -> None:
+    """The whole way, with a template of Hermes' kind."""
+    source = (
+        '{% if tools %}{{ tools | tojson }}"name": <tool_call>\n{% endif %}'
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{% for c in m.tool_calls %}<tool_call>{{ c.function.arguments | tojson }}</tool_call>{% endfor %}\n"
+        "{% endfor %}"
+    )
+    template = ChatTemplate(source, bos="", eos="", control_texts=[])
+    messages, variables = template.dialect.prepare(asked(called(("a", "now", '{"zone": 1}'))), TOOLS, AUTO)
+    text = "".join(template.render(messages, variables, generate=True))
+    assert template.dialect.name == "hermes"
+    assert '"description": "Weather of a city"' in text
+    assert text.endswith('assistant:<tool_call>{"zone": 1}</tool_call>')
+
+
+# --- what stands before content that is gone on with ------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("dialect", "opened", "leading"),
+    [
+        (Hermes(), "<think>", ""),
+        (Hermes(TAGS), "<think>\n", "</think>\n\n"),
+        (Hermes(TAGS), "assistant\n", ""),
+        (Hermes(TAGS), "</think>\n\n", ""),
+        (Harmony(), "<|start|>assistant", "<|channel|>final<|message|>"),
+        (Harmony(), "<|start|>assistant<|channel|>final<|message|>", ""),
+        (Plain(), "", ""),
+    ],
+)
+def test_content_that_is_gone_on_with_is_led_in(dialect: Dialect, opened: str, leading: str) -> None:
+    assert dialect.leading(opened) == leading
+
+
+# --- forms ------------------------------------------------------------------------------------------------------------
+NONE, REQUIRED = ToolChoice("none"), ToolChoice("required")
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_no_form_where_nothing_may_be_called(name: str) -> None:
+    dialect, opened = DIALECTS[name]
+    assert dialect.form(TOOLS, NONE, opened=opened) is None
+    assert dialect.form((), REQUIRED, opened=opened) is None
+    assert dialect.form(TOOLS, ToolChoice("named", "other"), opened=opened) is None
+
+
+def test_families_that_cannot_say_when_a_call_begins_leave_it_free() -> None:
+    assert Llama3().form(TOOLS, AUTO, opened="") is None
+    assert Llama3().form(TOOLS, REQUIRED, opened="") is not None
+    assert Plain().form(TOOLS, REQUIRED, opened="") is None
+
+
+def test_arguments_follow_the_schema_of_the_tool() -> None:
+    """Always an object; without parameters an empty one."""
+    strict = Tool("s", parameters={"properties": {}}, strict=True)
+    form = Llama3().form((WEATHER, NOW, strict), REQUIRED, opened="")
+    assert isinstance(form, OneOf)
+    assert [part.parts[1] for part in form.parts if isinstance(part, Then)] == [
+        Json(WEATHER.parameters or {}, strict=False),
+        Json({"type": "object", "properties": {}, "additionalProperties": False}, strict=False),
+        Json({"type": "object", "properties": {}}, strict=True),
+    ]
+
+
+def test_harmony_goes_on_with_the_message_that_the_prompt_has_begun() -> None:
+    """A thought is ended first; an answer that has begun calls nothing any more."""
+    thought, answer = ("<|start|>assistant<|channel|>" + text + "<|message|>So" for text in ("analysis", "final"))
+    inner = Regex("x")
+    assert Harmony().wrap(inner, opened=answer) == inner
+    assert Harmony().form(TOOLS, REQUIRED, opened=answer) is None
+    for form in (Harmony().wrap(inner, opened=thought), Harmony().form(TOOLS, AUTO, opened=thought)):
+        assert isinstance(form, Then)
+        assert form.parts[0] == Then((AnyText(), Marker("<|end|>"), Marker("<|start|>"), Literal("assistant")))
+
+
+def test_families_without_calls_of_their_own_have_no_form_for_them() -> None:
+    with pytest.raises(NotImplementedError):
+        Family().calls(TOOLS, 1)
