@@ -41,10 +41,12 @@ class DividedGeneration(Generation):
         max_tokens: int,
         stops: Sequence[str],
         reading: Reading,
+        parser: AnswerParser,
     ) -> None:
+        """`parser` is this choice's own."""
         super().__init__(choice, sampler, vocabulary, max_tokens, stops)
         self._reading = reading
-        self._parser = reading.parser()
+        self._parser = parser
         self._ends = vocabulary.end_tokens | reading.ends
         self._text = ""
         self._parts: list[Part] = []

@@ -292,9 +292,13 @@ class Engine:
         alternatives = work.logprobs or 0
         most_unread = UNREAD_OUTPUTS // (1 + alternatives)
         for index, (job, (_prompt, choice)) in enumerate(zip(jobs, numbered, strict=True)):
+            reading = work.reading
+            parser = reading.parser() if reading is not None else None  # before there is anything to free
             sampler = self._make_sampler(work.sampling, choice, work.max_tokens, work.constraint)
             common = (index, sampler, self._vocabulary, work.max_tokens, work.stops)
-            generation = DividedGeneration(*common, work.reading) if work.reading else Generation(*common)
+            generation = (
+                Generation(*common) if not reading or not parser else DividedGeneration(*common, reading, parser)
+            )
             scoring = Scoring(job.prompt, self._vocabulary, alternatives) if work.score_prompt else None
             self._running[job.id] = _Running(
                 ticket, generation, work.logprobs, most_unread, work.max_tokens > 0, scoring

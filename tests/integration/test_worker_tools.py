@@ -249,7 +249,8 @@ def test_neighbors_are_undisturbed_by_whatever_goes_wrong(worker: WorkerRig) -> 
     """By forms that are refused, that are enormous, and that reach their limits in the middle of an answer."""
     [hello] = worker.post("/tokenize", {"content": "hello"})[1]["tokens"]
     # What is computed in other company differs in the last bits, so the neighbor's text must not hang on them.
-    body = ask("neighbor", max_tokens=1000, logit_bias={str(hello): 100})
+    body = ask("neighbor", max_tokens=1500, logit_bias={str(hello): 100})
+    exhausting = {"prompt": "hello", "regex": "(.*[a-m].{100})x", "max_tokens": 1400, "seed": 3}
     alone = answer(worker, body)["choices"][0]["message"]["content"]
     begun, over = threading.Event(), threading.Event()
 
@@ -267,8 +268,10 @@ def test_neighbors_are_undisturbed_by_whatever_goes_wrong(worker: WorkerRig) -> 
         assert begun.wait(20)
         for fields, param in REFUSED:
             assert worker.post(CHAT, ask(**fields))[1]["error"]["param"] == param
-        assert not over.is_set(), "the neighbor was over before everything went wrong"
-        assert neighbor.result() == alone == "hello" * 1000
+        assert not over.is_set(), "the neighbor was over before everything was refused"
+        *_, last = worker.stream(TEXT, exhausting)
+        assert b"could not be held to its form" in last
+        assert neighbor.result() == alone == "hello" * 1500
 
 
 def test_the_end_of_the_answer_cuts_a_call_honestly(worker: WorkerRig) -> None:

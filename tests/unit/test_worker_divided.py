@@ -38,7 +38,8 @@ def follow(
 ) -> list[Output]:
     """All outputs of an answer that draws these tokens, up to its end."""
     tokens = [*said.encode(), END] if isinstance(said, str) else said
-    generation = DividedGeneration(0, FakeSampler(b""), Vocabulary(), most, stops, reading(**changes))
+    how = reading(**changes)
+    generation = DividedGeneration(0, FakeSampler(b""), Vocabulary(), most, stops, how, how.parser())
     outputs: list[Output] = []
     for token in tokens:
         output = generation.accept(token, -0.5 if logprobs else None)
@@ -90,7 +91,7 @@ def test_parts_keep_their_order_within_one_output() -> None:
         def piece(self, token: int, *, special: bool = False) -> bytes:
             return b"(a)b[f:1]" if token == 65 else super().piece(token, special=special)
 
-    generation = DividedGeneration(0, FakeSampler(b""), Wide(), 9, (), reading())
+    generation = DividedGeneration(0, FakeSampler(b""), Wide(), 9, (), reading(), MarkParser())
     output = generation.accept(65)
     assert output is not None
     expected: list[Part] = [Reasoning("a"), CallBegin(0, "f", "call_1"), CallArguments(0, "1")]

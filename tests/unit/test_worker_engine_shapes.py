@@ -1,0 +1,131 @@
+"""The engine with answers that are divided and bounded: each is followed as asked, and a failure stays its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from inference.protocol import Code
+from inference.worker.backend import Constraint, Mask, TokenSampler
+from inference.worker.constrained import ConstrainedSampler
+from inference.worker.core.parts import CallArguments, CallBegin, Reasoning
+from inference.worker.divided import Reading
+from inference.worker.engine import Engine, Work
+from inference.worker.errors import ConstraintError
+from inference.worker.generation import Output
+from inference.worker.requests import Sampling
+from inference.worker.tickets import Courier
+from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, SamplerShop
+from tests.rigs.fake_dialect import MarkParser
+from tests.unit.test_worker_engine import GONE, LIMITS, Bench
+
+
+@dataclass
+class FakeMask:
+    """Allows everything and fails at the token `fails_at`."""
+
+    fails_at: int
+    seen: list[int] = field(default_factory=list)
+
+    def apply(self, logits: np.ndarray) -> None:
+        """Leaves all as it is."""
+
+    def accept(self, token: int) -> None:
+        """Remembers."""
+        self.seen.append(token)
+        if token == self.fails_at:
+            raise ConstraintError("the form is lost")
+
+
+@dataclass
+class FakeConstraint:
+    """Starts masks, or cannot."""
+
+    fails_at: int = -1
+    starts: bool = True
+    made: list[FakeMask] = field(default_factory=list)
+
+    def start(self) -> Mask:
+        """A mask of its own for each choice."""
+        if not self.starts:
+            raise ValueError("it cannot be started")
+        self.made.append(FakeMask(self.fails_at))
+        return self.made[-1]
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    backend, samplers, fatal = FakeBackend(), SamplerShop(b"(a)b[f:1]"), []
+
+    def make(sampling: Sampling, choice: int, most: int, constraint: Constraint | None) -> TokenSampler:
+        if constraint is None:
+            return samplers(sampling, choice, most)
+        mask = constraint.start()
+        return ConstrainedSampler(samplers(sampling, choice, most), backend, mask)
+
+    engine = Engine(backend, ByteVocabulary(), make, LIMITS, Courier(asyncio.get_running_loop()).deliver, fatal.append)
+    engine.start()
+    yield Bench(backend, engine, samplers, fatal)
+    assert await asyncio.to_thread(engine.stop, GONE)
+    assert [sampler.closed for sampler in samplers.made] == [1] * len(samplers.made), "samplers leaked"
+    assert fatal == []
+
+
+def reading() -> Reading:
+    return Reading(MarkParser, lambda: "call_1")
+
+
+def broken() -> MarkParser:
+    raise ValueError("no such parser")
+
+
+async def test_choices_are_divided_each_by_itself(bench: Bench) -> None:
+    ticket = bench.ask(n=2, reading=reading())
+    outputs: list[Output] = []
+    while sum(output.finish is not None for output in outputs) < 2:
+        outputs += await ticket.take(10)
+    for choice in (0, 1):
+        own = [output for output in outputs if output.choice == choice]
+        assert [part for output in own for part in output.parts] == [
+            Reasoning("a"), CallBegin(0, "f", "call_1"), CallArguments(0, "1")
+        ]  # fmt: skip
+        assert "".join(output.text for output in own) == "b"
+        assert (own[-1].finish, own[-1].reasoning_tokens) == ("tool_calls", 3)
+
+
+async def test_a_parser_that_fails_ends_only_its_request(bench: Bench) -> None:
+    bench.samplers.say = b"ab!c"
+    bad, good = bench.ask(b"bad", reading=reading()), bench.ask(b"good")
+    assert (await bench.outcome(bad))[0] == ("ab", None, Code.MODEL_FAILED)
+    assert await bench.outcome(good) == [("ab!c", "stop", None)]
+
+
+async def test_a_parser_or_a_mask_that_cannot_be_made_ends_only_its_request(bench: Bench) -> None:
+    for changes in ({"reading": Reading(broken, str)}, {"constraint": FakeConstraint(starts=False)}):
+        bad, good = bench.ask(b"bad", n=2, **changes), bench.ask(b"good")
+        assert (await bench.outcome(bad))[0][1:] == (None, Code.MODEL_FAILED)
+        assert await bench.outcome(good) == [("(a)b[f:1]", "stop", None)]
+
+
+async def test_a_form_that_is_lost_is_told_in_its_own_words(bench: Bench) -> None:
+    """It is no failure of the model, and the neighbor goes on."""
+    lost, kept = FakeConstraint(fails_at=ord("b")), FakeConstraint()
+    bad, good = bench.ask(b"bad", constraint=lost), bench.ask(b"good", constraint=kept)
+    assert (await bench.outcome(bad))[0] == ("(a)", None, Code.INVALID_REQUEST)
+    assert await bench.outcome(good) == [("(a)b[f:1]", "stop", None)]
+    assert bytes(kept.made[0].seen[:-1]) == b"(a)b[f:1]"
+
+
+async def test_choices_have_masks_of_their_own(bench: Bench) -> None:
+    constraint = FakeConstraint()
+    assert await bench.outcome(bench.ask(n=3, constraint=constraint), 3) == [("(a)b[f:1]", "stop", None)] * 3
+    assert len(constraint.made) == 3
+
+
+def test_work_says_nothing_of_shapes_unless_told() -> None:
+    plain = Work(prompts=[[1]], n=1, sampling=Sampling(), max_tokens=1)
+    assert (plain.reading, plain.constraint) == (None, None)
