@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import hypothesis.strategies as st
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -15,11 +19,23 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
 
 class Memory:
-    """What llama.cpp would hold: tokens per slot, and every mistake is an assertion."""
+    """What llama.cpp would hold: cells of a token and the tenant whose it was, shared ones counted once.
 
-    def __init__(self, limits: Limits) -> None:
+    Every mistake is an assertion.
+    """
+
+    def __init__(self, limits: Limits, capacity: int) -> None:
         self.limits = limits
-        self.slots: list[list[int]] = [[] for _ in range(limits.slots)]
+        self.capacity = capacity
+        self.slots: list[list[tuple[int, int, str]]] = [[] for _ in range(limits.slots)]
+        self.numbers = itertools.count()
+
+    def tokens(self, slot: int) -> list[int]:
+        return [token for token, _cell, _tenant in self.slots[slot]]
+
+    @property
+    def cells(self) -> int:
+        return len({cell for slot in self.slots for _token, cell, _tenant in slot})
 
     def run(self, step: Step) -> None:
         for operation in step.operations:
@@ -34,38 +50,59 @@ class Memory:
                 assert operation.count <= len(self.slots[operation.source])
                 self.slots[operation.target] = self.slots[operation.source][: operation.count]
 
-    def decode(self, step: Step) -> None:
+    def decode(self, step: Step, tenants: Mapping[int, str]) -> bool:
+        """Whether there was room; where there was none nothing happened."""
         seen = set()
         for row in step.rows:
             assert row.slot not in seen, "one slot twice in a batch"
             seen.add(row.slot)
             assert row.start == len(self.slots[row.slot]), "a hole in the positions"
             assert row.tokens
-            self.slots[row.slot] += row.tokens
-        assert sum(len(row.tokens) for row in step.rows) <= self.limits.batch
-        assert sum(map(len, self.slots)) <= self.limits.cells
+        total = sum(len(row.tokens) for row in step.rows)
+        assert total == step.tokens <= self.limits.batch
+        assert sum(len(row.tokens) if row.every else row.sample for row in step.rows) <= self.limits.outputs
+        assert sum(map(len, self.slots)) + total <= self.limits.cells
+        if self.cells + total > self.capacity:
+            return False
+        for row in step.rows:
+            self.slots[row.slot] += [(token, next(self.numbers), tenants[row.job]) for token in row.tokens]
+        return True
+
+
+@dataclass
+class Live:
+    """What a job that has not ended is known to be; `scored` counts tokens of the prompt whose logits were seen."""
+
+    job: Job
+    tokens: list[int]
+    wanted: int
+    decodes: bool = False
+    suspended: bool = False
+    scored: int = 0
 
 
 class Traffic(RuleBasedStateMachine):
-    """Submits, aborts, steps, failures and cell shortages in any order."""
+    """Submits, aborts, steps, failures and cell shortages in any order. llama.cpp may have fewer cells than it said."""
 
     @initialize(
         slots=st.integers(1, 4),
         context=st.integers(14, 24),
         spare=st.integers(0, 40),
+        missing=st.integers(0, 40),
         batch=st.integers(4, 16),
+        outputs=st.integers(0, 3),
         can_trim=st.booleans(),
     )
-    def begin(self, slots: int, context: int, spare: int, batch: int, can_trim: bool) -> None:
-        self.limits = Limits(slots, context + spare, context, batch, queue=6, can_trim=can_trim)
+    def begin(
+        self, slots: int, context: int, spare: int, missing: int, batch: int, outputs: int, can_trim: bool
+    ) -> None:
+        self.limits = Limits(slots, context + spare, context, batch, 6, can_trim, slots + outputs)
         self.scheduler = Scheduler(self.limits)
-        self.memory = Memory(self.limits)
+        self.memory = Memory(self.limits, max(context, context + spare - missing))
         self.now = 0.0
         self.next_id = 1
-        self.live: dict[int, list[int]] = {}
-        self.wanted: dict[int, int] = {}
-        self.tenants: dict[int, str] = {}
-        self.slot_tenants: dict[int, str] = {}
+        self.live: dict[int, Live] = {}
+        self.ended: list[int] = []
 
     @rule(
         prompt=TOKENS,
@@ -74,32 +111,54 @@ class Traffic(RuleBasedStateMachine):
         choices=st.integers(1, 3),
         wait=st.none() | st.floats(0.0, 5.0),
         answer=st.integers(1, 8),
+        score=st.booleans(),
     )
     def submit(
-        self, prompt: list[int], tenant: str, priority: Priority, choices: int, wait: float | None, answer: int
+        self,
+        prompt: list[int],
+        tenant: str,
+        priority: Priority,
+        choices: int,
+        wait: float | None,
+        answer: int,
+        score: bool,
     ) -> None:
         ids = list(range(self.next_id, self.next_id + choices))
         self.next_id += choices
         deadline = None if wait is None else self.now + wait
-        jobs = [Job(id, tuple(prompt), tenant, priority, self.now, deadline, ids[0]) for id in ids]
+        group = None if score else ids[0]
+        jobs = [Job(id, tuple(prompt), tenant, priority, self.now, deadline, group, score) for id in ids]
         before = self.scheduler.queued
         free = self.limits.slots - self.scheduler.active
         taken = self.scheduler.submit(jobs)
         assert taken == (before + choices <= self.limits.queue + free)
         if taken:
-            for id in ids:
-                self.live[id] = list(prompt)
-                self.wanted[id] = answer
-                self.tenants[id] = tenant
+            self.live.update({job.id: Live(job, list(prompt), answer) for job in jobs})
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
+        """In whatever phase it is, it has no row in the next step."""
         job = data.draw(st.sampled_from(sorted(self.live)))
         self.scheduler.abort(job)
         self.end(job)
 
-    @rule(budget=st.integers(1, 16), fate=st.sampled_from(["ok"] * 8 + ["no room", "failed"]))
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def suspend(self, data: st.DataObject) -> None:
+        job = data.draw(st.sampled_from(sorted(self.live)))
+        self.scheduler.suspend(job)
+        self.live[job].suspended = True
+        self.live[job].decodes = False
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        job = data.draw(st.sampled_from(sorted(self.live)))
+        self.scheduler.resume(job)
+        self.live[job].suspended = False
+
+    @rule(budget=st.integers(1, 16), fate=st.sampled_from(["ok"] * 8 + ["no room", "failed", "lost"]))
     def step(self, budget: int, fate: str) -> None:
         self.advance(budget, fate)
 
@@ -107,50 +166,120 @@ class Traffic(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
+    def waiting(self) -> set[int]:
+        return {job for job, phase, _at, _of in self.scheduler.progress() if phase is Phase.WAITING}
+
+    def key(self, job: int) -> tuple[float, int]:
+        return self.live[job].job.key
+
     def advance(self, budget: int, fate: str = "ok") -> int:
         """One step as the engine runs it; returns how many tokens it computed."""
+        waited = self.waiting()
+        ran = [job for job, known in self.live.items() if job not in waited and not known.suspended]
         step = self.scheduler.plan(self.now, budget)
         for job in step.expired:
-            assert len(self.live[job]) >= 1
+            assert not self.live[job].decodes
             self.end(job)
-        for operation in step.operations:
-            if isinstance(operation, Copy):
-                self.slot_tenants.setdefault(operation.source, "")
+        self.check_order(waited, ran)
         self.memory.run(step)
-        for row in step.rows:
-            known = self.live[row.job]
-            assert list(row.tokens) == known[row.start : row.start + len(row.tokens)]
-            assert self.memory.slots[row.slot] == known[: row.start], "reused tokens are not the prompt's own"
-            assert row.sample == (row.start + len(row.tokens) == len(known))
-        prompts = [row for row in step.rows if len(row.tokens) > 1]
-        assert sum(len(row.tokens) for row in prompts) <= budget
+        self.check_rows(step, budget)
         if not step.rows:
+            assert not [job for job, known in self.live.items() if not known.suspended], "somebody could run"
             return 0
         if fate == "failed":
             for job in self.scheduler.failed():
                 self.end(job)
             return 0
-        if fate == "no room":
-            for job in self.scheduler.no_room():
-                self.end(job)
+        if fate == "no room" or not self.memory.decode(
+            step, {job: known.job.tenant for job, known in self.live.items()}
+        ):
+            self.refuse(spurious=fate == "no room")
             return 0
-        self.memory.decode(step)
         self.scheduler.computed()
         for row in step.rows:
+            known = self.live[row.job]
+            if row.every:
+                assert row.start <= known.scored, "tokens that were to be scored were skipped"
+                known.scored = max(known.scored, row.start + len(row.tokens))
+        if fate == "lost":
+            finished = {row.job for row in step.rows if row.sample}
+            assert set(self.scheduler.failed()) == finished, "the shell failed before it reported a token"
+            for job in finished:
+                self.end(job)
+            return step.tokens
+        for row in step.rows:
             if row.sample:
-                self.wanted[row.job] -= 1
-                if self.wanted[row.job] <= 0 or len(self.live[row.job]) >= self.limits.context:
-                    self.scheduler.finish(row.job)
-                    self.end(row.job)
-                else:
-                    token = (row.job + len(self.live[row.job])) % 3
-                    self.live[row.job].append(token)
-                    self.scheduler.extend(row.job, token)
-        return sum(len(row.tokens) for row in step.rows)
+                self.sampled(row.job, self.live[row.job])
+        return step.tokens
+
+    def sampled(self, job: int, known: Live) -> None:
+        assert not known.job.score or known.scored >= len(known.job.prompt), "an answer began before the scores"
+        known.wanted -= 1
+        if known.wanted <= 0 or len(known.tokens) >= self.limits.context:
+            self.scheduler.finish(job)
+            self.end(job)
+            return
+        token = (job + len(known.tokens)) % 3
+        known.tokens.append(token)
+        known.decodes = True
+        self.scheduler.extend(job, token)
+
+    def refuse(self, *, spurious: bool) -> None:
+        """llama.cpp had no room: the oldest that ran runs on, and only a job that is alone may end."""
+        running = sorted(
+            set(self.live) - self.waiting() - {job for job, k in self.live.items() if k.suspended}, key=self.key
+        )
+        ended = self.scheduler.no_room()
+        assert spurious or not ended, "a job that fits alone ended"
+        assert not ended or list(ended) == running
+        for job in ended:
+            self.end(job)
+        for job in running[1:]:
+            if job in self.waiting():
+                assert job == running[-1], "not the youngest was preempted"
+                self.live[job].decodes = False
+        assert ended or running[0] not in self.waiting(), "the oldest was preempted"
+
+    def check_order(self, waited: set[int], ran: list[int]) -> None:
+        """Nobody passes who came later, and the oldest that runs is never put back."""
+        now_waiting = self.waiting()
+        ran = sorted((job for job in ran if job in self.live), key=self.key)
+        if ran:
+            assert ran[0] not in now_waiting, "the oldest was preempted"
+        preempted = [job for job in ran if job in now_waiting]
+        assert preempted == ran[len(ran) - len(preempted) :] or not preempted, "an older one was preempted"
+        for job in preempted:
+            self.live[job].decodes = False
+        admitted = [job for job in waited - now_waiting if job in self.live]
+        passed = [
+            job
+            for job in (now_waiting & waited)
+            if job in self.live and any(self.key(job) < self.key(other) for other in admitted)
+        ]
+        for job in passed:
+            assert self.live[job].job.group is not None, "overtaken"
+            assert any(self.live[other].job.group == self.live[job].job.group for other in self.live if other != job)
+        assert len(passed) <= self.limits.slots - self.scheduler.active + len(preempted), "a choice lost its place"
+
+    def check_rows(self, step: Step, budget: int) -> None:
+        served = set()
+        for row in step.rows:
+            known = self.live[row.job]
+            assert not known.suspended
+            served.add(row.job)
+            assert list(row.tokens) == known.tokens[row.start : row.start + len(row.tokens)]
+            assert self.memory.tokens(row.slot) == known.tokens[: row.start], "reused tokens are not the prompt's own"
+            assert row.sample == (row.start + len(row.tokens) == len(known.tokens))
+            assert {tenant for _token, _cell, tenant in self.memory.slots[row.slot]} <= {known.job.tenant}
+        for job, known in self.live.items():
+            assert not known.decodes or job in served, "a decoding sequence was left out"
+        prompts = [len(row.tokens) for row in step.rows if not self.live[row.job].decodes]
+        assert step.prefill <= max(budget, len(prompts))
 
     def end(self, job: int) -> None:
         del self.live[job]
-        del self.wanted[job]
+        assert job not in self.ended
+        self.ended.append(job)
 
     @invariant()
     def every_live_job_is_known_and_no_other(self) -> None:
@@ -163,9 +292,13 @@ class Traffic(RuleBasedStateMachine):
         """Whatever happened before, everything ends in bounded time, and all cells can be had back."""
         if not hasattr(self, "scheduler"):
             return
-        total = sum(len(tokens) + self.wanted[job] for job, tokens in self.live.items())
-        # A preempted job computes its tokens again, once for every job that ends before it at most.
-        bound = (total + 1) * (len(self.live) + 1) + 10
+        for job, known in self.live.items():
+            self.scheduler.resume(job)
+            known.suspended = False
+        total = sum(len(known.tokens) + known.wanted for known in self.live.values())
+        # A preempted job computes its tokens again, once for every job that ends before it at most; and every end may
+        # be followed by a step without room for each slot.
+        bound = (total + 1 + 2 * self.limits.slots) * (len(self.live) + 1) + 10
         steps = 0
         while self.live:
             self.advance(4)
@@ -173,10 +306,12 @@ class Traffic(RuleBasedStateMachine):
             assert steps <= bound, "somebody starves"
         whole = Job(self.next_id, (2,) * self.limits.context, "z")
         assert self.scheduler.submit([whole])
-        self.live[whole.id], self.wanted[whole.id], self.tenants[whole.id] = [2] * self.limits.context, 1, "z"
+        self.live[whole.id] = Live(whole, [2] * self.limits.context, 1)
         while self.live:
-            assert self.advance(16) > 0
+            before = self.scheduler.cells_used
+            assert self.advance(16) > 0 or self.scheduler.cells_used < before
         assert self.scheduler.cells_used <= self.limits.cells
+        assert sum(map(len, self.memory.slots)) == self.scheduler.cells_used, "a cell leaked"
 
 
 TestTraffic = Traffic.TestCase

@@ -1,0 +1,153 @@
+"""The bounds that docs/decisions.md promises of the engine, over steps whose cost a model gives; no clock is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference.worker.core.pacing import ALONE_SECONDS, MIXED_SECONDS, SMALLEST, Pace
+from inference.worker.core.scheduler import Scheduler
+from inference.worker.core.steps import Job, Limits, Step
+
+SLOTS, CONTEXT, BATCH = 4, 3000, 2048
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a step costs, in seconds."""
+
+    step: float
+    decoded: float
+    prompt: float
+
+    def decoding(self, count: int) -> float:
+        return self.step + self.decoded * count
+
+    def seconds(self, step: Step) -> float:
+        return self.decoding(step.tokens - step.prefill) + self.prompt * step.prefill
+
+
+MACHINES = st.builds(Machine, st.floats(1e-4, 0.03), st.floats(1e-5, 0.03), st.floats(1e-6, 0.02))
+REQUESTS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 2500), st.integers(1, 60)), min_size=1, max_size=12)
+"""(step of arrival, tokens of the prompt, tokens of the answer)"""
+
+
+class Drive:
+    """The engine's loop over a cost model."""
+
+    def __init__(self, requests: Sequence[tuple[int, int, int]]) -> None:
+        self.scheduler = Scheduler(Limits(SLOTS, SLOTS * CONTEXT, CONTEXT, BATCH, 20))
+        self.pace = Pace.first(BATCH)
+        self.arrivals = sorted((at, number, prompt, answer) for number, (at, prompt, answer) in enumerate(requests))
+        self.left: dict[int, int] = {}
+        self.now = 0.0
+        self.steps = 0
+
+    def turn(self, machine: Machine) -> tuple[bool, Step] | None:
+        """One step and whether somebody was decoding; None when everything has ended."""
+        while self.arrivals and (self.arrivals[0][0] <= self.steps or not self.left):
+            _at, number, prompt, answer = self.arrivals.pop(0)
+            self.scheduler.submit([Job(number, [number] * prompt, arrival=self.now)])
+            self.left[number] = answer
+        if not self.left:
+            return None
+        decodes = self.scheduler.decodes
+        step = self.scheduler.plan(self.now, self.pace.budget(decoding=decodes))
+        seconds = machine.seconds(step)
+        self.now += seconds
+        self.steps += 1
+        self.scheduler.computed()
+        for row in step.rows:
+            if row.sample:
+                self.left[row.job] -= 1
+                if self.left[row.job]:
+                    self.scheduler.extend(row.job, 1)
+                else:
+                    self.scheduler.finish(row.job)
+                    del self.left[row.job]
+        self.pace = self.pace.observe(step.prefill, seconds, decoding=decodes)
+        return decodes, step
+
+
+@settings(max_examples=60, deadline=None)
+@given(MACHINES, REQUESTS)
+def test_a_stream_waits_80_ms_more_than_for_a_step_without_prompts(
+    machine: Machine, requests: list[tuple[int, int, int]]
+) -> None:
+    """Or for 32 prompt tokens where those take longer. From the first step on, because learning begins there."""
+    drive = Drive(requests)
+    while (turn := drive.turn(machine)) is not None:
+        decodes, step = turn
+        aim = MIXED_SECONDS if decodes else ALONE_SECONDS
+        least = machine.prompt * SMALLEST
+        assert machine.prompt * step.prefill <= max(aim, least) * 1.001
+
+
+@settings(max_examples=60, deadline=None)
+@given(MACHINES, REQUESTS, st.integers(0, 40), st.floats(1.0, 20.0))
+def test_one_step_pays_for_a_machine_that_became_slower(
+    machine: Machine, requests: list[tuple[int, int, int]], when: int, factor: float
+) -> None:
+    """The first step of its kind after the change may be too long by that factor; the next one is not."""
+    slow = Machine(machine.step * factor, machine.decoded * factor, machine.prompt * factor)
+    drive = Drive(requests)
+    paid: set[bool] = set()
+    while (turn := drive.turn(slow if drive.steps >= when else machine)) is not None:
+        decodes, step = turn
+        used = slow if drive.steps > when else machine
+        bound = max(MIXED_SECONDS if decodes else ALONE_SECONDS, used.prompt * SMALLEST) * 1.001
+        if used.prompt * step.prefill > bound:
+            assert used is slow
+            assert used.prompt * step.prefill <= bound * factor
+            assert decodes not in paid, "a second step was too long"
+            paid.add(decodes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(MACHINES, REQUESTS)
+def test_everybody_ends_within_steps_that_can_be_counted(
+    machine: Machine, requests: list[tuple[int, int, int]]
+) -> None:
+    """From its first step on a job needs one step per token of its answer, and a share of the budget, which is at least
+    a slot's part of 32 tokens, for each piece of its prompt.
+    """
+    drive = Drive(requests)
+    began: dict[int, int] = {}
+    while True:
+        before = set(drive.left)
+        if (turn := drive.turn(machine)) is None:
+            return
+        for row in turn[1].rows:
+            began.setdefault(row.job, drive.steps)
+        for job in before - set(drive.left):
+            _at, prompt, answer = requests[job]
+            pieces = -(-prompt // (SMALLEST // SLOTS))
+            assert drive.steps - began[job] < pieces + answer
+
+
+@given(
+    st.lists(st.integers(2, 400), min_size=1, max_size=SLOTS),
+    st.integers(0, SLOTS - 1),
+    st.integers(1, 600),
+)
+def test_prompts_share_a_step_evenly(prompts: list[int], decoding: int, budget: int) -> None:
+    """Each gets an equal share at least, or all that it lacks; none waits for another to end."""
+    scheduler = Scheduler(Limits(SLOTS, SLOTS * CONTEXT, CONTEXT, BATCH, 20))
+    decoding = min(decoding, SLOTS - len(prompts))
+    scheduler.submit([Job(100 + number, [100 + number]) for number in range(decoding)])
+    if decoding:
+        for row in scheduler.plan(0.0, budget).rows:
+            scheduler.extend(row.job, 7)
+        scheduler.computed()
+    scheduler.submit([Job(number, [number] * length) for number, length in enumerate(prompts)])
+    step = scheduler.plan(0.0, budget)
+    given_to = {row.job: len(row.tokens) for row in step.rows}
+    assert all(given_to[100 + number] == 1 for number in range(decoding))
+    share = max(1, budget // len(prompts))
+    assert all(given_to[number] >= min(length, share) for number, length in enumerate(prompts))
+    assert step.prefill == sum(given_to[number] for number in range(len(prompts)))
+    assert step.prefill <= max(budget, len(prompts))
+    assert step.prefill >= min(sum(prompts), budget)

@@ -1,0 +1,100 @@
+"""The scheduler's rarer turns: scored prompts, suspended jobs, cells that run short; chosen, not random."""
+
+from __future__ import annotations
+
+from inference.worker.core.scheduler import Scheduler
+from inference.worker.core.steps import Copy, Job, Limits, Phase, Row
+
+
+def rows_of(scheduler: Scheduler, budget: int = 8) -> list[Row]:
+    rows = list(scheduler.plan(0.0, budget).rows)
+    scheduler.computed()
+    return rows
+
+
+def test_a_scored_prompt_never_asks_for_more_outputs_than_there_are() -> None:
+    """One output stays free for every other job that may need it."""
+    scheduler = Scheduler(Limits(slots=2, cells=80, context=40, batch=30, queue=4, outputs=7))
+    scheduler.submit([Job(1, (1,) * 10, score=True), Job(2, (2,) * 20)])
+    assert [(row.job, len(row.tokens), row.every) for row in rows_of(scheduler, 30)] == [(1, 6, True), (2, 20, False)]
+    scheduler.extend(2, 9)
+    assert [(row.job, len(row.tokens), row.every) for row in rows_of(scheduler, 30)] == [(2, 1, False), (1, 4, True)]
+
+
+def test_what_was_scored_before_a_preemption_is_not_scored_again() -> None:
+    scheduler = Scheduler(Limits(slots=2, cells=80, context=40, batch=30, queue=4, outputs=6))
+    scheduler.submit([Job(1, (1,)), Job(2, (2,) * 12, score=True)])
+    assert [len(row.tokens) for row in rows_of(scheduler, 30)] == [1, 5]
+    scheduler.extend(1, 9)
+    scheduler.plan(0.0, 30)
+    assert scheduler.no_room() == ()
+    scheduler.plan(0.0, 30)
+    scheduler.computed()
+    scheduler.finish(1)
+    again = [(row.start, len(row.tokens), row.every) for _ in range(3) for row in rows_of(scheduler, 30)]
+    assert again == [(0, 5, False), (5, 6, True), (11, 1, True)]
+
+
+def test_a_sequence_alone_with_the_last_cells_takes_what_there_is() -> None:
+    """A prompt beside an answer that grew is given fewer tokens than its share."""
+    scheduler = Scheduler(Limits(slots=2, cells=20, context=14, batch=8, queue=2))
+    scheduler.submit([Job(1, (1,) * 3)])
+    rows_of(scheduler)
+    scheduler.extend(1, 5)
+    scheduler.submit([Job(2, (2,) * 14)])
+    for _ in range(2):
+        rows_of(scheduler, 5)
+        scheduler.extend(1, 5)
+    assert [(row.job, len(row.tokens)) for row in rows_of(scheduler, 5)] == [(1, 1), (2, 4)]
+
+
+def test_the_youngest_puts_itself_back_when_an_older_one_took_the_last_cell() -> None:
+    scheduler = Scheduler(Limits(slots=2, cells=12, context=12, batch=8, queue=2))
+    scheduler.submit([Job(1, (1,) * 4)])
+    rows_of(scheduler)
+    scheduler.extend(1, 9)
+    scheduler.submit([Job(2, (2,) * 4)])
+    for _ in range(2):
+        assert {row.job for row in rows_of(scheduler)} == {1, 2}
+        scheduler.extend(1, 9)
+        scheduler.extend(2, 9)
+    assert [row.job for row in scheduler.plan(0.0, 8).rows] == [1]
+    assert [entry[:2] for entry in scheduler.progress()] == [(2, Phase.WAITING)]
+
+
+def test_a_suspended_job_waits_without_a_place_and_comes_back_to_its_own() -> None:
+    scheduler = Scheduler(Limits(slots=1, cells=40, context=20, batch=8, queue=4))
+    scheduler.submit([Job(1, (1,) * 4), Job(2, (2,) * 4), Job(3, (3,) * 4)])
+    assert [row.job for row in rows_of(scheduler)] == [1]
+    scheduler.extend(1, 9)
+    scheduler.suspend(1)
+    scheduler.suspend(3)
+    scheduler.suspend(3)
+    assert [row.job for row in rows_of(scheduler)] == [2]
+    scheduler.finish(2)
+    assert not scheduler.has_work
+    scheduler.resume(3)
+    scheduler.resume(1)
+    scheduler.resume(1)
+    scheduler.resume(99)
+    (row,) = rows_of(scheduler)
+    assert (row.job, row.sample) == (1, True)
+    scheduler.resume(1)
+    scheduler.finish(1)
+    assert [row.job for row in rows_of(scheduler)] == [3]
+    scheduler.suspend(3)
+    scheduler.abort(3)
+    assert (scheduler.active, scheduler.queued) == (0, 0)
+
+
+def test_a_live_sequence_lends_its_beginning() -> None:
+    """The longest of several, and never the last token."""
+    scheduler = Scheduler(Limits(slots=3, cells=90, context=30, batch=30, queue=4))
+    scheduler.submit([Job(1, (1, 2, 3, 4, 5)), Job(2, (1, 2, 9))])
+    rows_of(scheduler, 30)
+    scheduler.extend(1, 6)
+    scheduler.extend(2, 6)
+    scheduler.submit([Job(3, (1, 2, 3, 4))])
+    step = scheduler.plan(0.0, 30)
+    assert step.operations == (Copy(0, 2, 3),)
+    assert [row.start for row in step.rows if row.job == 3] == [3]

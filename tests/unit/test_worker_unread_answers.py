@@ -1,0 +1,124 @@
+"""An answer that nobody reads does not grow without limit: its request gives its slot up until it is read on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from inference.protocol import Code
+from inference.worker.core.steps import Limits
+from inference.worker.engine import UNREAD_OUTPUTS, UNREAD_SECONDS, Engine, Work
+from inference.worker.generation import Output
+from inference.worker.requests import Sampling
+from inference.worker.tickets import Ticket
+from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, SamplerShop
+
+TEXT = bytes(range(97, 123)) * 100
+ALTERNATIVES = 1000
+MOST = UNREAD_OUTPUTS // (1 + ALTERNATIVES)
+
+
+@dataclass
+class Bench:
+    """An engine whose turns are taken by hand, on a clock that is set by hand."""
+
+    now: float = 0.0
+    samplers: SamplerShop = field(default_factory=lambda: SamplerShop(TEXT))
+
+    def __post_init__(self) -> None:
+        self.backend = FakeBackend()
+        self.engine = Engine(
+            self.backend,
+            ByteVocabulary(),
+            self.samplers,
+            Limits(slots=2, cells=8000, context=4000, batch=64, queue=4),
+            lambda batch: [ticket.put(output) for ticket, output in batch] and None,
+            lambda _message: None,
+            clock=lambda: self.now,
+        )
+
+    def ask(self, tokens: int, **changes: object) -> Ticket[Output]:
+        ticket: Ticket[Output] = Ticket(asyncio.get_running_loop())
+        work = Work(prompts=[list(b"hello")], n=1, sampling=Sampling(), max_tokens=tokens, logprobs=ALTERNATIVES)
+        self.engine.submit(replace(work, **changes), ticket)
+        return ticket
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        while self.engine._turn() and not until():
+            pass
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+async def test_an_unread_answer_stops_and_goes_on_where_it_was(bench: Bench) -> None:
+    ticket = bench.ask(100)
+    text = ""
+    takes = 0
+    finish = None
+    while finish is None:
+        bench.run()
+        outputs = await ticket.take(1)
+        assert 0 < len(outputs) <= MOST + 2
+        takes += 1
+        text += "".join(output.text for output in outputs)
+        finish = outputs[-1].finish
+    assert (text, finish) == (TEXT[:100].decode(), "length")
+    assert takes == -(-100 // (MOST + 1))
+    computed = sum(count for batch in bench.backend.batches for _slot, _start, count in batch)
+    assert computed == 5 + 99, "its cells were kept"
+
+
+async def test_nobody_else_waits_for_it(bench: Bench) -> None:
+    """It holds no slot."""
+    stalled = [bench.ask(200) for _ in range(2)]
+    bench.run()
+    other = bench.ask(60, logprobs=None)
+    bench.run()
+    assert (await other.take(1))[-1].finish == "length"
+    assert all(ticket.stalled for ticket in stalled)
+
+
+async def test_one_that_is_never_read_ends(bench: Bench) -> None:
+    """All its choices do, and nothing of it is left."""
+    ticket = bench.ask(200, n=2)
+    bench.run()
+    bench.now = UNREAD_SECONDS
+    bench.engine._turn()
+    errors = [output.error.code for output in await ticket.take(1) if output.error]
+    assert errors == [Code.DEADLINE_EXCEEDED] * 2
+    assert [sampler.closed for sampler in bench.samplers.made] == [1, 1]
+    assert not bench.engine._scheduler.queued
+
+
+async def test_a_client_that_leaves_while_it_waits_is_forgotten(bench: Bench) -> None:
+    ticket = bench.ask(200)
+    bench.run()
+    assert ticket.stalled
+    bench.engine.abort(ticket)
+    bench.run()
+    bench.now = UNREAD_SECONDS
+    bench.run()
+    assert not bench.engine._scheduler.queued
+    assert [sampler.closed for sampler in bench.samplers.made] == [1]
+
+
+async def test_reading_between_the_count_and_the_stop_is_noticed(bench: Bench) -> None:
+    """The reader saw no reason to say that it had read, so the engine looks again."""
+    ticket = bench.ask(60)
+    bench.run(until=lambda: ticket.sent == MOST)
+    original = bench.engine._scheduler.suspend
+
+    def read_just_then(job: int) -> None:
+        original(job)
+        ticket.read = ticket.sent
+
+    bench.engine._scheduler.suspend = read_just_then  # type: ignore[method-assign]
+    bench.run()
+    bench.engine._scheduler.suspend = original  # type: ignore[method-assign]
+    assert ticket.sent > MOST + 1
