@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from inference.protocol import Code
+from inference.worker.core.forms import Marker
 from inference.worker.core.parts import Tool, ToolChoice
 from inference.worker.errors import BadRequestError
 from inference.worker.requests import NO_TOOLS, EmbeddingRequest, Facts, GenerateRequest, Prompt
@@ -116,10 +117,13 @@ class Prompts:
         self._check_size(sum(len(m["content"]) for m in messages if m["role"] in ("user", "system")), "messages")
         shown, variables = template.dialect.prepare(messages[:-1] if continue_final else messages, tools, choice)
         pieces = template.render(shown, {**arguments, **variables}, generate=True)
-        if continue_final:
-            first, *rest = template.defused(str(messages[-1]["content"]))
-            pieces = [*pieces[:-1], pieces[-1] + first, *rest]
         opened = "".join(pieces)[-OPENED_CHARS:]
+        if continue_final:
+            begun = template.dialect.begun(messages[-1], opened=opened)
+            opened = begun.opened[-OPENED_CHARS:]
+            for part in begun.parts:
+                first, *rest = [part.text] if isinstance(part, Marker) else template.defused(part.text)
+                pieces = [*pieces[:-1], pieces[-1] + first, *rest]
         bos = self._tokenizer.text_of(self._tokenizer.bos)
         if self._tokenizer.adds_bos and bos and pieces[0].startswith(bos):
             pieces[0] = pieces[0][len(bos) :]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from inference.worker.core.dialects.base import Begun
 from inference.worker.core.forms import Form, Json, Literal, OneOf, Repeat
 from inference.worker.core.forms import Sequence as Then
 from inference.worker.core.parts import CallArguments, CallBegin, Content, Part, Reasoning, Tool, ToolChoice
@@ -89,3 +90,7 @@ class MarkDialect:
     def wrap(self, form: Form, *, opened: str) -> Form:
         """The form after the thought."""
         return Then((Literal("()"), form)) if self.reasons else form
+
+    def begun(self, message: Mapping[str, Any], *, opened: str) -> Begun:
+        """Its content."""
+        return Begun((Literal(message["content"]),), opened + message["content"])

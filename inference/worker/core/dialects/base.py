@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from inference.worker.core import forms
 from inference.worker.core.dialects.conversation import described, normal
 from inference.worker.core.dialects.thinking import Thinking
-from inference.worker.core.forms import AnyText, Form, Json, Literal, Repeat
+from inference.worker.core.forms import AnyText, Form, Json, Literal, Marker, Repeat
 from inference.worker.core.parts import AnswerParser, Tool, ToolChoice
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The beginning of an answer: literals are the caller's, markers the family's. `opened` is what a parser of the
+    rest is told: the prompt's end and the last marker behind which the rest stands.
+    """
+
+    parts: tuple[Literal | Marker, ...]
+    opened: str
 
 
 class Dialect(Protocol):
@@ -57,6 +68,14 @@ class Dialect(Protocol):
 
     def wrap(self, form: Form, *, opened: str) -> Form:
         """A constrained answer as the family writes it: reasoning and headers around `form`."""
+        ...
+
+    def leading(self, opened: str) -> str:
+        """What must stand between a prompt that ends in `opened` and content that the answer is to go on with."""
+        ...
+
+    def begun(self, message: Mapping[str, Any], *, opened: str) -> Begun:
+        """The assistant's message, behind a prompt that ends in `opened`, so that the answer goes on where it ends."""
         ...
 
     def leading(self, opened: str) -> str:
@@ -115,6 +134,19 @@ class Family:
         if self.thinking is None or self.thinking.place(opened) != "inside":
             return ""
         return f"{self.thinking.end}\n\n"
+
+    def begun(self, message: Mapping[str, Any], *, opened: str) -> Begun:
+        """What was thought stands between its markers; where the family does not reason it is dropped."""
+        thought, content = message.get("reasoning_content") or "", message.get("content") or ""
+        thinking = self.thinking
+        place = "after" if thinking is None else thinking.place(opened)
+        if thinking is None or place == "after" or not (thought or (content and place == "inside")):
+            return Begun((Literal(content),), opened + content)
+        begin = () if place == "inside" else (Marker(thinking.begin), Literal("\n"))
+        if not content:
+            return Begun((*begin, Literal(thought)), opened if place == "inside" else thinking.begin)
+        end = (Literal(f"{thought}\n"), Marker(thinking.end), Literal(f"\n\n{content}"))
+        return Begun((*begin, *end), thinking.end)
 
     def calls(self, tools: Sequence[Tool], most: int | None) -> Form:
         """One to `most` calls of these tools."""

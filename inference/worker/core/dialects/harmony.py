@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from inference.worker.core import forms
-from inference.worker.core.dialects.base import Family, arguments_of, one_of, wanted
+from inference.worker.core.dialects.base import Begun, Family, arguments_of, one_of, wanted
 from inference.worker.core.dialects.conversation import described, joined, normal, one_at_a_time
 from inference.worker.core.dialects.output import Kind
 from inference.worker.core.dialects.reading import Markers, NoCallError, Reader, Steps
@@ -158,6 +158,17 @@ class Harmony(Family):
     def parser(self, *, tools: Sequence[Tool], opened: str) -> AnswerParser:
         """A parser of one answer."""
         return HarmonyParser(opened, {tool.name for tool in tools})
+
+    def begun(self, message: Mapping[str, Any], *, opened: str) -> Begun:
+        """A thought on its channel, content on the last one."""
+        said = (("analysis", message.get("reasoning_content")), ("final", message.get("content")))
+        parts: list[Literal | Marker] = []
+        for channel, text in said:
+            if text:
+                if parts:
+                    parts += [Marker(END), Marker(START), Literal("assistant")]
+                parts += [Marker(CHANNEL), Literal(channel), Marker(MESSAGE), Literal(text)]
+        return Begun(tuple(parts), opened + "".join(part.text for part in parts[-4:-1]))
 
     def form(self, tools: Sequence[Tool], choice: ToolChoice, *, opened: str) -> Form | None:
         """Thoughts and preambles, then a call, or where none is required the last message."""
