@@ -362,15 +362,18 @@ class App:
     async def _compiled(self, shape: Shape) -> Constraint | None:
         """Off the loop, one after the other, so that a form that takes long keeps only other forms waiting."""
         form, compiler = shape.form, self._compiler
-        if form is None:
+        if form is None or compiler is None:
             return None
-        if compiler is None:
-            raise BadRequestError(
-                "answers of this model cannot be held to a form", shape.param, code=Code.UNSUPPORTED_PARAMETER
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                self._compiling, lambda: compiler.compile(form, shape.param)
             )
-        return await asyncio.get_running_loop().run_in_executor(
-            self._compiling, lambda: compiler.compile(form, shape.param)
-        )
+        except BadRequestError as error:
+            if not shape.promised:
+                log.info("calls are not held to their form: %s", error.message)
+                return None
+            # Another tier may be able to do it.
+            raise BadRequestError(error.message, error.param, code=Code.UNSUPPORTED_PARAMETER) from None
 
 
 async def _next(ticket: Ticket[T]) -> list[T]:

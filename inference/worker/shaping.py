@@ -19,12 +19,14 @@ from inference.worker.responses import new_call_id
 @dataclass(frozen=True, slots=True)
 class Shape:
     """How the answers of one request are read, and what they must look like; None: plain text, any text. `param` is
-    the request's parameter that asks for the form.
+    the request's parameter that asks for the form. One that is not `promised` only helps the model: without it the
+    answer is still what was asked for.
     """
 
     reading: Reading | None = None
     form: Form | None = None
     param: str = ""
+    promised: bool = True
 
 
 class Shaping:
@@ -40,7 +42,10 @@ class Shaping:
 
         Raises BadRequestError where the family cannot promise what is asked.
         """
-        return Shape(self._reading(request, opened), *self._form(request, opened))
+        form, param = self._form(request, opened)
+        is_free = request.choice.mode == "auto" and request.form is None
+        promised = not is_free or any(tool.strict for tool in request.tools)
+        return Shape(self._reading(request, opened), form, param, promised)
 
     def _reading(self, request: GenerateRequest, opened: str) -> Reading | None:
         dialect, choice = self._dialect, request.choice

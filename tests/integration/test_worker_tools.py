@@ -242,7 +242,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("fields", "param"), REFUSED, ids=lambda value: str(value)[:40])
 def test_what_cannot_be_enforced_is_a_400(worker: WorkerRig, fields: dict[str, Any], param: str) -> None:
     status, said = worker.post(CHAT, ask(**fields))
-    assert (status, said["error"]["param"]) == (400, param), said
+    assert (status, said["error"]["param"], said["error"]["code"]) == (400, param, "unsupported_parameter"), said
+
+
+def test_tools_that_may_be_called_need_no_mask(worker: WorkerRig) -> None:
+    """Schemas of other people's libraries are no reason to refuse a conversation, unless a promise is asked for."""
+    loose = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "$ref": "#/nowhere"}}}
+    assert answer(worker, ask(tools=[loose], max_tokens=3))["usage"]["completion_tokens"] == 3
+    strict = {**loose, "function": {**loose["function"], "strict": True}}
+    assert worker.post(CHAT, ask(tools=[strict]))[0] == 400
 
 
 def test_neighbors_are_undisturbed_by_whatever_goes_wrong(worker: WorkerRig) -> None:

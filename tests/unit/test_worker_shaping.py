@@ -109,3 +109,13 @@ def test_a_family_whose_calls_cannot_be_forced_says_so(request_: GenerateRequest
     with pytest.raises(BadRequestError, match="marks") as caught:
         asked(request_, forces=False)
     assert (caught.value.param, caught.value.code) == (param, Code.UNSUPPORTED_PARAMETER)
+
+
+def test_only_what_was_asked_for_is_promised() -> None:
+    """Calls that the model may make are held to their shape where that is possible, strict ones always."""
+    loose, strict = chat("auto"), chat("auto", form=FORMAT, form_param="regex")
+    assert not shaping().shape(loose).promised
+    assert shaping().shape(strict).promised
+    assert shaping().shape(chat("required")).promised
+    tools = (Tool("add", strict=True),)
+    assert shaping().shape(GenerateRequest("chat", tools=tools, choice=ToolChoice("auto"))).promised
