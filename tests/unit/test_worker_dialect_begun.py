@@ -38,6 +38,13 @@ def written(template: str, opened: str, message: Mapping[str, Any], rest: str) -
         ("<think>\n", {"content": "ab"}, "c", ("\n{</think>}\n\nab", "", "c")),
         ("<think>\n", {"content": "", "reasoning_content": "t"}, "u</think>c", ("t", "u", "c")),
         ("<think>\n", {"content": ""}, "u</think>c", ("", "u", "c")),
+        ("", {"content": ""}, "<think> u</think> c", ("", "u", "c")),
+        ("", {"content": "ab"}, " <think>", ("ab", "", " <think>")),
+        ("", {"content": "", "reasoning_content": "t"}, " u </think> c", ("{<think>}\nt", " u", "c")),
+        ("<think>\n", {"content": "", "reasoning_content": "t"}, " u", ("t", " u", "")),
+        ("<think>\n", {"content": "ab"}, "\nc", ("\n{</think>}\n\nab", "", "\nc")),
+        ("<think></think>", {"content": "ab"}, " c", ("ab", "", " c")),
+        ("<think></think>", {"content": "", "reasoning_content": "t"}, " c", ("", "", "c")),
         ("<think>\n\n</think>\n\n", {"content": "ab", "reasoning_content": "t"}, "c", ("ab", "", "c")),
     ],
 )

@@ -36,6 +36,7 @@ DIALECTS: dict[str, tuple[Dialect, str]] = {
     "hermes": (Hermes(), "<|im_start|>assistant\n"),
     "hermes thinking": (Hermes(TAGS), "<|im_start|>assistant\n"),
     "llama3": (Llama3(), "<|start_header_id|>assistant<|end_header_id|>\n\n"),
+    "llama3 thinking": (Llama3(TAGS), "<|start_header_id|>assistant<|end_header_id|>\n\n"),
     "mistral": (Mistral(), "[/INST]"),
     "mistral thinking": (Mistral(BRACKETS), "[/INST]"),
     "deepseek": (DeepSeek(TAGS), "<｜Assistant｜>"),
@@ -387,23 +388,6 @@ def test_a_template_renders_what_was_prepared() -> None:
     assert template.dialect.name == "hermes"
     assert '"description": "Weather of a city"' in text
     assert text.endswith('assistant:<tool_call>{"zone": 1}</tool_call>')
-
-
-# --- what stands before content that is gone on with ------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("dialect", "opened", "leading"),
-    [
-        (Hermes(), "<think>", ""),
-        (Hermes(TAGS), "<think>\n", "</think>\n\n"),
-        (Hermes(TAGS), "assistant\n", ""),
-        (Hermes(TAGS), "</think>\n\n", ""),
-        (Harmony(), "<|start|>assistant", "<|channel|>final<|message|>"),
-        (Harmony(), "<|start|>assistant<|channel|>final<|message|>", ""),
-        (Plain(), "", ""),
-    ],
-)
-def test_content_that_is_gone_on_with_is_led_in(dialect: Dialect, opened: str, leading: str) -> None:
-    assert dialect.leading(opened) == leading
 
 
 # --- forms ------------------------------------------------------------------------------------------------------------

@@ -9,15 +9,15 @@ from typing import Any, Protocol
 
 from inference.worker.core import forms
 from inference.worker.core.dialects.conversation import described, normal
-from inference.worker.core.dialects.thinking import Thinking
+from inference.worker.core.dialects.thinking import MIDST, Thinking
 from inference.worker.core.forms import AnyText, Form, Json, Literal, Marker, Repeat
 from inference.worker.core.parts import AnswerParser, Tool, ToolChoice
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The beginning of an answer: literals are the caller's, markers the family's. `opened` is what a parser of the
-    rest is told: the prompt's end and the last marker behind which the rest stands.
+    """The beginning of an answer: literals are the caller's, markers the family's. `opened` is what a parser and a form
+    of the rest are told: the last marker behind which the rest stands, and that text has begun there.
     """
 
     parts: tuple[Literal | Marker, ...]
@@ -70,16 +70,8 @@ class Dialect(Protocol):
         """A constrained answer as the family writes it: reasoning and headers around `form`."""
         ...
 
-    def leading(self, opened: str) -> str:
-        """What must stand between a prompt that ends in `opened` and content that the answer is to go on with."""
-        ...
-
     def begun(self, message: Mapping[str, Any], *, opened: str) -> Begun:
         """The assistant's message, behind a prompt that ends in `opened`, so that the answer goes on where it ends."""
-        ...
-
-    def leading(self, opened: str) -> str:
-        """What must stand between a prompt that ends in `opened` and content that the answer is to go on with."""
         ...
 
 
@@ -122,31 +114,28 @@ class Family:
             return None
         calls = self.calls(chosen, None if choice.parallel and choice.mode != "named" else 1)
         if choice.mode == "auto" and self.opening is not None:
-            calls = forms.Sequence((AnyText((self.opening,)), Repeat(calls, 0, 1)))
+            text = AnyText((self.opening,))
+            calls = forms.OneOf((text, led(text, calls)))
         return self.wrap(calls, opened=opened)
 
     def wrap(self, form: Form, *, opened: str) -> Form:
         """Reasoning first, where the family reasons."""
         return form if self.thinking is None else self.thinking.first(form, opened)
 
-    def leading(self, opened: str) -> str:
-        """The end of reasoning that the prompt has begun."""
-        if self.thinking is None or self.thinking.place(opened) != "inside":
-            return ""
-        return f"{self.thinking.end}\n\n"
-
     def begun(self, message: Mapping[str, Any], *, opened: str) -> Begun:
         """What was thought stands between its markers; where the family does not reason it is dropped."""
         thought, content = message.get("reasoning_content") or "", message.get("content") or ""
         thinking = self.thinking
         place = "after" if thinking is None else thinking.place(opened)
-        if thinking is None or place == "after" or not (thought or (content and place == "inside")):
+        if thinking is None or not (thought or content):
             return Begun((Literal(content),), opened + content)
+        if place == "after" or not (thought or place == "inside"):
+            return Begun((Literal(content),), (thinking.end + MIDST) if content else opened)
         begin = () if place == "inside" else (Marker(thinking.begin), Literal("\n"))
         if not content:
-            return Begun((*begin, Literal(thought)), opened if place == "inside" else thinking.begin)
+            return Begun((*begin, Literal(thought)), thinking.begin + MIDST)
         end = (Literal(f"{thought}\n"), Marker(thinking.end), Literal(f"\n\n{content}"))
-        return Begun((*begin, *end), thinking.end)
+        return Begun((*begin, *end), thinking.end + MIDST)
 
     def calls(self, tools: Sequence[Tool], most: int | None) -> Form:
         """One to `most` calls of these tools."""
@@ -175,6 +164,22 @@ def quoted(name: str) -> str:
 def one_of(parts: Sequence[Form]) -> Form:
     """A choice, where there is one to make."""
     return parts[0] if len(parts) == 1 else forms.OneOf(tuple(parts))
+
+
+def led(text: Form, form: Form) -> Form:
+    """`text` and then `form`, written so that `text` stands right beside what `form` begins with.
+
+    Where a marker is no token of its own, text and marker can only be told apart within one piece of a grammar.
+    """
+    if isinstance(form, forms.Sequence):
+        return forms.Sequence((led(text, form.parts[0]), *form.parts[1:]))
+    if isinstance(form, forms.OneOf):
+        return forms.OneOf(tuple(led(text, part) for part in form.parts))
+    if isinstance(form, Repeat):
+        following = form.part if form.between is None else forms.Sequence((form.between, form.part))
+        more = Repeat(following, 0, None if form.most is None else form.most - 1)
+        return forms.Sequence((led(text, form.part), more))
+    return forms.Sequence((text, form))
 
 
 def object_call(tool: Tool, key: str = "arguments") -> tuple[Form, ...]:

@@ -195,10 +195,6 @@ class Harmony(Family):
             return whole
         return _after_thought(whole) if "analysis" in header else form
 
-    def leading(self, opened: str) -> str:
-        """The header of the final channel."""
-        return "" if _begun(opened) else f"{CHANNEL}final{MESSAGE}"
-
 
 def _begun(opened: str) -> str:
     """What the prompt has written of the header of the answer's first message, the role left out."""

@@ -9,7 +9,7 @@ from inference.worker.core import forms
 from inference.worker.core.dialects.base import Family, object_call, one_of
 from inference.worker.core.dialects.conversation import described, normal, one_at_a_time
 from inference.worker.core.dialects.reading import Markers, Reader, Steps
-from inference.worker.core.dialects.thinking import Thinking
+from inference.worker.core.dialects.thinking import MIDST, Thinking
 from inference.worker.core.forms import Form, Literal
 from inference.worker.core.parts import AnswerParser, Content, Reasoning, Tool, ToolChoice
 
@@ -32,13 +32,14 @@ class Llama3Parser(Reader):
         self._thinking = thinking
         self._opened = opened
         self._names = names
-        self._thinks = thinking is not None and thinking.place(opened) != "before"
+        thinks = thinking is not None and thinking.place(opened) != "before" and not opened.endswith(MIDST)
+        self._starts = thinks or opened.rstrip().endswith(_BEGINNINGS)
 
     def answer(self) -> Steps[None]:
         """The whole answer."""
         yield from self.thought(self._thinking, self._opened)
         if self._names:
-            if self._opened.rstrip().endswith(_BEGINNINGS) or self._thinks:
+            if self._starts:
                 yield from self.attempt(self._bare())
             while (yield from self.until(_TAG, Content)):
                 yield from self.attempt(self.calls(), TAG)

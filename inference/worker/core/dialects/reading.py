@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from inference.worker.core.dialects.jsontext import ValueEnd
 from inference.worker.core.dialects.output import SPACE, Kind, Output
-from inference.worker.core.dialects.thinking import Thinking
+from inference.worker.core.dialects.thinking import MIDST, Thinking
 from inference.worker.core.parts import Content, Part, Reasoning
 
 T = TypeVar("T")
@@ -167,7 +167,8 @@ class Reader(ABC):
             if not (yield from self.literal(thinking.begin)):
                 self.give_back()
                 return
-        self.out.border()
+        if not opened.endswith(MIDST):
+            self.out.border()
         if place != "after" and (yield from self.until(Markers(thinking.end), Reasoning)):
             self.out.border()
 

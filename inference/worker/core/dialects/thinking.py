@@ -12,6 +12,11 @@ _BREAK = Regex(r"[\n ]{0,2}")
 """What models write between their reasoning and their answer: at most an empty line."""
 
 
+MIDST = "\uffff"
+"""Stands at the end of `opened` where text has begun behind the marker before it: the answer goes on with that text,
+and its white space is its own. No template writes this character, for it is none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Thinking:
     """The two markers of reasoning. White space on both sides of each belongs to the marker."""
@@ -24,7 +29,7 @@ class Thinking:
 
         Only the very end counts: earlier markers are those of earlier turns, or words of a user.
         """
-        end = opened.rstrip()
+        end = opened.removesuffix(MIDST).rstrip()
         if end.endswith(self.begin):
             return "inside"
         return "after" if end.endswith(self.end) else "before"

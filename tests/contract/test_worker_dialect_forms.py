@@ -1,0 +1,168 @@
+"""What dialects force is what masks let through, in vocabularies that have the families' tokens and that lack them."""
+# ruff: noqa: RUF001 - the bars in DeepSeek's tokens are its own
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+
+from inference.worker.constraints import Compiler
+from inference.worker.core.dialects import Dialect
+from inference.worker.core.dialects.deepseek import DeepSeek
+from inference.worker.core.dialects.generic import Generic
+from inference.worker.core.dialects.harmony import Harmony
+from inference.worker.core.dialects.hermes import Hermes
+from inference.worker.core.dialects.llama3 import Llama3
+from inference.worker.core.dialects.mistral import Mistral
+from inference.worker.core.dialects.thinking import BRACKETS, TAGS
+from inference.worker.core.forms import Form, Json
+from inference.worker.core.parts import Tool, ToolChoice
+
+
+class Vocabulary:
+    """Single bytes, tokens of markers, which are control tokens or plain ones, and one token that ends."""
+
+    def __init__(self, markers: Iterable[str], *, control: bool = False) -> None:
+        self._markers = sorted(markers, key=len, reverse=True)
+        self._are_control = control
+        self.n_vocab = 256 + len(self._markers) + 1
+        self.end = self.n_vocab - 1
+        self.end_tokens = frozenset({self.end})
+        self._pattern = re.compile("|".join(map(re.escape, self._markers)) or "(?!)")
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """Bytes of a token."""
+        if token < 256:
+            return bytes([token])
+        shown = special or (token != self.end and not self._are_control)
+        return [*self._markers, "</s>"][token - 256].encode() if shown else b""
+
+    def tokens(self, text: str) -> list[int]:
+        """The text, its markers as tokens where there are any, and the end."""
+        found, at = [], 0
+        for match in self._pattern.finditer(text):
+            found += [*text[at : match.start()].encode(), 256 + self._markers.index(match[0])]
+            at = match.end()
+        return [*found, *text[at:].encode(), self.end]
+
+
+TOOLS = (
+    Tool("get_weather", parameters={"properties": {"city": {"type": "string"}}, "required": ["city"]}),
+    Tool("now"),
+)
+PARIS = '{"city": "Paris <tool_call> }"}'
+START = "<|start|>assistant"
+
+AUTO, ONE, MANY = ToolChoice(), ToolChoice("required", parallel=False), ToolChoice("required")
+NAMED = ToolChoice("named", "now")
+
+HERMES = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
+WEATHER, NOW = HERMES.format("get_weather", PARIS), HERMES.format("now", "{}")
+OLD = '[TOOL_CALLS][{{"name": "now", "arguments": {{}}{}}}]'
+NEW = "[TOOL_CALLS]get_weather[ARGS]" + PARIS
+NEWER = "[TOOL_CALLS]now[CALL_ID]{}[ARGS]{{}}"
+FENCED = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜>"
+BARE = "<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>" + PARIS + "<｜tool▁call▁end｜>"
+CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+THOUGHT = f"<|channel|>analysis<|message|>Now {{}}!<|end|>{START}"
+CALL = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
+ROLE = " to=functions.get_weather<|channel|>commentary json<|message|>" + PARIS
+FINAL = "<|channel|>final<|message|>"
+
+ROWS: list[tuple[Dialect, str, ToolChoice, list[str], list[str]]] = [
+    (Hermes(), "", MANY, [NOW, f"{WEATHER}\n{NOW}\n{NOW}"], ["", f"So {NOW}", f"{NOW} so", NOW[:-1], NOW * 2]),
+    (Hermes(), "", ONE, [NOW, WEATHER], [f"{NOW}\n{NOW}"]),
+    (Hermes(), "", NAMED, [NOW], [WEATHER, f"{NOW}\n{NOW}", ""]),
+    (Hermes(), "", AUTO, ["", "Hi <tool", "{}\n", NOW, f"So: {WEATHER}\n{NOW}"], ["<tool_call>", f"{NOW} so"]),
+    (Hermes(TAGS), "", MANY, [NOW, f"<think>\nHm. <\n</think>\n\n{NOW}"], [f"<think>{NOW}", "<think></think>"]),
+    (Hermes(TAGS), "<think>", MANY, [f"Hm.</think>{NOW}", f"Hm.</think>\n\n{WEATHER}"], [NOW, f"</think> So {NOW}"]),
+    (Hermes(TAGS), "</think>", MANY, [NOW], [f"<think></think>{NOW}"]),
+    (Hermes(TAGS), "", AUTO, ["Hi", "<think>\nHm.</think>\n\nHi", f"<think>Hm.</think>Hi {NOW}"], ["<tool_call>"]),
+    (Hermes(TAGS), "<think>", AUTO, ["</think>", f"Hm.</think>\n\nHi {NOW}"], ["Hm.", f"</think>{NOW} so"]),
+    (Generic(), "", MANY, [NOW, f"{WEATHER}\n{NOW}"], ["Hi"]),
+    (Llama3(), "", MANY, ['{"name": "now", "parameters": {}}'], ["", '{"name": "x", "parameters": {}}', "Hi"]),
+    (Mistral(), "", MANY, [NEW, f"{NEW}[TOOL_CALLS]now[ARGS]{{}}"], ["", f"So {NEW}", f"{NEW} "]),
+    (Mistral(), "", AUTO, ["", "Hi [", NEW, f"So {NEW}{NEW}"], ["[TOOL_CALLS]", f"{NEW} so"]),
+    (Mistral(ids=True), "", ONE, [NEWER.format("abcDEF123")], [NEW, NEWER.format("a")]),
+    (
+        Mistral(lists=True), "", MANY,
+        [OLD.format(""), OLD.format(', "id": "abcDEF123"'), OLD.format("}, {\"name\": \"now\", \"arguments\": {}")],
+        ["", "[TOOL_CALLS][]", OLD.format(', "id": "a"')],
+    ),
+    (Mistral(BRACKETS), "", MANY, [NEW, f"[THINK]a[b[/THINK]\n{NEW}"], ["[THINK]"]),
+    (DeepSeek(), "", MANY, [CALLS + BARE * 3 + CALLS_END], [CALLS + FENCED + CALLS_END, CALLS + CALLS_END, BARE]),
+    (DeepSeek(fenced=True), "", MANY, [f"{CALLS}{FENCED}\n{FENCED}{CALLS_END}"], [CALLS + BARE + CALLS_END]),
+    (DeepSeek(TAGS), "<think>\n", ONE, [f"Hm <\n</think>\n\n{CALLS}{BARE}{CALLS_END}"], [CALLS + BARE + CALLS_END]),
+    (DeepSeek(), "", AUTO, ["Hi", f"So:\n{CALLS}{BARE}{CALLS_END}"], [CALLS + BARE]),
+    (Harmony(), START, MANY, [CALL, ROLE, THOUGHT + CALL, THOUGHT * 2 + ROLE], [FINAL + "Hi", THOUGHT, CALL + THOUGHT]),
+    (Harmony(), START, NAMED, [CALL, THOUGHT + CALL], [ROLE]),
+    (Harmony(), START, AUTO, [CALL, THOUGHT + FINAL + "Hi {}", FINAL, THOUGHT + ROLE], ["Hi", THOUGHT]),
+    (Harmony(), f"{START}<|channel|>analysis<|message|>", ONE, [f" so<|end|>{START}{CALL}"], [CALL]),
+]  # fmt: skip
+
+MARKERS = [
+    "<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]",
+    CALLS, CALLS_END, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<|start|>", "<|channel|>",
+    "<|constrain|>", "<|message|>", "<|end|>",
+]  # fmt: skip
+VOCABULARIES = {"control": Vocabulary(MARKERS, control=True), "plain": Vocabulary(MARKERS), "none": Vocabulary(())}
+"""By what their markers are: GGUFs have them as control tokens, as plain tokens, or not at all."""
+COMPILERS = {name: Compiler(vocabulary) for name, vocabulary in VOCABULARIES.items()}
+
+
+def tried(dialect: Dialect) -> list[str]:
+    """Vocabularies in which a family's models come."""
+    return ["control"] if dialect.name == "harmony" else [*VOCABULARIES]
+
+
+def accepts(name: str, form: Form, text: str) -> bool:
+    """Whether the text is a whole answer of the form."""
+    vocabulary = VOCABULARIES[name]
+    mask = COMPILERS[name].compile(form, "tools").start()
+    for token in vocabulary.tokens(text):
+        logits = np.zeros(vocabulary.n_vocab, np.float32)
+        mask.apply(logits)
+        if not np.isfinite(logits[token]):
+            return False
+        if token != vocabulary.end:
+            mask.accept(token)
+    return True
+
+
+@pytest.mark.parametrize(("row", "name"), [(row, name) for row in range(len(ROWS)) for name in tried(ROWS[row][0])])
+def test_calls_are_forced_as_the_family_writes_them(row: int, name: str) -> None:
+    """Whole answers pass, others do not; the text of a marker inside a JSON string is text."""
+    dialect, opened, choice, whole, others = ROWS[row]
+    form = dialect.form(TOOLS, choice, opened=opened)
+    assert form is not None
+    # A control token inside a string would be that token.
+    told = [text.replace(" <tool_call> ", " ") for text in whole] if name == "control" else whole
+    assert [text for text in told if not accepts(name, form, text)] == []
+    assert [text for text in others if accepts(name, form, text)] == []
+
+
+WRAPPED: list[tuple[Dialect, str, list[str], list[str]]] = [
+    (Hermes(), "", ["[1]"], ["Hi", ""]),
+    (Hermes(TAGS), "", ["[1]", "<think>\nHm</think>\n\n[1]"], ["<think>[1]"]),
+    (Hermes(TAGS), "<think>\n", ["Hm</think>\n\n[1]", "</think>[1]"], ["[1]"]),
+    (Hermes(TAGS), "</think>\n\n", ["[1]"], ["</think>[1]"]),
+    (
+        Harmony(), START,
+        [FINAL + "[1]", THOUGHT + FINAL + "[1]", THOUGHT + "<|channel|>final <|constrain|>json<|message|>[1]"],
+        ["[1]", FINAL, THOUGHT, CALL],
+    ),
+    (Harmony(), START + FINAL, ["[1]"], [FINAL + "[1]"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "name"), [(row, name) for row in range(len(WRAPPED)) for name in tried(WRAPPED[row][0])]
+)
+def test_constrained_answers_are_wrapped_as_the_family_writes_them(row: int, name: str) -> None:
+    dialect, opened, whole, others = WRAPPED[row]
+    form = dialect.wrap(Json({"type": "array"}), opened=opened)
+    assert [text for text in whole if not accepts(name, form, text)] == []
+    assert [text for text in others if accepts(name, form, text)] == []
