@@ -90,8 +90,8 @@ class HarmonyParser(Reader):
     def _body(self, channel: str, recipient: str) -> Steps[str]:
         """Reads the message; returns the marker that opens the next one."""
         kind: Kind = Reasoning if channel == "analysis" and not recipient else Content
-        name = recipient if recipient in self._names else recipient.removeprefix(_NAMESPACE)
-        if recipient and self._names and (name != recipient or name in self._names):
+        name = self._function(recipient)
+        if name:
             yield from self.attempt(self._arguments(name), *self._read)
         elif recipient:
             self.give_back()
@@ -100,6 +100,12 @@ class HarmonyParser(Reader):
                 self.out.text(kind, _BREAK)
             self._kinds.add(kind)
         return (yield from self._rest_of_message(kind))
+
+    def _function(self, recipient: str) -> str:
+        """The function that a recipient is; empty where it is none, or where there are no tools."""
+        if recipient in self._names:
+            return recipient
+        return recipient[len(_NAMESPACE) :] if self._names and recipient.startswith(_NAMESPACE) else ""
 
     def _rest_of_message(self, kind: Kind) -> Steps[str]:
         """Shows text until another message begins; returns the marker that opens it, none at the end of the answer.

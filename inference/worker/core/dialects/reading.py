@@ -115,7 +115,7 @@ class Reader(ABC):
             raise NoCallError
 
     def run(self, pattern: re.Pattern[str], most: int | None = None) -> Steps[str]:
-        """Reads the characters that `pattern` matches, at most `most` and a few; `pattern` matches each alone."""
+        """Reads what `pattern`, one or more of a set of characters, matches; of more than `most` one character more."""
         found: list[str] = []
         length = 0
         while (most is None or length <= most) and (yield from self.more()):
@@ -277,9 +277,11 @@ class Reader(ABC):
             written.append(char)
             if char == '"' and not escaped:
                 try:
-                    return str(json.loads("".join(written), strict=False))
+                    text = str(json.loads("".join(written), strict=False))
+                    text.encode()  # half a character is none
                 except ValueError:
                     break
+                return text
             escaped = char == "\\" and not escaped
         raise NoCallError
 
