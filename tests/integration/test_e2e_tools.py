@@ -10,6 +10,7 @@ import openai
 import pydantic
 import pytest
 
+from headgate.shared.state import INFERENCE_TOKEN
 from tests.rigs.stack import MODELS, Stack
 
 MINI_WITHOUT_TOOLS = MODELS.replace(
@@ -86,6 +87,35 @@ def test_a_streamed_call_is_gathered_by_the_official_client(client: openai.OpenA
     assert isinstance(choice.message.tool_calls[0].function.parsed_arguments, Bring)
     assert final.usage is not None
     assert final.usage.completion_tokens > 0
+
+
+def test_the_inference_service_says_the_same(stack: Stack, client: openai.OpenAI) -> None:
+    """Chunk for chunk, but for what names the answer."""
+    token = stack.state.read_secret(INFERENCE_TOKEN)
+    assert token is not None
+    said = []
+    with openai.OpenAI(base_url=stack.inference.url + "/v1", api_key=token, max_retries=0, timeout=60) as direct:
+        for asked in (direct, client):
+            chunks = asked.chat.completions.create(
+                model="demo",
+                messages=MESSAGES,
+                tools=[openai.pydantic_function_tool(Bring)],
+                tool_choice="required",
+                parallel_tool_calls=False,
+                temperature=0,
+                stream=True,
+            )
+            said.append([_nameless(chunk.model_dump(exclude_unset=True)) for chunk in chunks])
+    assert said[0] == said[1]
+    assert said[0][0]["choices"][0]["delta"] == {"role": "assistant", "content": None}
+
+
+def _nameless(chunk: dict[str, Any]) -> dict[str, Any]:
+    """A chunk without ids and times."""
+    for choice in chunk["choices"]:
+        for call in choice["delta"].get("tool_calls") or ():
+            call.pop("id", None)
+    return {name: value for name, value in chunk.items() if name not in ("id", "created", "usage")}
 
 
 def test_a_format_is_kept_by_every_tier(client: openai.OpenAI) -> None:
