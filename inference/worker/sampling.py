@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from inference.worker.llama import Context, Model, Sampler
+from inference.worker.llama import MOST_CANDIDATES, Context, Model, Sampler
 from inference.worker.requests import Sampling
 
 _RANDOM_SEED = 0xFFFFFFFF
@@ -20,6 +20,15 @@ COLDEST = 1e-4
 _VANISHING = 1e-30
 """Share of the likeliest token's probability below which a token is dropped before locally typical sampling, whose
 entropy would not be a number with a probability of zero."""
+
+_MARGIN = 1e-3
+"""Added to a distance, so that rounding drops no token that the chain would keep."""
+
+_LARGE_VOCABULARY = 2**13
+"""With fewer tokens llama.cpp has sampled before the few are found."""
+
+_NEAR = np.float32(8.0)
+"""A top_k cut seldom reaches further below the best logit."""
 
 _METADATA = {
     "general.sampling.temp": "temperature",
@@ -52,6 +61,9 @@ def seed_of(sampling: Sampling, choice: int) -> int:
 class ChainSampler:
     """A request's sampler chain bound to a context. Order as in llama.cpp: bias, penalties, cuts, temperature, draw.
 
+    Where a cut leaves few tokens, those that it may leave are found first and only they pass through the chain. The
+    result is the same as long as nothing that stands before the cut changes logits or looks at more of them.
+
     Penalties look at generated tokens only, over the whole answer, as OpenAI defines them. Below `COLDEST` a
     temperature is greedy: dividing by it would leave the range of the numbers. Without bias and penalties the greedy
     choice needs no chain.
@@ -78,9 +90,13 @@ class ChainSampler:
             )
         is_greedy = sampling.temperature < COLDEST
         self._takes_best = is_greedy and not bias and not penalizes
+        self._reach: np.float32 | None = None
+        self._least = 0
         if is_greedy:
             chain.add("greedy")
             return
+        if not bias and not penalizes and model.n_vocab >= _LARGE_VOCABULARY:
+            self._look_near(sampling)
         if sampling.top_k > 0:
             chain.add("top_k", sampling.top_k)
         if sampling.typical_p < 1.0:
@@ -93,6 +109,13 @@ class ChainSampler:
         chain.add("temp", sampling.temperature)
         chain.add("dist", seed_of(sampling, choice))
 
+    def _look_near(self, sampling: Sampling) -> None:
+        """How far below the best logit the tokens lie that any cut may leave, and how many they must be at least."""
+        if sampling.min_p > 0.0 and sampling.top_p == 1.0 and sampling.typical_p == 1.0:
+            self._reach = np.float32(_MARGIN - math.log(sampling.min_p))
+        elif sampling.top_k > 0:
+            self._reach, self._least = _NEAR, sampling.top_k
+
     def sample(self, index: int) -> int:
         """Draws and accepts the token after batch index `index`.
 
@@ -100,9 +123,17 @@ class ChainSampler:
         """
         logits = self._context.logits(index)
         best = logits.argmax()  # NaN, if there is one
-        if not math.isfinite(logits[best]):
+        most = logits[best]
+        if not math.isfinite(most):
             raise ArithmeticError("the model's logits are not finite, or no token may follow")
-        return int(best) if self._takes_best else self._chain.sample(self._context, index)
+        if self._takes_best:
+            return int(best)
+        if self._reach is not None:
+            is_near = logits >= most - self._reach
+            if self._least <= np.count_nonzero(is_near) <= MOST_CANDIDATES:
+                near = is_near.nonzero()[0]
+                return self._chain.sample_among(near, logits[near])
+        return self._chain.sample(self._context, index)
 
     def close(self) -> None:
         """Frees the chain."""

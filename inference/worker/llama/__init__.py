@@ -15,10 +15,11 @@ from inference.worker.llama.params import (
     model_params,
 )
 from inference.worker.llama.process import on_abort, start
-from inference.worker.llama.sampler import Sampler
+from inference.worker.llama.sampler import MOST_CANDIDATES, Sampler
 
 __all__ = [
     "KV_TYPES",
+    "MOST_CANDIDATES",
     "POOLING_LAST",
     "POOLING_MEAN",
     "POOLING_NONE",
