@@ -14,16 +14,16 @@ from typing import Any, Protocol
 
 from inference.worker.backend import Constraint, Mask
 from inference.worker.constraints import grammar
-from inference.worker.constraints.masks import Guide
+from inference.worker.constraints.masks import Guide, Scratch
 from inference.worker.core.forms import Form
 from inference.worker.errors import BadRequestError
 
 STACK_BYTES = 256 << 20
 """Of the thread that compiles; only what is touched is ever allocated. llguidance follows references by recursion, at
 most 10,000 of them and at about 8 KiB each; an overflow would end the process."""
-KEPT = 64
-KEPT_BYTES = 64 << 20
-"""Of compiled constraints, estimated."""
+KEPT = 24
+KEPT_BYTES = 32 << 20
+"""Of compiled constraints before their automata grow, estimated."""
 _BYTES_EACH = 256 << 10
 _BYTES_PER_CHARACTER = 256
 """Measured with schemas of 100 to 1000 properties and rounded up."""
@@ -32,12 +32,12 @@ _LIMITS: dict[str, Any] = {
     "step_max_items": 100_000,
     "step_lexer_fuel": 200_000,
     "initial_lexer_fuel": 1_000_000,
-    "max_lexer_states": 20_000,
+    "max_lexer_states": 10_000,
     "max_grammar_size": 500_000,
     "verbose_errors": False,
 }
-"""A mask takes at most some 15 ms (100,000 items at 20 per microsecond; 200,000 fuel at 14 per microsecond), a lexer at
-most 40 MB (20,000 states of 2 kB)."""
+"""A mask takes at most some 15 ms (100,000 items at 20 per microsecond; 200,000 fuel at 14 per microsecond), an
+automaton at most 5 MB (measured: 10,000 states of 0.5 kB)."""
 
 
 class Tokens(Protocol):
@@ -70,7 +70,7 @@ class Compiler:
         self._most_bytes = kept_bytes
         self._stack_bytes = stack_bytes
         self._lock = threading.Lock()
-        self._cache: OrderedDict[bytes, tuple[Constraint, int]] = OrderedDict()
+        self._cache: OrderedDict[bytes, tuple[_Compiled, int]] = OrderedDict()
         self._bytes = 0
         self._trie: _Trie | None = None
 
@@ -91,7 +91,7 @@ class Compiler:
             except RecursionError:
                 raise BadRequestError("what the answer must look like is nested too deeply", param) from None
             key = hashlib.sha256(source.encode("utf-8", "surrogatepass")).digest()
-            if (known := self._cache.get(key)) is not None:
+            if (known := self._cache.get(key)) is not None and not known[0].is_spent:
                 self._cache.move_to_end(key)
                 return known[0]
             if not source.isprintable() and _has_surrogates(source):
@@ -100,32 +100,42 @@ class Compiler:
             self._keep(key, constraint, _BYTES_EACH + _BYTES_PER_CHARACTER * len(source))
             return constraint
 
-    def _compiled(self, trie: _Trie, source: str, param: str) -> Constraint:
-        matcher = _with_stack(self._stack_bytes, lambda: trie.matcher(source))
-        if isinstance(matcher, BaseException):
-            raise BadRequestError(f"what the answer must look like cannot be enforced: {matcher!s:.300}", param)
-        if said := matcher.get_error():
-            raise BadRequestError(f"what the answer must look like cannot be enforced: {_reason(said)}", param)
-        return _Compiled(matcher, self._vocabulary.n_vocab)
+    def _compiled(self, trie: _Trie, source: str, param: str) -> _Compiled:
+        def fresh() -> Any:
+            return _with_stack(self._stack_bytes, lambda: trie.matcher(source))
 
-    def _keep(self, key: bytes, constraint: Constraint, size: int) -> None:
+        matcher = fresh()
+        if said := str(matcher) if isinstance(matcher, BaseException) else matcher.get_error():
+            raise BadRequestError(f"what the answer must look like cannot be enforced: {_reason(said)}", param)
+        return _Compiled(matcher, trie.scratch, fresh)
+
+    def _keep(self, key: bytes, constraint: _Compiled, size: int) -> None:
+        self._bytes += size - self._cache.pop(key, (None, 0))[1]
         self._cache[key] = constraint, size
-        self._bytes += size
         while len(self._cache) > self._most or (self._bytes > self._most_bytes and len(self._cache) > 1):
             _key, (_constraint, dropped) = self._cache.popitem(last=False)
             self._bytes -= dropped
 
 
 class _Compiled:
-    """A compiled form. The matcher it keeps never moves; every answer gets a copy."""
+    """A compiled form. The matcher it keeps never moves; every answer gets a copy, which shares the automaton."""
 
-    def __init__(self, matcher: Any, n_vocab: int) -> None:
+    def __init__(self, matcher: Any, scratch: Scratch, fresh: Callable[[], Any]) -> None:
         self._matcher = matcher
-        self._n_vocab = n_vocab
+        self._scratch = scratch
+        self._fresh = fresh
+        self.is_spent = False
 
     def start(self) -> Mask:
         """A mask at the beginning of an answer."""
-        return Guide(self._matcher.deep_copy(), self._n_vocab)
+        return Guide(self._matcher.deep_copy(), self._scratch, self._renew)
+
+    def _renew(self) -> Any:
+        """A matcher that shares nothing, for an answer that met the limit of the automaton that all share."""
+        self.is_spent = True
+        if isinstance(matcher := self._fresh(), BaseException):
+            raise matcher
+        return matcher
 
 
 class _Trie:
@@ -150,7 +160,9 @@ class _Trie:
         ends = sorted(vocabulary.end_tokens)
         wrapper: Any = _Wrapper(pieces, special, ends[0])
         self._tokenizer = llguidance.LLTokenizer(wrapper, eos_token=ends)
+        wrapper.tokens = []  # the tokenizer keeps the wrapper
         self._llguidance = llguidance
+        self.scratch = Scratch(vocabulary.n_vocab)
 
     def matcher(self, source: str) -> Any:
         """A matcher that has made its first mask, so that what cannot begin is known now."""
@@ -202,11 +214,12 @@ def _with_stack(size: int, work: Callable[[], Any]) -> Any:
 
 def _reason(said: str) -> str:
     """llguidance's message without its listing, in the words of a caller's request."""
-    first = said.split("\n")[0].strip()[:300]
+    lines = said.split("\n")
     for beginning, reason in _REASONS:
-        if first.startswith(beginning):
+        if lines[0].startswith(beginning):
             return reason
-    return first
+    detail = next((line for line in lines if line.startswith("error: ")), "")  # of a regular expression
+    return f"{lines[0].strip()[:200]} {detail[:200]}".strip()
 
 
 _REASONS = (

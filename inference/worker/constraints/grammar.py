@@ -24,7 +24,7 @@ MAX_PARTS = 5000
 """Forms in a form."""
 MAX_REPEATS = 10_000
 
-WHITESPACE = r" |\r?\n[ \t]{0,32}"
+WHITESPACE = r" |\n(?: {0,24}|\t{0,8})"
 """Between the tokens of a JSON text: nothing, a space, or a line break with its indentation. Bounded, so that no model
 can fill its context with blanks."""
 _OPTIONS = '%llguidance {"no_forcing": true}\n'

@@ -1,0 +1,146 @@
+"""Whatever a schema asks: random walks through the masks always go on or end, and end in JSON that satisfies it."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from inference.worker.constraints import Compiler
+from inference.worker.core.forms import Json
+from inference.worker.errors import BadRequestError
+from tests.rigs.vocabularies import PieceVocabulary
+
+VOCABULARY = PieceVocabulary()
+COMPILER = Compiler(VOCABULARY)
+KEYS = ("a", "ab", "é", 'q"')
+WALK = 400
+"""Tokens after which a walk takes what closes a value wherever it may."""
+
+SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-30, 30), st.sampled_from(["", "ab", "é\n", 'x"y', "abc"]))
+LEAVES = st.one_of(
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["null", "boolean", "integer", "number", "string", "array", "object"])}
+    ),
+    st.fixed_dictionaries({"enum": st.lists(SCALARS, min_size=1, max_size=3)}),
+    st.fixed_dictionaries({"type": st.just("integer"), "minimum": st.integers(-20, 5), "maximum": st.integers(5, 30)}),
+    st.fixed_dictionaries({"type": st.just("string"), "minLength": st.integers(0, 3), "maxLength": st.integers(3, 6)}),
+    st.fixed_dictionaries({"multipleOf": st.integers(1, 7)}),
+)
+
+
+def _objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.fixed_dictionaries(
+        {
+            "type": st.just("object"),
+            "properties": st.dictionaries(st.sampled_from(KEYS), inner, max_size=3),
+            "required": st.lists(st.sampled_from(KEYS), max_size=3, unique=True),
+        },
+        optional={"additionalProperties": st.one_of(st.just(False), inner)},
+    )
+
+
+SCHEMAS = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        _objects(inner),
+        st.fixed_dictionaries(
+            {"type": st.just("array"), "items": inner, "minItems": st.integers(0, 2), "maxItems": st.integers(2, 3)}
+        ),
+        st.fixed_dictionaries({"prefixItems": st.lists(inner, min_size=1, max_size=2), "items": st.booleans()}),
+        st.fixed_dictionaries({"anyOf": st.lists(inner, min_size=1, max_size=3)}),
+        st.fixed_dictionaries({"allOf": st.lists(inner, min_size=1, max_size=2)}),
+    ),
+    max_leaves=6,
+)
+
+
+def satisfies(value: Any, schema: Any) -> bool:
+    """A plain reading of the keywords above."""
+    if isinstance(schema, bool):
+        return schema
+    return all(_RULES[key](value, schema[key], schema) for key in schema if key in _RULES)
+
+
+def _is(value: Any, kind: str) -> bool:
+    if kind in ("integer", "number"):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return is_number and (kind == "number" or value == int(value))
+    return isinstance(value, {"null": type(None), "boolean": bool, "string": str, "array": list, "object": dict}[kind])
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
+
+
+_RULES: dict[str, Any] = {
+    "type": lambda value, said, _schema: _is(value, said),
+    "enum": lambda value, said, _schema: any(_same(value, item) for item in said),
+    "minimum": lambda value, said, _schema: not _is(value, "number") or value >= said,
+    "maximum": lambda value, said, _schema: not _is(value, "number") or value <= said,
+    "multipleOf": lambda value, said, _schema: not _is(value, "number") or value % said == 0,
+    "minLength": lambda value, said, _schema: not isinstance(value, str) or len(value) >= said,
+    "maxLength": lambda value, said, _schema: not isinstance(value, str) or len(value) <= said,
+    "minItems": lambda value, said, _schema: not isinstance(value, list) or len(value) >= said,
+    "maxItems": lambda value, said, _schema: not isinstance(value, list) or len(value) <= said,
+    "prefixItems": lambda value, said, _schema: (
+        not isinstance(value, list) or all(map(satisfies, value, said[: len(value)]))
+    ),
+    "items": lambda value, said, schema: (
+        not isinstance(value, list)
+        or all(satisfies(item, said) for item in value[len(schema.get("prefixItems", ())) :])
+    ),
+    "properties": lambda value, said, _schema: (
+        not isinstance(value, dict) or all(satisfies(value[key], said[key]) for key in said if key in value)
+    ),
+    "additionalProperties": lambda value, said, schema: (
+        not isinstance(value, dict)
+        or all(satisfies(item, said) for key, item in value.items() if key not in schema.get("properties", {}))
+    ),
+    "required": lambda value, said, _schema: not isinstance(value, dict) or all(key in value for key in said),
+    "anyOf": lambda value, said, _schema: any(satisfies(value, option) for option in said),
+    "allOf": lambda value, said, _schema: all(satisfies(value, option) for option in said),
+}
+
+
+def _walk(form: Json, chance: random.Random) -> bytes:
+    """What a model says that knows nothing but likes to come to an end."""
+    mask = COMPILER.compile(form, "f").start()
+    said = b""
+    for step in range(10 * WALK):
+        allowed = VOCABULARY.allowed(mask)
+        assert allowed, "nothing may follow"
+        ends, others = sorted(allowed & VOCABULARY.end_tokens), sorted(allowed - VOCABULARY.end_tokens)
+        if ends and (not others or step > WALK or chance.random() < 0.5):
+            mask.accept(ends[0])
+            return said
+        closing = [token for token in others if VOCABULARY.piece(token) in (b"}", b"]", b'"', b'"}')]
+        token = chance.choice(closing if closing and (step > WALK or chance.random() < 0.4) else others)
+        mask.accept(token)
+        said += VOCABULARY.piece(token)
+    raise AssertionError("the walk does not end")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(schema=SCHEMAS, seed=st.integers(0, 2**32))
+def test_every_walk_through_the_masks_ends_in_json_that_satisfies_the_schema(schema: Any, seed: int) -> None:
+    """Under strict; what cannot be satisfied or enforced is refused before the first token."""
+    try:
+        COMPILER.compile(Json(schema), "f")
+    except BadRequestError:
+        return
+    chance = random.Random(seed)
+    for _ in range(3):
+        said = _walk(Json(schema), chance)
+        assert satisfies(json.loads(said), schema), said
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32), closed=st.booleans())
+def test_any_json_is_json(seed: int, closed: bool) -> None:
+    """json_object, and any value at all."""
+    said = json.loads(_walk(Json({"type": "object"} if closed else True), random.Random(seed)))
+    assert isinstance(said, dict) or not closed

@@ -1,0 +1,412 @@
+"""Forms as masks over a small vocabulary: what may follow, where an answer ends, what is refused and what is kept."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from inference.worker.constrained import ConstrainedSampler
+from inference.worker.constraints import Compiler
+from inference.worker.constraints.masks import Guide, Scratch
+from inference.worker.core.forms import (
+    AnyText,
+    Form,
+    Grammar,
+    Json,
+    Literal,
+    Marker,
+    OneOf,
+    Regex,
+    Repeat,
+    Sequence,
+)
+from inference.worker.errors import BadRequestError, ConstraintError
+from tests.rigs.vocabularies import PieceVocabulary
+
+VOCABULARY = PieceVocabulary()
+COMPILER = Compiler(VOCABULARY)
+CALL, END_CALL, THINK = (VOCABULARY.control(text) for text in ("<tool_call>", "</tool_call>", "<think>"))
+END, EOM = (VOCABULARY.control(text) for text in ("</s>", "<|eom|>"))
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
+
+
+def accepts(form: Form, *parts: str | bytes | int) -> bool:
+    """Whether the parts are a whole answer of the form."""
+    mask = COMPILER.compile(form, "f").start()
+    return VOCABULARY.follow(mask, *parts) and VOCABULARY.may_end(mask)
+
+
+def begins(form: Form, *parts: str | bytes | int) -> bool:
+    """Whether an answer of the form can begin with the parts."""
+    mask = COMPILER.compile(form, "f").start()
+    return VOCABULARY.follow(mask, *parts) and bool(VOCABULARY.allowed(mask))
+
+
+ROWS: list[tuple[Form, list[tuple[str | bytes | int, ...]], list[tuple[str | bytes | int, ...]]]] = [
+    (Literal('ab"\\é\n'), [('ab"\\é\n',)], [("ab",), ('ab"\\é\nx',), ()]),
+    (Literal(""), [()], [("a",)]),
+    (Marker("<tool_call>"), [(CALL,)], [("<tool_call>",), ()]),
+    (Marker("[CALL]"), [("[CALL]",)], [(CALL,)]),
+    (Json(True), [("1",), ('{"a":[null,1.5e3]}',), ('"é"',)], [("01",), ("",), ('{"a":1',), ("nul",)]),
+    (Json({"type": "object"}), [("{}",), ('{"a": {}}',)], [("1",), ("[]",), (" {}",), ("{} ",)]),
+    (Json(POINT), [('{"x":1}',), ('{ "x": -5 }',), ('{\n  "x": 7\n}',)], [("{}",), ('{"x":1,"y":2}',), ('{"x":1.5}',)]),
+    (Regex("[0-9]{2}-[a-z]+"), [("12-ab",)], [("1-a",), ("12-",), ("12-a1",)]),
+    (Regex("^a/b$"), [("a/b",)], [("a/b/",), ("^a/b",)]),
+    (Regex("^(a|ab)c\\$"), [("ac$",), ("abc$",)], [("abc",)]),
+    (AnyText(), [("anything\n{é}",), ()], [(CALL,), (b"\xff",), (b"\xc3",)]),
+    (AnyText(("<tool", "é")), [("<too l",), ()], [("a<tool",), ("é",), ("x<tool_call>",), (THINK,)]),
+    (Sequence((Literal("a"), Sequence((Literal("b"),)), Marker("<think>"))), [("ab", THINK)], [("ab",), (THINK,)]),
+    (Sequence((AnyText(("<x>",)), Literal("<x>"), Json(POINT))), [('hey <x>{"x":1}',), ('<x>{"x":1}',)], [("hey",)]),
+    (Sequence((AnyText(), Marker("<tool_call>"), Json(POINT))), [("t", CALL, '{"x":1}'), (CALL, '{"x":2}')], [("t",)]),
+    (Sequence((Repeat(Literal("a"), 0, None), Literal("ab"))), [("aaab",), ("ab",)], [("aaa",)]),
+    (Sequence((Json(POINT), Marker("</s>"))), [('{"x":1}',)], [()]),
+    (Sequence(()), [()], [("a",)]),
+    (OneOf((Literal("yes"), Literal("no"))), [("yes",), ("no",)], [("ye",), ("yesno",)]),
+    (OneOf((Json(POINT), Json({"type": "string"}))), [('{"x":1}',), ('"s"',)], [("1",)]),
+    (
+        OneOf((Sequence((Marker("<tool_call>"), Literal("a"))), Literal("b"))),
+        [(CALL, "a"), ("b",)],
+        [("a",), (CALL, "b")],
+    ),
+    (Repeat(Literal("a"), 2, 3), [("aa",), ("aaa",)], [("a",), ("aaaa",)]),
+    (Repeat(Literal("a"), 0, 0), [()], [("a",)]),
+    (Repeat(Literal("a"), 0, 2, Literal(",")), [(), ("a",), ("a,a",)], [("a,",), ("a,a,a",), (",a",)]),
+    (
+        Repeat(Sequence((Marker("<tool_call>"), Json(POINT), Marker("</tool_call>"))), 1, None, Literal("\n")),
+        [(CALL, '{"x":1}', END_CALL), (CALL, '{"x":1}', END_CALL, "\n", CALL, '{"x":2}', END_CALL)],
+        [(), (CALL, '{"x":1}'), (CALL, '{"x":1}', END_CALL, "\n")],
+    ),
+    (Grammar('root ::= "a" [b-d]+ | "x" digits\ndigits ::= [0-9]{2}'), [("abd",), ("x12",)], [("a",), ("x1",)]),
+    (Grammar('root ::= [a-z]* "z"'), [("aaz",), ("zz",)], [("a",), ("",)]),
+    (Grammar('root ::= "(" root ")" | "\\u0041"'), [("((A))",), ("A",)], [("((A)",)]),
+    (Grammar('start: "a" num\nnum: /[0-9]+/'), [("a1",)], [("a",)]),
+    (Grammar('start: "v=" %json {"type": "boolean"}'), [("v=true",)], [("v=1",)]),
+    (Sequence((Literal("<"), Grammar('root ::= "a"+'), Literal(">"))), [("<aa>",)], [("<>",)]),
+]
+
+
+@pytest.mark.parametrize("row", range(len(ROWS)))
+def test_a_form_is_the_set_of_its_answers(row: int) -> None:
+    """Whole answers end, others do not."""
+    form, whole, others = ROWS[row]
+    assert [parts for parts in whole if not accepts(form, *parts)] == []
+    assert [parts for parts in others if accepts(form, *parts)] == []
+
+
+def test_an_end_is_forced_when_nothing_else_may_follow() -> None:
+    """All tokens that end a generation, and only those."""
+    mask = COMPILER.compile(Literal("ab"), "f").start()
+    assert VOCABULARY.allowed(mask) == set(VOCABULARY.tokens("a") + VOCABULARY.tokens("ab"))
+    assert VOCABULARY.follow(mask, "ab")
+    assert VOCABULARY.allowed(mask) == {END, EOM}
+    mask.accept(EOM)
+
+
+def test_control_tokens_never_stand_in_a_string() -> None:
+    """Their text may, spelled by ordinary tokens; they themselves may not, nor what JSON forbids in strings."""
+    text = Json({"type": "string"})
+    assert accepts(text, '"<tool_call></s>"')
+    for token in (CALL, END_CALL, THINK, END, EOM):
+        assert not begins(text, '"a', token)
+    for raw in ("\n", "\x00", b"\xff", b"\xed\xa0\x80"):
+        assert not begins(text, '"', raw)
+
+
+def test_blanks_between_tokens_are_bounded() -> None:
+    """One space, or a line break with an indentation: no model can fill its context with blanks."""
+    assert accepts(Json(POINT), '{\n\t"x": 1\n}')
+    for text in ("{  ", "{\n\n", "{ \n", "{\n \t", "{\r", "{\n" + " " * 25):
+        assert not begins(Json(POINT), text)
+
+
+def test_what_is_masked_is_minus_infinity_and_the_rest_is_untouched() -> None:
+    """In place, for any logits, also where a view begins at an odd place."""
+    logits = np.linspace(-5, 5, VOCABULARY.n_vocab + 1).astype(np.float32)
+    view, before = logits[1:], logits.copy()
+    mask = COMPILER.compile(OneOf((Literal("a"), Literal("b"))), "f").start()
+    mask.apply(view)
+    open_tokens = VOCABULARY.tokens("a", "b") + VOCABULARY.tokens("ab") + VOCABULARY.tokens("abc")
+    assert set(np.flatnonzero(np.isfinite(view)).tolist()) <= set(open_tokens)
+    assert view[ord("a")] == before[1 + ord("a")]
+    assert logits[0] == before[0]
+
+
+def test_answers_of_one_constraint_do_not_know_of_each_other() -> None:
+    """Choices of a request share the compiled form and nothing else."""
+    constraint = COMPILER.compile(Repeat(Literal("a"), 3, 3), "f")
+    first, second = constraint.start(), constraint.start()
+    assert VOCABULARY.follow(first, "aa")
+    assert VOCABULARY.follow(second, "a")
+    assert VOCABULARY.follow(first, "a")
+    assert VOCABULARY.may_end(first)
+    assert not VOCABULARY.may_end(second)
+
+
+REFUSED = [
+    (Json({"type": "array", "uniqueItems": True}), "uniqueItems cannot be enforced (at /uniqueItems)"),
+    (Json({"properties": {"a/b": {"not": {}}}}), "not cannot be enforced (at /properties/a~1b/not)"),
+    (Json({"$ref": "https://example.com/s.json"}), "points outside the schema"),
+    (Json({"$ref": "#"}), "nothing can satisfy it"),
+    (Json({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}), "nothing"),
+    (Json(False), "no value satisfies false"),
+    (Json({"oneOf": [{"type": "integer"}, {"minimum": 3}]}), "several options of oneOf"),
+    (Json({"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}), "multipleOf"),
+    (Json({"type": "string", "pattern": "(?=a)b"}), "pattern has a group"),
+    (Json({"minLength": 5, "maxLength": 3, "type": "string"}), "Unsatisfiable"),
+    (Regex("a("), "regex"),
+    (Regex("a(?=b)"), "look-around"),
+    (Regex("(?:"), "regex"),
+    (Regex(""), "empty"),
+    (Regex("a" * 9000), "longer than"),
+    (Grammar("hello"), "neither GBNF"),
+    (Grammar('root ::= "a" other'), "other"),
+    (Grammar('root ::= "' + "\\u2028" + '"'), "cannot be written"),
+    (Grammar("root ::= " + "(" * 5000 + '"a"' + ")" * 5000), "nested too deeply"),
+    (Grammar("start: missing"), "missing"),
+    (Grammar('start: %json {"type": "integer", "multipleOf": 123456789}'), "multipleOf"),
+    (Grammar('start: %json ["a"]'), "%json"),
+    (Grammar("start: " + "a" * 70_000), "at most 65536"),
+    (OneOf(()), "nothing can follow"),
+    (Repeat(Literal("a"), 3, 2), "repeats"),
+    (Repeat(Literal("a"), 0, 10**9), "repeats"),
+    (Sequence(tuple(Literal("a") for _ in range(6000))), "parts"),
+    (Literal("\ud800"), "half a character"),
+]
+
+
+@pytest.mark.parametrize("row", range(len(REFUSED)))
+def test_what_cannot_be_enforced_is_refused_with_its_reason(row: int) -> None:
+    """As a bad request that names the parameter."""
+    form, reason = REFUSED[row]
+    with pytest.raises(BadRequestError) as caught:
+        COMPILER.compile(form, "response_format.json_schema.schema")
+    assert reason in caught.value.message
+    assert caught.value.param == "response_format.json_schema.schema"
+    assert caught.value.status == 400
+
+
+def nested(depth: int) -> Form:
+    """Sequences in sequences."""
+    form: Form = Json(True)
+    for _ in range(depth):
+        form = Sequence((form,))
+    return form
+
+
+def test_depth_ends_no_process() -> None:
+    """Chains of references and rules are followed by recursion: deep ones are compiled or refused."""
+    links = {f"d{n}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{n + 1}"}}} for n in range(3000)}
+    chain = {"$defs": {**links, "d3000": {"type": "integer"}}, "$ref": "#/$defs/d0"}
+    assert accepts(Json(chain), '{"a":{"a":{}}}')
+    too_many = {**links, **{f"d{n}": {"type": "object"} for n in range(3000, 11_000)}}
+    with pytest.raises(BadRequestError, match="too large"):
+        COMPILER.compile(Json({"$defs": too_many, "anyOf": [{"$ref": f"#/$defs/{name}"} for name in too_many]}), "f")
+    rules = "\n".join(f"r{n}: r{n + 1}" for n in range(4000))
+    assert accepts(Grammar(f'start: r0\n{rules}\nr4000: "a"'), "a")
+    with pytest.raises(BadRequestError, match="nested too deeply"):
+        COMPILER.compile(nested(20_000), "f")
+
+
+def test_an_object_of_a_thousand_optional_properties_can_begin() -> None:
+    """The widest that is taken."""
+    wide = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(1000)}}
+    assert begins(Json(wide), "{")
+
+
+def test_a_pattern_that_explodes_ends_its_answer_with_a_reason() -> None:
+    """The memory of its automaton is bounded. Another answer of the same form goes on, and so does the next request."""
+    constraint = COMPILER.compile(Regex("(?s).*a.{18}"), "f")
+    mask, other = constraint.start(), constraint.start()
+    assert VOCABULARY.follow(other, "abab")
+    bits = random.Random(1)
+    with pytest.raises(ConstraintError, match="too many states") as caught:
+        for _ in range(10_000):
+            VOCABULARY.allowed(mask)
+            mask.accept(ord(bits.choice("ab")))
+    assert caught.value.status == 400
+    assert VOCABULARY.follow(other, "a" + "b" * 18)
+    assert VOCABULARY.may_end(other)
+    assert VOCABULARY.follow(constraint.start(), "aaa")
+    again = COMPILER.compile(Regex("(?s).*a.{18}"), "f")
+    assert again is not constraint
+    assert COMPILER.compile(Regex("(?s).*a.{18}"), "f") is again
+
+
+def test_an_answer_whose_masks_take_too_long_ends_with_a_reason() -> None:
+    """Time is counted, and every token earns a little."""
+    now = 0.0
+    matcher, scratch = _Still(), Scratch(8)
+    mask = Guide(matcher, scratch, _Still, clock=lambda: now)
+    for _ in range(1000):
+        mask.apply(np.zeros(8, np.float32))
+        mask.accept(1)
+
+    def slowly() -> None:
+        nonlocal now
+        now += 0.3
+
+    matcher.works = slowly
+    with pytest.raises(ConstraintError, match="takes too long"):
+        for _ in range(4):
+            mask.apply(np.zeros(8, np.float32))
+
+
+def test_a_panic_ends_the_answer_and_not_the_thread() -> None:
+    """What Rust raises is no Exception."""
+
+    class Panic(BaseException):
+        pass
+
+    def panic() -> None:
+        raise Panic("index out of bounds")
+
+    matcher = _Still()
+    matcher.works = panic
+    with pytest.raises(ConstraintError, match="index out of bounds"):
+        Guide(matcher, Scratch(8), _Still).accept(1)
+
+
+class _Still:
+    """A matcher that allows every token and never moves."""
+
+    def __init__(self) -> None:
+        self.works: Callable[[], None] = lambda: None
+
+    def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
+        ctypes.memset(address, 0xFF, size)
+        self.works()
+
+    def consume_token(self, token: int) -> bool:
+        self.works()
+        return True
+
+    def is_error(self) -> bool:
+        return False
+
+
+def test_what_was_compiled_is_kept_within_bounds() -> None:
+    """Equal forms are one constraint; the least recently used leaves when there are too many or they are too large."""
+    compiler = Compiler(VOCABULARY, kept=2)
+    first = compiler.compile(Literal("a"), "f")
+    second = compiler.compile(Literal("b"), "f")
+    assert compiler.compile(Literal("a"), "g") is first
+    third = compiler.compile(Literal("c"), "f")
+    assert compiler.compile(Literal("a"), "f") is first
+    assert compiler.compile(Literal("c"), "f") is third
+    assert compiler.compile(Literal("b"), "f") is not second
+    small = Compiler(VOCABULARY, kept_bytes=1)
+    assert small.compile(Literal("a"), "f") is small.compile(Literal("a"), "f")
+
+
+def test_many_threads_compile_one_form_once() -> None:
+    """Whoever wants the same form gets the same constraint; the vocabulary is read once."""
+    vocabulary = PieceVocabulary()
+    compiler = Compiler(vocabulary)
+    assert vocabulary.asked == 0
+    found: list[object] = []
+    threads = [threading.Thread(target=lambda: found.append(compiler.compile(Json(POINT), "f"))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert len(set(map(id, found))) == 1
+    assert vocabulary.asked < 2 * vocabulary.n_vocab
+
+
+def test_the_size_of_other_threads_stacks_is_left_alone() -> None:
+    """Only the thread that compiles has a large stack."""
+    before = threading.stack_size()
+    Compiler(PieceVocabulary()).compile(Literal("a"), "f")
+    assert threading.stack_size() == before
+
+
+def test_nothing_is_imported_before_the_first_constraint() -> None:
+    """A worker that is never asked for one pays no memory."""
+    code = (
+        "import sys, inference.worker.constraints, inference.worker.constrained as c\n"
+        "inference.worker.constraints.Compiler(None)\n"
+        "assert not any(name.startswith('llguidance') for name in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_vocabulary_without_an_end_is_refused() -> None:
+    """Its answers could never be complete."""
+
+    class Endless(PieceVocabulary):
+        def __init__(self) -> None:
+            super().__init__()
+            self.end_tokens = frozenset()
+
+    with pytest.raises(BadRequestError, match="no token that ends"):
+        Compiler(Endless()).compile(Literal("a"), "f")
+
+
+class Backend:
+    """Logits of one row."""
+
+    def __init__(self) -> None:
+        self.row = np.zeros(VOCABULARY.n_vocab, np.float32)
+
+    def logits(self, index: int) -> np.ndarray:
+        assert index == 3
+        return self.row
+
+
+class Greedy:
+    """Draws the largest logit, with a bias of its own."""
+
+    def __init__(self, backend: Backend, bias: dict[int, float] | None = None) -> None:
+        self._backend = backend
+        self._bias = bias or {}
+        self.closed = 0
+
+    def sample(self, index: int) -> int:
+        row = self._backend.logits(index).copy()
+        for token, value in self._bias.items():
+            row[token] += value
+        return int(row.argmax())
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_a_sampler_under_a_mask_draws_what_the_form_allows() -> None:
+    """Whatever the logits prefer, until the end is forced."""
+    backend = Backend()
+    inner = Greedy(backend)
+    sampler = ConstrainedSampler(inner, backend, COMPILER.compile(Literal("é!"), "f").start())  # type: ignore[arg-type]
+    drawn = []
+    for _ in range(10):
+        backend.row[:] = np.arange(VOCABULARY.n_vocab)
+        drawn.append(sampler.sample(3))
+        if drawn[-1] in VOCABULARY.end_tokens:
+            break
+    assert b"".join(VOCABULARY.piece(token) for token in drawn) == "é!".encode()
+    sampler.close()
+    assert inner.closed == 1
+
+
+def test_parameters_that_rule_out_every_token_end_the_request_with_a_reason() -> None:
+    """As with `ignore_eos` where only the end is left."""
+    backend = Backend()
+    inner = Greedy(backend, dict.fromkeys(VOCABULARY.end_tokens, -np.inf))
+    sampler = ConstrainedSampler(inner, backend, COMPILER.compile(Literal("a"), "f").start())  # type: ignore[arg-type]
+    backend.row[:] = 0
+    assert sampler.sample(3) == ord("a")
+    backend.row[:] = 0
+    with pytest.raises(ConstraintError, match="ignore_eos"):
+        sampler.sample(3)

@@ -1,0 +1,253 @@
+"""JSON schemas lowered to what masks enforce: references, drafts, equal keywords, patterns; what is refused where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from inference.worker.constraints import patterns
+from inference.worker.constraints.schema import MAX_DEPTH, MAX_PROPERTIES, SchemaError, lower
+
+DRAFT_7 = "http://json-schema.org/draft-07/schema#"
+DRAFT_4 = "http://json-schema.org/draft-04/schema#"
+TAGGED = {
+    "A": {"type": "object", "properties": {"kind": {"const": "a"}}, "required": ["kind"]},
+    "B": {"type": "object", "properties": {"kind": {"enum": ["b", "c"]}}, "required": ["kind"]},
+}
+
+LOWERED: list[tuple[Any, Any]] = [
+    (True, {}),
+    ({"title": "t", "description": "d", "default": 1, "examples": [1], "x-any": {}, "deprecated": True}, {}),
+    ({"type": ["string", "null"], "maxLength": 3.0}, {"type": ["string", "null"], "maxLength": 3}),
+    ({"items": [{"type": "null"}], "additionalItems": False}, {"prefixItems": [{"type": "null"}], "items": False}),
+    ({"items": {"type": "null"}, "additionalItems": False}, {"items": {"type": "null"}}),
+    ({"prefixItems": [True], "items": False}, {"prefixItems": [True], "items": False}),
+    ({"minimum": 3, "exclusiveMinimum": True}, {"exclusiveMinimum": 3}),
+    ({"maximum": 3, "exclusiveMaximum": False}, {"maximum": 3}),
+    ({"if": {"type": "null"}, "uniqueItems": False, "minContains": 3}, {}),
+    ({"maxItems": 1, "uniqueItems": True}, {"maxItems": 1}),
+    ({"contains": {}, "minContains": 0}, {}),
+    (
+        {"unevaluatedProperties": False, "properties": {"a": True}},
+        {"additionalProperties": False, "properties": {"a": True}},
+    ),
+    ({"unevaluatedProperties": False, "additionalProperties": True}, {"additionalProperties": True}),
+    ({"unevaluatedItems": False, "prefixItems": [True]}, {"items": False, "prefixItems": [True]}),
+    ({"unevaluatedItems": False, "items": True}, {"items": True}),
+    ({"propertyNames": {"type": "string"}}, {}),
+    ({"propertyNames": {"pattern": "^a"}}, {"patternProperties": {"^a": True}, "additionalProperties": False}),
+    (
+        {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "null"}},
+        {"properties": {"a": {"type": "null"}, "b": {"type": "null"}}, "additionalProperties": False},
+    ),
+    (
+        {"dependentRequired": {"a": ["b"]}},
+        {"allOf": [{"anyOf": [{"properties": {"a": False}}, {"allOf": [{"required": ["a", "b"]}]}]}]},
+    ),
+    (
+        {"dependencies": {"a": {"type": "null"}}, "allOf": [True]},
+        {
+            "allOf": [
+                True,
+                {"anyOf": [{"properties": {"a": False}}, {"allOf": [{"required": ["a"]}, {"type": "null"}]}]},
+            ]
+        },
+    ),
+    ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, {"anyOf": [{"type": "integer"}, {"type": "string"}]}),
+    (
+        {"oneOf": [{"enum": ["a"]}, {"const": 1}, {"const": "b"}]},
+        {"anyOf": [{"enum": ["a"]}, {"const": 1}, {"const": "b"}]},
+    ),
+    (
+        {"oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}], "$defs": TAGGED},
+        {"anyOf": [{"$ref": "#/$defs/d0"}, {"$ref": "#/$defs/d1"}], "$defs": {"d1": TAGGED["B"], "d0": TAGGED["A"]}},
+    ),
+    (
+        {"anyOf": [True], "oneOf": [{"type": "null"}]},
+        {"anyOf": [True], "allOf": [{"anyOf": [{"type": "null"}]}]},
+    ),
+    ({"oneOf": [{"minimum": 1}, {"maximum": 2}]}, {"oneOf": [{"minimum": 1}, {"maximum": 2}]}),
+    (
+        {"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"type": "null"}}},
+        {"$ref": "#/$defs/d0", "$defs": {"d0": {"type": "null"}}},
+    ),
+    (
+        {
+            "$id": "https://e.x/root",
+            "$ref": "item#n",
+            "$defs": {"i": {"$id": "item", "$defs": {"n": {"$anchor": "n"}}}},
+        },
+        {"$ref": "#/$defs/d0", "$defs": {"d0": {}}},
+    ),
+    (
+        {"$schema": DRAFT_7, "$ref": "#/definitions/a", "type": "null", "definitions": {"a": True}},
+        {"$ref": "#/$defs/d0", "$defs": {"d0": {}}},
+    ),
+    (
+        {"$schema": DRAFT_4, "id": "https://e.x/", "$ref": "#/x/0", "x": [{"id": "y", "type": "null"}]},
+        {"$ref": "#/$defs/d0", "$defs": {"d0": {"type": "null"}}},
+    ),
+    ({"items": {"$ref": "#"}}, {"items": {"$ref": "#/$defs/d0"}, "$defs": {"d0": {"items": {"$ref": "#/$defs/d0"}}}}),
+    ({"required": ["a", "a"], "properties": {"$ref": True}}, {"required": ["a"], "properties": {"$ref": True}}),
+    ({"multipleOf": 2.0, "allOf": [{"multipleOf": 0.05}]}, {"multipleOf": 2, "allOf": [{"multipleOf": 0.05}]}),
+    ({"minProperties": 2, "required": ["a"]}, {"minProperties": 2, "required": ["a"]}),
+]
+
+
+@pytest.mark.parametrize("row", range(len(LOWERED)))
+def test_a_schema_is_lowered_to_the_same_meaning(row: int) -> None:
+    """Under strict and not."""
+    schema, lowered = LOWERED[row]
+    assert lower(schema, strict=True) == lowered
+    if "oneOf" not in lowered:
+        assert lower(schema, strict=False) == lowered
+
+
+def test_dates_are_spelled_out() -> None:
+    """Formats that are enforced here become patterns, others stay."""
+    (pattern,) = lower({"format": "date"}, strict=True)["allOf"]
+    assert "-02-29" in pattern["pattern"]
+    assert lower({"format": "uuid"}, strict=True) == {"format": "uuid"}
+
+
+NARROWING: list[tuple[Any, str]] = [
+    ({"uniqueItems": True}, "/uniqueItems"),
+    ({"not": {"type": "null"}}, "/not"),
+    ({"if": True, "then": False}, "/if"),
+    ({"contains": {"type": "null"}}, "/contains"),
+    ({"propertyNames": {"maxLength": 3}}, "/propertyNames"),
+    ({"propertyNames": {"enum": ["a"]}, "properties": {"a": True}}, "/propertyNames"),
+    ({"unevaluatedProperties": False, "allOf": [True]}, "/unevaluatedProperties"),
+    ({"unevaluatedItems": False, "$ref": "#/$defs/a", "$defs": {"a": True}}, "/unevaluatedItems"),
+    ({"properties": {"a": {"format": "regex"}}}, "/properties/a/format"),
+    ({"pattern": "(?!a)"}, "/pattern"),
+    ({"const": 2**53 + 1}, "/const"),
+    ({"enum": [{"a": [2**60]}]}, "/enum"),
+    ({"minimum": -(2**60)}, "/minimum"),
+    ({"multipleOf": 123456789}, "/multipleOf"),
+    ({"multipleOf": 1e-9}, "/multipleOf"),
+    ({"maxItems": 10**7}, "/maxItems"),
+    ({"minProperties": 2}, "/minProperties"),
+]
+
+
+@pytest.mark.parametrize("row", range(len(NARROWING)))
+def test_what_only_narrows_is_refused_under_strict_and_else_left_to_the_model(row: int) -> None:
+    """The refusal names the place."""
+    schema, place = NARROWING[row]
+    with pytest.raises(SchemaError) as caught:
+        lower(schema, strict=True)
+    assert str(caught.value).endswith(f"(at {place})")
+    lower(schema, strict=False)
+
+
+REFUSED: list[tuple[Any, str]] = [
+    (3, "must be an object, true or false"),
+    (False, "no value satisfies false"),
+    ({"type": "any"}, "'any' is not one of"),
+    ({"type": []}, "not empty"),
+    ({"type": [1]}, "is not one of"),
+    ({"enum": []}, "not empty"),
+    ({"anyOf": {}}, "must be a list"),
+    ({"properties": []}, "must be an object"),
+    ({"properties": {"a": 1}}, "(at /properties/a)"),
+    ({"properties": {f"p{n}": True for n in range(MAX_PROPERTIES + 1)}}, "at most"),
+    ({"patternProperties": {"(?=a)": True}}, "a pattern has a group"),
+    ({"required": True}, "list of names"),
+    ({"required": [1]}, "list of names"),
+    ({"minLength": -1}, "whole number"),
+    ({"minLength": True}, "whole number"),
+    ({"minItems": 10**7}, "more than"),
+    ({"minimum": "1"}, "must be a number"),
+    ({"exclusiveMinimum": True}, "must be a number"),
+    ({"multipleOf": 0}, "above 0"),
+    ({"multipleOf": "2"}, "above 0"),
+    ({"pattern": 1}, "must be a string"),
+    ({"format": 1}, "must be a string"),
+    ({"dependentRequired": {"a": {}}}, "list of names"),
+    ({"dependentRequired": {"a": [1]}}, "list of names"),
+    ({"$ref": 1}, "must be a string"),
+    ({"$ref": "other.json"}, "points outside"),
+    ({"$ref": "#/nowhere"}, "points at nothing"),
+    ({"$ref": "#/a/5", "a": [1]}, "points at nothing"),
+    ({"$ref": "#name"}, "names an anchor"),
+    ({"$ref": "http://[x"}, "(at /$ref)"),
+    ({"$dynamicRef": "#a"}, "use $ref"),
+    ({"properties": {"a": {"$schema": DRAFT_7}}}, "another dialect"),
+]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("row", range(len(REFUSED)))
+def test_what_is_no_schema_or_leaves_the_shape_open_is_always_refused(row: int, strict: bool) -> None:
+    """Whatever strict says."""
+    schema, reason = REFUSED[row]
+    with pytest.raises(SchemaError) as caught:
+        lower(schema, strict=strict)
+    assert reason in str(caught.value)
+
+
+def test_dialects_of_others_are_refused_under_strict() -> None:
+    """Their keywords may mean anything."""
+    with pytest.raises(SchemaError, match="dialects"):
+        lower({"$schema": "https://example.com/mine"}, strict=True)
+    assert lower({"$schema": "https://example.com/mine"}, strict=False) == {}
+
+
+def test_depth_and_size_are_bounded() -> None:
+    """Without recursion errors."""
+    deep: Any = True
+    for _ in range(MAX_DEPTH + 2):
+        deep = {"items": deep}
+    with pytest.raises(SchemaError, match="levels deep"):
+        lower(deep, strict=True)
+    with pytest.raises(SchemaError, match="too large"):
+        lower({"anyOf": [{"type": "null"}] * 10_001}, strict=True)
+
+
+PATTERNS = [
+    ("a.c", r"a[^\n\r\u{2028}\u{2029}]c"),
+    (r"^\d+\w\D$", r"^\d+\w\D$"),
+    (r"\/\-\.", r"\/\-\."),
+    (r"(?<year>\d)(?:a)(b)", r"(?:\d)(?:a)(b)"),
+    (r"\u00e9\x41\u{1F600}\cJ\0", r"\u{00e9}\u{41}\u{1F600}\x0a\x00"),
+    (r"\p{Letter}", r"\p{Letter}"),
+    (r"[a-z\d_-]", r"[a-z\d_\-]"),
+    (r"[-a&&b~[]", r"[\-a\&\&b\~\[]"),
+    (r"[^\b]", r"[^\x08]"),
+    ("[]|[^]", r"[^\x00-\u{10ffff}]|(?s:.)"),
+    ("a\nb", r"a\x0ab"),
+]
+
+
+@pytest.mark.parametrize(("pattern", "translated"), PATTERNS)
+def test_patterns_keep_their_meaning(pattern: str, translated: str) -> None:
+    """From ECMA 262 to Rust's dialect."""
+    assert patterns.of_ecma(pattern) == translated
+
+
+@pytest.mark.parametrize(
+    "pattern", ["a\\", "[a", "(?=a)", "(?<=a)", "(?<n", r"\1", r"\q", r"\b", "[a--b]", "(?i)a", "a" * 9000]
+)
+def test_patterns_without_a_counterpart_are_refused(pattern: str) -> None:
+    """Rather than read in another way."""
+    with pytest.raises(patterns.PatternError):
+        patterns.of_ecma(pattern)
+
+
+def test_blanks_are_those_of_ecma() -> None:
+    """The byte order mark is one, the control character NEL is none."""
+    blanks = patterns.of_ecma(r"\s")
+    assert "feff" in blanks
+    assert "85" not in blanks
+    assert patterns.of_ecma(r"[\S]").startswith("[[^")
+
+
+def test_a_pattern_for_a_whole_text_needs_no_anchors() -> None:
+    """Those at its ends are dropped, escaped ones stay."""
+    assert patterns.of_whole_text("^a|b$") == "a|b"
+    assert patterns.of_whole_text(r"a\$") == r"a\$"
+    assert patterns.of_whole_text(r"a\\$") == r"a\\"
+    with pytest.raises(patterns.PatternError, match="one line"):
+        patterns.of_whole_text("(?x)a\nb")
