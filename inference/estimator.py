@@ -34,7 +34,9 @@ GPU_OVERHEAD_BYTES = 512 * 2**20
 """First figure for what no buffer shows on an accelerator: device context, pools, graphs (CUDA: 300-500 MiB)."""
 
 HEADER_SECONDS = 20.0
-_VERSION = 5
+_VERSION = 6
+_KEPT = ("parts", "source", "note", "output_bytes", "projector_bytes", "facts", "capabilities")
+"""What is remembered of a helper's answer."""
 _MOST_ENTRIES = 2000
 
 
@@ -116,6 +118,7 @@ class Estimator:
             "path": str(spec.path),
             "parameters": asdict(_parameters(spec, device)),
             "capabilities": spec.capabilities,
+            "mmproj": spec.mmproj,
             "accelerator": None
             if device.id == CPU
             else {"id": device.id, "ggml_name": device.ggml_name, "rpc_endpoint": device.rpc_endpoint},
@@ -132,7 +135,7 @@ class Estimator:
             answer["note"] = str(error)
         if "error" in answer:
             raise ModelFailed(f"the model {spec.id!r} cannot be loaded: {answer['error']}")
-        entry = {name: answer[name] for name in ("parts", "source", "note", "output_bytes", "facts", "capabilities")}
+        entry = {name: answer[name] for name in _KEPT}
         if not entry["note"]:
             self._remember(key, entry)
         else:
@@ -165,15 +168,21 @@ class Estimator:
             log.warning("estimates cannot be kept in %s (%s)", self._path, error.strerror)
 
     def _key(self, spec: ModelSpec, device: Reading) -> str:
-        status = spec.path.stat()
         said = {
-            "file": [str(spec.path), status.st_size, status.st_mtime_ns, status.st_ino],
+            "file": _stamp(spec.path),
             "parameters": asdict(_parameters(spec, device)),
             "capabilities": spec.capabilities,
+            "mmproj": None if spec.mmproj is None else _stamp(Path(spec.mmproj)),
             "device": [device.id, device.kind, device.name] if device.id != CPU else [CPU],
             "library": self._library,
         }
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def _stamp(path: Path) -> list[str | int]:
+    """What changes when a file does."""
+    status = path.stat()
+    return [str(path), status.st_size, status.st_mtime_ns, status.st_ino]
 
 
 def _parameters(spec: ModelSpec, device: Reading) -> Parameters:
@@ -197,6 +206,8 @@ def _estimate(entry: Mapping[str, Any], spec: ModelSpec, device: Reading) -> Est
         if device.id != CPU:
             overhead[device.id] = GPU_OVERHEAD_BYTES
     overhead[CPU] = overhead.get(CPU, 0) + int(entry["output_bytes"])
+    for where, count in entry["projector_bytes"].items():
+        overhead[where] = overhead.get(where, 0) + int(count)
     extra = sum(_size(path) for path in spec.lora)
     if extra:
         overhead[device.id] = overhead.get(device.id, 0) + extra

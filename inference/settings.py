@@ -79,6 +79,7 @@ class ModelSpec:
     threads: int | None
     flash_attention: bool
     lora: tuple[str, ...]
+    mmproj: str | None
     idle_timeout: float
     min_residency: float
     pinned: bool
@@ -155,8 +156,8 @@ def _check(name: str, entry: ModelEntry, settings: InferenceSettings) -> Iterato
     for item in entry.lora:
         if not _under(item, settings.models_dir).is_file():
             yield Problem(f"no file {_under(item, settings.models_dir)}", key=f"{at}.lora")
-    if entry.mmproj is not None:
-        yield Problem("images are not supported in this version; remove mmproj or write null", key=f"{at}.mmproj")
+    if entry.mmproj is not None and not _under(entry.mmproj, settings.models_dir).is_file():
+        yield Problem(f"no file {_under(entry.mmproj, settings.models_dir)}", key=f"{at}.mmproj")
     batch, ubatch = entry.batch or settings.batch, entry.ubatch or settings.ubatch
     if ubatch > batch:
         yield Problem(f"ubatch {ubatch} is larger than batch {batch}; make it {batch} or less", key=f"{at}.ubatch")
@@ -210,6 +211,7 @@ def _spec(name: str, entry: ModelEntry, settings: InferenceSettings) -> ModelSpe
         threads=pick(entry.threads, settings.threads),
         flash_attention=pick(entry.flash_attention, settings.flash_attention),
         lora=tuple(str(_under(item, settings.models_dir)) for item in entry.lora),
+        mmproj=None if entry.mmproj is None else str(_under(entry.mmproj, settings.models_dir)),
         idle_timeout=pick(entry.idle_timeout, settings.model_idle_timeout_seconds),
         min_residency=pick(entry.min_residency, settings.min_residency_seconds),
         pinned=entry.pinned,

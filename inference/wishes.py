@@ -111,6 +111,7 @@ def grant_for(spec: ModelSpec, device: Reading, need: Mapping[str, int], queue_l
         threads=spec.threads,
         flash_attention=spec.flash_attention,
         lora=spec.lora,
+        mmproj=spec.mmproj,
         capabilities=spec.capabilities,
         queue_limit=queue_limit,
         reserved_bytes=dict(need),

@@ -22,11 +22,11 @@ _MOST_NODES = 256
 
 
 def run(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Answers `{"path", "parameters", "accelerator", "capabilities", "exact"}`.
+    """Answers `{"path", "parameters", "accelerator", "capabilities", "mmproj", "exact"}`.
 
     `{"parts": {device: {...}}, "rough": ..., "source": "llama.cpp" | "header", "note": ..., "output_bytes": ...,
-    "facts": {...}, "capabilities": [...]}`, or `{"error": sentence}` when the file cannot be used. `accelerator` is
-    null for the CPU, else `{"id", "ggml_name"?, "rpc_endpoint"?}`. Bytes are bytes.
+    "projector_bytes": {device: ...}, "facts": {...}, "capabilities": [...]}`, or `{"error": sentence}` when the file
+    cannot be used. `accelerator` is null for the CPU, else `{"id", "ggml_name"?, "rpc_endpoint"?}`. Bytes are bytes.
     """
     path = Path(job["path"])
     parameters = Parameters(**job["parameters"])
@@ -41,9 +41,11 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     found, source, note = rough, "header", ""
     capabilities: tuple[str, ...] = ()
     output_bytes = 0
+    mmproj: str | None = job.get("mmproj")
+    projector: dict[str, int] = {}
     if job.get("exact", True):
         try:
-            exact, output_bytes, capabilities = _exact(path, parameters, accelerator, job.get("capabilities"))
+            exact, output_bytes, capabilities = _exact(path, parameters, accelerator, job.get("capabilities"), mmproj)
         except _UnusableError as error:
             return {"error": f"{path} cannot be loaded by llama.cpp: {error}"}
         except _NoBreakdownError as error:
@@ -53,12 +55,19 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
                 note = f"llama.cpp's figures were not plausible: {why}"
             else:
                 found, source = exact, "llama.cpp"
+    if mmproj is not None:
+        exact = job.get("exact", True)
+        try:
+            projector = _projector_bytes(Path(mmproj), accelerator, measured=exact)
+        except OSError as error:
+            return {"error": f"{mmproj} cannot be read: {error.strerror or error}"}
     return {
         "parts": {device: _plain(parts) for device, parts in found.items()},
         "rough": {device: _plain(parts) for device, parts in rough.items()},
         "source": source,
         "note": note,
         "output_bytes": output_bytes,
+        "projector_bytes": projector,
         "facts": _facts(facts),
         "capabilities": list(capabilities),
     }
@@ -73,7 +82,11 @@ class _NoBreakdownError(Exception):
 
 
 def _exact(
-    path: Path, parameters: Parameters, accelerator: Mapping[str, Any] | None, wanted: Sequence[str] | None
+    path: Path,
+    parameters: Parameters,
+    accelerator: Mapping[str, Any] | None,
+    wanted: Sequence[str] | None,
+    mmproj: str | None,
 ) -> tuple[dict[str, Parts], int, tuple[str, ...]]:
     """Opens model and context exactly as a worker would, with nothing allocated.
 
@@ -103,6 +116,7 @@ def _exact(
         ubatch=parameters.ubatch,
         flash_attention=parameters.flash_attention,
         capabilities=tuple(wanted) if wanted is not None else None,
+        mmproj=mmproj,
     )
     try:
         params = llama.model_params(grant, no_alloc=True)
@@ -119,6 +133,45 @@ def _exact(
         for index, count in enumerate((weights, kv, compute)):
             here[index] += count
     return {device: Parts(*counts) for device, counts in sums.items()}, context.output_bytes, capabilities
+
+
+def _projector_bytes(path: Path, accelerator: Mapping[str, Any] | None, *, measured: bool) -> dict[str, int]:
+    """Bytes of an image projector per device: as mtmd tells them, else its file and something to compute in.
+
+    Beside it the host holds the embeddings of images that wait for their place.
+    """
+    from inference.worker.sight import HELD_BYTES
+
+    here = accelerator["id"] if accelerator else "cpu"
+    found = _mtmd_bytes(path, on_gpu=accelerator is not None) if measured else 0
+    sums = {here: found or path.stat().st_size + PROJECTOR_COMPUTE_BYTES}
+    sums["cpu"] = sums.get("cpu", 0) + HELD_BYTES
+    return sums
+
+
+PROJECTOR_COMPUTE_BYTES = 2**28
+_MTMD_SYMBOL = "_Z21mtmd_get_memory_usagePKc19mtmd_context_params"
+
+
+def _mtmd_bytes(path: Path, *, on_gpu: bool) -> int:
+    """What mtmd says a projector takes, all devices together; 0 where this build does not say it, or cannot.
+
+    It is C++ and returns a `std::map` of device to bytes.
+    """
+    from llama_cpp import mtmd_cpp as mtmd
+
+    function = getattr(mtmd._libmtmd, _MTMD_SYMBOL, None)
+    if function is None:
+        return 0
+    apple = sys.platform == "darwin"
+    function.restype = _AppleMap if apple else _Map
+    function.argtypes = [ctypes.c_char_p, mtmd.mtmd_context_params]
+    params = mtmd.mtmd_context_params_default()
+    params.use_gpu = on_gpu
+    tree = function(str(path).encode(), params)
+    if tree.count > _MOST_NODES:
+        return 0
+    return sum(size for _device, size, *_rest in _walk(tree.root, *((0, 1) if apple else (2, 3)), values=2))
 
 
 def _breakdown(context: Any) -> Iterator[tuple[str, int, int, int]]:
@@ -165,14 +218,14 @@ class _AppleMap(ctypes.Structure):
     _fields_ = (("first", ctypes.c_uint64), ("root", ctypes.c_uint64), ("count", ctypes.c_uint64))
 
 
-def _walk(node: int, left: int, right: int, depth: int = 0) -> Iterator[tuple[int, int, int, int]]:
-    """The values of a red-black tree: four words of node (color and three links), then key and three counts."""
+def _walk(node: int, left: int, right: int, depth: int = 0, *, values: int = 4) -> Iterator[tuple[int, ...]]:
+    """The values of a red-black tree: four words of node (color and three links), then the key and its counts."""
     if not node or depth > 32:
         return
-    words = (ctypes.c_uint64 * 8).from_address(node)
-    yield from _walk(words[left], left, right, depth + 1)
-    yield words[4], words[5], words[6], words[7]
-    yield from _walk(words[right], left, right, depth + 1)
+    words = (ctypes.c_uint64 * (4 + values)).from_address(node)
+    yield from _walk(words[left], left, right, depth + 1, values=values)
+    yield tuple(words[4:])
+    yield from _walk(words[right], left, right, depth + 1, values=values)
 
 
 def _plain(parts: Parts) -> dict[str, int]:

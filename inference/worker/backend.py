@@ -6,8 +6,9 @@ The package `llama` is the real thing; tests drive the engine with a fake that r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -72,6 +73,25 @@ class Backend(Protocol):
     def logits(self, index: int) -> np.ndarray:
         """Logits at a batch index, valid until the next decode."""
         ...
+
+
+@dataclass(eq=False)
+class Picture:
+    """An image, or a tile of one, as a prompt holds it.
+
+    Its `n_tokens` cells move the text behind them on by `n_positions` only. `sees_all`: its tokens see one another in
+    both directions. Where its tokens do not just follow each other (M-RoPE), they are at `positions` plus `moves` times
+    the position where it begins; both have four sections by tokens. `rows` are its embeddings (float32, tokens by
+    width) once it was encoded from `source`, which is the projector's own.
+    """
+
+    n_tokens: int
+    n_positions: int
+    sees_all: bool = False
+    positions: np.ndarray | None = None
+    moves: np.ndarray | None = None
+    source: Any = None
+    rows: np.ndarray | None = None
 
 
 class Vocabulary(Protocol):

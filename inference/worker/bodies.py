@@ -9,6 +9,7 @@ from typing import Any
 from inference.protocol import Code
 from inference.worker import fields, format_fields, sampling_fields, tool_fields
 from inference.worker.errors import BadRequestError
+from inference.worker.images import ImageParts
 from inference.worker.messages import messages_of
 from inference.worker.requests import EmbeddingRequest, Facts, GenerateRequest, Prompt
 
@@ -79,7 +80,8 @@ def chat(body: Any, facts: Facts) -> GenerateRequest:
     _refuse_unsupported(given)
     if (modalities := given.get("modalities")) is not None and modalities != ["text"]:
         raise BadRequestError('this model only writes text: modalities must be ["text"]', "modalities")
-    messages = messages_of(given.get("messages"))
+    images = ImageParts(facts.image_marker) if facts.image_marker else None
+    messages = messages_of(given.get("messages"), images)
     continues = fields.boolean(given, "continue_final_message", False)
     if continues and messages[-1]["role"] != "assistant":
         raise BadRequestError(
@@ -111,6 +113,7 @@ def chat(body: Any, facts: Facts) -> GenerateRequest:
         continue_final=continues,
         tools=tools,
         choice=choice,
+        images=() if images is None else tuple(images.found),
         **common,
     )
 

@@ -39,6 +39,7 @@ from inference.worker.requests import EmbeddingRequest, Facts, GenerateRequest
 from inference.worker.reranking import Reranker
 from inference.worker.responses import NO_ECHO, Answer, Echo, Usage
 from inference.worker.shaping import Shape
+from inference.worker.sight import Sight
 from inference.worker.tickets import Ticket
 
 log = logging.getLogger("headgate.worker.http")
@@ -57,7 +58,8 @@ T = TypeVar("T")
 
 class App:
     """The ASGI app of one loaded model. `engine` generates or `embedder` pools; the other is None. `reranker` reads and
-    writes for an embedder whose model ranks, `compiler` holds the answers of an engine to forms.
+    writes for an embedder whose model ranks, `compiler` holds the answers of an engine to forms,
+    `sight` reads images.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class App:
         *,
         reranker: Reranker | None = None,
         compiler: Compiler | None = None,
+        sight: Sight | None = None,
     ) -> None:
         self.in_flight = 0
         self.draining = False
@@ -82,6 +85,7 @@ class App:
         self._engine = engine
         self._embedder = embedder
         self._reranker = reranker
+        self._sight = sight
         self._intake = Intake(executor)
         self._compiler = compiler
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="forms")
@@ -148,14 +152,41 @@ class App:
     async def _generate(self, exchange: Exchange, read: Callable[[Any, Facts], GenerateRequest]) -> None:
         arrival = time.monotonic()
 
-        def understand(body: Any) -> tuple[GenerateRequest, Prepared]:
+        def understand(body: Any) -> tuple[GenerateRequest, Prepared | None]:
             request = read(body, self._facts)
+            if request.images:
+                return request, None
             prepared = self._prompts.generate(request)
-            # What was understood is held for as long as the answer takes; the texts are not needed any more.
-            prompts = request.prompts if request.echo else ()
-            return replace(request, messages=(), prompts=prompts, tools=(), form=None, suffix=None), prepared
+            return _shorter(request), prepared
 
         request, prepared = await self._intake.understood(exchange, understand)
+        ticket: Ticket[Output] = Ticket(asyncio.get_running_loop())
+        exchange.on_disconnect(ticket.leave)
+        if prepared is not None:
+            await self._run(exchange, request, prepared, ticket, arrival)
+            return
+        sight = self._sight
+        assert sight is not None, "images are refused where there is no projector"
+
+        def look() -> Prepared:
+            seen = self._prompts.generate(request)
+            sight.encode(seen.images, "messages")
+            return seen
+
+        async with sight.turn(exchange.deadline(arrival)):
+            if ticket.gone:
+                raise GoneError
+            prepared = await sight.off_loop(look)
+            await self._run(exchange, _shorter(request), prepared, ticket, arrival)
+
+    async def _run(
+        self,
+        exchange: Exchange,
+        request: GenerateRequest,
+        prepared: Prepared,
+        ticket: Ticket[Output],
+        arrival: float,
+    ) -> None:
         constraint = await self._compiled(prepared.shape)
         engine = self._engine
         if engine is None:
@@ -175,8 +206,7 @@ class App:
             constraint=constraint,
             score_prompt=request.score_prompt,
         )
-        ticket: Ticket[Output] = Ticket(asyncio.get_running_loop())
-        exchange.on_disconnect(ticket.leave)
+        ticket.held = prepared.images
         engine.submit(work, ticket)
         try:
             if request.stream:
@@ -392,3 +422,9 @@ def _usage(work: Work, counts: Mapping[int, tuple[int, int, int]]) -> Usage:
         cached=sum(counts[index * work.n][1] for index in range(len(work.prompts))),
         reasoning=sum(reasoning for _tokens, _cached, reasoning in counts.values()),
     )
+
+
+def _shorter(request: GenerateRequest) -> GenerateRequest:
+    """`request` without what is not needed any more: what is left is held for as long as the answer takes."""
+    prompts = request.prompts if request.echo else ()
+    return replace(request, messages=(), prompts=prompts, tools=(), form=None, suffix=None, images=())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 from inference.protocol import ExitCause
 from inference.worker import ggml, llama, sampling
 from inference.worker.errors import LoadError
+from inference.worker.hardware import usable_cores
 from inference.worker.link import Grant, Ready
 from inference.worker.logtail import LogTail
 from inference.worker.requests import Facts
@@ -30,6 +32,7 @@ class Loaded:
     template: ChatTemplate | None
     facts: Facts
     ready: Ready
+    projector: llama.Projector | None = None
 
 
 def load(grant: Grant, tail: LogTail, on_progress: Callable[[float], bool]) -> Loaded:
@@ -44,6 +47,7 @@ def load(grant: Grant, tail: LogTail, on_progress: Callable[[float], bool]) -> L
     try:
         model, context, pooling = open_context(grant, params)
         context.apply_lora(grant.lora)
+        projector = _projector(grant, model, params)
     except LoadError as error:
         raise _explained(error, grant, tail) from None
     context.warm_up()
@@ -57,6 +61,7 @@ def load(grant: Grant, tail: LogTail, on_progress: Callable[[float], bool]) -> L
         n_embd=model.n_embd,
         capabilities=capabilities,
         sampling_defaults=sampling.defaults(model.metadata),
+        image_marker=f"<image-{secrets.token_hex(12)}>" if "vision" in capabilities else "",
     )
     names = {
         ggml.device_name(handle): device.id
@@ -80,7 +85,15 @@ def load(grant: Grant, tail: LogTail, on_progress: Callable[[float], bool]) -> L
             **({"template_problem": problem} if problem else {}),
         },
     )
-    return Loaded(model, context, template, facts, ready)
+    return Loaded(model, context, template, facts, ready, projector)
+
+
+def _projector(grant: Grant, model: llama.Model, params: Any) -> llama.Projector | None:
+    """What reads images for the model, on its first device; raises LoadError."""
+    if grant.mmproj is None:
+        return None
+    device = params.handles[0] if params.handles else None
+    return llama.Projector(grant.mmproj, model, device, grant.threads or usable_cores())
 
 
 def open_context(grant: Grant, params: Any) -> tuple[llama.Model, llama.Context, int | None]:
@@ -115,8 +128,6 @@ def _context_length(grant: Grant, model: llama.Model, context: llama.Context) ->
 
 
 def _check(grant: Grant) -> None:
-    if grant.mmproj:
-        raise LoadError(ExitCause.STARTUP, "mmproj is set, and reading images is not supported yet; remove mmproj")
     if grant.kv_type not in llama.KV_TYPES:
         raise LoadError(ExitCause.STARTUP, f"kv_type {grant.kv_type!r} is not one of {', '.join(llama.KV_TYPES)}")
     if grant.kv_type not in ("f16", "f32") and not grant.flash_attention:
@@ -132,9 +143,10 @@ def _check(grant: Grant) -> None:
             ExitCause.STARTUP,
             f"parallel {grant.parallel} must be from 1 to {MAX_PARALLEL} and at most batch ({grant.batch})",
         )
-    for path in (grant.path, *grant.lora):
+    for path in (grant.path, *grant.lora, *([grant.mmproj] if grant.mmproj else [])):
         if not Path(path).is_file():
-            raise LoadError(ExitCause.STARTUP, f"there is no file {path}")
+            what = " (mmproj)" if path == grant.mmproj else ""
+            raise LoadError(ExitCause.STARTUP, f"there is no file {path}{what}")
 
 
 def _pooling(model: llama.Model, grant: Grant) -> int | None:
@@ -216,6 +228,8 @@ def capabilities_of(
     grant: Grant, model: llama.Model, pooling: int | None, template: ChatTemplate | None
 ) -> tuple[str, ...]:
     """What the model can do, within what the grant allows; raises LoadError when it asks for what is not there."""
+    if grant.mmproj is not None and (pooling is not None or template is None):
+        raise LoadError(ExitCause.STARTUP, "mmproj is set, and images are read in chats only, which this model has not")
     if pooling is not None:
         return ("rerank",) if pooling == llama.POOLING_RANK else ("embeddings",)
     if template is None:
@@ -224,8 +238,11 @@ def capabilities_of(
         # A template that knows no tools can still be told of them in a message: whether that is any use, people say.
         wanted = template.dialect.writes_tools if grant.capabilities is None else True
         can = (*GENERATIVE, "tools") if wanted else GENERATIVE
+        can = can if grant.mmproj is None else (*can, "vision")
     if grant.capabilities is None:
         return can
+    if "vision" in grant.capabilities and grant.mmproj is None:
+        raise LoadError(ExitCause.STARTUP, "capabilities name vision, and there is no mmproj that reads images")
     if template is None and (missing := [name for name in ("chat", "tools") if name in grant.capabilities]):
         raise LoadError(ExitCause.STARTUP, f"capabilities name {missing[0]}, and the file has no usable chat template")
     return tuple(name for name in can if name in grant.capabilities)

@@ -38,11 +38,12 @@ from inference.worker.link import (
 )
 
 if TYPE_CHECKING:
-    from inference.worker.backend import Constraint, TokenSampler
+    from inference.worker.backend import Backend, Constraint, TokenSampler
     from inference.worker.http import App
     from inference.worker.loading import Loaded
     from inference.worker.requests import Sampling
     from inference.worker.reranking import Reranker
+    from inference.worker.sight import Sight
 
 log = logging.getLogger("headgate.worker")
 
@@ -86,6 +87,7 @@ class Worker:
         self._channel = Channel(link_handle, self._drain, self._stop)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Future[str] | None = None
+        self._sight: Sight | None = None
         self._draining = False
         self._fraction: float | None = None
 
@@ -221,6 +223,8 @@ class Worker:
         from inference.worker.embedder import Embedder
         from inference.worker.engine import Engine
         from inference.worker.sampling import ChainSampler
+        from inference.worker.sight import Sight
+        from inference.worker.sighted import SightedBackend, picture_finder
         from inference.worker.tickets import Courier
 
         courier = Courier(asyncio.get_running_loop())
@@ -228,6 +232,12 @@ class Worker:
         if context.pooling > 0:
             scales = "embeddings" in loaded.facts.capabilities
             return None, Embedder(context, grant.queue_limit, courier.deliver, self._fatal, scales=scales)
+        backend: Backend = context
+        if loaded.projector is not None:
+            # In a step everybody who decodes comes first, and an image that sees all of itself is one physical batch.
+            most = min(context.n_batch - context.n_slots, context.n_ubatch)
+            self._sight = Sight(loaded.projector, most, context.n_slots)
+            backend = SightedBackend(context, context.n_slots, picture_finder(self._sight.pictures))
         limits = Limits(
             slots=context.n_slots,
             cells=context.n_ctx,
@@ -244,7 +254,7 @@ class Worker:
             mask = constraint.start()
             return ConstrainedSampler(ChainSampler(model, context, sampling, choice, most), context, mask)
 
-        return Engine(context, model, sampler, limits, courier.deliver, self._fatal), None
+        return Engine(backend, model, sampler, limits, courier.deliver, self._fatal), None
 
     def _app(self, loaded: Loaded, engine: Any, embedder: Any) -> App:
         from inference.worker.constraints import Compiler
@@ -256,7 +266,8 @@ class Worker:
         for started in [executor.submit(time.sleep, 0.01) for _ in range(2)]:
             started.result()
         threading.stack_size(0)
-        prompts = Prompts(loaded.model, loaded.template, loaded.facts)
+        sight = self._sight
+        prompts = Prompts(loaded.model, loaded.template, loaded.facts, None if sight is None else sight.read)
         return App(
             loaded.facts,
             prompts,
@@ -266,6 +277,7 @@ class Worker:
             executor,
             reranker=_reranker(loaded),
             compiler=None if engine is None else Compiler(loaded.model),
+            sight=sight,
         )
 
     def _beat(self, running: Any) -> None:

@@ -8,18 +8,22 @@ from typing import Any
 
 from inference.protocol import Code
 from inference.worker.errors import BadRequestError
+from inference.worker.images import ImageParts
 
 MAX_MESSAGES = 4096
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-def messages_of(value: Any) -> tuple[Mapping[str, Any], ...]:
-    """Validated messages as templates expect them: plain text contents, tool arguments as objects."""
+def messages_of(value: Any, images: ImageParts | None = None) -> tuple[Mapping[str, Any], ...]:
+    """Validated messages as templates expect them: plain text contents, tool arguments as objects.
+
+    `images` takes those in the messages; without it they are refused.
+    """
     if not isinstance(value, list) or not value:
         raise BadRequestError("messages must be a non-empty list", "messages")
     if len(value) > MAX_MESSAGES:
         raise BadRequestError(f"messages has {len(value)} entries; at most {MAX_MESSAGES} are allowed", "messages")
-    return tuple(_message(item, f"messages[{index}]") for index, item in enumerate(value))
+    return tuple(_message(item, f"messages[{index}]", images) for index, item in enumerate(value))
 
 
 _SHOWN_AS = {"developer": "system", "function": "tool"}
@@ -41,7 +45,7 @@ _MESSAGE_FIELDS = frozenset(
 )
 
 
-def _message(item: Any, at: str) -> Mapping[str, Any]:
+def _message(item: Any, at: str, images: ImageParts | None) -> Mapping[str, Any]:
     if not isinstance(item, dict):
         raise BadRequestError(f"{at} must be an object with role and content", at)
     for name in item:
@@ -57,7 +61,7 @@ def _message(item: Any, at: str) -> Mapping[str, Any]:
         calls = [{"function": item["function_call"]}]
     if content is None and not (role == "assistant" and (calls or item.get("refusal"))):
         raise BadRequestError(f"{at}.content is required", f"{at}.content")
-    message["content"] = _text(content, f"{at}.content") or (item.get("refusal") or "")
+    message["content"] = _text(content, f"{at}.content", images) or (item.get("refusal") or "")
     for name in ("name", "tool_call_id", "reasoning_content"):
         if item.get(name) is not None:
             if not isinstance(item[name], str):
@@ -68,29 +72,37 @@ def _message(item: Any, at: str) -> Mapping[str, Any]:
     return message
 
 
-def _text(content: Any, at: str) -> str:
-    """Text of a content, whose parts are joined by newlines as llama.cpp does; refuses what is not text."""
+def _text(content: Any, at: str, images: ImageParts | None) -> str:
+    """Text of a content, whose parts are joined by newlines as llama.cpp does; an image joins its neighbors without.
+
+    Refuses what the model cannot read.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise BadRequestError(f"{at} must be a string or a list of parts", at)
-    texts = []
+    joined = ""
+    after_text = False
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("text" if kind == "text" else "refusal") if isinstance(part, dict) else None
         if kind in ("text", "refusal") and isinstance(text, str):
-            texts.append(text)
+            joined += "\n" + text if after_text else text
+            after_text = True
+        elif kind == "image_url" and images is not None:
+            joined += images.take(part, f"{at}[{index}]")
+            after_text = False
         elif kind in ("image_url", "input_audio", "file", "video_url"):
             raise BadRequestError(
-                f"this model reads text only; {at}[{index}] is {kind}",
+                f"this model reads text{' and images' if images else ''} only; {at}[{index}] is {kind}",
                 f"{at}[{index}]",
                 code=Code.UNSUPPORTED_PARAMETER,
             )
         else:
             raise BadRequestError(f'{at}[{index}] must be {{"type": "text", "text": "..."}}', f"{at}[{index}]")
-    return "\n".join(texts)
+    return joined
 
 
 def _tool_calls(value: Any, at: str) -> list[dict[str, Any]]:

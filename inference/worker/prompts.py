@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from inference.worker.core.parts import Tool, ToolChoice
 from inference.worker.errors import BadRequestError
 from inference.worker.requests import NO_TOOLS, EmbeddingRequest, Facts, GenerateRequest, Prompt
 from inference.worker.shaping import Shape, Shaping
+from inference.worker.sight import Image
 from inference.worker.templates import ChatTemplate
 
 OPENED_CHARS = 256
@@ -52,18 +53,30 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request in tokens: its prompts, how many tokens each answer may have, and the answers' shape."""
+    """A request in tokens: its prompts, how many tokens each answer may have, and the answers' shape.
+
+    `images` are to be held as long as anybody may compute the prompts.
+    """
 
     prompts: list[list[int]]
     most: int
     shape: Shape
+    images: tuple[Image, ...] = ()
 
 
 class Prompts:
     """Renders and tokenizes for one model. Thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, facts: Facts) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        facts: Facts,
+        read_image: Callable[[bytes, str], Image] | None = None,
+    ) -> None:
+        """`read_image` makes tokens of an image file (and of the parameter to blame), where the model reads images."""
         self._tokenizer = tokenizer
+        self._read_image = read_image
         self._template = template
         self._facts = facts
         self._shaping = Shaping(None if template is None else template.dialect, self._control_token)
@@ -80,9 +93,15 @@ class Prompts:
         if most is not None and most > self._facts.context_length:
             raise self._too_large(most)
         opened = ""
+        images: list[Image] = []
         if request.kind == "chat":
-            tokens, opened = self._chat(
-                request.messages, request.template_arguments, request.continue_final, request.tools, request.choice
+            tokens, opened, images = self._chat(
+                request.messages,
+                request.template_arguments,
+                request.continue_final,
+                request.tools,
+                request.choice,
+                request.images,
             )
             prompts = [tokens]
         elif request.suffix is not None:
@@ -93,7 +112,8 @@ class Prompts:
         room = self._facts.context_length - longest
         if room < 1:
             raise self._too_long(longest, "messages" if request.kind == "chat" else "prompt")
-        return Prepared(prompts, room if most is None else min(most, room), self._shaping.shape(request, opened))
+        shape = self._shaping.shape(request, opened)
+        return Prepared(prompts, room if most is None else min(most, room), shape, tuple(images))
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], continue_final: bool = False
@@ -108,8 +128,9 @@ class Prompts:
         continue_final: bool,
         tools: Sequence[Tool],
         choice: ToolChoice,
-    ) -> tuple[list[int], str]:
-        """The prompt's tokens and the end of its text."""
+        files: Sequence[bytes] = (),
+    ) -> tuple[list[int], str, list[Image]]:
+        """The prompt's tokens, the end of its text, and the images in it."""
         template = self._template
         if template is None:
             raise BadRequestError(f"model {self._facts.model_id!r} has no chat template; use /v1/completions", "model")
@@ -129,11 +150,30 @@ class Prompts:
             pieces[0] = pieces[0][len(bos) :]
         self._check_size(sum(map(len, pieces)), "messages")
         tokens = [self._tokenizer.bos] if self._tokenizer.adds_bos and self._tokenizer.bos is not None else []
+        images: list[Image] = []
         for piece in pieces:
-            tokens += self._tokenizer.tokenize(piece, parse_special=True)
+            first, *rest = piece.split(self._facts.image_marker) if files else [piece]
+            tokens += self._tokenizer.tokenize(first, parse_special=True)
+            for text in rest:
+                images.append(image := self._image(files, len(images)))
+                tokens += image.tokens
+                tokens += self._tokenizer.tokenize(text, parse_special=True)
+        if len(images) != len(files):
+            raise BadRequestError(
+                f"the model's chat template shows {len(images)} of {len(files)} images; only messages of users can "
+                "hold them in most templates",
+                "messages",
+            )
         if not tokens:
             raise BadRequestError("the rendered prompt is empty", "messages")
-        return tokens, opened
+        if tokens[-1] < 0:
+            raise BadRequestError("the rendered prompt ends in an image; let text follow it", "messages")
+        return tokens, opened, images
+
+    def _image(self, files: Sequence[bytes], index: int) -> Image:
+        if index >= len(files) or self._read_image is None:
+            raise BadRequestError("the model's chat template shows an image twice, which is not supported", "messages")
+        return self._read_image(files[index], "messages")
 
     def embed(self, request: EmbeddingRequest) -> list[list[int]]:
         """Tokens of every input, with the marks (CLS, SEP, EOS) that the model wants around a text."""

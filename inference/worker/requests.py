@@ -24,6 +24,8 @@ class Facts:
     n_embd: int
     capabilities: tuple[str, ...]
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    image_marker: str = ""
+    """What stands for an image in a message's text; nobody else can know it. Empty where images are not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class GenerateRequest:
     that the caller wants, None as many as the context holds, 0 only with `echo`.
 
     `form` is what the answer must look like and `form_param` the parameter that says so. `suffix` is what follows the
-    gap that the answer fills.
+    gap that the answer fills. `images` are files, in the order of their markers in the messages.
     """
 
     kind: Literal["chat", "completion"]
@@ -70,6 +72,7 @@ class GenerateRequest:
     form: Form | None = None
     form_param: str = ""
     suffix: str | None = None
+    images: tuple[bytes, ...] = ()
 
     @property
     def score_prompt(self) -> bool:

@@ -24,6 +24,8 @@ class Ticket(Generic[T]):
         self._waiter: asyncio.Future[None] | None = None
         self.gone = False
         """The client left; nobody reads any more."""
+        self.held: object = None
+        """What must live as long as anybody computes this request."""
         self.progress: Progress | None = None
         """What the request waits for; may be a step old."""
         self.sent = 0

@@ -51,7 +51,7 @@ class Shape:
     pooling: str | None = None
     """None for a generative model, else `none`, `mean`, `cls`, `last` or `rank`."""
     architecture: str = "llama"
-    """`llama` or `qwen3`."""
+    """`llama`, `qwen3`, or `qwen2vl`, whose tokens have places in an image (M-RoPE)."""
     labels: tuple[str, ...] = ()
     """What the classes of a classification head are called; without any there is no head."""
     rerank_template: str | None = None
@@ -178,6 +178,9 @@ def _write(shape: Shape, path: Path) -> None:
     writer.add_head_count_kv(shape.heads_kv)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_dimension_count(shape.width // shape.heads)
+    if shape.architecture == "qwen2vl":
+        half = shape.width // shape.heads // 2
+        writer.add_rope_dimension_sections([half - 2 * (half // 3), half // 3, half // 3, 0])
     writer.add_vocab_size(len(tokens))
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     if shape.pooling:

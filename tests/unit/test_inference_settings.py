@@ -101,7 +101,7 @@ def test_aliases_and_slashes_resolve(directory: Path) -> None:
         ("models:\n  a: {path: tiny.gguf, lora: [l.gguf]}", ["no file", "l.gguf"]),
         ("models:\n  ' a': {path: tiny.gguf}", ["cannot be a model id"]),
         ("models:\n  a: {path: tiny.gguf}\n  a: {path: tiny.gguf}", ["stands twice"]),
-        ("models:\n  a: {path: tiny.gguf, mmproj: tiny.gguf}", ["models.yaml:2", "images are not supported", "mmproj"]),
+        ("models:\n  a: {path: tiny.gguf, mmproj: eye.gguf}", ["models.yaml:2", "no file", "eye.gguf", "mmproj"]),
         ("models: [1]", ["models"]),
     ],
 )

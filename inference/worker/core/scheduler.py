@@ -20,13 +20,16 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from inference.worker.core.pictures import undivided
 from inference.worker.core.slots import Slot, Slots
 from inference.worker.core.steps import TRANSITIONS, Job, Limits, Phase, Row, Step
 
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """`scored` counts the tokens of the prompt whose logits were handed out."""
+    """`scored` counts the tokens of the prompt whose logits were handed out. `passed`: an image did not fit into what
+    the last step had left for it.
+    """
 
     job: Job
     key: tuple[float, int]
@@ -35,6 +38,7 @@ class _Run:
     slot: Slot | None = None
     generated: int = 0
     scored: int = 0
+    passed: bool = False
 
 
 def _order(run: _Run) -> tuple[float, int]:
@@ -266,24 +270,39 @@ class Scheduler:
     def _prefilling(self, rows: list[Row], budget: int) -> None:
         """Shares `budget` among the prompts that are being computed, shortest rest first, each an equal share at least.
 
-        Where cells or outputs are too few for a share it takes what there is.
+        Where cells or outputs are too few for a share it takes what there is. An image is computed as a whole, however
+        small the share; one that the batch had no room left for is first in the next.
         """
-        prompts = sorted([(self._left(run), run.key, run) for run in self._running if self._left(run) > 1])
+        prompts = sorted(
+            [(not run.passed, self._left(run), run.key, run) for run in self._running if self._left(run) > 1]
+        )
         room = min(self.limits.batch - len(rows), max(budget, len(prompts)))
         outputs = (self.limits.outputs or self.limits.slots) - len(rows) - len(prompts)
         planned = len(rows)
-        for index, (left, _key, run) in enumerate(prompts):
+        for index, (_first, left, _key, run) in enumerate(prompts):
             slot = self._slot_of(run)
             count = min(left, room // (len(prompts) - index))
             if run.job.score:
                 count = min(count, self._scorable(run, slot, outputs + 1))
             if not self._slots.fits(planned + count):
                 count = min(count, self.limits.cells - self._slots.used - planned)
+            if 0 < count < left:
+                count = self._undivided(run, slot, count, planned)
             if count > 0:
                 rows.append(row := self._row(run, slot, count))
                 planned += count
                 room -= count
                 outputs -= count - 1 if row.every else 0
+
+    def _undivided(self, run: _Run, slot: Slot, count: int, planned: int) -> int:
+        """`count` moved to where it divides no image, 0 when the image it begins with has to wait."""
+        start = slot.computed
+        end = undivided(run.tokens, start, start + count, self.limits.batch - planned)
+        whole = end - start
+        if whole > count and not self._slots.fits(planned + whole):
+            whole = 0
+        run.passed = whole == 0
+        return whole
 
     def _scorable(self, run: _Run, slot: Slot, outputs: int) -> int:
         """How many tokens of a scored job's rest may go into one row."""

@@ -15,6 +15,7 @@ from inference.worker.llama.params import (
     model_params,
 )
 from inference.worker.llama.process import on_abort, start
+from inference.worker.llama.projector import Projector
 from inference.worker.llama.sampler import MOST_CANDIDATES, Sampler
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "POOLING_RANK",
     "Context",
     "Model",
+    "Projector",
     "Sampler",
     "context_params",
     "model_params",

@@ -50,6 +50,9 @@ class Context:
         self._sequence_ids = np.arange(self.n_slots, dtype=np.int32)
         first = self._sequence_ids.ctypes.data
         self._sequence_pointers = [first + 4 * slot for slot in range(self.n_slots)]
+        turns = lib.llama_model_rope_type(model.handle) in (lib.LLAMA_ROPE_TYPE_MROPE, lib.LLAMA_ROPE_TYPE_IMROPE)
+        self._sections = 4 if turns else 1
+        self._width = int(lib.llama_model_n_embd_inp(model.handle))
         size = self.n_batch
         self._tokens = np.zeros(size, np.int32)
         self._positions = np.zeros(size, np.int32)
@@ -146,6 +149,37 @@ class Context:
             return Decode.BAD_BATCH, []
         self._batch.n_tokens = at
         return Decode(lib.llama_decode(self.handle, self._batch)), last
+
+    def decode_picture(self, slot: int, positions: np.ndarray, rows: np.ndarray, *, sees_all: bool) -> Decode:
+        """Computes the embeddings of an image (`rows`, float32) as cells of `slot`; no logits follow.
+
+        `positions` (int32) has one section, or four where the model's positions have (M-RoPE). One that sees all of
+        itself must fit a physical batch; what does not fit is a bad batch, where llama.cpp would assert.
+        """
+        count = len(rows)
+        if count > (self.n_ubatch if sees_all else self.n_batch) or rows.shape[1] != self._width:
+            return Decode.BAD_BATCH
+        if self._sections > 1 and positions.ndim == 1:
+            positions = np.stack([positions, *[np.zeros_like(positions)] * (self._sections - 1)])
+        positions = np.ascontiguousarray(positions, np.int32)
+        self._owners[:count] = self._sequence_pointers[slot]
+        self._wanted[:count] = 0
+        batch = lib.llama_batch(
+            n_tokens=count,
+            token=None,
+            embd=rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float)),
+            pos=positions.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            n_seq_id=self._batch.n_seq_id,
+            seq_id=self._batch.seq_id,
+            logits=self._batch.logits,
+        )
+        if sees_all:
+            lib.llama_set_causal_attn(self.handle, False)
+        try:
+            return Decode(lib.llama_decode(self.handle, batch))
+        finally:
+            if sees_all:
+                lib.llama_set_causal_attn(self.handle, True)
 
     def pool(self, rows: Sequence[BatchRow]) -> tuple[Decode, list[np.ndarray]]:
         """Computes whole inputs, at most `pool_tokens` in all, and leaves the memory empty.

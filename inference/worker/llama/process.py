@@ -14,6 +14,7 @@ from inference.worker.logtail import LogTail
 
 _keep_alive: list[object] = []
 """Callbacks that C may call until the process ends."""
+_heard: list[Any] = []
 
 
 def start(tail: LogTail) -> None:
@@ -24,8 +25,14 @@ def start(tail: LogTail) -> None:
 
     callback = lib.llama_log_callback(on_log)
     _keep_alive.append(callback)
+    _heard.append(callback)
     lib.llama_log_set(callback, ctypes.c_void_p(0))
     lib.llama_backend_init()
+
+
+def heard() -> Any:
+    """The callback that `start` gave llama.cpp for its log, for libraries that have a log of their own."""
+    return _heard[-1]
 
 
 def on_abort(write: Callable[[str], None]) -> None:

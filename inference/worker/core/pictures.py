@@ -1,0 +1,62 @@
+"""Which tokens stand for parts of an image and must stay together, and how large an image file says it is; pure.
+
+In a prompt's tokens an image is a run of negative numbers, each one less than the one before. The same image has the
+same numbers, so prompts are compared as if they were text; two different ones never follow each other without a gap.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+_PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
+_JPEG = b"\xff\xd8"
+_NO_LENGTH = frozenset([0x01, *range(0xD0, 0xDA)])
+_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+
+
+def undivided(tokens: Sequence[int], start: int, end: int, most: int) -> int:
+    """Where a batch of the tokens from `start` on may end that was to end at `end`, so that no image is divided.
+
+    Before the image that `end` lies in; behind it when the batch begins with it and `most` tokens may go; else `start`.
+    """
+    if not _goes_on(tokens, end):
+        return end
+    first = end - 1
+    while first > start and _goes_on(tokens, first):
+        first -= 1
+    if first > start:
+        return first
+    last = end
+    while _goes_on(tokens, last):
+        last += 1
+    return last if last - start <= most else start
+
+
+def _goes_on(tokens: Sequence[int], at: int) -> bool:
+    """Whether the token at `at` belongs to the same image as the one before it."""
+    return 0 < at < len(tokens) and tokens[at] < 0 and tokens[at] == tokens[at - 1] - 1
+
+
+def size_of(data: bytes) -> tuple[int, int] | None:
+    """Width and height in pixels that a PNG or JPEG file claims; None for anything else and for a broken beginning.
+
+    PNG: the first chunk (ISO/IEC 15948, 11.2.1). JPEG: the frame header behind any other segments (ITU-T T.81, B.2.2).
+    """
+    if data.startswith(_PNG):
+        return struct.unpack_from(">II", data, 16) if len(data) >= 24 else None
+    if not data.startswith(_JPEG):
+        return None
+    at = 2
+    while at + 9 <= len(data) and data[at] == 0xFF:
+        kind = data[at + 1]
+        if kind == 0xFF:  # a fill byte
+            at += 1
+        elif kind in _NO_LENGTH:
+            at += 2
+        elif kind in _FRAMES:
+            height, width = struct.unpack_from(">HH", data, at + 5)
+            return width, height
+        else:
+            at += 2 + struct.unpack_from(">H", data, at + 2)[0]
+    return None

@@ -1,0 +1,129 @@
+"""What is remembered of images, what is refused, and who waits: over a projector that computes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from inference.protocol import Code
+from inference.worker.backend import Picture
+from inference.worker.errors import BadRequestError, WorkerError
+from inference.worker.sight import KEPT_BYTES, MAX_REQUEST_BYTES, MAX_TURNS, MAX_WAITING, Sight
+
+
+@dataclass
+class FakeEye:
+    """An image file is its number of tokens per tile, such as b"3 2"; it stands between two marks (1 and 2)."""
+
+    width: int = 4
+    encoded: list[int] = field(default_factory=list)
+    breaks: bool = False
+
+    def read(self, data: bytes) -> list[Sequence[int] | Picture]:
+        if data == b"bad":
+            raise ValueError("it cannot be decoded")
+        tiles = [Picture(int(size), int(size)) for size in data.split()]
+        return [[1], *tiles, [2]]
+
+    def encode(self, picture: Picture) -> None:
+        if self.breaks:
+            raise RuntimeError("the projector could not encode an image")
+        self.encoded.append(picture.n_tokens)
+        picture.rows = np.zeros((picture.n_tokens, self.width), np.float32)
+
+
+@pytest.fixture
+async def eye() -> FakeEye:
+    return FakeEye()
+
+
+@pytest.fixture
+async def sight(eye: FakeEye) -> Sight:
+    return Sight(eye, 100, 8)
+
+
+async def test_an_image_is_marks_and_falling_numbers_that_never_touch(sight: Sight) -> None:
+    image = sight.read(b"3 2", "messages")
+    assert image.tokens == (1, -1, -2, -3, -5, -6, 2)
+    assert sight.read(b"2", "messages").tokens == (1, -8, -9, 2)
+
+
+async def test_the_same_file_has_the_same_numbers_and_is_encoded_once(sight: Sight, eye: FakeEye) -> None:
+    for _ in range(2):
+        sight.encode([sight.read(b"3", "messages"), sight.read(b"4", "messages")], "messages")
+    assert eye.encoded == [3, 4]
+    assert sight.read(b"3", "messages").tokens == (1, -1, -2, -3, 2)
+    sight.encode([sight.read(b"3", "messages")] * 5, "messages")
+    assert eye.encoded == [3, 4]
+
+
+async def test_pictures_live_as_long_as_somebody_holds_them(eye: FakeEye) -> None:
+    """What is kept for the next turn has a bound; numbers are remembered beyond it."""
+    eye.width = KEPT_BYTES // 4 // 150  # one and a half images are kept
+    sight = Sight(eye, 100, 8)
+    first = sight.read(b"100", "messages")
+    sight.encode([first], "messages")
+    sight.encode([sight.read(b"99", "messages")], "messages")
+    assert sight.pictures[-1] is first.pictures[0], "its request still needs it"
+    del first
+    gc.collect()
+    assert -1 not in sight.pictures
+    again = sight.read(b"100", "messages")
+    assert again.tokens[1] == -1
+    sight.encode([again], "messages")
+    assert eye.encoded == [100, 99, 100]
+
+
+async def test_what_cannot_be_seen_is_a_bad_request(sight: Sight, eye: FakeEye) -> None:
+    for data, says in ((b"bad", "cannot be decoded"), (b"101", "takes 101 tokens, and this model reads at most 100")):
+        with pytest.raises(BadRequestError, match=says) as caught:
+            sight.read(data, "messages")
+        assert caught.value.param == "messages"
+    eye.width = MAX_REQUEST_BYTES // 4 // 150
+    both = [sight.read(b"100", "messages"), sight.read(b"99", "messages")]
+    with pytest.raises(BadRequestError, match="bytes of embeddings"):
+        sight.encode(both, "messages")
+    sight.encode([both[0]] * 3, "messages")  # the same one counts once
+    eye.breaks = True
+    with pytest.raises(WorkerError, match="could not encode") as failed:
+        sight.encode([both[1]], "messages")
+    assert failed.value.code is Code.MODEL_FAILED
+
+
+async def test_only_so_many_see_at_once_and_wait(sight: Sight) -> None:
+    release = asyncio.Event()
+    inside = 0
+
+    async def see() -> None:
+        nonlocal inside
+        async with sight.turn(None):
+            inside += 1
+            await release.wait()
+
+    seeing = [asyncio.create_task(see()) for _ in range(MAX_TURNS + MAX_WAITING)]
+    while inside < MAX_TURNS:
+        await asyncio.sleep(0)
+    with pytest.raises(WorkerError) as full:
+        async with sight.turn(None):
+            raise AssertionError("there is no place")
+    assert full.value.code is Code.QUEUE_FULL
+    seeing.pop().cancel()
+    await asyncio.sleep(0)
+    with pytest.raises(WorkerError) as late:
+        async with sight.turn(0.0):
+            raise AssertionError("it is too late")
+    assert late.value.code is Code.DEADLINE_EXCEEDED
+    release.set()
+    await asyncio.gather(*seeing)
+    assert inside == MAX_TURNS + MAX_WAITING - 1
+
+
+async def test_work_runs_on_a_thread_of_its_own(sight: Sight) -> None:
+    import threading
+
+    assert (await sight.off_loop(lambda: threading.current_thread().name)).startswith("sight")

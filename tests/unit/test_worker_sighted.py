@@ -1,0 +1,166 @@
+"""How a step with images becomes several batches: order, positions, what is sampled, and undoing half a step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from inference.worker.backend import BatchRow, Decode, Picture
+from inference.worker.core.steps import Row
+from inference.worker.sighted import SightedBackend, picture_finder
+
+
+@dataclass
+class FakeContext:
+    """Holds the positions of each sequence as llama.cpp does, and refuses ones that do not go on."""
+
+    can_trim: bool = True
+    fates: deque[Decode] = field(default_factory=deque)
+    held: dict[int, list[int]] = field(default_factory=dict)
+    said: list[object] = field(default_factory=list)
+
+    def remove(self, slot: int, start: int = 0) -> bool:
+        if start and not self.can_trim:
+            return False
+        self.held[slot] = [at for at in self.held.get(slot, []) if at < start]
+        return True
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        self.held[target] = [at for at in self.held[source] if at < count]
+
+    def logits(self, index: int) -> np.ndarray:
+        return np.array([index])
+
+    def decode(self, rows: Sequence[BatchRow]) -> tuple[Decode, list[int]]:
+        if (fate := self.fates.popleft() if self.fates else Decode.OK) is not Decode.OK:
+            return fate, []
+        last, at = [], -1
+        for row in rows:
+            assert min(row.tokens) >= 0
+            held = self.held.setdefault(row.slot, [])
+            assert row.start > max(held) if held else row.start == 0, "positions go on"
+            held += range(row.start, row.start + len(row.tokens))
+            at += len(row.tokens)
+            last.append(at)
+        self.said.append([(row.slot, row.start, len(row.tokens), row.sample) for row in rows])
+        return Decode.OK, last
+
+    def decode_picture(self, slot: int, positions: np.ndarray, rows: np.ndarray, *, sees_all: bool) -> Decode:
+        if (fate := self.fates.popleft() if self.fates else Decode.OK) is not Decode.OK:
+            return fate
+        held = self.held.setdefault(slot, [])
+        line = positions if positions.ndim == 1 else positions[0]  # the cells know the first section
+        assert int(line.min()) == (max(held) + 1 if held else 0)
+        held += map(int, line)
+        self.said.append(("image", slot, positions.tolist(), sees_all))
+        return Decode.OK
+
+
+FLAT = Picture(3, 3, rows=np.zeros((3, 2), np.float32))
+"""Tokens -1, -2, -3."""
+FOLDED = Picture(
+    4,
+    2,
+    sees_all=True,
+    positions=np.array([[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 0]], np.int32),
+    moves=np.array([[1] * 4, [1] * 4, [1] * 4, [0] * 4], np.int32),
+    rows=np.zeros((4, 2), np.float32),
+)
+"""Tokens -10 to -13: four cells, two positions."""
+FLAT_TOKENS, FOLDED_TOKENS = [-1, -2, -3], [-10, -11, -12, -13]
+
+
+@pytest.fixture
+def context() -> FakeContext:
+    return FakeContext()
+
+
+@pytest.fixture
+def backend(context: FakeContext) -> SightedBackend:
+    return SightedBackend(context, 4, picture_finder({-1: FLAT, -10: FOLDED}))
+
+
+def row(slot: int, start: int, tokens: list[int], sample: bool = True) -> Row:
+    return Row(slot, slot, start, tokens, sample)
+
+
+def test_text_alone_goes_through_as_it_is(context: FakeContext, backend: SightedBackend) -> None:
+    assert backend.decode([row(0, 0, [5, 6]), row(1, 0, [7])]) == (Decode.OK, [1, 2])
+    assert context.said == [[(0, 0, 2, True), (1, 0, 1, True)]]
+    assert backend.logits(3) == 3
+
+
+def test_what_is_sampled_comes_last_in_one_batch(context: FakeContext, backend: SightedBackend) -> None:
+    """Somebody decodes, one prompt has two images, one ends in an image because its step does."""
+    backend.decode([row(0, 0, [5])])
+    context.said.clear()
+    step = [
+        row(0, 1, [6]),
+        row(1, 0, [7, *FLAT_TOKENS, 8, *FOLDED_TOKENS, 9, 9]),
+        row(2, 0, [5, 5, *FLAT_TOKENS], sample=False),
+    ]
+    assert backend.decode(step) == (Decode.OK, [0, 2, -1])
+    assert context.said == [
+        [(1, 0, 1, False), (2, 0, 2, False)],
+        ("image", 1, [1, 2, 3], False),
+        ("image", 2, [2, 3, 4], False),
+        [(1, 4, 1, False)],
+        ("image", 1, [[5, 5, 5, 5], [5, 5, 6, 6], [5, 6, 5, 6], [0, 0, 0, 0]], True),
+        [(0, 1, 1, True), (1, 7, 2, True)],
+    ]
+
+
+def test_cells_are_counted_outside_and_positions_inside(context: FakeContext, backend: SightedBackend) -> None:
+    """A folded image takes four cells and moves the text by two; copies and removals count cells too."""
+    assert backend.decode([row(0, 0, [5, *FOLDED_TOKENS, 6])])[0] is Decode.OK
+    backend.decode([row(0, 6, [7])])
+    assert context.said[-1] == [(0, 4, 1, True)]
+    backend.copy(0, 1, 5)
+    assert context.held[1] == [0, 1, 1, 1, 1]
+    backend.decode([row(1, 5, [8])])
+    assert context.said[-1] == [(1, 3, 1, True)]
+    backend.remove(0, 6)
+    assert context.held[0] == [0, 1, 1, 1, 1, 3]
+    backend.remove(0, 1)
+    backend.decode([row(0, 1, [9])])
+    assert context.said[-1] == [(0, 1, 1, True)]
+
+
+def test_only_images_and_nothing_to_sample(context: FakeContext, backend: SightedBackend) -> None:
+    assert backend.decode([row(0, 0, FLAT_TOKENS, sample=False)]) == (Decode.OK, [-1])
+    assert backend.decode([row(0, 3, FOLDED_TOKENS, sample=False)]) == (Decode.OK, [-1])
+    assert context.held[0] == [0, 1, 2, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("good", range(5))
+def test_no_room_half_way_leaves_the_memory_as_it_was(good: int) -> None:
+    """Whichever of the step's batches finds no cells: afterwards the same step can be tried again."""
+    context = FakeContext()
+    backend = SightedBackend(context, 4, picture_finder({-1: FLAT, -10: FOLDED}))
+    backend.decode([row(0, 0, [5, *FOLDED_TOKENS, 6])])
+    before = list(context.held[0])
+    step = [row(0, 6, [7]), row(1, 0, [7, *FOLDED_TOKENS, 8, *FLAT_TOKENS, 9])]
+    context.fates = deque([Decode.OK] * good + [Decode.NO_ROOM])
+    assert backend.decode(step) == (Decode.NO_ROOM, [])
+    assert context.held == {0: before, 1: []}
+    assert backend.decode(step) == (Decode.OK, [0, 1])
+    assert context.said[-1] == [(0, 4, 1, True), (1, 7, 1, True)]
+
+
+def test_what_cannot_be_undone_is_a_failed_step() -> None:
+    context = FakeContext(can_trim=False)
+    backend = SightedBackend(context, 2, picture_finder({-1: FLAT}))
+    backend.decode([row(0, 0, [5])])
+    context.fates = deque([Decode.OK, Decode.NO_ROOM])
+    assert backend.decode([row(0, 1, [6]), row(1, 0, [7, *FLAT_TOKENS, 8])]) == (Decode.COMPUTE_FAILED, [])
+    context.fates = deque([Decode.COMPUTE_FAILED])
+    assert backend.decode([row(1, 0, [*FLAT_TOKENS, 8])])[0] is Decode.COMPUTE_FAILED
+
+
+def test_an_image_that_is_gone_is_a_defect_and_no_crash(backend: SightedBackend) -> None:
+    with pytest.raises(KeyError, match="not there any more"):
+        backend.decode([row(0, 0, [-99, 5])])
