@@ -145,7 +145,7 @@ async def test_without_a_stream_even_half_an_answer_is_replaced(gateway: Gateway
 
 async def test_a_tier_that_cannot_fit_is_skipped_without_an_attempt(gateway: Gateway, fake: FakeInference) -> None:
     fake.models["demo"] = ModelStatus(id="demo", state=ModelState.COLD, fits=False, reason="needs 3 MiB more")
-    await gateway.runtime.view.refresh()
+    await gateway.look()
     answer = await gateway.chat()
     assert (answer.headers["x-headgate-reason"], answer.headers["x-headgate-attempts"]) == ("cannot_fit", "1")
     assert fake.seen_for("demo") == []
@@ -323,7 +323,7 @@ async def test_readiness_waits_a_moment_for_the_first_contact(tmp_path: Path, fa
         await fake.start()
         await until("it is ready", lambda: gateway.runtime.is_ready)
         await fake.stop()
-        await gateway.runtime.view.refresh()
+        await gateway.look()
 
 
 async def test_a_breaker_is_reset_by_hand(gateway: Gateway, fake: FakeInference) -> None:

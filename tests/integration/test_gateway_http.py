@@ -267,7 +267,7 @@ async def test_a_client_that_leaves_while_sending_leaves_nothing(gateway: Gatewa
 # --- models and policy ------------------------------------------------------------------------------------------------
 async def test_models_are_the_routes_and_what_the_service_has(gateway: Gateway, fake: FakeInference) -> None:
     fake.models["org/big"] = ModelStatus(id="org/big", state=ModelState.COLD, aliases=("big",), context_length=8192)
-    await gateway.runtime.view.refresh()
+    await gateway.look()
     listed = (await gateway.client.get("/v1/models")).json()
     assert listed["object"] == "list"
     assert [model["id"] for model in listed["data"]] == ["demo", "demo-mini", "org/big"]
@@ -396,12 +396,12 @@ async def test_a_reload_moves_to_another_service_and_lets_open_streams_finish(tm
 
 
 async def test_health_tells_what_does_not_work(gateway: Gateway, fake: FakeInference) -> None:
-    await gateway.runtime.view.refresh()
+    await gateway.look()
     told = (await gateway.client.get("/health")).json()
     assert told["status"] == "ok"
     assert told["inference"]["models"] == {"demo": "ready", "demo-mini": "ready"}
     await fake.stop()
-    await gateway.runtime.view.refresh()
+    await gateway.look()
     answer = await gateway.client.get("/health")
     assert (answer.status_code, answer.json()["status"], answer.json()["inference"]["reachable"]) == (
         200, "degraded", False,

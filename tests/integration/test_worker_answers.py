@@ -91,7 +91,7 @@ def test_usage_counts_the_tokens_the_tokenizer_counts(worker: WorkerRig) -> None
 
 def test_eight_streams_run_together(worker: WorkerRig) -> None:
     """Each begins before any other has ended, and each ends as it should."""
-    bodies = [ask(f"stream {number}", max_tokens=200, ignore_eos=True) for number in range(8)]
+    bodies = [ask(f"stream {number}", max_tokens=900, ignore_eos=True) for number in range(8)]
     times: list[list[float]] = [[] for _ in bodies]
     barrier = threading.Barrier(len(bodies))
 

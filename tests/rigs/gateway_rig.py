@@ -60,6 +60,11 @@ class Gateway:
         """Replaces gateway.yaml; takes effect with a reload."""
         (self.root / "gateway.yaml").write_text(config)
 
+    async def look(self) -> None:
+        """Asks the inference service for its models, now: a question that was under way is no answer to it."""
+        await self.runtime.view.refresh()
+        await self.runtime.view.refresh()
+
     async def __aenter__(self) -> Gateway:
         sock = ports.listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
