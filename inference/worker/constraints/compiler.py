@@ -12,11 +12,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from inference.protocol import Code
 from inference.worker.backend import Constraint, Mask
 from inference.worker.constraints import grammar
 from inference.worker.constraints.masks import Guide, Scratch
 from inference.worker.core.forms import Form
-from inference.worker.errors import BadRequestError
+from inference.worker.errors import BadRequestError, WorkerError
 
 STACK_BYTES = 256 << 20
 """Of the thread that compiles; only what is touched is ever allocated. llguidance follows references by recursion, at
@@ -78,7 +79,8 @@ class Compiler:
         """The constraint of `form`. May take seconds: call it from a thread that nothing waits for.
 
         Raises BadRequestError with `param`, the field of the request that asked for the form, when it cannot be
-        enforced: a schema keyword (named with its place), a pattern, a grammar, or one that is too large.
+        enforced: a schema keyword (named with its place), a pattern, a grammar, or one that is too large. Raises
+        WorkerError where the system has no room for one more thread.
         """
         with self._lock:
             if self._trie is None:
@@ -206,6 +208,8 @@ def _with_stack(size: int, work: Callable[[], Any]) -> Any:
     try:
         thread = threading.Thread(target=run, name="constraint", daemon=True)
         thread.start()
+    except RuntimeError:
+        raise WorkerError(Code.MEMORY_LIMIT_EXCEEDED, "no thread could be started", retry_after=1.0) from None
     finally:
         threading.stack_size(before)
     thread.join()

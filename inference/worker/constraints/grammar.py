@@ -16,6 +16,8 @@ from inference.worker.core.forms import AnyText, Form, Grammar, Json, Literal, M
 
 MAX_SOURCE = 65_536
 """Characters of a caller's grammar. Each rule can name another, which llguidance follows by recursion."""
+MAX_RULES = 500
+"""Rules of a grammar in GBNF: its translation takes time with their square, half a second for as many."""
 MAX_LARK = 262_144
 """Characters of a form's own grammar, without its schemas and callers' grammars."""
 MAX_SCHEMA = 524_288
@@ -252,17 +254,22 @@ def _of_gbnf(source: str) -> str:
 
     if "::=" not in source:
         raise GrammarError("the grammar is neither GBNF (root ::= ...) nor Lark (start: ...)")
+    if source.count("::=") > MAX_RULES:
+        raise GrammarError(f"the grammar has more than {MAX_RULES} rules")
     source = _ESCAPE.sub(_plain, source)
     try:
-        lark = gbnf.gbnf_to_lark(source)
         rules = gbnf.GrammarParser().parse(source)
         gbnf.resolve(rules)
+        lark = "\n".join(str(rule) for rule in rules.values())
         is_regular = rules["start"].alternatives.is_terminal()
     except RecursionError:
         raise GrammarError("the grammar is nested too deeply") from None
     except Exception as error:
         raise GrammarError(f"the grammar cannot be read: {str(error)[:300]}") from None
-    return re.sub(r"(?m)^start:", "start: WHOLE\nWHOLE:", lark, count=1) if is_regular else lark
+    name = "WHOLE"
+    while name in rules:
+        name += "_"
+    return re.sub(r"(?m)^start:", f"start: {name}\n{name}:", lark, count=1) if is_regular else lark
 
 
 def _plain(escape: re.Match[str]) -> str:
