@@ -33,19 +33,22 @@ class LogTail:
         self._partial = ""
         self._level = 0
 
-    def feed(self, level: int, text: str) -> None:
-        """One callback of llama.cpp: a line with its newline, or a piece of one (level CONT)."""
+    def feed(self, level: int, text: str, *, counts: bool = True) -> None:
+        """One callback of llama.cpp: a line with its newline, or a piece of one (level CONT).
+
+        Without `counts` it is another library's log, whose buffers are none of the model's.
+        """
         if level != _LEVEL_CONT:
             self._level = level
         *lines, self._partial = (self._partial + text).split("\n")
         for line in lines:
-            self._line(line)
+            self._line(line, counts=counts)
 
-    def _line(self, line: str) -> None:
+    def _line(self, line: str, *, counts: bool) -> None:
         if self._level <= _LEVEL_DEBUG or not line.strip(" ."):
             return
         self._lines.append(line)
-        if match := _BUFFER.search(line):
+        if counts and (match := _BUFFER.search(line)):
             # One device has several buffers of a kind (mapped and host ones count for the same owner): they add up,
             # except compute and output buffers, which are measured again on every reserve.
             key = (match["where"], _KINDS[match["what"]])

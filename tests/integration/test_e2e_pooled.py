@@ -1,7 +1,8 @@
-"""Through all three processes: cold models that rerank, embed or carry an adapter load for the first who asks."""
+"""Through all three processes: cold models that rerank, embed, see or carry an adapter load for the first who asks."""
 
 from __future__ import annotations
 
+import base64
 import json
 import urllib.error
 from collections.abc import Iterator
@@ -9,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from inference.estimator import CPU_OVERHEAD_BYTES
-from tests.rigs import tiny_bert, tiny_gguf
+from inference.worker.sight import HELD_BYTES
+from tests.rigs import tiny_bert, tiny_gguf, tiny_projector
 from tests.rigs.stack import Stack
 
 ROUTES = 'routes: {"*": {chain: ["local/*"]}}\n'
@@ -20,6 +22,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     models = {
         "judge": {"path": str(tiny_bert.cross_encoder()), "context_length": 128},
         "embed": {"path": str(tiny_bert.embedding()), "context_length": 128},
+        "seer": {
+            "path": str(tiny_gguf.generative()), "context_length": 256, "mmproj": str(tiny_projector.projector()),
+        },
         "plain": {"path": str(tiny_gguf.generative()), "context_length": 256},
         "adapted": {
             "path": str(tiny_gguf.generative()), "context_length": 256,
@@ -51,10 +56,27 @@ def test_an_embedding_model_answers_and_refuses_to_rerank(stack: Stack) -> None:
         assert (refused.code, json.load(refused)["error"]["code"]) == (400, "unsupported_parameter")
 
 
+def test_a_cold_model_that_sees_gets_the_image_and_another_does_not(stack: Stack) -> None:
+    """What it can do is known before it is loaded."""
+    url = "data:image/png;base64," + base64.b64encode(tiny_projector.png()).decode()
+    content = [{"type": "text", "text": "look"}, {"type": "image_url", "image_url": {"url": url}}]
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4}
+    answer = stack.ask("/v1/chat/completions", {**body, "model": "seer"})
+    text = {**body, "model": "seer", "messages": [{"role": "user", "content": "look"}]}
+    without = stack.ask("/v1/chat/completions", text)
+    assert answer["usage"]["prompt_tokens"] == without["usage"]["prompt_tokens"] + 16
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        stack.ask("/v1/chat/completions", {**body, "model": "plain"})
+    with caught.value as refused:
+        assert refused.code == 400
+
+
 def test_the_estimate_counts_adapters_and_the_outputs_of_a_pooled_batch(stack: Stack) -> None:
     """What an adapter needs is in its file; a pooled batch holds a row of logits and one of the embedding per token."""
     adapters = sum(tiny_gguf.lora(seed=seed).stat().st_size for seed in (7, 8))
     assert _overhead(stack, "adapted") - _overhead(stack, "plain") == adapters
+    seen = _overhead(stack, "seer") - _overhead(stack, "plain") - HELD_BYTES
+    assert tiny_projector.projector().stat().st_size // 2 < seen < 2**22
     vocabulary = 153
     assert _overhead(stack, "embed") - CPU_OVERHEAD_BYTES == 128 * (vocabulary + 64) * 4
     assert stack.ask("/models/adapted/load", {}, direct=True)["headgate"]["state"] == "ready"

@@ -6,13 +6,16 @@ import base64
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from inference.protocol import ExitCause
+from inference.worker import link
 from tests.rigs import tiny_gguf, tiny_projector
 from tests.rigs.worker_rig import WorkerRig, grant_for
 
@@ -106,6 +109,57 @@ def test_an_image_changes_the_answer_and_counts(worker: WorkerRig) -> None:
     assert one != pytest.approx(plain, abs=0.05)
 
 
+def test_company_is_neither_disturbed_nor_seen(worker: WorkerRig) -> None:
+    """Texts and images of many requests at once; each gets what it gets alone."""
+    asked = [body("number ", image(20 + n), f" of {n}") if n % 2 else body(f"number {n} of many") for n in range(12)]
+    alone = [answer(worker, said)[0] for said in asked]
+    fresh = [body("number ", image(40 + n), " of it") for n in range(6)]
+    with ThreadPoolExecutor(12) as pool:
+        together = list(pool.map(lambda said: answer(worker, said)[0], [*asked, *fresh, *asked]))
+    for expected, found in zip([*alone, *alone], [*together[:12], *together[18:]], strict=True):
+        assert found == pytest.approx(expected, abs=0.05)
+
+
+def test_choices_share_an_image_and_streams_carry_on(worker: WorkerRig) -> None:
+    status, said = worker.post(PATH, body("what is ", image(5), " this", n=3, seed=1, temperature=1.0))
+    assert (status, len(said["choices"])) == (200, 3)
+    chunks = worker.chunks(PATH, body(image(5), " goes on", max_tokens=20))
+    assert len(chunks) > 5
+
+
+def test_a_chat_goes_on_below_its_image(worker: WorkerRig) -> None:
+    """The second turn holds the first, image included, and computes only what is new."""
+    first = body("see ", image(6), " there")
+    said = worker.post(PATH, first)[1]["choices"][0]["message"]["content"]
+    turn = [{"role": "assistant", "content": said}, {"role": "user", "content": "and then?"}]
+    status, got = worker.post(PATH, {**first, "messages": [*first["messages"], *turn]})
+    assert status == 200
+    assert got["usage"]["prompt_tokens_details"]["cached_tokens"] > got["usage"]["prompt_tokens"] / 2
+
+
+def test_what_cannot_be_seen_is_refused_and_disturbs_nobody(worker: WorkerRig) -> None:
+    broken = bytearray(tiny_projector.png())
+    broken[45:60] = bytes(15)
+    for part, says in (
+        ({"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}, "fetches nothing"),
+        ({"type": "image_url", "image_url": {"url": url(kind="image/webp")}}, "PNG or JPEG"),
+        (
+            {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(broken).decode()}"}},
+            "an image cannot be read",
+        ),
+        ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "text and images only"),
+    ):
+        status, said = worker.post(PATH, body("look", part))
+        assert status == 400, said
+        assert says in said["error"]["message"]
+    answer(worker, body("look ", image(1), " again"))
+
+
+def test_too_many_tokens_of_images_are_a_prompt_that_is_too_long(worker: WorkerRig) -> None:
+    status, said = worker.post(PATH, body(*[image(n) for n in range(16)], "x" * 1200))
+    assert (status, said["error"]["code"]) == (400, "context_length_exceeded")
+
+
 def test_the_next_turn_finds_the_image_again(worker: WorkerRig) -> None:
     """The same bytes are the same prefix; other bytes are not."""
     said = body("look at ", image(3), " and at the mill")
@@ -116,3 +170,60 @@ def test_the_next_turn_finds_the_image_again(worker: WorkerRig) -> None:
     assert usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"] - 8
     assert first == pytest.approx(again, abs=0.02)
     assert fresh["prompt_tokens"] == usage["prompt_tokens"]
+
+
+WIDE = lambda: tiny_projector.projector(into=128)  # noqa: E731 - made when a test needs it
+
+
+@pytest.mark.parametrize(
+    ("model", "projector", "changes", "says"),
+    [
+        (tiny_gguf.generative, WIDE, {}, "mismatch"),
+        (tiny_gguf.generative, tiny_gguf.generative, {}, "could not load the projector"),
+        (tiny_gguf.generative, lambda: Path("/nowhere/eye.gguf"), {}, "no file /nowhere/eye.gguf (mmproj)"),
+        (tiny_gguf.embedding, tiny_projector.projector, {}, "images are read in chats only"),
+        (lambda: tiny_gguf.generative(template=None), tiny_projector.projector, {}, "images are read in chats only"),
+        (tiny_gguf.generative, None, {"capabilities": ("chat", "vision")}, "there is no mmproj"),
+    ],
+    ids=["another width", "no projector", "no file", "an embedding model", "no template", "nothing to see with"],
+)
+def test_a_projector_that_cannot_be_is_refused_at_load(
+    tmp_path: Path,
+    model: Callable[[], Path],
+    projector: Callable[[], Path] | None,
+    changes: dict[str, Any],
+    says: str,
+) -> None:
+    grant = grant_for(model(), mmproj=None if projector is None else str(projector()), **changes)
+    with WorkerRig(tmp_path, grant) as worker:
+        failed = worker.expect(link.Failed)
+        assert says in failed.message
+        assert failed.cause == ExitCause.STARTUP
+        assert worker.wait() == 1
+
+
+def test_an_image_larger_than_a_batch_is_refused_with_both_sizes(tmp_path: Path) -> None:
+    grant = grant_for(tiny_gguf.generative(), mmproj=str(tiny_projector.projector()), batch=16, ubatch=16)
+    with WorkerRig(tmp_path, grant) as worker:
+        worker.ready()
+        status, said = worker.post(PATH, body("look ", image(), " here"))
+        assert (status, said["error"]["param"]) == (400, "messages")
+        assert "takes 16 tokens" in said["error"]["message"]
+        assert "at most 12" in said["error"]["message"]
+
+
+def test_a_model_without_a_projector_refuses_images(tmp_path: Path) -> None:
+    with WorkerRig(tmp_path, grant_for(tiny_gguf.generative())) as worker:
+        assert "vision" not in worker.ready().capabilities
+        status, said = worker.post(PATH, body("look ", image()))
+        assert (status, said["error"]["code"]) == (400, "unsupported_parameter")
+        assert "reads text only" in said["error"]["message"]
+
+
+def test_a_projectors_buffers_are_not_taken_for_the_models(tmp_path: Path) -> None:
+    found = []
+    for name, mmproj in (("without", None), ("with", str(tiny_projector.projector()))):
+        (tmp_path / name).mkdir()
+        with WorkerRig(tmp_path / name, grant_for(tiny_gguf.generative(), mmproj=mmproj)) as worker:
+            found.append(worker.ready().buffers)
+    assert found[0] == found[1]

@@ -14,25 +14,30 @@ from inference.worker.logtail import LogTail
 
 _keep_alive: list[object] = []
 """Callbacks that C may call until the process ends."""
-_heard: list[Any] = []
+_beside: list[Any] = []
 
 
 def start(tail: LogTail) -> None:
     """Initializes llama.cpp once per process and sends its log to `tail`."""
 
     def on_log(level: int, text: bytes | None, _data: object) -> None:
-        tail.feed(level, (text or b"").decode("utf-8", "replace"))
+        tail.feed(level, _decoded(text))
 
     callback = lib.llama_log_callback(on_log)
     _keep_alive.append(callback)
-    _heard.append(callback)
+    beside = lib.llama_log_callback(lambda level, text, _data: tail.feed(level, _decoded(text), counts=False))
+    _beside.append(beside)
     lib.llama_log_set(callback, ctypes.c_void_p(0))
     lib.llama_backend_init()
 
 
-def heard() -> Any:
-    """The callback that `start` gave llama.cpp for its log, for libraries that have a log of their own."""
-    return _heard[-1]
+def log_beside() -> Any:
+    """The callback for libraries beside llama.cpp that have a log of their own; after `start`."""
+    return _beside[-1]
+
+
+def _decoded(text: bytes | None) -> str:
+    return (text or b"").decode("utf-8", "replace")
 
 
 def on_abort(write: Callable[[str], None]) -> None:

@@ -14,7 +14,7 @@ from inference.protocol import ExitCause
 from inference.worker.backend import Picture
 from inference.worker.errors import LoadError
 from inference.worker.llama.model import Model
-from inference.worker.llama.process import heard
+from inference.worker.llama.process import log_beside
 
 _NO_PROGRAMS = b"/dev/null"
 """Where mtmd looks for ffmpeg. It hands whatever it cannot decode to that program; here is none."""
@@ -34,7 +34,7 @@ class Projector:
         self._model = model
         self.width = int(lib.llama_model_n_embd_inp(model.handle))
         """Numbers of one embedding row."""
-        mtmd.mtmd_helper_log_set(heard(), ctypes.c_void_p(0))
+        mtmd.mtmd_helper_log_set(log_beside(), ctypes.c_void_p(0))
         self.handle = mtmd.mtmd_init_from_file(path.encode(), model.handle, _params(device, threads))
         if not self.handle:
             raise LoadError(ExitCause.OOM_LOAD, f"mtmd could not load the projector {path} for this model")
