@@ -14,7 +14,7 @@ from inference.worker.backend import Constraint
 from inference.worker.core.steps import Limits
 from inference.worker.engine import Delivery, Engine, Work
 from inference.worker.generation import Output
-from inference.worker.loading import open_context
+from inference.worker.loading import Loaded, load
 from inference.worker.logtail import LogTail
 from inference.worker.requests import Sampling
 from inference.worker.sampling import ChainSampler
@@ -34,14 +34,23 @@ class Mailbox:
         self.on_room: object = None
 
 
-@dataclass
+@dataclass(repr=False)
 class EngineRig:
     """The engine's thread is the caller's: `answer` turns until everything ended."""
 
-    model: llama.Model
-    context: llama.Context
+    loaded: Loaded
     engine: Engine
     delivered: list[Delivery] = field(default_factory=list)
+
+    @property
+    def model(self) -> llama.Model:
+        """The open model."""
+        return self.loaded.model
+
+    @property
+    def context(self) -> llama.Context:
+        """Its context."""
+        return self.loaded.context
 
     def ask(self, prompt: list[int], **changes: Any) -> Mailbox:
         """Submits one prompt, greedy and eight tokens long unless told otherwise."""
@@ -69,11 +78,10 @@ class EngineRig:
 @contextlib.contextmanager
 def engine_rig(path: Path, **changes: Any) -> Iterator[EngineRig]:
     """Opens `path` as a worker would (`changes` go into its grant), without serving it."""
-    _start()
+    start()
     grant = grant_for(path, **changes)
-    params = llama.model_params(grant)
-    model, context, _pooling = open_context(grant, params)
-    context.warm_up()
+    loaded = load(grant, LogTail(lambda _line: None), lambda _fraction: True)
+    model, context = loaded.model, loaded.context
     limits = Limits(
         slots=context.n_slots,
         cells=context.n_ctx,
@@ -90,12 +98,13 @@ def engine_rig(path: Path, **changes: Any) -> Iterator[EngineRig]:
 
     engine = Engine(context, model, sampler, limits, delivered.extend, print)
     try:
-        yield EngineRig(model, context, engine, delivered)
+        yield EngineRig(loaded, engine, delivered)
     finally:
         context.close()
         model.close()
 
 
 @functools.cache
-def _start() -> None:
+def start() -> None:
+    """Initializes llama.cpp in this process, once."""
     llama.start(LogTail(lambda _line: None))

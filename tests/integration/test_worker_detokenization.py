@@ -1,0 +1,94 @@
+"""Text that grows token by token is the text of all tokens at once, on vocabularies as models have them."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llama_cpp import llama_cpp as lib
+
+from inference import demo
+from inference.worker import llama
+from inference.worker.core.detokenize import Detokenizer
+from inference.worker.logprobs import Logprobs
+from inference.worker.requests import Sampling
+from tests.rigs import tiny_spm
+from tests.rigs.engine_rig import EngineRig, engine_rig, start
+from tests.rigs.worker_rig import grant_for
+
+PATHS = {"byte-level BPE": lambda: demo.bundled_path("demo"), "SentencePiece with bytes": tiny_spm.vocabulary}
+TEXT = st.text("abe hello, water the 漢字 é😀\n\x00ü€") | st.text()
+
+
+@pytest.fixture(scope="module", params=list(PATHS))
+def model(request: pytest.FixtureRequest) -> Iterator[llama.Model]:
+    start()
+    path = PATHS[request.param]()
+    opened = llama.Model(str(path), llama.model_params(grant_for(path), vocab_only=True))
+    yield opened
+    opened.close()
+
+
+def at_once(model: llama.Model, tokens: list[int]) -> bytes:
+    """What llama.cpp itself makes of `tokens`; behind a letter, because it cuts a space at the beginning."""
+    (letter,) = model.tokenize("a")
+    array = (ctypes.c_int32 * (len(tokens) + 1))(letter, *tokens)
+    buffer = ctypes.create_string_buffer(64 * len(array) + 64)
+    size = lib.llama_detokenize(model.vocab, array, len(array), buffer, len(buffer), False, False)
+    assert size > 0
+    return buffer.raw[1:size]
+
+
+def piece_by_piece(model: llama.Model, tokens: list[int]) -> str:
+    detokenizer = Detokenizer()
+    return "".join([detokenizer.push(model.piece(token)) for token in tokens] + [detokenizer.flush()])
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_tokens_say_what_they_say_at_once(model: llama.Model, data: st.DataObject) -> None:
+    """Control tokens, halves of characters and bytes that are no UTF-8 among them."""
+    tokens = data.draw(st.lists(st.integers(0, model.n_vocab - 1), max_size=40))
+    assert piece_by_piece(model, tokens) == at_once(model, tokens).decode("utf-8", "replace")
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=TEXT)
+def test_tokens_of_a_text_say_the_text(model: llama.Model, text: str) -> None:
+    """Letter by letter nothing is shown that is not there in the end."""
+    tokens = model.tokenize(text)
+    assert piece_by_piece(model, tokens) == text
+    detokenizer = Detokenizer()
+    shown = ""
+    for token in tokens:
+        shown += detokenizer.push(model.piece(token))
+        assert text.startswith(shown)
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[EngineRig]:
+    with engine_rig(demo.bundled_path("demo"), context_length=256) as opened:
+        yield opened
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**31))
+def test_bytes_of_log_probabilities_are_those_of_the_text(rig: EngineRig, seed: int) -> None:
+    """At a temperature that breaks characters; every token's offset is where its text begins."""
+    hot = Sampling(temperature=2.0, top_k=0, min_p=0.0, seed=seed, logit_bias=tuple((t, 30.0) for t in range(3, 260)))
+    outputs = rig.answer([5, 6, 7], sampling=hot, logprobs=1, max_tokens=20)
+    items = [item for output in outputs for item in output.logprobs]
+    written = Logprobs("chat")
+    written.add(items)
+    said = bytes(byte for entry in json.loads(written.json())["content"] for byte in entry["bytes"])
+    text = "".join(output.text for output in outputs)
+    assert said.decode("utf-8", "replace") == text
+    detokenizer = Detokenizer()
+    at = 0
+    for item in items:
+        assert item.offset == at
+        at += len(detokenizer.push(item.piece))
