@@ -1,0 +1,90 @@
+"""What repeats to the byte: a seeded answer over restarts, and an answer that is continued from any of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference import demo
+from inference.worker.prompts import Prompts
+from tests.rigs import tiny_gguf
+from tests.rigs.engine_rig import EngineRig, engine_rig
+from tests.rigs.worker_rig import WorkerRig, grant_for
+
+CHAT = "/v1/chat/completions"
+QUESTIONS = ("Why is the sky blue?", "Tell me about a mill.", "Say hello in three ways.", "What is 3 + 4?")
+
+
+def test_a_seeded_answer_is_the_same_after_a_restart(tmp_path: Path) -> None:
+    """Alone in its cells, drawn at temperature 1; another seed says something else."""
+    bodies: list[dict[str, Any]] = [
+        {
+            "messages": [{"role": "user", "content": question}],
+            "seed": seed,
+            "temperature": 1.0,
+            "max_tokens": 24,
+            **more,
+        }
+        for question in QUESTIONS[:2]
+        for seed, more in ((7, {}), (8, {"top_p": 0.9}), (9, {"n": 2, "frequency_penalty": 0.5}))
+    ]
+    runs = []
+    for number in range(2):
+        root = tmp_path / str(number)
+        root.mkdir()
+        with WorkerRig(root, grant_for(tiny_gguf.generative(), threads=1)) as rig:
+            rig.ready()
+            answers = []
+            for body in bodies:
+                status, said = rig.post(CHAT, body)
+                assert status == 200, said
+                answers.append([choice["message"]["content"] for choice in said["choices"]])
+            runs.append(answers)
+    assert runs[0] == runs[1]
+    assert len({choice for answer in runs[0] for choice in answer}) == len(bodies) * 4 // 3
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[EngineRig]:
+    with engine_rig(demo.bundled_path("demo"), context_length=512, parallel=2, threads=1) as opened:
+        yield opened
+
+
+def tokens_and_text(rig: EngineRig, prompt: list[int], most: int) -> tuple[list[int], str]:
+    """The tokens of a greedy answer, without its end, and its text."""
+    outputs = rig.answer(prompt, max_tokens=most, logprobs=0)
+    text = "".join(output.text for output in outputs)
+    pieces = [item.piece for output in outputs for item in output.logprobs]
+    by_piece = {rig.model.piece(token): token for token in range(rig.model.n_vocab - 1, -1, -1)}
+    return [by_piece[piece] for piece in pieces], text
+
+
+def test_an_answer_goes_on_from_every_token_where_its_text_has_the_same_tokens(rig: EngineRig) -> None:
+    """As the resumption of a broken stream does it: the text so far is an assistant message that is not closed.
+
+    Where the text is tokenized as it was generated the rest is the same to the byte, and that is nearly everywhere.
+    """
+    prompts = Prompts(rig.model, rig.loaded.template, rig.loaded.facts)
+    boundaries = same = 0
+    for question in QUESTIONS:
+        asked = [{"role": "user", "content": question}]
+        prompt = prompts.chat(asked, {})
+        drawn, text = tokens_and_text(rig, prompt, 32)
+        assert drawn
+        for count in range(1, len(drawn)):
+            head = b"".join(rig.model.piece(token) for token in drawn[:count])
+            try:
+                shown = head.decode()
+            except UnicodeDecodeError:
+                continue
+            boundaries += 1
+            resumed = prompts.chat([*asked, {"role": "assistant", "content": shown}], {}, continue_final=True)
+            if resumed != prompt + drawn[:count]:
+                continue
+            same += 1
+            rest = rig.answer(resumed, max_tokens=32 - count)
+            assert shown + "".join(output.text for output in rest) == text
+    assert same >= 0.9 * boundaries > 0, f"{same} of {boundaries}"
