@@ -1,0 +1,120 @@
+"""Measures how far answers under load are from answers alone: logits, the likeliest token, whole texts.
+
+    python -m benchmarks.determinism MODEL.gguf [SEQUENCES]
+
+Attention and matrix products are summed in another order when a batch has another size, so logits differ in their last
+digits; a token differs where two of them are that close. Every prompt is answered alone in an empty context, and then
+with all the others at once. Random text as prompts, because an answer that a model is sure of hides the difference.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from inference.worker import link, llama
+from inference.worker.core.steps import Row
+from inference.worker.logtail import LogTail
+from inference.worker.requests import Sampling
+from inference.worker.sampling import ChainSampler
+
+PROMPT_TOKENS = 40
+ANSWER_TOKENS = 64
+SEED = 11
+
+
+class Bench:
+    """One context with a place for each of the sequences."""
+
+    def __init__(self, path: Path, sequences: int) -> None:
+        grant = link.Grant(
+            model_id="bench",
+            path=str(path),
+            devices=(link.DeviceGrant("cpu", "cpu"),),
+            gpu_layers=0,
+            context_length=PROMPT_TOKENS + ANSWER_TOKENS,
+            parallel=sequences,
+        )
+        self.model = llama.Model(str(path), llama.model_params(grant))
+        self.context = llama.Context(self.model, llama.context_params(grant, pooling=None))
+
+    def answers(self, prompts: list[list[int]], sampling: Sampling) -> list[list[int]]:
+        """The tokens of every answer, all computed together, from an empty memory."""
+        self.context.forget_all()
+        samplers = [
+            ChainSampler(self.model, self.context, sampling, choice, ANSWER_TOKENS) for choice in range(len(prompts))
+        ]
+        rows = [Row(slot, slot, 0, prompt, True) for slot, prompt in enumerate(prompts)]
+        drawn: list[list[int]] = [[] for _ in prompts]
+        for step in range(ANSWER_TOKENS):
+            _status, last = self.context.decode(rows)
+            for slot, index in enumerate(last):
+                drawn[slot].append(samplers[slot].sample(index))
+            rows = [Row(slot, slot, PROMPT_TOKENS + step, tokens[-1:], True) for slot, tokens in enumerate(drawn)]
+        for sampler in samplers:
+            sampler.close()
+        return drawn
+
+    def logits(self, prompts: list[list[int]], answers: list[list[int]]) -> np.ndarray:
+        """Logits (sequence, step, vocabulary) while the same tokens are given, whatever would have been drawn."""
+        self.context.forget_all()
+        found = np.empty((len(prompts), ANSWER_TOKENS, self.model.n_vocab), np.float32)
+        rows = [Row(slot, slot, 0, prompt, True) for slot, prompt in enumerate(prompts)]
+        for step in range(ANSWER_TOKENS):
+            _status, last = self.context.decode(rows)
+            for slot, index in enumerate(last):
+                found[slot, step] = self.context.logits(index)
+            rows = [
+                Row(slot, slot, PROMPT_TOKENS + step, answer[step : step + 1], True)
+                for slot, answer in enumerate(answers)
+            ]
+        return found
+
+
+def common(left: list[int], right: list[int]) -> int:
+    """How many tokens are the same before the first that is not."""
+    return next((at for at, (one, other) in enumerate(zip(left, right, strict=True)) if one != other), len(left))
+
+
+def main(arguments: list[str]) -> None:
+    """Prints the figures."""
+    path, sequences = Path(arguments[0]), int(arguments[1]) if len(arguments) > 1 else 8
+    llama.start(LogTail(lambda _line: None))
+    bench = Bench(path, sequences)
+    rng = np.random.default_rng(SEED)
+    prompts = rng.integers(0, bench.model.n_vocab, (sequences, PROMPT_TOKENS)).tolist()
+    out = sys.stdout.write
+    out(f"{path.name}: {sequences} sequences, {PROMPT_TOKENS} + {ANSWER_TOKENS} tokens\n")
+    for name, sampling in (("greedy", Sampling(temperature=0.0)), ("seeded", Sampling(seed=SEED))):
+        alone = [bench.answers([prompt], sampling)[0] for prompt in prompts]
+        again = [bench.answers([prompt], sampling)[0] for prompt in prompts]
+        # The choice's number is part of its seed: the first of a batch has the seed of one alone.
+        loaded = []
+        for number in range(sequences):
+            order = [number, *(other for other in range(sequences) if other != number)]
+            loaded.append(bench.answers([prompts[other] for other in order], sampling)[0])
+        same = [common(one, other) for one, other in zip(alone, loaded, strict=True)]
+        whole = sum(length == ANSWER_TOKENS for length in same)
+        out(
+            f"  {name}: alone twice the same {sum(map(list.__eq__, alone, again))}/{sequences}; "
+            f"alone and under load the same {whole}/{sequences}, "
+            f"first difference at token {statistics.median(same):.0f} (median)\n"
+        )
+        if name == "greedy":
+            single = np.concatenate([bench.logits([p], [a]) for p, a in zip(prompts, alone, strict=True)])
+            together = bench.logits(prompts, alone)
+            difference = np.abs(single - together)
+            flips = float((single.argmax(-1) != together.argmax(-1)).mean())
+            out(
+                f"  logits of the same tokens: largest difference {difference.max():.2g}, "
+                f"median of the largest per step {np.median(difference.max(-1)):.2g}, "
+                f"standard deviation of the logits {single.std():.2g}; "
+                f"likeliest token differs at {flips:.2%} of steps\n"
+            )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
