@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -58,7 +59,7 @@ class Prepared:
     `images` are to be held as long as anybody may compute the prompts.
     """
 
-    prompts: list[list[int]]
+    prompts: list[array[int]]
     most: int
     shape: Shape
     images: tuple[Image, ...] = ()
@@ -113,7 +114,9 @@ class Prompts:
         if room < 1:
             raise self._too_long(longest, "messages" if request.kind == "chat" else "prompt")
         shape = self._shaping.shape(request, opened)
-        return Prepared(prompts, room if most is None else min(most, room), shape, tuple(images))
+        # Held for as long as the answer takes: as a list a token takes 36 bytes, so four.
+        packed = [array("i", tokens) for tokens in prompts]
+        return Prepared(packed, room if most is None else min(most, room), shape, tuple(images))
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], continue_final: bool = False

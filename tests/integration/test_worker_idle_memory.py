@@ -1,0 +1,34 @@
+"""What an idle worker costs beside the model: interpreter, libraries, engine thread, HTTP, templates."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from inference import demo
+from tests.rigs.worker_rig import WorkerRig, grant_for
+
+MOST_MB = 120.0
+"""The promise; what is measured is about half of it, so that no allocator's mood decides."""
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads a process's memory from /proc, which Linux has")
+
+
+def pss_mb(pid: int) -> float:
+    """Proportional set size: pages shared with other processes count in part."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith("Pss:"))
+
+
+def test_an_idle_worker_takes_little_beside_its_model(tmp_path: Path) -> None:
+    """After its first requests, so that nothing lazy is left out: a template, a constraint and log probabilities."""
+    with WorkerRig(tmp_path, grant_for(demo.bundled_path("demo"), parallel=4)) as rig:
+        reserved = sum(buffer.bytes for buffer in rig.ready().buffers) / 1e6
+        asked = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 8}
+        for more in ({}, {"response_format": {"type": "json_object"}}, {"logprobs": True, "top_logprobs": 5}):
+            status, said = rig.post("/v1/chat/completions", {**asked, **more})
+            assert status == 200, said
+        taken = pss_mb(rig.process.pid) - reserved
+        assert taken < MOST_MB, f"{taken:.0f} MB beside {reserved:.0f} MB of weights, cells and buffers"
