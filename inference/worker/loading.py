@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,10 @@ def load(grant: Grant, tail: LogTail, on_progress: Callable[[float], bool]) -> L
         projector = _projector(grant, model, params)
     except LoadError as error:
         raise _explained(error, grant, tail) from None
-    context.warm_up()
+    # On a thread that ends: OpenMP keeps the threads of whoever computed as long as that one lives. Once they are more
+    # than cores, all of them sleep at every barrier, and a small model takes twice as long for a token.
+    with ThreadPoolExecutor(1, thread_name_prefix="warm-up") as alone:
+        alone.submit(context.warm_up).result()
     template, problem = template_of(model)
     capabilities = capabilities_of(grant, model, pooling, template)
     context_length = _context_length(grant, model, context)

@@ -49,6 +49,10 @@ log = logging.getLogger("headgate.worker")
 
 SWITCH_SECONDS = 0.0005
 """How long another thread may keep the interpreter from the engine after a step; Python's own is ten times it."""
+SPINS = "4000"
+"""How often a computing thread looks whether the others have finished before it sleeps, about a tenth of a millisecond.
+GNU OpenMP's own default is 75 times as much: as long as anything else runs, the thread that waits takes the core which
+the one that it waits for needs, and a token takes up to twenty times as long (docs/benchmarks.md)."""
 TOKENIZER_STACK_BYTES = 256 * 2**20
 """llama.cpp splits text with recursive regular expressions; address space only, used as far as a text needs."""
 DRAIN_SECONDS = 600.0
@@ -67,6 +71,8 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     sys.setswitchinterval(SWITCH_SECONDS)
+    if "OMP_WAIT_POLICY" not in environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when llama.cpp's libraries are loaded
     heap.set_up()
     worker = Worker(link_handle, socket_handle)
     worker.run()
