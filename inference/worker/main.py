@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from headgate import __version__
@@ -241,8 +242,8 @@ class Worker:
         backend: Backend = context
         if loaded.projector is not None:
             # In a step everybody who decodes comes first, and an image that sees all of itself is one physical batch.
-            most = min(context.n_batch - context.n_slots, context.n_ubatch)
-            self._sight = Sight(loaded.projector, most, context.n_slots)
+            most = context.n_batch - context.n_slots
+            self._sight = Sight(loaded.projector, most, context.n_slots, at_once=context.n_ubatch)
             backend = SightedBackend(context, context.n_slots, picture_finder(self._sight.pictures))
         limits = Limits(
             slots=context.n_slots,
@@ -288,7 +289,11 @@ class Worker:
 
     def _beat(self, running: Any) -> None:
         while True:
-            self._channel.send(running.pulse.beat())
+            beat = running.pulse.beat()
+            if beat.step_seconds is None and self._sight is not None:
+                seeing = self._sight.pulse.beat()
+                beat = replace(beat, step_seconds=seeing.step_seconds, step_tokens=seeing.step_tokens)
+            self._channel.send(beat)
             time.sleep(BEAT_SECONDS)
 
     def _fatal(self, message: str) -> None:

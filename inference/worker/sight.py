@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 from inference.protocol import Code
 from inference.worker.backend import Picture
 from inference.worker.errors import BadRequestError, WorkerError
+from inference.worker.pulse import Pulse
 
 MAX_REQUEST_BYTES = 2**25
 """Embeddings of one request's images."""
@@ -63,13 +64,21 @@ class Image:
 
 
 class Sight:
-    """`most` is how many tokens an image may have. Pictures live as long as somebody holds their `Image`."""
+    """`most` is how many tokens an image may have. Pictures live as long as somebody holds their `Image`.
 
-    def __init__(self, eye: Eye, most: int, turns: int) -> None:
+    Its `pulse` tells of encoding as an engine's tells of steps, so that a hung device is noticed here too.
+    """
+
+    def __init__(
+        self, eye: Eye, most: int, turns: int, *, at_once: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`at_once`: how many tokens an image may have that sees all of itself."""
+        self.pulse = Pulse(clock)
         self.pictures: WeakValueDictionary[int, Picture] = WeakValueDictionary()
         """By the first of their tokens; read by the engine's thread."""
         self._eye = eye
         self._most = most
+        self._at_once = min(most, at_once)
         self._turns = asyncio.Semaphore(min(turns, MAX_TURNS))
         self._waiting = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sight")
@@ -116,9 +125,10 @@ class Sight:
             if not isinstance(part, Picture):
                 tokens += part
                 continue
-            if part.n_tokens > self._most:
+            most = self._at_once if part.sees_all else self._most
+            if part.n_tokens > most:
                 raise BadRequestError(
-                    f"an image takes {part.n_tokens} tokens, and this model reads at most {self._most} at once; scale "
+                    f"an image takes {part.n_tokens} tokens, and this model reads at most {most} at once; scale "
                     "it down, or give the model a larger batch and ubatch",
                     param,
                 )
@@ -139,10 +149,13 @@ class Sight:
             )
         for picture in pictures:
             if picture.rows is None:
+                self.pulse.begin(picture.n_tokens)
                 try:
                     self._eye.encode(picture)
                 except RuntimeError as error:
                     raise WorkerError(Code.MODEL_FAILED, str(error)) from None
+                finally:
+                    self.pulse.end()
         self._trim()
 
     def _keep(self, key: bytes, image: Image) -> Image:

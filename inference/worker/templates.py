@@ -131,15 +131,33 @@ class ChatTemplate:
         `arguments` are the caller's extra template variables, `generate` opens the assistant's turn at the end. Raises
         BadRequestError with the template's own words, or when it takes too long.
         """
+        shown = [self._defuse(message) for message in messages]
+        if self._reads_parts:
+            shown = list(map(_in_parts, shown))
+        return self._rendered(shown, arguments, generate=generate).split(self._marker)
+
+    @functools.cached_property
+    def _reads_parts(self) -> bool:
+        """Whether it takes contents as lists of parts only, as some of models that see do: a text would be lost."""
+        probe = {"role": "user", "content": "hgprobe"}
+        said = []
+        for message in (probe, _in_parts(probe)):
+            try:
+                said.append("hgprobe" in self._rendered([message], {}, generate=True))
+            except BadRequestError:
+                said.append(False)
+        return said == [False, True]
+
+    def _rendered(self, messages: Sequence[Any], arguments: Mapping[str, Any], *, generate: bool) -> str:
         variables = {
             "tools": None,
             "documents": None,
             **{name: self._defuse(value) for name, value in arguments.items()},
             **self._special,
-            "messages": [self._defuse(message) for message in messages],
+            "messages": messages,
             "add_generation_prompt": generate,
         }
-        return self._run(variables).split(self._marker)
+        return self._run(variables)
 
     def defused(self, text: str) -> list[str]:
         """`text` of a caller in pieces none of which contains the text of a control token."""
@@ -233,6 +251,12 @@ class _Rendering:
             self._error = error
         with self._lock:
             self._over.set()
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`message` with a text as the one part of its content."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _bounded(filter: Callable[..., Any]) -> Callable[..., Any]:

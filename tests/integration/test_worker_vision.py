@@ -203,7 +203,7 @@ def test_a_projector_that_cannot_be_is_refused_at_load(
 
 
 def test_an_image_larger_than_a_batch_is_refused_with_both_sizes(tmp_path: Path) -> None:
-    grant = grant_for(tiny_gguf.generative(), mmproj=str(tiny_projector.projector()), batch=16, ubatch=16)
+    grant = grant_for(tiny_gguf.generative(), mmproj=str(tiny_projector.projector()), batch=16, ubatch=8)
     with WorkerRig(tmp_path, grant) as worker:
         worker.ready()
         status, said = worker.post(PATH, body("look ", image(), " here"))

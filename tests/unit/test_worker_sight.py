@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,17 +23,21 @@ class FakeEye:
     width: int = 4
     encoded: list[int] = field(default_factory=list)
     breaks: bool = False
+    sees_all: bool = False
+    watched: list[Callable[[], object]] = field(default_factory=list)
 
     def read(self, data: bytes) -> list[Sequence[int] | Picture]:
         if data == b"bad":
             raise ValueError("it cannot be decoded")
-        tiles = [Picture(int(size), int(size)) for size in data.split()]
+        tiles = [Picture(int(size), int(size), self.sees_all) for size in data.split()]
         return [[1], *tiles, [2]]
 
     def encode(self, picture: Picture) -> None:
         if self.breaks:
             raise RuntimeError("the projector could not encode an image")
         self.encoded.append(picture.n_tokens)
+        for look in self.watched:
+            look()
         picture.rows = np.zeros((picture.n_tokens, self.width), np.float32)
 
 
@@ -44,7 +48,7 @@ async def eye() -> FakeEye:
 
 @pytest.fixture
 async def sight(eye: FakeEye) -> Sight:
-    return Sight(eye, 100, 8)
+    return Sight(eye, 100, 8, at_once=50)
 
 
 async def test_an_image_is_marks_and_falling_numbers_that_never_touch(sight: Sight) -> None:
@@ -65,7 +69,7 @@ async def test_the_same_file_has_the_same_numbers_and_is_encoded_once(sight: Sig
 async def test_pictures_live_as_long_as_somebody_holds_them(eye: FakeEye) -> None:
     """What is kept for the next turn has a bound; numbers are remembered beyond it."""
     eye.width = KEPT_BYTES // 4 // 150  # one and a half images are kept
-    sight = Sight(eye, 100, 8)
+    sight = Sight(eye, 100, 8, at_once=50)
     first = sight.read(b"100", "messages")
     sight.encode([first], "messages")
     sight.encode([sight.read(b"99", "messages")], "messages")
@@ -84,6 +88,10 @@ async def test_what_cannot_be_seen_is_a_bad_request(sight: Sight, eye: FakeEye) 
         with pytest.raises(BadRequestError, match=says) as caught:
             sight.read(data, "messages")
         assert caught.value.param == "messages"
+    eye.sees_all = True
+    with pytest.raises(BadRequestError, match="at most 50 at once"):
+        sight.read(b"51", "messages")
+    eye.sees_all = False
     eye.width = MAX_REQUEST_BYTES // 4 // 150
     both = [sight.read(b"100", "messages"), sight.read(b"99", "messages")]
     with pytest.raises(BadRequestError, match="bytes of embeddings"):
@@ -121,6 +129,18 @@ async def test_only_so_many_see_at_once_and_wait(sight: Sight) -> None:
     release.set()
     await asyncio.gather(*seeing)
     assert inside == MAX_TURNS + MAX_WAITING - 1
+
+
+async def test_encoding_shows_in_the_pulse_until_it_ends(sight: Sight, eye: FakeEye) -> None:
+    """A device that hangs while it encodes is noticed as one that hangs in a step."""
+    beats = []
+    eye.watched.append(lambda: beats.append(sight.pulse.beat()))
+    sight.encode([sight.read(b"3", "messages")], "messages")
+    assert [(beat.step_seconds is not None, beat.step_tokens) for beat in beats] == [(True, 3)]
+    eye.breaks = True
+    with pytest.raises(WorkerError):
+        sight.encode([sight.read(b"4", "messages")], "messages")
+    assert sight.pulse.beat().step_seconds is None
 
 
 async def test_work_runs_on_a_thread_of_its_own(sight: Sight) -> None:
