@@ -130,9 +130,12 @@ class ChainSampler:
             return int(best)
         if self._reach is not None:
             is_near = logits >= most - self._reach
-            if self._least <= np.count_nonzero(is_near) <= MOST_CANDIDATES:
+            count = np.count_nonzero(is_near)
+            if self._least <= count <= MOST_CANDIDATES:
                 near = is_near.nonzero()[0]
                 return self._chain.sample_among(near, logits[near])
+            if count > MOST_CANDIDATES:
+                self._reach = None  # so flat a distribution is seldom the only one of an answer
         return self._chain.sample(self._context, index)
 
     def close(self) -> None:
