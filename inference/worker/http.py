@@ -176,7 +176,7 @@ class App:
         async with sight.turn(exchange.deadline(arrival)):
             if ticket.gone:
                 raise GoneError
-            prepared = await sight.off_loop(look)
+            prepared = await sight.off_loop(look, exchange.header(H_TENANT))
             await self._run(exchange, _shorter(request), prepared, ticket, arrival)
 
     async def _run(

@@ -83,6 +83,7 @@ class Sight:
         self._waiting = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sight")
         # Only the thread uses these.
+        self._tenant = ""
         self._kept: OrderedDict[bytes, Image] = OrderedDict()
         self._numbers: OrderedDict[tuple[bytes, int], int] = OrderedDict()
         self._next = 1
@@ -105,13 +106,20 @@ class Sight:
         finally:
             self._turns.release()
 
-    async def off_loop(self, function: Callable[[], T]) -> T:
-        """What `function` returns, on the thread that sees."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+    async def off_loop(self, function: Callable[[], T], tenant: str = "") -> T:
+        """What `function` returns, on the thread that sees. What it reads is remembered for that tenant only: how long
+        an image takes would tell whether somebody else has shown it.
+        """
+
+        def work() -> T:
+            self._tenant = tenant
+            return function()
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def read(self, data: bytes, param: str) -> Image:
         """An image as tokens; on the thread that sees. Raises BadRequestError for one that cannot be read."""
-        key = hashlib.sha256(data).digest()
+        key = hashlib.sha256(self._tenant.encode() + b"\0" + data).digest()
         if (known := self._kept.get(key)) is not None:
             self._kept.move_to_end(key)
             return known

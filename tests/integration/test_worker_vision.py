@@ -137,6 +137,15 @@ def test_a_chat_goes_on_below_its_image(worker: WorkerRig) -> None:
     assert got["usage"]["prompt_tokens_details"]["cached_tokens"] > got["usage"]["prompt_tokens"] / 2
 
 
+def test_clients_that_leave_give_their_turn_back(worker: WorkerRig) -> None:
+    """More of them than requests with images are under way at once; whoever stays is answered."""
+    raw = json.dumps(body("look ", image(9), " here", max_tokens=200)).encode()
+    for _ in range(10):
+        with worker.connection() as connection:
+            connection.request("POST", PATH, raw, {"content-type": "application/json"})
+    assert answer(worker, body("look ", image(9), " here"))
+
+
 def test_what_cannot_be_seen_is_refused_and_disturbs_nobody(worker: WorkerRig) -> None:
     broken = bytearray(tiny_projector.png())
     broken[45:60] = bytes(15)

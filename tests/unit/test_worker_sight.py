@@ -66,6 +66,17 @@ async def test_the_same_file_has_the_same_numbers_and_is_encoded_once(sight: Sig
     assert eye.encoded == [3, 4]
 
 
+async def test_what_one_tenant_showed_is_new_for_another(sight: Sight, eye: FakeEye) -> None:
+    def see() -> tuple[int, ...]:
+        image = sight.read(b"3", "messages")
+        sight.encode([image], "messages")
+        return image.tokens
+
+    numbers = [await sight.off_loop(see, tenant) for tenant in ("one", "other", "one")]
+    assert numbers[0] == numbers[2] != numbers[1]
+    assert eye.encoded == [3, 3]
+
+
 async def test_pictures_live_as_long_as_somebody_holds_them(eye: FakeEye) -> None:
     """What is kept for the next turn has a bound; numbers are remembered beyond it."""
     eye.width = KEPT_BYTES // 4 // 150  # one and a half images are kept
