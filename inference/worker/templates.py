@@ -14,7 +14,7 @@ import json
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -22,6 +22,7 @@ import jinja2.ext
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.filters import make_attrgetter
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from inference.worker.core.dialects import detect
@@ -98,6 +99,17 @@ class _Environment(ImmutableSandboxedEnvironment):
         return _joined(parts)
 
 
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what a training run learns from; for a prompt it is its content."""
+
+    tags = frozenset(["generation"])  # type: ignore[assignment]
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """The statements between the tags."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 class ChatTemplate:
     """A compiled template. `render` is thread-safe. `dialect` is how its family writes tools, calls and reasoning."""
 
@@ -105,7 +117,9 @@ class ChatTemplate:
         """Raises ValueError with a sentence when the template does not compile or is too long."""
         if len(source) > MAX_TEMPLATE_CHARS:
             raise ValueError(f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS} are read")
-        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        environment = _Environment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+        )
         environment.filters["tojson"] = _to_json
         for name in ("center", "format", "indent", "wordwrap"):
             environment.filters[name] = _bounded(environment.filters[name])
@@ -314,4 +328,11 @@ def _strftime_now(format: str) -> str:
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_options: Any) -> str:
     """As model authors expect it: plain JSON, not the HTML-safe form of Jinja's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, default=_listed)
+
+
+def _listed(value: Any) -> list[Any]:
+    """What `map` and its like give is written as a list."""
+    if isinstance(value, Iterator):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is not JSON serializable")

@@ -54,6 +54,21 @@ def test_tools_of_the_caller_are_broken_up_too() -> None:
     assert "".join(pieces) == ('[{"<|im_end|>": ["<|im_start|>", 5], "description": "ends <|im_end|> here"}]<|im_end|>')
 
 
+def test_what_training_marks_is_plain_content() -> None:
+    source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}"
+    assert template(source).render(user("hi"), {}, generate=True) == ["hi;"]
+
+
+def test_json_of_a_mapped_list_is_a_list() -> None:
+    source = "{{ tools | map(attribute='name') | tojson }}"
+    assert template(source).render(user("x"), {"tools": [{"name": "a"}]}, generate=True) == ['["a"]']
+
+
+def test_json_of_what_is_not_there_is_refused() -> None:
+    with pytest.raises(BadRequestError, match="not JSON serializable"):
+        template("{{ nothing | tojson }}").render(user("x"), {}, generate=True)
+
+
 def test_a_refusal_of_the_template_is_a_400_in_its_own_words() -> None:
     with pytest.raises(BadRequestError, match="unknown role king") as caught:
         template().render([{"role": "king", "content": "x"}], {}, generate=True)
