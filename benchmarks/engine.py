@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -210,6 +211,7 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
     streams = [int(count) for count in (environ.get("STREAMS") or "1,8,32").split(",")]
     who = (environ.get("SYSTEMS") or ",".join((WORKER, CHAIN, LLAMA_SERVER, LLAMA_CPP_SERVER))).split(",")
     found = Results()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended on the way out
     with tempfile.TemporaryDirectory(prefix="headgate-bench-") as root, Client() as client:
         for name in names:
             count = int(environ.get("ROUNDS") or rounds[name])
