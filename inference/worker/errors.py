@@ -4,6 +4,7 @@ WorkerError              one request: becomes an OpenAI error envelope, or an er
 ├── BadRequestError      the caller's fault; 4xx with `param`
 │   └── ConstraintError  an answer that cannot be held to its form any longer
 └── UnloadedError        this worker leaves; the model itself can be asked again, and so can all the others
+GoneError                nobody: the client left
 LoadError                the model: becomes a `failed` message on the link, then the process ends
 """
 
@@ -72,6 +73,10 @@ class UnloadedError(WorkerError):
 
     def __init__(self) -> None:
         super().__init__(Code.MODEL_LOADING, "this model was unloaded or replaced; ask again", retry_after=1.0)
+
+
+class GoneError(Exception):
+    """The client left; there is nobody to answer."""
 
 
 class LoadError(Exception):

@@ -12,7 +12,7 @@ import orjson
 
 from inference.protocol import H_DEADLINE, H_PRIORITY, H_REQUEST_ID, Code, Priority
 from inference.worker import responses
-from inference.worker.errors import BadRequestError, WorkerError
+from inference.worker.errors import BadRequestError, GoneError, WorkerError
 
 MAX_BODY_BYTES = 32 * 2**20
 MAX_DISCARDED_BYTES = 256 * 2**20
@@ -21,10 +21,6 @@ MAX_DISCARDED_BYTES = 256 * 2**20
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
-
-class GoneError(Exception):
-    """The client left; there is nobody to answer."""
 
 
 def parse(raw: bytes) -> Any:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import orjson
 
 from inference.protocol import (
@@ -27,20 +26,21 @@ from inference.protocol import (
 from inference.worker import bodies, fields, responses
 from inference.worker.backend import Constraint
 from inference.worker.constraints import Compiler
-from inference.worker.embedder import Embedder, Vector, normalized
+from inference.worker.embedder import Embedder
 from inference.worker.engine import Engine, Work
-from inference.worker.errors import BadRequestError, UnloadedError, WorkerError
-from inference.worker.exchange import Exchange, GoneError, Receive, Scope, Send
+from inference.worker.errors import BadRequestError, GoneError, UnloadedError, WorkerError
+from inference.worker.exchange import Exchange, Receive, Scope, Send
 from inference.worker.generation import Output
 from inference.worker.intake import Intake
 from inference.worker.messages import messages_of
 from inference.worker.prompts import Prepared, Prompts
-from inference.worker.requests import EmbeddingRequest, Facts, GenerateRequest
+from inference.worker.requests import Facts, GenerateRequest
 from inference.worker.reranking import Reranker
 from inference.worker.responses import NO_ECHO, Answer, Echo, Usage
 from inference.worker.shaping import Shape
 from inference.worker.sight import Sight
 from inference.worker.tickets import Ticket
+from inference.worker.vectors import Vectors
 
 log = logging.getLogger("headgate.worker.http")
 
@@ -50,10 +50,9 @@ MAX_LOGPROBS_BYTES = 2**25
 """Of an answer that is not streamed: it is held until it is whole."""
 COMMIT_SECONDS = 1.0
 """How long a stream's status waits for the first output, so that a refusal can still be a status of its own."""
-_PATIENCE_SECONDS = 3600.0
+FORM_SECONDS = 30.0
+"""For a form to be compiled, and for those before it."""
 _PROGRESS_SECONDS = PROGRESS_INTERVAL_SECONDS * 0.75
-
-T = TypeVar("T")
 
 
 class App:
@@ -83,17 +82,16 @@ class App:
         self._prompts = prompts
         self._detokenize = detokenize
         self._engine = engine
-        self._embedder = embedder
-        self._reranker = reranker
         self._sight = sight
         self._intake = Intake(executor)
+        vectors = Vectors(facts, prompts, self._intake, embedder, reranker)
         self._compiler = compiler
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="forms")
         self._routes: Mapping[str, tuple[str, Callable[[Exchange], Awaitable[None]]]] = {
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._completion),
-            "/v1/embeddings": ("POST", self._embeddings),
-            "/v1/rerank": ("POST", self._rerank),
+            "/v1/embeddings": ("POST", vectors.embeddings),
+            "/v1/rerank": ("POST", vectors.rerank),
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._detokenized),
             "/livez": ("GET", self._livez),
@@ -188,6 +186,8 @@ class App:
         arrival: float,
     ) -> None:
         constraint = await self._compiled(prepared.shape)
+        if ticket.gone:
+            raise GoneError
         engine = self._engine
         if engine is None:
             raise BadRequestError(f"model {self._facts.model_id!r} does not generate text", "model")
@@ -221,7 +221,7 @@ class App:
         answers = [Answer(request.kind, echo) for echo in echoes]
         unfinished = len(answers)
         while unfinished:
-            for output in await _next(ticket):
+            for output in await ticket.next():
                 if output.error is not None:
                     raise output.error
                 answers[output.choice].add(output)
@@ -302,54 +302,6 @@ class App:
             echoes += [Echo(text, max(0, len(whole) - len(text)))] * work.n
         return echoes
 
-    async def _embeddings(self, exchange: Exchange) -> None:
-        arrival = time.monotonic()
-
-        def understand(body: Any) -> tuple[EmbeddingRequest, list[list[int]]]:
-            request = bodies.embedding(body, self._facts)
-            return request, self._prompts.embed(request)
-
-        request, inputs = await self._intake.understood(exchange, understand)
-        vectors = await self._pooled(exchange, inputs, arrival)
-        if request.dimensions is not None:
-            vectors = [normalized(values[: request.dimensions]) for values in vectors]
-        tokens = sum(len(tokens) for tokens in inputs)
-        await exchange.json(
-            await self._intake.off_loop(
-                lambda: responses.embeddings(self._facts.model_id, vectors, tokens, as_base64=request.as_base64)
-            )
-        )
-
-    async def _rerank(self, exchange: Exchange) -> None:
-        arrival = time.monotonic()
-        reranker = self._reranker
-        if reranker is None:
-            raise BadRequestError(f"model {self._facts.model_id!r} does not rerank; ask a reranking model", "model")
-        request = await self._intake.understood(exchange, reranker.understand)
-        outputs = await self._pooled(exchange, request.inputs, arrival)
-        await exchange.json(await self._intake.off_loop(lambda: reranker.answer(request, outputs)))
-
-    async def _pooled(self, exchange: Exchange, inputs: Sequence[Sequence[int]], arrival: float) -> list[np.ndarray]:
-        """What the model says to each input, in their order."""
-        embedder = self._embedder
-        if embedder is None:
-            raise BadRequestError(f"model {self._facts.model_id!r} gives no embeddings", "model")
-        deadline = exchange.deadline(arrival)
-        ticket: Ticket[Vector] = Ticket(asyncio.get_running_loop())
-        exchange.on_disconnect(ticket.leave)
-        embedder.submit(inputs, ticket, deadline)
-        vectors: dict[int, np.ndarray] = {}
-        try:
-            while len(vectors) < len(inputs):
-                for vector in await _next(ticket):
-                    if vector.error is not None:
-                        raise vector.error
-                    assert vector.values is not None
-                    vectors[vector.index] = vector.values
-        finally:
-            embedder.abort(ticket)
-        return [vectors[index] for index in range(len(inputs))]
-
     async def _tokenize(self, exchange: Exchange) -> None:
         await exchange.json(await self._intake.understood(exchange, self._tokens_of))
 
@@ -395,23 +347,18 @@ class App:
         if form is None or compiler is None:
             return None
         try:
-            return await asyncio.get_running_loop().run_in_executor(
-                self._compiling, lambda: compiler.compile(form, shape.param)
-            )
+            async with asyncio.timeout(FORM_SECONDS):
+                return await asyncio.get_running_loop().run_in_executor(
+                    self._compiling, lambda: compiler.compile(form, shape.param)
+                )
+        except TimeoutError:
+            raise WorkerError(Code.QUEUE_FULL, "this model prepares other forms; ask again", retry_after=5.0) from None
         except BadRequestError as error:
             if not shape.promised:
                 log.info("calls are not held to their form: %s", error.message)
                 return None
             # Another tier may be able to do it.
             raise BadRequestError(error.message, error.param, code=Code.UNSUPPORTED_PARAMETER) from None
-
-
-async def _next(ticket: Ticket[T]) -> list[T]:
-    """Outputs, however long they take: the engine ends every request. Raises when the client left."""
-    outputs = await ticket.take(_PATIENCE_SECONDS)
-    if ticket.gone:
-        raise GoneError
-    return outputs
 
 
 def _usage(work: Work, counts: Mapping[int, tuple[int, int, int]]) -> Usage:

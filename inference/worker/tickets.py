@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 from inference.protocol import Progress
+from inference.worker.errors import GoneError
 
 T = TypeVar("T")
+
+_PATIENCE_SECONDS = 3600.0
 
 
 class Ticket(Generic[T]):
@@ -61,6 +64,13 @@ class Ticket(Generic[T]):
             self.stalled = False
             if self.on_room is not None:
                 self.on_room()
+        return outputs
+
+    async def next(self) -> list[T]:
+        """Outputs, however long they take: the engine ends every request. Raises GoneError when the client left."""
+        outputs = await self.take(_PATIENCE_SECONDS)
+        if self.gone:
+            raise GoneError
         return outputs
 
     def _wake(self) -> None:
