@@ -159,7 +159,9 @@ FORMATS: list[tuple[str, dict[str, Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "fields", "test"), FORMATS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("path", "fields", "test"), FORMATS, ids=[f"{path} {fields}"[:60] for path, fields, _ in FORMATS]
+)
 def test_an_answer_has_the_format_it_was_asked_for(
     worker: WorkerRig, path: str, fields: dict[str, Any], test: Any
 ) -> None:
