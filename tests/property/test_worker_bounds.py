@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference.worker.core.pacing import ALONE_SECONDS, MIXED_SECONDS, SMALLEST, Pace
-from inference.worker.core.scheduler import Scheduler
+from inference.worker.core.scheduler import OLDEST_PART, Scheduler
 from inference.worker.core.steps import Job, Limits, Step
 
 SLOTS, CONTEXT, BATCH = 4, 3000, 2048
@@ -111,8 +111,8 @@ def test_one_step_pays_for_a_machine_that_became_slower(
 def test_everybody_ends_within_steps_that_can_be_counted(
     machine: Machine, requests: list[tuple[int, int, int]]
 ) -> None:
-    """From its first step on a job needs one step per token of its answer, and a share of the budget, which is at least
-    a slot's part of 32 tokens, for each piece of its prompt.
+    """One step per token of its answer, and until then at most one per 8 tokens of its own prompt and of those that
+    came before: whichever is the oldest gets a quarter of at least 32.
     """
     drive = Drive(requests)
     began: dict[int, int] = {}
@@ -123,9 +123,11 @@ def test_everybody_ends_within_steps_that_can_be_counted(
         for row in turn[1].rows:
             began.setdefault(row.job, drive.steps)
         for job in before - set(drive.left):
-            _at, prompt, answer = requests[job]
-            pieces = -(-prompt // (SMALLEST // SLOTS))
-            assert drive.steps - began[job] < pieces + answer
+            before_it = [
+                other for other in range(len(requests)) if (requests[other][0], other) <= (requests[job][0], job)
+            ]
+            pieces = sum(-(-requests[other][1] // (SMALLEST // OLDEST_PART)) for other in before_it)
+            assert drive.steps - began[job] < pieces + requests[job][2]
 
 
 @given(
@@ -133,8 +135,10 @@ def test_everybody_ends_within_steps_that_can_be_counted(
     st.integers(0, SLOTS - 1),
     st.integers(1, 600),
 )
-def test_prompts_share_a_step_evenly(prompts: list[int], decoding: int, budget: int) -> None:
-    """Each gets an equal share at least, or all that it lacks; none waits for another to end."""
+def test_the_shortest_rest_goes_first_and_the_oldest_is_never_kept_waiting(
+    prompts: list[int], decoding: int, budget: int
+) -> None:
+    """A longer rest gets something only when every shorter one is complete, but for the oldest one's quarter."""
     scheduler = Scheduler(Limits(SLOTS, SLOTS * CONTEXT, CONTEXT, BATCH, 20))
     decoding = min(decoding, SLOTS - len(prompts))
     scheduler.submit([Job(100 + number, [100 + number]) for number in range(decoding)])
@@ -146,8 +150,10 @@ def test_prompts_share_a_step_evenly(prompts: list[int], decoding: int, budget: 
     step = scheduler.plan(0.0, budget)
     given_to = {row.job: len(row.tokens) for row in step.rows}
     assert all(given_to[100 + number] == 1 for number in range(decoding))
-    share = max(1, budget // len(prompts))
-    assert all(given_to[number] >= min(length, share) for number, length in enumerate(prompts))
-    assert step.prefill == sum(given_to[number] for number in range(len(prompts)))
-    assert step.prefill <= max(budget, len(prompts))
-    assert step.prefill >= min(sum(prompts), budget)
+    room = min(budget, BATCH - decoding)
+    assert given_to.get(0, 0) >= min(prompts[0], max(1, room // OLDEST_PART))
+    in_turn = sorted(range(1, len(prompts)), key=lambda number: (prompts[number], number))
+    unfinished = [number for number in in_turn if given_to.get(number, 0) < prompts[number]]
+    assert not any(number in given_to for number in unfinished[1:])
+    assert step.prefill == sum(given_to.get(number, 0) for number in range(len(prompts)))
+    assert step.prefill == min(sum(prompts), room)

@@ -63,10 +63,18 @@ def test_a_shared_beginning_is_copied_and_the_old_answer_stays() -> None:
             assert step.rows[0].start == 2
 
 
-def test_every_prompt_gets_a_token_of_a_step_however_small_its_budget() -> None:
+def test_the_oldest_prompt_gets_a_token_of_a_step_however_small_its_budget() -> None:
     scheduler = Scheduler(Limits(slots=3, cells=60, context=20, batch=8, queue=3))
-    scheduler.submit([Job(id, (id,) * 10) for id in (1, 2, 3)])
-    assert [(row.job, len(row.tokens)) for row in scheduler.plan(0.0, 2).rows] == [(1, 1), (2, 1), (3, 1)]
+    scheduler.submit([Job(1, (1,) * 10), Job(2, (2,) * 4)])
+    assert [(row.job, len(row.tokens)) for row in scheduler.plan(0.0, 2).rows] == [(2, 1), (1, 1)]
+    scheduler.computed()
+    assert [(row.job, len(row.tokens)) for row in scheduler.plan(0.0, 1).rows] == [(1, 1)]
+
+
+def test_a_batch_has_room_for_a_prompt_beside_all_others_that_decode() -> None:
+    scheduler = Scheduler(Limits(slots=3, cells=60, context=20, batch=3, queue=3))
+    scheduler.submit([Job(1, (1,)), Job(2, (2,)), Job(3, (3, 3, 3))])
+    assert [(row.job, len(row.tokens)) for row in scheduler.plan(0.0, 8).rows] == [(1, 1), (2, 1), (3, 1)]
 
 
 def test_a_prompt_without_room_beside_a_growing_answer_waits() -> None:

@@ -24,6 +24,9 @@ from inference.worker.core.pictures import undivided
 from inference.worker.core.slots import Slot, Slots
 from inference.worker.core.steps import TRANSITIONS, Job, Limits, Phase, Row, Step
 
+OLDEST_PART = 4
+"""The prompt that came first gets at least one part in so many of a step's budget."""
+
 
 @dataclass(slots=True, eq=False)
 class _Run:
@@ -268,20 +271,25 @@ class Scheduler:
         return rows
 
     def _prefilling(self, rows: list[Row], budget: int) -> None:
-        """Shares `budget` among the prompts that are being computed, shortest rest first, each an equal share at least.
+        """Gives `budget` to the prompts with the least left, so that first tokens come one after the other, and a part
+        of it to the one that came first, so that it cannot be kept waiting by shorter ones for ever.
 
-        Where cells or outputs are too few for a share it takes what there is. An image is computed as a whole, however
-        small the share; one that the batch had no room left for is first in the next.
+        Where cells or outputs are too few it takes what there is. An image is computed as a whole, however small the
+        rest of the budget; one that the batch had no room left for is first in the next.
         """
         prompts = sorted(
             [(not run.passed, self._left(run), run.key, run) for run in self._running if self._left(run) > 1]
         )
-        room = min(self.limits.batch - len(rows), max(budget, len(prompts)))
+        room = min(self.limits.batch - len(rows), budget)
         outputs = (self.limits.outputs or self.limits.slots) - len(rows) - len(prompts)
         planned = len(rows)
-        for index, (_first, left, _key, run) in enumerate(prompts):
+        *_, oldest = min(prompts, key=lambda entry: entry[2])
+        kept = min(self._left(oldest), max(1, room // OLDEST_PART))
+        for _first, left, _key, run in prompts:
+            if run is oldest:
+                kept = 0
             slot = self._slot_of(run)
-            count = min(left, room // (len(prompts) - index))
+            count = min(left, room - kept)
             if run.job.score:
                 count = min(count, self._scorable(run, slot, outputs + 1))
             if not self._slots.fits(planned + count):
