@@ -144,9 +144,7 @@ class Scheduler:
             insort(self._waiting, run, key=_order)
 
     def plan(self, now: float, prefill_budget: int) -> Step:
-        """The next step: a token for every decoding job, and prompts of `prefill_budget` tokens together at most, or of
-        one token each where that is less.
-        """
+        """The next step: a token for every decoding job, and at most `prefill_budget` (1 or more) tokens of prompts."""
         assert not self._pending, "the last step was not reported"
         expired = self._expire(now) if now >= self._earliest else ()
         if self._waiting:
