@@ -12,8 +12,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from inference.worker.backend import Mask
 from inference.worker.constrained import ConstrainedSampler
-from inference.worker.constraints import Compiler
+from inference.worker.constraints import Compiler, grammar
+from inference.worker.constraints.compiler import _Compiled
 from inference.worker.constraints.masks import Guide, Scratch
 from inference.worker.core.forms import (
     AnyText,
@@ -227,30 +229,58 @@ def test_an_object_of_a_thousand_optional_properties_can_begin() -> None:
     assert begins(Json(wide), "{")
 
 
-def test_a_pattern_that_explodes_ends_its_answer_with_a_reason() -> None:
-    """The memory of its automaton is bounded. Another answer of the same form goes on, and so does the next request."""
-    constraint = COMPILER.compile(Regex("(?s).*a.{18}"), "f")
-    mask, other = constraint.start(), constraint.start()
-    assert VOCABULARY.follow(other, "abab")
+EXPLODING = Regex("(?s).*a.{18}")
+
+
+def wear_out(mask: Mask) -> ConstraintError:
+    """Says random letters until the automaton of EXPLODING is as large as it may be."""
     bits = random.Random(1)
     with pytest.raises(ConstraintError, match="too many states") as caught:
         for _ in range(10_000):
             VOCABULARY.allowed(mask)
             mask.accept(ord(bits.choice("ab")))
-    assert caught.value.status == 400
-    assert VOCABULARY.follow(other, "a" + "b" * 18)
-    assert VOCABULARY.may_end(other)
-    assert VOCABULARY.follow(constraint.start(), "aaa")
-    again = COMPILER.compile(Regex("(?s).*a.{18}"), "f")
-    assert again is not constraint
-    assert COMPILER.compile(Regex("(?s).*a.{18}"), "f") is again
+    return caught.value
+
+
+def test_a_pattern_that_explodes_ends_its_answer_with_a_reason() -> None:
+    """The memory of its automaton is bounded. Later requests of the same form share theirs with nobody."""
+    compiler = Compiler(VOCABULARY)
+    constraint = compiler.compile(EXPLODING, "f")
+    assert compiler.known(EXPLODING) is constraint
+    error = wear_out(constraint.start())
+    assert error.status == 400
+    assert "asked again" in error.message
+    assert compiler.known(EXPLODING) is None
+    first, second = compiler.compile(EXPLODING, "f"), compiler.compile(EXPLODING, "f")
+    assert len({id(constraint), id(first), id(second)}) == 3
+    assert "asked again" not in wear_out(first.start()).message
+    mask = second.start()
+    assert VOCABULARY.follow(mask, "abab" + "a" + "b" * 18)
+    assert VOCABULARY.may_end(mask)
+
+
+def test_an_answer_under_way_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where its automaton is worn out: all answers of a model are made by one thread."""
+    constraint = Compiler(VOCABULARY).compile(EXPLODING, "f")
+    begun: list[str] = []
+    start = threading.Thread.start
+
+    def counted(thread: threading.Thread) -> None:
+        begun.append(thread.name)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", counted)
+    wear_out(constraint.start())
+    assert begun == []
+    Compiler(VOCABULARY).compile(Literal("a"), "f")
+    assert begun == ["constraint"]
 
 
 def test_an_answer_whose_masks_take_too_long_ends_with_a_reason() -> None:
     """Time is counted, and every token earns a little."""
     now = 0.0
     matcher, scratch = _Still(), Scratch(8)
-    mask = Guide(matcher, scratch, _Still, clock=lambda: now)
+    mask = Guide(matcher, scratch, never, clock=lambda: now)
     for _ in range(1000):
         mask.apply(np.zeros(8, np.float32))
         mask.accept(1)
@@ -277,7 +307,14 @@ def test_a_panic_ends_the_answer_and_not_the_thread() -> None:
     matcher = _Still()
     matcher.works = panic
     with pytest.raises(ConstraintError, match="index out of bounds"):
-        Guide(matcher, Scratch(8), _Still).accept(1)
+        Guide(matcher, Scratch(8), never).accept(1)
+    with pytest.raises(ConstraintError, match="index out of bounds"):
+        _Compiled(matcher, Scratch(8), shared=False).start()
+
+
+def never() -> bool:
+    """Nothing is worn out here."""
+    raise AssertionError
 
 
 class _Still:
@@ -293,6 +330,10 @@ class _Still:
     def consume_token(self, token: int) -> bool:
         self.works()
         return True
+
+    def deep_copy(self) -> _Still:
+        self.works()
+        return self
 
     def is_error(self) -> bool:
         return False
@@ -310,6 +351,27 @@ def test_what_was_compiled_is_kept_within_bounds() -> None:
     assert compiler.compile(Literal("b"), "f") is not second
     small = Compiler(VOCABULARY, kept_bytes=1)
     assert small.compile(Literal("a"), "f") is small.compile(Literal("a"), "f")
+
+
+def test_a_known_form_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is known by what was asked for, to the order of its keys; what others compile does not keep it waiting."""
+    compiler = Compiler(VOCABULARY)
+    schema = {"properties": {"a": {"const": 1}, "b": {"const": True}}}
+    first = compiler.compile(Json(schema), "f")
+    written: list[Form] = []
+    monkeypatch.setattr(grammar, "written", lambda form, *_rest: written.append(form) or '{"grammars": []}')
+    assert compiler.compile(Json({"properties": {"a": {"const": 1}, "b": {"const": True}}}), "g") is first
+    with compiler._compiling:
+        assert compiler.known(Json(schema)) is first
+    assert written == []
+    others: list[Form] = [
+        Json(schema, strict=False),
+        Json({"properties": {"b": {"const": True}, "a": {"const": 1}}}),
+        Json({"properties": {"a": {"const": True}, "b": {"const": 1}}}),
+    ]
+    assert [compiler.known(form) for form in others] == [None, None, None]
+    with pytest.raises(BadRequestError, match="nested too deeply"):
+        compiler.known(nested(20_000))
 
 
 def test_many_threads_compile_one_form_once() -> None:

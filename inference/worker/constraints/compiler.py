@@ -1,7 +1,7 @@
 """Compiles forms into constraints and keeps those used last; never runs on the engine's thread or the event loop.
 
 The first constraint imports llguidance and builds a trie of the vocabulary; a worker that is never asked for one has
-neither in memory.
+neither in memory. The trie is built while nothing else of Python runs, which docs/decisions.md bounds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from inference.protocol import Code
 from inference.worker.backend import Constraint, Mask
 from inference.worker.constraints import grammar
-from inference.worker.constraints.masks import Guide, Scratch
+from inference.worker.constraints.masks import Guide, Scratch, guarded
 from inference.worker.core.forms import Form
 from inference.worker.errors import BadRequestError, WorkerError
 
@@ -60,7 +60,11 @@ class Tokens(Protocol):
 
 
 class Compiler:
-    """One per worker. Thread-safe; one form is compiled at a time, and those who want the same wait for it."""
+    """One per worker. Thread-safe; one form is compiled at a time, and those who want the same wait for it.
+
+    The answers of a form share an automaton that grows with what they say, up to a limit. A form whose automaton met
+    the limit is compiled anew for every request from then on, so that none pays for what others said.
+    """
 
     def __init__(
         self, vocabulary: Tokens, *, kept: int = KEPT, kept_bytes: int = KEPT_BYTES, stack_bytes: int = STACK_BYTES
@@ -70,7 +74,8 @@ class Compiler:
         self._most = kept
         self._most_bytes = kept_bytes
         self._stack_bytes = stack_bytes
-        self._lock = threading.Lock()
+        self._compiling = threading.Lock()
+        self._looking = threading.Lock()
         self._cache: OrderedDict[bytes, tuple[_Compiled, int]] = OrderedDict()
         self._bytes = 0
         self._trie: _Trie | None = None
@@ -82,62 +87,73 @@ class Compiler:
         enforced: a schema keyword (named with its place), a pattern, a grammar, or one that is too large. Raises
         WorkerError where the system has no room for one more thread.
         """
-        with self._lock:
+        key = _key(form, param)
+        with self._compiling:
+            known = self._find(key)
+            if known is not None and not known.is_spent:
+                return known
             if self._trie is None:
                 self._trie = _Trie(self._vocabulary)
-            trie = self._trie
-            try:
-                source = grammar.written(form, trie.control_tokens, self._vocabulary.end_tokens)
-            except grammar.GrammarError as error:
-                raise BadRequestError(str(error), param) from None
-            except RecursionError:
-                raise BadRequestError("what the answer must look like is nested too deeply", param) from None
-            key = hashlib.sha256(source.encode("utf-8", "surrogatepass")).digest()
-            if (known := self._cache.get(key)) is not None and not known[0].is_spent:
-                self._cache.move_to_end(key)
-                return known[0]
-            if not source.isprintable() and _has_surrogates(source):
-                raise BadRequestError("what the answer must look like holds half a character", param)
-            constraint = self._compiled(trie, source, param)
-            self._keep(key, constraint, _BYTES_EACH + _BYTES_PER_CHARACTER * len(source))
+            source = self._written(self._trie, form, param)
+            constraint = self._compiled(self._trie, source, param, shared=known is None)
+            if known is None:
+                self._keep(key, constraint, _BYTES_EACH + _BYTES_PER_CHARACTER * len(source))
             return constraint
 
-    def _compiled(self, trie: _Trie, source: str, param: str) -> _Compiled:
-        def fresh() -> Any:
-            return _with_stack(self._stack_bytes, lambda: trie.matcher(source))
+    def known(self, form: Form) -> Constraint | None:
+        """The constraint of a form that needs no compiling; waits for none that is being compiled."""
+        found = self._find(_key(form, ""))
+        return found if found is not None and not found.is_spent else None
 
-        matcher = fresh()
+    def _find(self, key: bytes) -> _Compiled | None:
+        with self._looking:
+            if (known := self._cache.get(key)) is None:
+                return None
+            self._cache.move_to_end(key)
+            return known[0]
+
+    def _written(self, trie: _Trie, form: Form, param: str) -> str:
+        try:
+            source = grammar.written(form, trie.control_tokens, self._vocabulary.end_tokens)
+        except grammar.GrammarError as error:
+            raise BadRequestError(str(error), param) from None
+        except RecursionError:
+            raise BadRequestError(_TOO_DEEP, param) from None
+        if not source.isprintable() and _has_surrogates(source):
+            raise BadRequestError("what the answer must look like holds half a character", param)
+        return source
+
+    def _compiled(self, trie: _Trie, source: str, param: str, *, shared: bool) -> _Compiled:
+        matcher = _with_stack(self._stack_bytes, lambda: trie.matcher(source))
         if said := str(matcher) if isinstance(matcher, BaseException) else matcher.get_error():
             raise BadRequestError(f"what the answer must look like cannot be enforced: {_reason(said)}", param)
-        return _Compiled(matcher, trie.scratch, fresh)
+        return _Compiled(matcher, trie.scratch, shared=shared)
 
     def _keep(self, key: bytes, constraint: _Compiled, size: int) -> None:
-        self._bytes += size - self._cache.pop(key, (None, 0))[1]
-        self._cache[key] = constraint, size
-        while len(self._cache) > self._most or (self._bytes > self._most_bytes and len(self._cache) > 1):
-            _key, (_constraint, dropped) = self._cache.popitem(last=False)
-            self._bytes -= dropped
+        with self._looking:
+            self._bytes += size
+            self._cache[key] = constraint, size
+            while len(self._cache) > self._most or (self._bytes > self._most_bytes and len(self._cache) > 1):
+                _constraint, dropped = self._cache.popitem(last=False)[1]
+                self._bytes -= dropped
 
 
 class _Compiled:
     """A compiled form. The matcher it keeps never moves; every answer gets a copy, which shares the automaton."""
 
-    def __init__(self, matcher: Any, scratch: Scratch, fresh: Callable[[], Any]) -> None:
+    def __init__(self, matcher: Any, scratch: Scratch, *, shared: bool) -> None:
         self._matcher = matcher
         self._scratch = scratch
-        self._fresh = fresh
+        self._shared = shared
         self.is_spent = False
 
     def start(self) -> Mask:
-        """A mask at the beginning of an answer."""
-        return Guide(self._matcher.deep_copy(), self._scratch, self._renew)
+        """A mask at the beginning of an answer; compiles nothing. Raises ConstraintError."""
+        return Guide(guarded(self._matcher.deep_copy), self._scratch, self._spend)
 
-    def _renew(self) -> Any:
-        """A matcher that shares nothing, for an answer that met the limit of the automaton that all share."""
+    def _spend(self) -> bool:
         self.is_spent = True
-        if isinstance(matcher := self._fresh(), BaseException):
-            raise matcher
-        return matcher
+        return self._shared
 
 
 class _Trie:
@@ -192,6 +208,17 @@ class _Wrapper:
     def __call__(self, text: object) -> list[int]:
         """Tokenizes forced text. Nothing is forced, so this is never asked."""
         return []
+
+
+def _key(form: Form, param: str) -> bytes:
+    """Of the form as it was asked for: writing it as a grammar takes longer than all the rest of a known one."""
+    try:
+        return hashlib.sha256(repr(form).encode("utf-8", "surrogatepass")).digest()
+    except RecursionError:
+        raise BadRequestError(_TOO_DEEP, param) from None
+
+
+_TOO_DEEP = "what the answer must look like is nested too deeply"
 
 
 def _with_stack(size: int, work: Callable[[], Any]) -> Any:

@@ -46,35 +46,31 @@ class Guide:
     """The mask of one answer over llguidance's matcher.
 
     The answers of a form share an automaton that grows with what they say, up to a limit. An answer that meets the
-    limit goes on once with a matcher of its own, so that nobody pays for what others said.
+    limit ends and says so: another automaton takes seconds to compile, and all answers of the model would wait.
 
     An ambiguous grammar costs more with every token, and all answers wait while one mask is made. So each answer has an
     allowance of computing time: ALLOWANCE_SECONDS, and PER_TOKEN_SECONDS more for every token.
     """
 
     def __init__(
-        self, matcher: Any, scratch: Scratch, renew: Callable[[], Any], clock: Callable[[], float] = time.thread_time
+        self, matcher: Any, scratch: Scratch, spent: Callable[[], bool], clock: Callable[[], float] = time.thread_time
     ) -> None:
-        """`matcher` is this answer's own copy, `renew` makes one that shares nothing; `clock` counts the seconds that
-        this thread computed.
+        """`matcher` is this answer's own copy; `spent` is told when the automaton has met its limit, and says
+        whether answers of other requests share it. `clock` counts the seconds that this thread computed.
         """
         self._matcher = matcher
         self._scratch = scratch
-        self._renew: Callable[[], Any] | None = renew
+        self._spent = spent
         self._clock = clock
         self._left = ALLOWANCE_SECONDS
-        self._said: list[int] = []
 
     def apply(self, logits: np.ndarray) -> None:
         """Sets what may not follow to -inf; raises ConstraintError when limits are reached."""
         began = self._clock()
         scratch = self._scratch
-        _guarded(self._matcher.unsafe_compute_mask_ptr, scratch.address, scratch.words.nbytes)
+        guarded(self._matcher.unsafe_compute_mask_ptr, scratch.address, scratch.words.nbytes)
         if self._matcher.is_error():
-            self._start_over()
-            _guarded(self._matcher.unsafe_compute_mask_ptr, scratch.address, scratch.words.nbytes)
-            if self._matcher.is_error():
-                raise ConstraintError(_TOO_COMPLEX.format(self._error()))
+            raise self._failed()
         if not scratch.words.any():
             raise ConstraintError("nothing may follow in this answer: what was asked for cannot be completed")
         scratch.apply(logits)
@@ -83,41 +79,36 @@ class Guide:
     def accept(self, token: int) -> None:
         """Goes on behind `token`; raises ConstraintError when it may not follow."""
         began = self._clock()
-        if not _guarded(self._matcher.consume_token, token):
-            self._start_over()
-            if not _guarded(self._matcher.consume_token, token):
-                raise ConstraintError(_IMPOSSIBLE)
-        self._said.append(token)
+        if not guarded(self._matcher.consume_token, token):
+            raise self._failed()
         self._left = min(self._left + PER_TOKEN_SECONDS, ALLOWANCE_SECONDS)
         self._spend(began)
 
-    def _start_over(self) -> None:
-        """Says everything again to a matcher of its own, once; raises ConstraintError when that cannot help."""
-        if "too many states" not in (error := self._error()) or self._renew is None:
-            is_limit = any(word in error for word in _LIMIT_WORDS)
-            raise ConstraintError(_TOO_COMPLEX.format(error) if is_limit else _IMPOSSIBLE)
-        self._matcher = _guarded(self._renew)
-        self._renew = None
-        if not _guarded(self._matcher.consume_tokens, self._said):
-            raise ConstraintError(_TOO_COMPLEX.format(self._error()))
+    def _failed(self) -> ConstraintError:
+        """What ends the answer: a limit, or a token that the form never allowed."""
+        error = str(self._matcher.get_error()).split("\n")[0][:300]
+        if "too many states" in error:
+            return ConstraintError((_WORN_OUT if self._spent() else _TOO_COMPLEX).format(error))
+        is_limit = any(word in error for word in _LIMIT_WORDS)
+        return ConstraintError(_TOO_COMPLEX.format(error) if is_limit else _IMPOSSIBLE)
 
     def _spend(self, began: float) -> None:
         self._left -= self._clock() - began
         if self._left < 0:
             raise ConstraintError(_TOO_COMPLEX.format("it takes too long to tell what may follow"))
 
-    def _error(self) -> str:
-        return str(self._matcher.get_error()).split("\n")[0][:300]
-
 
 _TOO_COMPLEX = "what the answer must look like is too complex for an answer as long as this: {}"
+_WORN_OUT = (
+    _TOO_COMPLEX + ", counted over all answers of this form up to now; asked again, the request is counted alone"
+)
 _LIMIT_WORDS = ("lexer error", "Parser Error", "TooComplex")
 _IMPOSSIBLE = (
     "every token that may follow in this answer was ruled out by other parameters; leave out logit_bias and ignore_eos"
 )
 
 
-def _guarded(call: Callable[..., T], *arguments: object) -> T:
+def guarded(call: Callable[..., T], *arguments: object) -> T:
     """Runs llguidance. Its panics arrive as BaseException, which would end the thread; they end the request."""
     try:
         return call(*arguments)
