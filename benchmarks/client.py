@@ -127,7 +127,8 @@ def read(pieces: Iterable[Piece]) -> Seen:
     """What the bytes of one HTTP answer say."""
     times: list[float] = []
     texts: list[str] = []
-    finish, usage, done, error, status = None, {}, False, "", 0
+    usage: dict[str, Any] = {}
+    finish, done, error, status = None, False, "", 0
     for when, line in _lines(pieces):
         if line.startswith(b"HTTP/1.1 "):
             status = int(line[9:12])

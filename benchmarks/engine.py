@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import models, peers, report, systems
-from benchmarks.client import Burst, Client
+from benchmarks.client import Burst, Client, Seen
 from benchmarks.samples import (
     ANSWER_TOKENS,
     CHAIN,
@@ -187,7 +187,7 @@ def bench_prefix(name: str, client: Client, found: Results, root: Path) -> None:
 
 def ask_twice(client: Client, system: System, model: str, number: int, questions: Sequence[str]) -> Prefix:
     """Both questions one after the other."""
-    seen = []
+    seen: list[Seen] = []
     for question in questions:
         time.sleep(REST_SECONDS)
         burst = client.burst(system.order([body(question, PREFIX_ANSWER_TOKENS)]))

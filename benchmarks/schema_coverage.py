@@ -245,8 +245,8 @@ def report(findings: Findings, *, verbose: bool) -> None:
         total = totals[name] = Tally()
         for tally in files.values():
             total.add(tally)
-        row = (total.compiled + total.refused, total.compiled, total.refused)
-        row += (total.agree, total.spelled, total.strict, total.lenient)
+        verdicts = (total.agree, total.spelled, total.strict, total.lenient)
+        row = (total.compiled + total.refused, total.compiled, total.refused, *verdicts)
         print(f"{name:<18}" + "".join(str(value).rjust(16) for value in row))
     print()
     for name, reasons in findings.reasons.items():
