@@ -47,7 +47,9 @@ class ClientLeftError(Exception):
 
 @dataclass(slots=True)
 class Exchange:
-    """What the headers of a response tell. `waited_seconds` is time that was not the gateway's own."""
+    """What the headers of a response tell. `waited_seconds`, and `upstream_seconds` that tiers took, are not the
+    gateway's own time.
+    """
 
     request_id: str
     headers: Mapping[str, str]
@@ -57,12 +59,13 @@ class Exchange:
     attempts: int = 0
     reason: str = "none"
     waited_seconds: float = 0.0
+    upstream_seconds: float = 0.0
     started: bool = False
 
     @property
     def overhead_seconds(self) -> float:
         """Time spent in the gateway itself until now."""
-        return max(0.0, time.monotonic() - self.began - self.waited_seconds)
+        return max(0.0, time.monotonic() - self.began - self.waited_seconds - self.upstream_seconds)
 
     def response_headers(self) -> list[tuple[bytes, bytes]]:
         """The headers that every response carries."""

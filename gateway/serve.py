@@ -6,11 +6,12 @@ key -> body -> typed request -> route -> a place at the door -> chain -> answer.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import orjson
@@ -98,7 +99,8 @@ class Generation:
                 caller = replace(caller, waited_seconds=waited)
                 job = Request(runtime.tools, request, found, caller, record, exchange.began)
                 if request.stream:
-                    attempt = await job.stream()
+                    with _timed(job, exchange):
+                        attempt = await job.stream()
                     try:
                         self._note(job, exchange, record)
                         job.note_committed(attempt)
@@ -107,10 +109,8 @@ class Generation:
                         raise
                     record.outcome = await self._relay(attempt, request, presence, send)
                     return
-                if request.endpoint.streams:
-                    body = orjson.dumps(await job.whole())
-                else:
-                    body = await job.unary()
+                with _timed(job, exchange):
+                    body = orjson.dumps(await job.whole()) if request.endpoint.streams else await job.unary()
                 self._note(job, exchange, record)
             presence.release()
             record.outcome = "success"
@@ -129,7 +129,6 @@ class Generation:
         """Fills what the response's headers tell."""
         candidate = job.answered_by
         assert candidate is not None, "a tier answered"
-        exchange.waited_seconds += job.upstream_seconds
         exchange.tier, exchange.model = candidate.tier, candidate.name
         exchange.attempts, exchange.reason = len(record.attempts) + (1 if job.request.stream else 0), record.reason
         record.status = 200
@@ -189,6 +188,15 @@ def _caller(exchange: Exchange, key: Key, tenant: str) -> Caller:
         silence_seconds=_patience(headers.get(READ_TIMEOUT_HEADER)),
         kv=headers.get(H_KV),
     )
+
+
+@contextlib.contextmanager
+def _timed(job: Request, exchange: Exchange) -> Iterator[None]:
+    """What tiers took is not the gateway's own time, also when all of them refused."""
+    try:
+        yield
+    finally:
+        exchange.upstream_seconds = job.upstream_seconds
 
 
 def _one_of(headers: Mapping[str, str], name: str, allowed: tuple[str, ...], default: str) -> str:
