@@ -148,7 +148,7 @@ class Context:
         if not every and np.count_nonzero(wanted[:at]) > self.n_outputs:
             return Decode.BAD_BATCH, []
         self._batch.n_tokens = at
-        return Decode(lib.llama_decode(self.handle, self._batch)), last
+        return self._computed(self._batch), last
 
     def decode_picture(self, slot: int, positions: np.ndarray, rows: np.ndarray, *, sees_all: bool) -> Decode:
         """Computes the embeddings of an image (`rows`, float32) as cells of `slot`; no logits follow.
@@ -176,10 +176,19 @@ class Context:
         if sees_all:
             lib.llama_set_causal_attn(self.handle, False)
         try:
-            return Decode(lib.llama_decode(self.handle, batch))
+            return self._computed(batch)
         finally:
             if sees_all:
                 lib.llama_set_causal_attn(self.handle, True)
+
+    def _computed(self, batch: Any) -> Decode:
+        """Computes a batch to its end. On a device `llama_decode` returns before that, and whatever reads outputs first
+        waits for it; those calls keep the interpreter lock, so that every thread of the process would wait too.
+        """
+        status = Decode(lib.llama_decode(self.handle, batch))
+        if status is Decode.OK:
+            lib.llama_synchronize(self.handle)
+        return status
 
     def pool(self, rows: Sequence[BatchRow]) -> tuple[Decode, list[np.ndarray]]:
         """Computes whole inputs, at most `pool_tokens` in all, and leaves the memory empty.

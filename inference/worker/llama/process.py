@@ -54,8 +54,8 @@ def on_abort(write: Callable[[str], None]) -> None:
 def quick(name: str) -> Callable[..., Any]:
     """llama.cpp's function `name`, called without giving up the interpreter lock; for calls of microseconds only.
 
-    Giving the lock up would let another thread take it for longer than the call lasts. Loading, decoding and tokenizing
-    do give it up.
+    Giving the lock up would let another thread take it for longer than the call lasts. Loading, decoding, waiting for a
+    device and tokenizing do give it up.
     """
     described = getattr(lib._lib, name)
     function = getattr(_held(), name)
