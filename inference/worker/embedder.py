@@ -74,6 +74,8 @@ class Embedder:
         self._deliver = deliver
         self._clock = clock
         self._inputs: deque[_Input] = deque()
+        self._taken: list[_Input] = []
+        """No longer in the queue and not answered yet."""
         self._lock = threading.Lock()
         self._runner = Runner("embedder", self._turn, self._close, on_fatal)
 
@@ -106,9 +108,18 @@ class Embedder:
         return bool(batch or self._inputs)
 
     def _close(self, reason: WorkerError) -> None:
+        if self.pulse.step_started is not None:
+            self.pulse.end()
         with self._lock:
-            rest, self._inputs = list(self._inputs), deque()
-        self._deliver([(item.ticket, Vector(item.index, error=reason)) for item in rest])
+            self._taken += self._inputs
+            self._inputs.clear()
+        self.pulse.active = self.pulse.queued = 0
+        self._answer([(item.ticket, Vector(item.index, error=reason)) for item in self._taken])
+        self._taken = []
+
+    def _answer(self, vectors: list[tuple[Ticket[Vector], Vector]]) -> None:
+        if vectors:
+            self._deliver(vectors)
 
     def _next(self) -> list[_Input]:
         """As many inputs, in order, as are pooled at once; ends those that are too late or could never be pooled."""
@@ -130,7 +141,9 @@ class Embedder:
                 room -= len(item.tokens)
                 chosen.append(self._inputs.popleft())
             self.pulse.queued = len(self._inputs)
-        self._deliver([(item.ticket, Vector(item.index, error=error)) for item, error in ended])
+            self._taken = [*chosen, *(item for item, _error in ended)]
+        self._answer([(item.ticket, Vector(item.index, error=error)) for item, error in ended])
+        self._taken = chosen
         return chosen
 
     def _compute(self, batch: list[_Input]) -> None:
@@ -139,9 +152,12 @@ class Embedder:
         self.pulse.active = len(batch)
         self.pulse.begin(total)
         try:
-            status, vectors = self._backend.pool(rows)
+            status, pooled = self._backend.pool(rows)
             failure = None if status is Decode.OK else f"llama.cpp could not compute a step ({status.name.lower()})"
-        except Exception as error:
+            vectors = [self._vector(item.index, values) for item, values in zip(batch, pooled, strict=failure is None)]
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
             log.exception("the step failed")
             vectors, failure = [], f"the engine failed ({type(error).__name__}: {error})"
         self.pulse.end()
@@ -149,13 +165,13 @@ class Embedder:
         if failure is None:
             self._runner.succeeded()
             self.pulse.prompt_tokens += total
-            self._deliver(
-                [(item.ticket, self._vector(item.index, values)) for item, values in zip(batch, vectors, strict=True)]
-            )
-            return
-        reason = WorkerError(Code.MODEL_FAILED, failure)
-        self._deliver([(item.ticket, Vector(item.index, error=reason)) for item in batch])
-        self._runner.failed(failure)
+        else:
+            reason = WorkerError(Code.MODEL_FAILED, failure)
+            vectors = [Vector(item.index, error=reason) for item in batch]
+        self._answer([(item.ticket, vector) for item, vector in zip(batch, vectors, strict=True)])
+        self._taken = []
+        if failure is not None:
+            self._runner.failed(failure)
 
     def _vector(self, index: int, values: np.ndarray) -> Vector:
         if not np.isfinite(values).all():

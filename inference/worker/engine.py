@@ -1,7 +1,8 @@
 """The engine thread: schedule, decode, sample, emit, for all sequences of one model; decides no policy of its own.
 
 What runs next is the scheduler's decision, how text ends the generation's. Whatever goes wrong with one request ends
-that request; whatever goes wrong with a step ends the requests in it.
+that request; whatever goes wrong with a step ends the requests in it; whatever goes wrong besides ends them all. What
+goes wrong may be no Exception: that is how panics of Rust libraries arrive.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class Engine:
         self._scheduler = Scheduler(limits)
         self._running: dict[int, _Running] = {}
         self._jobs_of: dict[Ticket[Output], set[int]] = {}
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: deque[tuple[Ticket[Output], Callable[[], None]]] = deque()
         self._ids = itertools.count(1)
         self._pace = Pace.first(limits.batch)
         self._outbox: list[Delivery] = []
@@ -121,19 +122,19 @@ class Engine:
     def submit(self, work: Work, ticket: Ticket[Output]) -> None:
         """Queues a request; its outputs, or the refusal, come to the ticket."""
         arrival = self._clock()
-        ticket.on_room = lambda: self._post(lambda: self._resume(ticket))
-        self._post(lambda: self._take(work, ticket, arrival))
+        ticket.on_room = lambda: self._post(ticket, lambda: self._resume(ticket))
+        self._post(ticket, lambda: self._take(work, ticket, arrival))
 
     def abort(self, ticket: Ticket[Output]) -> None:
         """Ends a request that nobody reads any more, before the next step. Ended ones are ignored."""
-        self._post(lambda: self._drop(ticket))
+        self._post(ticket, lambda: self._drop(ticket))
 
     def stop(self, reason: WorkerError, seconds: float = 5.0) -> bool:
         """Ends every request with `reason` after the running step; whether the thread ended within `seconds`."""
         return self._runner.stop(reason, seconds)
 
-    def _post(self, command: Callable[[], None]) -> None:
-        self._commands.append(command)
+    def _post(self, ticket: Ticket[Output], command: Callable[[], None]) -> None:
+        self._commands.append((ticket, command))
         self._runner.wake()
 
     # --- the thread --------------------------------------------------------------------------------------------------
@@ -146,19 +147,44 @@ class Engine:
         return bool(self._commands)
 
     def _close(self, reason: WorkerError) -> None:
+        if self.pulse.step_started is not None:
+            self.pulse.end()
         self._obey()
-        for job in list(self._running):
+        jobs = list(self._running)
+        for job in jobs:
             self._end(job, reason)
-        self._publish()
+        self._hand_over()
+        for job in jobs:
+            self._scheduler.abort(job)
+        self.pulse.active = self.pulse.queued = 0
 
     def _obey(self) -> None:
         while self._commands:
-            self._commands.popleft()()
+            ticket, command = self._commands.popleft()
+            try:
+                command()
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:
+                log.exception("a request could not be followed")
+                self._forsake(ticket, f"the engine refused it ({type(error).__name__}: {error})")
+
+    def _forsake(self, ticket: Ticket[Output], message: str) -> None:
+        self._refuse(ticket, WorkerError(Code.MODEL_FAILED, message))
+        try:
+            self._drop(ticket)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:
+            log.exception("a request could not be forgotten")
+            self._runner.give_up(message)
 
     def _guarded_step(self) -> None:
         try:
             self._step()
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
             # Nothing below is expected to raise; if it does, the requests of this step pay, and no others.
             log.exception("the step failed")
             if self.pulse.step_started is not None:
@@ -208,7 +234,9 @@ class Engine:
                 self._score(running, row, index)
             if row.sample:
                 self._sample(running, row.job, index)
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
             if isinstance(error, WorkerError):
                 reason = error
             else:
@@ -270,14 +298,6 @@ class Engine:
     def _take(self, work: Work, ticket: Ticket[Output], arrival: float) -> None:
         if ticket.gone:
             return
-        try:
-            self._enter(work, ticket, arrival)
-        except Exception as error:
-            log.exception("a request could not be taken")
-            self._drop(ticket)
-            self._refuse(ticket, WorkerError(Code.MODEL_FAILED, f"the engine refused it ({error})"))
-
-    def _enter(self, work: Work, ticket: Ticket[Output], arrival: float) -> None:
         numbered = [(prompt, choice) for prompt in range(len(work.prompts)) for choice in range(work.n)]
         ids = [next(self._ids) for _ in numbered]
         groups = [None if work.score_prompt else ids[prompt * work.n] for prompt, _choice in numbered]
@@ -337,18 +357,23 @@ class Engine:
     def _end(self, job: int, error: WorkerError) -> None:
         """Tells the request that this choice failed; the scheduler knows already (or everything ends)."""
         running = self._running[job]
-        self._release(job)
         self._outbox.append((running.ticket, running.generation.fail(error)))
+        self._release(job)
 
     def _release(self, job: int) -> None:
         if (running := self._running.pop(job, None)) is None:
             return  # it was refused half-way, before it had a sampler
-        running.generation.sampler.close()
         mates = self._jobs_of[running.ticket]
         mates.discard(job)
         if not mates:
             del self._jobs_of[running.ticket]
             self._unread_since.pop(running.ticket, None)
+        try:
+            running.generation.sampler.close()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:
+            log.exception("a sampler could not be freed")
 
     def _queue_full(self, jobs: int) -> WorkerError:
         waiting = self._scheduler.queued
@@ -372,7 +397,22 @@ class Engine:
             self._seconds_per_job = seconds if old is None else 0.8 * old + 0.2 * seconds
 
     def _publish(self) -> None:
-        """Everything since the last call, in one delivery."""
+        try:
+            self._note_progress()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            log.exception("what requests wait for is not known")
+            self._runner.give_up(f"the engine failed ({type(error).__name__}: {error})")
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Everything since the last call, in one delivery. What cannot be delivered is kept for the next."""
+        if self._outbox:
+            self._deliver(self._outbox)
+            self._outbox = []
+
+    def _note_progress(self) -> None:
         self.pulse.active = self._scheduler.active
         self.pulse.queued = self._scheduler.queued
         now = self._clock()
@@ -384,6 +424,3 @@ class Engine:
                 self._running[job].ticket.progress = (
                     Progress("queued", done) if waits else Progress("prefill", done, total)
                 )
-        if self._outbox:
-            batch, self._outbox = self._outbox, []
-            self._deliver(batch)
