@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -75,7 +74,7 @@ _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 def chat(body: Any, facts: Facts) -> GenerateRequest:
     """The request in a /v1/chat/completions body; raises BadRequestError with `param`."""
-    given = _given(body, _CHAT)
+    given = fields.known(body, _CHAT)
     _need_capability(facts, "chat", "has no chat template; use /v1/completions")
     _refuse_unsupported(given)
     if (modalities := given.get("modalities")) is not None and modalities != ["text"]:
@@ -120,7 +119,7 @@ def chat(body: Any, facts: Facts) -> GenerateRequest:
 
 def completion(body: Any, facts: Facts) -> GenerateRequest:
     """The request in a /v1/completions body; raises BadRequestError with `param`."""
-    given = _given(body, _COMPLETION)
+    given = fields.known(body, _COMPLETION)
     _need_capability(facts, "completions", "does not generate text; use /v1/embeddings")
     _refuse_unsupported(given)
     prompts = prompts_of(given.get("prompt"), "prompt", facts, MAX_SEQUENCES)
@@ -152,7 +151,7 @@ def completion(body: Any, facts: Facts) -> GenerateRequest:
 
 def embedding(body: Any, facts: Facts) -> EmbeddingRequest:
     """The request in a /v1/embeddings body; raises BadRequestError with `param`."""
-    given = _given(body, _EMBEDDING)
+    given = fields.known(body, _EMBEDDING)
     _need_capability(facts, "embeddings", "gives no embeddings; ask an embedding model")
     inputs = prompts_of(given.get("input"), "input", facts, MAX_INPUTS)
     style = given.get("encoding_format", "float")
@@ -197,18 +196,6 @@ def _token_ids(items: list[Any], param: str, facts: Facts) -> tuple[int, ...]:
                 f"{param}[{index}]",
             )
     return tuple(items)
-
-
-def _given(body: Any, known: frozenset[str]) -> dict[str, Any]:
-    """The fields that are not null; raises for a body that is no object and for names nobody knows."""
-    if not isinstance(body, dict):
-        raise BadRequestError("the body must be a JSON object")
-    for name in body:
-        if name not in known:
-            close = difflib.get_close_matches(name[:80], known, 1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise BadRequestError(f"unknown field {name[:80]!r}{hint}", name[:80])
-    return {name: value for name, value in body.items() if value is not None}
 
 
 def _need_capability(facts: Facts, name: str, hint: str) -> None:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar, overload
 
 from inference.worker.errors import BadRequestError
 
 D = TypeVar("D", int, None)
+
+
+def known(body: Any, names: Collection[str]) -> dict[str, Any]:
+    """The fields of `body` that are not null; raises for a body that is no object and for a field not in `names`."""
+    if not isinstance(body, dict):
+        raise BadRequestError("the body must be a JSON object")
+    for name in body:
+        if name not in names:
+            close = difflib.get_close_matches(name[:80], names, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise BadRequestError(f"unknown field {name[:80]!r}{hint}", name[:80])
+    return {name: value for name, value in body.items() if value is not None}
 
 
 def boolean(given: Mapping[str, Any], name: str, default: bool, *, prefix: str = "") -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from array import array
@@ -19,6 +18,10 @@ from inference.worker.errors import BadRequestError
 from inference.worker.requests import Facts
 
 MAX_DOCUMENTS = 2048
+MAX_TOKENS = 2**21
+"""Of all pairs of a request together. Every document is read with the query, so a body that is small can mean many;
+these take 8 MiB, and a tokenizer one to two seconds.
+"""
 _FIELDS = ("model", "query", "documents", "top_n", "return_documents", "user")
 _PLACE = re.compile(r"(\{query\}|\{document\})")
 
@@ -54,6 +57,11 @@ class PairTokenizer(Protocol):
     @property
     def adds_sep(self) -> bool:
         """Whether SEP stands between two texts."""
+        ...
+
+    @property
+    def has_words(self) -> bool:
+        """Whether a text is divided into words before they become tokens, each for itself."""
         ...
 
     @property
@@ -93,19 +101,13 @@ class Reranker:
 
     def understand(self, body: Any) -> RerankRequest:
         """The request in a body; raises BadRequestError with `param`."""
-        if not isinstance(body, dict):
-            raise BadRequestError("the body must be a JSON object")
-        for name in body:
-            if name not in _FIELDS:
-                close = difflib.get_close_matches(name[:80], _FIELDS, 1)
-                hint = f"; did you mean {close[0]}?" if close else ""
-                raise BadRequestError(f"unknown field {name[:80]!r}{hint}", name[:80])
-        query = body.get("query")
+        given = fields.known(body, _FIELDS)
+        query = given.get("query")
         if not isinstance(query, str) or not query:
             raise BadRequestError("query is required: what the documents are held against, as text", "query")
-        documents = _documents(body.get("documents"))
-        top_n = fields.integer(body, "top_n", None, 1)
-        keeps = fields.boolean(body, "return_documents", False)
+        documents = _documents(given.get("documents"))
+        top_n = fields.integer(given, "top_n", None, 1)
+        keeps = fields.boolean(given, "return_documents", False)
         inputs = self._inputs(query, documents)
         return RerankRequest(inputs, len(documents) if top_n is None else top_n, documents if keeps else None)
 
@@ -134,14 +136,21 @@ class Reranker:
 
     def _inputs(self, query: str, documents: Sequence[str]) -> list[Sequence[int]]:
         self._check_size(query, "query", "query")
-        build = self._pair(query) if self._template is None else self._rendered(query)
-        inputs: list[Sequence[int]] = []
         for index, document in enumerate(documents):
-            at = f"documents[{index}]"
-            self._check_size(document, at, f"{at} with the query")
+            self._check_size(document, f"documents[{index}]", f"documents[{index}] with the query")
+        if (least := len(documents) * len(self._tokenizer.tokenize(query))) > MAX_TOKENS:
+            raise _too_many(f"at least {least}", len(documents))
+        build = self._pair(query) if self._template is None else self._rendered(query, documents)
+        inputs: list[Sequence[int]] = []
+        total = 0
+        for index, document in enumerate(documents):
             tokens = build(document)
             if len(tokens) > self._facts.context_length:
+                at = f"documents[{index}]"
                 raise self._too_long(f"{len(tokens)}", len(tokens), at, f"{at} with the query")
+            total += len(tokens)
+            if total > MAX_TOKENS:
+                raise _too_many(f"more than {MAX_TOKENS}", len(documents))
             inputs.append(array("i", tokens))
         return inputs
 
@@ -155,19 +164,41 @@ class Reranker:
         tail = eos or sep
         return lambda document: head + said.tokenize(document) + tail
 
-    def _rendered(self, query: str) -> Callable[[str], list[int]]:
+    def _rendered(self, query: str, documents: Sequence[str]) -> Callable[[str], list[int]]:
+        """What is the same for all documents is tokenized once where the vocabulary has a new word behind it anyway:
+        with the white space that leads to a document. That it has, the first document shows.
+        """
         assert self._template is not None
-        template = self._template
+        at = self._template.index("{document}") if "{document}" in self._template else len(self._template)
+        *before, last = self._filled(self._template[:at], query, "")
+        after = self._template[at:]
 
-        def build(document: str) -> list[int]:
-            texts = {"{query}": query, "{document}": document}
-            pieces = [""]
-            for part in template:
-                first, *rest = self._defused(texts[part]) if part in texts else [part]
-                pieces = [*pieces[:-1], pieces[-1] + first, *rest]
-            return [token for piece in pieces for token in self._tokenizer.tokenize(piece, parse_special=True)]
+        def whole(document: str) -> list[int]:
+            first, *rest = self._filled(after, query, document)
+            return self._tokens([*before, last + first, *rest])
 
-        return build
+        end = len(last.rstrip())
+        if end == len(last) or len(documents) == 1 or not self._tokenizer.has_words:
+            return whole
+        head = self._tokens([*before, last[:end]])
+
+        def divided(document: str) -> list[int]:
+            first, *rest = self._filled(after, query, document)
+            return head + self._tokens([last[end:] + first, *rest])
+
+        return divided if divided(documents[0]) == whole(documents[0]) else whole
+
+    def _filled(self, template: Sequence[str], query: str, document: str) -> list[str]:
+        """The pieces of a part of the template; those of texts spell no control token, also where they meet others."""
+        texts = {"{query}": query, "{document}": document}
+        pieces = [""]
+        for part in template:
+            first, *rest = self._defused(texts[part]) if part in texts else [part]
+            pieces = [*pieces[:-1], pieces[-1] + first, *rest]
+        return pieces
+
+    def _tokens(self, pieces: Sequence[str]) -> list[int]:
+        return [token for piece in pieces for token in self._tokenizer.tokenize(piece, parse_special=True)]
 
     def _check_size(self, text: str, param: str, what: str) -> None:
         """Refuses a text that cannot fit whatever its tokens are, before time is spent on tokenizing it."""
@@ -183,6 +214,14 @@ class Reranker:
             code=Code.CONTEXT_LENGTH_EXCEEDED,
             details={"context_length": context, "prompt_tokens": count, "max_tokens": None},
         )
+
+
+def _too_many(tokens: str, documents: int) -> BadRequestError:
+    return BadRequestError(
+        f"the query with each of {documents} documents takes {tokens} tokens; at most {MAX_TOKENS} are read at once, "
+        "so send fewer documents",
+        "documents",
+    )
 
 
 def _documents(value: Any) -> tuple[str, ...]:

@@ -57,11 +57,6 @@ class Image:
     tokens: tuple[int, ...]
     pictures: tuple[Picture, ...]
 
-    @property
-    def rows_bytes(self) -> int:
-        """Size of its embeddings, as far as they are there."""
-        return sum(picture.rows.nbytes for picture in self.pictures if picture.rows is not None)
-
 
 class Sight:
     """`most` is how many tokens an image may have. Pictures live as long as somebody holds their `Image`.

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+
+import pytest
 
 from tests.rigs import tiny_gguf
 from tests.rigs.worker_rig import WorkerRig, grant_for
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts a process's threads in /proc, which Linux has")
 
 
 def _threads_when_ready(root: Path, computing: int) -> int:

@@ -53,7 +53,6 @@ class Model:
         self.vocab = lib.llama_model_get_vocab(handle)
         self.n_vocab = int(lib.llama_vocab_n_tokens(self.vocab))
         self._pieces: dict[int, bytes] = {}
-        self._piece_buffer = ctypes.create_string_buffer(1024)
 
     def close(self) -> None:
         """Frees the weights; contexts must be closed before."""
@@ -217,6 +216,11 @@ class Model:
         """Separator token, if the vocabulary has one."""
         token = int(lib.llama_vocab_sep(self.vocab))
         return token if token >= 0 else None
+
+    @property
+    def has_words(self) -> bool:
+        """Whether the vocabulary divides a text into words first, as BPE and WordPiece do."""
+        return lib.llama_vocab_type(self.vocab) in (lib.LLAMA_VOCAB_TYPE_BPE, lib.LLAMA_VOCAB_TYPE_WPM)
 
     @property
     def adds_eos(self) -> bool:
