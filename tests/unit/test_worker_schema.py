@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
 from inference.worker.constraints import patterns
-from inference.worker.constraints.schema import MAX_DEPTH, MAX_PROPERTIES, SchemaError, lower
+from inference.worker.constraints.limits import MAX_DEPTH, MAX_PATTERNS, MAX_PROPERTIES, Allowance, SchemaError
+from inference.worker.constraints.schema import lower
 
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
+DRAFT_2020 = "https://json-schema.org/draft/2020-12/schema"
 DRAFT_4 = "http://json-schema.org/draft-04/schema#"
 TAGGED = {
     "A": {"type": "object", "properties": {"kind": {"const": "a"}}, "required": ["kind"]},
@@ -158,6 +161,11 @@ REFUSED: list[tuple[Any, str]] = [
     ({"required": [1]}, "list of names"),
     ({"minLength": -1}, "whole number"),
     ({"minLength": True}, "whole number"),
+    ({"minLength": math.inf}, "whole number"),
+    ({"maxLength": math.nan}, "whole number"),
+    ({"items": [True], "prefixItems": [{"type": "null"}]}, "stand in prefixItems"),
+    ({"$schema": DRAFT_2020, "items": [True]}, "stand in prefixItems"),
+    ({"patternProperties": {f"^{n}$": True for n in range(MAX_PATTERNS + 1)}}, "more than 64 patternProperties"),
     ({"minItems": 10**7}, "more than"),
     ({"minimum": "1"}, "must be a number"),
     ({"exclusiveMinimum": True}, "must be a number"),
@@ -204,6 +212,22 @@ def test_depth_and_size_are_bounded() -> None:
         lower(deep, strict=True)
     with pytest.raises(SchemaError, match="too large"):
         lower({"anyOf": [{"type": "null"}] * 10_001}, strict=True)
+
+
+def test_what_costs_with_its_square_is_counted_over_all_schemas_of_a_form() -> None:
+    """Many small ones cost what a large one does."""
+    allowance = Allowance()
+    half = {"patternProperties": {f"^{n}$": True for n in range(MAX_PATTERNS // 2)}}
+    lower(half, strict=True, allowance=allowance)
+    lower(half, strict=True, allowance=allowance)
+    with pytest.raises(SchemaError, match="more than 64 patternProperties"):
+        lower({"properties": {"a": half}}, strict=True, allowance=allowance)
+    names = [f"p{n}" for n in range(1000)]
+    options = [{"type": "object", "properties": {"t": {"const": f"{n}"}}, "required": [*names, "t"]} for n in range(30)]
+    with pytest.raises(SchemaError, match="told apart"):
+        lower({"oneOf": options}, strict=True)
+    assert "anyOf" in lower({"oneOf": options}, strict=False)
+    assert "anyOf" in lower({"oneOf": options[:10]}, strict=True)
 
 
 PATTERNS = [

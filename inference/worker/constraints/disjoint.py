@@ -14,22 +14,25 @@ _HOPS = 8
 
 Resolve = Callable[[str], Any]
 """What a `$ref` points at, or None."""
+Take = Callable[[int], None]
+"""Counts steps, and raises when there were too many."""
 
 
-def apart(options: Iterable[Any], resolve: Resolve) -> bool:
-    """Whether no value can satisfy two of the options."""
+def apart(options: Iterable[Any], resolve: Resolve, take: Take) -> bool:
+    """Whether no value can satisfy two of the options; raises what `take` raises."""
     seen: list[Mapping[str, Any]] = []
     for option in options:
         found = _resolved(option, resolve)
-        if found is None or not all(_exclude(found, other, resolve) for other in seen):
+        if found is None or not all(_exclude(found, other, resolve, take) for other in seen):
             return False
         seen.append(found)
     return True
 
 
-def _exclude(one: Mapping[str, Any], other: Mapping[str, Any], resolve: Resolve) -> bool:
+def _exclude(one: Mapping[str, Any], other: Mapping[str, Any], resolve: Resolve, take: Take) -> bool:
+    take(1 + len(_listed(one) or ()) + len(_listed(other) or ()))
     shared = _kinds(one) & _kinds(other)
-    return not shared or _values_apart(one, other) or (shared == {"object"} and _tags_apart(one, other, resolve))
+    return not shared or _values_apart(one, other) or (shared == {"object"} and _tags_apart(one, other, resolve, take))
 
 
 def _resolved(option: Any, resolve: Resolve) -> Mapping[str, Any] | None:
@@ -40,7 +43,7 @@ def _resolved(option: Any, resolve: Resolve) -> Mapping[str, Any] | None:
     return option if isinstance(option, Mapping) and "$ref" not in option else None
 
 
-def _tags_apart(one: Mapping[str, Any], other: Mapping[str, Any], resolve: Resolve) -> bool:
+def _tags_apart(one: Mapping[str, Any], other: Mapping[str, Any], resolve: Resolve, take: Take) -> bool:
     """Whether a property that both need has no value in common."""
     first, second = one.get("properties"), other.get("properties")
     needed, wanted = one.get("required"), other.get("required")
@@ -48,14 +51,16 @@ def _tags_apart(one: Mapping[str, Any], other: Mapping[str, Any], resolve: Resol
         return False
     if not (isinstance(needed, list) and isinstance(wanted, list)):
         return False
-    return any(
-        name in wanted
-        and (left := _resolved(first.get(name), resolve)) is not None
-        and (right := _resolved(second.get(name), resolve)) is not None
-        and (_values_apart(left, right) or not _kinds(left) & _kinds(right))
-        for name in needed
-        if isinstance(name, str)
-    )
+    take(len(needed) + len(wanted))
+    both = {name for name in needed if isinstance(name, str)} & {name for name in wanted if isinstance(name, str)}
+    for name in both:
+        left, right = _resolved(first.get(name), resolve), _resolved(second.get(name), resolve)
+        if left is None or right is None:
+            continue
+        take(1 + len(_listed(left) or ()) + len(_listed(right) or ()))
+        if _values_apart(left, right) or not _kinds(left) & _kinds(right):
+            return True
+    return False
 
 
 def _kinds(node: Mapping[str, Any]) -> frozenset[str]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from inference.worker.constraints import patterns, schema
+from inference.worker.constraints.limits import Allowance, SchemaError
 from inference.worker.core.forms import AnyText, Form, Grammar, Json, Literal, Marker, OneOf, Regex, Repeat, Sequence
 
 MAX_SOURCE = 65_536
@@ -59,6 +60,7 @@ class _Writer:
         self._grammars: list[dict[str, Any]] = []
         self._schemas: dict[str, str] = {}
         self._schema_size = 0
+        self._allowance = Allowance()
         self._parts = 0
 
     def start(self, form: Form) -> None:
@@ -164,7 +166,7 @@ class _Writer:
 
     # --- grammars ----------------------------------------------------------------------------------------------------
     def _json(self, form: Json) -> str:
-        lowered = _lowered(form.schema, strict=form.strict)
+        lowered = _lowered(form.schema, self._allowance, strict=form.strict)
         if not form.strict:
             lowered["x-guidance"]["lenient"] = True
         text = json.dumps(lowered, ensure_ascii=False)
@@ -179,7 +181,7 @@ class _Writer:
     def _grammar(self, form: Grammar) -> str:
         if len(form.source) > MAX_SOURCE:
             raise GrammarError(f"the grammar has {len(form.source)} characters; at most {MAX_SOURCE} are read")
-        lark = _with_schemas(form.source) if _IS_LARK.search(form.source) else _of_gbnf(form.source)
+        lark = _with_schemas(form.source, self._allowance) if _IS_LARK.search(form.source) else _of_gbnf(form.source)
         return self._add("lark_grammar", lark)
 
     def _add(self, kind: str, value: Any) -> str:
@@ -223,15 +225,15 @@ def _slash(found: re.Match[str]) -> str:
     return "\\/" if found[0] in ("/", "\\/") else found[0]
 
 
-def _lowered(value: Mapping[str, Any] | bool, *, strict: bool) -> dict[str, Any]:
+def _lowered(value: Mapping[str, Any] | bool, allowance: Allowance, *, strict: bool) -> dict[str, Any]:
     try:
-        lowered = schema.lower(value, strict=strict)
-    except schema.SchemaError as error:
+        lowered = schema.lower(value, strict=strict, allowance=allowance)
+    except SchemaError as error:
         raise GrammarError(f"the schema cannot be enforced: {error}") from None
     return {**lowered, "x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
-def _with_schemas(lark: str) -> str:
+def _with_schemas(lark: str, allowance: Allowance) -> str:
     """A caller's Lark grammar, the schemas in it held to the same rules as all others."""
     pieces: list[str] = []
     at = 0
@@ -243,7 +245,7 @@ def _with_schemas(lark: str) -> str:
             raise GrammarError("%json in the grammar must be followed by a JSON schema") from None
         if not isinstance(value, dict):
             raise GrammarError("%json in the grammar must be followed by a JSON schema")
-        pieces += [lark[at : found.end()], json.dumps(_lowered(value, strict=True), ensure_ascii=False)]
+        pieces += [lark[at : found.end()], json.dumps(_lowered(value, allowance, strict=True), ensure_ascii=False)]
         at = end
     return "".join(pieces) + lark[at:]
 

@@ -1,5 +1,4 @@
-"""Decides what a JSON schema may ask: lowers it to the part of draft 2020-12 that masks enforce, or refuses; never
-compiles.
+"""Lowers a JSON schema, with all it refers to, to the part of draft 2020-12 that masks enforce; never compiles.
 
 Lowering spells out references, older drafts and what equals a simpler keyword. What is left over cannot be enforced:
 under `strict` it is refused with its name and place, else it is left to the model where the answer keeps its shape
@@ -8,85 +7,27 @@ without it. Whatever would leave the shape open (a reference that leads nowhere)
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from decimal import Decimal
+from collections.abc import Mapping
 from typing import Any
 
-from inference.worker.constraints import formats, patterns
-from inference.worker.constraints.disjoint import apart
+from inference.worker.constraints.keywords import Node
+from inference.worker.constraints.limits import MAX_DEPTH, MAX_NODES, Allowance, Multiples, SchemaError
 from inference.worker.constraints.references import References, UnknownReferenceError
 
-MAX_NODES = 10_000
-"""Schemas within a schema, each target of a reference counted once."""
-MAX_DEPTH = 48
-"""Schemas inside schemas, references not followed: llguidance reads JSON 128 levels deep."""
-MAX_PROPERTIES = 1000
-"""Named properties of one object: what llguidance does with them grows with their square."""
-MAX_MULTIPLE = 20_000
-"""Least common multiple of all `multipleOf`, in units of their last decimal: an automaton has as many states."""
-MAX_COUNT = 100_000
-"""Of minItems, maxLength and their kind."""
-EXACT = 2**53
-"""Largest number that compares exactly."""
 
-TYPES = frozenset(["null", "boolean", "integer", "number", "string", "array", "object"])
-_COUNTS = frozenset(["minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"])
-_BOUNDS = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
-_OUT_OF_REACH = frozenset(
-    [
-        "not",
-        "if",
-        "contains",
-        "uniqueItems",
-        "unevaluatedItems",
-        "unevaluatedProperties",
-        "propertyNames",
-        "divisibleBy",
-        "disallow",
-    ]
-)
-"""Keywords that narrow a value in ways that masks cannot follow."""
-_UNCLEAR = frozenset(["$dynamicRef", "$recursiveRef", "extends"])
-"""Keywords without which the shape is open."""
-_MEANINGLESS: Mapping[str, Callable[[Any, Mapping[str, Any]], bool]] = {
-    "if": lambda value, node: "then" not in node and "else" not in node,
-    "uniqueItems": lambda value, node: value is False or node.get("maxItems") in (0, 1),
-    "unevaluatedItems": lambda value, node: value is True,
-    "unevaluatedProperties": lambda value, node: value is True,
-    "propertyNames": lambda value, node: value is True or value == {},
-    "not": lambda value, node: value is False,
-    "contains": lambda value, node: node.get("minContains") == 0 and "maxContains" not in node,
-}
-_IN_PLACE = _UNCLEAR | {
-    "$ref",
-    "allOf",
-    "anyOf",
-    "oneOf",
-    "not",
-    "if",
-    "contains",
-    "dependentSchemas",
-    "dependencies",
-}
-"""Keywords beside which the unevaluated ones depend on the value."""
+def lower(schema: Mapping[str, Any] | bool, *, strict: bool, allowance: Allowance | None = None) -> dict[str, Any]:
+    """The same schema in the keywords that masks enforce, references as `#/$defs/N`; raises SchemaError.
 
-
-class SchemaError(ValueError):
-    """The schema cannot be enforced; says what and where."""
-
-    def __init__(self, at: str, problem: str) -> None:
-        super().__init__(f"{problem} (at {at or '/'})"[:500])
-
-
-def lower(schema: Mapping[str, Any] | bool, *, strict: bool) -> dict[str, Any]:
-    """The same schema in the keywords that masks enforce, references as `#/$defs/N`; raises SchemaError."""
-    return _Lowering(schema, strict).result()
+    `allowance` is what the form of this schema may still cost; without one the schema is a form of its own.
+    """
+    return _Lowering(schema, strict, allowance or Allowance()).result()
 
 
 class _Lowering:
-    def __init__(self, schema: Mapping[str, Any] | bool, strict: bool) -> None:
-        self._strict = strict
+    def __init__(self, schema: Mapping[str, Any] | bool, strict: bool, allowance: Allowance) -> None:
+        self.strict = strict
+        self.allowance = allowance
+        self.multiples = Multiples()
         self._schema = schema
         self._dialect = schema.get("$schema", "") if isinstance(schema, Mapping) else ""
         if not isinstance(self._dialect, str) or not (
@@ -98,7 +39,6 @@ class _Lowering:
         self._targets: dict[int, tuple[str, Any]] = {}
         self._waiting: list[tuple[str, Any, str, str]] = []
         self._nodes = 0
-        self._multiple = Decimal(1)
 
     def result(self) -> dict[str, Any]:
         root = self._node(self._schema, "", self._references.root_base, 0)
@@ -126,12 +66,13 @@ class _Lowering:
         base = self._references.base_of(node, base) if depth else base
         if self._old and "$ref" in node:
             node = {"$ref": node["$ref"]}
-        return _Node(self, node, at, base, depth).lowered()
+        return Node(self, node, at, base, depth).lowered()
 
     # --- for one node ------------------------------------------------------------------------------------------------
     @property
-    def strict(self) -> bool:
-        return self._strict
+    def has_tuples_in_items(self) -> bool:
+        """Whether the dialect may write the items of a tuple as a list in `items`; one that is not named may."""
+        return "2020-12" not in self._dialect
 
     def schema(self, node: Any, at: str, base: str, depth: int) -> dict[str, Any] | bool:
         """A schema inside a schema, lowered."""
@@ -159,286 +100,3 @@ class _Lowering:
             return self._references.find(value, base)[0]
         except ValueError:
             return None
-
-    def multiple(self, value: Any, at: str) -> None:
-        """Counts a multipleOf against what all of them together may cost."""
-        found = Decimal(str(value))
-        unit = min(int(found.as_tuple().exponent), int(self._multiple.as_tuple().exponent), 0)
-        scale = Decimal(10) ** -unit
-        if found * scale > MAX_MULTIPLE or self._multiple * scale > MAX_MULTIPLE:
-            raise SchemaError(at, "multipleOf is too fine or too large to be enforced")
-        multiple = math.lcm(int(found * scale), int(self._multiple * scale))
-        if multiple > MAX_MULTIPLE:
-            raise SchemaError(at, "multipleOf is too fine or too large to be enforced together with the others")
-        self._multiple = Decimal(multiple) / scale
-
-
-class _Node:
-    """One schema object on its way through; keywords keep their order, which is the order of an object's keys."""
-
-    def __init__(self, whole: _Lowering, node: Mapping[str, Any], at: str, base: str, depth: int) -> None:
-        self._whole = whole
-        self._node = node
-        self._at = at
-        self._base = base
-        self._depth = depth
-        self._out: dict[str, Any] = {}
-        self._also: list[Any] = []
-        self._closed = False
-
-    def lowered(self) -> dict[str, Any]:
-        for key, value in self._node.items():
-            if key in _HANDLERS:
-                _HANDLERS[key](self, key, value)
-            elif key in _COUNTS:
-                self._count(key, value)
-            elif key in _BOUNDS:
-                self._bound(key, value)
-            elif key in _UNCLEAR:
-                raise SchemaError(self._path(key), f"{key} is not supported; use $ref")
-            elif key in _OUT_OF_REACH:
-                self._out_of_reach(key, value)
-            # Everything else is an annotation, as the standard has it, or belongs to a keyword that is looked at.
-        if self._closed:
-            self._out["additionalProperties"] = False
-        self._check_distinct()
-        if self._also:
-            self._out["allOf"] = [*self._out.pop("allOf", []), *self._also]
-        return self._out
-
-    def _path(self, *parts: str | int) -> str:
-        return "/".join([self._at, *(str(part).replace("~", "~0").replace("/", "~1") for part in parts)])
-
-    def _give_up(self, key: str, problem: str) -> None:
-        """Leaves a keyword to the model, or refuses under strict."""
-        if self._whole.strict:
-            raise SchemaError(self._path(key), problem)
-
-    def _sub(self, node: Any, *path: str | int) -> dict[str, Any] | bool:
-        return self._whole.schema(node, self._path(*path), self._base, self._depth)
-
-    def _list(self, key: str, value: Any) -> list[Any]:
-        if not isinstance(value, list) or not value:
-            raise SchemaError(self._path(key), f"{key} must be a list that is not empty")
-        return value
-
-    def _map(self, key: str, value: Any) -> Mapping[str, Any]:
-        if not isinstance(value, Mapping):
-            raise SchemaError(self._path(key), f"{key} must be an object")
-        return value
-
-    # --- keywords ----------------------------------------------------------------------------------------------------
-    def _type(self, key: str, value: Any) -> None:
-        for name in self._list(key, [value] if isinstance(value, str) else value):
-            if not isinstance(name, str) or name not in TYPES:
-                raise SchemaError(self._path(key), f"{str(name)[:40]!r} is not one of {', '.join(sorted(TYPES))}")
-        self._out[key] = value
-
-    def _values(self, key: str, value: Any) -> None:
-        values = [value] if key == "const" else self._list(key, value)
-        if not all(_is_exact(item) for item in values):
-            self._give_up(key, f"{key} has a number beyond 2^53, which cannot be enforced exactly")
-        else:
-            self._out[key] = value
-
-    def _all_of(self, key: str, value: Any) -> None:
-        self._out[key] = [self._sub(item, key, index) for index, item in enumerate(self._list(key, value))]
-
-    def _one_of(self, key: str, value: Any) -> None:
-        options = self._list(key, value)
-        lowered = [self._sub(item, key, index) for index, item in enumerate(options)]
-        if not self._whole.strict or len(options) == 1 or apart(options, self._resolved):
-            if "anyOf" in self._node:
-                self._also.append({"anyOf": lowered})
-            else:
-                self._out["anyOf"] = lowered
-        else:
-            self._out[key] = lowered
-
-    def _resolved(self, reference: str) -> Any:
-        return self._whole.find(reference, self._base)
-
-    def _reference(self, key: str, value: Any) -> None:
-        self._out[key] = self._whole.reference(value, self._path(key), self._base)
-
-    def _schemas(self, key: str, value: Any) -> None:
-        named = self._map(key, value)
-        if len(named) > MAX_PROPERTIES:
-            raise SchemaError(self._path(key), f"{len(named)} {key}; at most {MAX_PROPERTIES} can be enforced")
-        lowered = {name: self._sub(item, key, name) for name, item in named.items()}
-        if key == "patternProperties":
-            try:
-                lowered = {patterns.of_ecma(name): item for name, item in lowered.items()}
-            except patterns.PatternError as error:
-                raise SchemaError(self._path(key), f"a pattern {error}") from None
-        self._out[key] = lowered
-
-    def _schema(self, key: str, value: Any) -> None:
-        self._out[key] = self._sub(value, key)
-
-    def _items(self, key: str, value: Any) -> None:
-        if not isinstance(value, list):
-            self._out["items"] = self._sub(value, key)
-            return
-        if value:
-            self._prefix(key, value)
-        if "additionalItems" in self._node:
-            self._out["items"] = self._sub(self._node["additionalItems"], "additionalItems")
-
-    def _prefix(self, key: str, value: Any) -> None:
-        self._out["prefixItems"] = [self._sub(item, key, index) for index, item in enumerate(self._list(key, value))]
-
-    def _required(self, key: str, value: Any) -> None:
-        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            raise SchemaError(self._path(key), "required must be a list of names")
-        if value:
-            self._out[key] = list(dict.fromkeys(value))
-
-    def _count(self, key: str, value: Any) -> None:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or value != int(value):
-            raise SchemaError(self._path(key), f"{key} must be a whole number from 0")
-        if value <= MAX_COUNT:
-            self._out[key] = int(value)
-        elif key.startswith("min"):
-            raise SchemaError(self._path(key), f"{key} is more than {MAX_COUNT}")
-        else:
-            self._give_up(key, f"{key} is more than {MAX_COUNT}, which cannot be enforced")
-
-    def _bound(self, key: str, value: Any) -> None:
-        plain = "minimum" if key in ("minimum", "exclusiveMinimum") else "maximum"
-        exclusive = f"exclusive{plain.capitalize()}"
-        if isinstance(value, bool) and key == exclusive:  # draft 4
-            if not value:
-                return
-            key, value = exclusive, self._node.get(plain)
-        elif key == plain and self._node.get(exclusive) is True:
-            return
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise SchemaError(self._path(key), f"{key} must be a number")
-        if not _is_exact(value):
-            self._give_up(key, f"{key} is beyond 2^53, which cannot be enforced exactly")
-        else:
-            self._out[key] = value
-
-    def _multiple_of(self, key: str, value: Any) -> None:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise SchemaError(self._path(key), f"{key} must be a number above 0")
-        try:
-            self._whole.multiple(value, self._path(key))
-        except SchemaError:
-            if self._whole.strict:
-                raise
-        else:
-            self._out[key] = int(value) if value == int(value) else value
-
-    def _pattern(self, key: str, value: Any) -> None:
-        if not isinstance(value, str):
-            raise SchemaError(self._path(key), "pattern must be a string")
-        try:
-            self._out[key] = patterns.of_ecma(value)
-        except patterns.PatternError as error:
-            self._give_up(key, f"the pattern {error}")
-
-    def _format(self, key: str, value: Any) -> None:
-        if not isinstance(value, str):
-            raise SchemaError(self._path(key), "format must be a string")
-        if value in formats.PATTERNS:
-            self._also.append({"pattern": formats.PATTERNS[value]})
-        elif value in formats.BUILT_IN:
-            self._out[key] = value
-        else:
-            known = ", ".join(sorted({*formats.PATTERNS, *formats.BUILT_IN}))
-            self._give_up(key, f"the format {value[:80]!r} cannot be enforced; known are {known}")
-
-    def _dependent(self, key: str, value: Any) -> None:
-        """Without the property anything goes, with it what depends on it must hold too."""
-        for name, needs in self._map(key, value).items():
-            if isinstance(needs, list):
-                if not all(isinstance(need, str) for need in needs):
-                    raise SchemaError(self._path(key, name), "must be a list of names")
-                holds: list[Any] = [{"required": list(dict.fromkeys([name, *needs]))}]
-            elif key == "dependentRequired":
-                raise SchemaError(self._path(key, name), "must be a list of names")
-            else:
-                holds = [{"required": [name]}, self._sub(needs, key, name)]
-            self._also.append({"anyOf": [{"properties": {name: False}}, {"allOf": holds}]})
-
-    def _out_of_reach(self, key: str, value: Any) -> None:
-        if key in _MEANINGLESS and _MEANINGLESS[key](value, self._node):
-            return
-        if key == "propertyNames" and self._names(value):
-            return
-        if not _IN_PLACE & self._node.keys():
-            # Beside keywords of the same schema only, "unevaluated" is "additional".
-            if key == "unevaluatedProperties":
-                if "additionalProperties" not in self._node:
-                    self._out["additionalProperties"] = self._sub(value, key)
-                return
-            if key == "unevaluatedItems":
-                if "items" not in self._node or isinstance(self._node["items"], list):
-                    self._out["items"] = self._sub(value, key)
-                return
-        self._give_up(key, f"{key} cannot be enforced")
-
-    def _names(self, value: Any) -> bool:
-        """Where names are listed or follow one pattern, other properties are none; False where they do neither."""
-        if not isinstance(value, Mapping) or not value.keys() <= {"type", "enum", "pattern"}:
-            return False
-        if value.get("type", "string") != "string" or len(value.keys() & {"enum", "pattern"}) > 1:
-            return False
-        if value.keys() <= {"type"}:
-            return True
-        if {"properties", "patternProperties", "unevaluatedProperties"} & self._node.keys():
-            return False
-        others = self._node.get("additionalProperties", True)
-        names = value.get("enum", ())
-        if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
-            return False
-        if "pattern" in value:
-            self._schemas("patternProperties", {value["pattern"]: others})
-        else:
-            self._out["properties"] = dict.fromkeys(names, self._sub(others, "additionalProperties"))
-        self._closed = True
-        return True
-
-    def _check_distinct(self) -> None:
-        """Unnamed keys may repeat, and a reader keeps the last of them: they cannot be counted twice."""
-        least = self._out.get("minProperties", 0)
-        if least > len(self._out.get("required", ())) + 1 and not self._is_closed():
-            self._give_up("minProperties", "minProperties above 1 cannot be enforced for keys that are not named")
-            self._out.pop("minProperties", None)
-
-    def _is_closed(self) -> bool:
-        return self._out.get("additionalProperties") is False and "patternProperties" not in self._out
-
-
-_HANDLERS: Mapping[str, Callable[[_Node, str, Any], None]] = {
-    "type": _Node._type,
-    "enum": _Node._values,
-    "const": _Node._values,
-    "allOf": _Node._all_of,
-    "anyOf": _Node._all_of,
-    "oneOf": _Node._one_of,
-    "$ref": _Node._reference,
-    "properties": _Node._schemas,
-    "patternProperties": _Node._schemas,
-    "additionalProperties": _Node._schema,
-    "items": _Node._items,
-    "prefixItems": _Node._prefix,
-    "required": _Node._required,
-    "multipleOf": _Node._multiple_of,
-    "pattern": _Node._pattern,
-    "format": _Node._format,
-    "dependentRequired": _Node._dependent,
-    "dependentSchemas": _Node._dependent,
-    "dependencies": _Node._dependent,
-}
-
-
-def _is_exact(value: Any) -> bool:
-    """Whether every number in `value` is compared exactly."""
-    if isinstance(value, Mapping):
-        return all(_is_exact(item) for item in value.values())
-    if isinstance(value, list):
-        return all(_is_exact(item) for item in value)
-    return isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) <= EXACT

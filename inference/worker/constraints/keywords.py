@@ -1,0 +1,373 @@
+"""Decides keyword by keyword what one schema object is lowered to, or that it is refused; follows no reference itself.
+
+What is left over cannot be enforced: under `strict` it is refused with its name and place, else it is left to the model
+where the answer keeps its shape without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from inference.worker.constraints import formats, patterns
+from inference.worker.constraints.disjoint import apart
+from inference.worker.constraints.limits import EXACT, MAX_COUNT, MAX_PROPERTIES, Allowance, Multiples, SchemaError
+
+TYPES = frozenset(["null", "boolean", "integer", "number", "string", "array", "object"])
+_COUNTS = frozenset(["minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"])
+_BOUNDS = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
+_OUT_OF_REACH = frozenset(
+    [
+        "not",
+        "if",
+        "contains",
+        "uniqueItems",
+        "unevaluatedItems",
+        "unevaluatedProperties",
+        "propertyNames",
+        "divisibleBy",
+        "disallow",
+    ]
+)
+"""Keywords that narrow a value in ways that masks cannot follow."""
+_UNCLEAR = frozenset(["$dynamicRef", "$recursiveRef", "extends"])
+"""Keywords without which the shape is open."""
+_MEANINGLESS: Mapping[str, Callable[[Any, Mapping[str, Any]], bool]] = {
+    "if": lambda value, node: "then" not in node and "else" not in node,
+    "uniqueItems": lambda value, node: value is False or node.get("maxItems") in (0, 1),
+    "unevaluatedItems": lambda value, node: value is True,
+    "unevaluatedProperties": lambda value, node: value is True,
+    "propertyNames": lambda value, node: value is True or value == {},
+    "not": lambda value, node: value is False,
+    "contains": lambda value, node: node.get("minContains") == 0 and "maxContains" not in node,
+}
+_IN_PLACE = _UNCLEAR | {
+    "$ref",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "not",
+    "if",
+    "contains",
+    "dependentSchemas",
+    "dependencies",
+}
+"""Keywords beside which the unevaluated ones depend on the value."""
+
+
+class Document(Protocol):
+    """The schema that an object is part of."""
+
+    @property
+    def strict(self) -> bool:
+        """Whether what cannot be enforced is refused."""
+        ...
+
+    @property
+    def has_tuples_in_items(self) -> bool:
+        """Whether the dialect may write the items of a tuple as a list in `items`."""
+        ...
+
+    @property
+    def allowance(self) -> Allowance:
+        """What the form may still cost."""
+        ...
+
+    @property
+    def multiples(self) -> Multiples:
+        """All multipleOf of the document."""
+        ...
+
+    def schema(self, node: Any, at: str, base: str, depth: int) -> dict[str, Any] | bool:
+        """A schema inside a schema, lowered."""
+        ...
+
+    def reference(self, value: Any, at: str, base: str) -> str:
+        """The `$ref` under which the target will be found."""
+        ...
+
+    def find(self, value: str, base: str) -> Any:
+        """What a reference points at, or None."""
+        ...
+
+
+class Node:
+    """One schema object on its way through. Keywords keep their order, which is the order of an object's keys."""
+
+    def __init__(self, whole: Document, node: Mapping[str, Any], at: str, base: str, depth: int) -> None:
+        self._whole = whole
+        self._node = node
+        self._at = at
+        self._base = base
+        self._depth = depth
+        self._out: dict[str, Any] = {}
+        self._also: list[Any] = []
+        self._closed = False
+
+    def lowered(self) -> dict[str, Any]:
+        """The object in keywords that masks enforce; raises SchemaError."""
+        for key, value in self._node.items():
+            if key in _HANDLERS:
+                _HANDLERS[key](self, key, value)
+            elif key in _COUNTS:
+                self._count(key, value)
+            elif key in _BOUNDS:
+                self._bound(key, value)
+            elif key in _UNCLEAR:
+                raise SchemaError(self._path(key), f"{key} is not supported; use $ref")
+            elif key in _OUT_OF_REACH:
+                self._out_of_reach(key, value)
+            # Everything else is an annotation, as the standard has it, or belongs to a keyword that is looked at.
+        if self._closed:
+            self._out["additionalProperties"] = False
+        self._check_distinct()
+        if self._also:
+            self._out["allOf"] = [*self._out.pop("allOf", []), *self._also]
+        return self._out
+
+    def _path(self, *parts: str | int) -> str:
+        return "/".join([self._at, *(str(part).replace("~", "~0").replace("/", "~1") for part in parts)])
+
+    def _give_up(self, key: str, problem: str) -> None:
+        """Leaves a keyword to the model, or refuses under strict."""
+        if self._whole.strict:
+            raise SchemaError(self._path(key), problem)
+
+    def _sub(self, node: Any, *path: str | int) -> dict[str, Any] | bool:
+        return self._whole.schema(node, self._path(*path), self._base, self._depth)
+
+    def _list(self, key: str, value: Any) -> list[Any]:
+        if not isinstance(value, list) or not value:
+            raise SchemaError(self._path(key), f"{key} must be a list that is not empty")
+        return value
+
+    def _map(self, key: str, value: Any) -> Mapping[str, Any]:
+        if not isinstance(value, Mapping):
+            raise SchemaError(self._path(key), f"{key} must be an object")
+        return value
+
+    # --- keywords ----------------------------------------------------------------------------------------------------
+    def _type(self, key: str, value: Any) -> None:
+        for name in self._list(key, [value] if isinstance(value, str) else value):
+            if not isinstance(name, str) or name not in TYPES:
+                raise SchemaError(self._path(key), f"{str(name)[:40]!r} is not one of {', '.join(sorted(TYPES))}")
+        self._out[key] = value
+
+    def _values(self, key: str, value: Any) -> None:
+        values = [value] if key == "const" else self._list(key, value)
+        if not all(_is_exact(item) for item in values):
+            self._give_up(key, f"{key} has a number beyond 2^53, which cannot be enforced exactly")
+        else:
+            self._out[key] = value
+
+    def _all_of(self, key: str, value: Any) -> None:
+        self._out[key] = [self._sub(item, key, index) for index, item in enumerate(self._list(key, value))]
+
+    def _one_of(self, key: str, value: Any) -> None:
+        options = self._list(key, value)
+        lowered = [self._sub(item, key, index) for index, item in enumerate(options)]
+
+        def take(steps: int) -> None:
+            self._whole.allowance.take_comparisons(steps, self._path(key))
+
+        if not self._whole.strict or len(options) == 1 or apart(options, self._resolved, take):
+            if "anyOf" in self._node:
+                self._also.append({"anyOf": lowered})
+            else:
+                self._out["anyOf"] = lowered
+        else:
+            self._out[key] = lowered
+
+    def _resolved(self, reference: str) -> Any:
+        return self._whole.find(reference, self._base)
+
+    def _reference(self, key: str, value: Any) -> None:
+        self._out[key] = self._whole.reference(value, self._path(key), self._base)
+
+    def _schemas(self, key: str, value: Any) -> None:
+        named = self._map(key, value)
+        if len(named) > MAX_PROPERTIES:
+            raise SchemaError(self._path(key), f"{len(named)} {key}; at most {MAX_PROPERTIES} can be enforced")
+        lowered = {name: self._sub(item, key, name) for name, item in named.items()}
+        if key == "patternProperties":
+            self._whole.allowance.take_patterns(len(named), self._path(key))
+            try:
+                lowered = {patterns.of_ecma(name): item for name, item in lowered.items()}
+            except patterns.PatternError as error:
+                raise SchemaError(self._path(key), f"a pattern {error}") from None
+        self._out[key] = lowered
+
+    def _schema(self, key: str, value: Any) -> None:
+        self._out[key] = self._sub(value, key)
+
+    def _items(self, key: str, value: Any) -> None:
+        if not isinstance(value, list):
+            self._out["items"] = self._sub(value, key)
+            return
+        if "prefixItems" in self._node or not self._whole.has_tuples_in_items:
+            raise SchemaError(self._path(key), "items must be a schema; the items of a tuple stand in prefixItems")
+        if value:
+            self._prefix(key, value)
+        if "additionalItems" in self._node:
+            self._out["items"] = self._sub(self._node["additionalItems"], "additionalItems")
+
+    def _prefix(self, key: str, value: Any) -> None:
+        self._out["prefixItems"] = [self._sub(item, key, index) for index, item in enumerate(self._list(key, value))]
+
+    def _required(self, key: str, value: Any) -> None:
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise SchemaError(self._path(key), "required must be a list of names")
+        if value:
+            self._out[key] = list(dict.fromkeys(value))
+
+    def _count(self, key: str, value: Any) -> None:
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise SchemaError(self._path(key), f"{key} must be a whole number from 0")
+        if value <= MAX_COUNT:
+            self._out[key] = value
+        elif key.startswith("min"):
+            raise SchemaError(self._path(key), f"{key} is more than {MAX_COUNT}")
+        else:
+            self._give_up(key, f"{key} is more than {MAX_COUNT}, which cannot be enforced")
+
+    def _bound(self, key: str, value: Any) -> None:
+        plain = "minimum" if key in ("minimum", "exclusiveMinimum") else "maximum"
+        exclusive = f"exclusive{plain.capitalize()}"
+        if isinstance(value, bool) and key == exclusive:  # draft 4
+            if not value:
+                return
+            key, value = exclusive, self._node.get(plain)
+        elif key == plain and self._node.get(exclusive) is True:
+            return
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise SchemaError(self._path(key), f"{key} must be a number")
+        if not _is_exact(value):
+            self._give_up(key, f"{key} is beyond 2^53, which cannot be enforced exactly")
+        else:
+            self._out[key] = value
+
+    def _multiple_of(self, key: str, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise SchemaError(self._path(key), f"{key} must be a number above 0")
+        try:
+            self._whole.multiples.take(value, self._path(key))
+        except SchemaError:
+            if self._whole.strict:
+                raise
+        else:
+            self._out[key] = int(value) if value == int(value) else value
+
+    def _pattern(self, key: str, value: Any) -> None:
+        if not isinstance(value, str):
+            raise SchemaError(self._path(key), "pattern must be a string")
+        try:
+            self._out[key] = patterns.of_ecma(value)
+        except patterns.PatternError as error:
+            self._give_up(key, f"the pattern {error}")
+
+    def _format(self, key: str, value: Any) -> None:
+        if not isinstance(value, str):
+            raise SchemaError(self._path(key), "format must be a string")
+        if value in formats.PATTERNS:
+            self._also.append({"pattern": formats.PATTERNS[value]})
+        elif value in formats.BUILT_IN:
+            self._out[key] = value
+        else:
+            known = ", ".join(sorted({*formats.PATTERNS, *formats.BUILT_IN}))
+            self._give_up(key, f"the format {value[:80]!r} cannot be enforced; known are {known}")
+
+    def _dependent(self, key: str, value: Any) -> None:
+        """Without the property anything goes, with it what depends on it must hold too."""
+        for name, needs in self._map(key, value).items():
+            if isinstance(needs, list):
+                if not all(isinstance(need, str) for need in needs):
+                    raise SchemaError(self._path(key, name), "must be a list of names")
+                holds: list[Any] = [{"required": list(dict.fromkeys([name, *needs]))}]
+            elif key == "dependentRequired":
+                raise SchemaError(self._path(key, name), "must be a list of names")
+            else:
+                holds = [{"required": [name]}, self._sub(needs, key, name)]
+            self._also.append({"anyOf": [{"properties": {name: False}}, {"allOf": holds}]})
+
+    def _out_of_reach(self, key: str, value: Any) -> None:
+        if key in _MEANINGLESS and _MEANINGLESS[key](value, self._node):
+            return
+        if key == "propertyNames" and self._names(value):
+            return
+        if not _IN_PLACE & self._node.keys():
+            # Beside keywords of the same schema only, "unevaluated" is "additional".
+            if key == "unevaluatedProperties":
+                if "additionalProperties" not in self._node:
+                    self._out["additionalProperties"] = self._sub(value, key)
+                return
+            if key == "unevaluatedItems":
+                if "items" not in self._node or isinstance(self._node["items"], list):
+                    self._out["items"] = self._sub(value, key)
+                return
+        self._give_up(key, f"{key} cannot be enforced")
+
+    def _names(self, value: Any) -> bool:
+        """Where names are listed or follow one pattern, other properties are none; False where they do neither."""
+        if not isinstance(value, Mapping) or not value.keys() <= {"type", "enum", "pattern"}:
+            return False
+        if value.get("type", "string") != "string" or len(value.keys() & {"enum", "pattern"}) > 1:
+            return False
+        if value.keys() <= {"type"}:
+            return True
+        if {"properties", "patternProperties", "unevaluatedProperties"} & self._node.keys():
+            return False
+        others = self._node.get("additionalProperties", True)
+        names = value.get("enum", ())
+        if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+            return False
+        if "pattern" in value:
+            self._schemas("patternProperties", {value["pattern"]: others})
+        else:
+            self._out["properties"] = dict.fromkeys(names, self._sub(others, "additionalProperties"))
+        self._closed = True
+        return True
+
+    def _check_distinct(self) -> None:
+        """Unnamed keys may repeat, and a reader keeps the last of them: they cannot be counted twice."""
+        least = self._out.get("minProperties", 0)
+        if least > len(self._out.get("required", ())) + 1 and not self._is_closed():
+            self._give_up("minProperties", "minProperties above 1 cannot be enforced for keys that are not named")
+            self._out.pop("minProperties", None)
+
+    def _is_closed(self) -> bool:
+        return self._out.get("additionalProperties") is False and "patternProperties" not in self._out
+
+
+_HANDLERS: Mapping[str, Callable[[Node, str, Any], None]] = {
+    "type": Node._type,
+    "enum": Node._values,
+    "const": Node._values,
+    "allOf": Node._all_of,
+    "anyOf": Node._all_of,
+    "oneOf": Node._one_of,
+    "$ref": Node._reference,
+    "properties": Node._schemas,
+    "patternProperties": Node._schemas,
+    "additionalProperties": Node._schema,
+    "items": Node._items,
+    "prefixItems": Node._prefix,
+    "required": Node._required,
+    "multipleOf": Node._multiple_of,
+    "pattern": Node._pattern,
+    "format": Node._format,
+    "dependentRequired": Node._dependent,
+    "dependentSchemas": Node._dependent,
+    "dependencies": Node._dependent,
+}
+
+
+def _is_exact(value: Any) -> bool:
+    """Whether every number in `value` is compared exactly."""
+    if isinstance(value, Mapping):
+        return all(_is_exact(item) for item in value.values())
+    if isinstance(value, list):
+        return all(_is_exact(item) for item in value)
+    return isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) <= EXACT
