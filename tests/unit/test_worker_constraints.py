@@ -246,11 +246,11 @@ def test_a_pattern_that_explodes_ends_its_answer_with_a_reason() -> None:
     """The memory of its automaton is bounded. Later requests of the same form share theirs with nobody."""
     compiler = Compiler(VOCABULARY)
     constraint = compiler.compile(EXPLODING, "f")
-    assert compiler.known(EXPLODING) is constraint
+    assert compiler.known(EXPLODING, "f") is constraint
     error = wear_out(constraint.start())
     assert error.status == 400
     assert "asked again" in error.message
-    assert compiler.known(EXPLODING) is None
+    assert compiler.known(EXPLODING, "f") is None
     first, second = compiler.compile(EXPLODING, "f"), compiler.compile(EXPLODING, "f")
     assert len({id(constraint), id(first), id(second)}) == 3
     assert "asked again" not in wear_out(first.start()).message
@@ -362,16 +362,16 @@ def test_a_known_form_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(grammar, "written", lambda form, *_rest: written.append(form) or '{"grammars": []}')
     assert compiler.compile(Json({"properties": {"a": {"const": 1}, "b": {"const": True}}}), "g") is first
     with compiler._compiling:
-        assert compiler.known(Json(schema)) is first
+        assert compiler.known(Json(schema), "f") is first
     assert written == []
     others: list[Form] = [
         Json(schema, strict=False),
         Json({"properties": {"b": {"const": True}, "a": {"const": 1}}}),
         Json({"properties": {"a": {"const": True}, "b": {"const": 1}}}),
     ]
-    assert [compiler.known(form) for form in others] == [None, None, None]
+    assert [compiler.known(form, "f") for form in others] == [None, None, None]
     with pytest.raises(BadRequestError, match="nested too deeply"):
-        compiler.known(nested(20_000))
+        compiler.known(nested(20_000), "f")
 
 
 def test_many_threads_compile_one_form_once() -> None:

@@ -100,9 +100,9 @@ class Compiler:
                 self._keep(key, constraint, _BYTES_EACH + _BYTES_PER_CHARACTER * len(source))
             return constraint
 
-    def known(self, form: Form) -> Constraint | None:
+    def known(self, form: Form, param: str) -> Constraint | None:
         """The constraint of a form that needs no compiling; waits for none that is being compiled."""
-        found = self._find(_key(form, ""))
+        found = self._find(_key(form, param))
         return found if found is not None and not found.is_spent else None
 
     def _find(self, key: bytes) -> _Compiled | None:

@@ -1,0 +1,185 @@
+"""Who waits for a form, and for how long: over a compiler that takes as long as it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from inference.protocol import Code
+from inference.worker.backend import Constraint
+from inference.worker.constraints.waiting import FormQueue
+from inference.worker.core.forms import Form, Literal
+from inference.worker.errors import BadRequestError, GoneError, WorkerError
+from tests.rigs.fake_mask import FakeConstraint
+
+A, B, C = (Literal(name) for name in "abc")
+
+
+class FakeCompiler:
+    """Compiles a form once its gate is open; refuses the text `bad`."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.begun = threading.Event()
+        self.compiled: list[Form] = []
+        self.threads: set[str] = set()
+        self.kept: dict[Form, Constraint] = {}
+
+    def known(self, form: Form, param: str) -> Constraint | None:
+        return self.kept.get(form)
+
+    def compile(self, form: Form, param: str) -> Constraint:
+        self.threads.add(threading.current_thread().name)
+        self.begun.set()
+        self.gate.wait()
+        self.compiled.append(form)
+        if form == Literal("bad"):
+            raise BadRequestError("it cannot be enforced", param)
+        return self.kept.setdefault(form, FakeConstraint([]))
+
+
+@pytest.fixture
+def compiler() -> FakeCompiler:
+    return FakeCompiler()
+
+
+class Rig:
+    """A queue with threads of its own; time stands still."""
+
+    def __init__(self, compiler: FakeCompiler) -> None:
+        self.gone = False
+        self.looking = ThreadPoolExecutor(1, thread_name_prefix="looking")
+        self.compiling = ThreadPoolExecutor(1, thread_name_prefix="forms")
+        self.queue = FormQueue(
+            compiler, self.looking, self.compiling, most=2, seconds=600.0, help_seconds=0.01, clock=lambda: 100.0
+        )
+
+    async def ask(self, form: Form, *, promised: bool = True, deadline: float | None = None) -> Constraint | None:
+        return await self.queue.constraint(form, "f", promised=promised, deadline=deadline, gone=lambda: self.gone)
+
+    async def queue_is(self, count: int) -> None:
+        """Once so many forms are compiled or wait."""
+        while self.queue.waiting != count:
+            await asyncio.sleep(0)
+
+    async def settled(self) -> None:
+        """Once everything that was submitted is over, and the loop has heard of it."""
+        await asyncio.wrap_future(self.compiling.submit(lambda: None))
+
+
+@pytest.fixture
+async def rig(compiler: FakeCompiler) -> AsyncIterator[Rig]:
+    rig = Rig(compiler)
+    yield rig
+    compiler.gate.set()
+    rig.compiling.shutdown()
+    rig.looking.shutdown()
+
+
+async def _blocked(rig: Rig, compiler: FakeCompiler) -> asyncio.Task[Constraint | None]:
+    """Somebody whose form is being compiled."""
+    compiler.gate.clear()
+    first = asyncio.create_task(rig.ask(A))
+    await asyncio.to_thread(compiler.begun.wait)
+    return first
+
+
+async def test_a_form_is_compiled_on_the_thread_for_it_and_on_no_other(rig: Rig, compiler: FakeCompiler) -> None:
+    """Neither on the loop's nor on the engine's."""
+    constraint = await rig.ask(A)
+    assert constraint is not None
+    assert await rig.ask(A) is constraint
+    assert compiler.compiled == [A]
+    assert {name.rpartition("_")[0] for name in compiler.threads} == {"forms"}
+
+
+async def test_a_known_form_waits_for_nobody(rig: Rig, compiler: FakeCompiler) -> None:
+    """However long another takes."""
+    known = await rig.ask(B)
+    compiler.begun.clear()
+    first = await _blocked(rig, compiler)
+    assert await rig.ask(B) is known
+    compiler.gate.set()
+    assert await first is not None
+
+
+async def test_the_queue_is_bounded_and_empties(rig: Rig, compiler: FakeCompiler) -> None:
+    """Whoever finds it full is told to come again; who leaves makes room."""
+    first = await _blocked(rig, compiler)
+    second = asyncio.create_task(rig.ask(B))
+    await rig.queue_is(2)
+    with pytest.raises(WorkerError) as caught:
+        await rig.ask(C)
+    assert caught.value.code == Code.QUEUE_FULL
+    assert await rig.ask(C, promised=False) is None
+    second.cancel()
+    await asyncio.wait([second])
+    await rig.queue_is(1)
+    third = asyncio.create_task(rig.ask(C))
+    await rig.queue_is(2)
+    compiler.gate.set()
+    assert await first is not None
+    assert await third is not None
+    await rig.settled()
+    assert compiler.compiled == [A, C]
+
+
+async def test_nobody_waits_beyond_the_deadline(rig: Rig, compiler: FakeCompiler) -> None:
+    """Neither for others' forms nor where it has passed; a form that only helps is left out."""
+    first = await _blocked(rig, compiler)
+    for deadline in (99.0, 100.01):
+        with pytest.raises(WorkerError) as caught:
+            await rig.ask(B, deadline=deadline)
+        assert caught.value.code == Code.DEADLINE_EXCEEDED
+        assert await rig.ask(B, promised=False, deadline=deadline) is None
+    compiler.gate.set()
+    await first
+    await rig.settled()
+    assert compiler.compiled == [A]
+
+
+async def test_a_form_that_only_helps_is_not_waited_for(rig: Rig, compiler: FakeCompiler) -> None:
+    """The answer goes on without its mask, and so it does where the form cannot be enforced."""
+    first = await _blocked(rig, compiler)
+    assert await rig.ask(B, promised=False) is None
+    compiler.gate.set()
+    assert await first is not None
+    assert await rig.ask(Literal("bad"), promised=False) is None
+
+
+async def test_a_form_that_takes_too_long_is_refused_for_now(compiler: FakeCompiler) -> None:
+    """With another code than that of a deadline: it was the caller's wish that passed, or ours."""
+    with ThreadPoolExecutor(1) as looking, ThreadPoolExecutor(1) as compiling:
+        compiler.gate.clear()
+        queue = FormQueue(compiler, looking, compiling, seconds=0.01)
+        with pytest.raises(WorkerError) as caught:
+            await queue.constraint(A, "f", promised=True, deadline=None, gone=lambda: False)
+        assert caught.value.code == Code.QUEUE_FULL
+        assert caught.value.retry_after
+        compiler.gate.set()
+
+
+async def test_nothing_is_compiled_for_a_client_who_left(rig: Rig, compiler: FakeCompiler) -> None:
+    """While the form waited."""
+    first = await _blocked(rig, compiler)
+    second = asyncio.create_task(rig.ask(B))
+    await rig.queue_is(2)
+    rig.gone = True
+    compiler.gate.set()
+    await first
+    with pytest.raises(GoneError):
+        await second
+    assert compiler.compiled == [A]
+
+
+async def test_what_cannot_be_enforced_is_the_callers_and_may_go_elsewhere(rig: Rig) -> None:
+    """As a parameter that is not supported here."""
+    with pytest.raises(BadRequestError) as caught:
+        await rig.ask(Literal("bad"))
+    assert caught.value.code == Code.UNSUPPORTED_PARAMETER
+    assert caught.value.param == "f"
