@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from inference.protocol import (
 )
 from inference.worker import bodies, fields, responses
 from inference.worker.backend import Constraint
-from inference.worker.constraints import Compiler
+from inference.worker.constraints import Compiler, FormQueue
 from inference.worker.embedder import Embedder
 from inference.worker.engine import Engine, Work
 from inference.worker.errors import BadRequestError, GoneError, UnloadedError, WorkerError
@@ -50,8 +50,6 @@ MAX_LOGPROBS_BYTES = 2**25
 """Of an answer that is not streamed: it is held until it is whole."""
 COMMIT_SECONDS = 1.0
 """How long a stream's status waits for the first output, so that a refusal can still be a status of its own."""
-FORM_SECONDS = 30.0
-"""For a form to be compiled, and for those before it."""
 _PROGRESS_SECONDS = PROGRESS_INTERVAL_SECONDS * 0.75
 
 
@@ -85,8 +83,7 @@ class App:
         self._sight = sight
         self._intake = Intake(executor)
         vectors = Vectors(facts, prompts, self._intake, embedder, reranker)
-        self._compiler = compiler
-        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="forms")
+        self._forms = None if compiler is None else FormQueue(compiler, executor)
         self._routes: Mapping[str, tuple[str, Callable[[Exchange], Awaitable[None]]]] = {
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._completion),
@@ -185,13 +182,13 @@ class App:
         ticket: Ticket[Output],
         arrival: float,
     ) -> None:
-        constraint = await self._compiled(prepared.shape)
+        deadline = exchange.deadline(arrival)
+        constraint = await self._compiled(prepared.shape, ticket, deadline)
         if ticket.gone:
             raise GoneError
         engine = self._engine
         if engine is None:
             raise BadRequestError(f"model {self._facts.model_id!r} does not generate text", "model")
-        deadline = exchange.deadline(arrival)
         work = Work(
             prompts=prepared.prompts,
             n=request.n,
@@ -341,24 +338,12 @@ class App:
         ids = bodies.prompts_of([tokens], "tokens", self._facts, 1)[0] if tokens else ()
         return orjson.dumps({"content": self._detokenize(list(map(int, ids)))})
 
-    async def _compiled(self, shape: Shape) -> Constraint | None:
-        """Off the loop, one after the other, so that a form that takes long keeps only other forms waiting."""
-        form, compiler = shape.form, self._compiler
-        if form is None or compiler is None:
+    async def _compiled(self, shape: Shape, ticket: Ticket[Output], deadline: float | None) -> Constraint | None:
+        if shape.form is None or self._forms is None:
             return None
-        try:
-            async with asyncio.timeout(FORM_SECONDS):
-                return await asyncio.get_running_loop().run_in_executor(
-                    self._compiling, lambda: compiler.compile(form, shape.param)
-                )
-        except TimeoutError:
-            raise WorkerError(Code.QUEUE_FULL, "this model prepares other forms; ask again", retry_after=5.0) from None
-        except BadRequestError as error:
-            if not shape.promised:
-                log.info("calls are not held to their form: %s", error.message)
-                return None
-            # Another tier may be able to do it.
-            raise BadRequestError(error.message, error.param, code=Code.UNSUPPORTED_PARAMETER) from None
+        return await self._forms.constraint(
+            shape.form, shape.param, promised=shape.promised, deadline=deadline, gone=lambda: ticket.gone
+        )
 
 
 def _usage(work: Work, counts: Mapping[int, tuple[int, int, int]]) -> Usage:
