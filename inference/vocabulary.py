@@ -25,6 +25,8 @@ class Vocabulary:
             "model": spec.id,
             "file": str(spec.path),
             "context_length": spec.context_length,
+            "mmproj": spec.mmproj,
+            "capabilities": spec.capabilities,
             "path": path,
             "body": body.decode("utf-8", "replace"),
         }

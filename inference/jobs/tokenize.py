@@ -13,7 +13,9 @@ from typing import Any
 
 
 def run(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Answers `{"model", "file", "context_length", "path", "body"}` with `{"status", "body"}`, or with `{"error"}`."""
+    """Answers `{"model", "file", "context_length", "mmproj", "capabilities", "path", "body"}` with `{"status",
+    "body"}`, or with `{"error"}`.
+    """
     from inference.worker import llama, loading
     from inference.worker.errors import LoadError
     from inference.worker.http import App
@@ -24,13 +26,26 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     from inference.worker.requests import Facts
 
     llama.start(LogTail(lambda line: None))
-    grant = Grant(job["model"], job["file"], (DeviceGrant("cpu", "cpu"),), gpu_layers=0)
+    said = job["capabilities"]
+    grant = Grant(
+        job["model"],
+        job["file"],
+        (DeviceGrant("cpu", "cpu"),),
+        gpu_layers=0,
+        mmproj=job["mmproj"],
+        capabilities=None if said is None else tuple(said),
+    )
     try:
         model = llama.Model(grant.path, llama.model_params(grant, vocab_only=True))
+        template = loading.template_of(model)[0]
+        capabilities = loading.capabilities_of(grant, model, None, template)
     except LoadError as error:
         return {"error": error.message}
-    facts = Facts(grant.model_id, job["context_length"], model.n_vocab, 0, ())
-    prompts = Prompts(model, loading.template_of(model)[0], facts)
+    marker = "<image>" if "vision" in capabilities else ""
+    facts = Facts(
+        grant.model_id, job["context_length"], model.n_vocab, 0, capabilities=capabilities, image_marker=marker
+    )
+    prompts = Prompts(model, template, facts)
     threading.stack_size(TOKENIZER_STACK_BYTES)
     app = App(facts, prompts, model.detokenize, None, None, ThreadPoolExecutor(1))
     return asyncio.run(_ask(app, job["path"], job["body"].encode()))

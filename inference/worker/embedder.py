@@ -22,6 +22,9 @@ from inference.worker.tickets import Ticket
 
 log = logging.getLogger("headgate.worker.embedder")
 
+MAX_QUEUED_TOKENS = 2**22
+"""16 MiB of token ids. A request that finds nobody waiting is taken whatever it holds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Vector:
@@ -89,6 +92,12 @@ class Embedder:
             if self._inputs and len(self._inputs) + len(inputs) > self._queue:
                 raise WorkerError(
                     Code.QUEUE_FULL, f"{len(self._inputs)} inputs wait for this model and its queue holds {self._queue}"
+                )
+            waiting = sum(len(item.tokens) for item in self._inputs)
+            if waiting and waiting + sum(map(len, inputs)) > MAX_QUEUED_TOKENS:
+                raise WorkerError(
+                    Code.QUEUE_FULL,
+                    f"inputs of {waiting} tokens wait for this model and its queue holds {MAX_QUEUED_TOKENS}",
                 )
             self._inputs.extend(_Input(ticket, index, tokens, deadline) for index, tokens in enumerate(inputs))
         self._runner.wake()

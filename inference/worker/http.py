@@ -23,7 +23,7 @@ from inference.protocol import (
     Code,
     Progress,
 )
-from inference.worker import bodies, fields, responses
+from inference.worker import bodies, fields, responses, tool_fields
 from inference.worker.backend import Constraint
 from inference.worker.constraints import Compiler, FormQueue
 from inference.worker.embedder import Embedder
@@ -31,6 +31,7 @@ from inference.worker.engine import Engine, Work
 from inference.worker.errors import BadRequestError, GoneError, UnloadedError, WorkerError
 from inference.worker.exchange import Exchange, Receive, Scope, Send
 from inference.worker.generation import Output
+from inference.worker.images import ImageParts
 from inference.worker.intake import Intake
 from inference.worker.messages import messages_of
 from inference.worker.prompts import Prepared, Prompts
@@ -50,13 +51,21 @@ MAX_LOGPROBS_BYTES = 2**25
 """Of an answer that is not streamed: it is held until it is whole."""
 COMMIT_SECONDS = 1.0
 """How long a stream's status waits for the first output, so that a refusal can still be a status of its own."""
+_TOKENIZED = tool_fields.NAMES | {
+    "content",
+    "messages",
+    "add_special",
+    "parse_special",
+    "chat_template_kwargs",
+    "model",
+}
 _PROGRESS_SECONDS = PROGRESS_INTERVAL_SECONDS * 0.75
 
 
 class App:
     """The ASGI app of one loaded model. `engine` generates or `embedder` pools; the other is None. `reranker` reads and
-    writes for an embedder whose model ranks, `compiler` holds the answers of an engine to forms,
-    `sight` reads images.
+    writes for an embedder whose model ranks, `compiler` holds the answers of an engine to forms, which it prepares on
+    `compiling`, `sight` reads images.
     """
 
     def __init__(
@@ -70,6 +79,7 @@ class App:
         *,
         reranker: Reranker | None = None,
         compiler: Compiler | None = None,
+        compiling: Executor | None = None,
         sight: Sight | None = None,
     ) -> None:
         self.in_flight = 0
@@ -83,7 +93,7 @@ class App:
         self._sight = sight
         self._intake = Intake(executor)
         vectors = Vectors(facts, prompts, self._intake, embedder, reranker)
-        self._forms = None if compiler is None else FormQueue(compiler, executor)
+        self._forms = None if compiler is None else FormQueue(compiler, executor, compiling)
         self._routes: Mapping[str, tuple[str, Callable[[Exchange], Awaitable[None]]]] = {
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._completion),
@@ -168,11 +178,13 @@ class App:
             sight.encode(seen.images, "messages")
             return seen
 
-        async with sight.turn(exchange.deadline(arrival)):
+        async with sight.turn(exchange.deadline(arrival), sum(map(len, request.images))) as let_go:
             if ticket.gone:
                 raise GoneError
             prepared = await sight.off_loop(look, exchange.header(H_TENANT))
-            await self._run(exchange, _shorter(request), prepared, ticket, arrival)
+            request = _shorter(request)
+            let_go()
+            await self._run(exchange, request, prepared, ticket, arrival)
 
     async def _run(
         self,
@@ -214,7 +226,7 @@ class App:
             engine.abort(ticket)
 
     async def _whole(self, exchange: Exchange, request: GenerateRequest, work: Work, ticket: Ticket[Output]) -> None:
-        echoes = self._echoes(request, work) or [NO_ECHO] * (len(work.prompts) * work.n)
+        echoes = await self._echoes(request, work) or [NO_ECHO] * (len(work.prompts) * work.n)
         answers = [Answer(request.kind, echo) for echo in echoes]
         unfinished = len(answers)
         while unfinished:
@@ -251,7 +263,7 @@ class App:
             self._facts.model_id,
             int(time.time()),
             with_usage=request.include_usage,
-            echo=self._echoes(request, work),
+            echo=await self._echoes(request, work),
             divided=work.reading is not None,
         )
         counts = dict.fromkeys(range(len(work.prompts) * work.n), (0, 0, 0))
@@ -288,11 +300,12 @@ class App:
         await exchange.chunk(last + DONE)
         await exchange.end()
 
-    def _echoes(self, request: GenerateRequest, work: Work) -> list[Echo]:
+    async def _echoes(self, request: GenerateRequest, work: Work) -> list[Echo]:
         """What each choice begins with when a completion echoes its prompt; empty otherwise."""
-        if not request.echo:
-            return []
-        echoes = []
+        return await self._intake.off_loop(lambda: self._echoed(request, work)) if request.echo else []
+
+    def _echoed(self, request: GenerateRequest, work: Work) -> list[Echo]:
+        echoes: list[Echo] = []
         for prompt, tokens in zip(request.prompts, work.prompts, strict=True):
             whole = self._detokenize(list(tokens)) if request.score_prompt or not isinstance(prompt, str) else prompt
             text = prompt if isinstance(prompt, str) else whole
@@ -303,15 +316,11 @@ class App:
         await exchange.json(await self._intake.understood(exchange, self._tokens_of))
 
     def _tokens_of(self, body: Any) -> bytes:
-        if not isinstance(body, dict):
-            raise BadRequestError("the body must be a JSON object")
-        for name in body:
-            if name not in ("content", "messages", "add_special", "parse_special", "chat_template_kwargs", "model"):
-                raise BadRequestError(f"unknown field {name[:80]!r}", name[:80])
-        if "messages" in body:
-            tokens = self._prompts.chat(messages_of(body["messages"]), fields.mapping(body, "chat_template_kwargs"))
+        given = fields.known(body, _TOKENIZED)
+        if "messages" in given:
+            tokens = self._rendered(given)
         else:
-            content = body.get("content")
+            content = given.get("content")
             if not isinstance(content, str):
                 raise BadRequestError("content must be a string (or send messages)", "content")
             if len(content) > MAX_TOKENIZED_CHARS:
@@ -321,10 +330,22 @@ class App:
                 )
             tokens = self._prompts.text(
                 content,
-                add_special=fields.boolean(body, "add_special", False),
-                parse_special=fields.boolean(body, "parse_special", True),
+                add_special=fields.boolean(given, "add_special", False),
+                parse_special=fields.boolean(given, "parse_special", True),
             )
         return orjson.dumps({"tokens": tokens, "count": len(tokens)})
+
+    def _rendered(self, given: Mapping[str, Any]) -> list[int]:
+        images = ImageParts(self._facts.image_marker) if self._facts.image_marker else None
+        messages = messages_of(given["messages"], images)
+        if images is not None and images.found:
+            raise BadRequestError(
+                "only text is counted without being answered; the usage of an answer counts images too",
+                "messages",
+                code=Code.UNSUPPORTED_PARAMETER,
+            )
+        tools, choice = tool_fields.tools_of(given, self._facts)
+        return self._prompts.chat(messages, fields.mapping(given, "chat_template_kwargs"), tools=tools, choice=choice)
 
     async def _detokenized(self, exchange: Exchange) -> None:
         await exchange.json(await self._intake.understood(exchange, self._text_of))

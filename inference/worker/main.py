@@ -32,6 +32,7 @@ from inference.worker.link import (
     LINK_FD_ENV,
     PARENT_ENV,
     SOCKET_FD_ENV,
+    Beat,
     Failed,
     Grant,
     Hello,
@@ -273,6 +274,7 @@ class Worker:
         for started in [executor.submit(time.sleep, 0.01) for _ in range(2)]:
             started.result()
         threading.stack_size(0)
+        compiling = ThreadPoolExecutor(1, thread_name_prefix="forms")
         sight = self._sight
         prompts = Prompts(loaded.model, loaded.template, loaded.facts, None if sight is None else sight.read)
         return App(
@@ -284,22 +286,27 @@ class Worker:
             executor,
             reranker=_reranker(loaded),
             compiler=None if engine is None else Compiler(loaded.model),
+            compiling=compiling,
             sight=sight,
         )
 
     def _beat(self, running: Any) -> None:
         while True:
             beat = running.pulse.beat()
-            if beat.step_seconds is None and self._sight is not None:
-                seeing = self._sight.pulse.beat()
-                beat = replace(beat, step_seconds=seeing.step_seconds, step_tokens=seeing.step_tokens)
-            self._channel.send(beat)
+            self._channel.send(beat if self._sight is None else longer(beat, self._sight.pulse.beat()))
             time.sleep(BEAT_SECONDS)
 
     def _fatal(self, message: str) -> None:
         """The engine gave up: tell the requests, then end, so that a fresh process can take over."""
         log.error("giving up: %s", message)
         threading.Timer(STOP_SECONDS / 2, _exit, (1,)).start()
+
+
+def longer(beat: Beat, seeing: Beat) -> Beat:
+    """`beat` with the step of `seeing` where that runs for longer: one that hangs shows, however busy the other is."""
+    if (seeing.step_seconds or 0.0) <= (beat.step_seconds or 0.0):
+        return beat
+    return replace(beat, step_seconds=seeing.step_seconds, step_tokens=seeing.step_tokens)
 
 
 def _reranker(loaded: Loaded) -> Reranker | None:

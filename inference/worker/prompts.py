@@ -119,10 +119,16 @@ class Prompts:
         return Prepared(packed, room if most is None else min(most, room), shape, tuple(images))
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], continue_final: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any],
+        continue_final: bool = False,
+        *,
+        tools: Sequence[Tool] = (),
+        choice: ToolChoice = NO_TOOLS,
     ) -> list[int]:
         """Tokens of rendered messages. With `continue_final` the last one, the assistant's, is left open to go on."""
-        return self._chat(messages, arguments, continue_final, (), NO_TOOLS)[0]
+        return self._chat(messages, arguments, continue_final, tools, choice)[0]
 
     def _chat(
         self,

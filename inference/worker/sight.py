@@ -28,7 +28,9 @@ KEPT_BYTES = 2**25
 MAX_TURNS = 4
 """Requests with images that are under way at once; others wait."""
 MAX_WAITING = 64
-HELD_BYTES = MAX_REQUEST_BYTES * MAX_TURNS + KEPT_BYTES
+MAX_FILES_BYTES = 2**26
+"""Image files of requests that wait for their turn or are being read."""
+HELD_BYTES = MAX_REQUEST_BYTES * MAX_TURNS + KEPT_BYTES + MAX_FILES_BYTES
 """Host memory that images can take beside the projector's own."""
 _KNOWN_IMAGES = 2**16
 _LAST_NUMBER = 2**31 - 2**20
@@ -76,6 +78,7 @@ class Sight:
         self._at_once = min(most, at_once)
         self._turns = asyncio.Semaphore(min(turns, MAX_TURNS))
         self._waiting = 0
+        self._files_bytes = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sight")
         # Only the thread uses these.
         self._tenant = ""
@@ -84,10 +87,35 @@ class Sight:
         self._next = 1
 
     @contextlib.asynccontextmanager
-    async def turn(self, deadline: float | None) -> AsyncIterator[None]:
-        """A place among the requests with images; raises WorkerError(queue_full or deadline_exceeded)."""
+    async def turn(self, deadline: float | None, files_bytes: int) -> AsyncIterator[Callable[[], None]]:
+        """A place among the requests with images; raises WorkerError(queue_full or deadline_exceeded). What it gives is
+        to be called once the request's files, `files_bytes` of them, are held no more.
+        """
         if self._waiting >= MAX_WAITING:
             raise WorkerError(Code.QUEUE_FULL, f"{self._waiting} requests with images wait for this model")
+        if self._files_bytes + files_bytes > MAX_FILES_BYTES:
+            raise WorkerError(
+                Code.QUEUE_FULL,
+                f"images of {self._files_bytes} bytes wait for this model, and at most {MAX_FILES_BYTES} bytes may",
+            )
+        held = files_bytes
+        self._files_bytes += held
+
+        def let_go() -> None:
+            nonlocal held
+            self._files_bytes -= held
+            held = 0
+
+        try:
+            await self._turn(deadline)
+            try:
+                yield let_go
+            finally:
+                self._turns.release()
+        finally:
+            let_go()
+
+    async def _turn(self, deadline: float | None) -> None:
         self._waiting += 1
         try:
             async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
@@ -96,10 +124,6 @@ class Sight:
             raise WorkerError(Code.DEADLINE_EXCEEDED, "the model did not start to answer within the deadline") from None
         finally:
             self._waiting -= 1
-        try:
-            yield
-        finally:
-            self._turns.release()
 
     async def off_loop(self, function: Callable[[], T], tenant: str = "") -> T:
         """What `function` returns, on the thread that sees. What it reads is remembered for that tenant only: how long

@@ -462,12 +462,14 @@ def test_wrong_headers_are_told(shared: Rig) -> None:
 def test_tokens_are_counted_without_loading_the_model_and_alike_with_it(rig: Rig) -> None:
     """A cold model answers from its vocabulary alone; what is wrong with a question is told the same way."""
     tokens = rig.ask("/tokenize", {"model": "a", "content": "hello world"})[1]["tokens"]
+    tool = {"type": "function", "function": {"name": "add"}}
     questions = [
         ("/tokenize", {"content": "hello world"}, 200),
         ("/tokenize", {"messages": [{"role": "user", "content": "hello"}]}, 200),
         ("/detokenize", {"tokens": tokens}, 200),
         ("/tokenize", {"content": 5}, 400),
         ("/tokenize", {"content": "x", "contend": "y"}, 400),
+        ("/tokenize", {"messages": [{"role": "user", "content": "hello"}], "tools": [tool]}, 400),
         ("/detokenize", {"tokens": [-1]}, 400),
     ]
     cold = [rig.ask(path, {"model": "a", **body})[:2] for path, body, _ in questions]

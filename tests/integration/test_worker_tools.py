@@ -87,6 +87,9 @@ def test_the_template_itself_says_that_the_model_calls_tools(worker: WorkerRig) 
     untold = answer(worker, ask(max_tokens=1, tools=tools, tool_choice="none"))["usage"]["prompt_tokens"]
     assert told > plain + 50
     assert untold == plain
+    messages = ask()["messages"]
+    for body, count in (({}, plain), ({"tools": tools}, told), ({"tools": tools, "tool_choice": "none"}, untold)):
+        assert worker.post("/tokenize", {"messages": messages, **body})[1]["count"] == count
 
 
 @pytest.mark.parametrize(("choice", "finish"), [("required", "tool_calls"), (ONLY_ADD, "stop")])

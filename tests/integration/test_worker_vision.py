@@ -164,6 +164,13 @@ def test_what_cannot_be_seen_is_refused_and_disturbs_nobody(worker: WorkerRig) -
     answer(worker, body("look ", image(1), " again"))
 
 
+def test_tokens_of_images_are_not_counted_without_an_answer(worker: WorkerRig) -> None:
+    status, said = worker.post("/tokenize", {"messages": body("look ", image())["messages"]})
+    assert (status, said["error"]["code"]) == (400, "unsupported_parameter")
+    assert "the usage of an answer counts images too" in said["error"]["message"]
+    assert worker.post("/tokenize", {"messages": body("look")["messages"]})[0] == 200
+
+
 def test_too_many_tokens_of_images_are_a_prompt_that_is_too_long(worker: WorkerRig) -> None:
     status, said = worker.post(PATH, body(*[image(n) for n in range(16)], "x" * 1200))
     assert (status, said["error"]["code"]) == (400, "context_length_exceeded")

@@ -11,7 +11,7 @@ import pytest
 
 from inference.protocol import Code
 from inference.worker.backend import BatchRow, Decode
-from inference.worker.embedder import Embedder, Vector
+from inference.worker.embedder import MAX_QUEUED_TOKENS, Embedder, Vector
 from inference.worker.errors import WorkerError
 from inference.worker.tickets import Courier, Ticket
 
@@ -110,3 +110,17 @@ async def test_a_failed_step_and_a_passed_deadline_are_told(bench: Bench) -> Non
     assert failed.code is Code.MODEL_FAILED
     bench.backend.fate = Decode.OK
     assert (await bench.ask([1]))[0].error is None
+
+
+async def test_the_queue_has_a_bound_in_tokens_and_one_request_alone_always_passes() -> None:
+    """The thread does not run, so what is queued stays."""
+    embedder = Embedder(FakePooling(), 100, lambda _vectors: None, lambda _message: None)
+    first: Ticket[Vector] = Ticket(asyncio.get_running_loop())
+    second: Ticket[Vector] = Ticket(asyncio.get_running_loop())
+    embedder.submit([range(MAX_QUEUED_TOKENS)] * 2, first)
+    with pytest.raises(WorkerError, match=f"{2 * MAX_QUEUED_TOKENS} tokens wait") as full:
+        embedder.submit([[1]], second)
+    assert full.value.code is Code.QUEUE_FULL
+    embedder.abort(first)
+    embedder.submit([range(MAX_QUEUED_TOKENS - 1)], second)
+    embedder.submit([[1]], second)

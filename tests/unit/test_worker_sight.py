@@ -120,7 +120,7 @@ async def test_only_so_many_see_at_once_and_wait(sight: Sight) -> None:
 
     async def see() -> None:
         nonlocal inside
-        async with sight.turn(None):
+        async with sight.turn(None, 1):
             inside += 1
             await release.wait()
 
@@ -128,13 +128,13 @@ async def test_only_so_many_see_at_once_and_wait(sight: Sight) -> None:
     while inside < MAX_TURNS:
         await asyncio.sleep(0)
     with pytest.raises(WorkerError) as full:
-        async with sight.turn(None):
+        async with sight.turn(None, 1):
             raise AssertionError("there is no place")
     assert full.value.code is Code.QUEUE_FULL
     seeing.pop().cancel()
     await asyncio.sleep(0)
     with pytest.raises(WorkerError) as late:
-        async with sight.turn(0.0):
+        async with sight.turn(0.0, 1):
             raise AssertionError("it is too late")
     assert late.value.code is Code.DEADLINE_EXCEEDED
     release.set()
