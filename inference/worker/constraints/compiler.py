@@ -1,7 +1,7 @@
 """Compiles forms into constraints and keeps those used last; never runs on the engine's thread or the event loop.
 
 The first constraint imports llguidance and builds a trie of the vocabulary; a worker that is never asked for one has
-neither in memory. The trie is built while nothing else of Python runs, which docs/decisions.md bounds.
+neither in memory. The trie is built while nothing else of Python runs, see "Bounds of the engine" in docs/decisions.md.
 """
 
 from __future__ import annotations
