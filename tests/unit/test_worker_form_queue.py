@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,9 @@ from inference.worker.backend import Constraint
 from inference.worker.constraints.waiting import FormQueue
 from inference.worker.core.forms import Form, Literal
 from inference.worker.errors import BadRequestError, GoneError, WorkerError
+from inference.worker.http import App
+from inference.worker.shaping import Shape
+from inference.worker.tickets import Ticket
 from tests.rigs.fake_mask import FakeConstraint
 
 A, B, C = (Literal(name) for name in "abc")
@@ -183,3 +188,21 @@ async def test_what_cannot_be_enforced_is_the_callers_and_may_go_elsewhere(rig: 
         await rig.ask(Literal("bad"))
     assert caught.value.code == Code.UNSUPPORTED_PARAMETER
     assert caught.value.param == "f"
+
+
+async def test_the_app_asks_for_the_form_of_the_request(rig: Rig, compiler: FakeCompiler) -> None:
+    """With its deadline and its client; without a form, or a model that generates, there is nothing to ask for."""
+    nothing: Any = None
+    ticket: Ticket[Any] = Ticket(asyncio.get_running_loop())
+    app = App(nothing, nothing, nothing, None, None, rig.looking, compiler=compiler, compiling=rig.compiling)
+    assert await app._compiled(Shape(), ticket, None) is None
+    assert await app._compiled(Shape(form=A, param="f"), ticket, None) is not None
+    with pytest.raises(WorkerError) as caught:
+        await app._compiled(Shape(form=B, param="f"), ticket, time.monotonic())
+    assert caught.value.code == Code.DEADLINE_EXCEEDED
+    assert await app._compiled(Shape(form=B, param="f", promised=False), ticket, time.monotonic()) is None
+    ticket.leave()
+    with pytest.raises(GoneError):
+        await app._compiled(Shape(form=B, param="f"), ticket, None)
+    assert compiler.compiled == [A]
+    assert await App(nothing, nothing, nothing, None, None, rig.looking)._compiled(Shape(form=A), ticket, None) is None
