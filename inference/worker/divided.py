@@ -28,9 +28,10 @@ class Reading:
 
 
 class DividedGeneration(Generation):
-    """One choice of one request, on the engine's thread. Stop strings concern content alone.
+    """One choice of one request, on the engine's thread. Stop strings concern content alone, and none reaches across
+    what is not content.
 
-    Log probabilities are those of every token that was drawn, whatever became of it.
+    Log probabilities are those of every token that was drawn, whatever became of it, up to a stop string.
     """
 
     def __init__(
@@ -48,8 +49,13 @@ class DividedGeneration(Generation):
         self._reading = reading
         self._parser = parser
         self._ends = vocabulary.end_tokens | reading.ends
-        self._text = ""
         self._parts: list[Part] = []
+        self._content = 0
+        """Characters that the parser called content; those that are shown are `_shown`."""
+        self._before: int | None = None
+        """How many characters of the answer are no content and precede what is content now, as far as is known: the
+        parser may hold some of them back that follow it.
+        """
         self._called = False
         self._complete = False
         self._reasons = False
@@ -73,16 +79,15 @@ class DividedGeneration(Generation):
             return self._close("stop", cut=True)
         if is_end or self.tokens >= self._max_tokens:
             return self._close("stop" if is_end else "length")
-        return self._added(None) if self._text or self._parts else None
+        return self._added(None) if self._parts else None
 
     def _close(self, finish: str, *, cut: bool = False) -> Output:
-        if cut:
-            self._logprobs.clear()
-        else:
+        if not cut:
             if rest := self._detokenizer.flush():
+                self._decoded += len(rest)
                 self._take(self._parser.push(rest))
             self._take(self._parser.flush())
-            self._text += self._stops.flush()
+            self._show(self._stops.flush())
             if self._reasons:
                 self._reasoning_tokens += self._undecided
         if self._stops.matched is not None:
@@ -98,14 +103,26 @@ class DividedGeneration(Generation):
                 return
             self._count(part)
             if isinstance(part, Content):
-                self._text += self._stops.push(part.text)
-            elif isinstance(part, CallBegin):
+                self._content += len(part.text)
+                before = self._decoded - self._content
+                self._before = before if self._before is None else min(before, self._before)
+                self._show(self._stops.push(part.text))
+                continue
+            self._show(self._stops.flush())
+            self._before = None
+            if isinstance(part, CallBegin):
                 self._begin(part)
             else:
                 self._parts.append(part)
 
+    def _show(self, text: str) -> None:
+        self._shown += len(text)
+        if text and self._parts and isinstance(last := self._parts[-1], Content):
+            self._parts[-1] = Content(last.text + text)
+        elif text:
+            self._parts.append(Content(text))
+
     def _begin(self, call: CallBegin) -> None:
-        self._text += self._stops.flush()
         if self._reading.most_calls is not None and call.index >= self._reading.most_calls:
             self._complete = True
             return
@@ -123,10 +140,22 @@ class DividedGeneration(Generation):
         self._undecided = 0
 
     def _added(self, finish: str | None) -> Output:
-        text, parts, logprobs = self._text, tuple(self._parts), tuple(self._logprobs)
-        self._text = ""
+        parts = tuple(self._parts)
         self._parts.clear()
-        self._logprobs.clear()
+        ready = self._logprobs
+        if self._shown < self._content and self._before is not None:
+            # Content that is held back, or was cut away by a stop string, keeps the log probabilities of its tokens.
+            end = self._before + self._shown
+            ready = [item for item in ready if item.offset < end]
+        self._logprobs = [] if finish is not None else self._logprobs[len(ready) :]
         return Output(
-            self.choice, text, self.tokens, self.cached or 0, logprobs, finish, None, parts, self._reasoning_tokens
+            self.choice,
+            "",
+            self.tokens,
+            self.cached or 0,
+            tuple(ready),
+            finish,
+            None,
+            parts,
+            self._reasoning_tokens,
         )

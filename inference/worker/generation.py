@@ -29,8 +29,8 @@ class Output:
     """What one step added to one choice. The last one of a choice has `finish` or `error`; `tokens` counts those drawn
     so far, `cached` the prompt tokens that did not have to be computed.
 
-    `text` is content, `parts` is what an answer that is divided holds besides: reasoning and calls, in their order.
-    `reasoning_tokens` are those of `tokens` that were no answer yet.
+    `text` is the content of a plain answer. One that is divided has `parts` instead: content, reasoning and calls in
+    their order. `reasoning_tokens` are those of `tokens` that were no answer yet.
 
     `prompt_logprobs` continue those of the prompt, when it is scored. They come in outputs without text, all of them
     before the first output that has text or a finish.

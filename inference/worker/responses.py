@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import orjson
 
-from inference.worker.core.parts import CallArguments, CallBegin, Part, Reasoning
+from inference.worker.core.parts import CallBegin, Content, Part, Reasoning
 from inference.worker.errors import WorkerError
 from inference.worker.generation import Output
 from inference.worker.logprobs import Logprobs
@@ -106,10 +106,9 @@ class Stream:
                 parts.append(self._chunk(output.choice, self._role, None, b"null"))
             elif self._echo:
                 text = self._echo[output.choice].text + text
-        parts += [self._chunk(output.choice, _delta(part), None, b"null") for part in output.parts]
         is_scored = bool(output.logprobs or output.prompt_logprobs)
-        if self._divided and not text and is_scored:
-            parts.append(self._chunk(output.choice, b'"delta":{}', None, self._logprobs(output)))
+        if self._divided:
+            parts += self._parts(output)
         elif text or is_scored:
             body = b'"delta":{"content":' if self._chat else b'"text":'
             body += orjson.dumps(text) + (b"}" if self._chat else b"")
@@ -118,6 +117,18 @@ class Stream:
             body = b'"delta":{}' if self._chat else b'"text":""'
             parts.append(self._chunk(output.choice, body, output.finish, b"null"))
         return b"".join(parts)
+
+    def _parts(self, output: Output) -> list[bytes]:
+        """Log probabilities stand with the content, which clients read them for; without content they stand alone."""
+        scores = self._logprobs(output)
+        where = [index for index, part in enumerate(output.parts) if isinstance(part, Content)][-1:]
+        chunks = [
+            self._chunk(output.choice, _delta(part), None, scores if index in where else b"null")
+            for index, part in enumerate(output.parts)
+        ]
+        if output.logprobs and not where:
+            chunks.append(self._chunk(output.choice, b'"delta":{}', None, scores))
+        return chunks
 
     def usage(self, usage: Usage) -> bytes:
         """The last chunk, with usage and no choices."""
@@ -148,16 +159,16 @@ def _score(logprobs: Logprobs, output: Output, echo: Echo) -> None:
 
 
 def _delta(part: Part) -> bytes:
-    """The delta of a part that is no content."""
+    """The delta of a part."""
+    if isinstance(part, Content):
+        return b'"delta":{"content":%b}' % orjson.dumps(part.text)
     if isinstance(part, Reasoning):
         return b'"delta":{"reasoning_content":%b}' % orjson.dumps(part.text)
     if isinstance(part, CallBegin):
         function = {"name": part.name, "arguments": ""}
         call: dict[str, Any] = {"index": part.index, "id": part.id, "type": "function", "function": function}
-    elif isinstance(part, CallArguments):
-        call = {"index": part.index, "function": {"arguments": part.text}}
     else:
-        raise TypeError(f"{part!r} is content")
+        call = {"index": part.index, "function": {"arguments": part.text}}
     return b'"delta":{"tool_calls":[%b]}' % orjson.dumps(call)
 
 
@@ -216,11 +227,13 @@ class Answer:
         """Takes an output of this choice."""
         self._texts.append(output.text)
         for part in output.parts:
-            if isinstance(part, Reasoning):
+            if isinstance(part, Content):
+                self._texts.append(part.text)
+            elif isinstance(part, Reasoning):
                 self._reasoning.append(part.text)
             elif isinstance(part, CallBegin):
                 self._calls.append((part, []))
-            elif isinstance(part, CallArguments):
+            else:
                 self._calls[part.index][1].append(part.text)
         _score(self.logprobs, output, self._echo)
         self.tokens = output.tokens

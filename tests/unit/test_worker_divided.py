@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from inference.worker.core.parts import CallArguments, CallBegin, Part, Reasoning
+from inference.worker.core.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from inference.worker.divided import DividedGeneration, Reading
 from inference.worker.generation import Output
 from tests.rigs.fake_backend import END, FakeSampler
@@ -51,7 +51,8 @@ def follow(
 
 
 def text(outputs: list[Output]) -> str:
-    return "".join(output.text for output in outputs)
+    assert not any(output.text for output in outputs)
+    return "".join(part.text for output in outputs for part in output.parts if isinstance(part, Content))
 
 
 def thoughts(outputs: list[Output]) -> str:
@@ -94,8 +95,8 @@ def test_parts_keep_their_order_within_one_output() -> None:
     generation = DividedGeneration(0, FakeSampler(b""), Wide(), 9, (), reading(), MarkParser())
     output = generation.accept(65)
     assert output is not None
-    expected: list[Part] = [Reasoning("a"), CallBegin(0, "f", "call_1"), CallArguments(0, "1")]
-    assert (output.text, list(output.parts)) == ("b", expected)
+    expected: list[Part] = [Reasoning("a"), Content("b"), CallBegin(0, "f", "call_1"), CallArguments(0, "1")]
+    assert list(output.parts) == expected
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 
 from inference.protocol import Code
 from inference.worker.backend import Decode
+from inference.worker.core.parts import Content
 from inference.worker.core.steps import Limits
 from inference.worker.engine import Engine, Work
 from inference.worker.errors import WorkerError
@@ -50,6 +51,7 @@ class Bench:
             for output in outputs:
                 assert output.choice not in ends, "an output after the end"
                 texts[output.choice] += output.text
+                texts[output.choice] += "".join(part.text for part in output.parts if isinstance(part, Content))
                 if output.error or output.finish:
                     ends[output.choice] = (output.finish, output.error.code if output.error else None)
         return [(texts[n], *ends[n]) for n in range(choices)]

@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 import openai.types.chat as types
-import pytest
 
 from inference.worker import responses
 from inference.worker.core.parts import CallArguments, CallBegin, Content, Reasoning
@@ -17,7 +16,7 @@ from inference.worker.responses import Answer, Stream, Usage
 CALLS = [
     Output(0, "", 1, parts=(Reasoning("Why"),)),
     Output(0, "", 2, parts=(Reasoning(" not?\n"),), reasoning_tokens=2),
-    Output(0, "So:", 3, reasoning_tokens=2),
+    Output(0, "", 3, parts=(Content("So:"),), reasoning_tokens=2),
     Output(0, "", 5, parts=(CallBegin(0, "add", "call_a"), CallArguments(0, '{"x":')), reasoning_tokens=2),
     Output(0, "", 6, parts=(CallArguments(0, " 1}"), CallBegin(1, "sub", "call_b")), reasoning_tokens=2),
     Output(0, "", 7, parts=(CallArguments(1, "{}"),), finish="tool_calls", reasoning_tokens=2),
@@ -25,7 +24,7 @@ CALLS = [
 LOGGED = [
     Output(0, "", 1, logprobs=(TokenLogprob(b"(", -0.5, (), 0),), parts=(Reasoning("a"),)),
     Output(0, "", 2, logprobs=(TokenLogprob(b")", -0.25, ((b")", -0.25),), 1),)),
-    Output(0, "b", 3, finish="stop"),
+    Output(0, "", 3, parts=(Content("b"),), finish="stop"),
 ]
 
 
@@ -88,9 +87,16 @@ def test_every_chunk_is_one_that_the_official_types_know() -> None:
         types.ChatCompletionChunk.model_validate_json(frame.removeprefix("data: "), strict=True)
 
 
-def test_content_is_no_part_beside_the_text() -> None:
-    with pytest.raises(TypeError):
-        lines([Output(0, "", 1, parts=(Content("x"),))])
+def test_log_probabilities_stand_with_the_last_content_of_a_chunk() -> None:
+    scored = TokenLogprob(b"x", -0.5, (), 0)
+    parts = (Content("a"), Reasoning("b"), Content("c"), Reasoning("d"))
+    logprobs = '{"content":[{"token":"x","logprob":-0.5,"bytes":[120],"top_logprobs":[]}],"refusal":null}'
+    assert lines([Output(0, "", 1, logprobs=(scored,), parts=parts)])[1:] == [
+        choice('{"content":"a"}'),
+        choice('{"reasoning_content":"b"}'),
+        choice('{"content":"c"}', logprobs=logprobs),
+        choice('{"reasoning_content":"d"}'),
+    ]
 
 
 def whole(*outputs: Output) -> Any:
