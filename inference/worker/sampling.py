@@ -27,8 +27,11 @@ _MARGIN = 1e-3
 _LARGE_VOCABULARY = 2**13
 """With fewer tokens llama.cpp has sampled before the few are found."""
 
-_NEAR = np.float32(8.0)
+_NEAR = 8.0
 """A top_k cut seldom reaches further below the best logit."""
+
+_PATIENCE = 8
+"""So many looks more in vain than not, and no further one is taken: a look costs a seventh of sampling without one."""
 
 _METADATA = {
     "general.sampling.temp": "temperature",
@@ -62,7 +65,9 @@ class ChainSampler:
     """A request's sampler chain bound to a context. Order as in llama.cpp: bias, penalties, cuts, temperature, draw.
 
     Where a cut leaves few tokens, those that it may leave are found first and only they pass through the chain. The
-    result is the same as long as nothing that stands before the cut changes logits or looks at more of them.
+    result is the same as long as nothing that stands before the cut changes logits or looks at more of them. How far
+    below the best logit they are looked for is learned, because a flat distribution has thousands where another has
+    one: any `top_k` or more of the best hold whatever that cut leaves.
 
     Penalties look at generated tokens only, over the whole answer, as OpenAI defines them. Below `COLDEST` a
     temperature is greedy: dividing by it would leave the range of the numbers. Without bias and penalties the greedy
@@ -90,8 +95,10 @@ class ChainSampler:
             )
         is_greedy = sampling.temperature < COLDEST
         self._takes_best = is_greedy and not bias and not penalizes
-        self._reach: np.float32 | None = None
+        self._reach: float | None = None
+        self._farthest = math.inf
         self._least = 0
+        self._patience = _PATIENCE
         if is_greedy:
             chain.add("greedy")
             return
@@ -110,11 +117,24 @@ class ChainSampler:
         chain.add("dist", seed_of(sampling, choice))
 
     def _look_near(self, sampling: Sampling) -> None:
-        """How far below the best logit the tokens lie that any cut may leave, and how many they must be at least."""
+        """How far below the best logit to look first, how far at most, and how many must be found when it is less."""
         if sampling.min_p > 0.0 and sampling.top_p == 1.0 and sampling.typical_p == 1.0:
-            self._reach = np.float32(_MARGIN - math.log(sampling.min_p))
+            self._reach = self._farthest = _MARGIN - math.log(sampling.min_p)
         elif sampling.top_k > 0:
-            self._reach, self._least = _NEAR, sampling.top_k
+            self._reach = _NEAR
+        self._least = sampling.top_k if sampling.top_k > 0 else MOST_CANDIDATES + 1
+
+    def _look_elsewhere(self, found: int) -> None:
+        """Looks less far the next time where too many were found and farther where too few. Numbers found grow about
+        exponentially with the distance, from the best one alone.
+        """
+        assert self._reach is not None
+        self._patience -= 1
+        if self._patience == 0 or (found > MOST_CANDIDATES and self._least > MOST_CANDIDATES):
+            self._reach = None
+        else:
+            aim = math.sqrt(self._least * MOST_CANDIDATES)
+            self._reach = min(self._reach * math.log(aim) / math.log(max(found, 2)), 2 * self._reach, self._farthest)
 
     def sample(self, index: int) -> int:
         """Draws and accepts the token after batch index `index`.
@@ -129,13 +149,12 @@ class ChainSampler:
         if self._takes_best:
             return int(best)
         if self._reach is not None:
-            is_near = logits >= most - self._reach
-            count = np.count_nonzero(is_near)
-            if self._least <= count <= MOST_CANDIDATES:
-                near = is_near.nonzero()[0]
+            near = (logits >= most - np.float32(self._reach)).nonzero()[0]
+            found = len(near)
+            if found <= MOST_CANDIDATES and (found >= self._least or self._reach == self._farthest):
+                self._patience = min(self._patience + 1, _PATIENCE)
                 return self._chain.sample_among(near, logits[near])
-            if count > MOST_CANDIDATES:
-                self._reach = None  # so flat a distribution is seldom the only one of an answer
+            self._look_elsewhere(found)
         return self._chain.sample(self._context, index)
 
     def close(self) -> None:

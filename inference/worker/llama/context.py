@@ -41,6 +41,7 @@ class Context:
         self.n_outputs = int(params.n_outputs_max) or self.n_batch
         """Tokens of a batch whose logits can be read."""
         self._logits_row = ctypes.c_float * model.n_vocab
+        self._logits_views: dict[int, np.ndarray] = {}
         is_causal = self.memory is not None and bool(lib.llama_get_causal_attn(self.handle))
         self._in_pieces = is_causal and self.pooling in (POOLING_LAST, POOLING_RANK)
         self.pool_tokens = min(self.n_ctx, max(self.n_batch, self.n_ctx // self.n_slots))
@@ -226,7 +227,10 @@ class Context:
         address = _logits_ith(self.handle, index)
         if address is None:
             raise LookupError(f"the last batch has no logits at {index}")
-        return np.ctypeslib.as_array(self._logits_row.from_address(address))
+        view = self._logits_views.get(address)
+        if view is None:  # rows keep their places; making a view costs several times as much as finding it
+            view = self._logits_views[address] = np.ctypeslib.as_array(self._logits_row.from_address(address))
+        return view
 
     def warm_up(self) -> None:
         """One step before the first request, so that what is allocated lazily fails here; raises LoadError.

@@ -13,7 +13,7 @@ from llama_cpp import llama_cpp as lib
 from inference.worker.llama.context import Context
 from inference.worker.llama.process import quick
 
-MOST_CANDIDATES = 1024
+MOST_CANDIDATES = 2048
 """Of a choice among few tokens."""
 
 _sample = quick("llama_sampler_sample")

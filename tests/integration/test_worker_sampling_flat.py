@@ -1,0 +1,101 @@
+"""Drawing from distributions of any flatness: what is drawn among few tokens is what llama.cpp draws among all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference.worker.core.steps import Row
+from inference.worker.llama import Sampler
+from inference.worker.requests import Sampling
+from inference.worker.sampling import ChainSampler
+from tests.rigs import tiny_gguf
+from tests.rigs.engine_rig import EngineRig, engine_rig
+
+VOCABULARY = 12_000
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[EngineRig]:
+    """A context whose only logits the tests overwrite, with a vocabulary that is large enough for the short way."""
+    with engine_rig(tiny_gguf.generative(extra_words=VOCABULARY), context_length=64, threads=1) as opened:
+        _status, last = opened.context.decode([Row(0, 0, 0, [5, 6, 7], True)])
+        assert last == [2]
+        yield opened
+
+
+def _draws(rig: EngineRig, sampling: Sampling, spreads: list[float], seed: int) -> tuple[list[int], list[int], int]:
+    """What a sampler draws, what llama.cpp's own chain draws, and how often the first asked only few tokens."""
+    short = ChainSampler(rig.model, rig.context, sampling, 0, 64)
+    whole = Sampler()
+    if sampling.top_k > 0:
+        whole.add("top_k", sampling.top_k)
+    if sampling.top_p < 1.0:
+        whole.add("top_p", sampling.top_p, 1)
+    if sampling.min_p > 0.0:
+        whole.add("min_p", sampling.min_p, 1)
+    whole.add("temp", sampling.temperature).add("dist", sampling.seed)
+    among, few = short._chain.sample_among, []
+    short._chain.sample_among = lambda *found: (few.append(1), among(*found))[1]  # type: ignore[method-assign, func-returns-value]
+    logits = rig.context.logits(2)
+    random = np.random.default_rng(seed)
+    drawn: list[int] = []
+    expected: list[int] = []
+    for spread in spreads:
+        logits[:] = random.standard_normal(len(logits)) * spread
+        expected.append(whole.sample(rig.context, 2))
+        drawn.append(short.sample(2))
+    short.close()
+    whole.close()
+    return drawn, expected, len(few)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    spreads=st.lists(st.sampled_from([0.01, 0.5, 0.85, 2.0, 6.0, 30.0]), min_size=1, max_size=24),
+    top_k=st.sampled_from([-1, 0, 1, 40, 500, 5000]),
+    top_p=st.sampled_from([1.0, 0.9]),
+    min_p=st.sampled_from([0.0, 0.01, 0.05, 0.5]),
+    temperature=st.sampled_from([0.3, 1.0, 2.0]),
+)
+def test_any_flatness_draws_what_llama_cpp_draws(
+    rig: EngineRig, seed: int, spreads: list[float], top_k: int, top_p: float, min_p: float, temperature: float
+) -> None:
+    """However far the steps before made it look, and after it stopped looking."""
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    drawn, expected, _few = _draws(rig, sampling, spreads, seed)
+    assert drawn == expected
+
+
+@pytest.mark.parametrize("spread", [0.85, 2.0, 6.0])
+def test_the_short_way_is_found_for_flat_distributions_too(rig: EngineRig, spread: float) -> None:
+    _drawn, _expected, few = _draws(rig, Sampling(seed=3), [spread] * 64, 3)
+    assert few >= 48
+
+
+def test_looking_in_vain_ends(rig: EngineRig) -> None:
+    """Thousands that are as good as the best: no distance finds few of them."""
+    drawn, expected, few = _draws(rig, Sampling(seed=3), [0.0] * 24 + [2.0] * 24, 3)
+    assert (few, drawn) == (0, expected)
+
+
+def test_a_look_that_cannot_be_narrowed_is_taken_once(rig: EngineRig) -> None:
+    """Without `top_k` whatever `min_p` leaves has to be found."""
+    drawn, expected, few = _draws(rig, Sampling(seed=3, top_k=0), [2.0, 0.85, 6.0, 6.0], 3)
+    assert (few, drawn) == (1, expected)
+
+
+def test_views_of_logits_are_kept_and_stay_true(rig: EngineRig) -> None:
+    view = rig.context.logits(2)
+    assert rig.context.logits(2) is view
+    rig.context.remove(0)
+    rig.context.decode([Row(0, 0, 0, [5, 6, 9], True)])
+    again = rig.context.logits(2).copy()
+    rig.context.remove(0)
+    rig.context.decode([Row(0, 0, 0, [5, 6, 7], True)])
+    assert not np.array_equal(rig.context.logits(2), again)
