@@ -15,6 +15,9 @@ from inference.protocol import Code, Priority
 
 Scope = Literal["use", "admin"]
 GENERATED = "generated"
+EVERYBODY = "all"
+"""The tenant that every key stands for where prefixes are shared by all."""
+
 _RANKS = (Priority.HIGH, Priority.NORMAL, Priority.LOW)
 
 
@@ -35,13 +38,22 @@ class Key:
 class Keys:
     """Every accepted key. Comparing takes the same time whichever key, if any, is right."""
 
-    def __init__(self, keys: Sequence[Key], tenant_secret: bytes) -> None:
+    def __init__(self, keys: Sequence[Key], tenant_secret: bytes, *, one_tenant: bool = False) -> None:
         self._keys = tuple(keys)
+        self._one_tenant = one_tenant
         self._tenant_secret = tenant_secret
 
     @classmethod
-    def load(cls, configured: Sequence[KeySettings], environ: Mapping[str, str], state: StateDir) -> Keys:
+    def load(
+        cls,
+        configured: Sequence[KeySettings],
+        environ: Mapping[str, str],
+        state: StateDir,
+        *,
+        one_tenant: bool = False,
+    ) -> Keys:
         """Keys of the environment and the file; with none at all, the one in the state directory, made on first use.
+        With `one_tenant` they all stand for the same one.
 
         Raises HeadgateError when the state directory cannot be used.
         """
@@ -57,7 +69,7 @@ class Keys:
         if not found:
             generated = state.secret(GATEWAY_KEY, "hg-")
             found.append(Key(GENERATED, _digest(generated), frozenset({"use", "admin"})))
-        return cls(found, state.secret("tenant.secret").encode())
+        return cls(found, state.secret("tenant.secret").encode(), one_tenant=one_tenant)
 
     @property
     def is_generated(self) -> bool:
@@ -74,6 +86,8 @@ class Keys:
                 found = key
         if found is None or not shown:
             return None
+        if self._one_tenant:
+            return found, EVERYBODY
         return found, hmac.new(self._tenant_secret, digest, hashlib.sha256).hexdigest()[:32]
 
     def admit(self, headers: Mapping[str, str], scope: Scope) -> tuple[Key, str]:

@@ -58,7 +58,7 @@ class Runtime:
         self._source = source
         self._state = state
         self.config = config
-        self.keys = Keys.load(config.keys, source.environ(), state)
+        self.keys = _keys(config, source, state)
         self.telemetry = Telemetry()
         self.breakers = Breakers(_rule(config.breaker), on_state=self._on_breaker)
         self.ring = Ring()
@@ -130,7 +130,7 @@ class Runtime:
         """
         async with self._reloading:
             config = self._source.load()
-            keys = Keys.load(config.keys, self._source.environ(), self._state)
+            keys = _keys(config, self._source, self._state)
             built = await registry.build(config, self._token(), self._registry)
             changed = settings.changes(self.config, config)
             restart = [line for line in changed if line.split(":")[0] in NEEDS_RESTART]
@@ -186,6 +186,10 @@ async def _close(provider: Provider) -> None:
         log.warning("provider %s did not close within %g s", provider.name, CLOSE_SECONDS)
     except Exception:
         log.exception("provider %s did not close properly", provider.name)
+
+
+def _keys(config: GatewayConfig, source: Source, state: StateDir) -> Keys:
+    return Keys.load(config.keys, source.environ(), state, one_tenant=config.share_prefixes == "all")
 
 
 def _rule(breaker: BreakerSettings) -> Rule:

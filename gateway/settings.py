@@ -155,7 +155,9 @@ class KeySettings(_Model):
 
 
 class GatewayConfig(_Model):
-    """Everything in gateway.yaml. `drain_seconds` bounds how long open streams may finish at shutdown."""
+    """Everything in gateway.yaml. `drain_seconds` bounds how long open streams may finish at shutdown. `share_prefixes`
+    says whose requests may skip what was computed for one before: those of the same key (`tenant`), or `all`.
+    """
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8080
@@ -168,6 +170,7 @@ class GatewayConfig(_Model):
     deadlines: DeadlineSettings = DeadlineSettings()
     attempts: AttemptSettings = AttemptSettings()
     admission: AdmissionSettings = AdmissionSettings()
+    share_prefixes: Literal["tenant", "all"] = "tenant"
     keys: tuple[KeySettings, ...] = ()
 
 

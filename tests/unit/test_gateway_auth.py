@@ -9,6 +9,7 @@ import pytest
 
 from gateway.auth import Keys
 from gateway.errors import RequestError
+from gateway.runtime import Runtime, Source
 from gateway.settings import KeySettings
 from headgate.shared.state import StateDir
 from inference.protocol import Code, Priority
@@ -93,3 +94,21 @@ def test_a_tenant_is_stable_and_tells_nothing_of_the_key(state: StateDir, tmp_pa
     other = StateDir(tmp_path / "other")
     assert tenant != Keys.load([], {"GATEWAY_API_KEY": "u"}, other).admit(_bearer("u"), "use")[1]
     assert hashlib.sha256(b"u").hexdigest()[:8] not in tenant
+
+
+def test_keys_stand_for_one_tenant_where_all_share_prefixes(state: StateDir) -> None:
+    """Scopes and names stay each key's own."""
+    environ = {"GATEWAY_API_KEY": "u", "GATEWAY_ADMIN_KEY": "a"}
+    keys = Keys.load([], environ, state, one_tenant=True)
+    (use, tenant), (admin, same) = keys.admit(_bearer("u"), "use"), keys.admit(_bearer("a"), "use")
+    assert (tenant, use.name, admin.name) == (same, "GATEWAY_API_KEY", "GATEWAY_ADMIN_KEY")
+    assert keys.identify(_bearer("x")) is None
+
+
+@pytest.mark.parametrize(("share", "tenants"), [("tenant", 2), ("all", 1)])
+def test_the_file_says_who_shares_prefixes(tmp_path: Path, share: str, tenants: int) -> None:
+    environ = {"GATEWAY_API_KEY": "u", "GATEWAY_ADMIN_KEY": "a"}
+    (tmp_path / "gateway.yaml").write_text(f"share_prefixes: {share}\n")
+    source = Source(tmp_path, lambda: environ, {})
+    keys = Runtime(source, source.load(), StateDir(tmp_path)).keys
+    assert len({keys.admit(_bearer(key), "use")[1] for key in ("u", "a")}) == tenants
