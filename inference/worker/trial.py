@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
@@ -63,22 +64,17 @@ class Trial:
             raise TrialError from None
 
     def close(self) -> None:
-        """Ends the process."""
-        if (process := self._process) is None:
-            return
-        self._process = None
-        process.kill()
-        process.wait()
-        for stream in (process.stdin, process.stdout):
-            with contextlib.suppress(BrokenPipeError):  # what it did not read is lost on purpose
-                assert stream is not None
-                stream.close()
+        """Ends the process; so does the end of this object, or of the program."""
+        if self._process is not None:
+            self._process = None
+            self._finalizer()
 
     def _ask(self, raw: bytes) -> str:
         if self._process is None:
             self._process = subprocess.Popen(
                 self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
+            self._finalizer = weakref.finalize(self, _end, self._process)
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
@@ -99,6 +95,15 @@ class Trial:
             self.close()
             raise TrialError
         return said.decode("utf-8", "replace")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        with contextlib.suppress(BrokenPipeError):  # what it did not read is lost on purpose
+            assert stream is not None
+            stream.close()
 
 
 def _serve(limits: Mapping[str, Any], cpu_seconds: int, stdin: BinaryIO, stdout: BinaryIO) -> None:

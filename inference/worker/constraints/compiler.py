@@ -18,6 +18,7 @@ from inference.worker.constraints import grammar
 from inference.worker.constraints.masks import Guide, Scratch, guarded
 from inference.worker.core.forms import Form
 from inference.worker.errors import BadRequestError, WorkerError
+from inference.worker.trial import Trial, TrialError
 
 STACK_BYTES = 256 << 20
 """Of the thread that compiles; only what is touched is ever allocated. llguidance follows references by recursion, at
@@ -79,13 +80,14 @@ class Compiler:
         self._cache: OrderedDict[bytes, tuple[_Compiled, int]] = OrderedDict()
         self._bytes = 0
         self._trie: _Trie | None = None
+        self._trial = Trial(_LIMITS, stack_bytes)
 
     def compile(self, form: Form, param: str) -> Constraint:
         """The constraint of `form`. May take seconds: call it from a thread that nothing waits for.
 
         Raises BadRequestError with `param`, the field of the request that asked for the form, when it cannot be
-        enforced: a schema keyword (named with its place), a pattern, a grammar, or one that is too large. Raises
-        WorkerError where the system has no room for one more thread.
+        enforced: a schema keyword (named with its place), a pattern, a grammar, or one that is too large or takes too
+        long. Raises WorkerError where the system has no room for one more thread or process.
         """
         key = _key(form, param)
         with self._compiling:
@@ -95,6 +97,8 @@ class Compiler:
             if self._trie is None:
                 self._trie = _Trie(self._vocabulary)
             source = self._written(self._trie, form, param)
+            if known is None:
+                self._try(source, param)
             constraint = self._compiled(self._trie, source, param, shared=known is None)
             if known is None:
                 self._keep(key, constraint, _BYTES_EACH + _BYTES_PER_CHARACTER * len(source))
@@ -122,6 +126,21 @@ class Compiler:
         if not source.isprintable() and _has_surrogates(source):
             raise BadRequestError("what the answer must look like holds half a character", param)
         return source
+
+    def _try(self, source: str, param: str) -> None:
+        """Raises what is wrong with the grammar, found out where it can do no harm."""
+        try:
+            said = self._trial.check(source)
+        except TrialError:
+            raise BadRequestError(
+                "what the answer must look like takes too long or too much memory to prepare; ask for less, or for "
+                "fewer and shorter patterns",
+                param,
+            ) from None
+        except OSError:
+            raise WorkerError(Code.MEMORY_LIMIT_EXCEEDED, "no process could be started", retry_after=1.0) from None
+        if said:
+            raise BadRequestError(f"what the answer must look like cannot be enforced: {_reason(said)}", param)
 
     def _compiled(self, trie: _Trie, source: str, param: str, *, shared: bool) -> _Compiled:
         matcher = _with_stack(self._stack_bytes, lambda: trie.matcher(source))
