@@ -69,13 +69,30 @@ _UNSUPPORTED: Mapping[str, str] = {
     "web_search_options": "this model cannot search the web; leave web_search_options out",
 }
 
+_SERVES = {
+    "chat": ("does not chat", "/v1/chat/completions"),
+    "completions": ("does not complete texts", "/v1/completions"),
+    "embeddings": ("gives no embeddings", "/v1/embeddings"),
+    "rerank": ("does not rerank", "/v1/rerank"),
+}
+"""What a model without the capability says, and where one with it is asked."""
+
+_RENDERERS_OWN: Mapping[str, str] = {
+    "messages": "use messages",
+    "tools": "use tools",
+    "add_generation_prompt": "use continue_final_message",
+    "bos_token": "it is the model's own; leave it out",
+    "eos_token": "it is the model's own; leave it out",
+}
+"""Variables of every template that are not the caller's to set, and what to do instead."""
+
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 def chat(body: Any, facts: Facts) -> GenerateRequest:
     """The request in a /v1/chat/completions body; raises BadRequestError with `param`."""
     given = fields.known(body, _CHAT)
-    _need_capability(facts, "chat", "has no chat template; use /v1/completions")
+    need_capability(facts, "chat")
     _refuse_unsupported(given)
     if (modalities := given.get("modalities")) is not None and modalities != ["text"]:
         raise BadRequestError('this model only writes text: modalities must be ["text"]', "modalities")
@@ -108,7 +125,7 @@ def chat(body: Any, facts: Facts) -> GenerateRequest:
         messages=messages,
         logprobs=(top or 0) if wants_logprobs else None,
         max_tokens=newer if newer is not None else older,
-        template_arguments={**_effort(given), **fields.mapping(given, "chat_template_kwargs")},
+        template_arguments={**_effort(given), **template_arguments(given)},
         continue_final=continues,
         tools=tools,
         choice=choice,
@@ -120,14 +137,20 @@ def chat(body: Any, facts: Facts) -> GenerateRequest:
 def completion(body: Any, facts: Facts) -> GenerateRequest:
     """The request in a /v1/completions body; raises BadRequestError with `param`."""
     given = fields.known(body, _COMPLETION)
-    _need_capability(facts, "completions", "does not generate text; use /v1/embeddings")
+    need_capability(facts, "completions")
     _refuse_unsupported(given)
     prompts = prompts_of(given.get("prompt"), "prompt", facts, MAX_SEQUENCES)
     common = _common(given, facts)
-    if (best_of := fields.integer(given, "best_of", None, 1, MAX_CHOICES)) is not None and best_of != common["n"]:
-        raise BadRequestError("best_of is not supported; leave it out or make it equal to n", "best_of")
+    if (best_of := fields.integer(given, "best_of", None, 1)) is not None and best_of != common["n"]:
+        raise BadRequestError(
+            "best_of is not supported; leave it out or make it equal to n", "best_of", code=Code.UNSUPPORTED_PARAMETER
+        )
     if len(prompts) * common["n"] > MAX_SEQUENCES:
-        raise BadRequestError(f"at most {MAX_SEQUENCES} answers per request: prompts times n is more", "n")
+        raise BadRequestError(
+            f"at most {MAX_SEQUENCES} answers per request: prompts times n is more",
+            "n",
+            code=Code.UNSUPPORTED_PARAMETER,
+        )
     logprobs = fields.integer(given, "logprobs", None, 0, MAX_TOP_LOGPROBS)
     echo = fields.boolean(given, "echo", False)
     most = fields.integer(given, "max_tokens", 16, 0)
@@ -152,12 +175,32 @@ def completion(body: Any, facts: Facts) -> GenerateRequest:
 def embedding(body: Any, facts: Facts) -> EmbeddingRequest:
     """The request in a /v1/embeddings body; raises BadRequestError with `param`."""
     given = fields.known(body, _EMBEDDING)
-    _need_capability(facts, "embeddings", "gives no embeddings; ask an embedding model")
+    need_capability(facts, "embeddings")
     inputs = prompts_of(given.get("input"), "input", facts, MAX_INPUTS)
     style = given.get("encoding_format", "float")
     if style not in ("float", "base64"):
         raise BadRequestError('encoding_format must be "float" or "base64"', "encoding_format")
     return EmbeddingRequest(inputs, style == "base64", fields.integer(given, "dimensions", None, 1, facts.n_embd))
+
+
+def need_capability(facts: Facts, name: str) -> None:
+    """Raises BadRequestError, `unsupported_parameter`, with where the model is asked, unless it has the capability."""
+    if name in facts.capabilities:
+        return
+    places = " and ".join(place for other, (_, place) in _SERVES.items() if other in facts.capabilities)
+    hint = f"it answers {places}" if places else "ask another one"
+    raise BadRequestError(
+        f"model {facts.model_id!r} {_SERVES[name][0]}; {hint}", "model", code=Code.UNSUPPORTED_PARAMETER
+    )
+
+
+def template_arguments(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The caller's own variables of the chat template; raises BadRequestError for one that is the renderer's."""
+    said = fields.mapping(given, "chat_template_kwargs")
+    for name, instead in _RENDERERS_OWN.items():
+        if name in said:
+            raise BadRequestError(f"chat_template_kwargs cannot set {name}; {instead}", f"chat_template_kwargs.{name}")
+    return said
 
 
 def prompts_of(value: Any, param: str, facts: Facts, most: int) -> tuple[Prompt, ...]:
@@ -198,11 +241,6 @@ def _token_ids(items: list[Any], param: str, facts: Facts) -> tuple[int, ...]:
     return tuple(items)
 
 
-def _need_capability(facts: Facts, name: str, hint: str) -> None:
-    if name not in facts.capabilities:
-        raise BadRequestError(f"model {facts.model_id!r} {hint}", "model")
-
-
 def _refuse_unsupported(given: Mapping[str, Any]) -> None:
     for name, reason in _UNSUPPORTED.items():
         if name in given:
@@ -232,6 +270,17 @@ def _effort(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"enable_thinking": thinks, "thinking": thinks, **({"reasoning_effort": effort} if thinks else {})}
 
 
+def _choices(given: Mapping[str, Any]) -> int:
+    choices = fields.integer(given, "n", 1, 1)
+    if choices > MAX_CHOICES:
+        raise BadRequestError(
+            f"n is {choices}; this model gives at most {MAX_CHOICES} choices per request",
+            "n",
+            code=Code.UNSUPPORTED_PARAMETER,
+        )
+    return choices
+
+
 def _common(given: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
     stream = fields.boolean(given, "stream", False)
     options = fields.mapping(given, "stream_options")
@@ -246,7 +295,7 @@ def _common(given: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
         "form_param": form_param,
         "sampling": sampling_fields.sampling_of(given, facts),
         "stops": sampling_fields.stops_of(given.get("stop")),
-        "n": fields.integer(given, "n", 1, 1, MAX_CHOICES),
+        "n": _choices(given),
         "stream": stream,
         "include_usage": fields.boolean(options, "include_usage", False, prefix="stream_options."),
     }

@@ -25,6 +25,8 @@ class Reading:
     most_calls: int | None = None
     after_calls: str = "tool_calls"
     """The finish reason of an answer that called and ended by itself."""
+    forced: bool = False
+    """Whether the answer has to be calls: what a cut leaves of one that has not begun is then no content."""
 
 
 class DividedGeneration(Generation):
@@ -83,10 +85,11 @@ class DividedGeneration(Generation):
 
     def _close(self, finish: str, *, cut: bool = False) -> Output:
         if not cut:
+            drops = self._reading.forced and finish == "length"
             if rest := self._detokenizer.flush():
                 self._decoded += len(rest)
-                self._take(self._parser.push(rest))
-            self._take(self._parser.flush())
+                self._take(self._parser.push(rest), drops=drops)
+            self._take(self._parser.flush(), drops=drops)
             self._show(self._stops.flush())
             if self._reasons:
                 self._reasoning_tokens += self._undecided
@@ -96,13 +99,17 @@ class DividedGeneration(Generation):
             finish = self._reading.after_calls
         return self._added(finish)
 
-    def _take(self, parts: Iterable[Part]) -> None:
-        """Sorts what the parser found; nothing after a stop string or after the last call that may be made."""
+    def _take(self, parts: Iterable[Part], *, drops: bool = False) -> None:
+        """Sorts what the parser found; nothing after a stop string or after the last call that may be made. `drops`:
+        what is content for want of a better name is shown to nobody, stop strings included.
+        """
         for part in parts:
             if self._stops.matched is not None or self._complete:
                 return
             self._count(part)
             if isinstance(part, Content):
+                if drops:
+                    continue
                 self._content += len(part.text)
                 before = self._decoded - self._content
                 self._before = before if self._before is None else min(before, self._before)

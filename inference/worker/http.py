@@ -200,7 +200,9 @@ class App:
             raise GoneError
         engine = self._engine
         if engine is None:
-            raise BadRequestError(f"model {self._facts.model_id!r} does not generate text", "model")
+            raise BadRequestError(
+                f"model {self._facts.model_id!r} does not generate text", "model", code=Code.UNSUPPORTED_PARAMETER
+            )
         work = Work(
             prompts=prepared.prompts,
             n=request.n,
@@ -263,6 +265,7 @@ class App:
             self._facts.model_id,
             int(time.time()),
             with_usage=request.include_usage,
+            choices=len(work.prompts) * work.n,
             echo=await self._echoes(request, work),
             divided=work.reading is not None,
         )
@@ -345,7 +348,7 @@ class App:
                 code=Code.UNSUPPORTED_PARAMETER,
             )
         tools, choice = tool_fields.tools_of(given, self._facts)
-        return self._prompts.chat(messages, fields.mapping(given, "chat_template_kwargs"), tools=tools, choice=choice)
+        return self._prompts.chat(messages, bodies.template_arguments(given), tools=tools, choice=choice)
 
     async def _detokenized(self, exchange: Exchange) -> None:
         await exchange.json(await self._intake.understood(exchange, self._text_of))

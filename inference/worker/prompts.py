@@ -142,7 +142,11 @@ class Prompts:
         """The prompt's tokens, the end of its text, and the images in it."""
         template = self._template
         if template is None:
-            raise BadRequestError(f"model {self._facts.model_id!r} has no chat template; use /v1/completions", "model")
+            raise BadRequestError(
+                f"model {self._facts.model_id!r} has no chat template; send text instead of messages",
+                "messages",
+                code=Code.UNSUPPORTED_PARAMETER,
+            )
         # Templates drop what an assistant thought; what a user or the system said they write out.
         self._check_size(sum(len(m["content"]) for m in messages if m["role"] in ("user", "system")), "messages")
         shown, variables = template.dialect.prepare(messages[:-1] if continue_final else messages, tools, choice)

@@ -76,12 +76,14 @@ class Stream:
         created: int,
         *,
         with_usage: bool,
+        choices: int = 1,
         echo: Sequence[Echo] = (),
         divided: bool = False,
     ) -> None:
         """`echo` is what each choice of a completion begins with, in order of choices. In a `divided` answer
         there may be no content at all, so the first chunk says null instead of an empty one.
         """
+        self._choices = choices
         self._chat = kind == "chat"
         self._divided = divided
         self._role = b'"delta":{"role":"assistant","content":%b}' % (b"null" if divided else b'""')
@@ -94,17 +96,21 @@ class Stream:
         self._head = b"data: " + orjson.dumps(head)[:-1]
         self._tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
         self._begun: set[int] = set()
+        """The choices that have begun; those of a chat begin all together."""
         self._echo = echo
 
     def frames(self, output: Output) -> bytes:
-        """The chunks for one output: the role before the first text, the finish reason after the last."""
+        """The chunks for one output; the finish reason comes after the last text. Before anything else the role of
+        every choice goes out, in their order: clients keep choices in a list and take a new one to be the next.
+        """
         parts = []
         text = output.text
-        if output.choice not in self._begun:
+        if self._chat and not self._begun:
+            self._begun.update(range(self._choices))
+            parts += [self._chunk(choice, self._role, None, b"null") for choice in range(self._choices)]
+        elif output.choice not in self._begun:
             self._begun.add(output.choice)
-            if self._chat:
-                parts.append(self._chunk(output.choice, self._role, None, b"null"))
-            elif self._echo:
+            if self._echo:
                 text = self._echo[output.choice].text + text
         is_scored = bool(output.logprobs or output.prompt_logprobs)
         if self._divided:

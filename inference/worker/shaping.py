@@ -60,6 +60,7 @@ class Shaping:
             most_calls=None if choice.parallel else 1,
             # A caller who names the function knows that it is called: OpenAI says `tool_calls` to all others.
             after_calls="stop" if choice.mode == "named" else "tool_calls",
+            forced=choice.mode in ("required", "named"),
         )
 
     @functools.cached_property

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from inference.protocol import Code
 from inference.worker import bodies, responses
 from inference.worker.embedder import Embedder, Vector, normalized
 from inference.worker.errors import BadRequestError
@@ -57,8 +58,8 @@ class Vectors:
         """POST /v1/rerank."""
         arrival = time.monotonic()
         reranker = self._reranker
-        if reranker is None:
-            raise BadRequestError(f"model {self._facts.model_id!r} does not rerank; ask a reranking model", "model")
+        bodies.need_capability(self._facts, "rerank")
+        assert reranker is not None, "a model that reranks has one"
         request = await self._intake.understood(exchange, reranker.understand)
         outputs = await self._pooled(exchange, request.inputs, arrival)
         await exchange.json(await self._intake.off_loop(lambda: reranker.answer(request, outputs)))
@@ -67,7 +68,9 @@ class Vectors:
         """What the model says to each input, in their order."""
         embedder = self._embedder
         if embedder is None:
-            raise BadRequestError(f"model {self._facts.model_id!r} gives no embeddings", "model")
+            raise BadRequestError(
+                f"model {self._facts.model_id!r} gives no embeddings", "model", code=Code.UNSUPPORTED_PARAMETER
+            )
         deadline = exchange.deadline(arrival)
         ticket: Ticket[Vector] = Ticket(asyncio.get_running_loop())
         exchange.on_disconnect(ticket.leave)

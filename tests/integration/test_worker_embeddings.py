@@ -74,5 +74,12 @@ def test_too_long_an_input_and_chats_are_refused(worker: WorkerRig) -> None:
     status, said = worker.post(PATH, {"input": ["ok", "x" * 2000]})
     assert (status, said["error"]["code"], said["error"]["param"]) == (400, "context_length_exceeded", "input[1]")
     assert worker.post(PATH, {"input": [5] * 256})[0] == 200
-    status, said = worker.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})
-    assert (status, said["error"]["param"]) == (400, "model")
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/rerank", {"query": "x", "documents": ["y"]}),
+    ):
+        status, said = worker.post(path, body)
+        error = said["error"]
+        assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", "model")
+        assert error["message"].endswith("; it answers /v1/embeddings")

@@ -265,7 +265,11 @@ def test_no_template_means_no_chat(tmp_path: Path) -> None:
     with WorkerRig(tmp_path, grant_for(tiny_gguf.generative(template=None), devices=(CPU,))) as rig:
         assert rig.ready().capabilities == ("completions",)
         status, said = rig.post(CHAT, LONG)
-        assert (status, said["error"]["param"]) == (400, "model")
+        error = said["error"]
+        assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", "model")
+        assert error["message"] == "model 'tiny' does not chat; it answers /v1/completions"
+        status, said = rig.post("/tokenize", {"messages": LONG["messages"]})
+        assert (status, said["error"]["param"]) == (400, "messages")
 
 
 def test_progress_comments_while_a_stream_waits(tmp_path: Path) -> None:

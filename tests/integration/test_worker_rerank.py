@@ -88,7 +88,9 @@ def test_other_endpoints_say_that_the_model_only_reranks(worker: WorkerRig) -> N
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
     ):
         status, said = worker.post(path, body)
-        assert (status, said["error"]["param"]) == (400, "model")
+        error = said["error"]
+        assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", "model")
+        assert error["message"].endswith("; it answers /v1/rerank")
 
 
 def test_usage_counts_every_pair(worker: WorkerRig) -> None:

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import openai.types.chat as types
+from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from inference.worker import responses
 from inference.worker.core.parts import CallArguments, CallBegin, Content, Reasoning
@@ -78,6 +79,36 @@ def test_a_plain_answer_is_what_it_always_was() -> None:
         choice('{"content":"hi"}'),
         choice("{}", finish='"stop"'),
     ]
+
+
+def test_choices_begin_in_their_order_whichever_speaks_first() -> None:
+    """The official client's helper keeps choices in a list, and takes a new one to be the next."""
+    for divided in (False, True):
+        stream = Stream("chat", "tiny", 1700000000, with_usage=False, choices=3, divided=divided)
+        said = [(2, "c"), (0, "a"), (2, "C"), (1, "b")]
+        outputs = [
+            Output(choice, "", 1, parts=(Content(text),)) if divided else Output(choice, text, 1)
+            for choice, text in said
+        ]
+        ends = [Output(choice, "", 2, finish="stop") for choice in (1, 2, 0)]
+        raw = b"".join(map(stream.frames, [*outputs, *ends])).decode()
+        state = ChatCompletionStreamState()
+        roles = []
+        for frame in raw.split("\n\n")[:-1]:
+            chunk = types.ChatCompletionChunk.model_validate_json(frame.removeprefix("data: "))
+            roles += [item.index for item in chunk.choices if item.delta.role is not None]
+            state.handle_chunk(chunk)
+        whole = state.get_final_completion()
+        assert [(item.index, item.message.content) for item in whole.choices] == [(0, "a"), (1, "b"), (2, "cC")]
+        assert roles == [0, 1, 2]
+
+
+def test_choices_of_a_completion_each_begin_with_their_echo() -> None:
+    echoes = [responses.Echo("one "), responses.Echo("two ")]
+    stream = Stream("completion", "tiny", 1700000000, with_usage=False, choices=2, echo=echoes)
+    raw = b"".join(map(stream.frames, [Output(1, "b", 1), Output(0, "a", 1), Output(1, "c", 2)])).decode()
+    chunks = [json.loads(frame.removeprefix("data: "))["choices"][0] for frame in raw.split("\n\n")[:-1]]
+    assert [(item["index"], item["text"]) for item in chunks] == [(1, "two b"), (0, "one a"), (1, "c")]
 
 
 def test_every_chunk_is_one_that_the_official_types_know() -> None:

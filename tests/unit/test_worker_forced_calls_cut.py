@@ -1,0 +1,107 @@
+"""A forced call that a cut leaves unfinished: nothing of its markup is content, and no stop string sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from inference.worker.core.dialects import detect
+from inference.worker.core.parts import CallArguments, CallBegin, Content, Reasoning, Tool, ToolChoice
+from inference.worker.divided import DividedGeneration, Reading
+from inference.worker.generation import Output
+from inference.worker.requests import GenerateRequest
+from inference.worker.shaping import Shaping
+from tests.rigs.fake_backend import END, FakeSampler
+from tests.rigs.fake_dialect import MarkParser
+
+HERMES = "{% if tools %}<tool_call>{% endif %}"
+TOOLS = (Tool("add"), Tool("sub"))
+TWO_CALLS = (
+    '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "sub", "arguments": {}}\n</tool_call>'
+)
+
+
+class Bytes:
+    """A vocabulary whose tokens are the bytes."""
+
+    end_tokens = frozenset({END})
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """Nothing for the end."""
+        return bytes([token]) if token < 256 else b""
+
+
+def reading(mode: str) -> Reading:
+    """How answers of a family of tool calls are read with that choice."""
+    choice = ToolChoice("named", "add") if mode == "named" else ToolChoice(mode)  # type: ignore[arg-type]
+    shaping = Shaping(detect(HERMES, []), lambda text: None)
+    found = shaping.shape(GenerateRequest("chat", tools=TOOLS, choice=choice)).reading
+    assert found is not None
+    return found
+
+
+def follow(how: Reading, said: bytes, most: int, stops: Sequence[str] = ()) -> list[Output]:
+    """All outputs up to the end."""
+    generation = DividedGeneration(0, FakeSampler(b""), Bytes(), most, stops, how, how.parser())
+    outputs: list[Output] = []
+    for token in [*said, END]:
+        if (output := generation.accept(token, -0.5)) is not None:
+            outputs.append(output)
+            if output.finish is not None:
+                break
+    return outputs
+
+
+def content(outputs: Sequence[Output]) -> str:
+    return "".join(part.text for output in outputs for part in output.parts if isinstance(part, Content))
+
+
+def test_only_a_choice_that_leaves_none_forces() -> None:
+    assert [reading(mode).forced for mode in ("auto", "required", "named")] == [False, True, True]
+
+
+@pytest.mark.parametrize("mode", ["required", "named"])
+def test_wherever_a_forced_call_is_cut_it_says_length_and_shows_no_markup(mode: str) -> None:
+    """Whatever the stop strings are: each is in the markup somewhere."""
+    how = reading(mode)
+    for stop in ("a", "<", "\n", "tool", '"name"', "}"):
+        for most in range(1, len(TWO_CALLS) + 1):
+            outputs = follow(how, TWO_CALLS.encode(), most, [stop])
+            assert (content(outputs), outputs[-1].finish, outputs[-1].tokens) == ("", "length", most)
+            assert sum(len(output.logprobs) for output in outputs) == most
+
+
+def test_a_forced_call_that_ends_by_itself_is_whole() -> None:
+    outputs = follow(reading("required"), TWO_CALLS.encode(), 1000, ["a", "\n"])
+    parts = [part for output in outputs for part in output.parts]
+    assert [part.name for part in parts if isinstance(part, CallBegin)] == ["add", "sub"]
+    assert "".join(part.text for part in parts if isinstance(part, CallArguments)) == '{"x": 1}{}'
+    assert (content(outputs), outputs[-1].finish) == ("", "tool_calls")
+
+
+@pytest.mark.parametrize(
+    ("stops", "shown", "finish"),
+    [
+        ((), "<tool_c", "length"),
+        (("a",), "<tool_c", "length"),
+        (("ol_",), "<to", "stop"),
+        (("ca",), "<tool_c", "length"),
+    ],
+)
+def test_where_no_call_is_forced_what_was_held_back_is_content(stops: tuple[str, ...], shown: str, finish: str) -> None:
+    outputs = follow(reading("auto"), b"<tool_call>", 7, stops)
+    assert (content(outputs), outputs[-1].finish) == (shown, finish)
+
+
+def test_half_a_character_behind_a_forced_mark_is_no_content() -> None:
+    outputs = follow(reading("required"), b"<tool_c\xe2\x82", 9, ["<"])
+    assert (content(outputs), outputs[-1].finish) == ("", "length")
+
+
+def test_a_thought_before_a_forced_call_is_kept_and_counted() -> None:
+    how = Reading(MarkParser, lambda: "call_1", forced=True)
+    outputs = follow(how, b"(ab)[f", 6, ["f"])
+    assert "".join(p.text for o in outputs for p in o.parts if isinstance(p, Reasoning)) == "ab"
+    assert (content(outputs), outputs[-1].finish, outputs[-1].reasoning_tokens) == ("", "length", 4)

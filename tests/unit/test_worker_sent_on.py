@@ -1,0 +1,103 @@
+"""What this model cannot do and another may is `unsupported_parameter`; what nobody may set is wrong for everybody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from inference.protocol import Code
+from inference.worker import bodies
+from inference.worker.errors import BadRequestError
+from inference.worker.requests import Facts
+
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def facts(*capabilities: str) -> Facts:
+    return Facts("tiny", 128, 300, 64, capabilities)
+
+
+FULL = facts("chat", "completions", "tools")
+
+
+def refused(read: Callable[[Any, Facts], object], body: Any, known: Facts = FULL) -> BadRequestError:
+    with pytest.raises(BadRequestError) as caught:
+        read(body, known)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("read", "body", "capabilities", "message"),
+    [
+        (bodies.chat, HELLO, ("embeddings",), "model 'tiny' does not chat; it answers /v1/embeddings"),
+        (bodies.chat, HELLO, ("rerank",), "model 'tiny' does not chat; it answers /v1/rerank"),
+        (bodies.chat, HELLO, ("completions",), "model 'tiny' does not chat; it answers /v1/completions"),
+        (bodies.chat, HELLO, (), "model 'tiny' does not chat; ask another one"),
+        (
+            bodies.completion,
+            {"prompt": "a"},
+            ("embeddings",),
+            "model 'tiny' does not complete texts; it answers /v1/embeddings",
+        ),
+        (
+            bodies.embedding,
+            {"input": "a"},
+            ("chat", "completions", "tools"),
+            "model 'tiny' gives no embeddings; it answers /v1/chat/completions and /v1/completions",
+        ),
+    ],
+    ids=str,
+)
+def test_the_wrong_endpoint_names_the_right_ones(
+    read: Callable[[Any, Facts], object], body: Any, capabilities: tuple[str, ...], message: str
+) -> None:
+    error = refused(read, body, facts(*capabilities))
+    assert (error.message, error.param, error.code) == (message, "model", Code.UNSUPPORTED_PARAMETER)
+
+
+@pytest.mark.parametrize(
+    ("read", "body", "param"),
+    [
+        (bodies.chat, {**HELLO, "n": 17}, "n"),
+        (bodies.completion, {"prompt": "a", "n": 17}, "n"),
+        (bodies.completion, {"prompt": ["a"] * 100, "n": 2}, "n"),
+        (bodies.completion, {"prompt": "a", "best_of": 3}, "best_of"),
+        (bodies.completion, {"prompt": "a", "best_of": 20}, "best_of"),
+    ],
+    ids=str,
+)
+def test_more_choices_than_this_worker_gives_are_another_tiers(
+    read: Callable[[Any, Facts], object], body: Any, param: str
+) -> None:
+    error = refused(read, body)
+    assert (error.param, error.code) == (param, Code.UNSUPPORTED_PARAMETER)
+
+
+@pytest.mark.parametrize("fields", [{"n": 0}, {"n": "2"}, {"n": 1.5}, {"best_of": 0}, {"best_of": True}], ids=str)
+def test_numbers_that_are_none_are_wrong(fields: dict[str, Any]) -> None:
+    assert refused(bodies.completion, {"prompt": "a", **fields}).code is Code.INVALID_REQUEST
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("messages", "use messages"),
+        ("tools", "use tools"),
+        ("add_generation_prompt", "use continue_final_message"),
+        ("bos_token", "leave it out"),
+        ("eos_token", "leave it out"),
+    ],
+)
+def test_the_renderers_own_variables_are_not_the_callers(name: str, instead: str) -> None:
+    """Set here they would pass by every check of the fields that they belong to."""
+    error = refused(bodies.chat, {**HELLO, "chat_template_kwargs": {"enable_thinking": True, name: ["x"]}})
+    assert (error.param, error.code) == (f"chat_template_kwargs.{name}", Code.INVALID_REQUEST)
+    assert error.message.endswith(instead)
+
+
+def test_documents_are_the_callers() -> None:
+    """No other field brings them to the templates that show them."""
+    said = {"documents": [{"title": "a", "text": "b"}]}
+    assert bodies.chat({**HELLO, "chat_template_kwargs": said}, FULL).template_arguments == said
