@@ -6,7 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from inference.worker.core.dialects import detect
+from inference.worker.core.dialects import Dialect, detect
+from inference.worker.core.dialects.deepseek import DeepSeek
+from inference.worker.core.dialects.generic import Generic
+from inference.worker.core.dialects.harmony import Harmony
+from inference.worker.core.dialects.llama3 import Llama3
+from inference.worker.core.dialects.mistral import Mistral
 from inference.worker.core.parts import CallArguments, CallBegin, Content, Reasoning, Tool, ToolChoice
 from inference.worker.divided import DividedGeneration, Reading
 from inference.worker.generation import Output
@@ -15,8 +20,10 @@ from inference.worker.shaping import Shaping
 from tests.rigs.fake_backend import END, FakeSampler
 from tests.rigs.fake_dialect import MarkParser
 
-HERMES = "{% if tools %}<tool_call>{% endif %}"
+HERMES = '<tool_call>{"name": ...}</tool_call>'
 TOOLS = (Tool("add"), Tool("sub"))
+WIDE = str.maketrans("|_", "\uff5c\u2581")
+"""DeepSeek's bars and lines."""
 TWO_CALLS = (
     '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>\n'
     '<tool_call>\n{"name": "sub", "arguments": {}}\n</tool_call>'
@@ -71,6 +78,31 @@ def test_wherever_a_forced_call_is_cut_it_says_length_and_shows_no_markup(mode: 
             outputs = follow(how, TWO_CALLS.encode(), most, [stop])
             assert (content(outputs), outputs[-1].finish, outputs[-1].tokens) == ("", "length", most)
             assert sum(len(output.logprobs) for output in outputs) == most
+
+
+@pytest.mark.parametrize(
+    ("family", "opened", "call"),
+    [
+        (Generic(None, system=True), "", '<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>'),
+        (Llama3(), "<|end_header_id|>", '{"name": "add", "parameters": {"x": 1}}'),
+        (Mistral(), "", '[TOOL_CALLS]add[ARGS]{"x": 1}'),
+        (
+            DeepSeek(),
+            "",
+            "<|tool_calls_begin|><|tool_call_begin|>add<|tool_sep|>{}<|tool_call_end|><|tool_calls_end|>".translate(
+                WIDE
+            ),
+        ),
+        (Harmony(), "", "<|channel|>commentary to=functions.add <|constrain|>json<|message|>{}"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_no_family_shows_the_markup_of_a_forced_call(family: Dialect, opened: str, call: str) -> None:
+    how = Reading(lambda: family.parser(tools=TOOLS, opened=opened), lambda: "call_1", forced=True)
+    for most in range(1, len(call.encode()) + 1):
+        outputs = follow(how, call.encode(), most, ["a", "{"])
+        assert (content(outputs), outputs[-1].finish) == ("", "length")
+    assert any(isinstance(part, CallBegin) for output in outputs for part in output.parts)
 
 
 def test_a_forced_call_that_ends_by_itself_is_whole() -> None:
