@@ -31,7 +31,7 @@ def apart(options: Iterable[Any], resolve: Resolve, take: Take) -> bool:
 
 def _exclude(one: Mapping[str, Any], other: Mapping[str, Any], resolve: Resolve, take: Take) -> bool:
     take(1 + len(_listed(one) or ()) + len(_listed(other) or ()))
-    shared = _kinds(one) & _kinds(other)
+    shared = kinds(one) & kinds(other)
     return not shared or _values_apart(one, other) or (shared == {"object"} and _tags_apart(one, other, resolve, take))
 
 
@@ -58,13 +58,13 @@ def _tags_apart(one: Mapping[str, Any], other: Mapping[str, Any], resolve: Resol
         if left is None or right is None:
             continue
         take(1 + len(_listed(left) or ()) + len(_listed(right) or ()))
-        if _values_apart(left, right) or not _kinds(left) & _kinds(right):
+        if _values_apart(left, right) or not kinds(left) & kinds(right):
             return True
     return False
 
 
-def _kinds(node: Mapping[str, Any]) -> frozenset[str]:
-    """The JSON types a value may have; whole numbers are numbers."""
+def kinds(node: Mapping[str, Any]) -> frozenset[str]:
+    """The JSON types a value may have by `type`, `enum` and `const`; whole numbers are numbers."""
     said = node.get("type")
     if said is None:
         values = _listed(node)

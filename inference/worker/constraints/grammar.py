@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from inference.worker.constraints import patterns, schema
+from inference.worker.constraints import instances, patterns, schema
 from inference.worker.constraints.limits import Allowance, SchemaError
 from inference.worker.core.forms import AnyText, Form, Grammar, Json, Literal, Marker, OneOf, Regex, Repeat, Sequence
 
@@ -32,9 +32,19 @@ WHITESPACE = r" |\n(?: {0,24}|\t{0,8})"
 can fill its context with blanks."""
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 """The model's own tokenization counts: no token is put into its mouth."""
+_ONE_SPELLING = 'nrbtf\\"'
+"""Escapes in strings where named keys stand beside any others: with `\\u`, a key that is not named could be read as one
+that is. Control characters that have no other escape are left out of values, too."""
 _ANYTHING = "/(?s:.*)/"
 _IS_LARK = re.compile(r"(?m)^\s*(%llguidance\b|[?!]?start\b[^:\n]*:(?!:))")
-_JSON_BLOCK = re.compile(r"%json\b\s*")
+_LARK_PIECE = re.compile(
+    r'"(?:\\.|[^"\\\n])*"|//[^\n]*|\#[^\n]*|/(?:\\.|[^/\\\n])+/|(?P<grammar>@[A-Za-z0-9_-]+)|(?P<json>%json\b\s*)',
+    re.DOTALL,
+)
+"""What reads as one in Lark: a text, a comment, a pattern; and what is looked at between them."""
+_GBNF_PIECE = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|\#[^\n]*|[\w-]+', re.DOTALL)
+_SPACED = re.compile(r"\(\?[a-wyz]*x[a-z]*(?:-[a-z]+)?\)")
+"""The flag at a pattern's beginning under which blanks and comments say nothing."""
 _ESCAPE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
 
 
@@ -181,7 +191,8 @@ class _Writer:
     def _grammar(self, form: Grammar) -> str:
         if len(form.source) > MAX_SOURCE:
             raise GrammarError(f"the grammar has {len(form.source)} characters; at most {MAX_SOURCE} are read")
-        lark = _with_schemas(form.source, self._allowance) if _IS_LARK.search(form.source) else _of_gbnf(form.source)
+        source = form.source.removeprefix("\ufeff")
+        lark = _with_schemas(source, self._allowance) if _IS_LARK.search(source) else _of_gbnf(source)
         return self._add("lark_grammar", lark)
 
     def _add(self, kind: str, value: Any) -> str:
@@ -218,7 +229,9 @@ def _regex(pattern: str) -> str:
     except patterns.PatternError as error:
         raise GrammarError(f"the regular expression {error}") from None
     pattern = re.sub(r"\\(.)|/", _slash, pattern, flags=re.DOTALL)
-    return f"(?:{pattern})".replace("\n", "\\n").replace("\r", "\\r")
+    pattern = pattern.replace("\n", "\\n").replace("\r", "\\r")
+    end = "\n" if _SPACED.match(pattern) else ""  # ends a comment
+    return f"(?:{pattern}{end})"
 
 
 def _slash(found: re.Match[str]) -> str:
@@ -230,24 +243,34 @@ def _lowered(value: Mapping[str, Any] | bool, allowance: Allowance, *, strict: b
         lowered = schema.lower(value, strict=strict, allowance=allowance)
     except SchemaError as error:
         raise GrammarError(f"the schema cannot be enforced: {error}") from None
-    return {**lowered, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+    options: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
+    if instances.has_open_names(lowered):
+        options["json_allowed_escapes"] = _ONE_SPELLING
+    return {**lowered, "x-guidance": options}
 
 
 def _with_schemas(lark: str, allowance: Allowance) -> str:
     """A caller's Lark grammar, the schemas in it held to the same rules as all others."""
     pieces: list[str] = []
-    at = 0
+    at = start = 0
     decoder = json.JSONDecoder()
-    while found := _JSON_BLOCK.search(lark, at):
+    while found := _LARK_PIECE.search(lark, at):
+        at = found.end()
+        if found["grammar"]:
+            raise GrammarError(
+                f"the grammar names {found['grammar'][:80]}, but there is no other grammar; write a rule"
+            )
+        if found["json"] is None:
+            continue
         try:
-            value, end = decoder.raw_decode(lark, found.end())
+            value, end = decoder.raw_decode(lark, at)
         except (ValueError, RecursionError):
             raise GrammarError("%json in the grammar must be followed by a JSON schema") from None
         if not isinstance(value, dict):
             raise GrammarError("%json in the grammar must be followed by a JSON schema")
-        pieces += [lark[at : found.end()], json.dumps(_lowered(value, allowance, strict=True), ensure_ascii=False)]
-        at = end
-    return "".join(pieces) + lark[at:]
+        pieces += [lark[start:at], json.dumps(_lowered(value, allowance, strict=True), ensure_ascii=False)]
+        at = start = end
+    return "".join(pieces) + lark[start:]
 
 
 def _of_gbnf(source: str) -> str:
@@ -258,10 +281,12 @@ def _of_gbnf(source: str) -> str:
         raise GrammarError("the grammar is neither GBNF (root ::= ...) nor Lark (start: ...)")
     if source.count("::=") > MAX_RULES:
         raise GrammarError(f"the grammar has more than {MAX_RULES} rules")
-    source = _ESCAPE.sub(_plain, source)
+    source = _without_start(_ESCAPE.sub(_plain, source))
     try:
         rules = gbnf.GrammarParser().parse(source)
         gbnf.resolve(rules)
+        for rule in rules.values():
+            _separate(rule, gbnf)
         lark = "\n".join(str(rule) for rule in rules.values())
         is_regular = rules["start"].alternatives.is_terminal()
     except RecursionError:
@@ -272,6 +297,23 @@ def _of_gbnf(source: str) -> str:
     while name in rules:
         name += "_"
     return re.sub(r"(?m)^start:", f"start: {name}\n{name}:", lark, count=1) if is_regular else lark
+
+
+def _without_start(source: str) -> str:
+    """A rule named `start` under another name: in Lark the first rule is called so."""
+    names = set(_GBNF_PIECE.findall(source))
+    name = "start"
+    while name in names:
+        name += "-rule"
+    return _GBNF_PIECE.sub(lambda found: name if found[0] == "start" else found[0], source)
+
+
+def _separate(node: Any, gbnf: Any) -> None:
+    """Puts parentheses between a repetition and the repetition in it."""
+    for part in node.children():
+        _separate(part, gbnf)
+    if isinstance(node, gbnf.RepetitionNode) and isinstance(node.node, gbnf.RepetitionNode):
+        node.node = gbnf.SequenceNode([node.node])
 
 
 def _plain(escape: re.Match[str]) -> str:

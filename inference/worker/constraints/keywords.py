@@ -10,9 +10,16 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from inference.worker.constraints import formats, patterns
+from inference.worker.constraints import bounds, formats, patterns
 from inference.worker.constraints.disjoint import apart
-from inference.worker.constraints.limits import EXACT, MAX_COUNT, MAX_PROPERTIES, Allowance, Multiples, SchemaError
+from inference.worker.constraints.limits import (
+    EXACT,
+    MAX_COUNT,
+    MAX_PROPERTIES,
+    Allowance,
+    Multiples,
+    SchemaError,
+)
 
 TYPES = frozenset(["null", "boolean", "integer", "number", "string", "array", "object"])
 _COUNTS = frozenset(["minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"])
@@ -157,7 +164,10 @@ class Node:
     def _values(self, key: str, value: Any) -> None:
         values = [value] if key == "const" else self._list(key, value)
         if not all(_is_exact(item) for item in values):
-            self._give_up(key, f"{key} has a number beyond 2^53, which cannot be enforced exactly")
+            self._give_up(
+                key,
+                f"{key} has a number of more digits than 2^53, which cannot be enforced exactly",
+            )
         else:
             self._out[key] = value
 
@@ -244,10 +254,18 @@ class Node:
             return
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise SchemaError(self._path(key), f"{key} must be a number")
-        if not _is_exact(value):
+        if not abs(value) <= EXACT:
             self._give_up(key, f"{key} is beyond 2^53, which cannot be enforced exactly")
+        elif self._is_whole() and value == int(value):
+            self._out[key] = int(value)
         else:
-            self._out[key] = value
+            name, near = bounds.inside(key, value)
+            narrower = max if plain == "minimum" else min
+            self._out[name] = narrower(near, self._out.get(name, near))
+
+    def _is_whole(self) -> bool:
+        kinds = self._node.get("type")
+        return kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds and "number" not in kinds)
 
     def _multiple_of(self, key: str, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
@@ -370,4 +388,6 @@ def _is_exact(value: Any) -> bool:
         return all(_is_exact(item) for item in value.values())
     if isinstance(value, list):
         return all(_is_exact(item) for item in value)
-    return isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) <= EXACT
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return True
+    return abs(value) <= EXACT and bounds.is_exact(value)

@@ -15,6 +15,12 @@ MAX_MULTIPLE = 20_000
 """Least common multiple of all `multipleOf`, in units of their last decimal: an automaton has as many states."""
 MAX_COUNT = 100_000
 """Of minItems, maxLength and their kind."""
+MAX_HOPS = 256
+"""References in place (beside keywords or in allOf) from one to the next: llguidance merges them by recursion."""
+MAX_MERGED = 10_000
+"""References in place behind one: llguidance copies what each points at."""
+MAX_ROUNDS = 20
+"""Passes over all references until it is known which have an end; those without circles take two."""
 EXACT = 2**53
 """Largest number that compares exactly."""
 MAX_PATTERNS = 64

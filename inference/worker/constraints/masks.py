@@ -70,9 +70,9 @@ class Guide:
         scratch = self._scratch
         guarded(self._matcher.unsafe_compute_mask_ptr, scratch.address, scratch.words.nbytes)
         if self._matcher.is_error():
-            raise self._failed()
+            raise self._failed(_DEAD_END)
         if not scratch.words.any():
-            raise ConstraintError("nothing may follow in this answer: what was asked for cannot be completed")
+            raise ConstraintError(_DEAD_END)
         scratch.apply(logits)
         self._spend(began)
 
@@ -80,17 +80,17 @@ class Guide:
         """Goes on behind `token`; raises ConstraintError when it may not follow."""
         began = self._clock()
         if not guarded(self._matcher.consume_token, token):
-            raise self._failed()
+            raise self._failed(_RULED_OUT)
         self._left = min(self._left + PER_TOKEN_SECONDS, ALLOWANCE_SECONDS)
         self._spend(began)
 
-    def _failed(self) -> ConstraintError:
-        """What ends the answer: a limit, or a token that the form never allowed."""
+    def _failed(self, otherwise: str) -> ConstraintError:
+        """What ends the answer: a limit, or what `otherwise` says."""
         error = str(self._matcher.get_error()).split("\n")[0][:300]
         if "too many states" in error:
             return ConstraintError((_WORN_OUT if self._spent() else _TOO_COMPLEX).format(error))
-        is_limit = any(word in error for word in _LIMIT_WORDS)
-        return ConstraintError(_TOO_COMPLEX.format(error) if is_limit else _IMPOSSIBLE)
+        is_limit = any(word in error for word in _LIMIT_WORDS) and _UNFIT not in error
+        return ConstraintError(_TOO_COMPLEX.format(error) if is_limit else otherwise)
 
     def _spend(self, began: float) -> None:
         self._left -= self._clock() - began
@@ -103,7 +103,9 @@ _WORN_OUT = (
     _TOO_COMPLEX + ", counted over all answers of this form up to now; asked again, the request is counted alone"
 )
 _LIMIT_WORDS = ("lexer error", "Parser Error", "TooComplex")
-_IMPOSSIBLE = (
+_UNFIT = "doesn't satisfy the grammar"
+_DEAD_END = "nothing may follow in this answer: what was asked for cannot be completed"
+_RULED_OUT = (
     "every token that may follow in this answer was ruled out by other parameters; leave out logit_bias and ignore_eos"
 )
 

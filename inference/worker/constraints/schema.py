@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from inference.worker.constraints import instances
 from inference.worker.constraints.keywords import Node
 from inference.worker.constraints.limits import MAX_DEPTH, MAX_NODES, Allowance, Multiples, SchemaError
 from inference.worker.constraints.references import References, UnknownReferenceError
@@ -36,7 +37,8 @@ class _Lowering:
             raise SchemaError("/$schema", "only the dialects of json-schema.org are known")
         self._old = any(f"draft-0{number}" in self._dialect for number in (3, 4, 6, 7))
         self._references = References(schema, old=self._old)
-        self._targets: dict[int, tuple[str, Any]] = {}
+        self._targets: dict[int, tuple[str, str]] = {}
+        self._kept: list[Any] = []
         self._waiting: list[tuple[str, Any, str, str]] = []
         self._nodes = 0
 
@@ -49,7 +51,12 @@ class _Lowering:
         while self._waiting:
             name, node, base, at = self._waiting.pop()
             defs[name] = self._node(node, at, base, 0)
-        return {**lowered, "$defs": defs} if defs else lowered
+        if not defs:
+            return lowered
+        whole = {**lowered, "$defs": defs}
+        names = dict(self._targets.values())
+        instances.check_merges(whole, names)
+        return instances.finite(whole, names)
 
     def _node(self, node: Any, at: str, base: str, depth: int) -> dict[str, Any] | bool:
         if isinstance(node, bool):
@@ -90,7 +97,8 @@ class _Lowering:
             node = {} if node else {"allOf": [False]}
         if id(node) not in self._targets:
             name = f"d{len(self._targets)}"
-            self._targets[id(node)] = name, node  # kept, so that no other node gets its id
+            self._targets[id(node)] = name, value[:200]
+            self._kept.append(node)  # so that no other node gets its id
             self._waiting.append((name, node, inner, value[:200]))
         return f"#/$defs/{self._targets[id(node)][0]}"
 

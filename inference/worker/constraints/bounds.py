@@ -1,0 +1,49 @@
+"""Writes bounds of numbers so that llguidance keeps them exactly, or a little inside where it cannot; never outside.
+
+It reads a decimal exactly whose digits are at most 2^53 and whose places are at most 22; another may become the number
+next to it. And it lets the exclusive whole bound that is nearer to 0 pass where the other has the same whole part.
+"""
+
+from __future__ import annotations
+
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+
+from inference.worker.constraints.limits import EXACT
+
+_DIGITS = 15
+"""All numbers of as many are below 2^53."""
+_PLACES = 22
+
+
+def is_exact(value: float) -> bool:
+    """Whether a number, a whole one of at most 2^53, is read as it is written."""
+    return _is_read(Decimal(repr(value)))
+
+
+def inside(key: str, value: float) -> tuple[str, float]:
+    """A keyword and a value that allow no number which `key` with `value` forbids.
+
+    They forbid besides what is so near to the bound that only its 15th digit or its 22nd place tells them apart.
+    """
+    is_lower = key in ("minimum", "exclusiveMinimum")
+    plain = "minimum" if is_lower else "maximum"
+    found = Decimal(repr(value))
+    if found == found.to_integral_value():
+        whole = int(found)
+        if key == plain or (whole < 0 if is_lower else whole > 0):
+            return key, whole
+        step = min(Decimal(1), Decimal(1).scaleb(found.adjusted() + 1 - _DIGITS if whole else -_PLACES))
+        step = Decimal(2) if abs(whole) == EXACT else step
+        near = found + (step if is_lower else -step)
+        return plain, int(near) if step >= 1 else float(near)
+    if _is_read(found):
+        return key, value
+    unit = Decimal(1).scaleb(max(found.adjusted() + 1 - _DIGITS, -_PLACES))
+    return plain, float(found.quantize(unit, ROUND_CEILING if is_lower else ROUND_FLOOR))
+
+
+def _is_read(found: Decimal) -> bool:
+    if found == found.to_integral_value():
+        return True
+    places = -int(found.as_tuple().exponent)
+    return places <= _PLACES and abs(int(found.scaleb(places))) <= EXACT
