@@ -107,7 +107,18 @@ def test_long_chains_through_values_are_seen_in_one_pass() -> None:
 
 
 def test_circles_that_are_too_entangled_are_refused() -> None:
-    """Each pass learns of one more that has an end."""
-    links: dict[str, Any] = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n - 1}"}]} for n in range(1, 60)}
-    links["d0"] = {"anyOf": [{"type": "null"}, *({"items": {"$ref": f"#/$defs/d{n}"}} for n in range(1, 60))]}
-    assert lower({"$ref": "#/$defs/d0", "$defs": links}, strict=True)
+    """Every pass learns of one more that has an end, and of the first in the last pass."""
+
+    def circle(links: int) -> dict[str, Any]:
+        refs = [{"$ref": f"#/$defs/d{n}"} for n in range(links + 1)]
+        defs = {
+            f"d{n}": objects(refs[n + 1], properties={"n": refs[n + 1], "before": refs[n - 1]}) for n in range(1, links)
+        }
+        return {
+            "items": refs[0],
+            "$defs": {"d0": {"items": refs[links]}, **defs, f"d{links}": {"items": refs[links - 1]}},
+        }
+
+    assert len(lower(circle(60), strict=True)["$defs"]) == 61
+    with pytest.raises(SchemaError, match="too entangled"):
+        lower(circle(900), strict=True)

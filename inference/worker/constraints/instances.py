@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from inference.worker.constraints.disjoint import kinds
-from inference.worker.constraints.limits import MAX_HOPS, MAX_MERGED, MAX_ROUNDS, SchemaError
+from inference.worker.constraints.limits import MAX_HOPS, MAX_MERGED, MAX_VISITS, SchemaError
 
 _REF = "#/$defs/"
 _NONE: frozenset[str] = frozenset()
@@ -77,7 +77,7 @@ class _Ends:
     def find(self, names: Mapping[str, str]) -> None:
         """Goes on until nothing changes; raises SchemaError when that takes too long."""
         order = list(_from_the_leaves(self._defs))
-        for _round in range(MAX_ROUNDS):
+        for _round in range(MAX_VISITS // sum(1 for _node in _nodes({"$defs": self._defs}))):
             is_changed = False
             for name in order:
                 ends = self.of(self._defs[name])

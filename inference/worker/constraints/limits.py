@@ -19,8 +19,8 @@ MAX_HOPS = 256
 """References in place (beside keywords or in allOf) from one to the next: llguidance merges them by recursion."""
 MAX_MERGED = 10_000
 """References in place behind one: llguidance copies what each points at."""
-MAX_ROUNDS = 20
-"""Passes over all references until it is known which have an end; those without circles take two."""
+MAX_VISITS = 200_000
+"""Schemas seen until it is known which references have an end, half a second. Without circles each is seen twice."""
 EXACT = 2**53
 """Largest number that compares exactly."""
 MAX_PATTERNS = 64

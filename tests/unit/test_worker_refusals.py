@@ -1,0 +1,41 @@
+"""What llguidance says against a form, in the words of a caller's request."""
+
+from __future__ import annotations
+
+import pytest
+
+from inference.worker.constraints.reasons import reason
+
+SAID = [
+    ("NoExtensionBias\n<non-verbose/>", "nothing can satisfy it"),
+    ("oneOf constraints are not supported. Enable 'coerce_one_of'", "a value could satisfy several options of oneOf"),
+    (
+        'at 3(5): invalid regex "(?:a()" (in regex): regex parse error:\n    (?:a()\n    ^\nerror: unclosed group',
+        "a regular expression cannot be read: unclosed group",
+    ),
+    ("regex parse error:", "a regular expression cannot be read: it is malformed"),
+    (
+        "Unsatisfiable schema: Regex is empty:  (And (SearchRegex /^a$/))",
+        "no text has all patterns, formats and lengths",
+    ),
+    ("Unable to determine if regex is empty: (And (SearchRegex", "too large together"),
+    ("Unsatisfiable schema: minLength (4) is greater", "nothing can satisfy it: minLength (4) is greater"),
+    (
+        "patternProperty regexes /^a/ and /a$/ are not disjoint",
+        "a key can match two of patternProperties, /^a/ and /a$/",
+    ),
+    ('at 1(8): unknown name: "x"', 'in line 1, column 8 of the grammar: unknown name: "x"'),
+    ("1(10): lexer error", "in line 1, column 10 of the grammar: this cannot be read"),
+    ("circular reference json-schema:///#/$defs/d0", "circular reference what a $ref points at"),
+    ("something else: (And (Or a b))", "something else"),
+    ("(And (Or a b))", "it is too complex"),
+]
+
+
+@pytest.mark.parametrize("row", range(len(SAID)))
+def test_a_refusal_is_said_without_what_is_inside(row: int) -> None:
+    """Neither places in grammars that the caller did not write, nor expressions, nor addresses of our own."""
+    said, written = SAID[row]
+    assert written in reason(said)
+    assert all(inside not in reason(said) for inside in ("(?:", "(And", "json-schema:", "Unsatisfiable", "at 3("))
+    assert len(reason(said * 50)) <= 300
