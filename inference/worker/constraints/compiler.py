@@ -16,6 +16,7 @@ from inference.protocol import Code
 from inference.worker.backend import Constraint, Mask
 from inference.worker.constraints import grammar
 from inference.worker.constraints.masks import Guide, Scratch, guarded
+from inference.worker.constraints.reasons import reason
 from inference.worker.core.forms import Form
 from inference.worker.errors import BadRequestError, WorkerError
 from inference.worker.trial import Trial, TrialError
@@ -140,12 +141,12 @@ class Compiler:
         except OSError:
             raise WorkerError(Code.MEMORY_LIMIT_EXCEEDED, "no process could be started", retry_after=1.0) from None
         if said:
-            raise BadRequestError(f"what the answer must look like cannot be enforced: {_reason(said)}", param)
+            raise BadRequestError(f"what the answer must look like cannot be enforced: {reason(said)}", param)
 
     def _compiled(self, trie: _Trie, source: str, param: str, *, shared: bool) -> _Compiled:
         matcher = _with_stack(self._stack_bytes, lambda: trie.matcher(source))
         if said := str(matcher) if isinstance(matcher, BaseException) else matcher.get_error():
-            raise BadRequestError(f"what the answer must look like cannot be enforced: {_reason(said)}", param)
+            raise BadRequestError(f"what the answer must look like cannot be enforced: {reason(said)}", param)
         return _Compiled(matcher, trie.scratch, shared=shared)
 
     def _keep(self, key: bytes, constraint: _Compiled, size: int) -> None:
@@ -260,25 +261,6 @@ def _with_stack(size: int, work: Callable[[], Any]) -> Any:
         threading.stack_size(before)
     thread.join()
     return results[0]
-
-
-def _reason(said: str) -> str:
-    """llguidance's message without its listing, in the words of a caller's request."""
-    lines = said.split("\n")
-    for beginning, reason in _REASONS:
-        if lines[0].startswith(beginning):
-            return reason
-    detail = next((line for line in lines if line.startswith("error: ")), "")  # of a regular expression
-    return f"{lines[0].strip()[:200]} {detail[:200]}".strip()
-
-
-_REASONS = (
-    ("NoExtension", "nothing can satisfy it"),
-    (
-        "oneOf constraints",
-        "a value could satisfy several options of oneOf; use anyOf, or a required property whose const differs",
-    ),
-)
 
 
 def _has_surrogates(text: str) -> bool:
