@@ -1,5 +1,7 @@
 """How property tests draw: the same examples in every run, so that a red suite is red again; `explore` draws anew.
 
+Names of cases are the same in every process, or tests cannot be divided among several: none may hold an address.
+
 HYPOTHESIS_PROFILE=explore make test ARGS="tests/property"
 """
 
@@ -7,8 +9,16 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", max_examples=1000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuses names that differ from process to process."""
+    strange = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if strange:
+        raise pytest.UsageError(f"name these cases with ids=: {strange[0]}")

@@ -48,7 +48,6 @@ def refused(read: Callable[[Any, Facts], object], body: Any, known: Facts = FULL
             "model 'tiny' gives no embeddings; it answers /v1/chat/completions and /v1/completions",
         ),
     ],
-    ids=str,
 )
 def test_the_wrong_endpoint_names_the_right_ones(
     read: Callable[[Any, Facts], object], body: Any, capabilities: tuple[str, ...], message: str
@@ -66,7 +65,6 @@ def test_the_wrong_endpoint_names_the_right_ones(
         (bodies.completion, {"prompt": "a", "best_of": 3}, "best_of"),
         (bodies.completion, {"prompt": "a", "best_of": 20}, "best_of"),
     ],
-    ids=str,
 )
 def test_more_choices_than_this_worker_gives_are_another_tiers(
     read: Callable[[Any, Facts], object], body: Any, param: str
