@@ -127,12 +127,17 @@ class Load:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _stream(self) -> None:
+        """One request after the other until the time is over; the first one in any case."""
         until = self._began + self.plan.seconds
-        while not self._enough.is_set() and (now := time.perf_counter()) < until:
+        while not self._enough.is_set():
             asked = ask(self._api, self.plan.body())
             self._asked.append(asked)
             self._ended = time.perf_counter()
+            left = until - self._ended
             if asked.error is not None:
                 pause = getattr(asked.error, "retry_after", None)
-                if pause is None or self._enough.wait(min(pause, max(0.0, until - now))):
+                if pause is None or self._enough.wait(min(pause, max(0.0, left))):
                     return
+                left = until - time.perf_counter()
+            if left <= 0:
+                return
