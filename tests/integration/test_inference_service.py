@@ -155,21 +155,26 @@ async def test_a_worker_killed_at_work_breaks_only_its_own_requests(rig: Rig) ->
     assert len(record["requests"]) == 2
 
 
-async def test_a_stream_whose_worker_dies_after_its_first_token_ends_in_an_error_frame(rig: Rig) -> None:
-    await asyncio.to_thread(rig.chat, "a")
-    victim = rig.status("a")["pid"]
-    seen = b""
-    async with (
-        aiohttp.ClientSession(rig.service.url, headers=rig.headers) as session,
-        session.post("/v1/chat/completions", json=chat("a", stream=True, max_tokens=200)) as answer,
-    ):
-        async for piece in answer.content.iter_any():
-            if not seen:
-                os.kill(victim, signal.SIGSTOP)
-                os.kill(victim, signal.SIGKILL)
-            seen += piece
-    last = [frame for frame in seen.split(b"\n\n") if frame.startswith(b"data: ")][-1]
-    assert json.loads(last[6:])["error"]["code"] == "model_failed"
+async def test_a_stream_whose_worker_dies_after_its_first_token_ends_in_an_error_frame(tmp_path: Path) -> None:
+    """Of a model that is slow enough not to have ended by then."""
+    rig = Rig(tmp_path, {"a": {"path": str(tiny_gguf.slow()), "context_length": 1024, "parallel": 1}}).start()
+    try:
+        await asyncio.to_thread(rig.chat, "a")
+        victim = rig.status("a")["pid"]
+        seen = b""
+        long = chat("a", stream=True, max_tokens=900, ignore_eos=True)
+        async with (
+            aiohttp.ClientSession(rig.service.url, headers=rig.headers) as session,
+            session.post("/v1/chat/completions", json=long) as answer,
+        ):
+            async for piece in answer.content.iter_any():
+                if not seen:
+                    os.kill(victim, signal.SIGKILL)
+                seen += piece
+        last = [frame for frame in seen.split(b"\n\n") if frame.startswith(b"data: ")][-1]
+        assert json.loads(last[6:])["error"]["code"] == "model_failed"
+    finally:
+        rig.service.kill()
 
 
 async def test_unloading_by_hand_never_fails_a_request(rig: Rig) -> None:
