@@ -18,10 +18,12 @@ MODELS = "models:\n  demo: {path: 'bundled:demo', context_length: 2048, parallel
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     stack = Stack(tmp_path_factory.mktemp("deadline"), models=MODELS)
-    stack.inference.start(wait_for="/readyz")
-    stack.ask("/v1/chat/completions", chat_body("Hello!"), direct=True)
-    yield stack
-    stack.kill()
+    try:
+        stack.inference.start(wait_for="/readyz")
+        stack.ask("/v1/chat/completions", chat_body("Hello!"), direct=True)
+        yield stack
+    finally:
+        stack.kill()
 
 
 def _opened(stack: Stack, body: dict[str, Any], **headers: str) -> Any:
