@@ -15,18 +15,21 @@ from tests.rigs.authority_rig import MIB, empty, services, until
 async def test_a_worker_that_outgrows_its_reservation_reserves_more_or_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two of 100 MiB that become over 300: with 512 allowed, one may and the other must go."""
+    """Two of 100 MiB that become over 400: with 614 allowed, one may and the other must go.
+
+    Whenever they are looked at while they grow, at least 319 MiB are booked in the end: 64 and a tenth may be missing.
+    """
     monkeypatch.setattr(authorities, "WATCH_SECONDS", 0.1)
     caplog.set_level("INFO")
     async with services(tmp_path, monkeypatch) as start:
         service = await start(
-            {"small": {}, "a": {}, "b": {}}, {name: {"grow": 300 * MIB} for name in "ab"}, MEMORY_LIMIT_GB="0.5"
+            {"small": {}, "a": {}, "b": {}}, {name: {"grow": 400 * MIB} for name in "ab"}, MEMORY_LIMIT_GB="0.6"
         )
         authority = service.authority
         small, a, b = (authority.resolve(name) for name in ("small", "a", "b"))
         await authority.load(small)
         await authority.load(a)
-        await until("the growth is booked", lambda: authority.ledger.owned_by("a")["cpu"] > 200 * MIB)
+        await until("the growth is booked", lambda: authority.ledger.owned_by("a")["cpu"] > 310 * MIB)
         assert a.running is not None
         seen = private_bytes(a.running.worker.pid)
         if seen is None:
