@@ -432,5 +432,4 @@ def test_harmony_goes_on_with_the_message_that_the_prompt_has_begun() -> None:
 
 
 def test_families_without_calls_of_their_own_have_no_form_for_them() -> None:
-    with pytest.raises(NotImplementedError):
-        Family().calls(TOOLS, 1)
+    assert Family().form(TOOLS, REQUIRED, opened="") is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -108,15 +109,8 @@ class Family:
         return [*normal(messages, text_arguments=self.text_arguments)], variables
 
     def form(self, tools: Sequence[Tool], choice: ToolChoice, *, opened: str) -> Form | None:
-        """Calls alone where they are required; where they are not, text that becomes calls at the first marker."""
-        chosen = wanted(tools, choice)
-        if not chosen or (choice.mode == "auto" and self.opening is None):
-            return None
-        calls = self.calls(chosen, None if choice.parallel and choice.mode != "named" else 1)
-        if choice.mode == "auto" and self.opening is not None:
-            text = AnyText((self.opening,))
-            calls = forms.OneOf((text, led(text, calls)))
-        return self.wrap(calls, opened=opened)
+        """Nothing is ever forced."""
+        return None
 
     def wrap(self, form: Form, *, opened: str) -> Form:
         """Reasoning first, where the family reasons."""
@@ -137,9 +131,24 @@ class Family:
         end = (Literal(f"{thought}\n"), Marker(thinking.end), Literal(f"\n\n{content}"))
         return Begun((*begin, *end), thinking.end + MIDST)
 
+
+class Caller(Family, abc.ABC):
+    """A family whose calls stand in the text one after the other; each says how it writes them."""
+
+    def form(self, tools: Sequence[Tool], choice: ToolChoice, *, opened: str) -> Form | None:
+        """Calls alone where they are required; where they are not, text that becomes calls at the first marker."""
+        chosen = wanted(tools, choice)
+        if not chosen or (choice.mode == "auto" and self.opening is None):
+            return None
+        calls = self.calls(chosen, None if choice.parallel and choice.mode != "named" else 1)
+        if choice.mode == "auto" and self.opening is not None:
+            text = AnyText((self.opening,))
+            calls = forms.OneOf((text, led(text, calls)))
+        return self.wrap(calls, opened=opened)
+
+    @abc.abstractmethod
     def calls(self, tools: Sequence[Tool], most: int | None) -> Form:
         """One to `most` calls of these tools."""
-        raise NotImplementedError
 
 
 def wanted(tools: Sequence[Tool], choice: ToolChoice) -> list[Tool]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inference.worker.core import forms
-from inference.worker.core.dialects.base import Family, arguments_of, one_of
+from inference.worker.core.dialects.base import Caller, arguments_of, one_of
 from inference.worker.core.dialects.conversation import described, explained, normal
 from inference.worker.core.dialects.reading import Markers, Reader, Steps
 from inference.worker.core.dialects.thinking import Thinking
@@ -78,7 +78,7 @@ class DeepSeekParser(Reader):
         yield from self.space()
 
 
-class DeepSeek(Family):
+class DeepSeek(Caller):
     """The dialect. `fenced` says that the template writes calls as V3 and R1 do, `presents` that it presents tools;
     most of these templates leave that to the system message.
     """

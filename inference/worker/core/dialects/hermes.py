@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from inference.worker.core import forms
-from inference.worker.core.dialects.base import Family, object_call, one_of
+from inference.worker.core.dialects.base import Caller, object_call, one_of
 from inference.worker.core.dialects.reading import Markers, Reader, Steps
 from inference.worker.core.dialects.thinking import Thinking
 from inference.worker.core.forms import Form, Literal, Marker, Repeat
@@ -38,7 +38,7 @@ class HermesParser(Reader):
         yield from self.rest()
 
 
-class Hermes(Family):
+class Hermes(Caller):
     """The dialect."""
 
     name = "hermes"

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from inference.worker.core import forms
-from inference.worker.core.dialects.base import Family, object_call, one_of
+from inference.worker.core.dialects.base import Caller, object_call, one_of
 from inference.worker.core.dialects.conversation import described, normal, one_at_a_time
 from inference.worker.core.dialects.reading import Markers, Reader, Steps
 from inference.worker.core.dialects.thinking import MIDST, Thinking
@@ -53,7 +53,7 @@ class Llama3Parser(Reader):
             self.give_back()
 
 
-class Llama3(Family):
+class Llama3(Caller):
     """The dialect. Its templates write one call per turn, so one call is what an answer is forced to."""
 
     name = "llama3"

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inference.worker.core import forms
-from inference.worker.core.dialects.base import Family, arguments_of, object_call, one_of
+from inference.worker.core.dialects.base import Caller, arguments_of, object_call, one_of
 from inference.worker.core.dialects.conversation import described, normal
 from inference.worker.core.dialects.reading import Markers, Reader, Steps
 from inference.worker.core.dialects.thinking import Thinking
@@ -55,7 +55,7 @@ class MistralParser(Reader):
         yield from self.arguments(name, id)
 
 
-class Mistral(Family):
+class Mistral(Caller):
     """The dialect. `lists` says that the template writes calls as a JSON list, `ids` that it writes [CALL_ID]."""
 
     name = "mistral"

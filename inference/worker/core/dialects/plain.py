@@ -7,7 +7,6 @@ from typing import Any
 
 from inference.worker.core.dialects.base import Family
 from inference.worker.core.dialects.reading import Reader, Steps
-from inference.worker.core.forms import Form
 from inference.worker.core.parts import AnswerParser, Tool, ToolChoice
 
 
@@ -37,7 +36,3 @@ class Plain(Family):
     def parser(self, *, tools: Sequence[Tool], opened: str) -> AnswerParser:
         """A parser of one answer."""
         return PlainParser()
-
-    def form(self, tools: Sequence[Tool], choice: ToolChoice, *, opened: str) -> Form | None:
-        """Nothing is ever forced."""
-        return None
