@@ -33,7 +33,7 @@ async def test_a_worker_that_outgrows_its_reservation_reserves_more_or_leaves(
         assert a.running is not None
         seen = private_bytes(a.running.worker.pid)
         if seen is None:
-            pytest.skip("needs /proc")
+            pytest.skip("reads a process's memory from /proc, which Linux has")
         assert authority.ledger.owned_by("a")["cpu"] <= seen + MIB
         assert "a grew by" in caplog.text
         assert authority.ledger.owned_by("small")["cpu"] == 100 * MIB, "who keeps to it pays nothing"

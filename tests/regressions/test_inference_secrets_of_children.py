@@ -53,7 +53,7 @@ async def test_a_worker_and_a_helper_see_no_secret(tmp_path: Path, monkeypatch: 
         assert model.running is not None
         seen = Path(f"/proc/{model.running.worker.pid}/environ")
         if not seen.exists():
-            pytest.skip("needs /proc")
+            pytest.skip("reads a process's environment from /proc, which Linux has")
         names = {entry.partition(b"=")[0].decode() for entry in seen.read_bytes().split(b"\0")}
     assert "HEADGATE_WORKER_PARENT" in names
     assert not set(SECRETS) & names
