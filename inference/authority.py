@@ -32,6 +32,7 @@ from inference.devices.cpu import CPU
 from inference.devices.inventory import Inventory
 from inference.errors import InferenceError, MemoryLimitExceededError, ModelNotFound, QueueFull, ShuttingDown
 from inference.estimator import Estimator
+from inference.evictions import Evictions, Reason
 from inference.loads import Loads
 from inference.metrics import Metrics
 from inference.model import Model, Ticket
@@ -76,6 +77,7 @@ class Authority:
         self.crashes = crashes
         self.bus = bus
         self.metrics = metrics
+        self.evictions = Evictions(metrics, bus)
         self.ledger = Ledger()
         self.models = {name: Model(spec) for name, spec in config.models.items()}
         self.started = False
@@ -193,7 +195,7 @@ class Authority:
         running = model.running
         if running is None:
             return
-        self.loads.leave(model, "by hand")
+        self.loads.leave(model, Reason.BY_HAND)
         if now:
             running.worker.stop()
         else:
@@ -279,8 +281,9 @@ class Authority:
             self._log(decision.result, model, decision.trace)
             self.metrics.placements.labels(Result.FULL.lower(), "eviction").inc()
             for name in decision.evict:
-                self.metrics.evictions.labels("unload", "memory wanted").inc()
-                self.loads.leave(self.models[name], f"room for {model.id}")
+                self.loads.leave(
+                    self.models[name], Reason.MEMORY_WANTED, explanation=(f"room for {model.id}", *decision.trace)
+                )
         else:
             self._log(decision.result, model, decision.trace)
             self.metrics.placements.labels(decision.result.lower(), "fits").inc()
@@ -327,8 +330,7 @@ class Authority:
                 self.move(model, _E.RETRY)
             idle = model.state is _S.READY and not model.in_flight and not model.queue.waiters
             if idle and not model.spec.pinned and now - model.last_used_at >= model.spec.idle_timeout:
-                self.metrics.evictions.labels("unload", "idle").inc()
-                self.loads.leave(model, "idle")
+                self.loads.leave(model, Reason.IDLE)
         if now >= self._watch_at:
             self._watch_at = now + WATCH_SECONDS
             self.loads.watch()

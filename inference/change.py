@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from inference.environment import AT_START
 from inference.errors import ModelNotFound
+from inference.evictions import Reason
 from inference.model import Model
 from inference.settings import InferenceConfig, ModelSpec
 
@@ -46,7 +47,7 @@ class Change:
             if model.running is None:
                 del self._authority.models[name]
             else:
-                self._authority.loads.leave(model, "removed")
+                self._authority.loads.leave(model, Reason.REMOVED)
         old, new = self._authority.settings.model_dump(), config.settings.model_dump()
         said += [
             f"INFERENCE_{key.upper()} changed{' (applied at the next start)' if key in AT_START else ''}"
@@ -68,4 +69,4 @@ class Change:
         model.estimates.clear()
         model.backoff, model.retry_at, model.failure = type(model.backoff)(), 0.0, None
         if model.running is not None:
-            self._authority.loads.leave(model, "its configuration changed")
+            self._authority.loads.leave(model, Reason.CHANGED)

@@ -20,6 +20,7 @@ from inference.core.lifecycle import Event
 from inference.core.plan import Placement
 from inference.devices.cpu import CPU
 from inference.errors import DeviceLost, InferenceError, ModelFailed
+from inference.evictions import Action, Departure, Reason
 from inference.model import Model, Running
 from inference.osapi import private_bytes
 from inference.protocol import ExitCause, ModelState
@@ -142,23 +143,26 @@ class Loads:
                 log.warning("%s grew by %s beyond its reservation; reserved", model.id, format_bytes(found.bytes))
                 continue
             log.error("%s grew by %s, and has to leave: %s", model.id, format_bytes(found.bytes), found.reason)
-            self._authority.metrics.evictions.labels("unload", "outgrew").inc()
-            self.leave(model, "it outgrew its reservation")
+            self.leave(model, Reason.OUTGREW, explanation=(found.reason,))
             self._authority.loop.call_later(self._authority.settings.drain_seconds, running.worker.stop)
 
-    def leave(self, model: Model, reason: str) -> None:
-        """Begins a model's way out: what runs may finish."""
+    def leave(
+        self, model: Model, reason: Reason, action: Action = Action.UNLOAD, explanation: tuple[str, ...] = ()
+    ) -> None:
+        """Begins a model's way out, the only one there is: what runs may finish. Its record follows with its memory."""
         running = model.running
-        if running is None:
+        if running is None or model.state not in (_S.LOADING, _S.READY, _S.BUSY):
             return
+        running.departure = Departure(reason, action, explanation)
+        why = "; ".join((str(reason), *explanation))
         if model.state is _S.LOADING:
-            log.info("the load of %s is given up (%s)", model.id, reason)
+            log.info("the load of %s is given up (%s)", model.id, why)
             self.unload(model)
-        elif model.state in (_S.READY, _S.BUSY):
-            log.info("%s leaves (%s)", model.id, reason)
-            self._authority.move(model, _E.DRAIN)
-            if not running.leases:
-                self.unload(model)
+            return
+        log.info("%s leaves (%s)", model.id, why)
+        self._authority.move(model, _E.DRAIN)
+        if not running.leases:
+            self.unload(model)
 
     def unload(self, model: Model) -> None:
         """Nothing is in flight any more: the worker may end."""
@@ -220,7 +224,7 @@ class Loads:
 
     def _give_back(self, running: Running) -> None:
         if all(device == CPU for device in running.placement.need):
-            self._authority.ledger = self._authority.ledger.release(running.holding)
+            self._release(running)
         else:
             self._authority.background.spawn(self._await_return(running))
 
@@ -246,14 +250,24 @@ class Loads:
             if not back:
                 await asyncio.sleep(RETURN_EVERY_SECONDS)
         if back:
-            self._authority.ledger = self._authority.ledger.release(running.holding)
+            self._release(running)
         else:
             log.warning(
                 "%s did not get back all memory of %s; it counts as foreign", running.device.id, running.worker.name
             )
             self._authority.ledger = self._authority.ledger.forfeit(running.holding)
+            self._record(running, 0)
         self._authority.teller.changed()
         self._authority.pump()
+
+    def _release(self, running: Running) -> None:
+        freed_bytes = sum(self._authority.ledger.holdings[running.holding].bytes.values())
+        self._authority.ledger = self._authority.ledger.release(running.holding)
+        self._record(running, freed_bytes)
+
+    def _record(self, running: Running, freed_bytes: int) -> None:
+        if running.departure is not None:
+            self._authority.evictions.add(running.worker.name, running.departure, freed_bytes)
 
     def _is_back(self, running: Running, foreign_bytes: int) -> bool:
         device = running.device.id

@@ -19,6 +19,7 @@ from inference.core.queue import Waiter, WaitQueue
 from inference.devices.base import Reading
 from inference.errors import InferenceError
 from inference.estimator import Estimate
+from inference.evictions import Departure
 from inference.protocol import ModelState, Priority, Progress
 from inference.settings import ModelSpec
 from inference.supervisor import WorkerProcess
@@ -38,6 +39,8 @@ class Running:
     ready: Ready | None = None
     leases: set[Lease] = field(default_factory=set)
     failure: InferenceError | None = None
+    departure: Departure | None = None
+    """Why it leaves, from the moment it was told to."""
     counted: dict[str, int] = field(default_factory=dict)
     """Tokens of this worker that the metrics have seen, by kind."""
 

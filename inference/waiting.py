@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from inference.core.lifecycle import Event
 from inference.errors import DeadlineExceeded, InferenceError, ModelLoading
+from inference.evictions import Reason
 from inference.model import Lease, Model, Ticket
 from inference.protocol import ModelState
 
@@ -58,7 +59,7 @@ class Waiting:
         if model.state is _S.BUSY:
             self._authority.move(model, _E.IDLE, quietly=True)
             if model.spec.idle_timeout == 0 and not model.spec.pinned:
-                self._authority.loads.leave(model, "idle")
+                self._authority.loads.leave(model, Reason.IDLE)
         elif model.state is _S.DRAINING:
             self._authority.loads.unload(model)
         if any(other.queue.waiters for other in self._authority.models.values()):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from inference.evictions import Reason
 from inference.protocol import ModelState
 from tests.rigs.authority_rig import services
 
@@ -20,7 +21,7 @@ async def test_the_client_of_a_worker_is_closed_although_the_service_ends_in_the
         assert model.running is not None
         running = model.running
         running.worker.exited.add_done_callback(lambda _: authority.background.cancel())
-        authority.loads.leave(model, "by hand")
+        authority.loads.leave(model, Reason.BY_HAND)
         await running.worker.exited
     assert model.state is ModelState.COLD
     assert running.session is not None
