@@ -12,7 +12,7 @@ or releasing on the device; until then it may only rise, because a loading worke
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
@@ -86,27 +86,59 @@ class Lack:
 
 
 @dataclass(frozen=True, slots=True)
+class Sums:
+    """What all holdings together have on a device, by phase; bytes."""
+
+    reserved_bytes: int = 0
+    resident_bytes: int = 0
+    releasing_bytes: int = 0
+
+    @property
+    def ours_bytes(self) -> int:
+        """Whatever the phase."""
+        return self.reserved_bytes + self.resident_bytes + self.releasing_bytes
+
+    def plus(self, phase: Phase, count: int) -> Sums:
+        """With `count` bytes more (or fewer) in `phase`."""
+        if phase is Phase.RESERVED:
+            return Sums(self.reserved_bytes + count, self.resident_bytes, self.releasing_bytes)
+        if phase is Phase.RESIDENT:
+            return Sums(self.reserved_bytes, self.resident_bytes + count, self.releasing_bytes)
+        return Sums(self.reserved_bytes, self.resident_bytes, self.releasing_bytes + count)
+
+
+_NOTHING = Sums()
+
+
+@dataclass(frozen=True, slots=True)
 class Ledger:
-    """All accounts and holdings. `limit_bytes` caps the sum of our bytes over all devices."""
+    """All accounts and holdings. `limit_bytes` caps the sum of our bytes over all devices.
+
+    `sums` follows from `holdings`; it is kept from step to step, because a decision asks for it hundreds of times.
+    """
 
     accounts: Mapping[str, Account] = field(default_factory=dict)
     holdings: Mapping[str, Holding] = field(default_factory=dict)
     limit_bytes: int | None = None
+    sums: Mapping[str, Sums] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.holdings and not self.sums:
+            object.__setattr__(self, "sums", _changed({}, self.holdings.values(), 1))
 
     def balance(self, device: str) -> Balance:
         """The account of `device` in numbers; raises LedgerError for an unknown device."""
         account = self._account(device)
-        sums = self._sums(device)
-        ours = sum(sums.values())
-        used = account.foreign_bytes + ours
-        room, bound = self._room(account, ours, sums[Phase.RESERVED])
+        sums = self.sums.get(device, _NOTHING)
+        used = account.foreign_bytes + sums.ours_bytes
+        room, bound = self._room(account, sums)
         return Balance(
             capacity_bytes=account.capacity_bytes,
             free_bytes=max(0, account.capacity_bytes - used),
             foreign_bytes=account.foreign_bytes,
-            reserved_bytes=sums[Phase.RESERVED],
-            resident_bytes=sums[Phase.RESIDENT],
-            releasing_bytes=sums[Phase.RELEASING],
+            reserved_bytes=sums.reserved_bytes,
+            resident_bytes=sums.resident_bytes,
+            releasing_bytes=sums.releasing_bytes,
             shortfall_bytes=max(0, used - account.capacity_bytes),
             room_bytes=room,
             bound=bound,
@@ -118,18 +150,22 @@ class Ledger:
         spare = None if self.limit_bytes is None else self.limit_bytes - self.ours_bytes
         total = sum(need.values())
         for device, count in need.items():
-            balance = self.balance(device)
-            if count > balance.room_bytes:
-                found.append(Lack(device, count, balance.room_bytes, balance.bound))
+            room, bound = self.room(device)
+            if count > room:
+                found.append(Lack(device, count, room, bound))
         if not found and spare is not None and total > spare:
             device = max(need, key=lambda name: need[name])
             found.append(Lack(device, total, max(0, spare), "the memory limit"))
         return tuple(found)
 
+    def room(self, device: str) -> tuple[int, str]:
+        """Bytes that a new reservation may take of `device`, and what limits them."""
+        return self._room(self._account(device), self.sums.get(device, _NOTHING))
+
     @property
     def ours_bytes(self) -> int:
         """The sum of our bytes over all devices and phases."""
-        return sum(sum(holding.bytes.values()) for holding in self.holdings.values())
+        return sum(sums.ours_bytes for sums in self.sums.values())
 
     def open(self, account: Account) -> Ledger:
         """With `account` added, or its capacity and budget replaced."""
@@ -192,8 +228,10 @@ class Ledger:
 
     def release(self, id: str) -> Ledger:
         """The bytes are back; raises LedgerError the second time."""
-        self._holding(id, *Phase)
-        return replace(self, holdings={key: value for key, value in self.holdings.items() if key != id})
+        holding = self._holding(id, *Phase)
+        holdings = dict(self.holdings)
+        del holdings[id]
+        return replace(self, holdings=holdings, sums=_changed(self.sums, (holding,), -1))
 
     def forfeit(self, id: str) -> Ledger:
         """The holder is gone and its bytes did not come back: they are foreign from now on."""
@@ -207,9 +245,9 @@ class Ledger:
     def observe(self, device: str, used_bytes: int, free_bytes: int) -> Ledger:
         """Takes a reading of the device: bytes in use by everybody, and bytes free."""
         account = self._account(device)
-        sums = self._sums(device)
-        foreign = max(0, used_bytes - sum(sums.values()))
-        if sums[Phase.RESERVED] or sums[Phase.RELEASING]:
+        sums = self.sums.get(device, _NOTHING)
+        foreign = max(0, used_bytes - sums.ours_bytes)
+        if sums.reserved_bytes or sums.releasing_bytes:
             foreign = max(foreign, account.foreign_bytes)
         seen = replace(account, foreign_bytes=foreign, observed_free_bytes=max(0, free_bytes))
         return replace(self, accounts=_with(self.accounts, device, seen))
@@ -222,8 +260,9 @@ class Ledger:
                 account = accounts[device]
                 if account.observed_free_bytes is not None:
                     accounts[device] = replace(account, observed_free_bytes=account.observed_free_bytes + count)
-        stay = {id: holding for id, holding in self.holdings.items() if id not in ids}
-        return replace(self, accounts=accounts, holdings=stay)
+        holdings = dict(self.holdings)
+        gone = [holdings.pop(id) for id in ids]
+        return replace(self, accounts=accounts, holdings=holdings, sums=_changed(self.sums, gone, -1))
 
     def missing(self, need: Mapping[str, int]) -> tuple[Mapping[str, int], int]:
         """Bytes that resident holdings must give back before `need` fits: on each device, and altogether.
@@ -232,9 +271,8 @@ class Ledger:
         """
         per_device = {}
         for device, count in need.items():
-            account = self._account(device)
-            sums = self._sums(device)
-            room = min(bytes for bytes, _ in self._device_bounds(account, sum(sums.values()), sums[Phase.RESERVED]))
+            bounds = self._device_bounds(self._account(device), self.sums.get(device, _NOTHING))
+            room = min(bytes for bytes, _ in bounds)
             per_device[device] = max(0, count - room) if count else 0
         altogether = 0 if self.limit_bytes is None else sum(need.values()) - (self.limit_bytes - self.ours_bytes)
         return per_device, max(0, altogether)
@@ -248,28 +286,24 @@ class Ledger:
                     found[device] = found.get(device, 0) + count
         return found
 
-    def _room(self, account: Account, ours: int, reserved: int) -> tuple[int, str]:
-        bounds = self._device_bounds(account, ours, reserved)
+    def _room(self, account: Account, sums: Sums) -> tuple[int, str]:
+        bounds = self._device_bounds(account, sums)
         if self.limit_bytes is not None:
             bounds.append((self.limit_bytes - self.ours_bytes, "the memory limit"))
         room, bound = min(bounds, key=lambda item: item[0])
         return max(0, room), bound
 
     @staticmethod
-    def _device_bounds(account: Account, ours: int, reserved: int) -> list[tuple[int, str]]:
+    def _device_bounds(account: Account, sums: Sums) -> list[tuple[int, str]]:
+        ours = sums.ours_bytes
         bounds = [
             (account.capacity_bytes - account.foreign_bytes - ours, "the device and what others use of it"),
             (account.budget_bytes - ours, "the share of the device that may be used"),
         ]
         if account.observed_free_bytes is not None:
-            bounds.append((account.observed_free_bytes - reserved, "what is free on the device now"))
+            free = account.observed_free_bytes - sums.reserved_bytes
+            bounds.append((free, "what is free on the device now"))
         return bounds
-
-    def _sums(self, device: str) -> dict[Phase, int]:
-        sums = dict.fromkeys(Phase, 0)
-        for holding in self.holdings.values():
-            sums[holding.phase] += holding.bytes.get(device, 0)
-        return sums
 
     def _account(self, device: str) -> Account:
         try:
@@ -286,8 +320,19 @@ class Ledger:
         return holding
 
     def _put(self, holding: Holding) -> Ledger:
-        return replace(self, holdings=_with(self.holdings, holding.id, holding))
+        before = self.holdings.get(holding.id)
+        sums = self.sums if before is None else _changed(self.sums, (before,), -1)
+        return replace(self, holdings=_with(self.holdings, holding.id, holding), sums=_changed(sums, (holding,), 1))
 
 
 def _with(mapping: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
     return {**mapping, key: value}
+
+
+def _changed(sums: Mapping[str, Sums], holdings: Iterable[Holding], sign: int) -> Mapping[str, Sums]:
+    """`sums` with these holdings (1) or without them (-1)."""
+    after = dict(sums)
+    for holding in holdings:
+        for device, count in holding.bytes.items():
+            after[device] = after.get(device, _NOTHING).plus(holding.phase, sign * count)
+    return after

@@ -115,6 +115,13 @@ class LedgerMachine(RuleBasedStateMachine):
             assert min(b.free_bytes, b.shortfall_bytes, b.foreign_bytes, b.room_bytes, b.ours_bytes) >= 0
 
     @invariant()
+    def kept_sums_are_the_sums_of_the_holdings(self) -> None:
+        anew = Ledger(self.ledger.accounts, self.ledger.holdings, self.ledger.limit_bytes)
+        for device in DEVICES:
+            assert self.ledger.balance(device) == anew.balance(device)
+        assert self.ledger.ours_bytes == sum(sum(item.bytes.values()) for item in self.ledger.holdings.values())
+
+    @invariant()
     def stays_within_limits(self) -> None:
         assert self.ledger.ours_bytes <= 1500
         for device in DEVICES:
