@@ -1,0 +1,209 @@
+"""Decides who leaves and who is slowed down when devices are full: `step(state, scene, rules)`; carries nothing out.
+
+Only idle models are ever asked to leave. Below CRITICAL that happens where memory is wanted: a model waits for room, or
+others took more since the last check. At EMERGENCY a ladder is climbed, a rung per regular check, and left a rung per
+regular check once the use is below HIGH, or no more than what was admitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from headgate.shared.units import format_bytes
+from inference.core.plan import Standing
+from inference.core.pressure import BAND, Bounds, Gauge, Level, Use, grew, settle
+
+HIGH_IDLE_SECONDS = 30.0
+"""At HIGH a model idle for longer leaves, or sooner where INFERENCE_EVICTION_IDLE_THRESHOLD_SECONDS is less."""
+
+
+class Rung(IntEnum):
+    """How far the ladder of EMERGENCY was climbed on a device; each includes those below it."""
+
+    NONE = 0
+    WARN = 1
+    HALVE = 2
+    """half the sequences at once; half of that on every further rung"""
+    FORGET = 3
+    """retained prefixes are dropped"""
+    NO_EXTRAS = 4
+    """models with a projector or adapters are not loaded"""
+    NO_LOADS = 5
+    """no model is loaded"""
+
+
+SAYS: Mapping[Rung, str] = {
+    Rung.NONE: "nothing is held back any more",
+    Rung.WARN: "the next check begins to hold back",
+    Rung.HALVE: "half the sequences are admitted at once",
+    Rung.FORGET: "a quarter of the sequences are admitted at once and retained prefixes are dropped",
+    Rung.NO_EXTRAS: "an eighth of the sequences are admitted at once, and models with vision or LoRA are not loaded",
+    Rung.NO_LOADS: "a sixteenth of the sequences are admitted at once, and no model is loaded",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The settings: `idle_seconds` is what MODERATE asks for; `eager` acts without memory being wanted."""
+
+    bounds: Bounds = field(default_factory=Bounds)
+    idle_seconds: float = 120.0
+    eager: bool = False
+    enabled: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """A model that holds memory (`bytes` per device). `limit` is the sequences its worker was told to admit at once,
+    None for all `parallel` of them. A warm one has no worker that answers.
+    """
+
+    model: str
+    standing: Standing
+    bytes: Mapping[str, int]
+    idle_seconds: float
+    parallel: int = 1
+    limit: int | None = None
+    warm: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What a check sees. `wanted` names devices for whose memory somebody waits."""
+
+    uses: Sequence[Use]
+    tenants: Sequence[Tenant] = ()
+    wanted: Collection[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """One device's gauge and rung."""
+
+    gauge: Gauge = field(default_factory=Gauge)
+    rung: Rung = Rung.NONE
+
+
+State = Mapping[str, Watch]
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """An idle model leaves a device: into host memory if it can (`offload`), else for good."""
+
+    model: str
+    offload: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A worker admits at most so many sequences at once."""
+
+    model: str
+    sequences: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """A worker drops the prefixes it retains."""
+
+    model: str
+    reason: str
+
+
+Action = Leave | Limit | Forget
+
+
+def step(state: State, scene: Scene, rules: Rules, *, regular: bool = True) -> tuple[State, tuple[Action, ...]]:
+    """The state after a check, and what has to be done. A check out of turn (not `regular`) climbs to WARN at most.
+
+    Devices that are not in the scene are forgotten.
+    """
+    after: dict[str, Watch] = {}
+    leaves: dict[str, Leave] = {}
+    forgets: dict[str, Forget] = {}
+    for use in scene.uses:
+        before = state.get(use.device, Watch())
+        gauge = settle(before.gauge, use, rules.bounds)
+        after[use.device] = watch = Watch(gauge, _climb(before.rung, gauge, rules, regular=regular))
+        if not rules.enabled:
+            continue
+        for leave in _leaves(use, gauge.level, scene, rules, grown=grew(before.gauge, use)):
+            if leave.model not in leaves or not leave.offload:
+                leaves[leave.model] = leave
+        if regular and gauge.level is Level.EMERGENCY and watch.rung >= Rung.FORGET:
+            held = [tenant for tenant in _answering(scene.tenants) if tenant.bytes.get(use.device)]
+            forgets |= {tenant.model: Forget(tenant.model, _full(use, gauge.level)) for tenant in held}
+    staying = [tenant for tenant in _answering(scene.tenants) if tenant.model not in leaves]
+    forgetting = [forgets[tenant.model] for tenant in staying if tenant.model in forgets]
+    return after, (*leaves.values(), *_limits(after, staying), *forgetting)
+
+
+def refusal(state: State, device: str, *, extras: bool) -> str | None:
+    """Why a load onto `device` is refused by the ladder, or None; `extras`: the model has a projector or adapters."""
+    watch = state.get(device, Watch())
+    if watch.rung >= Rung.NO_LOADS:
+        return f"{device} is too full ({watch.gauge.level}) for any load until its use is below HIGH"
+    if extras and watch.rung >= Rung.NO_EXTRAS:
+        return f"{device} is too full ({watch.gauge.level}) to load a model with vision or LoRA until it is below HIGH"
+    return None
+
+
+def _climb(rung: Rung, gauge: Gauge, rules: Rules, *, regular: bool) -> Rung:
+    if not rules.enabled:
+        return Rung.NONE
+    if gauge.level is Level.EMERGENCY:
+        return Rung(min(rung + 1, Rung.NO_LOADS)) if regular or rung is Rung.NONE else rung
+    if regular and rung and (gauge.level < Level.HIGH or gauge.planned):
+        return Rung(rung - 1)
+    return rung
+
+
+def _leaves(use: Use, level: Level, scene: Scene, rules: Rules, *, grown: bool) -> Iterable[Leave]:
+    """Who leaves the device, warm models first and then the longest idle; below CRITICAL only as many as are needed."""
+    wanted = use.device in scene.wanted
+    if level is Level.LOW or (level < Level.CRITICAL and not (wanted or grown or rules.eager)):
+        return
+    why = _full(use, level)
+    if level < Level.CRITICAL:
+        why += ", and memory is wanted" if wanted else ", and others took more" if grown else ""
+    patience = {
+        Level.MODERATE: rules.idle_seconds,
+        Level.HIGH: min(HIGH_IDLE_SECONDS, rules.idle_seconds),
+    }.get(level, 0.0)
+    enough = use.total_bytes * (rules.bounds.of(level) - BAND) if level < Level.CRITICAL else -1.0
+    idle = [tenant for tenant in scene.tenants if tenant.standing is Standing.IDLE and tenant.bytes.get(use.device)]
+    used = use.used_bytes
+    for tenant in sorted(idle, key=lambda item: (not item.warm, -item.idle_seconds, item.model)):
+        if tenant.idle_seconds < patience or used < enough:
+            continue
+        used -= tenant.bytes[use.device]
+        offload = level < Level.CRITICAL and not tenant.warm
+        yield Leave(tenant.model, offload, f"{why}; idle for {tenant.idle_seconds:.0f} s")
+
+
+def _limits(state: State, tenants: Iterable[Tenant]) -> Iterable[Limit]:
+    for tenant in tenants:
+        held = [device for device, count in tenant.bytes.items() if count and device in state]
+        device = max(held, key=lambda name: state[name].rung, default=None)
+        rung = Rung.NONE if device is None else state[device].rung
+        sequences = tenant.parallel if rung < Rung.HALVE else max(1, tenant.parallel >> (rung - 1))
+        if sequences != (tenant.limit or tenant.parallel):
+            why = SAYS[rung] if device is None else f"{device}: {SAYS[rung]}"
+            yield Limit(tenant.model, sequences, why)
+
+
+def _answering(tenants: Iterable[Tenant]) -> Iterable[Tenant]:
+    """Those with a worker that can be told something."""
+    return (item for item in tenants if not item.warm and item.standing not in (Standing.LOADING, Standing.LEAVING))
+
+
+def _full(use: Use, level: Level) -> str:
+    return (
+        f"{use.device} is at {level}: {format_bytes(use.used_bytes)} of {format_bytes(use.total_bytes)} are in use, "
+        f"{format_bytes(use.foreign_bytes)} of it by others"
+    )

@@ -1,0 +1,111 @@
+"""Whatever happens to devices and models: nobody leaves who may not, every action has a reason, a ladder has steps."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference.core.plan import Standing
+from inference.core.pressure import Bounds, Gauge, Level, Use, settle
+from inference.core.relief import Leave, Limit, Rules, Rung, Scene, State, Tenant, Watch, refusal, step
+
+DEVICES = ("gpu-0", "gpu-1", "cpu")
+TOTAL = 1000
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> Scene:
+    tenants = tuple(
+        Tenant(
+            f"m{number}",
+            draw(st.sampled_from(list(Standing))),
+            draw(st.dictionaries(st.sampled_from(DEVICES), st.integers(0, 300), min_size=1)),
+            draw(st.floats(0, 400)),
+            parallel := draw(st.integers(1, 32)),
+            draw(st.none() | st.integers(1, parallel)),
+            draw(st.booleans()),
+        )
+        for number in range(draw(st.integers(0, 5)))
+    )
+    uses = tuple(
+        Use(device, TOTAL, sum(tenant.bytes.get(device, 0) for tenant in tenants), draw(st.integers(0, TOTAL)))
+        for device in DEVICES[: draw(st.integers(0, 3))]
+    )
+    return Scene(uses, tenants, draw(st.sets(st.sampled_from(DEVICES))))
+
+
+rules = st.builds(Rules, idle_seconds=st.floats(0, 300), eager=st.booleans(), enabled=st.booleans())
+checks = st.lists(st.tuples(scenes(), st.booleans()), min_size=1, max_size=8)
+
+
+@given(checks, rules)
+def test_only_the_idle_leave_and_everything_done_has_a_reason(story: list[tuple[Scene, bool]], said: Rules) -> None:
+    state: State = {}
+    for scene, regular in story:
+        before = state
+        state, actions = step(before, scene, said, regular=regular)
+        again = step(before, scene, said, regular=regular)
+        assert (state, actions) == again, "the same check decides the same"
+        tenants = {tenant.model: tenant for tenant in scene.tenants}
+        assert all(action.reason for action in actions)
+        gone = [action for action in actions if isinstance(action, Leave)]
+        assert len({action.model for action in gone}) == len(gone)
+        for leave in gone:
+            tenant = tenants[leave.model]
+            assert tenant.standing is Standing.IDLE
+            worst = max(
+                state[device].gauge.level for device, count in tenant.bytes.items() if count and device in state
+            )
+            assert worst > Level.LOW
+            assert not (leave.offload and (tenant.warm or worst >= Level.CRITICAL))
+        told = {action.model for action in actions} - {action.model for action in gone}
+        assert all(not tenants[name].warm for name in told)
+        assert {leave.model for leave in gone}.isdisjoint(told)
+        for limit in (action for action in actions if isinstance(action, Limit)):
+            assert 1 <= limit.sequences <= tenants[limit.model].parallel
+        if not said.enabled:
+            assert all(
+                isinstance(action, Limit) and action.sequences == tenants[action.model].parallel for action in actions
+            )
+            assert all(watch.rung is Rung.NONE for watch in state.values())
+
+
+@given(checks)
+def test_the_ladder_moves_a_rung_at_a_time_and_only_where_the_level_asks(story: list[tuple[Scene, bool]]) -> None:
+    state: State = {}
+    for scene, regular in story:
+        after, _ = step(state, scene, Rules(), regular=regular)
+        for device, watch in after.items():
+            before = state.get(device, Watch()).rung
+            assert abs(watch.rung - before) <= 1
+            if watch.rung > before:
+                assert watch.gauge.level is Level.EMERGENCY
+                assert regular or watch.rung is Rung.WARN
+            if watch.rung < before:
+                assert regular
+                assert watch.gauge.level < Level.HIGH or watch.gauge.planned
+            assert (refusal(after, device, extras=False) is not None) == (watch.rung is Rung.NO_LOADS)
+        state = after
+
+
+@given(st.integers(0, 250), st.lists(st.integers(0, 5), max_size=20))
+def test_a_full_plan_is_left_alone_however_others_vary_a_little(foreign: int, noise: list[int]) -> None:
+    """One idle model that takes all that others leave, for hours: nothing happens to it."""
+    model = Tenant("a", Standing.IDLE, {"gpu-0": TOTAL - foreign}, 9999.0)
+    state, _ = step({}, Scene((Use("gpu-0", TOTAL, 0, foreign),)), Rules())
+    state, actions = step(state, Scene((Use("gpu-0", TOTAL, TOTAL - foreign, foreign),), (model,)), Rules())
+    for more in noise:
+        use = Use("gpu-0", TOTAL, TOTAL - foreign, max(0, foreign - more))
+        state, actions = step(state, Scene((use,), (model,)), Rules())
+        assert actions == ()
+
+
+@given(st.integers(100, 900), st.lists(st.integers(-9, 9), min_size=1, max_size=30))
+def test_noise_changes_a_level_once_at_most(foreign: int, noise: list[int]) -> None:
+    gauge, levels = Gauge(), []
+    for more in noise:
+        gauge = settle(gauge, Use("gpu-0", TOTAL, 0, foreign + more), Bounds())
+        levels.append(gauge.level)
+    assert sum(left != right for left, right in itertools.pairwise(levels)) <= 1
