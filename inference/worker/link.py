@@ -2,11 +2,15 @@
 
 One JSON object per line, in this order:
 
-    worker -> authority   hello        the process runs and has no device context yet (a pre-started worker stops here)
+    worker -> authority   hello        the process runs and has no device context yet
+    authority -> worker   hold         only to a worker of the warm pool: copy this file into memory and wait
+    worker -> authority   held         it is; or `failed`, then exit
     authority -> worker   grant        what to load and where; the listening socket was passed by descriptor at spawn
     worker -> authority   progress *   0.0 .. 1.0 while loading
     worker -> authority   ready        buffers actually allocated, and what the model is; or `failed`, then exit
     worker -> authority   beat *       every BEAT_SECONDS, and per decode step at most that often
+    authority -> worker   offload      save the sequences and free the context; stay, or end with status 0
+    worker -> authority   offloaded    done; one that stays waits for another grant
     authority -> worker   drain        finish what runs, take nothing new, then end with status 0
     authority -> worker   stop         end now
 
@@ -28,6 +32,8 @@ LINK_FD_ENV = "HEADGATE_WORKER_LINK_FD"
 SOCKET_FD_ENV = "HEADGATE_WORKER_SOCKET_FD"
 PARENT_ENV = "HEADGATE_WORKER_PARENT"
 """`pid` of the authority: a worker whose parent is another process by the time it looks exits at once."""
+KEEP_FD_ENV = "HEADGATE_WORKER_KEEP_FD"
+"""Memory without a name, where sequences are saved that outlive the process; the authority holds it too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +85,51 @@ class Grant:
     capabilities: tuple[str, ...] | None = None
     queue_limit: int = 512
     reserved_bytes: Mapping[str, int] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Of a worker that was started before its devices were known: set before llama.cpp sees any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Copy the file at `path` into memory of your own; a later grant loads from there."""
+
+    tag: ClassVar[str] = "hold"
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """`count_bytes` of a file are in memory; the worker has no device and waits."""
+
+    tag: ClassVar[str] = "held"
+    count_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Save what the sequences hold, `most_bytes` of it, and free the context; then `stays` says whether to wait or end.
+
+    Nothing is in flight when this is sent.
+    """
+
+    tag: ClassVar[str] = "offload"
+    most_bytes: int
+    stays: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Offloaded:
+    """The context is free. `count_bytes` of `sequences` with `tokens` in all are saved."""
+
+    tag: ClassVar[str] = "offloaded"
+    count_bytes: int
+    sequences: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """Share of the load done, 0.0 to 1.0."""
+    """Share of the load, or of a file's way into memory, that is done: 0.0 to 1.0."""
 
     tag: ClassVar[str] = "progress"
     fraction: float
@@ -108,6 +154,8 @@ class Ready:
     context_length: int
     capabilities: tuple[str, ...]
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    restored_tokens: int = 0
+    """Of sequences that were saved before and are there again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +196,11 @@ class Stop:
     tag: ClassVar[str] = "stop"
 
 
-Message = Hello | Grant | LoadProgress | Ready | Failed | Beat | Drain | Stop
-_TYPES: Mapping[str, type] = {kind.tag: kind for kind in (Hello, Grant, LoadProgress, Ready, Failed, Beat, Drain, Stop)}
+Message = Hello | Hold | Held | Grant | LoadProgress | Ready | Failed | Beat | Offload | Offloaded | Drain | Stop
+_TYPES: Mapping[str, type] = {
+    kind.tag: kind
+    for kind in (Hello, Hold, Held, Grant, LoadProgress, Ready, Failed, Beat, Offload, Offloaded, Drain, Stop)
+}
 
 
 def encode(message: Message) -> bytes:

@@ -1,0 +1,88 @@
+"""The warm pool's decisions: within the budget, the least worthy first, and never at the newcomer's expense."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference.core.ledger import Account, Ledger
+from inference.core.warm import HOST, Leaver, Warm, copy_seconds, displaced, kept_of
+
+GIB = 2**30
+NOW = 1000.0
+
+warms = st.builds(
+    Warm,
+    model=st.uuids().map(str),
+    bytes=st.integers(1, 64).map(lambda count: count * 2**26),
+    saves_seconds=st.floats(0, 30),
+    last_used_at=st.floats(0, NOW),
+)
+
+
+@given(st.lists(warms, max_size=6), warms, st.integers(0, 400).map(lambda count: count * 2**26))
+def test_who_is_displaced_suffices_and_is_the_least_worthy(kept: list[Warm], newcomer: Warm, missing: int) -> None:
+    """The dropped give back enough, no other set is cheaper, and together they are worth no more than the newcomer."""
+    names = displaced(newcomer, kept, missing, NOW)
+    sets = [
+        combination
+        for size in range(len(kept) + 1)
+        for combination in itertools.combinations(kept, size)
+        if sum(warm.bytes for warm in combination) >= missing
+    ]
+    least = min((sum(warm.worth(NOW) for warm in combination) for combination in sets), default=None)
+    if names is None:
+        assert least is None or least > newcomer.worth(NOW) * 0.999
+        return
+    dropped = [warm for warm in kept if warm.model in names]
+    assert sum(warm.bytes for warm in dropped) >= missing
+    assert least is not None
+    assert sum(warm.worth(NOW) for warm in dropped) <= max(least * 1.001, 1e-9)
+    assert sum(warm.worth(NOW) for warm in dropped) <= newcomer.worth(NOW)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 8), st.integers(1, 8) | st.none()), min_size=1, max_size=5),
+    st.integers(0, 16),
+    st.integers(0, 16),
+    st.integers(8, 48),
+)
+def test_who_is_kept_leaves_room_for_the_newcomer(
+    leavers: list[tuple[int, int | None]], need_gpu: int, need_host: int, budget: int
+) -> None:
+    """Whoever stays warm, the model that they leave for still fits, and our share of the host is never exceeded."""
+    ledger = Ledger().open(Account("gpu-0", 64 * GIB, 64 * GIB)).open(Account(HOST, 64 * GIB, budget * GIB))
+    items = []
+    for number, (gpu, warm) in enumerate(leavers):
+        holding, model = f"h{number}", f"m{number}"
+        ledger = ledger.reserve(holding, model, {"gpu-0": gpu * GIB})
+        items.append(Leaver(model, holding, Warm(model, warm * GIB, 1.0, number) if warm else None))
+    need = {"gpu-0": need_gpu * GIB, HOST: need_host * GIB}
+    kept = kept_of(items, need, ledger, NOW)
+    after = ledger.without([item.holding for item in items])
+    for item in items:
+        if item.model in kept:
+            assert item.warm is not None
+            after = after.reserve(f"w {item.model}", item.model, {HOST: item.warm.bytes})
+    if kept:
+        assert not after.lacks(need)
+    spare = budget * GIB - sum(item.warm.bytes for item in items if item.warm and item.model in kept)
+    assert spare >= 0
+    if not ledger.without([item.holding for item in items]).lacks(need):
+        left = [item.warm.bytes for item in items if item.warm and item.model not in kept]
+        assert all(size > spare - need_host * GIB for size in left), "somebody was dropped who had room"
+
+
+def test_a_copy_is_given_time_for_its_size() -> None:
+    """A small one some seconds, a large one what a slow disk needs."""
+    assert copy_seconds(0) == 15.0
+    assert copy_seconds(20_000_000_000) > 1000
+
+
+def test_nobody_is_kept_where_the_newcomer_does_not_fit() -> None:
+    """More is missing than the leavers give back: what they leave belongs to whoever else has to go."""
+    ledger = Ledger().open(Account(HOST, GIB, GIB)).reserve("h", "m", {HOST: 10})
+    leaver = Leaver("m", "h", Warm("m", 5, 1.0, 0.0))
+    assert kept_of([leaver], {HOST: 2 * GIB}, ledger, NOW) == frozenset()

@@ -1,0 +1,32 @@
+"""Which sequences are saved when a model leaves its device, and what must match when they come back."""
+
+from __future__ import annotations
+
+from array import array
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference.worker.core.keeping import Retained, chosen, differing
+
+
+@given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 50)), max_size=8), st.integers(-10, 300))
+def test_the_latest_that_fit_are_chosen(sequences: list[tuple[int, int]], most_bytes: int) -> None:
+    """They fit together, come latest first, and who is left out would not have fitted in its turn."""
+    retained = [Retained(slot, array("i", [1]), "t", used) for slot, (_size, used) in enumerate(sequences)]
+    sizes = {slot: size for slot, (size, _used) in enumerate(sequences)}
+    kept = chosen(retained, sizes, most_bytes)
+    assert sum(sizes[item.slot] for item in kept) <= max(0, most_bytes)
+    assert [item.used_at for item in kept] == sorted((item.used_at for item in kept), reverse=True)
+    room = most_bytes
+    for item in sorted(retained, key=lambda item: item.used_at, reverse=True):
+        if item in kept:
+            room -= sizes[item.slot]
+        else:
+            assert sizes[item.slot] > room
+
+
+def test_what_differs_is_named() -> None:
+    """Values and names that one side lacks."""
+    assert differing({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 3, "d": 4}) == ("b", "c", "d")
+    assert differing({"a": [1, 2]}, {"a": [1, 2]}) == ()
