@@ -35,6 +35,7 @@ from inference.environment import set_without_effect
 from inference.errors import InferenceError
 from inference.estimator import Estimator
 from inference.metrics import Metrics
+from inference.osapi import socket_directory
 from inference.protocol import H_REQUEST_ID, Code, error_body
 from inference.relay import Relay
 from inference.routes import memory, models, service
@@ -76,7 +77,7 @@ class Service:
         )
         self.authority = Authority(
             config,
-            inventory=Inventory.of(said),
+            inventory=Inventory.of(said, socket_directory(state)),
             estimator=Estimator(state, seconds=said.estimate_timeout_seconds),
             supervisor=Supervisor(state, patience, command=command),
             crashes=self.crashes,

@@ -15,6 +15,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from headgate.shared.errors import Problem
 from headgate.shared.units import Duration
+from inference.devices.simgpu.spec import parse_choice
 from inference.protocol import Priority
 
 PREFIX = "INFERENCE_"
@@ -22,10 +23,7 @@ OTHER_NAMES = frozenset({"INFERENCE_URL"})
 """Names with our prefix that belong to clients of the service; they are no mistakes."""
 
 WITHOUT_EFFECT = (
-    "enable_memory_governor",
     "enable_cpu_offload",
-    "eviction_idle_threshold_seconds",
-    "enable_memory_alerts",
     "kv_enabled",
     "kv_ram_gb",
     "kv_disk_gb",
@@ -105,7 +103,7 @@ class InferenceSettings(BaseSettings):
     max_models: OptionalInt = Field(None, ge=1)
     max_models_per_device: OptionalInt = Field(None, ge=1)
     force_cpu_mode: bool = False
-    devices: str = "auto"
+    devices: str = Field("auto", description="auto, cpu, or simulated devices such as sim:2x600MiB or sim:600MiB,1GiB")
 
     # waiting
     enable_lazy_model_loading: bool = True
@@ -122,18 +120,19 @@ class InferenceSettings(BaseSettings):
     step_timeout_seconds: Duration = 60.0
     step_timeout_seconds_per_token: float = Field(1.0, ge=0)
 
-    # how full devices are reported to be, and how often they are read
-    pressure_check_interval_seconds: Duration = 15.0
+    # how full devices may be, what is done about it, and how often they are looked at
+    enable_memory_governor: bool = True
+    enable_memory_alerts: bool = True
+    eviction_idle_threshold_seconds: Duration = 120.0
+    pressure_eager: bool = False
+    pressure_check_interval_seconds: Annotated[Duration, Field(ge=0.1)] = 15.0
     pressure_moderate: float = Field(0.60, gt=0, le=1)
     pressure_high: float = Field(0.80, gt=0, le=1)
     pressure_critical: float = Field(0.90, gt=0, le=1)
     pressure_emergency: float = Field(0.98, gt=0, le=1)
 
     # without effect in this version (see WITHOUT_EFFECT)
-    enable_memory_governor: bool = True
     enable_cpu_offload: bool = True
-    eviction_idle_threshold_seconds: Duration = 120.0
-    enable_memory_alerts: bool = True
     kv_enabled: bool = True
     kv_ram_gb: OptionalFloat = Field(None, ge=0)
     kv_disk_gb: float = Field(0.0, ge=0)
@@ -157,9 +156,8 @@ class InferenceSettings(BaseSettings):
     @field_validator("devices")
     @classmethod
     def _known_devices(cls, value: str) -> str:
-        if value not in ("auto", "cpu"):
-            raise ValueError(f"{value!r} is not a choice of devices; write auto or cpu")
-        return value
+        parse_choice(value)
+        return value.strip()
 
     @model_validator(mode="after")
     def _levels_rise(self) -> InferenceSettings:
@@ -167,6 +165,11 @@ class InferenceSettings(BaseSettings):
         if levels != sorted(levels):
             raise ValueError("the pressure levels must rise: MODERATE <= HIGH <= CRITICAL <= EMERGENCY")
         return self
+
+    @property
+    def simulated_bytes(self) -> tuple[int, ...]:
+        """Sizes of the simulated devices that INFERENCE_DEVICES asks for; empty for real ones."""
+        return parse_choice(self.devices) or ()
 
     @property
     def memory_limit_bytes(self) -> int | None:

@@ -33,6 +33,9 @@ CPU_OVERHEAD_BYTES = 64 * 2**20
 GPU_OVERHEAD_BYTES = 512 * 2**20
 """First figure for what no buffer shows on an accelerator: device context, pools, graphs (CUDA: 300-500 MiB)."""
 
+FIRST_OVERHEAD_BYTES = {"sim": 0}
+"""By kind of device, where it is known to differ: a simulated device holds buffers and nothing else."""
+
 HEADER_SECONDS = 20.0
 _VERSION = 6
 _KEPT = ("parts", "source", "note", "output_bytes", "projector_bytes", "facts", "capabilities")
@@ -204,7 +207,7 @@ def _estimate(entry: Mapping[str, Any], spec: ModelSpec, device: Reading) -> Est
     else:
         overhead = {CPU: CPU_OVERHEAD_BYTES}
         if device.id != CPU:
-            overhead[device.id] = GPU_OVERHEAD_BYTES
+            overhead[device.id] = FIRST_OVERHEAD_BYTES.get(device.kind, GPU_OVERHEAD_BYTES)
     overhead[CPU] = overhead.get(CPU, 0) + int(entry["output_bytes"])
     for where, count in entry["projector_bytes"].items():
         overhead[where] = overhead.get(where, 0) + int(count)

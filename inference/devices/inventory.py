@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 from inference.devices.base import Probe, Reading
 from inference.devices.cpu import CPU, CpuProbe
 from inference.devices.ggml import GgmlProbe
+from inference.devices.simgpu.probe import SimProbe
 from inference.environment import InferenceSettings
 
 
@@ -18,10 +20,15 @@ class Inventory:
         self._probes = tuple(probes)
 
     @classmethod
-    def of(cls, settings: InferenceSettings) -> Inventory:
-        """The probes that INFERENCE_DEVICES and INFERENCE_FORCE_CPU_MODE ask for."""
+    def of(cls, settings: InferenceSettings, sockets: Path | None = None) -> Inventory:
+        """The probes that INFERENCE_DEVICES and INFERENCE_FORCE_CPU_MODE ask for.
+
+        `sockets` is a private directory with a short path, for the control socket of simulated devices.
+        """
         if settings.force_cpu_mode or settings.devices == "cpu":
             return cls([CpuProbe()])
+        if settings.simulated_bytes:
+            return cls([SimProbe(settings.simulated_bytes, sockets), CpuProbe()])
         return cls([GgmlProbe(), CpuProbe()])
 
     async def start(self) -> None:

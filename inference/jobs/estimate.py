@@ -125,7 +125,7 @@ def _exact(
     except LoadError as error:
         telling = "; ".join(line.strip() for line in complaints[-2:])
         raise _UnusableError(telling or str(error)) from error
-    names = {ggml.device_name(handle): device.id for handle in params.handles}
+    names = {ggml.buffer_name(handle): device.id for handle in params.handles}
     sums: dict[str, list[int]] = {}
     for where, weights, kv, compute in _breakdown(context.handle):
         owner = next((ours for name, ours in names.items() if where == name or where.startswith(name + "_S")), "cpu")

@@ -33,6 +33,8 @@ def library() -> ctypes.CDLL:
         ("ggml_backend_dev_get", ctypes.c_void_p, [ctypes.c_size_t]),
         ("ggml_backend_dev_name", ctypes.c_char_p, [ctypes.c_void_p]),
         ("ggml_backend_dev_type", ctypes.c_int, [ctypes.c_void_p]),
+        ("ggml_backend_dev_buffer_type", ctypes.c_void_p, [ctypes.c_void_p]),
+        ("ggml_backend_buft_name", ctypes.c_char_p, [ctypes.c_void_p]),
         ("ggml_backend_reg_by_name", ctypes.c_void_p, [ctypes.c_char_p]),
         ("ggml_backend_reg_get_proc_address", ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_char_p]),
         ("ggml_backend_reg_dev_count", ctypes.c_size_t, [ctypes.c_void_p]),
@@ -70,6 +72,16 @@ def has_tensor(path: str, name: str) -> bool:
 def device_name(device: int) -> str:
     """ggml's name of a device handle, as it stands in llama.cpp's log lines."""
     return str(library().ggml_backend_dev_name(device).decode())
+
+
+def buffer_name(device: int) -> str:
+    """What the names of a device's buffers begin with: its own name, but of a remote device that of its buffer type.
+
+    ggml numbers remote devices in a process (`RPC1`) and names their buffers by server (`RPC0[127.0.0.1:50052]`).
+    """
+    lib = library()
+    name = str(lib.ggml_backend_buft_name(lib.ggml_backend_dev_buffer_type(device)).decode())
+    return name if "[" in name else device_name(device)
 
 
 def resolve(grants: Sequence[DeviceGrant]) -> list[int]:

@@ -68,7 +68,7 @@ def load(grant: Grant, tail: LogTail, on_progress: Callable[[float], bool]) -> L
         image_marker=f"<image-{secrets.token_hex(12)}>" if "vision" in capabilities else "",
     )
     names = {
-        ggml.device_name(handle): device.id
+        ggml.buffer_name(handle): device.id
         for handle, device in zip(
             params.handles, [device for device in grant.devices if device.kind != "cpu"], strict=False
         )

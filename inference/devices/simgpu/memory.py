@@ -1,0 +1,132 @@
+"""Decides whether an allocation on a simulated device succeeds, and when freed bytes are back; allocates nothing.
+
+    capacity = free + foreign + asked + held + late        (free is 0 where a shrunken device is over-full)
+
+`held` are buffers of all connections together, `asked` bytes that were granted while the buffer is still being made,
+`late` bytes whose return is delayed. Pure: time is an argument.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+Buffer = tuple[int, int]
+"""Connection number and the server's pointer: pointers are unique within one server only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What happened since the start; `allocated_bytes` sums up all allocations, `peak_bytes` is the most in use."""
+
+    allocations: int = 0
+    refusals: int = 0
+    frees: int = 0
+    allocated_bytes: int = 0
+    peak_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """One device's memory. `refusing` counts the allocations still to be refused on demand (infinity: all).
+
+    `late_seconds` delays every return (0: at once; infinity: until `settle` is told so); `late` are (due, bytes).
+    """
+
+    capacity_bytes: int
+    foreign_bytes: int = 0
+    held: Mapping[Buffer, int] = field(default_factory=dict)
+    asked: Mapping[int, int] = field(default_factory=dict)
+    late: tuple[tuple[float, int], ...] = ()
+    late_seconds: float = 0.0
+    refusing: float = 0
+    counters: Counters = Counters()
+
+    @property
+    def used_bytes(self) -> int:
+        """What everybody uses, foreign use and late returns included."""
+        return self.foreign_bytes + self.ours_bytes
+
+    @property
+    def ours_bytes(self) -> int:
+        """What clients of the device use, late returns included."""
+        return sum(self.held.values()) + sum(self.asked.values()) + sum(size for _due, size in self.late)
+
+    @property
+    def free_bytes(self) -> int:
+        """What could be allocated now; 0 on a device that was shrunken below its use."""
+        return max(0, self.capacity_bytes - self.used_bytes)
+
+    # --- clients ---------------------------------------------------------------------------------------------------
+    def ask(self, connection: int, size_bytes: int) -> tuple[Memory, bool]:
+        """An allocation is wanted: whether it is granted. A granted one must be `made` or `unmade`."""
+        if self.refusing > 0 or size_bytes > self.free_bytes:
+            counters = replace(self.counters, refusals=self.counters.refusals + 1)
+            return replace(self, refusing=max(0, self.refusing - 1), counters=counters), False
+        return self._asking(connection, size_bytes), True
+
+    def made(self, connection: int, pointer: int, asked_bytes: int, size_bytes: int) -> Memory:
+        """The buffer of a granted allocation exists and has `size_bytes`."""
+        after = self._asking(connection, -asked_bytes)
+        grown = replace(after, held={**after.held, (connection, pointer): size_bytes})
+        counters = replace(
+            self.counters,
+            allocations=self.counters.allocations + 1,
+            allocated_bytes=self.counters.allocated_bytes + size_bytes,
+            peak_bytes=max(self.counters.peak_bytes, grown.used_bytes),
+        )
+        return replace(grown, counters=counters)
+
+    def unmade(self, connection: int, asked_bytes: int) -> Memory:
+        """The server could not make the buffer although it was granted."""
+        counters = replace(self.counters, refusals=self.counters.refusals + 1)
+        return replace(self._asking(connection, -asked_bytes), counters=counters)
+
+    def free(self, connection: int, pointer: int, now: float) -> Memory:
+        """A buffer is freed; one that is not known changes nothing."""
+        size = self.held.get((connection, pointer))
+        if size is None:
+            return self
+        held = {buffer: count for buffer, count in self.held.items() if buffer != (connection, pointer)}
+        return self._returned(replace(self, held=held), size, 1, now)
+
+    def end(self, connection: int, now: float) -> Memory:
+        """The connection ended: everything it had is freed."""
+        theirs = {buffer: size for buffer, size in self.held.items() if buffer[0] == connection}
+        held = {buffer: size for buffer, size in self.held.items() if buffer[0] != connection}
+        asked = {number: size for number, size in self.asked.items() if number != connection}
+        return self._returned(replace(self, held=held, asked=asked), sum(theirs.values()), len(theirs), now)
+
+    # --- faults ----------------------------------------------------------------------------------------------------
+    def settle(self, now: float) -> Memory:
+        """Late bytes that are due are back; at infinity all are."""
+        return replace(self, late=tuple((due, size) for due, size in self.late if due > now))
+
+    def resized(self, capacity_bytes: int) -> Memory:
+        """The device shows another capacity; what is allocated stays."""
+        return replace(self, capacity_bytes=capacity_bytes)
+
+    def taken(self, foreign_bytes: int) -> Memory:
+        """Some other process uses so much in all; raises ValueError when there is less."""
+        room = self.capacity_bytes - self.ours_bytes
+        if not 0 <= foreign_bytes <= max(0, room):
+            raise ValueError(f"others can use between 0 and {max(0, room)} bytes now, not {foreign_bytes}")
+        after = replace(self, foreign_bytes=foreign_bytes)
+        peak = max(self.counters.peak_bytes, after.used_bytes)
+        return replace(after, counters=replace(self.counters, peak_bytes=peak))
+
+    def _asking(self, connection: int, size_bytes: int) -> Memory:
+        left = self.asked.get(connection, 0) + size_bytes
+        others = {number: size for number, size in self.asked.items() if number != connection}
+        return replace(self, asked={**others, connection: left} if left else others)
+
+    def _returned(self, after: Memory, size_bytes: int, buffers: int, now: float) -> Memory:
+        counters = replace(self.counters, frees=self.counters.frees + buffers)
+        is_late = self.late_seconds > 0 and size_bytes > 0
+        late = (*after.late, (now + self.late_seconds, size_bytes)) if is_late else after.late
+        return replace(after, late=late, counters=counters)
+
+
+ALL = math.inf
+"""As `refusing`: until further notice; as `late_seconds`: until told; as a time to settle at: all that is late."""

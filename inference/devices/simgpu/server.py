@@ -1,0 +1,92 @@
+"""Computes for one connection of a simulated device: ggml's own RPC server on the CPU; decides nothing.
+
+`python -m inference.devices.simgpu.server THREADS` prints the port it listens on, which the kernel chose, and serves
+until it is killed or its parent dies. ggml's server takes one client at a time, so each connection has its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import socket
+import stat
+import sys
+import threading
+import time
+from pathlib import Path
+
+from headgate.shared import tether
+
+LISTEN_SECONDS = 20.0
+_MOST_DESCRIPTORS = 64
+
+
+def package() -> Path | None:
+    """The folder of llama-cpp-python, without importing it; None where it is not installed."""
+    found = importlib.util.find_spec("llama_cpp")
+    return Path(found.origin).parent if found is not None and found.origin is not None else None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serves; returns only when ggml's server gave up."""
+    arguments = sys.argv[1:] if argv is None else argv
+    tether.hold(os.environ)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # ggml's server tells its life story there
+    before = set(_listening())
+    serving = threading.Thread(target=_serve, args=(int(arguments[0]),), daemon=True)
+    serving.start()
+    deadline = time.monotonic() + LISTEN_SECONDS
+    while not (ports := [port for port in _listening() if port not in before]):
+        if not serving.is_alive() or time.monotonic() > deadline:
+            sys.stderr.write("ggml's RPC server does not listen\n")
+            return 1
+        time.sleep(0.001)
+    answers.write(f"{ports[0]}\n")
+    answers.flush()
+    serving.join()
+    return 1
+
+
+def _serve(threads: int) -> None:
+    folder = package()
+    if folder is None:
+        sys.stderr.write("llama-cpp-python is not installed\n")
+        return
+    suffix = "dylib" if sys.platform == "darwin" else "so"
+    lib = ctypes.CDLL(str(folder / "lib" / f"libggml.{suffix}"))
+    lib.ggml_backend_dev_by_name.restype = ctypes.c_void_p
+    lib.ggml_backend_dev_by_name.argtypes = [ctypes.c_char_p]
+    start = lib.ggml_backend_rpc_start_server
+    start.restype = None
+    start.argtypes = [
+        ctypes.c_char_p,
+        ctypes.c_char_p,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.POINTER(ctypes.c_void_p),
+    ]
+    cpu = (ctypes.c_void_p * 1)(lib.ggml_backend_dev_by_name(b"CPU"))
+    start(b"127.0.0.1:0", None, threads, 1, cpu)
+
+
+def _listening() -> list[int]:
+    """Ports of the TCP sockets on which this process listens: ggml's server does not tell which one it got."""
+    ports: list[int] = []
+    for number in range(3, _MOST_DESCRIPTORS):
+        with contextlib.suppress(OSError):  # no such descriptor
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            sock = socket.socket(fileno=os.dup(number))
+            try:
+                if sock.family == socket.AF_INET and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    ports.append(sock.getsockname()[1])
+            finally:
+                sock.close()
+    return ports
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,273 @@
+"""Reads and rewrites ggml's RPC protocol between one client and its server, byte by byte; opens no socket.
+
+A request is a command byte, an 8-byte little-endian size and a payload; a reply, where the command has one, a size and
+a payload. Replies come in the order of the requests. Layouts and commands are those of protocol version 7, the one of
+llama.cpp 0c1e57098; a server that says another major version, or a command that is not known, ends the connection,
+because a proxy that lost count of the replies would mix them up.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Protocol
+
+MAJOR_VERSION = 7
+
+
+class Command(IntEnum):
+    """What a client can ask of a server."""
+
+    ALLOC_BUFFER = 0
+    GET_ALIGNMENT = 1
+    GET_MAX_SIZE = 2
+    BUFFER_GET_BASE = 3
+    FREE_BUFFER = 4
+    BUFFER_CLEAR = 5
+    SET_TENSOR = 6
+    SET_TENSOR_HASH = 7
+    GET_TENSOR = 8
+    COPY_TENSOR = 9
+    GRAPH_COMPUTE = 10
+    GET_DEVICE_MEMORY = 11
+    INIT_TENSOR = 12
+    GET_ALLOC_SIZE = 13
+    HELLO = 14
+    DEVICE_COUNT = 15
+    GRAPH_RECOMPUTE = 16
+    MEMSET_TENSOR = 17
+
+
+SILENT = frozenset(
+    {
+        Command.FREE_BUFFER,
+        Command.BUFFER_CLEAR,
+        Command.SET_TENSOR,
+        Command.GRAPH_COMPUTE,
+        Command.INIT_TENSOR,
+        Command.GRAPH_RECOMPUTE,
+        Command.MEMSET_TENSOR,
+    }
+)
+"""Commands that have no reply."""
+_SIZE = struct.Struct("<Q")
+_HEAD = struct.Struct("<BQ")
+_ALLOC = struct.Struct("<IQ")  # device, bytes
+_ALLOCATED = struct.Struct("<QQ")  # pointer, bytes
+_POINTER = struct.Struct("<Q")
+_MEMORY = struct.Struct("<QQ")  # free, total
+_READ_WHOLE = {Command.ALLOC_BUFFER: _ALLOC.size, Command.FREE_BUFFER: _POINTER.size, Command.GET_DEVICE_MEMORY: 4}
+"""Requests whose payload matters here, and its length in bytes."""
+_REPLY_READ_WHOLE = {Command.ALLOC_BUFFER: _ALLOCATED.size, Command.HELLO: 28}
+
+
+class WireError(Exception):
+    """The stream is not this protocol; the connection must end."""
+
+
+class Account(Protocol):
+    """One connection's view of the device's memory."""
+
+    def ask(self, size_bytes: int) -> bool:
+        """Whether so much may be allocated; a granted wish is followed by `made` or `unmade`."""
+        ...
+
+    def made(self, pointer: int, asked_bytes: int, size_bytes: int) -> None:
+        """The granted buffer exists."""
+        ...
+
+    def unmade(self, asked_bytes: int) -> None:
+        """The server could not make the granted buffer."""
+        ...
+
+    def free(self, pointer: int) -> None:
+        """A buffer is freed."""
+        ...
+
+    def memory(self) -> tuple[int, int]:
+        """(free, total) bytes the device shows."""
+        ...
+
+
+def request(command: int, payload: bytes = b"") -> bytes:
+    """The bytes of a request."""
+    return _HEAD.pack(command, len(payload)) + payload
+
+
+def reply(payload: bytes) -> bytes:
+    """The bytes of a reply."""
+    return _SIZE.pack(len(payload)) + payload
+
+
+@dataclass(slots=True)
+class Flow:
+    """Bytes that a step lets through, and the requests that began in it."""
+
+    to_server: list[bytes] = field(default_factory=list)
+    to_client: list[bytes] = field(default_factory=list)
+    requests: int = 0
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One direction: gathers heads and the payloads that matter, lets the others pass in whatever pieces they come."""
+
+    head_size: int
+    pending: bytearray = field(default_factory=bytearray)
+    command: Command | None = None
+    left: int = 0  # bytes of a payload that passes unread
+
+    def head(self) -> bytes | None:
+        return bytes(self.pending[: self.head_size]) if len(self.pending) >= self.head_size else None
+
+    def passing(self) -> bytes:
+        """The next bytes of a payload that is not read here; empty when none of them arrived yet."""
+        piece = bytes(self.pending[: self.left])
+        del self.pending[: len(piece)]
+        self.left -= len(piece)
+        return piece
+
+
+@dataclass(slots=True)
+class _Awaited:
+    """A reply that is still to come, or (`local`) one that is made here and waits for its turn."""
+
+    command: Command
+    asked_bytes: int = 0
+    local: bytes | None = None
+
+
+class Conversation:
+    """The requests and replies of one connection, with `account` deciding what is allocated."""
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        self._client = _Stream(_HEAD.size)
+        self._server = _Stream(_SIZE.size)
+        self._awaited: deque[_Awaited] = deque()
+
+    def from_client(self, data: bytes) -> Flow:
+        """Takes bytes of the client; raises WireError when they are no request."""
+        flow = Flow()
+        stream = self._client
+        if len(data) <= stream.left and not stream.pending:  # inside a large tensor: nothing to look at
+            stream.left -= len(data)
+            flow.to_server.append(data)
+            return flow
+        stream.pending += data
+        while True:
+            if stream.left:
+                if not stream.pending:
+                    break
+                flow.to_server.append(stream.passing())
+                continue
+            if (head := stream.head()) is None:
+                break
+            command, size = self._known(head)
+            expected = _READ_WHOLE.get(command)
+            if expected is None:
+                del stream.pending[: _HEAD.size]
+                flow.to_server.append(head)
+                stream.left = size
+                if command not in SILENT:
+                    self._awaited.append(_Awaited(command))
+            else:
+                if size != expected:
+                    raise WireError(f"{command.name} has {size} bytes where {expected} are expected")
+                if len(stream.pending) < _HEAD.size + size:
+                    break
+                payload = bytes(stream.pending[_HEAD.size : _HEAD.size + size])
+                del stream.pending[: _HEAD.size + size]
+                self._read(command, payload, flow)
+            flow.requests += 1
+        return flow
+
+    def from_server(self, data: bytes) -> Flow:
+        """Takes bytes of the server; raises WireError when nobody asked for them."""
+        flow = Flow()
+        stream = self._server
+        stream.pending += data
+        while True:
+            if stream.left:
+                if not stream.pending:
+                    break
+                flow.to_client.append(stream.passing())
+                if not stream.left:
+                    self._answered(flow)
+                continue
+            if (head := stream.head()) is None:
+                break
+            if not self._awaited:
+                raise WireError("the server answers what nobody asked")
+            (size,) = _SIZE.unpack(head)
+            awaited = self._awaited[0]
+            expected = _REPLY_READ_WHOLE.get(awaited.command)
+            if expected is None:
+                del stream.pending[: _SIZE.size]
+                flow.to_client.append(head)
+                stream.left = size
+                if not size:
+                    self._answered(flow)
+                continue
+            if size != expected:
+                raise WireError(f"{awaited.command.name} is answered with {size} bytes where {expected} are expected")
+            if len(stream.pending) < _SIZE.size + size:
+                break
+            payload = bytes(stream.pending[_SIZE.size : _SIZE.size + size])
+            del stream.pending[: _SIZE.size + size]
+            self._note(awaited, payload)
+            flow.to_client.append(reply(payload))
+            self._answered(flow)
+        return flow
+
+    def _known(self, head: bytes) -> tuple[Command, int]:
+        number, size = _HEAD.unpack(head)
+        try:
+            return Command(number), size
+        except ValueError:
+            raise WireError(f"command {number} is not known") from None
+
+    def _read(self, command: Command, payload: bytes, flow: Flow) -> None:
+        """A request that is decided or counted here."""
+        if command is Command.FREE_BUFFER:
+            self._account.free(*_POINTER.unpack(payload))
+            flow.to_server.append(request(command, payload))
+            return
+        if command is Command.GET_DEVICE_MEMORY:
+            answer = _MEMORY.pack(*self._account.memory())
+        else:
+            _device, size = _ALLOC.unpack(payload)
+            if self._account.ask(size):
+                self._awaited.append(_Awaited(command, asked_bytes=size))
+                flow.to_server.append(request(command, payload))
+                return
+            answer = _ALLOCATED.pack(0, 0)
+        self._awaited.append(_Awaited(command, local=reply(answer)))
+        self._flush(flow)
+
+    def _note(self, awaited: _Awaited, payload: bytes) -> None:
+        """A reply that is read here."""
+        if awaited.command is Command.HELLO:
+            if payload[0] != MAJOR_VERSION:
+                raise WireError(f"the server speaks version {payload[0]} of the protocol, not {MAJOR_VERSION}")
+            return
+        pointer, size = _ALLOCATED.unpack(payload)
+        if pointer:
+            self._account.made(pointer, awaited.asked_bytes, size)
+        else:
+            self._account.unmade(awaited.asked_bytes)
+
+    def _answered(self, flow: Flow) -> None:
+        self._awaited.popleft()
+        self._flush(flow)
+
+    def _flush(self, flow: Flow) -> None:
+        flow.to_client.extend(self._local())
+
+    def _local(self) -> Iterator[bytes]:
+        while self._awaited and (local := self._awaited[0].local) is not None:
+            self._awaited.popleft()
+            yield local
