@@ -1,0 +1,125 @@
+"""The memory of a simulated device: what is granted fits, and every byte is given back exactly once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+
+from inference.devices.simgpu.memory import ALL, Memory
+
+CAPACITY = 1000
+SIZES = st.integers(0, 400)
+CONNECTIONS = st.integers(1, 3)
+
+
+class Device(RuleBasedStateMachine):
+    """Clients, faults and time in any order."""
+
+    buffers: Bundle[tuple[int, int]] = Bundle("buffers")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = Memory(CAPACITY)
+        self.now = 0.0
+        self.pointers = 0
+        self.live: dict[tuple[int, int], int] = {}
+
+    @rule(target=buffers, connection=CONNECTIONS, size=SIZES, comes=st.booleans(), extra=st.integers(0, 3))
+    def allocate(self, connection: int, size: int, comes: bool, extra: int) -> tuple[int, int]:
+        before = self.memory
+        fits = size <= before.free_bytes and not before.refusing
+        after, granted = before.ask(connection, size)
+        assert granted == fits
+        self.pointers += 1
+        key = (connection, self.pointers)
+        if not granted:
+            assert after.counters.allocations == before.counters.allocations
+            assert after.used_bytes == before.used_bytes
+            self.memory = after
+            return key
+        assert after.used_bytes == before.used_bytes + size
+        if comes:
+            self.memory = after.made(connection, self.pointers, size, size + extra)
+            self.live[key] = size + extra
+        else:
+            self.memory = after.unmade(connection, size)
+            assert self.memory.used_bytes == before.used_bytes
+        return key
+
+    @rule(buffer=buffers)
+    def free(self, buffer: tuple[int, int]) -> None:
+        self.memory = self.memory.free(*buffer, self.now)
+        self.live.pop(buffer, None)
+
+    @rule(connection=CONNECTIONS)
+    def end(self, connection: int) -> None:
+        self.memory = self.memory.end(connection, self.now)
+        self.live = {key: size for key, size in self.live.items() if key[0] != connection}
+
+    @rule(seconds=st.sampled_from([0.0, 5.0, ALL]))
+    def late(self, seconds: float) -> None:
+        self.memory = replace(self.memory, late_seconds=seconds)
+
+    @rule(seconds=st.floats(0, 10))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.memory = self.memory.settle(self.now)
+        assert all(due > self.now for due, _size in self.memory.late)
+
+    @rule(count=st.sampled_from([0, 1, ALL]))
+    def refuse(self, count: float) -> None:
+        self.memory = replace(self.memory, refusing=count)
+
+    @rule(capacity=st.integers(0, CAPACITY))
+    def resize(self, capacity: int) -> None:
+        self.memory = self.memory.resized(capacity)
+
+    @rule(count=st.integers(0, CAPACITY))
+    def others_take(self, count: int) -> None:
+        if count <= self.memory.capacity_bytes - self.memory.ours_bytes:
+            self.memory = self.memory.taken(count)
+            assert self.memory.foreign_bytes == count
+        else:
+            with pytest.raises(ValueError, match="others can use"):
+                self.memory.taken(count)
+
+    @invariant()
+    def every_byte_has_an_account(self) -> None:
+        memory = self.memory
+        late = sum(size for _due, size in memory.late)
+        assert dict(memory.held) == self.live
+        assert memory.asked == {}
+        assert memory.used_bytes == memory.foreign_bytes + sum(self.live.values()) + late
+        assert memory.free_bytes == max(0, memory.capacity_bytes - memory.used_bytes)
+        counters = memory.counters
+        assert counters.allocations - counters.frees == len(self.live)
+        assert counters.peak_bytes >= sum(self.live.values())
+
+    def teardown(self) -> None:
+        for connection in (1, 2, 3):
+            self.memory = self.memory.end(connection, self.now)
+        self.memory = self.memory.settle(ALL)
+        assert self.memory.used_bytes == self.memory.foreign_bytes
+        assert self.memory.counters.allocations == self.memory.counters.frees
+
+
+TestDevice = Device.TestCase
+
+
+def test_bytes_that_wait_to_be_made_are_taken() -> None:
+    """Two clients at once cannot be granted the same bytes, and one that leaves meanwhile gives its own back."""
+    memory, first = Memory(100).ask(1, 60)
+    memory, second = memory.ask(2, 60)
+    assert (first, second) == (True, False)
+    assert memory.end(1, 0.0).free_bytes == 100
+
+
+def test_late_bytes_are_back_when_told() -> None:
+    memory, _granted = replace(Memory(100), late_seconds=math.inf).ask(1, 60)
+    memory = memory.made(1, 7, 60, 60).free(1, 7, now=0.0)
+    assert memory.settle(1e9).free_bytes == 40
+    assert memory.settle(ALL).free_bytes == 100
