@@ -1,0 +1,181 @@
+"""A simulated device is a GPU to llama.cpp: loads, refusals and losses are those of a real one."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.core.exits import Remains, classify
+from inference.protocol import ExitCause
+from inference.worker import link
+from tests.rigs import tiny_gguf
+from tests.rigs.processes import children_of, wait_until
+from tests.rigs.sim_devices import SimDevices
+from tests.rigs.worker_rig import WorkerRig, grant_for
+
+MIB = 2**20
+SIZE = 600 * MIB
+ASK = {"prompt": "the water", "max_tokens": 8, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[SimDevices]:
+    with SimDevices(SIZE, SIZE) as devices:
+        yield devices
+
+
+@pytest.fixture
+def devices(shared: SimDevices) -> Iterator[SimDevices]:
+    """Healthy and empty devices."""
+    shared.control.tell("heal")
+    wait_until("the devices are empty", lambda: is_empty(shared))
+    yield shared
+
+
+def is_empty(devices: SimDevices) -> bool:
+    return not any(device["used_bytes"] or device["connections"] for device in devices.control.tell("status").values())
+
+
+def grant(devices: SimDevices, *names: str, **changes: Any) -> link.Grant:
+    there = tuple(devices.grant(name) for name in names or ("gpu-0",))
+    return grant_for(tiny_gguf.generative(), **{"devices": there, "gpu_layers": -1, **changes})
+
+
+def on(ready: link.Ready, device: str) -> int:
+    return sum(buffer.bytes for buffer in ready.buffers if buffer.device == device)
+
+
+def test_what_the_worker_says_it_allocated_is_what_the_device_counts(tmp_path: Path, devices: SimDevices) -> None:
+    """To the log's 0.01 MiB per buffer; it answers, and at its end every byte is back."""
+    before = devices.status()
+    with WorkerRig(tmp_path, grant(devices)) as rig:
+        ready = rig.ready()
+        there = devices.status()
+        buffers = there["allocations"] - before["allocations"]
+        assert buffers >= 3  # weights, cache, compute
+        assert abs(on(ready, "gpu-0") - there["used_bytes"]) <= 0.02 * MIB * buffers
+        assert devices.status("gpu-1")["used_bytes"] == 0
+        assert there["free_bytes"] == SIZE - there["used_bytes"]
+        assert rig.post("/v1/completions", ASK)[1]["usage"]["completion_tokens"] == 8
+        assert devices.status()["used_bytes"] == there["used_bytes"]
+        rig.send(link.Stop())
+        assert rig.wait() == 0
+    wait_until("the memory is back", lambda: is_empty(devices))
+    after = devices.status()
+    assert after["allocations"] - before["allocations"] == after["frees"] - before["frees"]
+
+
+@pytest.mark.parametrize("room_bytes", [MIB // 8, 3 * MIB // 2], ids=["weights", "cache"])
+def test_a_load_over_capacity_fails_cleanly(tmp_path: Path, devices: SimDevices, room_bytes: int) -> None:
+    """The worker says oom_load and ends by itself; nothing stays behind."""
+    devices.tell("shrink", bytes=room_bytes)
+    with WorkerRig(tmp_path, grant(devices)) as rig:
+        assert rig.expect(link.Failed).cause == ExitCause.OOM_LOAD
+        assert rig.wait() >= 0
+    wait_until("the memory is back", lambda: is_empty(devices))
+    assert devices.status()["refusals"] >= 1
+
+
+def test_an_allocation_can_be_refused_on_demand(tmp_path: Path, devices: SimDevices) -> None:
+    """Memory that looks free and is not: the same clean failure; the next load is served."""
+    devices.tell("refuse", count=1)
+    with WorkerRig(tmp_path, grant(devices)) as rig:
+        assert rig.expect(link.Failed).cause == ExitCause.OOM_LOAD
+    assert not devices.status()["refusing"]
+    again = tmp_path / "again"
+    again.mkdir()
+    with WorkerRig(again, grant(devices)) as rig:
+        assert on(rig.ready(), "gpu-0") > 0
+
+
+def test_capacity_is_shared_by_all_clients_and_by_others(tmp_path: Path, devices: SimDevices) -> None:
+    """A second worker finds only what the first and a foreign process left."""
+    with WorkerRig(tmp_path, grant(devices)) as rig:
+        rig.ready()
+        used = devices.status()["used_bytes"]
+        there = devices.tell("foreign", bytes=SIZE - used - used // 2)
+        assert (there["free_bytes"], there["used_bytes"]) == (used // 2, SIZE - used // 2)
+        second = tmp_path / "second"
+        second.mkdir()
+        with WorkerRig(second, grant(devices)) as other:
+            assert other.expect(link.Failed).cause == ExitCause.OOM_LOAD
+        assert rig.post("/v1/completions", ASK)[0] == 200
+
+
+def test_a_cut_device_ends_its_worker_as_a_lost_one(tmp_path: Path, devices: SimDevices) -> None:
+    """The next step aborts the process, by a text that says device_lost; back again, the device is empty and usable."""
+    with WorkerRig(tmp_path, grant(devices)) as rig:
+        rig.ready()
+        there = devices.tell("cut")
+        assert (there["lost"], there["used_bytes"], there["connections"]) == (True, 0, 0)
+        with pytest.raises((OSError, AssertionError)):
+            rig.post("/v1/completions", ASK)
+        status = rig.wait()
+        assert status == -signal.SIGABRT
+        assert classify(Remains(status, last_text=rig.log)) is ExitCause.DEVICE_LOST
+    lost = tmp_path / "lost"
+    lost.mkdir()
+    with WorkerRig(lost, grant(devices)) as rig:
+        assert rig.expect(link.Failed).cause == ExitCause.DEVICE_LOST
+    devices.tell("return")
+    back = tmp_path / "back"
+    back.mkdir()
+    with WorkerRig(back, grant(devices)) as rig:
+        rig.ready()
+        assert rig.post("/v1/completions", ASK)[0] == 200
+
+
+def test_a_stalled_device_holds_a_worker_and_gives_back_its_memory_when_it_is_killed(
+    tmp_path: Path, devices: SimDevices
+) -> None:
+    """A hang is seen in the worker's step, which grows without an end; SIGKILL frees the device all the same."""
+    with WorkerRig(tmp_path, grant(devices)) as rig:
+        rig.ready()
+        devices.tell("stall")
+        with rig.connection(seconds=30) as connection:
+            connection.request("POST", "/v1/completions", b'{"prompt": "x"}', {"content-type": "application/json"})
+            wait_until("a step hangs", lambda: (rig.next_beat().step_seconds or 0) > 0.6)
+            rig.process.kill()
+            rig.wait()
+            wait_until("the memory is back", lambda: is_empty(devices))
+
+
+def test_memory_can_come_back_late(tmp_path: Path, devices: SimDevices) -> None:
+    devices.tell("late")
+    with WorkerRig(tmp_path, grant(devices)) as rig:
+        rig.ready()
+        used = devices.status()["used_bytes"]
+    wait_until("the worker is gone", lambda: devices.status()["connections"] == 0)
+    assert devices.status()["used_bytes"] == devices.status()["late_bytes"] >= used
+    assert devices.tell("settle")["used_bytes"] == 0
+
+
+def test_a_model_over_two_devices_is_counted_on_each(tmp_path: Path, devices: SimDevices) -> None:
+    """Which buffer is on which device is told apart, although ggml numbers remote devices differently twice."""
+    with WorkerRig(tmp_path, grant(devices, "gpu-1", "gpu-0", tensor_split=(0.5, 0.5))) as rig:
+        ready = rig.ready()
+        for name in ("gpu-0", "gpu-1"):
+            used = devices.status(name)["used_bytes"]
+            assert used > 0
+            assert abs(on(ready, name) - used) <= 0.2 * MIB
+        assert rig.post("/v1/completions", ASK)[0] == 200
+
+
+def test_the_simulator_ends_with_all_it_started(tmp_path: Path) -> None:
+    """Closing its stdin is enough, and so is killing it: no ggml server survives."""
+    for how in ("let go", "killed"):
+        with SimDevices(SIZE) as devices:
+            mine = children_of(devices.process.pid)
+            assert mine  # the spare server
+            if how == "killed":
+                devices.process.kill()
+            else:
+                assert devices.process.stdin is not None
+                devices.process.stdin.close()
+                devices.process.stdin = None
+            devices.process.wait(10)
+            wait_until("its servers are gone", lambda: not any(Path(f"/proc/{pid}").exists() for pid in mine))  # noqa: B023
