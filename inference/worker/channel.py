@@ -18,13 +18,20 @@ MAX_LINE_BYTES = 1 << 20
 class Channel:
     """The inherited socketpair. End of file ends this process at once, whatever its other threads do."""
 
-    def __init__(self, handle: int, on_drain: Callable[[], None], on_stop: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        handle: int,
+        on_drain: Callable[[], None],
+        on_stop: Callable[[], None],
+        on_offload: Callable[[link.Offload], None],
+    ) -> None:
         self._socket = socket.socket(fileno=handle)
         self._socket.setblocking(True)
         self._lock = threading.Lock()
-        self._grants: queue.SimpleQueue[link.Grant] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[link.Grant | link.Hold] = queue.SimpleQueue()
         self._on_drain = on_drain
         self._on_stop = on_stop
+        self._on_offload = on_offload
 
     def start(self) -> None:
         """Starts reading."""
@@ -35,9 +42,17 @@ class Channel:
         with self._lock, contextlib.suppress(OSError):
             self._socket.sendall(link.encode(message))
 
+    def order(self) -> link.Grant | link.Hold:
+        """Waits for what to load or to hold, as long as the authority lives: a warm worker may wait for hours."""
+        return self._orders.get()
+
     def grant(self) -> link.Grant:
-        """Waits for the grant, as long as the authority lives: a standby worker may wait for hours."""
-        return self._grants.get()
+        """Waits for what to load, where nothing else makes sense any more."""
+        order = self._orders.get()
+        if isinstance(order, link.Hold):
+            self._leave("the authority sent hold to a worker that has a model already")
+        assert isinstance(order, link.Grant)
+        return order
 
     def _read(self) -> None:
         pending = b""
@@ -60,8 +75,10 @@ class Channel:
 
     def _handle(self, message: link.Message) -> None:
         match message:
-            case link.Grant():
-                self._grants.put(message)
+            case link.Grant() | link.Hold():
+                self._orders.put(message)
+            case link.Offload():
+                self._on_offload(message)
             case link.Drain():
                 self._on_drain()
             case link.Stop():

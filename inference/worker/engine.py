@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from inference.protocol import Code, Priority, Progress
 from inference.worker.backend import Backend, Constraint, Decode, TokenSampler, Vocabulary
+from inference.worker.core.keeping import Retained
 from inference.worker.core.pacing import Pace
 from inference.worker.core.scheduler import Scheduler
 from inference.worker.core.steps import Job, Limits, Phase, Remove, Row
@@ -132,6 +133,14 @@ class Engine:
     def stop(self, reason: WorkerError, seconds: float = 5.0) -> bool:
         """Ends every request with `reason` after the running step; whether the thread ended within `seconds`."""
         return self._runner.stop(reason, seconds)
+
+    def adopt(self, held: Sequence[Retained]) -> None:
+        """Before `start`: the context holds these sequences already."""
+        self._scheduler.adopt(held)
+
+    def retained(self) -> list[Retained]:
+        """After `stop`: what the context's sequences hold, for whoever saves them."""
+        return self._scheduler.retained()
 
     def _post(self, ticket: Ticket[Output], command: Callable[[], None]) -> None:
         self._commands.append((ticket, command))

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,15 +107,7 @@ def open_context(grant: Grant, params: Any) -> tuple[llama.Model, llama.Context,
     """
     model = llama.Model(grant.path, params)
     pooling = _pooling(model, grant)
-    context = llama.Context(
-        model,
-        llama.context_params(
-            grant,
-            pooling=pooling,
-            in_pieces=pooling in (llama.POOLING_LAST, llama.POOLING_RANK) and _is_causal(model),
-            on_gpu=params.n_gpu_layers != 0,
-        ),
-    )
+    context = _context(grant, model, pooling, on_gpu=params.n_gpu_layers != 0)
     if pooling is None and context.memory is None:
         raise LoadError(
             ExitCause.STARTUP,
@@ -123,6 +115,24 @@ def open_context(grant: Grant, params: Any) -> tuple[llama.Model, llama.Context,
             "embeddings, say so in capabilities",
         )
     return model, context, pooling
+
+
+def _context(grant: Grant, model: llama.Model, pooling: int | None, *, on_gpu: bool) -> llama.Context:
+    in_pieces = pooling in (llama.POOLING_LAST, llama.POOLING_RANK) and _is_causal(model)
+    return llama.Context(model, llama.context_params(grant, pooling=pooling, in_pieces=in_pieces, on_gpu=on_gpu))
+
+
+def reopen(loaded: Loaded, grant: Grant, tail: LogTail) -> Loaded:
+    """A fresh context over weights that are still there, after `loaded`'s was closed; on the CPU. Raises LoadError."""
+    started = time.monotonic()
+    tail.forget_context()
+    try:
+        context = _context(grant, loaded.model, _pooling(loaded.model, grant), on_gpu=False)
+        context.inherit(loaded.context)
+    except LoadError as error:
+        raise _explained(error, grant, tail) from None
+    ready = replace(loaded.ready, load_seconds=time.monotonic() - started, buffers=tail.buffers({}))
+    return replace(loaded, context=context, ready=ready)
 
 
 def _context_length(grant: Grant, model: llama.Model, context: llama.Context) -> int:

@@ -58,6 +58,10 @@ class LogTail:
         if self._level >= _LEVEL_WARN:
             self._echo(line)
 
+    def forget_context(self) -> None:
+        """The context is freed: of what was allocated only the weights are left."""
+        self._buffers = {key: size for key, size in self._buffers.items() if key[1] == "weights"}
+
     @property
     def lines(self) -> tuple[str, ...]:
         """The last lines, oldest first."""

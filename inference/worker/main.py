@@ -1,4 +1,4 @@
-"""The life of a worker process: hello, grant, load, ready, serve, drain or stop; never decides about a request.
+"""The life of a worker process: hello, grant, load, ready, serve, offload, drain, stop; never decides about a request.
 
 Whatever happens to the authority, this process ends: the kernel kills it (Linux), and the link's end of file does
 everywhere. Ctrl-C in a terminal goes to the supervisor, which decides; SIGTERM is a drain.
@@ -15,10 +15,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headgate import __version__
 from headgate.shared import log as logs
@@ -29,24 +30,33 @@ from inference.worker.channel import Channel
 from inference.worker.errors import LoadError, UnloadedError
 from inference.worker.link import (
     BEAT_SECONDS,
+    KEEP_FD_ENV,
     LINK_FD_ENV,
     PARENT_ENV,
     SOCKET_FD_ENV,
     Beat,
     Failed,
     Grant,
+    Held,
     Hello,
+    Hold,
     LoadProgress,
+    Offload,
 )
 
 if TYPE_CHECKING:
     from inference.worker.backend import Backend, Constraint, TokenSampler
+    from inference.worker.constraints import Compiler
     from inference.worker.http import App
+    from inference.worker.kept import Kept
     from inference.worker.loading import Loaded
+    from inference.worker.prompts import Prompts
     from inference.worker.requests import Sampling
     from inference.worker.reranking import Reranker
     from inference.worker.sight import Sight
+    from inference.worker.standby import HeldFile
 
+T = TypeVar("T")
 log = logging.getLogger("headgate.worker")
 
 SWITCH_SECONDS = 0.0005
@@ -59,6 +69,8 @@ TOKENIZER_STACK_BYTES = 256 * 2**20
 """llama.cpp splits text with recursive regular expressions; address space only, used as far as a text needs."""
 DRAIN_SECONDS = 600.0
 STOP_SECONDS = 2.0
+LAST_STEP_SECONDS = 60.0
+"""How long a step may still run when the model is offloaded: nobody waits for it any more, so mostly none does."""
 
 
 def main(environ: Mapping[str, str] = os.environ) -> int:
@@ -76,7 +88,8 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
     if "OMP_WAIT_POLICY" not in environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when llama.cpp's libraries are loaded
     heap.set_up()
-    worker = Worker(link_handle, socket_handle)
+    keep = environ.get(KEEP_FD_ENV, "")
+    worker = Worker(link_handle, socket_handle, int(keep) if keep.isdecimal() else None)
     worker.run()
     return 0
 
@@ -90,12 +103,17 @@ def _exit(status: int) -> None:
 class Worker:
     """One process, one model."""
 
-    def __init__(self, link_handle: int, socket_handle: int) -> None:
+    def __init__(self, link_handle: int, socket_handle: int, keep_handle: int | None = None) -> None:
+        """`keep_handle`: memory for sequences that outlive the process, which others hold as well."""
         self._socket = socket.socket(fileno=socket_handle)
-        self._channel = Channel(link_handle, self._drain, self._stop)
+        self._channel = Channel(link_handle, self._drain, self._stop, self._offload)
+        self._keep_handle = keep_handle
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Future[str] | None = None
+        self._offloading: Offload | None = None
+        self._readers: _Readers | None = None
         self._sight: Sight | None = None
+        self._pulse: Callable[[], Beat] = _still
         self._draining = False
         self._fraction: float | None = None
 
@@ -104,35 +122,52 @@ class Worker:
         self._channel.start()
         threading.Thread(target=self._await_sigterm, name="signals", daemon=True).start()
         self._channel.send(Hello(os.getpid(), __version__))
+        order = self._channel.order()
+        held = None
+        if isinstance(order, Hold):
+            held, order = self._hold(order)
+        kept = self._loading(partial(self._load, order, held))
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        import uvloop
+
+        while True:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(self._serve(kept))
+            from inference.worker.kept import reopen_kept
+
+            grant = self._channel.grant()  # it was offloaded, and stays
+            kept = self._loading(partial(reopen_kept, kept, grant))
+
+    # --- before serving ----------------------------------------------------------------------------------------------
+    def _hold(self, order: Hold) -> tuple[HeldFile, Grant]:
+        """Takes the file into memory and waits for the grant, without a device."""
+        from inference.worker.standby import hold
+
+        held = self._loading(partial(hold, order.path, self._on_progress))
+        self._channel.send(Held(held.count_bytes))
+        waiting = threading.Event()
+        beating = threading.Thread(target=self._beat, args=(waiting,), name="waiting", daemon=True)
+        beating.start()
         grant = self._channel.grant()
+        waiting.set()
+        return held, grant
+
+    def _loading(self, work: Callable[[], T]) -> T:
+        """What `work` comes to; when that is a failure, the authority is told and the process ends."""
         try:
-            loaded = self._load(grant)
+            with self._heard_while_loading():
+                return work()
         except LoadError as error:
             self._give_up(error.cause, error.message)
         except Exception as error:
             log.exception("the load failed")
             self._give_up(ExitCause.STARTUP, f"the worker failed while loading ({type(error).__name__}: {error})")
-        import uvloop
+        raise AssertionError("unreachable")
 
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(self._serve(loaded, grant))
-        _exit(0)
+    def _load(self, grant: Grant, held: HeldFile | None) -> Kept:
+        from inference.worker.kept import load_kept
 
-    # --- before serving ----------------------------------------------------------------------------------------------
-    def _load(self, grant: Grant) -> Loaded:
-        from inference.worker import llama
-        from inference.worker.loading import load
-        from inference.worker.logtail import LogTail
-
-        tail = LogTail(_say)
-        llama.start(tail)
-        llama.on_abort(lambda text: _say("\n".join([*tail.lines, text])))
-        with self._heard_while_loading():
-            loaded = load(grant, tail, self._on_progress)
-        log.info(
-            "loaded model=%s seconds=%.2f buffers=%s", grant.model_id, loaded.ready.load_seconds, loaded.ready.buffers
-        )
-        return loaded
+        return load_kept(grant, held, self._keep_handle, _say, self._on_progress)
 
     def _on_progress(self, fraction: float) -> bool:
         self._fraction = fraction
@@ -174,6 +209,10 @@ class Worker:
     def _stop(self) -> None:
         self._order("stop")
 
+    def _offload(self, order: Offload) -> None:
+        self._offloading = order
+        self._order("offload")
+
     def _order(self, order: str) -> None:
         """Before the model serves there is nothing to finish: the process ends at once."""
         loop = self._loop
@@ -189,26 +228,26 @@ class Worker:
             self._ending.set_result(order)
 
     # --- serving -----------------------------------------------------------------------------------------------------
-    async def _serve(self, loaded: Loaded, grant: Grant) -> None:
-        from inference.worker.embedder import Embedder
-        from inference.worker.engine import Engine
+    async def _serve(self, kept: Kept) -> None:
+        """Until the process ends, or until the model is offloaded and waits."""
         from inference.worker.server import make_server
 
         loop = asyncio.get_running_loop()
         self._ending = loop.create_future()
-        engine, embedder = self._engines(loaded, grant)
+        engine, embedder = self._engines(kept.loaded, kept.grant)
         running = engine or embedder
         assert running is not None
-        app = self._app(loaded, engine, embedder)
+        if engine is not None:
+            engine.adopt(kept.restored)
+        app = self._app(kept.loaded, engine, embedder)
         server = make_server(app)
-        serving = asyncio.create_task(server.serve(sockets=[self._socket]))
+        serving = asyncio.create_task(server.serve(sockets=[self._socket.dup()]))  # which closes it in the end
         running.start()
         self._loop = loop
-        self._channel.send(loaded.ready)
-        threading.Thread(target=self._beat, args=(running,), name="heartbeat", daemon=True).start()
+        self._pulse = running.pulse.beat
+        self._channel.send(kept.loaded.ready)
         order = await self._ending
         app.draining = True
-        assert isinstance(running, (Engine, Embedder))
         if order == "drain":
             log.info("draining in_flight=%d", app.in_flight)
             self._draining = True
@@ -217,13 +256,23 @@ class Worker:
             drained.add_done_callback(lambda _task: self._obey("stop"))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ending, DRAIN_SECONDS)
-        running.stop(UnloadedError(), 0.0)
+        ended = running.stop(UnloadedError(), LAST_STEP_SECONDS if order == "offload" else 0.0)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(app.drained(), STOP_SECONDS)
         server.should_exit = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(serving, STOP_SECONDS)
-        _exit(0)
+        if order != "offload" or not ended:
+            _exit(0)
+        self._loop = None
+        self._pulse = _still
+        from inference.worker.kept import offload
+
+        assert self._offloading is not None
+        retained = engine.retained() if engine is not None else []
+        self._channel.send(offload(kept, retained, self._offloading))
+        if not self._offloading.stays:
+            _exit(0)
 
     def _engines(self, loaded: Loaded, grant: Grant) -> Any:
         from inference.worker.constrained import ConstrainedSampler
@@ -244,7 +293,7 @@ class Worker:
         if loaded.projector is not None:
             # In a step everybody who decodes comes first, and an image that sees all of itself is one physical batch.
             most = context.n_batch - context.n_slots
-            self._sight = Sight(loaded.projector, most, context.n_slots, at_once=context.n_ubatch)
+            self._sight = self._sight or Sight(loaded.projector, most, context.n_slots, at_once=context.n_ubatch)
             backend = SightedBackend(context, context.n_slots, picture_finder(self._sight.pictures))
         limits = Limits(
             slots=context.n_slots,
@@ -265,8 +314,24 @@ class Worker:
         return Engine(backend, model, sampler, limits, courier.deliver, self._fatal), None
 
     def _app(self, loaded: Loaded, engine: Any, embedder: Any) -> App:
-        from inference.worker.constraints import Compiler
         from inference.worker.http import App
+
+        readers = self._readers = self._readers or self._make_readers(loaded)
+        return App(
+            loaded.facts,
+            readers.prompts,
+            loaded.model.detokenize,
+            engine,
+            embedder,
+            readers.executor,
+            reranker=_reranker(loaded),
+            compiler=None if engine is None else readers.compiler,
+            compiling=readers.compiling,
+            sight=self._sight,
+        )
+
+    def _make_readers(self, loaded: Loaded) -> _Readers:
+        from inference.worker.constraints import Compiler
         from inference.worker.prompts import Prompts
 
         threading.stack_size(TOKENIZER_STACK_BYTES)
@@ -274,25 +339,18 @@ class Worker:
         for started in [executor.submit(time.sleep, 0.01) for _ in range(2)]:
             started.result()
         threading.stack_size(0)
-        compiling = ThreadPoolExecutor(1, thread_name_prefix="forms")
         sight = self._sight
-        prompts = Prompts(loaded.model, loaded.template, loaded.facts, None if sight is None else sight.read)
-        return App(
-            loaded.facts,
-            prompts,
-            loaded.model.detokenize,
-            engine,
-            embedder,
+        return _Readers(
+            Prompts(loaded.model, loaded.template, loaded.facts, None if sight is None else sight.read),
+            Compiler(loaded.model),
             executor,
-            reranker=_reranker(loaded),
-            compiler=None if engine is None else Compiler(loaded.model),
-            compiling=compiling,
-            sight=sight,
+            ThreadPoolExecutor(1, thread_name_prefix="forms"),
         )
 
-    def _beat(self, running: Any) -> None:
-        while True:
-            beat = running.pulse.beat()
+    def _beat(self, until: threading.Event | None = None) -> None:
+        """A sign of life in its rhythm, for ever or until told."""
+        while until is None or not until.is_set():
+            beat = self._pulse()
             self._channel.send(beat if self._sight is None else longer(beat, self._sight.pulse.beat()))
             time.sleep(BEAT_SECONDS)
 
@@ -300,6 +358,21 @@ class Worker:
         """The engine gave up: tell the requests, then end, so that a fresh process can take over."""
         log.error("giving up: %s", message)
         threading.Timer(STOP_SECONDS / 2, _exit, (1,)).start()
+
+
+@dataclass(frozen=True, slots=True)
+class _Readers:
+    """What reads requests for the model, whatever context it has."""
+
+    prompts: Prompts
+    compiler: Compiler
+    executor: ThreadPoolExecutor
+    compiling: ThreadPoolExecutor
+
+
+def _still() -> Beat:
+    """The heartbeat of a worker without a context."""
+    return Beat(None, 0, 0, 0, 0, 0)
 
 
 def longer(beat: Beat, seeing: Beat) -> Beat:

@@ -48,6 +48,8 @@ class WorkerRig:
     root: Path
     grant: link.Grant | None = None
     env: Mapping[str, str] = field(default_factory=dict)
+    keep: int | None = None
+    """A descriptor of memory for sequences that outlive the process; stays open."""
     beats: list[link.Beat] = field(default_factory=list)
 
     def start(self) -> WorkerRig:
@@ -65,12 +67,15 @@ class WorkerRig:
             link.PARENT_ENV: str(os.getpid()),
             "GGML_NO_BACKTRACE": "1",
         }
+        kept = () if self.keep is None else (self.keep,)
+        if self.keep is not None:
+            env[link.KEEP_FD_ENV] = str(self.keep)
         self.log_path = self.root / "worker.log"
         with self.log_path.open("ab") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "inference.worker"],
                 env=env,
-                pass_fds=(theirs.fileno(), listener.fileno()),
+                pass_fds=(theirs.fileno(), listener.fileno(), *kept),
                 process_group=0,
                 stdin=subprocess.DEVNULL,
                 stdout=out,

@@ -20,6 +20,7 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from inference.worker.core.keeping import Retained
 from inference.worker.core.pictures import undivided
 from inference.worker.core.slots import Slot, Slots
 from inference.worker.core.steps import TRANSITIONS, Job, Limits, Phase, Row, Step
@@ -200,6 +201,16 @@ class Scheduler:
         for run in lost:
             self._end(run)
         return tuple(run.job.id for run in lost)
+
+    # --- between steps -----------------------------------------------------------------------------------------------
+    def retained(self) -> list[Retained]:
+        """What slots hold that no job has."""
+        return self._slots.retained()
+
+    def adopt(self, held: Sequence[Retained]) -> None:
+        """Before the first step: the context holds these sequences already. The last one counts as used last."""
+        for item in held:
+            self._slots.adopt(item)
 
     # --- parts of a step ---------------------------------------------------------------------------------------------
     def _expire(self, now: float) -> tuple[int, ...]:

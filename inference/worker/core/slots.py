@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from inference.worker.core.keeping import Retained
 from inference.worker.core.steps import Copy, Limits, Remove
 
 
@@ -105,6 +106,21 @@ class Slots:
             return False
         self._forget(min(kept, key=lambda slot: slot.used_at), 0)
         return True
+
+    def retained(self) -> list[Retained]:
+        """What the free slots hold, by the count of this side."""
+        return [
+            Retained(slot.number, slot.tokens[: slot.computed], slot.tenant, slot.used_at)
+            for slot in self._slots
+            if not slot.taken and slot.computed
+        ]
+
+    def adopt(self, held: Retained) -> None:
+        """An empty free slot holds this now: llama.cpp was given it."""
+        self._clock += 1
+        slot = self._slots[held.slot]
+        self.used += len(held.tokens)
+        slot.tokens, slot.computed, slot.tenant, slot.used_at = held.tokens, len(held.tokens), held.tenant, self._clock
 
     def _forget(self, slot: Slot, start: int) -> None:
         if slot.computed > start:

@@ -29,6 +29,7 @@ class Context:
     def __init__(self, model: Model, params: Any) -> None:
         """Allocates; raises LoadError(OOM_LOAD) when llama.cpp returns NULL."""
         self.model = model
+        self._adapters: list[Any] = []
         self.handle = lib.llama_init_from_model(model.handle, params)
         if not self.handle:
             raise LoadError(ExitCause.OOM_LOAD, "llama.cpp could not allocate the context")
@@ -102,6 +103,16 @@ class Context:
                     "here are always on",
                 )
             adapters.append(adapter)
+        self._use(adapters)
+
+    def inherit(self, before: Context) -> None:
+        """Takes over what another context of the same model was given and has learned, instead of warming up."""
+        if before._adapters:
+            self._use(before._adapters)
+        self.can_trim = before.can_trim
+
+    def _use(self, adapters: list[Any]) -> None:
+        self._adapters = adapters
         handles = (lib.llama_adapter_lora_p_ctypes * len(adapters))(*adapters)
         scales = (ctypes.c_float * len(adapters))(*([1.0] * len(adapters)))
         if lib.llama_set_adapters_lora(self.handle, handles, len(adapters), scales) != 0:

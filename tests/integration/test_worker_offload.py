@@ -1,0 +1,137 @@
+"""A worker leaves its device and comes back, in the same process or in another one, with what its sequences held."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.worker import link
+from tests.rigs import tiny_gguf
+from tests.rigs.worker_rig import WorkerRig, grant_for
+
+CHAT = "/v1/chat/completions"
+PLENTY = 2**30
+
+
+@pytest.fixture
+def keep() -> Iterator[int]:
+    """Memory that outlives workers, as the authority has it."""
+    handle = os.memfd_create("test-keep")
+    yield handle
+    os.close(handle)
+
+
+def ask(rig: WorkerRig, text: str, tenant: str = "alice") -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 16}
+    status, said = rig.post(CHAT, body, {"x-headgate-tenant": tenant})
+    assert status == 200, said
+    return said
+
+
+def text_of(said: dict[str, Any]) -> str:
+    return str(said["choices"][0]["message"]["content"])
+
+
+def cached(said: dict[str, Any]) -> int:
+    return int(said["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def offloaded(rig: WorkerRig, *, stays: bool, most_bytes: int = PLENTY) -> link.Offloaded:
+    rig.send(link.Offload(most_bytes, stays))
+    return rig.expect(link.Offloaded)
+
+
+def anonymous_bytes(rig: WorkerRig) -> int:
+    lines = Path(f"/proc/{rig.process.pid}/status").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
+
+
+def test_a_worker_that_stays_gives_its_context_back_and_answers_as_before(tmp_path: Path, keep: int) -> None:
+    """The same answer from the same process, the prompt found computed, again and again; less memory in between."""
+    grant = grant_for(tiny_gguf.generative(), context_length=4096, parallel=4)
+    with WorkerRig(tmp_path, grant, keep=keep) as rig:
+        context_bytes = sum(buffer.bytes for buffer in rig.ready().buffers if buffer.kind != "weights")
+        first = ask(rig, "hello world")
+        for _ in range(2):
+            before = anonymous_bytes(rig)
+            said = offloaded(rig, stays=True)
+            assert said.sequences >= 1
+            assert said.tokens > 0
+            assert anonymous_bytes(rig) < before - context_bytes // 2
+            rig.send(grant)
+            ready = rig.ready()
+            assert ready.restored_tokens == said.tokens
+            assert sum(buffer.bytes for buffer in ready.buffers if buffer.kind != "weights") == context_bytes
+            again = ask(rig, "hello world")
+            assert text_of(again) == text_of(first)
+            assert cached(again) == again["usage"]["prompt_tokens"] - 1
+            assert os.fstat(keep).st_size == 0, "what was saved is given back once it is restored"
+
+
+def test_another_process_goes_on_with_what_the_first_one_saved(tmp_path: Path, keep: int) -> None:
+    """It holds the file, waits without a model, and then answers like the first one; tenants stay apart."""
+    grant = grant_for(tiny_gguf.generative())
+    (tmp_path / "a").mkdir()
+    with WorkerRig(tmp_path / "a", grant, keep=keep) as rig:
+        rig.ready()
+        first = ask(rig, "hello world")
+        ask(rig, "and a second one, from somebody else", tenant="bob")
+        said = offloaded(rig, stays=False)
+        assert rig.wait() == 0
+    assert said.sequences == 2
+    with WorkerRig(tmp_path, keep=keep) as rig:
+        rig.send(link.Hold(grant.path))
+        assert rig.expect(link.Held).count_bytes == Path(grant.path).stat().st_size
+        assert rig.fresh_beat().active == 0
+        rig.send(grant)
+        assert rig.ready().restored_tokens == said.tokens
+        assert cached(ask(rig, "hello world", tenant="carol")) <= 2
+        again = ask(rig, "hello world")
+        assert text_of(again) == text_of(first)
+        assert cached(again) == again["usage"]["prompt_tokens"] - 1
+
+
+def test_only_what_fits_is_saved_and_nothing_that_does_not_match_is_restored(tmp_path: Path, keep: int) -> None:
+    """Without room nothing is saved; a cache of another form starts empty and answers all the same."""
+    grant = grant_for(tiny_gguf.generative())
+    (tmp_path / "a").mkdir()
+    with WorkerRig(tmp_path / "a", grant, keep=keep) as rig:
+        rig.ready()
+        ask(rig, "hello world")
+        assert offloaded(rig, stays=True, most_bytes=0) == link.Offloaded(0, 0, 0)
+        rig.send(grant)
+        assert rig.ready().restored_tokens == 0
+        ask(rig, "hello world")
+        assert offloaded(rig, stays=False).sequences == 1
+        rig.wait()
+    with WorkerRig(tmp_path, keep=keep) as rig:
+        rig.send(link.Hold(grant.path))
+        rig.send(replace(grant, flash_attention=False))
+        assert rig.ready().restored_tokens == 0
+        assert "flash_attention changed" in rig.log
+        assert text_of(ask(rig, "hello world")) != ""
+
+
+def test_a_file_that_is_not_there_cannot_be_held(tmp_path: Path) -> None:
+    """The authority is told why, and the process ends."""
+    with WorkerRig(tmp_path) as rig:
+        rig.send(link.Hold(str(tmp_path / "none.gguf")))
+        assert "cannot be held" in rig.expect(link.Failed).message
+        assert rig.wait() == 1
+
+
+def test_a_pooling_model_stays_and_comes_back(tmp_path: Path) -> None:
+    """It has no sequences to save; its vectors are the same."""
+    grant = grant_for(tiny_gguf.generative(), capabilities=("embeddings",))
+    with WorkerRig(tmp_path, grant) as rig:
+        rig.ready()
+        first = rig.post("/v1/embeddings", {"input": "hello"})
+        assert offloaded(rig, stays=True) == link.Offloaded(0, 0, 0)
+        rig.send(grant)
+        rig.ready()
+        assert rig.post("/v1/embeddings", {"input": "hello"}) == first
