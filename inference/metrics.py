@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
@@ -42,6 +42,13 @@ class Metrics:
         self.timeouts = Counter(
             "inference_timeouts_total", "Waits that ended at their deadline", ["kind"], registry=self.registry
         )
+        self.restorations = Counter(
+            "inference_restorations_total", "Warm models that were ready again", registry=self.registry
+        )
+        self.alloc_retries = Counter(
+            "inference_alloc_retries_total", "Loads tried again with less after memory was refused",
+            registry=self.registry,
+        )  # fmt: skip
         self.tokens = Counter(
             "inference_tokens_total", "Tokens as the workers count them", ["model", "kind"], registry=self.registry
         )
@@ -49,6 +56,18 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """The gauges of this moment; called by the registry."""
         yield from self.gauges()
+
+    def total(self, counter: Counter, **labels: Collection[str]) -> int:
+        """What a counter says, summed over those of its series whose labels are among the ones given."""
+        return int(
+            sum(
+                sample.value
+                for metric in counter.collect()
+                for sample in metric.samples
+                if sample.name.endswith("_total")
+                and all(sample.labels[name] in wanted for name, wanted in labels.items())
+            )
+        )
 
     def render(self) -> bytes:
         """The text exposition."""

@@ -62,6 +62,8 @@ class Model:
     last_used_at: float = 0.0
     reload_seconds: float = 1.0
     loads: int = 0
+    uses: int = 0
+    """Requests that were given to a worker; probes do not count."""
     capabilities: tuple[str, ...] = ()
     removed: bool = False
     reduced: ModelSpec | None = None

@@ -40,6 +40,7 @@ class Waiting:
         lease = Lease(model, model.running, self._released, counts=counts)
         model.running.leases.add(lease)
         if counts:
+            model.uses += 1
             model.last_used_at = self._authority.loop.time()
         if model.state is _S.READY:
             self._authority.move(model, _E.USED, quietly=True)

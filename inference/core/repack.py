@@ -1,0 +1,57 @@
+"""Decides which idle models change their device, so that free memory lies together on one; carries nothing out.
+
+One device is emptied as far as its idle models fit elsewhere: the one that then has the largest room. A model on
+several devices stays. Nothing is moved unless the largest room grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """An idle model that is on one device alone. `need` has the bytes it would take on each device it may be on."""
+
+    model: str
+    device: str
+    bytes: int
+    need: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """`model` goes from one device to another."""
+
+    model: str
+    source: str
+    target: str
+
+
+def repack(rooms: Mapping[str, int], pieces: Sequence[Piece]) -> tuple[Shift, ...]:
+    """The moves, in order, each of which fits when it is made; `rooms` are free bytes per device for new loads."""
+    most = max(rooms.values(), default=0)
+    best: tuple[Shift, ...] = ()
+    for source in sorted(rooms):
+        shifts, room = _emptied(source, rooms, pieces)
+        if room > most:
+            best, most = shifts, room
+    return best
+
+
+def _emptied(source: str, rooms: Mapping[str, int], pieces: Sequence[Piece]) -> tuple[tuple[Shift, ...], int]:
+    """What leaves `source`, the largest first and each to where it fits best; and the room that is there then."""
+    others = {device: room for device, room in rooms.items() if device != source}
+    room = rooms[source]
+    shifts = []
+    here = [piece for piece in pieces if piece.device == source]
+    for piece in sorted(here, key=lambda item: (-item.bytes, item.model)):
+        left = {device: others[device] - need for device, need in piece.need.items() if device in others}
+        fitting = {device: rest for device, rest in left.items() if rest >= 0}
+        if fitting:
+            target = min(fitting, key=lambda device: (fitting[device], device))
+            others[target] = fitting[target]
+            room += piece.bytes
+            shifts.append(Shift(piece.model, source, target))
+    return tuple(shifts), room
