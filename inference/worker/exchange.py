@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from headgate.shared import wire
 from inference.protocol import H_DEADLINE, H_PRIORITY, H_REQUEST_ID, Code, Priority
 from inference.worker import responses
 from inference.worker.errors import BadRequestError, GoneError, WorkerError
@@ -52,6 +53,7 @@ class Exchange:
         self.request_id = self.header(H_REQUEST_ID)
         self._receive = receive
         self._send = send
+        self._wire = wire.take(scope)
         self._watcher: asyncio.Task[None] | None = None
 
     def header(self, name: str) -> str:
@@ -139,6 +141,16 @@ class Exchange:
         if not self.begun:
             await self.begin_stream()
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    @property
+    def takes_pieces(self) -> bool:
+        """Whether `piece` may be called now."""
+        return self.begun and self._wire is not None and self._wire.is_free
+
+    def piece(self, data: bytes) -> None:
+        """A chunk that leaves at once; only while `takes_pieces` and nobody awaits another."""
+        assert self._wire is not None
+        self._wire.write(data)
 
     async def end(self) -> None:
         """The end of a stream."""

@@ -271,6 +271,15 @@ class App:
         )
         counts = dict.fromkeys(range(len(work.prompts) * work.n), (0, 0, 0))
         unfinished = len(counts)
+
+        def pass_on(output: Output) -> bool:
+            """Text leaves as it comes; what ends a choice or the stream is for the loop below."""
+            if output.finish is not None or output.error is not None or not exchange.takes_pieces:
+                return False
+            exchange.piece(stream.frames(output))
+            return True
+
+        ticket.on_arrival = pass_on
         outputs = await ticket.take(COMMIT_SECONDS)
         seen: tuple[int, Progress | None] | None = None
         while unfinished:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import uvicorn
 
+from headgate.shared.wire import WiredHttp
 from inference.worker.http import App
 
 
@@ -23,7 +24,7 @@ def make_server(app: App) -> Server:
     """A server for `serve(sockets=[...])`. Connections are kept: the only client owns the socket."""
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=WiredHttp,
         lifespan="off",
         log_config=None,
         access_log=False,

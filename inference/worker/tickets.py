@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 from inference.protocol import Progress
 from inference.worker.errors import GoneError
+
+log = logging.getLogger("headgate.worker.tickets")
 
 T = TypeVar("T")
 
@@ -25,6 +28,8 @@ class Ticket(Generic[T]):
         self._loop = loop
         self._outputs: list[T] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._heard = 0.0
         self.gone = False
         """The client left; nobody reads any more."""
         self.held: object = None
@@ -37,9 +42,16 @@ class Ticket(Generic[T]):
         """Outputs taken."""
         self.stalled = False
         self.on_room: Callable[[], None] | None = None
+        self.on_arrival: Callable[[T], bool] | None = None
+        """Asked about an output that comes while somebody waits in `take`: what it reads, with True, wakes nobody."""
 
     def put(self, output: T) -> None:
         """Adds an output; on the event loop only."""
+        waiter = self._waiter
+        if waiter is not None and self.on_arrival is not None and not waiter.done() and self._reads(output):
+            self._heard = self._loop.time()
+            self._note_read(1)
+            return
         self._outputs.append(output)
         self._wake()
 
@@ -49,21 +61,21 @@ class Ticket(Generic[T]):
         self._wake()
 
     async def take(self, seconds: float) -> list[T]:
-        """Everything that arrived, waiting at most `seconds` for the first; empty after that time or when gone."""
+        """Everything that arrived, waiting until there was nothing for `seconds`; empty after that time or when gone.
+
+        One timer serves the whole wait: what `on_arrival` reads moves a number only.
+        """
         if not self._outputs and not self.gone:
             self._waiter = self._loop.create_future()
-            timer = self._loop.call_later(seconds, self._wake)
+            self._heard = self._loop.time()
+            self._timer = self._loop.call_later(seconds, self._look, seconds)
             try:
                 await self._waiter
             finally:
-                timer.cancel()
-                self._waiter = None
+                self._timer.cancel()
+                self._timer = self._waiter = None
         outputs, self._outputs = self._outputs, []
-        self.read += len(outputs)
-        if outputs and self.stalled:
-            self.stalled = False
-            if self.on_room is not None:
-                self.on_room()
+        self._note_read(len(outputs))
         return outputs
 
     async def next(self) -> list[T]:
@@ -72,6 +84,31 @@ class Ticket(Generic[T]):
         if self.gone:
             raise GoneError
         return outputs
+
+    def _reads(self, output: T) -> bool:
+        """Whether `on_arrival` took the output. What goes wrong there concerns this request alone, and whoever waits
+        meets it again.
+        """
+        assert self.on_arrival is not None
+        try:
+            return self.on_arrival(output)
+        except Exception:
+            log.debug("an output could not be read on arrival", exc_info=True)
+            return False
+
+    def _note_read(self, count: int) -> None:
+        self.read += count
+        if count and self.stalled:
+            self.stalled = False
+            if self.on_room is not None:
+                self.on_room()
+
+    def _look(self, seconds: float) -> None:
+        left = self._heard + seconds - self._loop.time()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._look, seconds)
+        else:
+            self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

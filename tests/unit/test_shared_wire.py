@@ -1,0 +1,115 @@
+"""Pieces that are written at once: whole chunks between those of `send`, none before, after or without a reader."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import uvicorn
+
+from gateway.server import QuietServer
+from headgate.shared import wire
+from headgate.shared.wire import WiredHttp
+
+HEAD = b"POST / HTTP/1.1\r\nhost: here\r\ncontent-length: 0\r\n\r\n"
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Any) -> AsyncIterator[tuple[str, int]]:
+    """A server of `app` and its address."""
+    config = uvicorn.Config(app, port=0, http=WiredHttp, lifespan="off", log_config=None, ws="none")
+    server = QuietServer(config)
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0)
+    try:
+        yield server.servers[0].sockets[0].getsockname()[:2]
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def asked(address: tuple[str, int]) -> bytes:
+    """The body of one answer as it lies on the wire, up to its end."""
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(HEAD)
+    await reader.readuntil(b"\r\n\r\n")
+    body = await reader.readuntil(b"0\r\n\r\n")
+    writer.close()
+    return body
+
+
+async def test_pieces_stand_between_what_is_sent() -> None:
+    frees: list[bool] = []
+
+    async def app(scope: Any, _receive: Any, send: Any) -> None:
+        found = wire.take(scope)
+        assert found is not None
+        assert wire.take(scope) is None, "nobody else may write besides"
+        frees.append(found.is_free)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        frees.append(found.is_free)
+        found.write(b"one")
+        found.write(b"")
+        await send({"type": "http.response.body", "body": b"two", "more_body": True})
+        found.write(b"a third that is longer")
+        await send({"type": "http.response.body", "body": b""})
+        frees.append(found.is_free)
+
+    async with serving(app) as address:
+        assert await asked(address) == b"3\r\none\r\n3\r\ntwo\r\n16\r\na third that is longer\r\n0\r\n\r\n"
+        assert await asked(address) == b"3\r\none\r\n3\r\ntwo\r\n16\r\na third that is longer\r\n0\r\n\r\n"
+    assert frees == [False, True, False] * 2
+
+
+async def test_an_answer_with_a_length_has_no_pieces() -> None:
+    frees: list[bool] = []
+
+    async def app(scope: Any, _receive: Any, send: Any) -> None:
+        found = wire.take(scope)
+        assert found is not None
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
+        frees.append(found.is_free)
+        await send({"type": "http.response.body", "body": b"0\r\n\r\n"})
+
+    async with serving(app) as address:
+        await asked(address)
+    assert frees == [False]
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_a_reader_that_left_or_does_not_read_gets_no_pieces(leaves: bool) -> None:
+    busy = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        found = wire.take(scope)
+        assert found is not None
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if leaves:
+            while (await receive())["type"] != "http.disconnect":
+                continue
+        else:
+            while found.is_free:
+                found.write(b"x" * 65536)
+        assert not found.is_free
+        busy.set()
+
+    async with serving(app) as address:
+        _reader, writer = await asyncio.open_connection(*address)
+        writer.write(HEAD)
+        await _reader.readuntil(b"\r\n\r\n")
+        if leaves:
+            writer.transport.abort()
+        else:
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await busy.wait()
+        writer.transport.abort()
+
+
+async def test_another_server_has_no_wire() -> None:
+    assert wire.take({"type": "http"}) is None
+    assert wire.take({"type": "http", "extensions": {"http.response.trailers": {}}}) is None

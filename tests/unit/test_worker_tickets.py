@@ -1,0 +1,129 @@
+"""A request's mailbox: what is read on arrival wakes nobody, keeps its order, and counts like what is taken."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from inference.worker.tickets import Ticket
+
+LONG = 30.0
+
+
+async def waiting(ticket: Ticket[str], seconds: float = LONG) -> asyncio.Task[list[str]]:
+    """A task that sits in `take` by now."""
+    task = asyncio.create_task(ticket.take(seconds))
+    await asyncio.sleep(0)
+    return task
+
+
+async def test_what_is_read_on_arrival_wakes_nobody_and_counts_as_read() -> None:
+    ticket: Ticket[str] = Ticket(asyncio.get_running_loop())
+    seen: list[str] = []
+    ticket.on_arrival = lambda output: output != "end" and not seen.append(output)
+    task = await waiting(ticket)
+    ticket.put("a")
+    ticket.put("b")
+    assert (seen, ticket.read, task.done()) == (["a", "b"], 2, False)
+    ticket.put("end")
+    ticket.put("behind the end")
+    assert await task == ["end", "behind the end"]
+    assert (seen, ticket.read) == (["a", "b"], 4)
+
+
+async def test_nothing_overtakes_what_is_not_taken_yet() -> None:
+    """Between two waits the reader is busy with what it took, so everything waits for its turn."""
+    ticket: Ticket[str] = Ticket(asyncio.get_running_loop())
+    seen: list[str] = []
+    ticket.on_arrival = lambda output: not seen.append(output)
+    ticket.put("a")
+    assert await ticket.take(LONG) == ["a"]
+    ticket.put("b")
+    task = asyncio.create_task(ticket.take(LONG))
+    assert await task == ["b"]
+    assert seen == []
+
+
+class Clock:
+    """A loop's clock and timers, moved by hand; futures are the real loop's."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.timers: list[tuple[float, Callable[..., None], tuple[Any, ...]]] = []
+        self.create_future = asyncio.get_running_loop().create_future
+
+    def time(self) -> float:
+        """The time that it is said to be."""
+        return self.now
+
+    def call_later(self, seconds: float, call: Callable[..., None], *given: Any) -> asyncio.TimerHandle:
+        """Keeps the call for `pass_time`."""
+        self.timers.append((self.now + seconds, call, given))
+        return asyncio.TimerHandle(0, print, (), asyncio.get_running_loop())
+
+    def pass_time(self, seconds: float) -> None:
+        """Moves on and makes the calls that are due."""
+        self.now += seconds
+        due = [timer for timer in self.timers if timer[0] <= self.now]
+        self.timers = [timer for timer in self.timers if timer[0] > self.now]
+        for _at, call, given in due:
+            call(*given)
+
+
+async def test_silence_is_counted_from_the_last_output_that_was_read_on_arrival() -> None:
+    """With one timer, which is set anew only when it fires."""
+    clock = Clock()
+    ticket: Ticket[str] = Ticket(clock)  # type: ignore[arg-type]
+    ticket.on_arrival = lambda _output: True
+    task = await waiting(ticket, 10.0)
+    clock.pass_time(9.0)
+    ticket.put("more")
+    assert len(clock.timers) == 1
+    clock.pass_time(9.0)
+    await asyncio.sleep(0)
+    assert not task.done()
+    clock.pass_time(1.0)
+    assert await task == []
+
+
+async def test_who_stalled_is_told_of_room_by_a_read_on_arrival_too() -> None:
+    told: list[bool] = []
+    ticket: Ticket[str] = Ticket(asyncio.get_running_loop())
+    ticket.on_room = lambda: told.append(ticket.stalled)
+    ticket.on_arrival = lambda _output: True
+    task = await waiting(ticket)
+    ticket.stalled = True
+    ticket.put("a")
+    ticket.put("b")
+    assert told == [False]
+    ticket.leave()
+    assert await task == []
+
+
+async def test_a_reader_that_fails_leaves_the_output_for_who_waits() -> None:
+    """And the outputs of others in the same delivery are handed out all the same."""
+
+    def fails(_output: str) -> bool:
+        raise ValueError("not this one")
+
+    ticket: Ticket[str] = Ticket(asyncio.get_running_loop())
+    ticket.on_arrival = fails
+    task = await waiting(ticket)
+    ticket.put("a")
+    assert await task == ["a"]
+    assert ticket.read == 1
+
+
+@pytest.mark.parametrize("gone_first", [False, True])
+async def test_who_leaves_ends_the_wait(gone_first: bool) -> None:
+    ticket: Ticket[str] = Ticket(asyncio.get_running_loop())
+    if gone_first:
+        ticket.leave()
+        assert await ticket.take(LONG) == []
+    else:
+        task = await waiting(ticket)
+        ticket.leave()
+        assert await task == []
