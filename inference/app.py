@@ -56,6 +56,8 @@ HOT_PATHS = (
     "/tokenize",
     "/detokenize",
 )
+USE_PATHS = (*HOT_PATHS, "/memory/plan")
+"""Where a POST changes nothing that others notice: the token is enough."""
 
 
 class Service:
@@ -85,9 +87,9 @@ class Service:
             metrics=self.metrics,
         )
         self.metrics.gauges = lambda: views.gauges(self.authority)
-        self.app = self._app(token, said.max_body_bytes)
+        self.app = self._app(token, said.admin_key, said.max_body_bytes)
 
-    def _app(self, token: str, max_body_bytes: int) -> http.App:
+    def _app(self, token: str, admin_key: str | None, max_body_bytes: int) -> http.App:
         app = FastAPI(title="Headgate inference", docs_url=None, redoc_url=None, openapi_url=None)
         relay = Relay(self.authority, max_body_bytes=max_body_bytes)
         app.router.routes.extend(Route(path, endpoint=relay, methods=["POST"]) for path in HOT_PATHS)
@@ -98,7 +100,7 @@ class Service:
         app.add_exception_handler(HTTPException, _http_error)  # type: ignore[arg-type]
         app.add_exception_handler(RequestValidationError, _invalid)  # type: ignore[arg-type]
         app.add_exception_handler(Exception, _unexpected)
-        return http.Guard(app, token)
+        return http.Guard(app, token, admin_key, USE_PATHS)
 
 
 async def serve(

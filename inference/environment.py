@@ -38,6 +38,7 @@ AT_START = frozenset(
         "host",
         "port",
         "token",
+        "admin_key",
         "backend",
         "devices",
         "max_body_mb",
@@ -75,6 +76,7 @@ class InferenceSettings(BaseSettings):
     host: str = "127.0.0.1"
     port: int = Field(8085, ge=0, le=65535)
     token: str | None = Field(None, description="shared with the gateway; generated into the state directory if unset")
+    admin_key: str | None = Field(None, min_length=1, description="for all that changes something; unset, the token is")
     models_dir: Path = Field(Path("models"), description="where relative GGUF paths begin")
     backend: Literal["llamacpp"] = "llamacpp"
     drain_seconds: float = Field(30.0, ge=0, le=3600)

@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 
 from inference.errors import InferenceError, InvalidRequestError
@@ -170,24 +170,42 @@ async def disconnected(receive: Receive) -> None:
 
 
 class Guard:
-    """Lets in who knows the token; everybody else gets 401, except on the open paths. Compares in constant time."""
+    """Lets in who knows the token, and to what changes something only who knows the admin key, if there is one.
 
-    def __init__(self, app: App, token: str) -> None:
+    Everybody else gets 401 or 403, except on the open paths. What changes something is every method but GET and HEAD on
+    a path that is not one of `use_paths`. Compares in constant time.
+    """
+
+    def __init__(self, app: App, token: str, admin_key: str | None = None, use_paths: Collection[str] = ()) -> None:
         self._app = app
         self._token = token.encode()
+        self._admin_key = (admin_key or token).encode()
+        self._use_paths = frozenset(use_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._knows(scope):
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        body = error_body(Code.INVALID_API_KEY, "the inference service needs its token: Authorization: Bearer TOKEN")
+        given = _bearer(scope)
+        is_admin = hmac.compare_digest(given, self._admin_key)
+        changes = scope["method"] not in ("GET", "HEAD") and scope["path"] not in self._use_paths
+        if is_admin or (not changes and hmac.compare_digest(given, self._token)):
+            await self._app(scope, receive, send)
+            return
         out = Out(send, request_id(scope))
+        if hmac.compare_digest(given, self._token):
+            said = "this needs the admin key of the inference service (INFERENCE_ADMIN_KEY); its token is not enough"
+            await out.json(403, error_body(Code.PERMISSION_DENIED, said))
+            return
+        body = error_body(Code.INVALID_API_KEY, "the inference service needs its token: Authorization: Bearer TOKEN")
         await out.json(401, body, [(b"www-authenticate", b"Bearer")])
 
-    def _knows(self, scope: Scope) -> bool:
-        for name, value in scope["headers"]:
-            if name == b"authorization":
-                scheme, _, given = value.partition(b" ")
-                return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self._token)
-        return False
+
+def _bearer(scope: Scope) -> bytes:
+    """What the caller gives as its key; empty when that is nothing."""
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            scheme, _, given = value.partition(b" ")
+            return bytes(given.strip()) if scheme.lower() == b"bearer" else b""
+    return b""

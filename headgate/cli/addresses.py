@@ -129,8 +129,12 @@ def gateway(session: Session, *, admin: bool = False) -> Api:
 
 
 def inference(session: Session) -> Api:
-    """The inference service, with the token that both services share."""
-    token = session.environ.get("INFERENCE_TOKEN") or session.state.read_secret(INFERENCE_TOKEN)
+    """The inference service, with its admin key where there is one, else with the token that both services share."""
+    token = (
+        session.environ.get("INFERENCE_ADMIN_KEY")
+        or session.environ.get("INFERENCE_TOKEN")
+        or session.state.read_secret(INFERENCE_TOKEN)
+    )
     return Api("inference service", inference_url(session), token, "headgate up")
 
 

@@ -16,7 +16,7 @@ from headgate.shared.errors import ConfigError, Exit, Problem
 from headgate.shared.state import write_atomic
 
 MASK = "********"
-_SECRETS = ("api_key", "token", "secret", "password", "hash")
+_SECRETS = ("api_key", "admin_key", "token", "secret", "password", "hash")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,57 @@
+"""Asks an ASGI app as HTTP would, without a socket; for apps whose services run inside the test."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+from inference.http import App
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Status, headers by lower-case name, and the body as JSON."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: Any
+
+
+def operations(guarded: Any) -> list[tuple[str, str]]:
+    """Every (method, path) of the inference service's cold routes; parameters stand in braces."""
+    paths = guarded._app.openapi()["paths"]
+    return [(method.upper(), path) for path, methods in paths.items() for method in methods]
+
+
+async def ask(
+    app: App, method: str, target: str, body: Any = None, *, key: str | None = "token", raw: bytes | None = None
+) -> Answer:
+    """One request; `target` is path and query, `body` goes out as JSON, or `raw` as it is."""
+    path, _, query = target.partition("?")
+    data = raw if raw is not None else b"" if body is None else json.dumps(body).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
+    if key is not None:
+        headers.append((b"authorization", f"Bearer {key}".encode()))
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
+        "path": unquote(path), "raw_path": path.encode(), "query_string": query.encode(), "root_path": "",
+        "headers": headers, "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2),
+    }  # fmt: skip
+    sent: list[Any] = []
+    incoming = [{"type": "http.request", "body": data, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        return incoming.pop() if incoming else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await app(scope, receive, send)
+    start = next(message for message in sent if message["type"] == "http.response.start")
+    text = b"".join(message.get("body", b"") for message in sent if message["type"] == "http.response.body")
+    said = {name.decode(): value.decode() for name, value in start["headers"]}
+    is_json = said.get("content-type", "").startswith("application/json")
+    return Answer(start["status"], said, json.loads(text) if is_json else text)
