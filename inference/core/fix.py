@@ -2,56 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from inference.core.layers import Layers
 
 CONTEXT_STEP = 256
 LEAST_CONTEXT = 512
-SMALLER_KV: tuple[tuple[str, float], ...] = (("q8_0", 34 / 64), ("q4_0", 18 / 64))
-"""KV cache types by size relative to f16: ggml blocks of 32 values take 34 (q8_0), 18 (q4_0) and 64 (f16) bytes."""
+SMALLER_KV = ("q8_0", "q4_0")
 
 
-SURE = 0.97
-"""Share of the room a suggestion fills: what else shrinks or grows with the settings is not exactly proportional."""
+class Fits(Protocol):
+    """Whether a model with these layers would fit; without `host`, whether the accelerators alone would do."""
+
+    def __call__(self, layers: Layers, *, host: bool = True) -> bool:
+        """More room must never fit less."""
+        ...
 
 
-@dataclass(frozen=True, slots=True)
-class Scaling:
-    """How a model's need on `device` follows its settings: `kv_bytes` (the cache) and `mask_bytes` (of the compute
-    buffers, the attention mask) grow with context_length x parallel.
+def nearest_fix(layers: Layers, would_fit: Fits) -> Mapping[str, Any]:
+    """The change that keeps most, of those with which the model `would_fit`; empty when it never would.
+
+    In this order: fewer parallel sequences, a smaller KV type, a shorter context, fewer layers on the accelerator, and
+    all of these at their least but the layers.
     """
+    now = layers.parameters
 
-    device: str
-    kv_bytes: int
-    mask_bytes: int
-    context_length: int
-    parallel: int
-    kv_type: str = "f16"
+    def fits(**settings: int | str) -> bool:
+        return would_fit(layers.changed(**settings))
 
-
-def nearest_fix(scaling: Scaling, need: Mapping[str, int], rooms: Mapping[str, int]) -> Mapping[str, Any]:
-    """The change that keeps most: fewer parallel sequences, a smaller KV type, a shorter context; empty when none fits.
-
-    `need` and `rooms` are bytes per device.
-    """
-    over = {device: count - rooms.get(device, 0) for device, count in need.items()}
-    if any(short > 0 for device, short in over.items() if device != scaling.device):
-        return {}
-    growing = scaling.kv_bytes + scaling.mask_bytes
-    room = (growing - over.get(scaling.device, 0)) * SURE
-    cells = scaling.context_length * scaling.parallel
-    if room <= 0 or cells <= 0 or growing <= 0:
-        return {}
-    fitting = int(room * cells / growing)
-    if scaling.parallel > 1 and (parallel := fitting // scaling.context_length) >= 1:
+    if now.parallel > 1 and (parallel := _most(lambda count: fits(parallel=count), now.parallel - 1)):
         return {"parallel": parallel}
-    if scaling.kv_type == "f16" and scaling.parallel == 1:
-        for kv_type, ratio in SMALLER_KV:
-            if scaling.kv_bytes * ratio + scaling.mask_bytes <= room:
+    alone: dict[str, Any] = {} if now.parallel == 1 else {"parallel": 1}
+    if now.kv_type == "f16" and now.flash_attention and not alone:
+        for kv_type in SMALLER_KV:
+            if fits(kv_type=kv_type):
                 return {"kv_type": kv_type}
-    context = fitting // CONTEXT_STEP * CONTEXT_STEP
-    if context >= LEAST_CONTEXT:
-        fix: dict[str, Any] = {"context_length": context}
-        return fix if scaling.parallel == 1 else {"parallel": 1, **fix}
+    steps = _most(
+        lambda count: fits(**alone, context_length=count * CONTEXT_STEP), (now.context_length - 1) // CONTEXT_STEP
+    )
+    if steps * CONTEXT_STEP >= LEAST_CONTEXT:
+        return {**alone, "context_length": steps * CONTEXT_STEP}
+    least = {} if now.context_length <= LEAST_CONTEXT else {"context_length": LEAST_CONTEXT}
+    return _fewer_layers(layers, {}, would_fit) or _fewer_layers(layers, {**alone, **least}, would_fit)
+
+
+def _fewer_layers(layers: Layers, others: Mapping[str, Any], would_fit: Fits) -> Mapping[str, Any]:
+    """`others` with the most layers on the accelerator that fit there, if the host can take the rest."""
+    count = _most(lambda count: would_fit(layers.changed(**others, gpu_layers=count), host=False), layers.offloaded - 1)
+    if count and would_fit(layers.changed(**others, gpu_layers=count)):
+        return {**others, "gpu_layers": count}
     return {}
+
+
+def _most(true: Callable[[int], bool], most: int) -> int:
+    """The largest count from 1 to `most` for which `true` holds, 0 for none; what holds for one holds for fewer."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if true(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low

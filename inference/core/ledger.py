@@ -147,7 +147,7 @@ class Ledger:
     def lacks(self, need: Mapping[str, int]) -> tuple[Lack, ...]:
         """The devices on which `need` (bytes per device) does not fit; empty when it does."""
         found = []
-        spare = None if self.limit_bytes is None else self.limit_bytes - self.ours_bytes
+        spare = self.spare_altogether
         total = sum(need.values())
         for device, count in need.items():
             room, bound = self.room(device)
@@ -269,13 +269,18 @@ class Ledger:
 
         `lacks` in linear form: a set of them suffices exactly when its sums reach every figure (none is negative).
         """
-        per_device = {}
-        for device, count in need.items():
-            bounds = self._device_bounds(self._account(device), self.sums.get(device, _NOTHING))
-            room = min(bytes for bytes, _ in bounds)
-            per_device[device] = max(0, count - room) if count else 0
-        altogether = 0 if self.limit_bytes is None else sum(need.values()) - (self.limit_bytes - self.ours_bytes)
-        return per_device, max(0, altogether)
+        per_device = {device: max(0, count - self.spare(device)) if count else 0 for device, count in need.items()}
+        spare = self.spare_altogether
+        return per_device, 0 if spare is None else max(0, sum(need.values()) - spare)
+
+    def spare(self, device: str) -> int:
+        """`room` without the memory limit, negative where too much is booked: each byte given back adds one to it."""
+        return min(count for count, _ in self._device_bounds(self._account(device), self.sums.get(device, _NOTHING)))
+
+    @property
+    def spare_altogether(self) -> int | None:
+        """What the memory limit leaves, negative where too much is booked; None without a limit."""
+        return None if self.limit_bytes is None else self.limit_bytes - self.ours_bytes
 
     def owned_by(self, owner: str) -> Mapping[str, int]:
         """Bytes per device that `owner` holds, whatever the phase."""

@@ -1,21 +1,30 @@
 """Decides where a model goes and who must leave for it: `plan(request, ledger, models, policy)`; starts nothing.
 
-Pure and deterministic. One trace explains a dry run, a real decision and a refusal. The cheapest set of victims is the
-one with the least bytes x seconds to load them again x recency of use; pinned, dedicated, busy, loading and lately used
-models are never victims.
+Pure and deterministic. One trace explains a dry run, a real decision and a refusal. In this order: one device as things
+are (the tightest that fits), several devices by layer as things are, one device after evictions, several after
+evictions, a device that is only a fallback. The cheapest set of victims is the one with the least bytes x seconds to
+load them again x recency of use; pinned, dedicated, busy, loading and lately used models are never victims.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 from headgate.shared.units import format_bytes
-from inference.core.fix import Scaling, nearest_fix
+from inference.core.fix import nearest_fix
+from inference.core.layers import Layers
 from inference.core.ledger import Lack, Ledger
-from inference.core.victims import cheapest
+from inference.core.spread import Spread, fits, split_free, split_full
+from inference.core.stage import Held, Policy, Scene, Stage, Standing
+from inference.core.victims import cheapest, least_cost
+
+__all__ = (
+    "Allocation", "Held", "Option", "Placement", "Policy", "Refusal", "Request", "Result", "Scene", "Standing", "plan",
+    "prospect",
+)  # fmt: skip
 
 
 class Result(StrEnum):
@@ -36,76 +45,51 @@ class Allocation(StrEnum):
     FRACTIONAL = "FRACTIONAL"
     """shares one device"""
     WHOLE = "WHOLE"
-    """has one device to itself"""
+    """has its devices to itself"""
     SPLIT = "SPLIT"
     """spans several devices by layer"""
 
 
-class Standing(StrEnum):
-    """Whether a held model could leave now."""
-
-    IDLE = "idle"
-    YOUNG = "young"
-    """idle, but inside its min_residency"""
-    BUSY = "busy"
-    LOADING = "loading"
-    LEAVING = "leaving"
-    FIXED = "fixed"
-    """pinned or dedicated: leaves only by hand"""
-
-
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to place a model: its first device and the bytes it needs per device (host RAM included).
+    """One measured way to place a model: its first device and the bytes it needs per device (host RAM included).
 
-    A fallback is looked at only when nothing else is possible (`oom_policy: cpu`).
+    A fallback is looked at only when nothing else is possible (`oom_policy: cpu`). An option over several devices says
+    how many layers each of them takes, in order (`layers`).
     """
 
     device: str
     need: Mapping[str, int]
     fallback: bool = False
+    layers: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Every device it counts for."""
+        return tuple(self.layers) or (self.device,)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A model that wants to be loaded; among its options the best fit is chosen."""
+    """A model that wants to be loaded; among its options the best fit is chosen.
+
+    `spread` is what is known of its layers: where they could be divided over several devices, and what would fit in a
+    smaller form. Without it there is neither a split nor a fix.
+    """
 
     model: str
     options: tuple[Option, ...]
     dedicated: bool = False
-    scaling: Scaling | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A model that holds memory now. `reload_seconds` is what its last load took; times are seconds of one clock."""
-
-    model: str
-    holding: str
-    standing: Standing
-    bytes: Mapping[str, int]
-    last_used_at: float
-    reload_seconds: float = 1.0
-    dedicated: bool = False
-
-    @property
-    def device(self) -> str:
-        """The device that counts for MAX_MODELS_PER_DEVICE: an accelerator if it uses one."""
-        return next((name for name in self.bytes if name != "cpu"), "cpu")
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """The moment and the limits of a decision."""
-
-    now: float
-    max_models: int | None = None
-    max_models_per_device: int | None = None
+    spread: Spread | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the model goes. `evict` names the models that must leave first."""
+    """Where the model goes. `evict` names the models that must leave first.
+
+    `tensor_split` is the number of layers on each of `devices`, empty on one device. A placement that is not `measured`
+    follows from what one device would need, and is to be measured before anything is booked.
+    """
 
     result: Result
     allocation: Allocation
@@ -113,6 +97,13 @@ class Placement:
     need: Mapping[str, int]
     evict: tuple[str, ...] = ()
     trace: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    tensor_split: tuple[float, ...] = ()
+    measured: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            object.__setattr__(self, "devices", (self.device,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,41 +124,6 @@ class Refusal:
         return Result.CANT_ACCOMMODATE
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """A ledger, and who is in it; the moments a decision looks at, one after the other."""
-
-    ledger: Ledger
-    models: tuple[Held, ...]
-
-    def without(self, *standings: Standing) -> Stage:
-        """As it will be when everybody of these standings has left."""
-        gone = {held.holding for held in self.models if held.standing in standings}
-        if not gone:
-            return self
-        return Stage(self.ledger.without(gone), tuple(held for held in self.models if held.holding not in gone))
-
-
-@dataclass(frozen=True, slots=True)
-class Scene:
-    """What is held now and what would be left; the same for every request, so many may be asked of one."""
-
-    now: Stage
-    left: Stage
-    """those who leave already are gone"""
-    idle_gone: Stage
-    """and so is everybody who could be evicted (as if nobody were leaving, who are waited for instead)"""
-    emptied: Stage
-    """only those who leave by hand alone are there"""
-
-    @classmethod
-    def of(cls, ledger: Ledger, models: Iterable[Held]) -> Scene:
-        """The scene of a ledger and those who hold something in it."""
-        now = Stage(ledger, tuple(models))
-        movable = [standing for standing in Standing if standing is not Standing.FIXED]
-        return cls(now, now.without(Standing.LEAVING), now.without(Standing.IDLE), now.without(*movable))
-
-
 def plan(request: Request, ledger: Ledger, models: Sequence[Held], policy: Policy) -> Placement | Refusal:
     """Where `request` goes given what `models` hold in `ledger`; never raises for a model that does not fit."""
     return _plan(request, Scene.of(ledger, models), policy, choose=True)
@@ -180,163 +136,214 @@ def prospect(request: Request, scene: Scene, policy: Policy) -> Refusal | None:
 
 
 def _plan(request: Request, scene: Scene, policy: Policy, *, choose: bool) -> Placement | Refusal:
-    trace: list[str] = []
     for held in scene.now.models:
         if held.model == request.model and held.standing is not Standing.LEAVING:
-            kind = Allocation.WHOLE if request.dedicated else Allocation.FRACTIONAL
-            trace.append(f"{request.model} is on {held.device} already")
-            return Placement(Result.DEPLOYED, kind, held.device, held.bytes, (), tuple(trace))
+            kind = _allocation(request.dedicated, len(held.devices))
+            trace = (f"{request.model} is on {', '.join(held.devices)} already",)
+            return Placement(Result.DEPLOYED, kind, held.device, held.bytes, (), trace, held.devices)
     if not request.options:
-        return Refusal((), "no device can hold it: every accelerator is excluded or lost", trace=tuple(trace))
+        return Refusal((), "no device can hold it: every accelerator is excluded or lost")
     first = replace(request, options=tuple(option for option in request.options if not option.fallback))
-    last = replace(request, options=tuple(option for option in request.options if option.fallback))
-    decision = _decide(first, scene, policy, trace, choose) if first.options else None
+    last = replace(request, options=tuple(option for option in request.options if option.fallback), spread=None)
+    look = _Look(first, scene, policy, [], choose)
+    decision = look.decide() if first.options else None
     if last.options and (decision is None or (isinstance(decision, Refusal) and not decision.waits_for)):
-        decision = _decide(last, scene, policy, trace, choose)
+        decision = _Look(last, scene, policy, look.trace, choose).decide()
     assert decision is not None
     return decision
 
 
-def _decide(request: Request, scene: Scene, policy: Policy, trace: list[str], choose: bool) -> Placement | Refusal:
-    return (
-        _free(request, scene.now, policy, trace)
-        or _after_leavers(request, scene, policy, trace)
-        or _full(request, scene, policy, trace, choose)
-        or _refusal(request, scene, policy, trace)
-    )
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """One decision about one class of options."""
 
+    request: Request
+    scene: Scene
+    policy: Policy
+    trace: list[str]
+    choose: bool
 
-def _free(request: Request, now: Stage, policy: Policy, trace: list[str]) -> Placement | None:
-    fitting: list[tuple[int, Option]] = []
-    for option in request.options:
-        if why := _obstacle(request, option, now, policy):
-            trace.append(f"{option.device}: {why}")
-            continue
-        left = now.ledger.balance(option.device).room_bytes - option.need.get(option.device, 0)
-        trace.append(f"{option.device}: fits, {format_bytes(left)} would be left")
-        fitting.append((left, option))
-    if not fitting:
+    def decide(self) -> Placement | Refusal:
+        return (
+            self._free(self.scene.now) or self._after_leavers() or self._full() or self._full_split() or self._refusal()
+        )
+
+    def _obstacle(self, option: Option, stage: Stage) -> str | None:
+        return stage.obstacle(option.devices, option.need, self.policy, dedicated=self.request.dedicated)
+
+    def _split(self, stage: Stage) -> Option | None:
+        """The request over several devices as `stage` is, by what is known of its layers."""
+        if (spread := self.request.spread) is None:
+            return None
+        found = split_free(spread, stage, self.policy, dedicated=self.request.dedicated)
+        return None if found is None else Option(next(iter(found)), spread.need(found), layers=found)
+
+    def _free(self, stage: Stage) -> Placement | None:
+        fitting: list[tuple[int, int, Option]] = []
+        for option in self.request.options:
+            if why := self._obstacle(option, stage):
+                self.trace.append(f"{', '.join(option.devices)}: {why}")
+                continue
+            rooms = (stage.ledger.room(device)[0] - option.need.get(device, 0) for device in option.devices)
+            left = min(rooms)
+            self.trace.append(f"{', '.join(option.devices)}: fits, {format_bytes(left)} would be left")
+            fitting.append((len(option.devices), left, option))
+        if fitting:
+            return self._placement(Result.FREE, min(fitting, key=lambda item: item[:2])[-1], ())
+        if split := self._split(stage):
+            self.trace.append(f"{_shares(split.layers)}: fits, divided by layer")
+            return self._placement(Result.FREE, split, ())
         return None
-    _, best = min(fitting, key=lambda item: item[0])
-    return _placement(request, Result.FREE, best, (), trace)
 
-
-def _after_leavers(request: Request, scene: Scene, policy: Policy, trace: list[str]) -> Refusal | None:
-    """A wait, if those that leave already make room: nobody else has to go."""
-    if scene.left is scene.now:
+    def _after_leavers(self) -> Refusal | None:
+        """A wait, if those that leave already make room: nobody else has to go."""
+        scene = self.scene
+        if scene.left is scene.now:
+            return None
+        names = tuple(held.model for held in scene.now.models if held.standing is Standing.LEAVING)
+        for option in (*self.request.options, None):
+            if option is None:
+                option = self._split(scene.left)
+            elif self._obstacle(option, scene.left):
+                option = None
+            if option is not None:
+                self.trace.append(f"{', '.join(option.devices)}: fits once {', '.join(names)}, leaving now, is gone")
+                lacks = scene.now.ledger.lacks(option.need)
+                return Refusal(lacks, "room is being made", names, trace=tuple(self.trace))
         return None
-    for option in request.options:
-        if not _obstacle(request, option, scene.left, policy):
-            names = tuple(held.model for held in scene.now.models if held.standing is Standing.LEAVING)
-            trace.append(f"{option.device}: fits once {', '.join(names)}, leaving now, is gone")
-            return Refusal(scene.now.ledger.lacks(option.need), "room is being made", names, trace=tuple(trace))
-    return None
 
+    def _full(self) -> Placement | None:
+        options = [option for option in self.request.options if not self._obstacle(option, self.scene.idle_gone)]
+        if not options:
+            return None
+        if not self.choose:
+            return self._placement(Result.FULL, options[0], ())
+        covers = [_Cover.of(option, self.request, self.scene.now, self.policy) for option in options]
+        order = sorted(range(len(covers)), key=lambda at: covers[at].least)
+        best: tuple[tuple[float, int, int], Option, tuple[Held, ...]] | None = None
+        for at in order:
+            if best is not None and covers[at].least > best[0][0]:
+                break
+            victims = covers[at].victims(best[0][0] if best else float("inf"))
+            if victims is None:  # dearer than the best so far
+                continue
+            rank = (sum(held.cost(self.policy.now) for held in victims), len(victims), at)
+            if best is None or rank < best[0]:
+                best = (rank, options[at], victims)
+        assert best is not None
+        return self._evicting(best[1], best[2])
 
-def _full(request: Request, scene: Scene, policy: Policy, trace: list[str], choose: bool) -> Placement | None:
-    best: tuple[float, int, Option, tuple[Held, ...]] | None = None
-    for option in request.options:
-        if _obstacle(request, option, scene.idle_gone, policy):
-            continue
-        if not choose:
-            return _placement(request, Result.FULL, option, (), trace)
-        victims = _cheapest(request, option, scene.now, policy)
-        rank = (sum(_cost(held, policy.now) for held in victims), len(victims))
-        if best is None or rank < best[:2]:
-            best = (*rank, option, victims)
-    if best is None:
-        return None
-    _, _, option, victims = best
-    trace.append(f"{option.device}: fits once {', '.join(held.model for held in victims)} left")
-    return _placement(request, Result.FULL, option, tuple(held.model for held in victims), trace)
+    def _full_split(self) -> Placement | None:
+        spread = self.request.spread
+        if spread is None or self._split(self.scene.idle_gone) is None:
+            return None
+        layers, victims = split_full(spread, self.scene.now, self.policy, dedicated=self.request.dedicated)
+        return self._evicting(Option(next(iter(layers)), spread.need(layers), layers=layers), victims)
 
+    def _evicting(self, option: Option, victims: Sequence[Held]) -> Placement:
+        names = tuple(held.model for held in victims)
+        self.trace.append(f"{_shares(option.layers) or option.device}: fits once {', '.join(names)} left")
+        return self._placement(Result.FULL, option, names)
 
-def _refusal(request: Request, scene: Scene, policy: Policy, trace: list[str]) -> Refusal:
-    movable = [held for held in scene.now.models if held.standing is not Standing.FIXED]
-    emptied = scene.emptied
-    for option in request.options:
-        if not _obstacle(request, option, emptied, policy):
+    def _refusal(self) -> Refusal:
+        now, emptied = self.scene.now, self.scene.emptied
+        movable = [held for held in now.models if held.standing is not Standing.FIXED]
+        possible = next((item for item in self.request.options if not self._obstacle(item, emptied)), None)
+        if (possible := possible or self._split(emptied)) is not None:
             waits = tuple(held.model for held in movable)
-            trace.append(f"{option.device}: would fit once {', '.join(waits)} can leave" if waits else "")
+            if waits:
+                self.trace.append(f"{', '.join(possible.devices)}: would fit once {', '.join(waits)} can leave")
             reason = "room is held by models that cannot leave yet: " + ", ".join(
                 f"{held.model} ({held.standing})" for held in movable
             )
-            lacks = scene.now.ledger.lacks(option.need)
-            return Refusal(lacks, reason, waits, trace=tuple(filter(None, trace)))
-    option = min(request.options, key=lambda item: sum(lack.need_bytes for lack in emptied.ledger.lacks(item.need)))
-    lacks = emptied.ledger.lacks(option.need)
-    reason = _obstacle(request, option, emptied, policy) or "it does not fit"
-    rooms = {device: emptied.ledger.balance(device).room_bytes for device in option.need}
-    fix = nearest_fix(request.scaling, option.need, rooms) if lacks and request.scaling else {}
-    trace.append(f"{option.device}: {reason}, even if every model left that may leave")
-    return Refusal(lacks, reason, (), fix, tuple(trace))
-
-
-def _obstacle(request: Request, option: Option, stage: Stage, policy: Policy) -> str | None:
-    """Why `option` is impossible while everybody of `stage` stays, or None."""
-    there = _on(option.device, stage.models)
-    if request.dedicated and there:
-        return f"it is dedicated and {', '.join(held.model for held in there)} uses the device"
-    if taken := [held.model for held in there if held.dedicated]:
-        return f"the device is dedicated to {taken[0]}"
-    count = len(stage.models)
-    if policy.max_models is not None and count >= policy.max_models:
-        return f"{count} models are loaded and INFERENCE_MAX_MODELS is {policy.max_models}"
-    if policy.max_models_per_device is not None and len(there) >= policy.max_models_per_device:
-        return f"{len(there)} models are on it and INFERENCE_MAX_MODELS_PER_DEVICE is {policy.max_models_per_device}"
-    lacks = stage.ledger.lacks(option.need)
-    if lacks:
-        return "; ".join(
-            f"needs {format_bytes(lack.need_bytes)} on {lack.device} and may take {format_bytes(lack.room_bytes)} "
-            f"({lack.bound})"
-            for lack in lacks
+            return Refusal(now.ledger.lacks(possible.need), reason, waits, trace=tuple(self.trace))
+        option = min(
+            self.request.options, key=lambda item: sum(lack.need_bytes for lack in emptied.ledger.lacks(item.need))
         )
-    return None
+        lacks = emptied.ledger.lacks(option.need)
+        reason = self._obstacle(option, emptied) or "it does not fit"
+        if self.request.spread is not None and len(self.request.spread.over) > 1:
+            reason += ", nor divided over " + ", ".join(self.request.spread.over)
+        self.trace.append(f"{', '.join(option.devices)}: {reason}, even if every model left that may leave")
+        return Refusal(lacks, reason, (), self._fix() if lacks else {}, tuple(self.trace))
+
+    def _fix(self) -> Mapping[str, Any]:
+        if (spread := self.request.spread) is None:
+            return {}
+
+        def would_fit(layers: Layers, *, host: bool = True) -> bool:
+            other = replace(spread, layers=layers)
+            return fits(other, self.scene.emptied, self.policy, dedicated=self.request.dedicated, host=host)
+
+        return nearest_fix(spread.layers, would_fit)
+
+    def _placement(self, result: Result, option: Option, evict: tuple[str, ...]) -> Placement:
+        kind = _allocation(self.request.dedicated, len(option.devices))
+        split = tuple(float(count) for count in option.layers.values())
+        measured = option in self.request.options
+        trace = tuple(self.trace)
+        return Placement(result, kind, option.device, option.need, evict, trace, option.devices, split, measured)
 
 
-def _on(device: str, models: Iterable[Held]) -> list[Held]:
-    return [held for held in models if held.device == device and device in held.bytes]
+def _allocation(dedicated: bool, devices: int) -> Allocation:
+    if dedicated:
+        return Allocation.WHOLE
+    return Allocation.SPLIT if devices > 1 else Allocation.FRACTIONAL
 
 
-def _cheapest(request: Request, option: Option, now: Stage, policy: Policy) -> tuple[Held, ...]:
-    """The cheapest idle models without which `option` is possible; that they suffice together was seen before.
+def _shares(layers: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} layers on {device}" for device, count in layers.items())
+
+
+@dataclass(frozen=True, slots=True)
+class _Cover:
+    """Who could leave for one option, and how much has to go; `least` is a cost below which nobody suffices.
 
     Every obstacle is an amount that has to go: bytes per device and altogether, places, neighbors.
     """
-    there = _on(option.device, now.models)
-    bytes_missing, altogether = now.ledger.missing(option.need)
-    places = 0 if policy.max_models is None else len(now.models) + 1 - policy.max_models
-    most_there = 1 if request.dedicated else policy.max_models_per_device
-    places_there = 0 if most_there is None else len(there) + 1 - most_there
-    owners = sum(held.dedicated for held in there)
-    idle = sorted(
-        (held for held in now.models if held.standing is Standing.IDLE),
-        key=lambda held: (_cost(held, policy.now), held.model),
-    )
-    chosen = cheapest(
-        [_cost(held, policy.now) for held in idle],
-        [
-            [
-                *(held.bytes.get(device, 0) for device in bytes_missing),
+
+    idle: tuple[Held, ...]
+    costs: tuple[float, ...]
+    gives: tuple[tuple[int, ...], ...]
+    missing: tuple[int, ...]
+    least: float
+
+    @classmethod
+    def of(cls, option: Option, request: Request, now: Stage, policy: Policy) -> _Cover:
+        bytes_missing, altogether = now.ledger.missing(option.need)
+        lacking = [device for device, count in bytes_missing.items() if count]
+        places = 0 if policy.max_models is None else len(now.models) + 1 - policy.max_models
+        missing = [*(bytes_missing[device] for device in lacking), altogether, places]
+        most = 1 if request.dedicated else policy.max_models_per_device
+        for device in option.devices:
+            there = now.there.get(device, ())
+            missing += [0 if most is None else len(there) + 1 - most, sum(held.dedicated for held in there)]
+        everywhere = altogether > 0 or places > 0
+        idle = [
+            held
+            for held in now.models
+            if held.standing is Standing.IDLE
+            and (everywhere or any(device in held.bytes for device in (*lacking, *option.devices)))
+        ]
+        costs = {held.holding: held.cost(policy.now) for held in idle}
+        idle.sort(key=lambda held: (costs[held.holding], held.model))
+        gives = [
+            (
+                *(held.bytes.get(device, 0) for device in lacking),
                 sum(held.bytes.values()),
                 1,
-                int(held in there),
-                int(held in there and held.dedicated),
-            ]
+                *(
+                    count
+                    for device in option.devices
+                    for count in (int(device in held.devices), int(device in held.devices and held.dedicated))
+                ),
+            )
             for held in idle
-        ],
-        [*bytes_missing.values(), altogether, places, places_there, owners],
-    )
-    assert chosen is not None
-    return tuple(idle[at] for at in chosen)
+        ]
+        ranked = tuple(costs[held.holding] for held in idle)
+        return cls(tuple(idle), ranked, tuple(gives), tuple(missing), least_cost(ranked, gives, missing))
 
-
-def _cost(held: Held, now: float) -> float:
-    """Bytes x seconds to load again x recency: 1 for one used just now, less the longer it was idle."""
-    idle = max(0.0, now - held.last_used_at)
-    return sum(held.bytes.values()) * max(held.reload_seconds, 0.01) / (1.0 + idle / 60.0)
-
-
-def _placement(request: Request, result: Result, option: Option, evict: tuple[str, ...], trace: list[str]) -> Placement:
-    allocation = Allocation.WHOLE if request.dedicated else Allocation.FRACTIONAL
-    return Placement(result, allocation, option.device, option.need, evict, tuple(trace))
+    def victims(self, below: float) -> tuple[Held, ...] | None:
+        """The cheapest of them that suffice, unless they cost more than `below`; that all suffice was seen before."""
+        chosen = cheapest(self.costs, self.gives, self.missing, below)
+        return None if chosen is None else tuple(self.idle[at] for at in chosen)

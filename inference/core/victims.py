@@ -1,68 +1,169 @@
 """Decides which cheapest set of models gives back enough of everything that is missing; never looks at a ledger.
 
-A covering problem: item i costs `costs[i]` and gives `gives[i][k]` of resource k. Depth first with bounds, begun with
-the greedy answer, and cut after MOST_STEPS: exact up to nine items and, with the bounds, mostly far beyond; past that
-the answer is still free of anybody who need not leave, and the time is still bounded.
+A covering problem: item i costs `costs[i]` and gives `gives[i][k]` of resource k. Depth first with two bounds: what was
+chosen and the next cheapest already cost more than the best answer, or no fractions of what is left could reach what is
+missing for less. Begun with greedy answers and cut after a bounded amount of work: exact up to nine items and, with the
+bounds, mostly far beyond; past that the answer is still free of anybody who need not leave.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 MOST_STEPS = 1024
+MOST_LOOKS = 24_000
+"""Items looked at altogether: with very many of them fewer steps are taken."""
+MOST_QUESTIONS = 256
+"""Of a search over up to eight items that has to ask whether a set is enough; such a search is exact."""
+FEW_QUESTIONS = 32
+"""Of one over more items."""
+_EXACT_ITEMS = 8
+_ROUNDING = 1 + 1e-9
 
 
-def cheapest(costs: Sequence[float], gives: Sequence[Sequence[int]], missing: Sequence[int]) -> tuple[int, ...] | None:
+def cheapest(
+    costs: Sequence[float], gives: Sequence[Sequence[int]], missing: Sequence[int], below: float = math.inf
+) -> tuple[int, ...] | None:
     """Indexes, ascending, of the set with the least cost (then the fewest) whose sums reach `missing`, or None.
 
-    Costs and gifts are not negative; amounts in any unit, one per resource.
+    Costs and gifts are not negative; amounts in any unit, one per resource. None also when every set costs more than
+    `below`.
     """
     wanted = [k for k, count in enumerate(missing) if count > 0]
     amounts = [[gift[k] for k in wanted] for gift in gives]
     useful = sorted((i for i, gift in enumerate(amounts) if any(gift)), key=lambda i: (costs[i], i))
-    search = _Search([costs[i] for i in useful], [amounts[i] for i in useful], [missing[k] for k in wanted])
+    search = _Search([costs[i] for i in useful], [amounts[i] for i in useful], [missing[k] for k in wanted], below)
     found = search.run()
     return None if found is None else tuple(sorted(useful[at] for at in found))
+
+
+def cheapest_where(
+    costs: Sequence[float], worth: Sequence[int], enough: Callable[[Sequence[int]], bool]
+) -> tuple[int, ...] | None:
+    """Indexes, ascending, of a cheap set that is `enough`, or None when all items together are not.
+
+    A superset of what is enough must be enough too; `worth` is a rough figure of what each item gives. The cheapest
+    (then the fewest) for up to eight items; of more a set in which nobody can be spared, after bounded work.
+    """
+    order = sorted(range(len(costs)), key=lambda i: (costs[i], i))
+    if not enough(order):
+        return None
+    by_rate = sorted(order, key=lambda i: costs[i] / max(worth[i], 1))
+    best = min((_spared(way, costs, enough) for way in (order, by_rate)), key=lambda found: _rank(found, costs))
+    rank = _rank(best, costs)
+    questions = MOST_QUESTIONS if len(costs) <= _EXACT_ITEMS else FEW_QUESTIONS
+    waiting: list[tuple[int, list[int], float]] = [(0, [], 0.0)]
+    while waiting and questions:
+        at, chosen, cost = waiting.pop()
+        if (cost, len(chosen)) >= rank:
+            continue
+        questions -= 1
+        if enough(chosen):
+            best, rank = chosen, (cost, len(chosen))
+            continue
+        for later in range(len(order) - 1, at - 1, -1):
+            dearer = cost + costs[order[later]]
+            if (dearer, len(chosen) + 1) < rank:
+                waiting.append((later + 1, [*chosen, order[later]], dearer))
+    return tuple(sorted(best))
+
+
+def _rank(chosen: Sequence[int], costs: Sequence[float]) -> tuple[float, int]:
+    return sum(costs[at] for at in chosen), len(chosen)
+
+
+def _spared(order: Sequence[int], costs: Sequence[float], enough: Callable[[Sequence[int]], bool]) -> list[int]:
+    """The shortest beginning of `order` that is enough, without those who can be spared, the dearest first."""
+    low, high = 0, len(order)
+    while low < high:
+        middle = (low + high) // 2
+        if enough(order[:middle]):
+            high = middle
+        else:
+            low = middle + 1
+    chosen = list(order[:high])
+    for at in sorted(chosen, key=lambda i: -costs[i]):
+        if enough(rest := [other for other in chosen if other != at]):
+            chosen = rest
+    return chosen
+
+
+def least_cost(costs: Sequence[float], gives: Sequence[Sequence[int]], missing: Sequence[int]) -> float:
+    """A cost below which no set reaches `missing`: that of the best fractions, for the dearest resource alone."""
+    return max((_fractions(costs, gives, k, need, 0) for k, need in enumerate(missing) if need > 0), default=0.0)
+
+
+def _fractions(costs: Sequence[float], gives: Sequence[Sequence[int]], k: int, need: float, at: int) -> float:
+    """The least cost of `need` of resource `k` from items at `at` and later, were they divisible."""
+    rates = sorted((costs[i] / gives[i][k], i) for i in range(at, len(costs)) if gives[i][k])
+    spent = 0.0
+    for rate, i in rates:
+        here = gives[i][k]
+        if here >= need:
+            return spent + rate * need
+        spent += costs[i]
+        need -= here
+    return math.inf
 
 
 class _Search:
     """One search; items come with the cheapest first."""
 
-    def __init__(self, costs: list[float], gives: list[list[int]], missing: list[int]) -> None:
+    def __init__(self, costs: list[float], gives: list[list[int]], missing: list[int], below: float) -> None:
         self._costs = costs
         self._gives = gives
         self._missing = missing
+        self._below = below
         self._best: tuple[float, int, list[int]] | None = None
-        self._steps = 0
+        self._steps = max(1, min(MOST_STEPS, MOST_LOOKS // max(1, len(costs))))
         later = [0] * len(missing)
         self._later = [later]
         for gift in reversed(gives):
             later = [have + more for have, more in zip(later, gift, strict=True)]
             self._later.append(later)
         self._later.reverse()
+        self._by_rate = [
+            sorted((cost / gift[k], i) for i, (cost, gift) in enumerate(zip(costs, gives, strict=True)) if gift[k])
+            for k in range(len(missing))
+        ]
 
     def run(self) -> list[int] | None:
         if any(have < need for have, need in zip(self._later[0], self._missing, strict=True)):
             return None
-        self._keep(self._pruned(self._greedy()))
+        self._keep(self._pruned(self._greedy(range(len(self._costs)))))
+        for rates in self._by_rate:
+            self._keep(self._pruned(self._greedy([i for _rate, i in rates])))
         self._descend(0, [], 0.0, self._missing)
         assert self._best is not None
-        return self._pruned(self._best[2])
+        cost, _count, chosen = self._best
+        return None if cost > self._below * _ROUNDING else self._pruned(chosen)
 
-    def _greedy(self) -> list[int]:
+    def _greedy(self, order: Sequence[int]) -> list[int]:
+        """Items in `order` until they are enough, then, where `order` names not all, the cheapest of the rest."""
         chosen: list[int] = []
-        while not self._enough(chosen):
-            chosen.append(len(chosen))
-        return chosen
+        left = list(self._missing)
+        taken = set(order)
+        for at in (*order, *(i for i in range(len(self._costs)) if i not in taken)):
+            if all(need <= 0 for need in left):
+                break
+            if any(gift > 0 and need > 0 for gift, need in zip(self._gives[at], left, strict=True)):
+                chosen.append(at)
+                left = [need - gift for need, gift in zip(left, self._gives[at], strict=True)]
+        return sorted(chosen)
 
     def _pruned(self, chosen: list[int]) -> list[int]:
+        spare = [-need for need in self._missing]
+        for at in chosen:
+            spare = [more + gift for more, gift in zip(spare, self._gives[at], strict=True)]
+        kept = []
         for at in sorted(chosen, reverse=True):
-            if self._enough(rest := [other for other in chosen if other != at]):
-                chosen = rest
-        return chosen
-
-    def _enough(self, chosen: list[int]) -> bool:
-        return all(sum(self._gives[at][k] for at in chosen) >= need for k, need in enumerate(self._missing))
+            less = [more - gift for more, gift in zip(spare, self._gives[at], strict=True)]
+            if all(more >= 0 for more in less):
+                spare = less
+            else:
+                kept.append(at)
+        return sorted(kept)
 
     def _keep(self, chosen: list[int]) -> None:
         rank = (sum(self._costs[at] for at in chosen), len(chosen))
@@ -74,14 +175,30 @@ class _Search:
         if all(need <= 0 for need in missing):
             self._keep(chosen)
             return
-        self._steps += 1
-        if self._steps > MOST_STEPS or at == len(self._costs):
+        self._steps -= 1
+        if self._steps < 0 or at == len(self._costs):
             return
         if any(have < need for have, need in zip(self._later[at], missing, strict=True)):
             return
         dearer = cost + self._costs[at]
-        if dearer > self._best[0]:  # the cheapest that is left is too dear already
+        if dearer > self._best[0] * _ROUNDING:  # the cheapest that is left is too dear already
+            return
+        if any(
+            cost + self._least(k, need, at) > self._best[0] * _ROUNDING for k, need in enumerate(missing) if need > 0
+        ):
             return
         left = [need - gift for need, gift in zip(missing, self._gives[at], strict=True)]
         self._descend(at + 1, [*chosen, at], dearer, left)
         self._descend(at + 1, chosen, cost, missing)
+
+    def _least(self, k: int, need: float, at: int) -> float:
+        """What the rest of a resource costs at least: items at `at` and later, were they divisible."""
+        spent = 0.0
+        for rate, i in self._by_rate[k]:
+            if i >= at:
+                here = self._gives[i][k]
+                if here >= need:
+                    return spent + rate * need
+                spent += self._costs[i]
+                need -= here
+        return spent

@@ -1,0 +1,139 @@
+"""Decides how a model's bytes divide over devices, layer by layer, and follow its settings; never looks at a ledger.
+
+llama.cpp puts the last `gpu_layers` of the repeating layers plus the head (output norm and matrix, which counts as one
+layer) on accelerators, in order, and the rest with the token embeddings in host memory; the cache of a layer lies where
+the layer does (`llama_model::load_tensors`, `llama_kv_cache`). What is measured once for one placement is so known for
+others: exactly for weights, within a few percent for compute buffers. Where it is uncertain it errs on the large side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from inference.core.estimate import KV_BYTES_PER_VALUE, Parameters, Parts
+
+HOST = "cpu"
+SURE = 1.03
+"""What shrinks with a setting is taken to stay this much larger: not all of it is exactly proportional."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What one repeating layer takes, bytes. `grows`: whether its cache follows the context (a sliding window's and a
+    recurrent state do not).
+    """
+
+    weights_bytes: int
+    kv_bytes: int
+    grows: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """A model as measured with `parameters`.
+
+    `head_bytes` are the weights of the output, `input_bytes` what always stays in host memory, `compute_bytes` the
+    compute buffer of each device that computes layers and `host_compute_bytes` the host's when it computes none.
+    """
+
+    parameters: Parameters
+    sizes: tuple[Sizes, ...]
+    head_bytes: int
+    input_bytes: int
+    compute_bytes: int
+    host_compute_bytes: int
+
+    @property
+    def places(self) -> int:
+        """How many layers can be put somewhere: the repeating ones and the head."""
+        return len(self.sizes) + 1
+
+    @property
+    def offloaded(self) -> int:
+        """How many of `places` belong on accelerators."""
+        wanted = self.parameters.gpu_layers
+        return self.places if wanted < 0 else min(wanted, self.places)
+
+    @property
+    def costs(self) -> tuple[int, ...]:
+        """Bytes of each place that belongs on accelerators, in order."""
+        every = [size.weights_bytes + size.kv_bytes for size in self.sizes]
+        return tuple([*every, self.head_bytes][self.places - self.offloaded :])
+
+    def need(self, counts: Mapping[str, int], overhead: Mapping[str, int]) -> dict[str, int]:
+        """Bytes per device with `counts` places on each accelerator, in order, and the rest in host memory.
+
+        `overhead` is what each device needs beside buffers; the sum of `counts` is `offloaded`, or 0.
+        """
+        need = {}
+        costs = self.costs
+        at = 0
+        for device, count in counts.items():
+            need[device] = sum(costs[at : at + count]) + self.compute_bytes + overhead.get(device, 0)
+            at += count
+        need[HOST] = self.host_bytes(at) + overhead.get(HOST, 0)
+        return need
+
+    def host_bytes(self, placed: int) -> int:
+        """Bytes in host memory while `placed` places, the last ones, are elsewhere."""
+        every = [*(size.weights_bytes + size.kv_bytes for size in self.sizes), self.head_bytes]
+        here = sum(every[: self.places - placed])
+        compute = self.host_compute_bytes if placed == self.places else max(self.host_compute_bytes, self.compute_bytes)
+        return self.input_bytes + here + compute
+
+    def changed(self, **settings: int | str) -> Layers:
+        """As it would be with smaller settings: `context_length`, `parallel`, `kv_type`, `gpu_layers`."""
+        was = self.parameters
+        now = replace(was, **settings)  # type: ignore[arg-type]
+        cells = now.context_length * now.parallel / (was.context_length * was.parallel)
+        ratio = cells * KV_BYTES_PER_VALUE[now.kv_type] / KV_BYTES_PER_VALUE[was.kv_type]
+        mask = min(self.compute_bytes, was.context_length * min(was.ubatch, was.context_length) * 2)
+        less = int(mask * (1 - now.context_length / was.context_length) / SURE)
+        return replace(
+            self,
+            parameters=now,
+            sizes=tuple(
+                replace(size, kv_bytes=min(size.kv_bytes, math.ceil(size.kv_bytes * ratio * SURE)))
+                if size.grows
+                else size
+                for size in self.sizes
+            ),
+            compute_bytes=self.compute_bytes - less,
+        )
+
+
+def layers_of(
+    parameters: Parameters, exact: Mapping[str, Parts], accelerator: str | None, measured: Sequence[Sizes]
+) -> Layers | None:
+    """The layers of a model whose `exact` bytes on one device are known; None when they cannot be told apart.
+
+    `measured` are the sizes per layer as far as the header and the log tell them; its caches are scaled to the exact
+    sum, and what its weights leave over belongs to the head and to the embeddings.
+    """
+    here = exact.get(accelerator or HOST)
+    host = exact.get(HOST, Parts(0, 0, 0))
+    if here is None or not measured:
+        return None
+    kv = here.kv_bytes + (host.kv_bytes if accelerator else 0)
+    known = sum(size.kv_bytes for size in measured)
+    sizes = tuple(
+        replace(size, kv_bytes=math.ceil(size.kv_bytes * kv / known) if known else math.ceil(kv / len(measured)))
+        for size in measured
+    )
+    if accelerator is None:
+        rest = max(0, here.weights_bytes - sum(size.weights_bytes for size in sizes))
+        return Layers(replace(parameters, gpu_layers=0), sizes, 0, rest, here.compute_bytes, here.compute_bytes)
+    places = len(sizes) + 1
+    offloaded = places if parameters.gpu_layers < 0 else min(parameters.gpu_layers, places)
+    stay = [size.weights_bytes for size in sizes[: places - offloaded]]
+    gone = [size.weights_bytes for size in sizes[places - offloaded :]]
+    return Layers(
+        parameters,
+        sizes,
+        max(0, here.weights_bytes - sum(gone)),
+        max(0, host.weights_bytes - sum(stay)),
+        here.compute_bytes,
+        host.compute_bytes,
+    )

@@ -1,0 +1,148 @@
+"""Says who holds what at the moments a decision looks at: now, once leavers are gone, once all idle models are.
+
+Decides only whether something stands in a placement's way; who has to go is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from headgate.shared.units import format_bytes
+from inference.core.layers import HOST
+from inference.core.ledger import Ledger
+
+
+class Standing(StrEnum):
+    """Whether a held model could leave now."""
+
+    IDLE = "idle"
+    YOUNG = "young"
+    """idle, but inside its min_residency"""
+    BUSY = "busy"
+    LOADING = "loading"
+    LEAVING = "leaving"
+    FIXED = "fixed"
+    """pinned or dedicated: leaves only by hand"""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A model that holds memory now. `reload_seconds` is what its last load took; times are seconds of one clock."""
+
+    model: str
+    holding: str
+    standing: Standing
+    bytes: Mapping[str, int]
+    last_used_at: float
+    reload_seconds: float = 1.0
+    dedicated: bool = False
+
+    @property
+    def device(self) -> str:
+        """Where it is: its first accelerator if it uses one."""
+        return next((name for name in self.bytes if name != HOST), HOST)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Every device it counts for: its accelerators, or the host when it uses none."""
+        return tuple(name for name in self.bytes if name != HOST) or (HOST,)
+
+    def cost(self, now: float) -> float:
+        """What it is worth to keep: bytes x seconds to load again x recency (1 for one used just now, less with idle
+        minutes).
+        """
+        idle = max(0.0, now - self.last_used_at)
+        return sum(self.bytes.values()) * max(self.reload_seconds, 0.01) / (1.0 + idle / 60.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The moment and the limits of a decision."""
+
+    now: float
+    max_models: int | None = None
+    max_models_per_device: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A ledger, who is in it, and who counts for which device."""
+
+    ledger: Ledger
+    models: tuple[Held, ...]
+    there: Mapping[str, tuple[Held, ...]]
+
+    @classmethod
+    def of(cls, ledger: Ledger, models: Iterable[Held]) -> Stage:
+        """The stage of a ledger and those who hold something in it."""
+        everybody = tuple(models)
+        there: dict[str, list[Held]] = {}
+        for held in everybody:
+            for device in held.devices:
+                there.setdefault(device, []).append(held)
+        return cls(ledger, everybody, {device: tuple(found) for device, found in there.items()})
+
+    def without(self, *standings: Standing) -> Stage:
+        """As it will be when everybody of these standings has left."""
+        gone = {held.holding for held in self.models if held.standing in standings}
+        if not gone:
+            return self
+        return Stage.of(self.ledger.without(gone), (held for held in self.models if held.holding not in gone))
+
+    def full(self, policy: Policy) -> str | None:
+        """Why no model at all may be added, or None."""
+        count = len(self.models)
+        if policy.max_models is not None and count >= policy.max_models:
+            return f"{count} models are loaded and INFERENCE_MAX_MODELS is {policy.max_models}"
+        return None
+
+    def closed(self, device: str, policy: Policy, *, dedicated: bool) -> str | None:
+        """Why `device` is not open to one more model, whatever its size, or None."""
+        there = self.there.get(device, ())
+        if not there:
+            return None
+        if dedicated:
+            return f"it is dedicated and {', '.join(held.model for held in there)} uses the device"
+        if taken := [held.model for held in there if held.dedicated]:
+            return f"the device is dedicated to {taken[0]}"
+        most = policy.max_models_per_device
+        if most is not None and len(there) >= most:
+            return f"{len(there)} models are on it and INFERENCE_MAX_MODELS_PER_DEVICE is {most}"
+        return None
+
+    def obstacle(
+        self, devices: Iterable[str], need: Mapping[str, int], policy: Policy, *, dedicated: bool
+    ) -> str | None:
+        """Why a model that counts for `devices` and needs these bytes is impossible while everybody stays, or None."""
+        if why := self.full(policy):
+            return why
+        for device in devices:
+            if why := self.closed(device, policy, dedicated=dedicated):
+                return why
+        return "; ".join(
+            f"needs {format_bytes(lack.need_bytes)} on {lack.device} and may take {format_bytes(lack.room_bytes)} "
+            f"({lack.bound})"
+            for lack in self.ledger.lacks(need)
+        ) or None  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What is held now and what would be left; the same for every request, so many may be asked of one."""
+
+    now: Stage
+    left: Stage
+    """those who leave already are gone"""
+    idle_gone: Stage
+    """and so is everybody who could be evicted (as if nobody were leaving, who are waited for instead)"""
+    emptied: Stage
+    """only those who leave by hand alone are there"""
+
+    @classmethod
+    def of(cls, ledger: Ledger, models: Iterable[Held]) -> Scene:
+        """The scene of a ledger and those who hold something in it."""
+        now = Stage.of(ledger, models)
+        movable = [standing for standing in Standing if standing is not Standing.FIXED]
+        return cls(now, now.without(Standing.LEAVING), now.without(Standing.IDLE), now.without(*movable))
