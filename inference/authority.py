@@ -24,7 +24,7 @@ from inference.bus import Bus
 from inference.change import Change
 from inference.core.ledger import Account, Ledger
 from inference.core.lifecycle import Event, advance
-from inference.core.plan import Refusal, Result, Standing, plan
+from inference.core.plan import Placement, Refusal, Result, Standing, plan
 from inference.core.queue import QueueFullError, Waiter
 from inference.crashes import CrashStore
 from inference.devices.base import Reading
@@ -52,6 +52,8 @@ FRESH_SECONDS = 1.0
 TICK_SECONDS = 0.5
 SETTLE_SECONDS = 0.2
 UNKNOWN_BYTES = 16 * 2**30
+MOST_DIVISIONS = 2
+"""How often a model that needs several devices is measured before it is decided on what is known."""
 WATCH_SECONDS = 2.0
 """How often the memory of workers is held against their reservations."""
 _S, _E = ModelState, Event
@@ -270,11 +272,15 @@ class Authority:
         if age > FRESH_SECONDS and any(device.id != CPU for device in options):
             self.background.refresh()
             return
-        request = request_for(model, options)
+        request = request_for(model, options, divide=model.divisions < MOST_DIVISIONS)
         assert request is not None
         now = self.loop.time()
         held = held_models(self.models.values(), self.ledger, now)
         decision = plan(request, self.ledger, held, views.policy(self.settings, now))
+        if isinstance(decision, Placement) and not decision.measured:
+            self.background.divide(model, decision)
+            return
+        model.divisions = 0
         if isinstance(decision, Refusal):
             self._refuse(model, decision)
         elif decision.result is Result.FULL:

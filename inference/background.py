@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from inference.core.plan import Placement
 from inference.devices.base import Reading
 from inference.errors import InferenceError, ModelFailed
 from inference.estimator import Estimate, Estimator
 from inference.model import Model
 from inference.settings import ModelSpec
-from inference.wishes import candidates
+from inference.wishes import candidates, placement_key
 
 if TYPE_CHECKING:
     from inference.authority import Authority
@@ -45,9 +47,17 @@ class Background:
         if model.estimating is None or model.estimating.done():
             model.estimating = self.spawn(self._estimate_then_pump(model))
 
-    async def _estimate_then_pump(self, model: Model) -> None:
+    def divide(self, model: Model, placement: Placement) -> None:
+        """Measures the model as `placement` divides it over devices, and pumps again."""
+        if model.estimating is None or model.estimating.done():
+            model.divisions += 1
+            model.estimating = self.spawn(self._estimate_then_pump(model, placement))
+
+    async def _estimate_then_pump(self, model: Model, placement: Placement | None = None) -> None:
         try:
             await self.measure(model)
+            if placement is not None:
+                await self.measure_division(model, placement)
         except InferenceError as error:
             model.failure = error.message
             self._authority.waiting.fail(model, error)
@@ -68,14 +78,26 @@ class Background:
                     model.estimates[device.id] = found
                     model.capabilities = model.capabilities or found.capabilities
 
-    async def _estimate(self, spec: ModelSpec, device: Reading) -> Estimate:
+    async def measure_division(self, model: Model, placement: Placement) -> None:
+        """Fills in the estimate of the model divided as `placement` says; raises ModelFailed."""
+        spec = model.effective
+        readings = {reading.id: reading for reading in self._authority.inventory.readings()}
+        devices = [readings[name] for name in placement.devices if name in readings]
+        if len(devices) == len(placement.devices):
+            counts = tuple(map(int, placement.tensor_split))
+            found = await self._estimate(spec, *devices, counts=counts)
+            if model.effective is spec:
+                model.remember_division(placement_key(placement.devices, counts), found)
+
+    async def _estimate(self, spec: ModelSpec, *devices: Reading, counts: Sequence[int] = ()) -> Estimate:
         """The estimator's answer; what nobody foresaw is a failed model as well, so that those who wait are told."""
         try:
-            return await self.estimator.get(spec, device)
+            return await self.estimator.get(spec, *devices, counts=counts)
         except InferenceError:
             raise
         except Exception as error:
-            log.exception("the estimate of %s on %s failed in the service", spec.id, device.id)
+            where = ", ".join(device.id for device in devices)
+            log.exception("the estimate of %s on %s failed in the service", spec.id, where)
             raise ModelFailed(
                 f"the model {spec.id!r} cannot be measured ({type(error).__name__}); the service's log says more"
             ) from error

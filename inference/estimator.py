@@ -1,7 +1,8 @@
 """Gets the estimate of a model from a helper and remembers it; never opens a GGUF itself and never reserves anything.
 
-Remembered per (file fingerprint, parameters, device, library version) in the state directory, shared by all who ask at
-once, bounded by a deadline. When the exact way fails the header formula answers; when the file is bad, nobody does.
+Remembered per (file fingerprint, parameters, kinds of devices, library version) in the state directory, shared by all
+who ask at once and by devices of one make, bounded by a deadline. When the exact way fails the header formula answers;
+when the file is bad, nobody does.
 """
 
 from __future__ import annotations
@@ -12,40 +13,37 @@ import hashlib
 import importlib.metadata
 import json
 import logging
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from headgate.shared.state import StateDir, write_atomic
 from inference.children import HelperError, run_helper
 from inference.core.estimate import Parameters, Parts
+from inference.core.layers import Sizes
 from inference.devices.base import HIDDEN, Reading
 from inference.devices.cpu import CPU
 from inference.errors import ModelFailed
+from inference.overheads import Overheads
+from inference.pinning import environment_of, grants_of
 from inference.settings import ModelSpec
 
 log = logging.getLogger(__name__)
 
-CPU_OVERHEAD_BYTES = 64 * 2**20
-"""Of a worker process on the CPU beyond llama.cpp's buffers: interpreter, libraries, HTTP app, threads (measured)."""
-
-GPU_OVERHEAD_BYTES = 512 * 2**20
-"""First figure for what no buffer shows on an accelerator: device context, pools, graphs (CUDA: 300-500 MiB)."""
-
-FIRST_OVERHEAD_BYTES = {"sim": 0}
-"""By kind of device, where it is known to differ: a simulated device holds buffers and nothing else."""
-
 HEADER_SECONDS = 20.0
-_VERSION = 6
-_KEPT = ("parts", "source", "note", "output_bytes", "projector_bytes", "facts", "capabilities")
+_VERSION = 7
+_KEPT = ("parts", "source", "note", "output_bytes", "projector_bytes", "layers", "facts", "capabilities")
 """What is remembered of a helper's answer."""
 _MOST_ENTRIES = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A model's bytes per device. `source` is `llama.cpp` or `header`; `overhead_bytes` is what neither sees."""
+    """A model's bytes per device. `source` is `llama.cpp` or `header`; `overhead_bytes` is what neither sees.
+
+    `sizes` are those of its repeating layers; `counts` says how many layers each of several devices takes, in order.
+    """
 
     parts: Mapping[str, Parts]
     overhead_bytes: Mapping[str, int]
@@ -54,6 +52,11 @@ class Estimate:
     context_trained: int
     capabilities: tuple[str, ...] = ()
     """What the file can do; empty when only its header was read."""
+    sizes: tuple[Sizes, ...] = ()
+    counts: Mapping[str, int] = field(default_factory=dict)
+    architecture: str = ""
+    quantization: str = ""
+    """How most weights are stored (`Q4_K_M`); empty when the header does not say."""
 
     @property
     def need(self) -> dict[str, int]:
@@ -84,25 +87,30 @@ class Estimator:
         self._path = state.file("estimates.json")
         self._seconds = seconds
         self._cache: dict[str, dict[str, Any]] = _read_cache(self._path)
-        self._running: dict[str, asyncio.Task[Estimate]] = {}
+        self._running: dict[str, asyncio.Task[dict[str, Any]]] = {}
         self._library = importlib.metadata.version("llama-cpp-python")
+        self.overheads = Overheads(state)
 
-    async def get(self, spec: ModelSpec, device: Reading) -> Estimate:
-        """The estimate of `spec` on `device`; raises ModelFailed naming the file and what is wrong with it.
+    async def get(self, spec: ModelSpec, *devices: Reading, counts: Sequence[int] = ()) -> Estimate:
+        """The estimate of `spec` on a device, or on several of which each takes so many layers, in order.
 
-        A cancelled caller leaves the shared work running for the others.
+        Raises ModelFailed naming the file and what is wrong with it. A cancelled caller leaves the shared work running
+        for the others.
         """
         try:
-            key = self._key(spec, device)
+            key = self._key(spec, devices, counts)
         except OSError as error:
             raise ModelFailed(f"the model {spec.id!r} has no file {spec.path} ({error.strerror})") from error
-        if (remembered := self._remembered(key, spec, device)) is not None:
+        if (remembered := self._remembered(key, spec, devices, counts)) is not None:
             return remembered
         task = self._running.get(key)
         if task is None:
-            task = self._running[key] = asyncio.create_task(self._measure(key, spec, device))
+            task = self._running[key] = asyncio.create_task(self._measure(key, spec, devices, counts))
             task.add_done_callback(lambda done: self._forget(key, done))
-        return await asyncio.shield(task)
+        found = self._estimate(await asyncio.shield(task), spec, devices, counts)
+        where = ", ".join(device.id for device in devices)
+        log.info("estimate of %s on %s: %d bytes (%s)", spec.id, where, sum(found.need.values()), found.source)
+        return found
 
     async def close(self) -> None:
         """Ends what still runs."""
@@ -111,22 +119,24 @@ class Estimator:
             with contextlib.suppress(asyncio.CancelledError, ModelFailed):  # nobody waits for it any more
                 await task
 
-    def _forget(self, key: str, done: asyncio.Task[Estimate]) -> None:
+    def _forget(self, key: str, done: asyncio.Task[dict[str, Any]]) -> None:
         self._running.pop(key, None)
         if not done.cancelled():
             done.exception()  # seen, whoever still waits
 
-    async def _measure(self, key: str, spec: ModelSpec, device: Reading) -> Estimate:
+    async def _measure(
+        self, key: str, spec: ModelSpec, devices: Sequence[Reading], counts: Sequence[int]
+    ) -> dict[str, Any]:
+        accelerators = [asdict(grant) | {"id": str(at)} for at, grant in enumerate(grants_of(_accelerators(devices)))]
         job = {
             "path": str(spec.path),
-            "parameters": asdict(_parameters(spec, device)),
+            "parameters": asdict(parameters_of(spec, devices[0])),
             "capabilities": spec.capabilities,
             "mmproj": spec.mmproj,
-            "accelerator": None
-            if device.id == CPU
-            else {"id": device.id, "ggml_name": device.ggml_name, "rpc_endpoint": device.rpc_endpoint},
+            "accelerators": accelerators,
+            "counts": list(counts),
         }
-        environment = HIDDEN if device.id == CPU else device.environment
+        environment = environment_of(devices) if accelerators else HIDDEN
         try:
             answer = await run_helper("estimate", job, seconds=self._seconds, environment=environment)
         except HelperError as error:
@@ -143,19 +153,19 @@ class Estimator:
             self._remember(key, entry)
         else:
             log.warning("estimate of %s: %s", spec.id, entry["note"])
-        found = _estimate(entry, spec, device)
-        log.info("estimate of %s on %s: %d bytes (%s)", spec.id, device.id, sum(found.need.values()), found.source)
-        return found
+        return entry
 
-    def _remembered(self, key: str, spec: ModelSpec, device: Reading) -> Estimate | None:
+    def _remembered(
+        self, key: str, spec: ModelSpec, devices: Sequence[Reading], counts: Sequence[int]
+    ) -> Estimate | None:
         """What the cache says; an entry that does not make sense is dropped, to be measured again."""
         if key not in self._cache:
             return None
         try:
-            found = _estimate(self._cache[key], spec, device)
+            found = self._estimate(self._cache[key], spec, devices, counts)
             if any(not isinstance(count, int) or count < 0 for count in found.need.values()):
                 raise ValueError("bytes that are no amounts")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             log.warning("a remembered estimate of %s is damaged (%r); it is measured again", spec.id, error)
             del self._cache[key]
             return None
@@ -170,16 +180,47 @@ class Estimator:
         except OSError as error:
             log.warning("estimates cannot be kept in %s (%s)", self._path, error.strerror)
 
-    def _key(self, spec: ModelSpec, device: Reading) -> str:
+    def _key(self, spec: ModelSpec, devices: Sequence[Reading], counts: Sequence[int]) -> str:
         said = {
             "file": _stamp(spec.path),
-            "parameters": asdict(_parameters(spec, device)),
+            "parameters": asdict(parameters_of(spec, devices[0])),
             "capabilities": spec.capabilities,
             "mmproj": None if spec.mmproj is None else _stamp(Path(spec.mmproj)),
-            "device": [device.id, device.kind, device.name] if device.id != CPU else [CPU],
+            "devices": [[device.kind, device.name] for device in _accelerators(devices)],
+            "counts": list(counts),
             "library": self._library,
         }
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+    def _estimate(
+        self, entry: Mapping[str, Any], spec: ModelSpec, devices: Sequence[Reading], counts: Sequence[int]
+    ) -> Estimate:
+        """What was remembered without names of devices, for these."""
+        here = _accelerators(devices)
+        names = {str(at): device.id for at, device in enumerate(here)} | {CPU: CPU}
+        overhead = {device.id: self.overheads.of(device) for device in here} | {CPU: self.overheads.host}
+        if spec.memory_overhead is not None:
+            overhead = {device.id: spec.memory_overhead for device in devices}
+        overhead[CPU] = overhead.get(CPU, 0) + int(entry["output_bytes"])
+        for where, count in entry["projector_bytes"].items():
+            overhead[names[where]] = overhead.get(names[where], 0) + int(count)
+        if extra := sum(_size(path) for path in spec.lora):
+            for device in devices:  # which of its layers lie where is not known
+                overhead[device.id] = overhead.get(device.id, 0) + extra
+        return Estimate(
+            {names[where]: Parts(**figures) for where, figures in entry["parts"].items()},
+            overhead,
+            entry["source"],
+            entry["note"],
+            int(entry["facts"]["context_trained"]),
+            tuple(entry["capabilities"]),
+            tuple(Sizes(int(weights), int(kv), bool(grows)) for weights, kv, grows in entry["layers"]),
+            {device.id: count for device, count in zip(here, counts, strict=True)} if counts else {},
+        )
+
+
+def _accelerators(devices: Sequence[Reading]) -> list[Reading]:
+    return [device for device in devices if device.id != CPU]
 
 
 def _stamp(path: Path) -> list[str | int]:
@@ -188,7 +229,8 @@ def _stamp(path: Path) -> list[str | int]:
     return [str(path), status.st_size, status.st_mtime_ns, status.st_ino]
 
 
-def _parameters(spec: ModelSpec, device: Reading) -> Parameters:
+def parameters_of(spec: ModelSpec, device: Reading) -> Parameters:
+    """What decides the size of `spec` there."""
     return Parameters(
         context_length=spec.context_length,
         parallel=spec.parallel,
@@ -197,30 +239,6 @@ def _parameters(spec: ModelSpec, device: Reading) -> Parameters:
         ubatch=spec.ubatch,
         gpu_layers=0 if device.id == CPU else spec.gpu_layers,
         flash_attention=spec.flash_attention,
-    )
-
-
-def _estimate(entry: Mapping[str, Any], spec: ModelSpec, device: Reading) -> Estimate:
-    parts = {name: Parts(**figures) for name, figures in entry["parts"].items()}
-    if spec.memory_overhead is not None:
-        overhead = {device.id: spec.memory_overhead}
-    else:
-        overhead = {CPU: CPU_OVERHEAD_BYTES}
-        if device.id != CPU:
-            overhead[device.id] = FIRST_OVERHEAD_BYTES.get(device.kind, GPU_OVERHEAD_BYTES)
-    overhead[CPU] = overhead.get(CPU, 0) + int(entry["output_bytes"])
-    for where, count in entry["projector_bytes"].items():
-        overhead[where] = overhead.get(where, 0) + int(count)
-    extra = sum(_size(path) for path in spec.lora)
-    if extra:
-        overhead[device.id] = overhead.get(device.id, 0) + extra
-    return Estimate(
-        parts,
-        overhead,
-        entry["source"],
-        entry["note"],
-        int(entry["facts"]["context_trained"]),
-        tuple(entry["capabilities"]),
     )
 
 

@@ -23,9 +23,10 @@ from inference.errors import DeviceLost, InferenceError, ModelFailed
 from inference.evictions import Action, Departure, Reason
 from inference.model import Model, Running
 from inference.osapi import private_bytes
+from inference.pinning import environment_of
 from inference.protocol import ExitCause, ModelState
 from inference.supervisor import Supervisor, WorkerExit
-from inference.wishes import excess, grant_for
+from inference.wishes import estimate_of, excess, grant_for
 from inference.worker.link import Ready
 
 if TYPE_CHECKING:
@@ -59,12 +60,15 @@ class Loads:
 
     def begin(self, model: Model, placement: Placement) -> None:
         """Reserves, then starts a worker; from here on its exit is what gives the reservation back."""
-        device = self._authority.inventory.get(placement.device)
-        assert device is not None
+        readings = {reading.id: reading for reading in self._authority.inventory.readings()}
+        devices = [readings[name] for name in placement.devices]
+        device = devices[0]
         holding = f"{model.id}#{next(self._authority.ids)}"
         self._authority.ledger = self._authority.ledger.reserve(holding, model.id, placement.need)
+        self._authority.governor.booked()
         try:
-            worker = self.supervisor.spawn(model.id, device.environment, lambda: self._authority.teller.heard(model))
+            environment = environment_of(devices)
+            worker = self.supervisor.spawn(model.id, environment, lambda: self._authority.teller.heard(model))
         except HeadgateError as error:
             self._authority.ledger = self._authority.ledger.release(holding)
             self._authority.move(model, _E.LOAD)
@@ -74,8 +78,8 @@ class Loads:
         running = Running(holding, placement, device, self._authority.loop.time(), worker)
         model.running = running
         self._authority.move(model, _E.LOAD)
-        log.info("loading %s on %s (pid %d)", model.id, device.id, worker.pid)
-        grant = grant_for(model.effective, device, placement.need, ENGINE_QUEUE)
+        log.info("loading %s on %s (pid %d)", model.id, ", ".join(placement.devices), worker.pid)
+        grant = grant_for(model.effective, devices, placement, ENGINE_QUEUE)
         worker.hello.add_done_callback(lambda hello: None if hello.exception() else worker.grant(grant))
         worker.ready.add_done_callback(lambda ready: self._on_ready(model, running, ready))
         worker.exited.add_done_callback(lambda exited: self._on_exit(model, running, exited.result()))
@@ -84,12 +88,12 @@ class Loads:
         if future.exception() is not None or model.state is not _S.LOADING:
             return
         ready = future.result()
-        overhead = model.estimates[running.device.id].overhead_bytes
-        actual = dict(overhead)
+        estimate = estimate_of(model, running.placement)
+        actual = dict(estimate.overhead_bytes)
         for buffer in ready.buffers:
             actual[buffer.device] = actual.get(buffer.device, 0) + buffer.bytes
         predicted = sum(running.placement.need.values())
-        complaint = excess(model.estimates[running.device.id], running.device, ready)
+        complaint = excess(estimate, ready)
         try:
             if complaint is None:
                 self._authority.ledger = self._authority.ledger.commit(running.holding, actual)

@@ -25,6 +25,9 @@ from inference.settings import ModelSpec
 from inference.supervisor import WorkerProcess
 from inference.worker.link import Ready
 
+MOST_WAYS = 8
+"""To divide a model over devices, that stay remembered."""
+
 
 @dataclass(eq=False)
 class Running:
@@ -59,6 +62,8 @@ class Model:
     failure: str | None = None
     estimates: dict[str, Estimate] = field(default_factory=dict)
     estimating: asyncio.Task[None] | None = None
+    divisions: int = 0
+    """Ways to divide it over devices that were measured since the last decision."""
     last_used_at: float = 0.0
     reload_seconds: float = 1.0
     loads: int = 0
@@ -89,6 +94,13 @@ class Model:
         if self.reduced is not None:
             self.reduced = None
             self.estimates.clear()
+
+    def remember_division(self, key: str, found: Estimate) -> None:
+        """Keeps what was measured for one way to divide it over devices; of many, the newest."""
+        self.estimates[key] = found
+        ways = [name for name, item in self.estimates.items() if item.counts]
+        for name in ways[:-MOST_WAYS]:
+            del self.estimates[name]
 
     def standing(self, now: float) -> Standing:
         """Whether it could leave now."""

@@ -7,18 +7,20 @@ from dataclasses import replace
 from typing import Any
 
 from headgate.shared.units import format_bytes
-from inference.core.fix import Scaling
+from inference.core.layers import layers_of
 from inference.core.ledger import Ledger, Phase
-from inference.core.plan import Held, Option, Refusal, Request, Standing
+from inference.core.plan import Held, Option, Placement, Refusal, Request, Standing
+from inference.core.spread import Spread
 from inference.devices.base import Reading
 from inference.devices.cpu import CPU
 from inference.environment import InferenceSettings
 from inference.errors import Shortage
-from inference.estimator import Estimate
+from inference.estimator import Estimate, parameters_of
 from inference.model import Model
+from inference.pinning import grants_of
 from inference.protocol import DeviceState
 from inference.settings import ModelSpec
-from inference.worker.link import DeviceGrant, Grant, Ready
+from inference.worker.link import Grant, Ready
 
 TOLERANCE_BYTES = 8 * 2**20
 """llama.cpp's log rounds each buffer to 0.01 MiB, and pads small ones."""
@@ -41,26 +43,57 @@ def candidates(spec: ModelSpec, readings: Sequence[Reading], settings: Inference
     return (*allowed, *(cpu if spec.oom_policy == "cpu" else ()))
 
 
-def request_for(model: Model, devices: Sequence[Reading]) -> Request | None:
-    """What the planner is asked; None while an estimate is missing."""
+def placement_key(devices: Sequence[str], counts: Sequence[float] = ()) -> str:
+    """The key of an estimate among a model's: the device, or the devices and how many layers each takes."""
+    return "+".join(f"{name}:{count:g}" for name, count in zip(devices, counts, strict=True)) if counts else devices[0]
+
+
+def estimate_of(model: Model, placement: Placement) -> Estimate:
+    """What was measured for this placement."""
+    return model.estimates[placement_key(placement.devices, placement.tensor_split)]
+
+
+def request_for(model: Model, devices: Sequence[Reading], *, divide: bool = True) -> Request | None:
+    """What the planner is asked; None while an estimate is missing.
+
+    Without `divide` it is not told how the layers could be divided otherwise than measured already.
+    """
     if any(device.id not in model.estimates for device in devices):
         return None
     spec = model.effective
     has_accelerator = any(device.id != CPU for device in devices)
-    options = tuple(
+    options = [
         Option(device.id, model.estimates[device.id].need, fallback=has_accelerator and device.id == CPU)
         for device in devices
-    )
-    scaling = None
-    if devices:
-        estimate = model.estimates[devices[0].id]
-        parts = estimate.parts.get(devices[0].id)
-        if parts is not None:
-            mask_bytes = min(parts.compute_bytes, spec.context_length * spec.parallel * spec.ubatch * 2)
-            scaling = Scaling(
-                devices[0].id, parts.kv_bytes, mask_bytes, spec.context_length, spec.parallel, spec.kv_type
-            )
-    return Request(model.id, options, spec.dedicated, scaling)
+    ]
+    here = {device.id for device in devices}
+    splits = [item for item in model.estimates.values() if item.counts and here.issuperset(item.counts)]
+    options += [Option(next(iter(item.counts)), item.need, layers=item.counts) for item in splits]
+    accelerators = [device for device in devices if device.id != CPU]
+    spread = _spread(model, accelerators, splits, divide=divide) if devices else None
+    return Request(model.id, tuple(options), spec.dedicated, spread)
+
+
+def _spread(
+    model: Model, accelerators: Sequence[Reading], splits: Sequence[Estimate], *, divide: bool
+) -> Spread | None:
+    """The layers of the model, calibrated by what one device needs and by the splits that were measured."""
+    over = tuple(device.id for device in accelerators)
+    first = over[0] if over else CPU
+    measured = model.estimates[first]
+    parameters = parameters_of(model.effective, accelerators[0] if over else Reading(CPU, CPU, "", 0, 0, 0))
+    layers = layers_of(parameters, measured.parts, over[0] if over else None, measured.sizes)
+    if layers is None:
+        return None
+    overhead = dict(measured.overhead_bytes)
+    for name in over:
+        overhead[name] = model.estimates[name].overhead_bytes.get(name, 0)
+    known = dict(overhead)
+    for item in splits:
+        modelled = layers.need(item.counts, known)
+        for name, count in item.need.items():
+            overhead[name] = max(overhead.get(name, 0), known.get(name, 0) + count - modelled[name])
+    return Spread(layers, over, overhead, divide)
 
 
 def held_models(models: Iterable[Model], ledger: Ledger, now: float) -> list[Held]:
@@ -95,14 +128,14 @@ def reduced(spec: ModelSpec, fix: Mapping[str, Any]) -> ModelSpec:
     return replace(spec, ubatch=max(32, spec.ubatch // 4), **fix)
 
 
-def grant_for(spec: ModelSpec, device: Reading, need: Mapping[str, int], queue_limit: int) -> Grant:
-    """What the worker is told to load, and where."""
-    on_cpu = device.id == CPU
+def grant_for(spec: ModelSpec, devices: Sequence[Reading], placement: Placement, queue_limit: int) -> Grant:
+    """What the worker is told to load, and where: `devices` are the placement's, in its order."""
     return Grant(
         model_id=spec.id,
         path=str(spec.path),
-        devices=(DeviceGrant(device.id, "cpu" if on_cpu else "gpu", device.ggml_name, device.rpc_endpoint),),
-        gpu_layers=0 if on_cpu else spec.gpu_layers,
+        devices=grants_of(devices),
+        gpu_layers=0 if devices[0].id == CPU else spec.gpu_layers,
+        tensor_split=placement.tensor_split,
         context_length=spec.context_length,
         parallel=spec.parallel,
         kv_type=spec.kv_type,
@@ -114,7 +147,7 @@ def grant_for(spec: ModelSpec, device: Reading, need: Mapping[str, int], queue_l
         mmproj=spec.mmproj,
         capabilities=spec.capabilities,
         queue_limit=queue_limit,
-        reserved_bytes=dict(need),
+        reserved_bytes=dict(placement.need),
     )
 
 
@@ -123,9 +156,12 @@ def shortages_of(refusal: Refusal) -> list[Shortage]:
     return [Shortage(lack.device, lack.need_bytes, lack.room_bytes, lack.bound) for lack in refusal.lacks]
 
 
-def excess(estimate: Estimate, device: Reading, ready: Ready) -> str | None:
-    """Why what a worker allocated is not what was planned, or None: more than planned, or not where it was planned."""
-    allocated: dict[str, int] = {}
+def excess(estimate: Estimate, ready: Ready) -> str | None:
+    """Why what a worker allocated is not what was planned, or None.
+
+    On no device may it be more than planned; on an accelerator less than half means that the rest went elsewhere.
+    """
+    allocated = dict.fromkeys(estimate.parts, 0)
     for buffer in ready.buffers:
         allocated[buffer.device] = allocated.get(buffer.device, 0) + buffer.bytes
     for name, count in allocated.items():
@@ -134,10 +170,9 @@ def excess(estimate: Estimate, device: Reading, ready: Ready) -> str | None:
         slack = TOLERANCE_BYTES + estimate.overhead_bytes.get(name, 0) + planned // 10
         if count > planned + slack:
             return f"it allocated {format_bytes(count)} on {name} where {format_bytes(planned)} were planned"
-    planned_here = estimate.parts.get(device.id)
-    if device.id != CPU and planned_here and allocated.get(device.id, 0) < planned_here.total_bytes // 2:
-        return (
-            f"it allocated {format_bytes(allocated.get(device.id, 0))} on {device.id} where "
-            f"{format_bytes(planned_here.total_bytes)} were planned; the rest went elsewhere"
-        )
+        if name != CPU and count < planned // 2:
+            return (
+                f"it allocated {format_bytes(count)} on {name} where {format_bytes(planned)} were planned; the rest "
+                "went elsewhere"
+            )
     return None

@@ -32,6 +32,8 @@ class Facts:
     weight_bytes: int
     layer_bytes: int
     """Of `weight_bytes`, those of the repeating layers; the rest is embeddings and output."""
+    by_layer: tuple[tuple[int, int], ...] = ()
+    """Per repeating layer: bytes of its weights, and keys plus values of one token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,23 +73,28 @@ def formula(facts: Facts, parameters: Parameters) -> Parts:
     return Parts(facts.weight_bytes, int(kv), activations + mask)
 
 
-def formula_on(facts: Facts, parameters: Parameters, accelerator: str | None) -> dict[str, Parts]:
-    """The bytes per device: everything on `cpu`, or `gpu_layers` (negative: all) of the layers on `accelerator`.
+def formula_on(facts: Facts, parameters: Parameters, shares: Mapping[str, int]) -> dict[str, Parts]:
+    """The bytes per device: everything on `cpu`, or so many of the layers and the head on each accelerator, in order.
 
-    With an accelerator the token embeddings stay in host memory, as llama.cpp keeps them.
+    `shares` are layers per accelerator, negative for all that `gpu_layers` says (negative: every one); the last layers
+    go there, and the head counts as one. The token embeddings stay in host memory, as llama.cpp keeps them.
     """
     whole = formula(facts, parameters)
-    if accelerator is None or parameters.gpu_layers == 0 or facts.layers == 0:
+    if not shares or parameters.gpu_layers == 0 or facts.layers == 0:
         return {"cpu": whole}
-    wanted = facts.layers if parameters.gpu_layers < 0 else min(parameters.gpu_layers, facts.layers)
-    share = wanted / facts.layers
-    rest = facts.weight_bytes - facts.layer_bytes
-    on_gpu = int(facts.layer_bytes * share) + (rest if wanted == facts.layers else 0)
-    kv_gpu = int(whole.kv_bytes * share)
-    return {
-        accelerator: Parts(on_gpu, kv_gpu, whole.compute_bytes),
-        "cpu": Parts(facts.weight_bytes - int(facts.layer_bytes * share), whole.kv_bytes - kv_gpu, 0),
-    }
+    places = facts.layers + 1
+    wanted = places if parameters.gpu_layers < 0 else min(parameters.gpu_layers, places)
+    head = facts.weight_bytes - facts.layer_bytes
+    at = places - wanted
+    found: dict[str, Parts] = {}
+    for device, count in shares.items():
+        end = places if count < 0 else min(places, at + count)
+        layers = max(0, min(end, facts.layers) - at) / facts.layers
+        weights = int(facts.layer_bytes * layers) + (head if end == places else 0)
+        found[device] = Parts(weights, int(whole.kv_bytes * layers), whole.compute_bytes)
+        at = end
+    stay = (places - wanted) / facts.layers
+    return {**found, "cpu": Parts(head + int(facts.layer_bytes * stay), int(whole.kv_bytes * stay), 0)}
 
 
 def plausible(exact: Mapping[str, Parts], facts: Facts, parameters: Parameters) -> str | None:

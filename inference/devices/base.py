@@ -33,6 +33,10 @@ class Reading:
     environment: Mapping[str, str] = field(default_factory=dict)
     state: DeviceState = DeviceState.HEALTHY
     note: str = ""
+    driver: str = ""
+    """Version of its driver, where it is known."""
+    unified: bool = False
+    """Whether it has no memory of its own: its bytes are host memory."""
 
     def to_json(self) -> dict[str, Any]:
         """As `/devices` shows it."""

@@ -10,34 +10,39 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from inference.core.estimate import Facts, Parameters, Parts, formula_on, plausible
 from inference.jobs.gguf import BadGgufError, read_facts
+from inference.jobs.layertrace import LayerTrace
 
 _SYMBOL = "_Z26llama_get_memory_breakdownPK13llama_context"
 _MOST_NODES = 256
 
 
 def run(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Answers `{"path", "parameters", "accelerator", "capabilities", "mmproj", "exact"}`.
+    """Answers `{"path", "parameters", "accelerators", "counts", "capabilities", "mmproj", "exact"}`.
 
     `{"parts": {device: {...}}, "rough": ..., "source": "llama.cpp" | "header", "note": ..., "output_bytes": ...,
-    "projector_bytes": {device: ...}, "facts": {...}, "capabilities": [...]}`, or `{"error": sentence}` when the file
-    cannot be used. `accelerator` is null for the CPU, else `{"id", "ggml_name"?, "rpc_endpoint"?}`. Bytes are bytes.
+    "projector_bytes": {device: ...}, "layers": [[weights, kv, grows], ...], "facts": {...}, "capabilities": [...]}`, or
+    `{"error": sentence}` when the file cannot be used. `accelerators` is empty for the CPU, else a list of
+    `{"id", "ggml_name"?, "rpc_endpoint"?}`; of several, `counts` says how many layers each takes. Bytes are bytes.
     """
     path = Path(job["path"])
     parameters = Parameters(**job["parameters"])
-    accelerator: Mapping[str, Any] | None = job.get("accelerator")
+    accelerators: Sequence[Mapping[str, Any]] = job.get("accelerators") or ()
+    counts: Sequence[int] = job.get("counts") or ()
     try:
         facts = read_facts(path)
     except BadGgufError as error:
         return {"error": f"{path} is not a usable GGUF file: {error}"}
     except OSError as error:
         return {"error": f"{path} cannot be read: {error.strerror or error}"}
-    rough = formula_on(facts, parameters, accelerator["id"] if accelerator else None)
+    shares = {item["id"]: count for item, count in zip(accelerators, counts or [-1], strict=False)}
+    rough = formula_on(facts, parameters, shares)
+    trace = LayerTrace()
     found, source, note = rough, "header", ""
     capabilities: tuple[str, ...] = ()
     output_bytes = 0
@@ -45,7 +50,9 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     projector: dict[str, int] = {}
     if job.get("exact", True):
         try:
-            exact, output_bytes, capabilities = _exact(path, parameters, accelerator, job.get("capabilities"), mmproj)
+            exact, output_bytes, capabilities = _exact(
+                path, parameters, accelerators, counts, job.get("capabilities"), mmproj, trace
+            )
         except _UnusableError as error:
             return {"error": f"{path} cannot be loaded by llama.cpp: {error}"}
         except _NoBreakdownError as error:
@@ -58,7 +65,7 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     if mmproj is not None:
         exact = job.get("exact", True)
         try:
-            projector = _projector_bytes(Path(mmproj), accelerator, measured=exact)
+            projector = _projector_bytes(Path(mmproj), accelerators[0] if accelerators else None, measured=exact)
         except OSError as error:
             return {"error": f"{mmproj} cannot be read: {error.strerror or error}"}
     return {
@@ -68,6 +75,7 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
         "note": note,
         "output_bytes": output_bytes,
         "projector_bytes": projector,
+        "layers": trace.layers(facts, sum(parts.kv_bytes for parts in found.values())),
         "facts": _facts(facts),
         "capabilities": list(capabilities),
     }
@@ -84,9 +92,11 @@ class _NoBreakdownError(Exception):
 def _exact(
     path: Path,
     parameters: Parameters,
-    accelerator: Mapping[str, Any] | None,
+    accelerators: Sequence[Mapping[str, Any]],
+    counts: Sequence[int],
     wanted: Sequence[str] | None,
     mmproj: str | None,
+    trace: LayerTrace,
 ) -> tuple[dict[str, Parts], int, tuple[str, ...]]:
     """Opens model and context exactly as a worker would, with nothing allocated.
 
@@ -97,18 +107,28 @@ def _exact(
     from inference.worker.link import DeviceGrant, Grant
     from inference.worker.logtail import LogTail
 
+    class _Listening(LogTail):
+        """Also remembers which cache which layer has."""
+
+        def __init__(self, echo: Callable[[str], None], trace: LayerTrace) -> None:
+            super().__init__(echo)
+            self._trace = trace
+
+        def feed(self, level: int, text: str, *, counts: bool = True) -> None:
+            self._trace.feed(text)
+            super().feed(level, text, counts=counts)
+
     complaints: list[str] = []
-    llama.start(LogTail(complaints.append))
-    device = (
-        DeviceGrant(accelerator["id"], "gpu", accelerator.get("ggml_name"), accelerator.get("rpc_endpoint"))
-        if accelerator
-        else DeviceGrant("cpu", "cpu")
+    llama.start(_Listening(complaints.append, trace))
+    devices = tuple(
+        DeviceGrant(item["id"], "gpu", item.get("ggml_name"), item.get("rpc_endpoint")) for item in accelerators
     )
     grant = Grant(
         model_id=path.name,
         path=str(path),
-        devices=(device,),
-        gpu_layers=parameters.gpu_layers if accelerator else 0,
+        devices=devices or (DeviceGrant("cpu", "cpu"),),
+        gpu_layers=parameters.gpu_layers if devices else 0,
+        tensor_split=tuple(map(float, counts)),
         context_length=parameters.context_length,
         parallel=parameters.parallel,
         kv_type=parameters.kv_type,
@@ -125,7 +145,7 @@ def _exact(
     except LoadError as error:
         telling = "; ".join(line.strip() for line in complaints[-2:])
         raise _UnusableError(telling or str(error)) from error
-    names = {ggml.buffer_name(handle): device.id for handle in params.handles}
+    names = {ggml.buffer_name(handle): device.id for handle, device in zip(params.handles, devices, strict=False)}
     sums: dict[str, list[int]] = {}
     for where, weights, kv, compute in _breakdown(context.handle):
         owner = next((ours for name, ours in names.items() if where == name or where.startswith(name + "_S")), "cpu")

@@ -6,15 +6,19 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 an
 from __future__ import annotations
 
 import math
+import re
 import struct
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from inference.core.estimate import Facts
+from inference.jobs import quantization
 
 MAGIC = b"GGUF"
 MOST_ENTRIES = 1_000_000
 MOST_STRING_BYTES = 64 * 2**20
+_LAYER = re.compile(r"blk\.(\d{1,5})\.")
+_MOST_LAYERS = 4096
 _SCALARS = {0: "B", 1: "b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
 
@@ -42,12 +46,14 @@ def read_facts(path: Path) -> Facts:
         data_begins = file.tell()
     size = path.stat().st_size
     alignment = metadata.get("general.alignment", 32)
-    weights = layers = end = 0
+    weights = end = 0
+    layers: dict[int, int] = {}
     for name, kind, count, offset in tensors:
         per_block, block_bytes = _BLOCKS.get(kind, (1, 4))
         here = math.ceil(count / per_block) * block_bytes
         weights += here
-        layers += here if name.startswith("blk.") else 0
+        if match := _LAYER.match(name):
+            layers[int(match[1])] = layers.get(int(match[1]), 0) + here
         end = max(end, offset + here)
     begin = math.ceil(data_begins / alignment) * alignment
     if begin + end > size:
@@ -55,7 +61,7 @@ def read_facts(path: Path) -> Facts:
     return _facts(metadata, weights, layers)
 
 
-def _facts(metadata: dict[str, Any], weights: int, layer_bytes: int) -> Facts:
+def _facts(metadata: dict[str, Any], weights: int, layer_bytes: dict[int, int]) -> Facts:
     architecture = str(metadata.get("general.architecture", ""))
     if not architecture:
         raise BadGgufError("it does not say its architecture (general.architecture)")
@@ -69,7 +75,9 @@ def _facts(metadata: dict[str, Any], weights: int, layer_bytes: int) -> Facts:
     keys = number("attention.key_length", per_head)
     values = number("attention.value_length", per_head)
     kv_heads = metadata.get(f"{architecture}.attention.head_count_kv", heads)
-    heads_over_layers = sum(kv_heads) if isinstance(kv_heads, list) else int(kv_heads) * layers
+    every = range(min(layers, _MOST_LAYERS))
+    heads_of = dict(enumerate(kv_heads)) if isinstance(kv_heads, list) else dict.fromkeys(every, int(kv_heads))
+    by_layer = tuple((layer_bytes.get(layer, 0), (keys + values) * int(heads_of.get(layer, 0))) for layer in every)
     return Facts(
         architecture=architecture,
         layers=layers,
@@ -77,9 +85,11 @@ def _facts(metadata: dict[str, Any], weights: int, layer_bytes: int) -> Facts:
         feed_forward=number("feed_forward_length"),
         vocabulary=number("vocab_size", int(metadata.get("tokenizer.ggml.tokens.length", 0))),
         context_trained=number("context_length"),
-        kv_values_per_cell=(keys + values) * heads_over_layers,
+        kv_values_per_cell=sum(values for _weights, values in by_layer),
         weight_bytes=weights,
-        layer_bytes=layer_bytes,
+        layer_bytes=sum(layer_bytes.values()),
+        quantization=quantization.name_of(metadata),
+        by_layer=by_layer,
     )
 
 

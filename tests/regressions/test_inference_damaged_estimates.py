@@ -20,7 +20,7 @@ from tests.rigs.authority_rig import services
 class BrokenEstimator:
     """Fails in a way nobody foresaw."""
 
-    async def get(self, spec: Any, device: Any) -> None:
+    async def get(self, spec: Any, *devices: Any, counts: Any = ()) -> None:
         raise KeyError("weights_bytes")
 
     async def close(self) -> None:

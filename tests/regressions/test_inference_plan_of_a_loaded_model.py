@@ -22,9 +22,9 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 class _ByContext(FakeEstimator):
     """A model needs 100 MiB, and 100 MiB more for a context other than 4096."""
 
-    async def get(self, spec: Any, device: Any) -> Estimate:
+    async def get(self, spec: Any, device: Any, *others: Any, counts: Any = ()) -> Estimate:
         self.sizes[spec.id] = 100 if spec.context_length == 4096 else 200
-        return await super().get(spec, device)
+        return await super().get(spec, device, *others, counts=counts)
 
 
 async def test_other_settings_plan_a_reload_and_the_same_ones_do_not(start: Start) -> None:

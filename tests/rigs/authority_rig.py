@@ -33,7 +33,7 @@ class FakeEstimator:
         self.sizes: dict[str, int] = {}
         self.gate: asyncio.Event | None = None
 
-    async def get(self, spec: Any, device: Reading) -> Estimate:
+    async def get(self, spec: Any, device: Reading, *_others: Reading, counts: Any = ()) -> Estimate:
         if self.gate is not None:
             await self.gate.wait()
         size = self.sizes.get(spec.id, 100) * MIB

@@ -24,16 +24,27 @@ def test_the_kv_cache_of_a_known_model_is_exact() -> None:
 
 
 def test_layers_on_an_accelerator_take_their_share() -> None:
-    everything = formula_on(LLAMA_1B, Parameters(4096, 1, gpu_layers=-1), "gpu-0")
-    half = formula_on(LLAMA_1B, Parameters(4096, 1, gpu_layers=8), "gpu-0")
+    """The head counts as one, so nine of them are the head and half of the sixteen others."""
+    head = LLAMA_1B.weight_bytes - LLAMA_1B.layer_bytes
+    everything = formula_on(LLAMA_1B, Parameters(4096, 1, gpu_layers=-1), {"gpu-0": -1})
+    half = formula_on(LLAMA_1B, Parameters(4096, 1, gpu_layers=9), {"gpu-0": -1})
     assert everything["gpu-0"].weights_bytes == LLAMA_1B.weight_bytes
+    assert everything["cpu"].weights_bytes == head
     assert half["gpu-0"].kv_bytes == half["cpu"].kv_bytes
-    assert half["gpu-0"].weights_bytes == LLAMA_1B.layer_bytes // 2
-    assert set(formula_on(LLAMA_1B, Parameters(4096, 1, gpu_layers=0), "gpu-0")) == {"cpu"}
+    assert half["gpu-0"].weights_bytes == LLAMA_1B.layer_bytes // 2 + head
+    assert set(formula_on(LLAMA_1B, Parameters(4096, 1, gpu_layers=0), {"gpu-0": -1})) == {"cpu"}
+
+
+def test_layers_divide_over_accelerators_in_order() -> None:
+    parts = formula_on(LLAMA_1B, Parameters(4096, 1, gpu_layers=-1), {"gpu-0": 4, "gpu-1": 13})
+    assert parts["gpu-0"].weights_bytes == LLAMA_1B.layer_bytes // 4
+    assert sum(item.weights_bytes for item in parts.values()) == 2 * LLAMA_1B.weight_bytes - LLAMA_1B.layer_bytes
+    assert parts["gpu-1"].kv_bytes == 3 * parts["gpu-0"].kv_bytes
+    assert parts["cpu"].kv_bytes == 0
 
 
 def test_figures_that_cannot_be_right_are_seen() -> None:
-    right = formula_on(LLAMA_1B, Parameters(4096, 1), None)
+    right = formula_on(LLAMA_1B, Parameters(4096, 1), {})
     assert plausible(right, LLAMA_1B, Parameters(4096, 1)) is None
     for wrong in (Parts(0, 0, 0), replace(right["cpu"], kv_bytes=10**12)):
         assert plausible({"cpu": wrong}, LLAMA_1B, Parameters(4096, 1))

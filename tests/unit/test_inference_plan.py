@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
-from inference.core.fix import Scaling, nearest_fix
+from inference.core.estimate import Parameters
+from inference.core.layers import Layers, Sizes
 from inference.core.ledger import Account, Ledger
 from inference.core.plan import Allocation, Held, Option, Placement, Policy, Refusal, Request, Result, Standing, plan
+from inference.core.spread import Spread
 
 NOW = 1000.0
 
@@ -27,8 +30,8 @@ def hold(
     return ledger, Held(model, model, standing, need, more.pop("last_used_at", 0.0), **more)  # type: ignore[arg-type]
 
 
-def ask(*options: Option, dedicated: bool = False, scaling: Scaling | None = None) -> Request:
-    return Request("new", options, dedicated, scaling)
+def ask(*options: Option, dedicated: bool = False, spread: Spread | None = None) -> Request:
+    return Request("new", options, dedicated, spread)
 
 
 def gpu(need: int, device: str = "gpu-0") -> Option:
@@ -170,31 +173,152 @@ def test_without_any_device_there_is_a_reason() -> None:
     assert "lost" in decision.reason
 
 
-def scaled(parallel: int, kv: int = 800, kv_type: str = "f16", device: str = "cpu") -> Scaling:
-    return Scaling(device, kv, 0, 1024, parallel, kv_type)
+def layered(
+    over: tuple[str, ...] = ("gpu-0",), *, count: int = 4, weights: int = 100, kv: int = 200, **settings: int | str
+) -> Spread:
+    """Layers of 100 + 200 bytes and a head of 100; nothing else needs anything."""
+    parameters = Parameters(**{"context_length": 1024, "parallel": 1, "gpu_layers": -1 if over else 0} | settings)  # type: ignore[arg-type]
+    return Spread(Layers(parameters, (Sizes(weights, kv),) * count, 100, 0, 0, 0), over, {})
+
+
+def alone(spread: Spread) -> Option:
+    """The spread on its first device, or on the host."""
+    first = spread.over[0] if spread.over else "cpu"
+    return Option(first, spread.need({first: spread.layers.offloaded} if spread.over else {}))
 
 
 @pytest.mark.parametrize(
-    ("scaling", "room", "fix"),
+    ("spread", "rooms", "fix"),
     [
-        (scaled(4), 600, {"parallel": 1}),
-        (scaled(4), 800, {"parallel": 2}),
-        (scaled(1), 700, {"kv_type": "q8_0"}),
-        (scaled(1), 450, {"kv_type": "q4_0"}),
-        (scaled(1, kv_type="q8_0"), 700, {"context_length": 512}),
-        (scaled(4), 330, {"parallel": 1, "context_length": 512}),
-        (scaled(4), 200, {}),
-        (scaled(4), 240, {}),
-        (scaled(1), 300, {}),
-        (Scaling("cpu", 100, 700, 1024, 1), 450, {}),
-        (scaled(4, device="gpu-0"), 600, {}),
+        (layered(parallel=4), (800, 0), {"parallel": 1}),
+        (layered(parallel=4), (1000, 0), {"parallel": 2}),
+        (layered(parallel=4), (630, 0), {"parallel": 1, "context_length": 512}),
+        (layered(), (1000, 0), {"kv_type": "q8_0"}),
+        (layered(), (760, 0), {"kv_type": "q4_0"}),
+        (layered(kv_type="q8_0"), (1000, 0), {"context_length": 512}),
+        (layered(flash_attention=False), (1000, 0), {"context_length": 512}),
+        (layered(kv=0), (300, 200), {"gpu_layers": 3}),
+        (layered(kv=0), (300, 0), {}),
+        (layered(kv=0), (50, 900), {}),
+        (layered(kv=100), (410, 330), {"context_length": 512, "gpu_layers": 3}),
+        (layered((), parallel=4), (0, 800), {"parallel": 1}),
+        (layered((), kv=0), (0, 100), {}),
     ],
 )
-def test_the_nearest_fix_keeps_most(scaling: Scaling, room: int, fix: dict[str, object]) -> None:
-    assert nearest_fix(scaling, {"cpu": 1000}, {"cpu": room}) == fix
-
-
-def test_a_refusal_suggests_what_would_fit() -> None:
-    decision = plan(ask(gpu(1000), scaling=scaled(4, device="gpu-0")), machine(gpu_0=800), [], Policy(NOW))
+def test_the_nearest_fix_keeps_most(spread: Spread, rooms: tuple[int, int], fix: dict[str, object]) -> None:
+    ledger = machine(gpu_0=rooms[0], cpu=rooms[1])
+    decision = plan(ask(alone(spread), spread=spread), ledger, [], Policy(NOW))
     assert isinstance(decision, Refusal)
-    assert decision.fix == {"parallel": 2}
+    assert decision.fix == fix
+
+
+def test_a_model_too_large_for_one_device_is_divided_by_layer() -> None:
+    """On as few devices as can be, evenly full, and to be measured before anything is booked."""
+    spread = layered(("gpu-0", "gpu-1", "gpu-2"))
+    ledger = machine(gpu_0=500, gpu_1=1000, gpu_2=700, cpu=100)
+    decision = plan(ask(*(gpu(1300, name) for name in spread.over), spread=spread), ledger, [], Policy(NOW))
+    assert isinstance(decision, Placement)
+    assert (decision.result, decision.allocation) == (Result.FREE, Allocation.SPLIT)
+    assert dict(zip(decision.devices, decision.tensor_split, strict=True)) == {"gpu-2": 2.0, "gpu-1": 3.0}
+    assert decision.need == {"gpu-2": 600, "gpu-1": 700, "cpu": 0}
+    assert not decision.measured
+
+
+def test_a_measured_division_is_used_as_it_is() -> None:
+    spread = layered(("gpu-0", "gpu-1"))
+    measured = Option("gpu-0", {"gpu-0": 650, "gpu-1": 680, "cpu": 0}, layers={"gpu-0": 2, "gpu-1": 3})
+    ledger = machine(gpu_0=1000, gpu_1=1000, cpu=100)
+    request = ask(gpu(1300), gpu(1300, "gpu-1"), measured, spread=spread)
+    decision = plan(request, ledger, [], Policy(NOW))
+    assert isinstance(decision, Placement)
+    assert decision.measured
+    assert (decision.need, decision.tensor_split) == (measured.need, (2.0, 3.0))
+
+
+def test_a_division_over_free_devices_comes_before_evictions() -> None:
+    spread = layered(("gpu-0", "gpu-1"))
+    ledger, idle = hold(machine(gpu_0=1400, gpu_1=700, cpu=100), "idle", {"gpu-0": 500})
+    decision = plan(ask(gpu(1300), gpu(1300, "gpu-1"), spread=spread), ledger, [idle], Policy(NOW))
+    assert isinstance(decision, Placement)
+    assert (decision.result, decision.evict) == (Result.FREE, ())
+
+
+def test_room_for_a_division_is_made_by_the_cheapest() -> None:
+    spread = layered(("gpu-0", "gpu-1"))
+    ledger, dear = hold(machine(gpu_0=1000, gpu_1=1000, cpu=100), "dear", {"gpu-0": 900}, reload_seconds=60.0)
+    ledger, cheap = hold(ledger, "cheap", {"gpu-1": 600})
+    ledger, small = hold(ledger, "small", {"gpu-1": 300})
+    request = ask(gpu(1900), gpu(1900, "gpu-1"), spread=layered(("gpu-0", "gpu-1"), count=3, kv=0))
+    decision = plan(request, ledger, [dear, cheap, small], Policy(NOW))
+    assert isinstance(decision, Placement)
+    assert (decision.result, decision.evict) == (Result.FULL, ("small",))
+    everybody = plan(ask(gpu(1300), spread=spread), ledger, [dear, cheap, small], Policy(NOW))
+    assert isinstance(everybody, Placement)
+    assert set(everybody.evict) == {"dear", "small"}
+
+
+def test_leavers_and_busy_models_are_waited_for_by_a_division_too() -> None:
+    spread = layered(("gpu-0", "gpu-1"))
+    for standing in (Standing.LEAVING, Standing.BUSY):
+        ledger, held = hold(machine(gpu_0=700, gpu_1=700, cpu=100), "other", {"gpu-0": 700}, standing)
+        decision = plan(ask(gpu(1300), gpu(1300, "gpu-1"), spread=spread), ledger, [held], Policy(NOW))
+        assert isinstance(decision, Refusal)
+        assert decision.waits_for == ("other",)
+
+
+def test_a_division_keeps_to_every_limit() -> None:
+    """Dedicated devices, places, the memory limit and host memory bind it as they bind a model on one device."""
+    spread = layered(("gpu-0", "gpu-1"))
+    request = ask(gpu(1300), gpu(1300, "gpu-1"), spread=spread)
+    base = machine(gpu_0=700, gpu_1=700, cpu=100)
+    ledger, held = hold(base, "owner", {"gpu-0": 1}, Standing.FIXED, dedicated=True)
+    assert isinstance(plan(request, ledger, [held], Policy(NOW)), Refusal)
+    ledger, held = hold(base, "idle", {"gpu-0": 1, "cpu": 10})
+    for policy in (Policy(NOW, max_models=1), Policy(NOW, max_models_per_device=1)):
+        decision = plan(request, ledger, [held], policy)
+        assert isinstance(decision, Placement)
+        assert decision.evict == ("idle",)
+    limited = replace(ledger, limit_bytes=1305)
+    decision = plan(request, limited, [held], Policy(NOW))
+    assert isinstance(decision, Placement)
+    assert decision.evict == ("idle",)
+    hosted = replace(spread, overhead={"cpu": 95})
+    decision = plan(replace(request, spread=hosted), ledger, [held], Policy(NOW))
+    assert isinstance(decision, Placement)
+    assert decision.evict == ("idle",)
+    refusal = plan(replace(request, spread=replace(spread, overhead={"cpu": 101})), ledger, [held], Policy(NOW))
+    assert isinstance(refusal, Refusal)
+
+
+def test_a_dedicated_model_may_have_several_devices_whole() -> None:
+    spread = layered(("gpu-0", "gpu-1", "gpu-2"))
+    ledger, held = hold(machine(gpu_0=700, gpu_1=700, gpu_2=700, cpu=100), "other", {"gpu-0": 1}, Standing.BUSY)
+    request = ask(*(gpu(1300, name) for name in spread.over), dedicated=True, spread=spread)
+    decision = plan(request, ledger, [held], Policy(NOW))
+    assert isinstance(decision, Placement)
+    assert decision.allocation is Allocation.WHOLE
+    assert set(decision.devices) == {"gpu-1", "gpu-2"}
+
+
+def test_a_pinned_model_or_one_layer_is_not_divided() -> None:
+    for spread in (
+        layered(("gpu-0",)),
+        layered(("gpu-0", "gpu-1"), gpu_layers=1),
+        replace(layered(("gpu-0", "gpu-1")), divide=False),
+    ):
+        decision = plan(ask(gpu(1300), spread=spread), machine(gpu_0=700, gpu_1=700, cpu=9000), [], Policy(NOW))
+        assert isinstance(decision, Refusal)
+
+
+def test_many_devices_take_the_layers_roomiest_first() -> None:
+    names = tuple(f"gpu-{number}" for number in range(6))
+    spread = layered(names, count=11, kv=0)
+    ledger = machine(**{name.replace("-", "_"): 200 + number for number, name in enumerate(names)}, cpu=10)
+    decision = plan(ask(gpu(1200), spread=spread), ledger, [], Policy(NOW))
+    assert isinstance(decision, Placement)
+    assert len(decision.devices) == 6
+    assert sum(decision.tensor_split) == 12
+    smaller = machine(**{name.replace("-", "_"): 199 for name in names}, cpu=10)
+    refusal = plan(ask(gpu(1200), spread=spread), smaller, [], Policy(NOW))
+    assert isinstance(refusal, Refusal)
+    assert "nor divided over" in refusal.reason
