@@ -43,6 +43,15 @@ def _kqueue(pid: int) -> int | None:
         queue.close()
 
 
+def nameless_memory() -> int | None:
+    """A descriptor of empty memory that has no name and is gone with the last process that holds it; None without."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    with contextlib.suppress(OSError):  # a sandbox that forbids it
+        return os.memfd_create("headgate-sequences", os.MFD_CLOEXEC)
+    return None
+
+
 def private_bytes(pid: int) -> int | None:
     """Host memory that belongs to `pid` alone: anonymous and shared-anonymous pages in use, not those of mapped files.
 

@@ -10,15 +10,14 @@ from inference.protocol import ModelState
 
 BEGIN, END = "<!-- lifecycle: begin, written by `make reference` -->", "<!-- lifecycle: end -->"
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "architecture.md"
-NOT_REACHED = (ModelState.OFFLOADING, ModelState.WARM, ModelState.RESTORING)
-"""States of the warm pool: in the table, and not entered while there is none."""
+WARM_POOL = (ModelState.OFFLOADING, ModelState.WARM, ModelState.RESTORING)
 
 
 def diagram() -> str:
     """The transition table as a Mermaid state diagram; the way every state has to `failed` is one sentence."""
     lines = [f"    [*] --> {ModelState.COLD}"]
     lines += [f"    {at} --> {to}: {event}" for (at, event), to in TABLE.items() if event is not Event.FAIL]
-    warm_pool = ", ".join(f"`{state}`" for state in NOT_REACHED)
+    warm_pool = ", ".join(f"`{state}`" for state in WARM_POOL)
     failing = [at for at, event in TABLE if event is Event.FAIL]
     rest = ", ".join(state for state in ModelState if state not in failing)
     return "\n".join(
@@ -29,7 +28,7 @@ def diagram() -> str:
             "```",
             "",
             f"`{Event.FAIL}` leads from every state but `{rest}` to `{ModelState.FAILED}`.",
-            f"{warm_pool} belong to the warm pool and are not entered in this version.",
+            f"{warm_pool} belong to the warm pool, where a model holds no device memory.",
         ]
     )
 

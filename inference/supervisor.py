@@ -20,15 +20,17 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from headgate.shared.errors import HeadgateError
 from headgate.shared.state import StateDir
 from inference.childenv import child_environment
 from inference.core.exits import Remains, classify
 from inference.core.patience import Life, Patience
-from inference.osapi import exit_descriptor, socket_directory
+from inference.osapi import exit_descriptor, nameless_memory, socket_directory
 from inference.protocol import ExitCause
 from inference.worker.link import (
+    KEEP_FD_ENV,
     LINK_FD_ENV,
     PARENT_ENV,
     SOCKET_FD_ENV,
@@ -36,9 +38,13 @@ from inference.worker.link import (
     Drain,
     Failed,
     Grant,
+    Held,
     Hello,
+    Hold,
     LoadProgress,
     Message,
+    Offload,
+    Offloaded,
     Ready,
     Stop,
     decode,
@@ -86,16 +92,29 @@ class Supervisor:
         for left in self._directory.glob("*.sock"):  # of an authority that was killed; we hold its lock now
             left.unlink(missing_ok=True)
 
-    def spawn(self, name: str, environment: Mapping[str, str], on_change: Callable[[], None]) -> WorkerProcess:
+    def spawn(
+        self,
+        name: str,
+        environment: Mapping[str, str],
+        on_change: Callable[[], None],
+        *,
+        after: WorkerProcess | None = None,
+    ) -> WorkerProcess:
         """Starts a worker for `name`; `on_change` is called after progress and beats. Raises HeadgateError.
 
-        Must run on the main thread, within the running loop.
+        Must run on the main thread, within the running loop. What the worker `after` saves, the new one can restore.
         """
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("workers are started from the main thread only")
         self._count += 1
         path = self._directory / f"{os.getpid()}-{self._count}.sock"
-        worker = WorkerProcess(name, path, self._command, environment, self._patience, on_change)
+        keep = nameless_memory() if after is None else after.shared_keep()
+        try:
+            worker = WorkerProcess(name, path, self._command, environment, self._patience, on_change, keep)
+        except HeadgateError:
+            if keep is not None:
+                os.close(keep)
+            raise
         self.workers.add(worker)
         worker.exited.add_done_callback(lambda _: self.workers.discard(worker))
         return worker
@@ -110,7 +129,11 @@ class Supervisor:
 
 
 class WorkerProcess:
-    """One worker. `ready` is done once it loaded (or raises WorkerGone), `exited` once it was reaped."""
+    """One worker. `ready` is done once it loaded (or raises WorkerGone), `exited` once it was reaped.
+
+    `held` and `offloaded` are done when it has done what `hold` and the last `offload` asked for; `ready` anew after
+    every `grant`.
+    """
 
     def __init__(
         self,
@@ -120,8 +143,11 @@ class WorkerProcess:
         environment: Mapping[str, str],
         patience: Patience,
         on_change: Callable[[], None],
+        keep: int | None = None,
     ) -> None:
+        """`keep`: a descriptor of memory for sequences that outlive the process; from here on it is the worker's."""
         self.name = name
+        self._keep = keep
         self.socket_path = path
         self.progress = 0.0
         self.beat: Beat | None = None
@@ -130,6 +156,8 @@ class WorkerProcess:
         self._loop = asyncio.get_running_loop()
         self.hello: asyncio.Future[Hello] = self._loop.create_future()
         self.ready: asyncio.Future[Ready] = self._loop.create_future()
+        self.held: asyncio.Future[Held] = self._loop.create_future()
+        self.offloaded: asyncio.Future[Offloaded] = self._loop.create_future()
         self.exited: asyncio.Future[WorkerExit] = self._loop.create_future()
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._partial = b""
@@ -140,6 +168,8 @@ class WorkerProcess:
         self._stop_timer: asyncio.TimerHandle | None = None
         self._open(command, environment)
         self._began = self._heard = self._loop.time()
+        self._due: float | None = self._began
+        """Since when something is asked of it that takes time: to load, or to hold a file."""
         self._next_tick = self._began + TICK_SECONDS
         self._ticker = self._loop.call_later(TICK_SECONDS, self._tick)
 
@@ -152,9 +182,11 @@ class WorkerProcess:
             listener.bind(str(self.socket_path))
             self.socket_path.chmod(0o600)
             listener.listen(1024)
+            kept = {} if self._keep is None else {KEEP_FD_ENV: str(self._keep)}
             env = child_environment(
                 {
                     **environment,
+                    **kept,
                     LINK_FD_ENV: str(theirs.fileno()),
                     SOCKET_FD_ENV: str(listener.fileno()),
                     PARENT_ENV: str(os.getpid()),
@@ -167,7 +199,7 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=write_end,
                 stderr=write_end,
-                pass_fds=(theirs.fileno(), listener.fileno()),
+                pass_fds=(theirs.fileno(), listener.fileno(), *([] if self._keep is None else [self._keep])),
                 process_group=0,
             )
         except OSError as error:
@@ -191,8 +223,28 @@ class WorkerProcess:
 
     # --- speaking --------------------------------------------------------------------------------------------------
     def grant(self, grant: Grant) -> None:
-        """Tells the worker what to load."""
+        """Tells the worker what to load, or to take up again."""
+        if self.ready.done():
+            self.ready = self._loop.create_future()
+        self.progress = 0.0
+        self._due = self._loop.time()
         self._send(grant)
+
+    def hold(self, path: str) -> None:
+        """Tells a fresh worker to take a file into its memory and to wait."""
+        self._due = self._loop.time()
+        self._send(Hold(path))
+
+    def offload(self, most_bytes: int, *, stays: bool) -> None:
+        """Asks a worker that nobody uses to save its sequences and to free its context, and then to stay or to end."""
+        if self.offloaded.done():
+            self.offloaded = self._loop.create_future()
+        self._requested = self._requested or not stays
+        self._send(Offload(most_bytes, stays))
+
+    def shared_keep(self) -> int | None:
+        """A descriptor of one's own for the memory in which this worker saves sequences."""
+        return None if self._keep is None else os.dup(self._keep)
 
     def drain(self) -> None:
         """Asks the worker to finish what runs and to take nothing new."""
@@ -252,8 +304,16 @@ class WorkerProcess:
             case LoadProgress(fraction):
                 self.progress = min(1.0, max(self.progress, fraction))
                 self._on_change()
+            case Held():
+                self._due = None
+                if not self.held.done():
+                    self.held.set_result(message)
+            case Offloaded():
+                if not self.offloaded.done():
+                    self.offloaded.set_result(message)
             case Ready():
                 self.progress = 1.0
+                self._due = None
                 if not self.ready.done():
                     self.ready.set_result(message)
             case Failed():
@@ -295,8 +355,8 @@ class WorkerProcess:
         beat = None if late else self.beat
         return Life(
             greeted=self.hello.done(),
-            ready=self.ready.done(),
-            age_seconds=now - self._began,
+            ready=self._due is None,
+            age_seconds=now - (self._began if self._due is None else self._due),
             silent_seconds=now - self._heard,
             step_seconds=beat.step_seconds if beat else None,
             step_tokens=beat.step_tokens if beat else 0,
@@ -333,13 +393,14 @@ class WorkerProcess:
         self._link.close()
         os.close(self._errors)
         self.socket_path.unlink(missing_ok=True)
+        if self._keep is not None:
+            os.close(self._keep)
         exit = self._exit(status)
-        if not self.hello.done():
-            self.hello.set_exception(WorkerGone(exit))
-            self.hello.exception()  # whoever awaited it is told; nobody has to
-        if not self.ready.done():
-            self.ready.set_exception(WorkerGone(exit))
-            self.ready.exception()
+        promises: tuple[asyncio.Future[Any], ...] = (self.hello, self.held, self.ready, self.offloaded)
+        for promise in promises:
+            if not promise.done():
+                promise.set_exception(WorkerGone(exit))
+                promise.exception()  # whoever awaited it is told; nobody has to
         self.exited.set_result(exit)
 
     def _drain_pipes(self) -> None:
@@ -358,7 +419,7 @@ class WorkerProcess:
                 self._lines.append(line[-1000:].decode("utf-8", "replace").rstrip())
 
     def _exit(self, status: int) -> WorkerExit:
-        was_ready = self.ready.done() and self.ready.exception() is None
+        was_ready = self._due is None
         cause = classify(
             Remains(
                 status=status,

@@ -221,6 +221,21 @@ class Ledger:
                 raise LedgerError(f"{holding.owner} outgrew its reservation on {device} beyond {name}")
         return grown
 
+    def shrink(self, id: str, rest: Mapping[str, int]) -> Ledger:
+        """A resident holder gave back all but `rest`; raises LedgerError for more than it had on any device."""
+        holding = self._holding(id, Phase.RESIDENT)
+        if any(not 0 <= count <= holding.bytes.get(device, 0) for device, count in rest.items()):
+            raise LedgerError(f"{holding.owner} cannot shrink to more than it holds")
+        return self._put(replace(holding, bytes=MappingProxyType(dict(rest))))
+
+    def absorb(self, id: str, other: str) -> Ledger:
+        """Makes the resident holding `other` a part of `id`, which is resident as well and of the same owner."""
+        holding, part = self._holding(id, Phase.RESIDENT), self._holding(other, Phase.RESIDENT)
+        if id == other or holding.owner != part.owner:
+            raise LedgerError(f"{other} cannot become a part of {id}")
+        both = {name: holding.bytes.get(name, 0) + part.bytes.get(name, 0) for name in {**holding.bytes, **part.bytes}}
+        return self.release(other)._put(replace(holding, bytes=MappingProxyType(both)))
+
     def leave(self, id: str) -> Ledger:
         """The holder was told to go or has died: its bytes are releasing until `release`."""
         holding = self._holding(id, Phase.RESERVED, Phase.RESIDENT)

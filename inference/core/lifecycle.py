@@ -1,7 +1,7 @@
 """Decides which state of a model follows which event, and how long a failing one waits; never skips a state.
 
-Anything that is not in TABLE is illegal: `advance` raises and nothing changed. OFFLOADING, WARM and RESTORING belong to
-the warm pool; their rows are part of the table so that every room that shows states knows them.
+Anything that is not in TABLE is illegal: `advance` raises and nothing changed. OFFLOADING, WARM and RESTORING are the
+warm pool's; a model may be given up in any of them.
 """
 
 from __future__ import annotations
@@ -52,9 +52,11 @@ TABLE: Mapping[tuple[ModelState, Event], ModelState] = {
     (_S.DRAINING, _E.UNLOAD): _S.UNLOADING,
     (_S.DRAINING, _E.OFFLOAD): _S.OFFLOADING,
     (_S.OFFLOADING, _E.OFFLOADED): _S.WARM,
+    (_S.OFFLOADING, _E.UNLOAD): _S.UNLOADING,
     (_S.WARM, _E.RESTORE): _S.RESTORING,
     (_S.WARM, _E.UNLOAD): _S.UNLOADING,
     (_S.RESTORING, _E.RESTORED): _S.READY,
+    (_S.RESTORING, _E.UNLOAD): _S.UNLOADING,
     (_S.UNLOADING, _E.EXITED): _S.COLD,
     (_S.FAILED, _E.RETRY): _S.COLD,
     **{(state, _E.FAIL): _S.FAILED for state in _S if state is not _S.FAILED},

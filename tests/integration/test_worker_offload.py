@@ -16,6 +16,7 @@ from tests.rigs.worker_rig import WorkerRig, grant_for
 
 CHAT = "/v1/chat/completions"
 PLENTY = 2**30
+STORY = "hello world, " * 60
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def anonymous_bytes(rig: WorkerRig) -> int:
 
 def test_a_worker_that_stays_gives_its_context_back_and_answers_as_before(tmp_path: Path, keep: int) -> None:
     """The same answer from the same process, the prompt found computed, again and again; less memory in between."""
-    grant = grant_for(tiny_gguf.generative(), context_length=4096, parallel=4)
+    grant = grant_for(tiny_gguf.generative(), context_length=8192, parallel=1)
     with WorkerRig(tmp_path, grant, keep=keep) as rig:
         context_bytes = sum(buffer.bytes for buffer in rig.ready().buffers if buffer.kind != "weights")
         first = ask(rig, "hello world")
@@ -79,7 +80,7 @@ def test_another_process_goes_on_with_what_the_first_one_saved(tmp_path: Path, k
     (tmp_path / "a").mkdir()
     with WorkerRig(tmp_path / "a", grant, keep=keep) as rig:
         rig.ready()
-        first = ask(rig, "hello world")
+        first = ask(rig, STORY)
         ask(rig, "and a second one, from somebody else", tenant="bob")
         said = offloaded(rig, stays=False)
         assert rig.wait() == 0
@@ -90,8 +91,8 @@ def test_another_process_goes_on_with_what_the_first_one_saved(tmp_path: Path, k
         assert rig.fresh_beat().active == 0
         rig.send(grant)
         assert rig.ready().restored_tokens == said.tokens
-        assert cached(ask(rig, "hello world", tenant="carol")) <= 2
-        again = ask(rig, "hello world")
+        assert cached(ask(rig, STORY, tenant="carol")) <= 2
+        again = ask(rig, STORY)
         assert text_of(again) == text_of(first)
         assert cached(again) == again["usage"]["prompt_tokens"] - 1
 

@@ -66,6 +66,33 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.ours_bytes == before.ours_bytes + count
         assert self.ledger.balance(device).shortfall_bytes == 0
 
+    @rule(id=live, rest=needs)
+    def shrink(self, id: str, rest: dict[str, int]) -> None:
+        before = self.ledger
+        try:
+            self.ledger = before.shrink(id, rest)
+        except LedgerError:
+            assert self.ledger is before
+            return
+        held = before.holdings[id].bytes
+        assert before.holdings[id].phase is Phase.RESIDENT
+        assert all(held.get(device, 0) >= count for device, count in rest.items())
+        assert before.ours_bytes - self.ledger.ours_bytes == sum(held.values()) - sum(rest.values())
+
+    @rule(id=live, other=consumes(live))
+    def absorb(self, id: str, other: str) -> None:
+        before = self.ledger
+        try:
+            self.ledger = before.absorb(id, other)
+        except LedgerError:
+            assert self.ledger is before
+            if other in before.holdings:
+                self.ledger = before.release(other)
+            return
+        assert other not in self.ledger.holdings
+        for device in DEVICES:
+            assert self.ledger.balance(device) == before.balance(device)
+
     @rule(id=live)
     def leave(self, id: str) -> None:
         holding = self.ledger.holdings.get(id)
