@@ -6,14 +6,17 @@ The exact figures come from llama.cpp itself (`inference.jobs.estimate`). Here:
 - KV cache: `cells x layers x (key_length + value_length) x kv heads` values, f16 or in ggml blocks of 32
   (llama.cpp `llama_kv_cache`: one K and one V tensor per layer of `n_embd_k_gqa x kv_size` values);
 - compute: the widest moment of a step of `ubatch` tokens: logits (f32), the feed-forward activations, queries and
-  outputs (f32), and the attention mask (f16, `cells x ubatch`). llama.cpp's own reservation of the worst-case graph was
-  between 0.5 and 1.0 times this for Llama-family models, so it errs on the safe side.
+  outputs (f32), and the attention mask (f16, `ubatch` times the cells of one sequence). llama.cpp's own reservation
+  of the worst-case graph was between 0.5 and 1.0 times this for Llama-family models, so it errs on the safe side.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+CELLS_STEP = 256
+"""The cells of a sequence are rounded up to a multiple of this (llama.cpp's `n_ctx_seq`)."""
 
 KV_BYTES_PER_VALUE: Mapping[str, float] = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
 
@@ -65,11 +68,12 @@ class Parts:
 
 def formula(facts: Facts, parameters: Parameters) -> Parts:
     """The bytes of the whole model on one device."""
-    cells = parameters.context_length * parameters.parallel
+    of_one = -(-parameters.context_length // CELLS_STEP) * CELLS_STEP
+    cells = of_one * parameters.parallel
     kv = cells * facts.kv_values_per_cell * KV_BYTES_PER_VALUE[parameters.kv_type]
     tokens = min(parameters.ubatch, max(cells, 1))
     activations = tokens * 4 * (facts.vocabulary + 2 * facts.feed_forward + 4 * facts.embedding)
-    mask = tokens * cells * 2
+    mask = tokens * of_one * 2
     return Parts(facts.weight_bytes, int(kv), activations + mask)
 
 

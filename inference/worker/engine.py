@@ -234,7 +234,7 @@ class Engine:
             if row.sample or row.every:
                 self._advance(running, row, index)
         seconds = self.pulse.end()
-        self._pace = self._pace.observe(step.prefill, seconds, decoding=decoding)
+        self._pace = self._pace.observe(step.prefill, step.tokens, seconds, decoding=decoding)
 
     def _advance(self, running: _Running, row: Row, index: int) -> None:
         """Reads the logits of a row that was computed, the last of them at batch index `index`."""

@@ -63,8 +63,8 @@ class Hello:
 class Grant:
     """What to load. Units: tokens for lengths and batches, bytes for memory, seconds for times.
 
-    `reserved_bytes` is what the ledger holds per device id. `context_length` is per sequence; the KV cache has
-    `context_length * parallel` cells, shared (`kv_unified`). `threads` None: the physical cores this process may use.
+    `reserved_bytes` is what the ledger holds per device id. `context_length` is per sequence; the KV cache has so
+    many cells for each of `parallel` sequences. `threads` None: the physical cores this process may use.
     """
 
     tag: ClassVar[str] = "grant"

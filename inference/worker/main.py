@@ -297,12 +297,12 @@ class Worker:
             backend = SightedBackend(context, context.n_slots, picture_finder(self._sight.pictures))
         limits = Limits(
             slots=context.n_slots,
-            cells=context.n_ctx,
             context=loaded.facts.context_length,
             batch=context.n_batch,
             queue=grant.queue_limit,
             can_trim=context.can_trim,
             outputs=context.n_outputs,
+            copied=context.worth_copying,
         )
 
         def sampler(sampling: Sampling, choice: int, most: int, constraint: Constraint | None) -> TokenSampler:

@@ -13,7 +13,7 @@ from inference.worker.core.scheduler import Scheduler
 from inference.worker.core.steps import Job, Limits, Remove
 from inference.worker.sighted import SightedBackend
 
-LIMITS = Limits(slots=3, cells=120, context=40, batch=16, queue=50)
+LIMITS = Limits(slots=3, context=40, batch=16, queue=50)
 LARGEST = LIMITS.batch - LIMITS.slots
 CELLS_A_STEP = 400
 
@@ -115,26 +115,3 @@ def test_everybody_ends_and_no_image_is_divided(asked: list[tuple[list[int], int
                     del left[row.job]
                     scheduler.finish(row.job)
     assert not left, "somebody starves"
-
-
-def test_an_image_that_finds_no_cells_waits_until_somebody_leaves() -> None:
-    """It is not divided for want of cells either: what decodes goes on, and the image comes when it has ended."""
-    scheduler = Scheduler(Limits(slots=2, cells=20, context=20, batch=16, queue=2))
-    image = list(range(-1, -9, -1))
-    assert scheduler.submit([Job(1, [5] * 6, arrival=1.0)])
-    scheduler.plan(0.0, 16)
-    scheduler.computed()
-    scheduler.extend(1, 5)
-    assert scheduler.submit([Job(2, [*[6] * 3, *image, 7], arrival=2.0)])
-    rows: list[list[int]] = []
-    for turn in range(10):
-        step = scheduler.plan(0.0, 1)
-        rows += [list(row.tokens) for row in step.rows if row.job == 2]
-        scheduler.computed()
-        for row in step.rows:
-            if row.job == 1 and turn < 6:
-                scheduler.extend(1, 5)
-            elif row.sample:
-                scheduler.finish(row.job)
-    assert rows == [[6], [6], [6], image, [7]]
-    assert scheduler.queued == scheduler.active == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,23 +18,17 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
 
 class Memory:
-    """What llama.cpp would hold: cells of a token and the tenant whose it was, shared ones counted once.
+    """What llama.cpp would hold: per cell of a slot the token and the tenant whose it was.
 
     Every mistake is an assertion.
     """
 
-    def __init__(self, limits: Limits, capacity: int) -> None:
+    def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.capacity = capacity
-        self.slots: list[list[tuple[int, int, str]]] = [[] for _ in range(limits.slots)]
-        self.numbers = itertools.count()
+        self.slots: list[list[tuple[int, str]]] = [[] for _ in range(limits.slots)]
 
     def tokens(self, slot: int) -> list[int]:
-        return [token for token, _cell, _tenant in self.slots[slot]]
-
-    @property
-    def cells(self) -> int:
-        return len({cell for slot in self.slots for _token, cell, _tenant in slot})
+        return [token for token, _tenant in self.slots[slot]]
 
     def run(self, step: Step) -> None:
         for operation in step.operations:
@@ -47,26 +40,21 @@ class Memory:
                 assert isinstance(operation, Copy)
                 assert self.limits.can_trim, "a running state cannot be shared"
                 assert not self.slots[operation.target], "copied over tokens"
-                assert operation.count <= len(self.slots[operation.source])
+                assert self.limits.copied <= operation.count <= len(self.slots[operation.source])
                 self.slots[operation.target] = self.slots[operation.source][: operation.count]
 
-    def decode(self, step: Step, tenants: Mapping[int, str]) -> bool:
-        """Whether there was room; where there was none nothing happened."""
-        seen = set()
+    def decode(self, step: Step, tenants: Mapping[int, str]) -> None:
+        slots = [row.slot for row in step.rows]
+        assert slots == sorted(set(slots)), "one slot twice in a batch, or rows that are not computed together"
         for row in step.rows:
-            assert row.slot not in seen, "one slot twice in a batch"
-            seen.add(row.slot)
             assert row.start == len(self.slots[row.slot]), "a hole in the positions"
             assert row.tokens
         total = sum(len(row.tokens) for row in step.rows)
         assert total == step.tokens <= self.limits.batch
         assert sum(len(row.tokens) if row.every else row.sample for row in step.rows) <= self.limits.outputs
-        assert sum(map(len, self.slots)) + total <= self.limits.cells
-        if self.cells + total > self.capacity:
-            return False
         for row in step.rows:
-            self.slots[row.slot] += [(token, next(self.numbers), tenants[row.job]) for token in row.tokens]
-        return True
+            self.slots[row.slot] += [(token, tenants[row.job]) for token in row.tokens]
+            assert len(self.slots[row.slot]) <= self.limits.context, "a sequence has no cells but its own"
 
 
 @dataclass
@@ -82,23 +70,20 @@ class Live:
 
 
 class Traffic(RuleBasedStateMachine):
-    """Submits, aborts, steps, failures and cell shortages in any order. llama.cpp may have fewer cells than it said."""
+    """Submits, aborts, steps and failures in any order. llama.cpp may have no room although it said so."""
 
     @initialize(
         slots=st.integers(1, 4),
         context=st.integers(14, 24),
-        spare=st.integers(0, 40),
-        missing=st.integers(0, 40),
         batch=st.integers(4, 16),
         outputs=st.integers(0, 3),
         can_trim=st.booleans(),
+        copied=st.integers(1, 6),
     )
-    def begin(
-        self, slots: int, context: int, spare: int, missing: int, batch: int, outputs: int, can_trim: bool
-    ) -> None:
-        self.limits = Limits(slots, context + spare, context, batch, 6, can_trim, slots + outputs)
+    def begin(self, slots: int, context: int, batch: int, outputs: int, can_trim: bool, copied: int) -> None:
+        self.limits = Limits(slots, context, batch, 6, can_trim, slots + outputs, copied)
         self.scheduler = Scheduler(self.limits)
-        self.memory = Memory(self.limits, max(context, context + spare - missing))
+        self.memory = Memory(self.limits)
         self.now = 0.0
         self.next_id = 1
         self.live: dict[int, Live] = {}
@@ -190,11 +175,10 @@ class Traffic(RuleBasedStateMachine):
             for job in self.scheduler.failed():
                 self.end(job)
             return 0
-        if fate == "no room" or not self.memory.decode(
-            step, {job: known.job.tenant for job, known in self.live.items()}
-        ):
-            self.refuse(spurious=fate == "no room")
+        if fate == "no room":
+            self.refuse()
             return 0
+        self.memory.decode(step, {job: known.job.tenant for job, known in self.live.items()})
         self.scheduler.computed()
         for row in step.rows:
             known = self.live[row.job]
@@ -224,32 +208,24 @@ class Traffic(RuleBasedStateMachine):
         known.decodes = True
         self.scheduler.extend(job, token)
 
-    def refuse(self, *, spurious: bool) -> None:
-        """llama.cpp had no room: the oldest that ran runs on, and only a job that is alone may end."""
+    def refuse(self) -> None:
+        """llama.cpp had no room: the youngest that ran is put back, and only a job that is alone ends."""
         running = sorted(
             set(self.live) - self.waiting() - {job for job, k in self.live.items() if k.suspended}, key=self.key
         )
+        waited = self.waiting()
         ended = self.scheduler.no_room()
-        assert spurious or not ended, "a job that fits alone ended"
-        assert not ended or list(ended) == running
+        assert list(ended) == (running if len(running) == 1 else [])
         for job in ended:
             self.end(job)
-        for job in running[1:]:
-            if job in self.waiting():
-                assert job == running[-1], "not the youngest was preempted"
-                self.live[job].decodes = False
-        assert ended or running[0] not in self.waiting(), "the oldest was preempted"
+        assert self.waiting() - waited == set(running[1:][-1:]), "not the youngest was put back"
+        for job in running[1:][-1:]:
+            self.live[job].decodes = False
 
     def check_order(self, waited: set[int], ran: list[int]) -> None:
-        """Nobody passes who came later, and the oldest that runs is never put back."""
+        """Nobody passes who came later, and who runs runs on."""
         now_waiting = self.waiting()
-        ran = sorted((job for job in ran if job in self.live), key=self.key)
-        if ran:
-            assert ran[0] not in now_waiting, "the oldest was preempted"
-        preempted = [job for job in ran if job in now_waiting]
-        assert preempted == ran[len(ran) - len(preempted) :] or not preempted, "an older one was preempted"
-        for job in preempted:
-            self.live[job].decodes = False
+        assert not now_waiting & set(ran), "a step put somebody back"
         admitted = [job for job in waited - now_waiting if job in self.live]
         passed = [
             job
@@ -259,7 +235,7 @@ class Traffic(RuleBasedStateMachine):
         for job in passed:
             assert self.live[job].job.group is not None, "overtaken"
             assert any(self.live[other].job.group == self.live[job].job.group for other in self.live if other != job)
-        assert len(passed) <= self.limits.slots - self.scheduler.active + len(preempted), "a choice lost its place"
+        assert len(passed) <= self.limits.slots - self.scheduler.active, "a choice lost its place"
 
     def check_rows(self, step: Step, budget: int) -> None:
         served = set()
@@ -270,7 +246,7 @@ class Traffic(RuleBasedStateMachine):
             assert list(row.tokens) == known.tokens[row.start : row.start + len(row.tokens)]
             assert self.memory.tokens(row.slot) == known.tokens[: row.start], "reused tokens are not the prompt's own"
             assert row.sample == (row.start + len(row.tokens) == len(known.tokens))
-            assert {tenant for _token, _cell, tenant in self.memory.slots[row.slot]} <= {known.job.tenant}
+            assert {tenant for _token, tenant in self.memory.slots[row.slot]} <= {known.job.tenant}
         for job, known in self.live.items():
             assert not known.decodes or job in served, "a decoding sequence was left out"
         prompts = [len(row.tokens) for row in step.rows if not self.live[row.job].decodes]
@@ -286,19 +262,16 @@ class Traffic(RuleBasedStateMachine):
         if hasattr(self, "scheduler"):
             assert self.scheduler.active + self.scheduler.queued == len(self.live)
             assert 0 <= self.scheduler.active <= self.limits.slots
-            assert self.scheduler.cells_used <= self.limits.cells
 
     def teardown(self) -> None:
-        """Whatever happened before, everything ends in bounded time, and all cells can be had back."""
+        """Whatever happened before, everything ends in bounded time, and a sequence finds all cells of its slot."""
         if not hasattr(self, "scheduler"):
             return
         for job, known in self.live.items():
             self.scheduler.resume(job)
             known.suspended = False
         total = sum(len(known.tokens) + known.wanted for known in self.live.values())
-        # A preempted job computes its tokens again, once for every job that ends before it at most; and every end may
-        # be followed by a step without room for each slot.
-        bound = (total + 1 + 2 * self.limits.slots) * (len(self.live) + 1) + 10
+        bound = total + 2 * len(self.live) + 10
         steps = 0
         while self.live:
             self.advance(4)
@@ -308,9 +281,7 @@ class Traffic(RuleBasedStateMachine):
         assert self.scheduler.submit([whole])
         self.live[whole.id] = Live(whole, [2] * self.limits.context, 1)
         while self.live:
-            before = self.scheduler.cells_used
-            assert self.advance(16) > 0 or self.scheduler.cells_used < before
-        assert self.scheduler.cells_used <= self.limits.cells
+            assert self.advance(16) > 0
         assert sum(map(len, self.memory.slots)) == self.scheduler.cells_used, "a cell leaked"
 
 
@@ -330,7 +301,7 @@ def test_common_prefix_is_the_longest(left: list[int], right: list[int], limit: 
 @given(st.lists(st.tuples(TOKENS, st.sampled_from("xyz")), min_size=2, max_size=12))
 def test_no_prefix_is_reused_across_tenants(requests: list[tuple[list[int], str]]) -> None:
     """A row may only start beyond 0 when an earlier request of the same tenant began alike."""
-    limits = Limits(slots=2, cells=200, context=50, batch=16, queue=1)
+    limits = Limits(slots=2, context=50, batch=16, queue=1)
     scheduler = Scheduler(limits)
     for number, (prompt, tenant) in enumerate(requests):
         scheduler.submit([Job(number, tuple(prompt), tenant)])
@@ -343,7 +314,7 @@ def test_no_prefix_is_reused_across_tenants(requests: list[tuple[list[int], str]
 
 def test_low_priority_is_served_although_high_keeps_coming() -> None:
     """The head start of a class is a fixed time, so that a stream of high priority cannot hold up low for ever."""
-    scheduler = Scheduler(Limits(slots=1, cells=50, context=50, batch=8, queue=10))
+    scheduler = Scheduler(Limits(slots=1, context=50, batch=8, queue=10))
     scheduler.submit([Job(0, (1,), priority=Priority.LOW, arrival=0.0)])
     scheduler.submit([Job(1, (1,), priority=Priority.HIGH, arrival=0.0)])
     served = []
@@ -364,7 +335,7 @@ def test_low_priority_is_served_although_high_keeps_coming() -> None:
 
 def test_choices_of_one_prompt_compute_it_once() -> None:
     """The first choice prefills; the others copy all but the last token."""
-    scheduler = Scheduler(Limits(slots=3, cells=300, context=100, batch=64, queue=5))
+    scheduler = Scheduler(Limits(slots=3, context=100, batch=64, queue=5))
     prompt = tuple(range(20))
     scheduler.submit([Job(number, prompt, group=7) for number in (1, 2, 3)])
     first = scheduler.plan(0.0, 64)
@@ -378,7 +349,7 @@ def test_choices_of_one_prompt_compute_it_once() -> None:
 
 def test_long_prompts_share_the_budget_and_never_delay_decoding() -> None:
     """Every step serves all decoding jobs; short prompts do not wait for a long one."""
-    scheduler = Scheduler(Limits(slots=3, cells=900, context=300, batch=64, queue=5))
+    scheduler = Scheduler(Limits(slots=3, context=300, batch=64, queue=5))
     scheduler.submit([Job(1, (1, 2))])
     scheduler.plan(0.0, 8)
     scheduler.computed()

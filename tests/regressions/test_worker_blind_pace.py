@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 
-from inference.worker.core.pacing import MIXED_SECONDS, Pace
+from inference.worker.core.pacing import STEP_SECONDS, Pace
 from inference.worker.core.steps import Limits
 from inference.worker.engine import Engine, Work
 from inference.worker.requests import Sampling
@@ -18,8 +18,8 @@ from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, SamplerShop
 
 
 def test_a_step_that_was_too_long_shrinks_the_budget_whatever_it_used() -> None:
-    pace = Pace(2048, 2048, 2048).observe(800, 10 * MIXED_SECONDS, decoding=True)
-    assert pace.mixed == 80
+    pace = Pace(2048, 2048).observe(800, 800, 10 * STEP_SECONDS, decoding=True)
+    assert pace.tokens == 80
 
 
 async def test_the_pace_is_learned_from_every_prompt_token_that_was_computed() -> None:
@@ -29,7 +29,7 @@ async def test_the_pace_is_learned_from_every_prompt_token_that_was_computed() -
         FakeBackend(),
         ByteVocabulary(),
         SamplerShop(),
-        Limits(slots=1, cells=200, context=200, batch=128, queue=1),
+        Limits(slots=1, context=200, batch=128, queue=1),
         lambda _batch: None,
         lambda _message: None,
         clock=lambda: next(ticks) * 1e-3,

@@ -21,7 +21,7 @@ from inference.worker.tickets import Courier
 from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, SamplerShop
 
 FACTS = Facts("tiny", 100, 257, 8, ("completions",))
-LIMITS = Limits(slots=4, cells=400, context=100, batch=32, queue=4)
+LIMITS = Limits(slots=4, context=100, batch=32, queue=4)
 
 
 class Bytes:

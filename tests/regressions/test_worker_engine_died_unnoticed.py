@@ -25,7 +25,7 @@ from inference.worker.runner import FATAL_FAILURES, Runner
 from inference.worker.tickets import Courier, Ticket
 from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, FakeSampler
 
-LIMITS = Limits(slots=2, cells=200, context=100, batch=32, queue=4)
+LIMITS = Limits(slots=2, context=100, batch=32, queue=4)
 GONE = WorkerError(Code.MODEL_LOADING, "the end")
 
 

@@ -42,7 +42,7 @@ def all_at_once(rig: WorkerRig, count: int, path: str, body: Any) -> list[int]:
 def test_no_request_takes_more_than_the_worker_may_have(tmp_path: Path) -> None:
     with WorkerRig(tmp_path, grant_for(tiny_gguf.generative(), parallel=16)) as rig:
         reserved = sum(buffer.bytes for buffer in rig.ready().buffers) / 2**20
-        assert memory_mib(rig, "VmRSS") < reserved + ALLOWED_MIB / 2, "idle"
+        assert memory_mib(rig, "VmRSS") < reserved + ALLOWED_MIB * 0.6, "idle"
         floods: list[tuple[int, str, Any, int]] = [
             (16, CHAT, user("x" * 8 * 2**20), 400),
             (16, CHAT, {"messages": user("hello")["messages"] * 10_000}, 400),

@@ -7,7 +7,7 @@ from inference.worker.core.steps import Job, Limits
 
 
 def test_choices_that_wait_for_their_prompt_keep_their_place() -> None:
-    scheduler = Scheduler(Limits(slots=2, cells=40, context=20, batch=8, queue=4))
+    scheduler = Scheduler(Limits(slots=2, context=20, batch=8, queue=4))
     scheduler.submit([Job(1, (1,) * 12, group=1), Job(2, (1,) * 12, group=1)])
     scheduler.submit([Job(3, (3,))])
     for _ in range(2):

@@ -7,7 +7,7 @@ from inference.worker.core.steps import Job, Limits
 
 
 def test_jobs_whose_token_was_never_reported_end_with_the_step() -> None:
-    scheduler = Scheduler(Limits(slots=3, cells=60, context=20, batch=8, queue=4))
+    scheduler = Scheduler(Limits(slots=3, context=20, batch=8, queue=4))
     scheduler.submit([Job(1, (1,)), Job(2, (2,)), Job(3, (3,) * 12)])
     scheduler.plan(0.0, 8)
     scheduler.computed()

@@ -84,12 +84,12 @@ def engine_rig(path: Path, **changes: Any) -> Iterator[EngineRig]:
     model, context = loaded.model, loaded.context
     limits = Limits(
         slots=context.n_slots,
-        cells=context.n_ctx,
         context=grant.context_length,
         batch=context.n_batch,
         queue=grant.queue_limit,
         can_trim=context.can_trim,
         outputs=context.n_outputs,
+        copied=context.worth_copying,
     )
     delivered: list[Delivery] = []
 

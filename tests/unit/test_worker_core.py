@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from inference.worker.core.pacing import ALONE_SECONDS, MIXED_SECONDS, SMALLEST, Pace
+from inference.worker.core.pacing import CREDIT_SECONDS, MIXED_SECONDS, SMALLEST, STEP_SECONDS, Pace
 from inference.worker.core.scheduler import Scheduler
 from inference.worker.core.steps import Copy, Job, Limits, Remove
 from inference.worker.core.stops import StopFilter
 
-LIMITS = Limits(slots=2, cells=40, context=20, batch=8, queue=2)
+LIMITS = Limits(slots=2, context=20, batch=8, queue=2)
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"slots": 0}, {"slots": 9}, {"cells": 10}, {"context": 0}, {"queue": -1}], ids=lambda wrong: str(wrong)
+    "wrong", [{"slots": 0}, {"slots": 9}, {"copied": 0}, {"context": 0}, {"queue": -1}], ids=lambda wrong: str(wrong)
 )
 def test_an_engine_that_cannot_run_is_not_made(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="no engine"):
-        Limits(**{"slots": 2, "cells": 40, "context": 20, "batch": 8, "queue": 2, **wrong})
+        Limits(**{"slots": 2, "context": 20, "batch": 8, "queue": 2, **wrong})
 
 
 @pytest.mark.parametrize("prompt", [(), (1,) * 21])
@@ -44,7 +44,6 @@ def test_no_room_for_a_lone_job_ends_it_and_empties_its_slot() -> None:
     scheduler.computed()
     scheduler.plan(0.0, 8)
     assert scheduler.no_room() == (1,)
-    assert scheduler.cells_used == 0
     assert scheduler.plan(0.0, 8).operations == (Remove(0, 0),)
 
 
@@ -64,48 +63,54 @@ def test_a_shared_beginning_is_copied_and_the_old_answer_stays() -> None:
 
 
 def test_the_oldest_prompt_gets_a_token_of_a_step_however_small_its_budget() -> None:
-    scheduler = Scheduler(Limits(slots=3, cells=60, context=20, batch=8, queue=3))
+    scheduler = Scheduler(Limits(slots=3, context=20, batch=8, queue=3))
     scheduler.submit([Job(1, (1,) * 10), Job(2, (2,) * 4)])
-    assert [(row.job, len(row.tokens)) for row in scheduler.plan(0.0, 2).rows] == [(2, 1), (1, 1)]
+    assert [(row.job, len(row.tokens)) for row in scheduler.plan(0.0, 2).rows] == [(1, 1), (2, 1)]
     scheduler.computed()
     assert [(row.job, len(row.tokens)) for row in scheduler.plan(0.0, 1).rows] == [(1, 1)]
 
 
 def test_a_batch_has_room_for_a_prompt_beside_all_others_that_decode() -> None:
-    scheduler = Scheduler(Limits(slots=3, cells=60, context=20, batch=3, queue=3))
+    scheduler = Scheduler(Limits(slots=3, context=20, batch=3, queue=3))
     scheduler.submit([Job(1, (1,)), Job(2, (2,)), Job(3, (3, 3, 3))])
     assert [(row.job, len(row.tokens)) for row in scheduler.plan(0.0, 8).rows] == [(1, 1), (2, 1), (3, 1)]
-
-
-def test_a_prompt_without_room_beside_a_growing_answer_waits() -> None:
-    """Decoding goes first; a prompt that then finds the cells full computes nothing in this step, and loses nothing."""
-    scheduler = Scheduler(Limits(slots=2, cells=16, context=12, batch=8, queue=2))
-    scheduler.submit([Job(1, (1, 1, 1))])
-    scheduler.plan(0.0, 8)
-    scheduler.computed()
-    scheduler.extend(1, 5)
-    scheduler.submit([Job(2, (2,) * 9)])
-    for _ in range(6):
-        assert [row.job for row in scheduler.plan(0.0, 1).rows] == [1, 2]
-        scheduler.computed()
-        scheduler.extend(1, 5)
-    assert scheduler.cells_used == 15
-    assert [row.job for row in scheduler.plan(0.0, 1).rows] == [1]
 
 
 def test_prompt_pieces_grow_and_shrink_towards_their_time() -> None:
     pace = Pace.first(2048)
     for _ in range(10):
-        pace = pace.observe(pace.mixed, MIXED_SECONDS / 4, decoding=True)
-    assert pace.mixed == 2048
+        pace = pace.observe(budget := pace.budget(decoding=False), budget, STEP_SECONDS / 4, decoding=False)
+    assert pace.budget(decoding=False) == 2048
+    assert pace.budget(decoding=True) == 2048, "nobody was held up yet"
     for _ in range(10):
-        pace = pace.observe(pace.mixed, MIXED_SECONDS * 9, decoding=True)
-    assert pace.mixed == SMALLEST
-    assert pace.alone == Pace.first(2048).alone, "the two budgets are learned apart"
-    settled = pace.observe(pace.alone, ALONE_SECONDS, decoding=False)
-    assert settled == pace
-    assert pace.observe(0, 100.0, decoding=True) == pace, "a step that prefills nothing tells nothing"
-    wide = Pace(2048, 1000, 1000)
-    assert wide.observe(1, ALONE_SECONDS / 2, decoding=False) == wide, "nor does a short one with little to prefill"
-    assert wide.observe(400, ALONE_SECONDS * 4, decoding=False).alone == 100, "one that was too long does"
-    assert Pace.first(8).observe(8, 100.0, decoding=False).alone == 8
+        pace = pace.observe(budget := pace.budget(decoding=False), budget, STEP_SECONDS * 9, decoding=False)
+    assert pace.budget(decoding=False) == SMALLEST
+    settled = Pace(2048, 1000)
+    assert settled.observe(1000, 1000, STEP_SECONDS, decoding=False) == settled
+    assert settled.observe(0, 0, 100.0, decoding=False) == settled, "a step that prefills nothing tells nothing"
+    assert settled.observe(1, 1, STEP_SECONDS / 2, decoding=False) == settled, "nor does a short one with little of it"
+    assert settled.observe(400, 400, STEP_SECONDS * 4, decoding=False).tokens == 100, "one that was too long does"
+    assert Pace.first(8).budget(decoding=False) == 8
+
+
+def test_what_decodes_takes_its_part_of_a_steps_time() -> None:
+    pace = Pace(2048, 1000).observe(600, 800, STEP_SECONDS, decoding=True)
+    assert pace.tokens == 800
+
+
+def test_streams_that_were_held_up_catch_up_before_they_are_held_up_so_long_again() -> None:
+    pace = Pace(2048, 1000)
+    held = 0
+    while pace.budget(decoding=True) == 1000:
+        pace = pace.observe(1000, 1000, STEP_SECONDS, decoding=True)
+        held += 1
+    assert held == pytest.approx(CREDIT_SECONDS / (STEP_SECONDS - MIXED_SECONDS), abs=1)
+    while pace.credit_seconds:
+        pace = pace.observe(1000, 1000, STEP_SECONDS, decoding=True)
+    assert pace.budget(decoding=True) == pytest.approx(1000 * MIXED_SECONDS / STEP_SECONDS, abs=1)
+    for _ in range(4):
+        pace = pace.observe(0, 1, 0.01, decoding=True)
+    assert pace.budget(decoding=True) == 1000
+    drained = Pace(2048, 1000, 0.0)
+    assert drained.observe(0, 0, 0.01, decoding=False).credit_seconds == CREDIT_SECONDS, "nobody was there to wait"
+    assert drained.observe(200, 200, MIXED_SECONDS, decoding=True).credit_seconds == pytest.approx(0.0)

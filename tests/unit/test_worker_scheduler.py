@@ -1,9 +1,9 @@
-"""The scheduler's rarer turns: scored prompts, suspended jobs, cells that run short; chosen, not random."""
+"""The scheduler's rarer turns: scored prompts, suspended jobs, prompts that share a beginning; chosen, not random."""
 
 from __future__ import annotations
 
 from inference.worker.core.scheduler import Scheduler
-from inference.worker.core.steps import Copy, Job, Limits, Phase, Row
+from inference.worker.core.steps import Copy, Job, Limits, Remove, Row
 
 
 def rows_of(scheduler: Scheduler, budget: int = 8) -> list[Row]:
@@ -14,15 +14,15 @@ def rows_of(scheduler: Scheduler, budget: int = 8) -> list[Row]:
 
 def test_a_scored_prompt_never_asks_for_more_outputs_than_there_are() -> None:
     """One output stays free for every other job that may need it."""
-    scheduler = Scheduler(Limits(slots=2, cells=80, context=40, batch=30, queue=4, outputs=7))
+    scheduler = Scheduler(Limits(slots=2, context=40, batch=30, queue=4, outputs=7))
     scheduler.submit([Job(1, (1,) * 10, score=True), Job(2, (2,) * 20)])
     assert [(row.job, len(row.tokens), row.every) for row in rows_of(scheduler, 30)] == [(1, 6, True), (2, 20, False)]
     scheduler.extend(2, 9)
-    assert [(row.job, len(row.tokens), row.every) for row in rows_of(scheduler, 30)] == [(2, 1, False), (1, 4, True)]
+    assert [(row.job, len(row.tokens), row.every) for row in rows_of(scheduler, 30)] == [(1, 4, True), (2, 1, False)]
 
 
 def test_what_was_scored_before_a_preemption_is_not_scored_again() -> None:
-    scheduler = Scheduler(Limits(slots=2, cells=80, context=40, batch=30, queue=4, outputs=6))
+    scheduler = Scheduler(Limits(slots=2, context=40, batch=30, queue=4, outputs=6))
     scheduler.submit([Job(1, (1,)), Job(2, (2,) * 12, score=True)])
     assert [len(row.tokens) for row in rows_of(scheduler, 30)] == [1, 5]
     scheduler.extend(1, 9)
@@ -35,35 +35,8 @@ def test_what_was_scored_before_a_preemption_is_not_scored_again() -> None:
     assert again == [(0, 5, False), (5, 6, True), (11, 1, True)]
 
 
-def test_a_sequence_alone_with_the_last_cells_takes_what_there_is() -> None:
-    """A prompt beside an answer that grew is given fewer tokens than its share."""
-    scheduler = Scheduler(Limits(slots=2, cells=20, context=14, batch=8, queue=2))
-    scheduler.submit([Job(1, (1,) * 3)])
-    rows_of(scheduler)
-    scheduler.extend(1, 5)
-    scheduler.submit([Job(2, (2,) * 14)])
-    for _ in range(2):
-        rows_of(scheduler, 5)
-        scheduler.extend(1, 5)
-    assert [(row.job, len(row.tokens)) for row in rows_of(scheduler, 5)] == [(1, 1), (2, 4)]
-
-
-def test_the_youngest_puts_itself_back_when_an_older_one_took_the_last_cell() -> None:
-    scheduler = Scheduler(Limits(slots=2, cells=12, context=12, batch=8, queue=2))
-    scheduler.submit([Job(1, (1,) * 4)])
-    rows_of(scheduler)
-    scheduler.extend(1, 9)
-    scheduler.submit([Job(2, (2,) * 4)])
-    for _ in range(2):
-        assert {row.job for row in rows_of(scheduler)} == {1, 2}
-        scheduler.extend(1, 9)
-        scheduler.extend(2, 9)
-    assert [row.job for row in scheduler.plan(0.0, 8).rows] == [1]
-    assert [entry[:2] for entry in scheduler.progress()] == [(2, Phase.WAITING)]
-
-
 def test_a_suspended_job_waits_without_a_place_and_comes_back_to_its_own() -> None:
-    scheduler = Scheduler(Limits(slots=1, cells=40, context=20, batch=8, queue=4))
+    scheduler = Scheduler(Limits(slots=1, context=20, batch=8, queue=4))
     scheduler.submit([Job(1, (1,) * 4), Job(2, (2,) * 4), Job(3, (3,) * 4)])
     assert [row.job for row in rows_of(scheduler)] == [1]
     scheduler.extend(1, 9)
@@ -89,7 +62,7 @@ def test_a_suspended_job_waits_without_a_place_and_comes_back_to_its_own() -> No
 
 def test_a_live_sequence_lends_its_beginning() -> None:
     """The longest of several, and never the last token."""
-    scheduler = Scheduler(Limits(slots=3, cells=90, context=30, batch=30, queue=4))
+    scheduler = Scheduler(Limits(slots=3, context=30, batch=30, queue=4))
     scheduler.submit([Job(1, (1, 2, 3, 4, 5)), Job(2, (1, 2, 9))])
     rows_of(scheduler, 30)
     scheduler.extend(1, 6)
@@ -98,3 +71,50 @@ def test_a_live_sequence_lends_its_beginning() -> None:
     step = scheduler.plan(0.0, 30)
     assert step.operations == (Copy(0, 2, 3),)
     assert [row.start for row in step.rows if row.job == 3] == [3]
+
+
+def test_a_beginning_that_is_too_short_to_copy_is_computed() -> None:
+    """In its own place it costs nothing, but a tail as short. Choices do not wait for it."""
+    scheduler = Scheduler(Limits(slots=3, context=30, batch=30, queue=4, copied=4))
+    scheduler.submit([Job(1, (1, 2, 3, 4), group=1), Job(2, (1, 2, 3, 4), group=1)])
+    assert {row.job for row in rows_of(scheduler, 30)} == {1, 2}
+    scheduler.extend(1, 9)
+    scheduler.extend(2, 9)
+    scheduler.submit([Job(3, (1, 2, 3, 9))])
+    step = scheduler.plan(0.0, 30)
+    assert step.operations == ()
+    assert [(row.slot, row.start) for row in step.rows if row.job == 3] == [(2, 0)]
+    scheduler.computed()
+    for job in (1, 2):
+        scheduler.extend(job, 9)
+    scheduler.finish(3)
+    scheduler.submit([Job(4, (1, 2, 7))])
+    step = scheduler.plan(0.0, 30)
+    assert step.operations == (Remove(2, 2),)
+    assert (2, 2) in [(row.slot, row.start) for row in step.rows]
+
+
+def test_what_was_kept_is_not_lost_for_a_short_beginning() -> None:
+    """The slot that was used longest ago goes, although another begins alike by a token."""
+    scheduler = Scheduler(Limits(slots=2, context=30, batch=30, queue=4, copied=4))
+    for job, prompt in ((1, (1, 2, 3, 4, 5)), (2, (6, 7, 8, 9, 5))):
+        scheduler.submit([Job(job, prompt)])
+        rows_of(scheduler, 30)
+        scheduler.finish(job)
+    scheduler.submit([Job(3, (6, 2, 2, 2, 2))])
+    (row,) = rows_of(scheduler, 30)
+    assert (row.slot, row.start) == (0, 0)
+    scheduler.finish(3)
+    scheduler.submit([Job(4, (6, 7, 8, 9, 1))])
+    (row,) = rows_of(scheduler, 30)
+    assert (row.slot, row.start) == (1, 4)
+
+
+def test_neighbours_of_what_runs_are_taken_first() -> None:
+    """llama.cpp computes sequences together whose numbers follow each other."""
+    scheduler = Scheduler(Limits(slots=4, context=30, batch=30, queue=4))
+    scheduler.submit([Job(number, (number,)) for number in (1, 2, 3)])
+    assert [row.slot for row in rows_of(scheduler)] == [0, 1, 2]
+    scheduler.finish(1)
+    scheduler.submit([Job(4, (4, 4))])
+    assert [row.slot for row in scheduler.plan(0.0, 8).rows if row.job == 4] == [3]

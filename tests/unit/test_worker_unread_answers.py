@@ -34,7 +34,7 @@ class Bench:
             self.backend,
             ByteVocabulary(),
             self.samplers,
-            Limits(slots=2, cells=8000, context=4000, batch=64, queue=4),
+            Limits(slots=2, context=4000, batch=64, queue=4),
             lambda batch: [ticket.put(output) for ticket, output in batch] and None,
             lambda _message: None,
             clock=lambda: self.now,

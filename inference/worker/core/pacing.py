@@ -1,50 +1,69 @@
 """Decides how many prompt tokens a step may carry so that steps stay short; never reads a clock.
 
 Decoding sequences wait for every step to end, and aborts and new requests are seen between steps. How many prompt
-tokens fit into a tenth of a second differs by four orders of magnitude between machines, so it is learned.
+tokens fit into half a second differs by four orders of magnitude between machines, so it is learned.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-MIXED_SECONDS = 0.08
-"""Aim for a step that also decodes: what a reader of a stream may notice as a pause."""
+STEP_SECONDS = 0.4
+"""Prompts of one step take no longer, whoever waits: how late an abort or a new request is seen, and the longest pause
+of a stream."""
 
-ALONE_SECONDS = 0.4
-"""Aim for a step of prompts only: how late an abort or a new request may be seen."""
+MIXED_SECONDS = 0.08
+"""What prompts take of a step that also decodes, on average: what a reader of a stream may notice as a pause."""
+
+CREDIT_SECONDS = 4.0
+"""How much more than that prompts may take in all before streams have had steps to catch up in. Requests that come
+together are so computed at once: paused once, a stream is faster afterwards than one that is held up at every token."""
 
 SMALLEST = 32
-"""Where even these take longer than the aim they are taken all the same; also where learning begins."""
+"""Where even these take longer they are taken all the same; also where learning begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Tokens of prompts per step, beside decoding rows and without any; never above `most`.
+    """`tokens` of prompts take STEP_SECONDS, as far as is known; a step carries at most `most`. `credit_seconds` is
+    what decoding sequences may still be held up beyond MIXED_SECONDS a step.
 
-    With costs that stay as they are, a step takes no longer than its aim: the budget never grows beyond what the step
-    measured last would have fitted into it, and at most doubles. One that was too long corrects it at once.
+    With costs that stay as they are, prompts take no longer than they may: a step is never trusted to carry more than
+    the one measured last would have carried in that time, and what is known at most doubles. A token of a prompt is
+    taken to cost as much as one that is decoded, which is the dearer one. A step that was too long corrects it at once.
     """
 
     most: int
-    mixed: int
-    alone: int
+    tokens: int
+    credit_seconds: float = CREDIT_SECONDS
 
     @classmethod
     def first(cls, most: int) -> Pace:
         """Before anything was measured."""
-        return cls(most, min(SMALLEST, most), min(SMALLEST, most))
+        return cls(most, SMALLEST)
+
+    def seconds(self, *, decoding: bool) -> float:
+        """What prompts of the next step may take."""
+        return min(STEP_SECONDS, MIXED_SECONDS + self.credit_seconds) if decoding else STEP_SECONDS
 
     def budget(self, *, decoding: bool) -> int:
         """Tokens of prompts for the next step."""
-        return self.mixed if decoding else self.alone
+        fitting = int(self.tokens * self.seconds(decoding=decoding) / STEP_SECONDS)
+        return min(self.most, max(SMALLEST, fitting))
 
-    def observe(self, prompt_tokens: int, seconds: float, *, decoding: bool) -> Pace:
-        """The pace after a step. A short step that used less than half of its budget tells nothing."""
-        used = self.budget(decoding=decoding)
-        aim = MIXED_SECONDS if decoding else ALONE_SECONDS
-        if prompt_tokens == 0 or (prompt_tokens * 2 < used and seconds <= aim):
-            return self
-        size = int(prompt_tokens * min(2.0, aim / max(seconds, 1e-6)))
-        size = min(self.most, max(SMALLEST, size))
-        return replace(self, mixed=size) if decoding else replace(self, alone=size)
+    def observe(self, prompt_tokens: int, all_tokens: int, seconds: float, *, decoding: bool) -> Pace:
+        """The pace after a step. A short step that carried less than half of what it might tells nothing of the costs.
+
+        Where nobody decoded nobody was held up, and whoever decodes next has not been.
+        """
+        spent = seconds * prompt_tokens / max(1, all_tokens)
+        credit = CREDIT_SECONDS
+        if decoding:
+            credit = min(CREDIT_SECONDS, max(0.0, self.credit_seconds + MIXED_SECONDS - spent))
+        known = replace(self, credit_seconds=credit)
+        few = prompt_tokens * 2 < self.budget(decoding=decoding)
+        if prompt_tokens == 0 or (few and spent <= self.seconds(decoding=decoding)):
+            return known
+        fitting = prompt_tokens * STEP_SECONDS / max(spent, 1e-9)
+        size = int(min(2.0 * self.tokens, fitting))
+        return replace(known, tokens=max(SMALLEST, size))

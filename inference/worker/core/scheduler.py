@@ -5,8 +5,8 @@ is changed in place instead of copied, because a step runs every few millisecond
 nothing outside sees it but through steps and ended jobs.
 
     submit -> WAITING -> PREFILL -> DECODE -> (finish, abort, deadline, failure) ENDED
-                 ^----------+---------+   preempted when no cell is free, or suspended because nobody reads; what was
-                                          generated is kept and computed again as far as its cells are gone
+                 ^----------+---------+   suspended because nobody reads, or put back because llama.cpp had no room;
+                                          what was generated is kept and computed again as far as its cells are gone
 
 The order of service is arrival plus the head start of the priority: the oldest job is the first in it, the youngest the
 last. Which slot holds what, and what a prompt reuses of it, is `slots`' decision.
@@ -47,6 +47,10 @@ class _Run:
 
 def _order(run: _Run) -> tuple[float, int]:
     return run.key
+
+
+def _by_slot(row: Row) -> int:
+    return row.slot
 
 
 class Scheduler:
@@ -130,7 +134,7 @@ class Scheduler:
         self._end(self._runs[job])
 
     def suspend(self, job: int) -> None:
-        """`job` gives its slot to others until `resume`; what the slot holds is retained as long as there is room."""
+        """`job` gives its slot to others until `resume`; what it holds is retained until another takes the slot."""
         run = self._runs[job]
         if run.slot is not None:
             self._leave(run)
@@ -154,8 +158,9 @@ class Scheduler:
         decoding = len(rows)
         if decoding < len(self._running):
             self._prefilling(rows, prefill_budget)
-        self._pending = rows
         prefill = sum([len(row.tokens) for row in rows[decoding:]])
+        rows.sort(key=_by_slot)
+        self._pending = rows
         return Step(self._slots.operations(), rows, expired, prefill, decoding + prefill)
 
     def computed(self) -> None:
@@ -170,17 +175,14 @@ class Scheduler:
         self._pending = ()
 
     def no_room(self) -> tuple[int, ...]:
-        """llama.cpp found no cells and computed nothing: frees retained prefixes, or else preempts the youngest job.
+        """llama.cpp found no cells, although every slot has its own, and computed nothing: puts the youngest job back.
 
         Returns the jobs that ended because they cannot run even alone.
         """
         self._pending = ()
-        if self._slots.drop_retained():
-            return ()
         if len(self._running) > 1:
-            self._preempt(self._running[-1])
-            # By our own count it would fit, so the count is no reason to let anybody in before somebody has left.
-            self._crowded = True
+            self._put_back(self._running[-1])
+            self._crowded = True  # admitted again at once, it would be put back in the next step, for ever
             return ()
         ended = tuple(self._running)
         for run in ended:
@@ -229,22 +231,13 @@ class Scheduler:
         return tuple(late)
 
     def _admit(self) -> None:
-        """Gives free slots to those who wait, in order: nobody passes a job that could not be placed yet.
-
-        Room is counted for what active jobs still compute and with every retained prefix dropped, so that a job just
-        admitted is not the next one preempted.
-        """
+        """Gives free slots to those who wait, in order: nobody passes a job that could not be placed yet."""
         free = self.limits.slots - len(self._running)
-        if not free or (self._crowded and self._running):
+        if self._crowded and self._running:
             return
-        held = sum([len(run.tokens) for run in self._running])
-        for run in self._waiting.copy():
-            held += min(len(run.tokens) + 1, self.limits.context)
-            if free == 0 or held > self.limits.cells:
-                return
-            free -= 1
+        for run in self._waiting[:free]:
             if self._is_prefilled_by_sibling(run):
-                continue  # its slot and its cells are kept for it
+                continue  # its slot is kept for it
             self._waiting.remove(run)
             run.slot = self._slots.take(run.tokens, run.job.tenant, self._reusable(run))
             insort(self._running, run, key=_order)
@@ -253,7 +246,7 @@ class Scheduler:
     def _is_prefilled_by_sibling(self, run: _Run) -> bool:
         """Whether another choice of the same prompt is about to have computed what this one can copy."""
         group = run.job.group
-        if group is None or not self.limits.can_trim:
+        if group is None or not self.limits.can_trim or self._reusable(run) < self.limits.copied:
             return False
         return any(
             other.phase is Phase.PREFILL and other.job.group == group and self._left(other) > 1
@@ -267,23 +260,19 @@ class Scheduler:
         return len(run.tokens) - 1
 
     def _decoding(self) -> list[Row]:
-        """A row for every job that lacks one token only; the oldest are served first when cells are few."""
+        """A row for every job that lacks one token only."""
         rows: list[Row] = []
-        slots, cells = self._slots, self.limits.cells
-        for run in self._running.copy():
+        for run in self._running:
             slot = run.slot
-            if slot is None or len(run.tokens) - slot.computed != 1:
-                continue
-            if slots.used + len(rows) >= cells and not self._make_room(len(rows) + 1, run):
-                continue
-            rows.append(self._row(run, slot, 1))
+            if slot is not None and len(run.tokens) - slot.computed == 1:
+                rows.append(self._row(run, slot, 1))
         return rows
 
     def _prefilling(self, rows: list[Row], budget: int) -> None:
         """Gives `budget` to the prompts with the least left, so that first tokens come one after the other, and a part
         of it to the one that came first, so that it cannot be kept waiting by shorter ones for ever.
 
-        Where cells or outputs are too few it takes what there is. An image is computed as a whole, however small the
+        Where outputs are too few it takes what there is. An image is computed as a whole, however small the
         rest of the budget; one that the batch had no room left for is first in the next.
         """
         prompts = sorted(
@@ -301,8 +290,6 @@ class Scheduler:
             count = min(left, room - kept)
             if run.job.score:
                 count = min(count, self._scorable(run, slot, outputs + 1))
-            if not self._slots.fits(planned + count):
-                count = min(count, self.limits.cells - self._slots.used - planned)
             if 0 < count < left:
                 count = self._undivided(run, slot, count, planned)
             if count > 0:
@@ -315,11 +302,8 @@ class Scheduler:
         """`count` moved to where it divides no image, 0 when the image it begins with has to wait."""
         start = slot.computed
         end = undivided(run.tokens, start, start + count, self.limits.batch - planned)
-        whole = end - start
-        if whole > count and not self._slots.fits(planned + whole):
-            whole = 0
-        run.passed = whole == 0
-        return whole
+        run.passed = end == start
+        return end - start
 
     def _scorable(self, run: _Run, slot: Slot, outputs: int) -> int:
         """How many tokens of a scored job's rest may go into one row."""
@@ -334,16 +318,7 @@ class Scheduler:
         return Row(run.job.id, slot.number, start, run.tokens[start:end], end == len(run.tokens), every)
 
     # --- who leaves --------------------------------------------------------------------------------------------------
-    def _make_room(self, cells: int, run: _Run) -> bool:
-        """Frees cells until `cells` more fit: retained prefixes, then younger jobs; False when `run` itself left."""
-        while not self._slots.fits(cells):
-            youngest = self._running[-1]
-            self._preempt(youngest)
-            if youngest is run:
-                return False
-        return True
-
-    def _preempt(self, run: _Run) -> None:
+    def _put_back(self, run: _Run) -> None:
         self._slots.empty(self._slot_of(run))
         run.slot = None
         self._running.remove(run)

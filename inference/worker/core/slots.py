@@ -1,8 +1,8 @@
 """Decides which slot holds which tokens, what a prompt reuses and what is forgotten first; never who runs.
 
 A slot is one llama.cpp sequence id. When its job ends it keeps the tokens it holds, so that a later prompt of the same
-tenant that begins alike skips them. Cells are counted per slot, so shared ones count once for each holder: the count
-may exceed what llama.cpp uses, never the other way round.
+tenant that begins alike skips them. Every slot has cells of its own: what one holds takes room from no other, and
+sharing a beginning means copying it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,18 @@ class Slot:
 
 
 class Slots:
-    """All slots, the cells they hold, and the memory operations that the next step has to begin with."""
+    """All slots and the memory operations that the next step has to begin with."""
 
     def __init__(self, limits: Limits) -> None:
-        self.used = 0
-        """KV cells that slots hold, retained prefixes included."""
         self._limits = limits
         self._slots = [Slot(number) for number in range(limits.slots)]
         self._operations: list[Remove | Copy] = []
         self._clock = 0
+
+    @property
+    def used(self) -> int:
+        """KV cells that slots hold, retained prefixes included."""
+        return sum([slot.computed for slot in self._slots])
 
     @property
     def pending(self) -> bool:
@@ -52,29 +55,30 @@ class Slots:
 
     def take(self, tokens: array[int], tenant: str, reusable: int) -> Slot:
         """A free slot (there must be one) for `tokens`, of which up to `reusable` may come from what a slot of the same
-        tenant holds; those are computed already.
+        tenant holds; those are computed already. Copying one slot to another costs as much as all cells of a sequence,
+        so short beginnings are not copied, nothing that was kept is lost for them, and short tails are not spared.
         """
         self._clock += 1
         best, shared = self._longest_prefix(tokens, tenant, reusable)
-        free = [slot for slot in self._slots if not slot.taken]
-        target = min(free, key=lambda slot: (slot.computed > 0, slot.used_at))
-        if best is not None and not best.taken and (best.computed == shared or target.computed):
-            target = best  # nothing of it is lost, or some retained prefix is lost anyway: then this one's tail
+        target = min((slot for slot in self._slots if not slot.taken), key=self._dispensable)
+        pays = shared >= self._limits.copied
+        if best is not None and not best.taken:
+            loses_little = best.computed - shared < self._limits.copied
+            if loses_little or (target.computed and pays):  # some prefix is lost anyway: then this one's tail
+                target = best
         if target is best:
             self._forget(target, shared)
         else:
             self._forget(target, 0)
-            if best is not None and self.fits(shared, sparing=best):
+            if best is not None and pays:
                 self._operations.append(Copy(best.number, target.number, shared))
                 target.computed = shared
-                self.used += shared
         target.tokens, target.tenant, target.taken = tokens, tenant, True
         return target
 
     def grow(self, slot: Slot, count: int) -> None:
         """`count` more of its tokens were computed."""
         slot.computed += count
-        self.used += count
 
     def release(self, slot: Slot) -> None:
         """Its job left; what it holds is retained."""
@@ -82,30 +86,23 @@ class Slots:
         slot.tokens, slot.taken, slot.used_at = slot.tokens[: slot.computed], False, self._clock
 
     def empty(self, slot: Slot) -> None:
-        """Its job left and its cells are wanted."""
+        """Its job left, and so does what it holds."""
         self._forget(slot, 0)
         slot.taken = False
 
     def doubt(self, slot: Slot) -> None:
         """llama.cpp may hold anything of this sequence: all of it is removed, whatever was reported."""
-        self.used -= slot.computed
         slot.computed = 0
         self._operations.append(Remove(slot.number, 0))
 
-    def fits(self, cells: int, *, sparing: Slot | None = None) -> bool:
-        """Whether `cells` more fit; drops retained prefixes for it, the one that was used longest ago first."""
-        while self.used + cells > self._limits.cells:
-            if not self.drop_retained(sparing):
-                return False
-        return True
-
-    def drop_retained(self, sparing: Slot | None = None) -> bool:
-        """Empties the free slot that was used longest ago; False when none holds anything."""
-        kept = [slot for slot in self._slots if not slot.taken and slot.computed and slot is not sparing]
-        if not kept:
-            return False
-        self._forget(min(kept, key=lambda slot: slot.used_at), 0)
-        return True
+    def _dispensable(self, slot: Slot) -> tuple[bool, int, bool, int]:
+        """Smallest for the slot to give away first: an empty one beside one that is taken, because llama.cpp computes
+        neighbours together, or else the one that was used longest ago.
+        """
+        held = slot.computed > 0
+        number = slot.number
+        beside = any(other.taken for other in self._slots[max(0, number - 1) : number + 2])
+        return (held, slot.used_at if held else 0, not beside, number)
 
     def retained(self) -> list[Retained]:
         """What the free slots hold, by the count of this side."""
@@ -119,12 +116,10 @@ class Slots:
         """An empty free slot holds this now: llama.cpp was given it."""
         self._clock += 1
         slot = self._slots[held.slot]
-        self.used += len(held.tokens)
         slot.tokens, slot.computed, slot.tenant, slot.used_at = held.tokens, len(held.tokens), held.tenant, self._clock
 
     def _forget(self, slot: Slot, start: int) -> None:
         if slot.computed > start:
-            self.used -= slot.computed - start
             slot.computed = start
             self._operations.append(Remove(slot.number, start))
         if start == 0:
@@ -134,11 +129,12 @@ class Slots:
         best: Slot | None = None
         longest = 0
         for slot in self._slots:
-            if slot.tenant != tenant or slot.computed <= longest:
+            if slot.tenant != tenant or slot.computed < max(1, longest):
                 continue
             shared = common_prefix(slot.tokens, tokens, min(slot.computed, reusable))
             whole = shared == slot.computed and not slot.taken
-            if shared > longest and (self._limits.can_trim or whole):
+            spares_copy = best is not None and best.taken and not slot.taken
+            if shared >= longest + (not spares_copy) and (self._limits.can_trim or whole):
                 best, longest = slot, shared
         return best, longest
 

@@ -36,21 +36,22 @@ TRANSITIONS: Mapping[tuple[Phase, str], Phase] = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes: `slots` sequence ids, `cells` KV cells in all, `context` tokens per sequence, `batch` tokens per step,
-    `queue` waiting jobs. `can_trim`: the tail of a slot can be removed and its head shared (not with running states).
+    """Sizes: `slots` sequence ids, each with KV cells of its own for `context` tokens, `batch` tokens per step, `queue`
+    waiting jobs. `can_trim`: the tail of a slot can be removed and its head copied (not with running states).
     `outputs`: tokens per step whose logits can be read, at least one per slot; 0 stands for exactly that.
+    `copied`: the fewest tokens that are copied from another slot sooner than computed.
     """
 
     slots: int
-    cells: int
     context: int
     batch: int
     queue: int
     can_trim: bool = True
     outputs: int = 0
+    copied: int = 1
 
     def __post_init__(self) -> None:
-        fits = 0 < self.slots <= self.batch and 0 < self.context <= self.cells
+        fits = 0 < self.slots <= self.batch and self.context > 0 and self.copied > 0
         if not (fits and self.queue >= 0 and (self.outputs == 0 or self.outputs >= self.slots)):
             raise ValueError(f"no engine can run with {self}")
 
@@ -88,7 +89,7 @@ class Remove:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Let `target` share the first `count` tokens of `source`."""
+    """Let the empty `target` hold the first `count` tokens of `source` too."""
 
     source: int
     target: int
@@ -110,8 +111,9 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Memory operations to run in order, then one batch: rows of one token each for what decodes, then prompts, which
-    have `prefill` tokens in all; `tokens` counts both. `expired` jobs ended because their deadline passed.
+    """Memory operations to run in order, then one batch, its rows in the order of their slots: one token each for what
+    decodes, and pieces of prompts, which have `prefill` tokens in all; `tokens` counts both. `expired` jobs ended
+    because their deadline passed.
     """
 
     operations: Sequence[Remove | Copy] = ()

@@ -57,6 +57,9 @@ def model_params(grant: Grant, on_progress: Callable[[float], bool] | None = Non
 def context_params(grant: Grant, *, pooling: int | None, in_pieces: bool = False, on_gpu: bool = False) -> Any:
     """llama.cpp's context parameters for `grant`; `pooling` opens a context that pools so, None one that generates.
 
+    A sequence that generates has cells of its own (`kv_unified` false): attention then walks over those of its own and
+    not over everybody's. What pools keeps nothing, and one stream takes inputs of any lengths as one batch.
+
     Logits are reserved for one row per sequence and some to score prompts with (`n_outputs_max`): by default llama.cpp
     reserves a whole batch times the vocabulary. A pooled input must fit one physical batch, so both batch sizes become
     the context length there, unless it can go through in pieces.
@@ -66,7 +69,7 @@ def context_params(grant: Grant, *, pooling: int | None, in_pieces: bool = False
     params.n_seq_max = grant.parallel
     params.n_batch = grant.batch
     params.n_ubatch = min(grant.ubatch, grant.batch)
-    params.kv_unified = True
+    params.kv_unified = pooling is not None
     params.type_k = params.type_v = KV_TYPES[grant.kv_type]
     params.flash_attn_type = (
         lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if grant.flash_attention else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
