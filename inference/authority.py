@@ -33,6 +33,7 @@ from inference.devices.inventory import Inventory
 from inference.errors import InferenceError, MemoryLimitExceededError, ModelNotFound, QueueFull, ShuttingDown
 from inference.estimator import Estimator
 from inference.evictions import Evictions, Reason
+from inference.governor import Governor
 from inference.loads import Loads
 from inference.metrics import Metrics
 from inference.model import Model, Ticket
@@ -89,6 +90,7 @@ class Authority:
         self.waiting = Waiting(self)
         self.teller = Teller(self)
         self.outlook = Outlook(self)
+        self.governor = Governor(self)
         self.ids = itertools.count(1)
         self._pumping = False
         self._wake: asyncio.TimerHandle | None = None
@@ -110,6 +112,7 @@ class Authority:
             log.info("device %s: %s, %s", reading.id, reading.name, format_bytes(reading.total_bytes))
         if not accelerators:
             log.info("no accelerator is used: models run on the CPU")
+        self.governor.begin()
         self.started = True
         self.pump()  # the port is open before the devices are known: somebody may be waiting already
         self._ticker = self.loop.call_later(TICK_SECONDS, self._tick)
@@ -264,7 +267,10 @@ class Authority:
         if model.state is not _S.COLD:
             return
         readings = self.observe()
-        options = candidates(model.effective, readings, self.settings)
+        options = self.governor.open_to(model, candidates(model.effective, readings, self.settings))
+        if isinstance(options, Refusal):
+            self._refuse(model, options)
+            return
         if any(device.id not in model.estimates for device in options):
             self.background.estimate(model)
             return
@@ -296,6 +302,7 @@ class Authority:
             self.loads.begin(model, decision)
 
     def _refuse(self, model: Model, refusal: Refusal) -> None:
+        self.governor.refused()
         if refusal.waits_for:
             now = self.loop.time()
             waits = [self.models[name] for name in refusal.waits_for if name in self.models]
@@ -340,9 +347,7 @@ class Authority:
         if now >= self._watch_at:
             self._watch_at = now + WATCH_SECONDS
             self.loads.watch()
-        age = now - self.background.refreshed_at
-        if age > self.settings.pressure_check_interval_seconds and self.inventory.accelerators():
-            self.background.refresh()
+        self.governor.tick(now)
 
     def _wake_in(self, seconds: float) -> None:
         due = self.loop.time() + seconds

@@ -63,7 +63,11 @@ class Outlook:
         return self._moment
 
     def _ask(self, model: Model, moment: _Moment) -> Refusal | bool | None:
-        request = request_for(model, candidates(model.effective, moment.readings, self._authority.settings))
+        devices = candidates(model.effective, moment.readings, self._authority.settings)
+        allowed = self._authority.governor.open_to(model, devices)
+        if isinstance(allowed, Refusal):
+            return allowed
+        request = request_for(model, allowed)
         if request is None:
             return None
         return prospect(request, moment.scene, moment.policy) or True
@@ -79,7 +83,11 @@ class Outlook:
         if not anew:
             other = model
         await authority.background.measure(other)
-        request = request_for(other, candidates(other.effective, authority.observe(), authority.settings))
+        devices = candidates(other.effective, authority.observe(), authority.settings)
+        allowed = authority.governor.open_to(other, devices)
+        if isinstance(allowed, Refusal):
+            return allowed, next(iter(other.estimates.values()), None)
+        request = request_for(other, allowed)
         assert request is not None
         now = authority.loop.time()
         ledger, held = authority.ledger, held_models(authority.models.values(), authority.ledger, now)

@@ -37,10 +37,12 @@ from inference.worker.link import (
     Beat,
     Drain,
     Failed,
+    Forget,
     Grant,
     Held,
     Hello,
     Hold,
+    Limit,
     LoadProgress,
     Message,
     Offload,
@@ -245,6 +247,14 @@ class WorkerProcess:
     def shared_keep(self) -> int | None:
         """A descriptor of one's own for the memory in which this worker saves sequences."""
         return None if self._keep is None else os.dup(self._keep)
+
+    def limit(self, sequences: int) -> None:
+        """Tells it how many sequences it may compute at once."""
+        self._send(Limit(sequences))
+
+    def forget(self) -> None:
+        """Tells it to drop the prefixes that it retains."""
+        self._send(Forget())
 
     def drain(self) -> None:
         """Asks the worker to finish what runs and to take nothing new."""

@@ -25,10 +25,10 @@ MIB = 2**20
 def allowance(reading: Reading, settings: InferenceSettings) -> tuple[int, int]:
     """(capacity, budget) of a device: what may be in use on it altogether, and what of that may be ours.
 
-    Of an accelerator: min(total x INFERENCE_GPU_MEMORY_MAX_PERCENT, INFERENCE_GPU_MEMORY_LIMIT_MB, total - reserve),
-    the reserve being INFERENCE_GPU_MEMORY_RESERVE_MB but at most 5 % of the device. Of host memory the percentage
-    bounds our own share, because the rest of the machine uses it too. A device whose size is unknown is bounded by
-    INFERENCE_MEMORY_LIMIT_GB alone.
+    Of an accelerator: min(total x INFERENCE_GPU_MEMORY_MAX_PERCENT, total - reserve), the reserve being
+    INFERENCE_GPU_MEMORY_RESERVE_MB but at most 5 % of the device; INFERENCE_GPU_MEMORY_LIMIT_MB bounds our own share
+    of that, because others use the device too. So does the percentage of host memory. A device whose size is unknown
+    is bounded by INFERENCE_MEMORY_LIMIT_GB alone.
     """
     total = reading.total_bytes
     if total <= 0:
@@ -39,7 +39,7 @@ def allowance(reading: Reading, settings: InferenceSettings) -> tuple[int, int]:
         return total - kept, int(total * settings.cpu_memory_max_percent)
     usable = min(int(total * settings.gpu_memory_max_percent), total - kept)
     if settings.gpu_memory_limit_mb is not None:
-        usable = min(usable, int(settings.gpu_memory_limit_mb * MIB))
+        return usable, min(usable, int(settings.gpu_memory_limit_mb * MIB))
     return usable, usable
 
 
@@ -110,27 +110,6 @@ def balance_json(balance: Balance) -> dict[str, Any]:
     }
 
 
-def utilization(balance: Balance) -> float:
-    """Share of the device's usable memory that is in use by anybody."""
-    if balance.capacity_bytes <= 0:
-        return 0.0
-    return (balance.foreign_bytes + balance.ours_bytes) / balance.capacity_bytes
-
-
-def pressure(share: float, settings: InferenceSettings) -> str:
-    """The level a utilization means."""
-    levels = (
-        ("emergency", settings.pressure_emergency),
-        ("critical", settings.pressure_critical),
-        ("high", settings.pressure_high),
-        ("moderate", settings.pressure_moderate),
-    )
-    return next((name for name, bound in levels if share >= bound), "low")
-
-
-PRESSURE_LEVELS = ("low", "moderate", "high", "critical", "emergency")
-
-
 def decision_json(decision: Placement | Refusal) -> dict[str, Any]:
     """A decision as `/memory/plan` shows it."""
     common = {"result": str(decision.result), "trace": list(decision.trace)}
@@ -169,14 +148,15 @@ def gauges(authority: Authority) -> Iterator[GaugeMetricFamily]:
     """Every gauge of this moment."""
     account = GaugeMetricFamily("inference_device_bytes", "Accounts of the ledger", labels=["device", "account"])
     used = GaugeMetricFamily("inference_device_utilization_ratio", "Share of the device in use", labels=["device"])
+    pressure = authority.governor.levels()
     health = GaugeMetricFamily("inference_device_state", numbered(DeviceState), labels=["device"])
     level = GaugeMetricFamily("inference_pressure_level", "0 low to 4 emergency", labels=["device"])
     for device, balance in authority.balances().items():
         for name in ("capacity", "free", "foreign", "reserved", "resident", "releasing", "shortfall"):
             account.add_metric([device, name], getattr(balance, f"{name}_bytes"))
-        share = utilization(balance)
-        used.add_metric([device], share)
-        level.add_metric([device], PRESSURE_LEVELS.index(pressure(share, authority.settings)))
+        use, rank = pressure[device]
+        used.add_metric([device], use.share)
+        level.add_metric([device], rank)
         if (reading := authority.reading(device)) is not None:
             health.add_metric([device], list(DeviceState).index(reading.state))
     yield from (account, used, health, level)

@@ -7,7 +7,7 @@ more than they had then. Without this a model that fills its budget would be evi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 BAND = 0.02
@@ -82,8 +82,13 @@ class Gauge:
     planned: bool = False
 
 
+def admit(gauge: Gauge, use: Use) -> Gauge:
+    """The gauge after something of ours was booked with the device in this use: that use is planned from now on."""
+    return replace(gauge, ours_bytes=use.ours_bytes, admitted_bytes=use.foreign_bytes)
+
+
 def settle(gauge: Gauge, use: Use, bounds: Bounds) -> Gauge:
-    """The gauge after a look at the device."""
+    """The gauge after a look at the device. More of ours than was known counts as admitted."""
     admitted = use.foreign_bytes if use.ours_bytes > gauge.ours_bytes else gauge.admitted_bytes
     slack = 0.0 if gauge.level >= Level.CRITICAL else WOBBLE * use.total_bytes
     planned = use.ours_bytes > 0 and use.foreign_bytes <= admitted + slack

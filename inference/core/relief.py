@@ -115,10 +115,10 @@ class Forget:
     reason: str
 
 
-Action = Leave | Limit | Forget
+Relief = Leave | Limit | Forget
 
 
-def step(state: State, scene: Scene, rules: Rules, *, regular: bool = True) -> tuple[State, tuple[Action, ...]]:
+def step(state: State, scene: Scene, rules: Rules, *, regular: bool = True) -> tuple[State, tuple[Relief, ...]]:
     """The state after a check, and what has to be done. A check out of turn (not `regular`) climbs to WARN at most.
 
     Devices that are not in the scene are forgotten.
@@ -132,7 +132,7 @@ def step(state: State, scene: Scene, rules: Rules, *, regular: bool = True) -> t
         after[use.device] = watch = Watch(gauge, _climb(before.rung, gauge, rules, regular=regular))
         if not rules.enabled:
             continue
-        for leave in _leaves(use, gauge.level, scene, rules, grown=grew(before.gauge, use)):
+        for leave in _leaves(use, gauge.level, scene, rules, grown=_matters(before.gauge, gauge, use)):
             if leave.model not in leaves or not leave.offload:
                 leaves[leave.model] = leave
         if regular and gauge.level is Level.EMERGENCY and watch.rung >= Rung.FORGET:
@@ -161,6 +161,11 @@ def _climb(rung: Rung, gauge: Gauge, rules: Rules, *, regular: bool) -> Rung:
     if regular and rung and (gauge.level < Level.HIGH or gauge.planned):
         return Rung(rung - 1)
     return rung
+
+
+def _matters(before: Gauge, now: Gauge, use: Use) -> bool:
+    """Whether others took more than before, and more than they had when we planned."""
+    return grew(before, use) and not now.planned
 
 
 def _leaves(use: Use, level: Level, scene: Scene, rules: Rules, *, grown: bool) -> Iterable[Leave]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import time
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from inference import views
 from inference.authority import Authority
+from inference.core.pressure import Level
 from inference.protocol import DeviceState
 
 MIB = 2**20
@@ -31,13 +33,11 @@ def health(authority: Authority) -> dict[str, Any]:
     """Whether devices are well: false at CRITICAL pressure or with a lost device."""
     devices = {}
     healthy = True
-    for device, balance in authority.balances().items():
-        share = views.utilization(balance)
-        level = views.pressure(share, authority.settings)
+    for device, (use, level) in authority.governor.levels().items():
         reading = authority.reading(device)
         state = reading.state if reading else DeviceState.LOST
-        healthy &= level not in ("critical", "emergency") and state is not DeviceState.LOST
-        devices[device] = {"pressure": level, "utilization": round(share, 4), "state": str(state)}
+        healthy &= level < Level.CRITICAL and state is not DeviceState.LOST
+        devices[device] = {"pressure": str(level), "utilization": round(use.share, 4), "state": str(state)}
     return {"healthy": healthy, "devices": devices}
 
 
@@ -58,6 +58,7 @@ def router(authority: Authority) -> APIRouter:
     @routes.get("/memory/stats")
     async def stats() -> dict[str, Any]:
         balances = authority.balances()
+        pressure = authority.governor.levels()
         ours = {device: balance.ours_bytes for device, balance in balances.items()}
         limit = authority.ledger.limit_bytes
         return {
@@ -67,8 +68,8 @@ def router(authority: Authority) -> APIRouter:
             "devices": {
                 device: {
                     **views.balance_json(balance),
-                    "utilization": round(views.utilization(balance), 4),
-                    "pressure": views.pressure(views.utilization(balance), authority.settings),
+                    "utilization": round(pressure[device][0].share, 4),
+                    "pressure": str(pressure[device][1]),
                 }
                 for device, balance in balances.items()
             },
@@ -110,5 +111,10 @@ def router(authority: Authority) -> APIRouter:
         found = health(authority)
         response.status_code = 200 if found["healthy"] else 503
         return found
+
+    @routes.get("/memory/history")
+    async def history(minutes: Annotated[float, Query(gt=0, le=10_000)] = 60.0) -> dict[str, Any]:
+        samples = authority.governor.history.since(time.time() - 60 * minutes)
+        return {"minutes": minutes, "samples": [sample.to_json() for sample in samples]}
 
     return routes

@@ -24,6 +24,7 @@ class Channel:
         on_drain: Callable[[], None],
         on_stop: Callable[[], None],
         on_offload: Callable[[link.Offload], None],
+        on_throttle: Callable[[link.Limit | link.Forget], None],
     ) -> None:
         self._socket = socket.socket(fileno=handle)
         self._socket.setblocking(True)
@@ -32,6 +33,7 @@ class Channel:
         self._on_drain = on_drain
         self._on_stop = on_stop
         self._on_offload = on_offload
+        self._on_throttle = on_throttle
 
     def start(self) -> None:
         """Starts reading."""
@@ -79,6 +81,8 @@ class Channel:
                 self._orders.put(message)
             case link.Offload():
                 self._on_offload(message)
+            case link.Limit() | link.Forget():
+                self._on_throttle(message)
             case link.Drain():
                 self._on_drain()
             case link.Stop():

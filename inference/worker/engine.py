@@ -109,6 +109,7 @@ class Engine:
         self._commands: deque[tuple[Ticket[Output], Callable[[], None]]] = deque()
         self._ids = itertools.count(1)
         self._pace = Pace.first(limits.batch)
+        self._orders: deque[Callable[[], None]] = deque()
         self._outbox: list[Delivery] = []
         self._unread_since: dict[Ticket[Output], float] = {}
         self._told_progress = -math.inf
@@ -129,6 +130,16 @@ class Engine:
     def abort(self, ticket: Ticket[Output]) -> None:
         """Ends a request that nobody reads any more, before the next step. Ended ones are ignored."""
         self._post(ticket, lambda: self._drop(ticket))
+
+    def limit(self, sequences: int) -> None:
+        """Admits at most so many (1 or more) sequences at once, from the next step on."""
+        self._orders.append(lambda: self._scheduler.limit(sequences))
+        self._runner.wake()
+
+    def forget(self) -> None:
+        """Drops what is retained for later requests, before the next step."""
+        self._orders.append(self._scheduler.forget)
+        self._runner.wake()
 
     def stop(self, reason: WorkerError, seconds: float = 5.0) -> bool:
         """Ends every request with `reason` after the running step; whether the thread ended within `seconds`."""
@@ -168,6 +179,8 @@ class Engine:
         self.pulse.active = self.pulse.queued = 0
 
     def _obey(self) -> None:
+        while self._orders:
+            self._orders.popleft()()
         while self._commands:
             ticket, command = self._commands.popleft()
             try:

@@ -11,6 +11,8 @@ One JSON object per line, in this order:
     worker -> authority   beat *       every BEAT_SECONDS, and per decode step at most that often
     authority -> worker   offload      save the sequences and free the context; stay, or end with status 0
     worker -> authority   offloaded    done; one that stays waits for another grant
+    authority -> worker   limit *      compute at most so many sequences at once
+    authority -> worker   forget *     drop retained prefixes
     authority -> worker   drain        finish what runs, take nothing new, then end with status 0
     authority -> worker   stop         end now
 
@@ -183,6 +185,21 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True)
+class Limit:
+    """Compute at most `sequences` (1 or more) at once from now on; those that run already go on."""
+
+    tag: ClassVar[str] = "limit"
+    sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Drop the prefixes that are retained for later requests."""
+
+    tag: ClassVar[str] = "forget"
+
+
+@dataclass(frozen=True, slots=True)
 class Drain:
     """Finish what runs, take nothing new, then end with status 0."""
 
@@ -196,10 +213,40 @@ class Stop:
     tag: ClassVar[str] = "stop"
 
 
-Message = Hello | Hold | Held | Grant | LoadProgress | Ready | Failed | Beat | Offload | Offloaded | Drain | Stop
+Message = (
+    Hello
+    | Hold
+    | Held
+    | Grant
+    | LoadProgress
+    | Ready
+    | Failed
+    | Beat
+    | Offload
+    | Offloaded
+    | Limit
+    | Forget
+    | Drain
+    | Stop
+)
 _TYPES: Mapping[str, type] = {
     kind.tag: kind
-    for kind in (Hello, Hold, Held, Grant, LoadProgress, Ready, Failed, Beat, Offload, Offloaded, Drain, Stop)
+    for kind in (
+        Hello,
+        Hold,
+        Held,
+        Grant,
+        LoadProgress,
+        Ready,
+        Failed,
+        Beat,
+        Offload,
+        Offloaded,
+        Limit,
+        Forget,
+        Drain,
+        Stop,
+    )
 }
 
 

@@ -36,10 +36,12 @@ from inference.worker.link import (
     SOCKET_FD_ENV,
     Beat,
     Failed,
+    Forget,
     Grant,
     Held,
     Hello,
     Hold,
+    Limit,
     LoadProgress,
     Offload,
 )
@@ -47,6 +49,7 @@ from inference.worker.link import (
 if TYPE_CHECKING:
     from inference.worker.backend import Backend, Constraint, TokenSampler
     from inference.worker.constraints import Compiler
+    from inference.worker.engine import Engine
     from inference.worker.http import App
     from inference.worker.kept import Kept
     from inference.worker.loading import Loaded
@@ -106,13 +109,14 @@ class Worker:
     def __init__(self, link_handle: int, socket_handle: int, keep_handle: int | None = None) -> None:
         """`keep_handle`: memory for sequences that outlive the process, which others hold as well."""
         self._socket = socket.socket(fileno=socket_handle)
-        self._channel = Channel(link_handle, self._drain, self._stop, self._offload)
+        self._channel = Channel(link_handle, self._drain, self._stop, self._offload, self._throttle)
         self._keep_handle = keep_handle
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Future[str] | None = None
         self._offloading: Offload | None = None
         self._readers: _Readers | None = None
         self._sight: Sight | None = None
+        self._engine: Engine | None = None
         self._pulse: Callable[[], Beat] = _still
         self._draining = False
         self._fraction: float | None = None
@@ -213,6 +217,15 @@ class Worker:
         self._offloading = order
         self._order("offload")
 
+    def _throttle(self, order: Limit | Forget) -> None:
+        """What pools has no sequences to hold back and retains nothing."""
+        if self._engine is None:
+            return
+        if isinstance(order, Limit):
+            self._engine.limit(order.sequences)
+        else:
+            self._engine.forget()
+
     def _order(self, order: str) -> None:
         """Before the model serves there is nothing to finish: the process ends at once."""
         loop = self._loop
@@ -235,6 +248,7 @@ class Worker:
         loop = asyncio.get_running_loop()
         self._ending = loop.create_future()
         engine, embedder = self._engines(kept.loaded, kept.grant)
+        self._engine = engine
         running = engine or embedder
         assert running is not None
         if engine is not None:
@@ -265,7 +279,7 @@ class Worker:
         if order != "offload" or not ended:
             _exit(0)
         self._loop = None
-        self._pulse = _still
+        self._pulse, self._engine = _still, None
         from inference.worker.kept import offload
 
         assert self._offloading is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inference.core.pressure import Bounds, Gauge, Level, Use, grew, settle
+from inference.core.pressure import Bounds, Gauge, Level, Use, admit, grew, settle
 
 BOUNDS = Bounds()
 
@@ -41,6 +41,13 @@ def test_a_plan_that_fills_its_budget_is_never_critical() -> None:
 def test_others_who_come_on_top_of_a_plan_make_it_critical() -> None:
     assert settled(use(0, 20), use(880, 20), use(880, 31)).level is Level.CRITICAL
     assert settled(use(0, 20), use(880, 20), use(880, 100)).level is Level.EMERGENCY
+
+
+def test_what_others_take_after_a_booking_is_no_part_of_the_plan() -> None:
+    """Both happened since the last look."""
+    booked = admit(settled(use(0, 20)), use(880, 20))
+    assert settle(booked, use(880, 60), BOUNDS).level is Level.CRITICAL
+    assert settled(use(0, 20), use(880, 60)).level is Level.HIGH, "nobody said when it was booked"
 
 
 def test_a_plan_does_not_hide_that_others_alone_fill_the_device() -> None:

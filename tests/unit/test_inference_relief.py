@@ -7,10 +7,10 @@ import pytest
 from inference.core.plan import Standing
 from inference.core.pressure import Level, Use
 from inference.core.relief import (
-    Action,
     Forget,
     Leave,
     Limit,
+    Relief,
     Rules,
     Rung,
     Scene,
@@ -33,15 +33,15 @@ def scene(*tenants: Tenant, foreign: int = 0, wanted: bool = False, total: int =
     return Scene((Use(GPU, total, ours, foreign),), tenants, (GPU,) if wanted else ())
 
 
-def after(*scenes: Scene, rules: Rules = RULES) -> tuple[State, tuple[Action, ...]]:
+def after(*scenes: Scene, rules: Rules = RULES) -> tuple[State, tuple[Relief, ...]]:
     state: State = {}
-    actions: tuple[Action, ...] = ()
+    actions: tuple[Relief, ...] = ()
     for one in scenes:
         state, actions = step(state, one, rules)
     return state, actions
 
 
-def leaving(actions: tuple[Action, ...]) -> dict[str, bool]:
+def leaving(actions: tuple[Relief, ...]) -> dict[str, bool]:
     """Who leaves, and whether into host memory."""
     return {action.model: action.offload for action in actions if isinstance(action, Leave)}
 

@@ -58,6 +58,7 @@ class Scheduler:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
+        self._most = limits.slots
         self._slots = Slots(limits)
         self._runs: dict[int, _Run] = {}
         # Both in the order of service. Suspended jobs are in neither.
@@ -148,6 +149,14 @@ class Scheduler:
         if run is not None and run.slot is None and run not in self._waiting:
             insort(self._waiting, run, key=_order)
 
+    def limit(self, sequences: int) -> None:
+        """Gives out at most so many slots (1 or more) from now on; a job that has one keeps it."""
+        self._most = sequences
+
+    def forget(self) -> None:
+        """Drops what slots retain of jobs that ended."""
+        self._slots.forget()
+
     def plan(self, now: float, prefill_budget: int) -> Step:
         """The next step: a token for every decoding job, and at most `prefill_budget` (1 or more) tokens of prompts."""
         assert not self._pending, "the last step was not reported"
@@ -232,7 +241,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Gives free slots to those who wait, in order: nobody passes a job that could not be placed yet."""
-        free = self.limits.slots - len(self._running)
+        free = max(0, min(self.limits.slots, self._most) - len(self._running))
         if self._crowded and self._running:
             return
         for run in self._waiting[:free]:

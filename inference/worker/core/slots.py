@@ -118,6 +118,12 @@ class Slots:
         slot = self._slots[held.slot]
         slot.tokens, slot.computed, slot.tenant, slot.used_at = held.tokens, len(held.tokens), held.tenant, self._clock
 
+    def forget(self) -> None:
+        """Drops what is retained in free slots."""
+        for slot in self._slots:
+            if not slot.taken:
+                self._forget(slot, 0)
+
     def _forget(self, slot: Slot, start: int) -> None:
         if slot.computed > start:
             slot.computed = start

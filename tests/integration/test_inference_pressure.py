@@ -1,0 +1,273 @@
+"""The authority under pressure: others take a device, models make room before anything fails, and it all comes back."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.app import Service
+from inference.core.ledger import Phase
+from inference.core.pressure import Level
+from inference.core.relief import Rung
+from inference.devices.base import Reading
+from inference.errors import MemoryLimitExceededError
+from inference.evictions import Reason
+from inference.protocol import ModelState
+from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, Start, services, until
+
+GPU = "gpu-0"
+NEVER = {"PRESSURE_CHECK_INTERVAL_SECONDS": "3600"}
+"""Only the checks that a test asks for."""
+
+
+class SharedAccelerator(FakeAccelerator):
+    """A GPU of 1,000 MiB that shows what the service has loaded as used, and `foreign_mib` of others."""
+
+    def __init__(self, foreign_mib: int = 0) -> None:
+        super().__init__()
+        self.foreign_mib = foreign_mib
+        self.service: Service | None = None
+
+    def readings(self) -> tuple[Reading, ...]:
+        ours = 0
+        if self.service is not None:
+            holdings = self.service.authority.ledger.holdings.values()
+            ours = sum(holding.bytes.get(GPU, 0) for holding in holdings if holding.phase is not Phase.RELEASING)
+        self.used_bytes = ours + self.foreign_mib * MIB
+        return super().readings()
+
+
+@pytest.fixture
+async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
+    async with services(tmp_path, monkeypatch) as make:
+        yield make
+
+
+async def begin(
+    start: Start, models: dict[str, dict[str, Any]], sizes: dict[str, int], *, foreign_mib: int = 0, **environ: str
+) -> tuple[Service, SharedAccelerator]:
+    estimator = FakeEstimator()
+    estimator.sizes = sizes
+    gpu = SharedAccelerator(foreign_mib)
+    service = await start(models, accelerator=gpu, estimator=estimator, **(NEVER | environ))
+    gpu.service = service
+    return service, gpu
+
+
+async def load(service: Service, *names: str) -> None:
+    for name in names:
+        await service.authority.load(service.authority.resolve(name))
+
+
+def age(service: Service, seconds: float, *names: str) -> None:
+    for name in names:
+        service.authority.resolve(name).last_used_at -= seconds
+
+
+def state(service: Service, name: str) -> ModelState:
+    return service.authority.resolve(name).state
+
+
+def level(service: Service) -> Level:
+    return service.authority.governor.levels()[GPU][1]
+
+
+async def get(service: Service, path: str, query: str = "") -> tuple[int, str]:
+    """Status and body of a GET, asked of the application itself."""
+    said: list[Any] = []
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET", "scheme": "http",
+        "path": path, "raw_path": path.encode(), "query_string": query.encode(), "root_path": "",
+        "headers": [(b"authorization", b"Bearer token")], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2),
+    }  # fmt: skip
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        said.append(message)
+
+    await service.app(scope, receive, send)
+    return said[0]["status"], b"".join(message.get("body", b"") for message in said[1:]).decode()
+
+
+async def test_others_who_take_memory_make_idle_models_leave_before_anything_fails(start: Start) -> None:
+    """Nobody asked for anything: the tick saw it, and the record says why."""
+    service, gpu = await begin(start, {"old": {}, "new": {}}, {"old": 300, "new": 300})
+    await load(service, "old", "new")
+    age(service, 200, "old")
+    gpu.foreign_mib = 100
+    await until("the idle model left", lambda: bool(service.authority.evictions.records))
+    assert state(service, "new") is ModelState.READY
+    record = service.authority.evictions.records[-1]
+    assert (record.model_name, record.reason) == ("old", Reason.PRESSURE)
+    assert (
+        "gpu-0 is at moderate: 700.0 MiB of 1000.0 MiB are in use, 100.0 MiB of it by others" in record.explanation[0]
+    )
+    await load(service, "old")
+
+
+async def test_at_critical_every_idle_model_leaves_and_a_busy_one_goes_on(start: Start) -> None:
+    service, gpu = await begin(start, {"a": {}, "b": {}, "p": {"pinned": True}}, {"a": 200, "b": 200, "p": 200})
+    await load(service, "a", "b", "p")
+    with service.authority.ask(service.authority.resolve("b")) as ticket:
+        assert await ticket.wait(10) is not None
+        gpu.foreign_mib = 350
+        await until("the idle model left", lambda: state(service, "a") is ModelState.COLD)
+        assert (state(service, "b"), state(service, "p")) == (ModelState.BUSY, ModelState.READY)
+    gpu.foreign_mib = 0
+
+
+async def test_a_model_that_fills_its_budget_is_left_alone(start: Start) -> None:
+    service, gpu = await begin(start, {"a": {}}, {"a": 880}, foreign_mib=20, GPU_MEMORY_MAX_PERCENT="0.95")
+    await load(service, "a")
+    age(service, 290, "a")
+    for foreign in (20, 25, 15, 30):
+        gpu.foreign_mib = foreign
+        service.authority.governor.check(regular=True)
+    assert (level(service), state(service, "a")) == (Level.HIGH, ModelState.READY)
+    gpu.foreign_mib = 60
+    await until("it left", lambda: state(service, "a") is ModelState.COLD)
+
+
+async def test_without_the_governor_nothing_leaves_and_admission_is_as_strict(start: Start) -> None:
+    service, gpu = await begin(start, {"a": {}, "b": {}}, {"a": 300, "b": 500}, ENABLE_MEMORY_GOVERNOR="false")
+    await load(service, "a")
+    age(service, 290, "a")
+    gpu.foreign_mib = 690
+    for _ in range(8):
+        service.authority.governor.check(regular=True)
+    assert (level(service), state(service, "a")) == (Level.EMERGENCY, ModelState.READY)
+    with pytest.raises(MemoryLimitExceededError):
+        await load(service, "b")
+
+
+@pytest.mark.parametrize(("eager", "left"), [("false", False), ("true", True)])
+async def test_below_critical_idle_models_leave_unasked_only_if_eager(start: Start, eager: str, left: bool) -> None:
+    service, _ = await begin(start, {"a": {}}, {"a": 700}, PRESSURE_EAGER=eager)
+    await load(service, "a")
+    age(service, 200, "a")
+    service.authority.governor.check(regular=True)
+    assert (state(service, "a") is not ModelState.READY) == left
+
+
+@pytest.mark.parametrize(("seconds", "left"), [("120", False), ("50", True)])
+async def test_the_idle_threshold_is_a_setting(start: Start, seconds: str, left: bool) -> None:
+    service, _ = await begin(
+        start, {"a": {}}, {"a": 700}, PRESSURE_EAGER="true", EVICTION_IDLE_THRESHOLD_SECONDS=seconds
+    )
+    await load(service, "a")
+    age(service, 100, "a")
+    service.authority.governor.check(regular=True)
+    assert (state(service, "a") is not ModelState.READY) == left
+
+
+async def test_the_ladder_slows_workers_down_and_refuses_loads_and_lets_go_again(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    service, gpu = await begin(start, {"busy": {"parallel": 16}, "b": {}}, {"busy": 300, "b": 80})
+    authority, governor = service.authority, service.authority.governor
+    await load(service, "busy")
+    caplog.set_level(logging.INFO)
+    with authority.ask(authority.resolve("busy")) as ticket:
+        assert await ticket.wait(10) is not None
+        gpu.foreign_mib = 690
+        for _ in range(6):
+            governor.check(regular=True)
+        assert governor.rungs() == {GPU: Rung.NO_LOADS, "cpu": Rung.NONE}
+        gpu.foreign_mib = 510  # there is room again, and the ladder has not been left yet
+        governor.check(regular=True)
+        with pytest.raises(MemoryLimitExceededError) as caught:
+            await load(service, "b")
+        assert "too full (high) for any load until its use is below HIGH" in caught.value.message
+        assert "810.0 MiB of 1000.0 MiB are in use, 510.0 MiB of it by others" in caught.value.message
+        assert authority.status(authority.resolve("b")).fits is False
+        refusal, _ = await authority.outlook.dry_run(authority.resolve("b"), {"context_length": 512})
+        assert "too full" in getattr(refusal, "reason", "")
+        gpu.foreign_mib = 100
+        for _ in range(5):
+            governor.check(regular=True)
+        assert governor.rungs()[GPU] is Rung.NONE
+        await load(service, "b")
+    said = [record.getMessage() for record in caplog.records if record.name == "inference.governor"]
+    limits = [line.split(":")[0] for line in said if "admits at" in line]
+    assert limits == [f"busy admits at most {count} at once" for count in (8, 4, 2, 1, 2, 4, 8, 16)]
+    assert sum("drops the prefixes" in line for line in said) == 4
+    (worst,) = [line for line in said if line.startswith("gpu-0 is at emergency (low before)")]
+    assert "990.0 MiB of 1000.0 MiB are in use, 690.0 MiB of it by others" in worst
+
+
+async def test_a_worker_that_starts_late_is_slowed_down_too(start: Start) -> None:
+    service, gpu = await begin(start, {"a": {"parallel": 8}}, {"a": 300})
+    governor = service.authority.governor
+    gpu.foreign_mib = 990
+    for _ in range(3):
+        governor.check(regular=True)
+    gpu.foreign_mib = 550
+    service.authority.observe()
+    await load(service, "a")
+    governor.check(regular=True)
+    assert governor.limits() == {"a": 4}, "and a rung was left, because what is in use now was admitted"
+
+
+async def test_a_service_that_starts_on_a_full_device_starts_says_so_and_refuses_with_numbers(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    service, gpu = await begin(start, {"a": {}}, {"a": 300}, foreign_mib=930)
+    assert service.authority.started
+    assert (
+        "gpu-0 is at critical (low before): 930.0 MiB of 1000.0 MiB are in use, 930.0 MiB of it by others"
+        in caplog.text
+    )
+    with pytest.raises(MemoryLimitExceededError) as caught:
+        await load(service, "a")
+    (shortage,) = caught.value.shortages
+    assert (shortage.device, shortage.need_bytes, shortage.free_bytes) == (GPU, 300 * MIB, 0)
+    gpu.foreign_mib = 100
+    await load(service, "a")
+
+
+async def test_readings_that_fail_end_no_check(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    service, gpu = await begin(start, {"a": {}}, {"a": 300}, PRESSURE_CHECK_INTERVAL_SECONDS="0.1")
+    gpu.failure = OSError("gone")
+    before = len(service.authority.governor.history.since(0))
+    await until("checks go on", lambda: len(service.authority.governor.history.since(0)) > before + 1)
+    assert "could not be read for a check" in caplog.text
+
+
+async def test_a_limit_of_our_own_share_leaves_the_rest_of_the_device_to_others(start: Start) -> None:
+    """INFERENCE_GPU_MEMORY_LIMIT_MB bounds what is ours, however much others use beside it."""
+    service, _ = await begin(
+        start, {"a": {}, "b": {}}, {"a": 300, "b": 420}, foreign_mib=500, GPU_MEMORY_LIMIT_MB="310"
+    )
+    await load(service, "a")
+    with pytest.raises(MemoryLimitExceededError, match="bound by the share of the device that may be used"):
+        await load(service, "b")
+
+
+async def test_health_stats_history_and_metrics_tell_the_same_level(start: Start) -> None:
+    service, gpu = await begin(start, {"a": {"parallel": 4}}, {"a": 300})
+    await load(service, "a")
+    gpu.foreign_mib = 650
+    service.authority.governor.check(regular=True)
+    for path in ("/health", "/memory/health"):
+        status, body = await get(service, path)
+        assert (status, json.loads(body)["devices"][GPU]["pressure"]) == (503, "critical")
+    _, body = await get(service, "/memory/stats")
+    device = json.loads(body)["devices"][GPU]
+    assert (device["pressure"], device["utilization"]) == ("critical", 0.95)
+    _, body = await get(service, "/metrics")
+    assert 'inference_pressure_level{device="gpu-0"} 3.0' in body
+    _, body = await get(service, "/memory/history", "minutes=5")
+    (sample,) = json.loads(body)["samples"]
+    assert sample["devices"][GPU]["pressure_level"] == "low"
+    assert {"timestamp", "active_requests", "pool_utilization", "models_loaded", "models_warm"} < set(sample)
+    for wrong in ("0", "-1", "x"):
+        status, body = await get(service, "/memory/history", f"minutes={wrong}")
+        assert (status, json.loads(body)["error"]["code"]) == (400, "invalid_request")
