@@ -68,7 +68,7 @@ class ServingHelper:
                     answer = json.loads(await self._process.stdout.readline())
             except (TimeoutError, OSError, ValueError) as error:
                 await self.close()
-                raise HelperError(f"the {self._job} helper failed ({error or 'no answer in time'})") from error
+                raise HelperError(f"the {self._job} helper failed ({str(error) or 'no answer in time'})") from error
             except BaseException:
                 await self.close()
                 raise

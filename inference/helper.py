@@ -8,6 +8,7 @@ Libraries that may abort a process (llama.cpp, NVML) are opened here and in work
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -52,12 +53,13 @@ def _runner(name: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
 def _serve_nvml(answers: Any) -> int:
     from inference.jobs import nvml
 
-    reading = nvml.run({})
+    take: Callable[[], dict[str, Any]] = functools.partial(nvml.run, {})
     for _ in sys.stdin:
+        reading = take()
         _answer(answers, reading)
         if "devices" not in reading:
             return 0
-        reading = nvml.read()
+        take = nvml.read
     return 0
 
 

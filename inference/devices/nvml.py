@@ -1,13 +1,14 @@
 """Reads NVIDIA devices through NVML in a child with a deadline; never opens the library in this process.
 
-The library cannot be opened again once it failed, so the child is killed and started afresh on every error.
+The library cannot be opened again once it failed, so the child is killed and started afresh on every error, be it the
+library's or one device's, and on every call that does not return in time.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, replace
 
 from inference.children import HelperError, ServingHelper
 
@@ -17,20 +18,44 @@ FIRST_SECONDS = 15.0
 NEXT_SECONDS = 5.0
 
 
-class NvmlReader:
-    """The NVIDIA devices of the machine by PCI address; empty where there is no driver."""
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One NVIDIA device as NVML tells it; bytes are bytes, `total_bytes` without what the driver reserves.
 
-    def __init__(self) -> None:
+    With `error` (a sentence) its figures are those of the last good reading.
+    """
+
+    uuid: str
+    name: str
+    pci: str
+    total_bytes: int
+    free_bytes: int
+    used_bytes: int
+    driver: str
+    error: str = ""
+
+
+class NvmlReader:
+    """The NVIDIA devices of the machine by PCI address; empty where there is no NVML.
+
+    `error` says why the last reading failed altogether; `answered` whether any ever succeeded.
+    """
+
+    def __init__(self, *, first_seconds: float = FIRST_SECONDS, next_seconds: float = NEXT_SECONDS) -> None:
         self._helper = ServingHelper("nvml")
+        self._first_seconds, self._next_seconds = first_seconds, next_seconds
         self._absent = False
+        self._known: dict[int, Card] = {}
+        self.answered = False
         self.error: str | None = None
 
-    async def read(self) -> Mapping[str, Mapping[str, Any]]:
-        """Figures per PCI address (as `canonical_pci` writes it); empty when absent or failing (see `error`)."""
+    async def read(self) -> Mapping[str, Card]:
+        """The cards by PCI address (as `canonical_pci` writes it); empty when absent or failing (see `error`)."""
         if self._absent:
             return {}
+        fresh = not self.answered or self.error is not None
         try:
-            answer = await self._helper.ask(seconds=NEXT_SECONDS if self.error is None else FIRST_SECONDS)
+            answer = await self._helper.ask(seconds=self._first_seconds if fresh else self._next_seconds)
         except HelperError as error:
             self._fail(str(error))
             return {}
@@ -40,10 +65,20 @@ class NvmlReader:
             return {}
         if "error" in answer:
             await self._helper.close()
-            self._fail(f"NVML: {answer['error']}")
+            self._fail(f"NVML: {answer['error']} ({answer['code']})")
             return {}
-        self.error = None
-        return {canonical_pci(item["pci"]): item for item in answer["devices"]}
+        self.error, self.answered = None, True
+        cards: list[Card] = []
+        for item in answer["devices"]:
+            index = item.pop("index")
+            if "error" not in item:
+                cards.append(Card(**item, driver=answer["driver"]))
+                self._known[index] = cards[-1]
+            elif (known := self._known.get(index)) is not None:
+                cards.append(replace(known, error=f"NVML: {item['error']} ({item['code']})"))
+        if len(cards) < len(answer["devices"]) or any(card.error for card in cards):
+            await self._helper.close()  # what it says of that device from now on may be old
+        return {canonical_pci(card.pci): card for card in cards}
 
     async def close(self) -> None:
         """Ends the child."""

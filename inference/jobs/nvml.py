@@ -7,36 +7,39 @@ from typing import Any
 
 
 def run(job: Mapping[str, Any]) -> dict[str, Any]:
-    """One reading: `{"devices": [{"uuid", "name", "pci", "total_bytes", "free_bytes", "used_bytes"}]}`.
-
-    `{"absent": sentence}` where the machine has no NVIDIA driver; `{"error": sentence, "code": N}` where it has one
-    that fails.
-    """
+    """Opens NVML and gives one reading, as `read`; `{"absent": sentence}` where the machine has no NVML at all."""
     del job
     import pynvml
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        absent = (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
-        if error.value in absent:
+        if error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND:
             return {"absent": str(error)}
         return {"error": str(error), "code": error.value}
     return read()
 
 
 def read() -> dict[str, Any]:
-    """A reading once NVML is open; an error of one device is its own."""
+    """A reading once NVML is open: `{"driver", "devices": [{"index", "uuid", "name", "pci", "total_bytes", ...}]}`.
+
+    Besides `total_bytes` there are `free_bytes` and `used_bytes`. A device that cannot be read has `error` (a sentence)
+    and `code` instead, and the others are read all the same; `{"error", "code"}` when NVML itself fails.
+    """
     import pynvml
 
-    found = []
     try:
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            found.append(_device(pynvml, handle))
+        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        count = pynvml.nvmlDeviceGetCount()
     except pynvml.NVMLError as error:
         return {"error": str(error), "code": error.value}
-    return {"devices": found}
+    found: list[dict[str, Any]] = []
+    for index in range(count):
+        try:
+            found.append({"index": index, **_device(pynvml, pynvml.nvmlDeviceGetHandleByIndex(index))})
+        except pynvml.NVMLError as error:
+            found.append({"index": index, "error": str(error), "code": error.value})
+    return {"driver": driver, "devices": found}
 
 
 def _device(pynvml: Any, handle: Any) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from inference import views
+from inference.children import HelperError
 from inference.devices.base import Reading, narrowed, outer_set
 from inference.devices.cpu import CpuProbe, cgroups, host_memory
-from inference.devices.ggml import GgmlProbe
+from inference.devices.ggml import GgmlProbe, Listing
 from inference.devices.nvml import canonical_pci
 from inference.environment import InferenceSettings
 
@@ -127,41 +128,104 @@ async def test_a_machine_without_accelerators_has_none() -> None:
     assert all(reading.id.startswith("gpu-") for reading in probe.readings())
 
 
-async def test_probed_devices_are_named_pinned_and_measured_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two cards behind CUDA_VISIBLE_DEVICES: our order is llama.cpp's, figures and UUIDs are NVML's."""
-    listed = [
-        {"ggml_name": f"CUDA{n}", "backend": "CUDA", "name": "card", "type": "gpu", "pci": f"0000:0{n + 1}:00.0",
-         "total_bytes": 10, "free_bytes": 9}
-        for n in range(2)
+def listed(backend: str, count: int, **more: Any) -> list[dict[str, Any]]:
+    return [
+        {"ggml_name": f"{backend}{n}", "backend": backend, "name": "card", "type": "gpu", "pci": f"0000:0{n + 1}:00.0",
+         "total_bytes": 10, "free_bytes": 9, **more}
+        for n in range(count)
     ]  # fmt: skip
-    figures = {
-        f"0:{n + 1}:0.0": {
-            "uuid": f"GPU-{n}",
-            "name": f"Card {n}",
-            "total_bytes": 100,
-            "free_bytes": 60,
-            "used_bytes": 40,
-        }
-        for n in range(2)
-    }
 
-    async def devices(*_: Any, **__: Any) -> dict[str, Any]:
-        return {"devices": [*listed, {"type": "cpu", "backend": "CPU"}]}
 
-    async def read(_: Any) -> Any:
-        return figures
+def lister(items: list[dict[str, Any]]) -> Listing:
+    async def listing() -> list[dict[str, Any]]:
+        return [*items, {"type": "cpu", "backend": "CPU"}, {"type": "accel", "backend": "BLAS"}]
 
-    monkeypatch.setattr("inference.devices.ggml.run_helper", devices)
-    monkeypatch.setattr("inference.devices.nvml.NvmlReader.read", read)
-    probe = GgmlProbe({})
+    return listing
+
+
+def amd_files(root: Path, pci: str, *, used: int, unique_id: str = "0\n") -> None:
+    folder = f"sys/bus/pci/devices/{pci}"
+    write(root, f"{folder}/mem_info_vram_total", f"{16 * GIB}\n")
+    write(root, f"{folder}/mem_info_vram_used", f"{used}\n")
+    write(root, f"{folder}/unique_id", unique_id)
+
+
+async def test_amd_devices_are_measured_from_the_kernels_files(root: Path) -> None:
+    """Without a process: figures are read anew at every refresh, and a chip with a number is pinned by it."""
+    amd_files(root, "0000:01:00.0", used=GIB, unique_id="9b8c7d6e5f4a\n")
+    amd_files(root, "0000:02:00.0", used=0)
+    probe = GgmlProbe({}, root=root, probe=lister(listed("ROCm", 2)))
     await probe.start()
-    first, second = probe.readings()
-    assert (first.id, first.uuid, first.free_bytes, first.ggml_name) == ("gpu-0", "GPU-0", 60, "CUDA0")
-    assert second.environment == {"CUDA_VISIBLE_DEVICES": "GPU-1"}
-    assert second.ggml_name == "CUDA0"
-    figures["0:2:0.0"]["free_bytes"] = 10
     await probe.refresh()
-    assert probe.readings()[1].free_bytes == 10
-    outer = GgmlProbe({"CUDA_VISIBLE_DEVICES": "5,7"})
-    await outer.start()
-    assert outer.readings()[1].environment == {"CUDA_VISIBLE_DEVICES": "7"}
+    first, second = probe.readings()
+    assert (first.total_bytes, first.used_bytes, first.free_bytes) == (16 * GIB, GIB, 15 * GIB)
+    assert first.uuid == "GPU-00009b8c7d6e5f4a"
+    assert first.environment == {"ROCR_VISIBLE_DEVICES": "GPU-00009b8c7d6e5f4a", "HIP_VISIBLE_DEVICES": "0"}
+    assert (second.uuid, second.environment) == (None, {"HIP_VISIBLE_DEVICES": "1"})
+    assert second.ggml_name == "ROCm0"
+    amd_files(root, "0000:02:00.0", used=3 * GIB)
+    await probe.refresh()
+    assert probe.readings()[1].free_bytes == 13 * GIB
+
+
+@pytest.mark.parametrize(
+    ("outer", "pinned"),
+    [
+        ({}, "1"),
+        ({"HIP_VISIBLE_DEVICES": "2,3"}, "3"),
+        ({"ROCR_VISIBLE_DEVICES": "GPU-a,GPU-b"}, "1"),
+        ({"CUDA_VISIBLE_DEVICES": "2,0"}, "0"),
+        ({"HIP_VISIBLE_DEVICES": "4,5", "CUDA_VISIBLE_DEVICES": "0"}, "5"),
+    ],
+)
+async def test_hip_takes_indices_among_what_was_allowed_from_outside(
+    root: Path, outer: dict[str, str], pinned: str
+) -> None:
+    """An outer ROCR list is applied before and stays; CUDA's variable counts where HIP's is unset."""
+    probe = GgmlProbe(outer, root=root, probe=lister(listed("ROCm", 2)))
+    await probe.start()
+    assert probe.readings()[1].environment == {"HIP_VISIBLE_DEVICES": pinned}
+
+
+async def test_other_devices_are_measured_by_the_probe_child(root: Path) -> None:
+    """Vulkan is pinned by index; integrated and Metal devices say that their memory is the host's."""
+    items = listed("Vulkan", 1) + listed("MTL", 1, pci=None) + listed("SYCL", 1, type="igpu")
+    probe = GgmlProbe({}, root=root, probe=lister(items))
+    await probe.start()
+    assert [reading.unified for reading in probe.readings()] == [False, True, True]
+    assert [dict(reading.environment) for reading in probe.readings()] == [{"GGML_VK_VISIBLE_DEVICES": "0"}, {}, {}]
+    items[0]["free_bytes"] = 4
+    await probe.refresh()
+    assert (probe.readings()[0].free_bytes, probe.readings()[0].used_bytes) == (4, 6)
+
+
+async def test_devices_that_cannot_be_read_keep_their_figures_and_turn_suspect(root: Path) -> None:
+    items = listed("Vulkan", 2)
+    probe = GgmlProbe({}, root=root, probe=lister(items))
+    await probe.start()
+    gone = items.pop()
+    await probe.refresh()
+    assert {reading.state for reading in probe.readings()} == {"suspect"}
+    assert "lists 1 devices where there were 2" in probe.readings()[0].note
+    assert probe.readings()[1].free_bytes == 9
+    items.append(gone)
+    await probe.refresh()
+    assert {reading.state for reading in probe.readings()} == {"healthy"}
+
+
+async def test_a_probe_child_that_fails_finds_nothing_at_the_start_and_blames_the_devices_later(root: Path) -> None:
+    answers: list[list[dict[str, Any]]] = [listed("Vulkan", 1)]
+
+    async def listing() -> list[dict[str, Any]]:
+        if not answers:
+            raise HelperError("it died")
+        return answers.pop()
+
+    probe = GgmlProbe({}, root=root, probe=listing)
+    await probe.start()
+    await probe.refresh()
+    assert (probe.readings()[0].state, probe.readings()[0].note) == ("suspect", "it died")
+    empty = GgmlProbe({}, root=root, probe=listing)
+    await empty.start()
+    await empty.refresh()
+    assert empty.readings() == ()

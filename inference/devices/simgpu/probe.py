@@ -71,7 +71,7 @@ class SimProbe:
                 self._streams = await asyncio.open_unix_connection(str(self.socket_path), limit=MOST_LINE_BYTES)
         except (TimeoutError, OSError, ValueError) as error:
             await self.close()
-            raise HeadgateError(f"the simulated devices did not start ({error or 'no answer in time'})") from error
+            raise HeadgateError(f"the simulated devices did not start ({str(error) or 'no answer in time'})") from error
         except BaseException:
             await self.close()
             raise
@@ -106,7 +106,9 @@ class SimProbe:
                 writer.transport.abort()  # an answer that comes later would be taken for the next one's
                 self._streams = None
                 if isinstance(error, TimeoutError | OSError | ValueError):
-                    raise HeadgateError(f"the simulator does not answer ({error or 'no answer in time'})") from error
+                    raise HeadgateError(
+                        f"the simulator does not answer ({str(error) or 'no answer in time'})"
+                    ) from error
                 raise
         if "error" in answer:
             raise HeadgateError(f"the simulator refuses: {answer['error']}")

@@ -1,0 +1,263 @@
+"""NVML's child and the devices it describes, against a real library: errors cost a process, never a hang or a lie."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.devices.ggml import GgmlProbe
+from inference.devices.nvml import NvmlReader
+from inference.protocol import DeviceState
+from tests.rigs.nvml_stub import GIB, NvidiaGpu, NvmlStub
+from tests.rigs.processes import children_of
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the NVML stub is a Linux library")
+
+FIRST, SECOND = "GPU-11111111-2222-3333-4444-555555555555", "GPU-66666666-7777-8888-9999-000000000000"
+
+
+@pytest.fixture
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NvmlStub:
+    gpus = [
+        NvidiaGpu(FIRST, "00000000:01:00.0", "NVIDIA First", 24 * GIB, GIB // 2, GIB),
+        NvidiaGpu(SECOND, "00000000:41:00.0", "NVIDIA Second", 16 * GIB, GIB // 4, 0),
+    ]
+    stub = NvmlStub(tmp_path, gpus)
+    for name, value in stub.env.items():
+        monkeypatch.setenv(name, value)
+    return stub
+
+
+@pytest.fixture
+async def reader(stub: NvmlStub) -> AsyncIterator[NvmlReader]:
+    reader = NvmlReader()
+    yield reader
+    await reader.close()
+
+
+def nvml_children() -> set[int]:
+    mine = children_of(os.getpid())
+    return {pid for pid in mine if b"inference.helper\0nvml" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+
+
+async def test_the_child_reads_every_card(reader: NvmlReader) -> None:
+    """Total leaves out what the driver reserves, so that total = free + used."""
+    cards = await reader.read()
+    assert list(cards) == ["0:1:0.0", "0:41:0.0"]
+    first = cards["0:1:0.0"]
+    assert (first.uuid, first.name, first.driver) == (FIRST, "NVIDIA First", "570.86.15")
+    assert first.total_bytes == 24 * GIB - GIB // 2 == first.free_bytes + first.used_bytes
+    assert first.used_bytes == GIB
+    assert reader.error is None
+
+
+async def test_figures_are_read_anew_by_the_same_child(stub: NvmlStub, reader: NvmlReader) -> None:
+    """At the question, not after the answer to the one before."""
+    await reader.read()
+    before = nvml_children()
+    stub.gpus[0].used_bytes = 3 * GIB
+    stub.write()
+    assert (await reader.read())["0:1:0.0"].used_bytes == 3 * GIB
+    assert nvml_children() == before
+    assert len(before) == 1
+
+
+async def test_drivers_without_the_second_memory_query_are_read_too(stub: NvmlStub, reader: NvmlReader) -> None:
+    """The first version counts reserved bytes as used."""
+    stub.errors = [("nvmlDeviceGetMemoryInfo_v2", 13, "")]
+    stub.write()
+    first = (await reader.read())["0:1:0.0"]
+    assert (first.total_bytes, first.used_bytes) == (24 * GIB, GIB + GIB // 2)
+
+
+@pytest.mark.parametrize("code", [15, 16, 9, 18, 999])
+async def test_an_error_of_the_library_costs_the_child_and_the_next_reading_has_another(
+    stub: NvmlStub, reader: NvmlReader, code: int
+) -> None:
+    """The process that was told so would be told so for ever: only a fresh one sees the machine healed."""
+    await reader.read()
+    before = nvml_children()
+    stub.errors = [("nvmlDeviceGetCount_v2", code, "")]
+    stub.write()
+    assert await reader.read() == {}
+    assert f"({code})" in str(reader.error)
+    assert not nvml_children() & before
+    stub.errors = []
+    stub.write()
+    assert len(await reader.read()) == 2
+    assert reader.error is None
+    assert nvml_children() != before
+
+
+async def test_an_error_at_the_opening_is_told(stub: NvmlStub, reader: NvmlReader) -> None:
+    """A driver that is being replaced is no machine without one."""
+    stub.errors = [("nvmlInitWithFlags", 18, "")]
+    stub.write()
+    assert await reader.read() == {}
+    assert "mismatch. (18)" in str(reader.error)
+    assert not reader.answered
+    stub.errors = []
+    stub.write()
+    assert len(await reader.read()) == 2
+
+
+@pytest.mark.parametrize("function", ["nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetMemoryInfo_v2"])
+async def test_a_lost_card_is_told_and_the_other_is_still_read(
+    stub: NvmlStub, reader: NvmlReader, function: str
+) -> None:
+    await reader.read()
+    before = nvml_children()
+    stub.errors = [(function, 15, FIRST)]
+    stub.gpus[1].used_bytes = 5 * GIB
+    stub.write()
+    cards = await reader.read()
+    assert "lost (15)" in cards["0:1:0.0"].error
+    assert cards["0:1:0.0"].used_bytes == GIB
+    assert (cards["0:41:0.0"].error, cards["0:41:0.0"].used_bytes) == ("", 5 * GIB)
+    stub.errors = []
+    stub.write()
+    assert not (await reader.read())["0:1:0.0"].error
+    assert not nvml_children() & before
+
+
+async def test_a_call_that_never_returns_is_cut_by_the_deadline(stub: NvmlStub) -> None:
+    reader = NvmlReader(next_seconds=0.3)
+    await reader.read()
+    before = nvml_children()
+    stub.hangs = ["nvmlDeviceGetMemoryInfo_v2"]
+    stub.write()
+    assert await reader.read() == {}
+    assert "no answer in time" in str(reader.error)
+    assert not nvml_children() & before
+    stub.hangs = []
+    stub.write()
+    assert len(await reader.read()) == 2
+    await reader.close()
+    assert not nvml_children()
+
+
+async def test_a_machine_without_nvml_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is not asked again."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    reader = NvmlReader()
+    assert await reader.read() == {}
+    if (error := reader.error) is not None:  # a machine with a real driver that does not work
+        pytest.skip(f"this machine has NVML: {error}")
+    assert not nvml_children()
+    assert await reader.read() == {}
+    await reader.close()
+
+
+# --- the devices that llama.cpp and NVML describe together ------------------------------------------------------------
+def cuda(number: int, pci: str) -> dict[str, Any]:
+    return {"ggml_name": f"CUDA{number}", "backend": "CUDA", "name": "card", "type": "gpu", "pci": pci,
+            "total_bytes": 10, "free_bytes": 9}  # fmt: skip
+
+
+async def listing() -> list[dict[str, Any]]:
+    """llama.cpp counts the cards in another order than NVML."""
+    return [cuda(0, "0000:41:00.0"), cuda(1, "0000:01:00.0"), {"type": "cpu", "backend": "CPU"}]
+
+
+@pytest.mark.parametrize(
+    ("outer", "pinned"),
+    [({}, [SECOND, FIRST]), ({"CUDA_VISIBLE_DEVICES": "5,7"}, ["5", "7"])],
+)
+async def test_devices_are_named_pinned_and_measured_by_nvml(
+    stub: NvmlStub, outer: dict[str, str], pinned: list[str]
+) -> None:
+    """Our order is llama.cpp's; figures and UUIDs are NVML's; what was set from outside is narrowed within itself."""
+    probe = GgmlProbe(outer, probe=listing)
+    await probe.start()
+    first, second = probe.readings()
+    assert (first.id, first.uuid, first.free_bytes, first.ggml_name) == ("gpu-0", SECOND, 16 * GIB - GIB // 4, "CUDA0")
+    assert (second.ggml_name, second.driver) == ("CUDA0", stub.driver)
+    assert [reading.environment["CUDA_VISIBLE_DEVICES"] for reading in probe.readings()] == pinned
+    stub.gpus[0].used_bytes = 10 * GIB
+    stub.write()
+    await probe.refresh()
+    assert probe.readings()[1].used_bytes == 10 * GIB
+    await probe.close()
+    assert not nvml_children()
+
+
+async def test_a_device_turns_suspect_with_its_reason_and_is_healthy_again_once_it_is_read(stub: NvmlStub) -> None:
+    probe = GgmlProbe({}, probe=listing)
+    await probe.start()
+    states: list[list[DeviceState]] = []
+    notes: list[str] = []
+    for errors, gpus in (
+        ([("all", 999, "")], stub.gpus),
+        ([("nvmlDeviceGetMemoryInfo_v2", 15, FIRST)], stub.gpus),
+        ([], stub.gpus[1:]),
+        ([], stub.gpus),
+    ):
+        stub.errors, kept, stub.gpus = errors, stub.gpus, gpus
+        stub.write()
+        await probe.refresh()
+        states.append([reading.state for reading in probe.readings()])
+        notes.append(probe.readings()[1].note)
+        stub.gpus = kept
+    healthy, suspect = DeviceState.HEALTHY, DeviceState.SUSPECT
+    assert states == [[suspect, suspect], [healthy, suspect], [healthy, suspect], [healthy, healthy]]
+    assert "(999)" in notes[0]
+    assert "(15)" in notes[1]
+    assert notes[2:] == ["NVML does not list it any more", ""]
+    assert probe.readings()[1].used_bytes == GIB
+    await probe.close()
+
+
+async def test_without_a_working_nvml_the_probe_child_measures(stub: NvmlStub) -> None:
+    """Containers often have the driver and no NVML: the devices are usable all the same."""
+    stub.errors = [("all", 9, "")]
+    stub.write()
+    probe = GgmlProbe({}, probe=listing)
+    await probe.start()
+    await probe.refresh()
+    assert [(reading.free_bytes, reading.state) for reading in probe.readings()] == [(9, DeviceState.HEALTHY)] * 2
+    assert probe.readings()[1].environment == {"CUDA_VISIBLE_DEVICES": "1"}
+    await probe.close()
+
+
+# --- the library itself -----------------------------------------------------------------------------------------------
+XIDS = """
+import sys, pynvml
+pynvml.nvmlInit()
+heard = pynvml.nvmlEventSetCreate()
+for index in range(pynvml.nvmlDeviceGetCount()):
+    card = pynvml.nvmlDeviceGetHandleByIndex(index)
+    assert pynvml.nvmlDeviceGetSupportedEventTypes(card) & pynvml.nvmlEventTypeXidCriticalError
+    pynvml.nvmlDeviceRegisterEvents(card, pynvml.nvmlEventTypeXidCriticalError, heard)
+try:
+    pynvml.nvmlEventSetWait(heard, 0)
+except pynvml.NVMLError_Timeout:
+    print("nothing", flush=True)
+sys.stdin.readline()
+for _ in range(2):
+    event = pynvml.nvmlEventSetWait(heard, 10000)
+    print(pynvml.nvmlDeviceGetUUID(event.device), event.eventData, flush=True)
+pynvml.nvmlEventSetFree(heard)
+pynvml.nvmlShutdown()
+"""
+
+
+def test_xid_events_reach_those_who_registered_before(stub: NvmlStub) -> None:
+    """Old ones are not told again; each is told once."""
+    stub.xids = [(FIRST, 13)]
+    stub.write()
+    with subprocess.Popen(
+        [sys.executable, "-c", XIDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as listener:
+        assert listener.stdout is not None
+        assert listener.stdout.readline() == "nothing\n"
+        stub.xids += [(FIRST, 79), (SECOND, 48)]
+        stub.write()
+        out, _err = listener.communicate("\n", timeout=20)
+    assert out.splitlines() == [f"{FIRST} 79", f"{SECOND} 48"]
+    assert listener.returncode == 0

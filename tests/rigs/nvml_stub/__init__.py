@@ -1,0 +1,91 @@
+"""A machine's NVML for tests: the C library that the real pynvml loads, and the state file that it reads. Linux."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("nvml_stub.c")
+LIBRARY = "libnvidia-ml.so.1"
+GIB = 2**30
+
+
+def library_directory() -> Path:
+    """The folder that holds the compiled library; AssertionError with the compiler's words when it does not compile."""
+    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+    directory = Path(tempfile.gettempdir()) / f"headgate-nvml-stub-{os.getuid()}-{digest}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    library = directory / LIBRARY
+    if not library.exists():
+        compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+        assert compiler, "a C compiler is needed for the NVML stub"
+        mine = directory / f"{LIBRARY}.{os.getpid()}"
+        done = subprocess.run(
+            [compiler, "-std=gnu11", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", str(SOURCE), "-o", str(mine)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        mine.replace(library)  # tests that run in parallel never see half a file
+    return directory
+
+
+@dataclass
+class NvidiaGpu:
+    """One card as NVML tells it; bytes are bytes, and total = reserved + free + used."""
+
+    uuid: str = "GPU-00000000-0000-0000-0000-000000000000"
+    pci: str = "00000000:01:00.0"
+    name: str = "NVIDIA Stub"
+    total_bytes: int = 24 * GIB
+    reserved_bytes: int = GIB // 2
+    used_bytes: int = 0
+
+    @property
+    def free_bytes(self) -> int:
+        """What is left."""
+        return self.total_bytes - self.reserved_bytes - self.used_bytes
+
+
+@dataclass
+class NvmlStub:
+    """The state file below `root`; `write` after every change. `errors` are (function or `all`, code, UUID or "")."""
+
+    root: Path
+    gpus: list[NvidiaGpu] = field(default_factory=lambda: [NvidiaGpu()])
+    driver: str = "570.86.15"
+    errors: list[tuple[str, int, str]] = field(default_factory=list)
+    hangs: list[str] = field(default_factory=list)
+    xids: list[tuple[str, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.path = self.root / "nvml.state"
+        self.write()
+
+    @property
+    def env(self) -> dict[str, str]:
+        """For processes that shall see this machine."""
+        outer = os.environ.get("LD_LIBRARY_PATH")
+        path = os.pathsep.join([str(library_directory()), *([outer] if outer else [])])
+        return {"LD_LIBRARY_PATH": path, "NVML_STUB_STATE": str(self.path)}
+
+    def write(self) -> None:
+        """Makes the state what the fields say, at once for whoever calls next."""
+        lines = [f"driver {self.driver}"]
+        lines += [
+            f"device {gpu.uuid} {gpu.pci} {gpu.total_bytes} {gpu.reserved_bytes} {gpu.free_bytes} {gpu.used_bytes} "
+            f"{gpu.name}"
+            for gpu in self.gpus
+        ]
+        lines += [f"error {function} {code} {uuid}".rstrip() for function, code, uuid in self.errors]
+        lines += [f"hang {function}" for function in self.hangs]
+        lines += [f"xid {number} {uuid} {xid}" for number, (uuid, xid) in enumerate(self.xids, 1)]
+        fresh = self.path.with_suffix(".new")
+        fresh.write_text("\n".join(lines) + "\n")
+        fresh.replace(self.path)
