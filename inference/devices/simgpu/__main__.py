@@ -120,6 +120,9 @@ def main(argv: list[str] | None = None) -> int:
     path.unlink(missing_ok=True)
     try:
         asyncio.run(run(path, [int(size) for size in arguments[1:]]))
+    except OSError as error:
+        log.error("the simulator cannot go on: %s", error)  # noqa: TRY400 - the sentence says it
+        return 1
     finally:
         path.unlink(missing_ok=True)
     return 0

@@ -1,0 +1,191 @@
+"""What every probe promises, real or simulated: devices with one name each, true figures, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from headgate.shared.errors import HeadgateError
+from inference.devices.base import Probe, Reading
+from inference.devices.cpu import CpuProbe
+from inference.devices.ggml import GgmlProbe
+from inference.devices.inventory import Inventory
+from inference.devices.simgpu.control import Control, SimulatorError
+from inference.devices.simgpu.probe import SimProbe
+from inference.environment import InferenceSettings
+from inference.protocol import DeviceState
+from tests.rigs.processes import children_of, is_alive, wait_until
+from tests.rigs.sim_devices import SimDevices
+from tests.rigs.sim_machine import SimMachine
+
+MIB = 2**20
+SIZES = (600 * MIB, 1024 * MIB)
+Open = Callable[[Path, pytest.MonkeyPatch], AbstractAsyncContextManager[Probe]]
+
+
+@asynccontextmanager
+async def cpu(_root: Path, _patch: pytest.MonkeyPatch) -> AsyncIterator[Probe]:
+    yield CpuProbe()
+
+
+@asynccontextmanager
+async def this_machines(_root: Path, _patch: pytest.MonkeyPatch) -> AsyncIterator[Probe]:
+    """Whatever accelerators there really are: usually none."""
+    yield GgmlProbe()
+
+
+@asynccontextmanager
+async def nvidia(root: Path, patch: pytest.MonkeyPatch) -> AsyncIterator[Probe]:
+    """NVML's figures of a simulated machine."""
+    with SimDevices(*SIZES) as devices:
+        machine = SimMachine(root, devices.control, reserved_bytes=8 * MIB)
+        for name, value in machine.env.items():
+            patch.setenv(name, value)
+        yield GgmlProbe({}, probe=machine.listing)
+
+
+@asynccontextmanager
+async def simulated(_root: Path, _patch: pytest.MonkeyPatch) -> AsyncIterator[Probe]:
+    yield SimProbe(SIZES)
+
+
+KINDS = [
+    pytest.param(cpu, id="cpu"),
+    pytest.param(this_machines, id="this-machine"),
+    pytest.param(nvidia, id="nvidia", marks=pytest.mark.skipif(sys.platform != "linux", reason="the stub is Linux's")),
+    pytest.param(simulated, id="simulated"),
+]
+
+
+@pytest.mark.parametrize("open_probe", KINDS)
+async def test_every_probe(open_probe: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names and identities stay the same from reading to reading; figures make sense; no process survives `close`."""
+    async with open_probe(tmp_path, monkeypatch) as probe:
+        before = set(children_of(os.getpid()))
+        await probe.start()
+        first = probe.readings()
+        await probe.refresh()
+        second = probe.readings()
+        assert [identity(reading) for reading in second] == [identity(reading) for reading in first]
+        assert len({reading.id for reading in first}) == len(first)
+        for reading in second:
+            assert reading.state is DeviceState.HEALTHY
+            assert 0 <= reading.free_bytes <= reading.total_bytes
+            assert abs(reading.free_bytes + reading.used_bytes - reading.total_bytes) <= reading.total_bytes // 100
+            assert reading.name
+            assert reading.to_json()["state"] == "healthy"
+        if open_probe in (nvidia, simulated):
+            assert [reading.total_bytes for reading in second] == list(SIZES)
+            assert [reading.id for reading in second] == ["gpu-0", "gpu-1"]
+        await probe.close()
+        assert set(children_of(os.getpid())) <= before
+        assert probe.readings() is not None
+
+
+def identity(reading: Reading) -> tuple[object, ...]:
+    return reading.id, reading.kind, reading.uuid, reading.ggml_name, dict(reading.environment)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the NVML stub is a Linux library")
+async def test_the_simulator_and_nvml_describe_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same UUIDs and figures at every moment, foreign use and losses included."""
+    simulated = SimProbe(SIZES)
+    await simulated.start()
+    with Control(simulated.socket_path) as control:
+        machine = SimMachine(tmp_path, control)
+        for name, value in machine.env.items():
+            monkeypatch.setenv(name, value)
+        nvidia = GgmlProbe({}, probe=machine.listing)
+        await nvidia.start()
+        for command in ({}, {"do": "foreign", "device": "gpu-1", "bytes": 100 * MIB}, {"do": "shrink", "bytes": MIB}):
+            machine.tell(**{"do": "status", **command})
+            await simulated.refresh()
+            await nvidia.refresh()
+            assert [figures(reading) for reading in nvidia.readings()] == [
+                figures(reading) for reading in simulated.readings()
+            ]
+        machine.tell("cut", "gpu-0")
+        await nvidia.refresh()
+        await simulated.refresh()
+        assert [reading.state for reading in simulated.readings()] == [DeviceState.LOST, DeviceState.HEALTHY]
+        assert [reading.state for reading in nvidia.readings()] == [DeviceState.SUSPECT, DeviceState.HEALTHY]
+        assert "(15)" in nvidia.readings()[0].note
+        machine.tell("heal")
+        await nvidia.refresh()
+        await simulated.refresh()
+        assert {reading.state for reading in (*simulated.readings(), *nvidia.readings())} == {DeviceState.HEALTHY}
+    await nvidia.close()
+    await simulated.close()
+
+
+def figures(reading: Reading) -> tuple[object, ...]:
+    return (
+        reading.id,
+        reading.uuid,
+        reading.total_bytes,
+        reading.free_bytes,
+        min(reading.used_bytes, reading.total_bytes),
+    )
+
+
+async def test_the_simulators_end_is_the_loss_of_its_devices_and_never_a_hang() -> None:
+    """At once, without being asked; later questions are answered as quickly; the others' figures stay."""
+    probe = SimProbe(SIZES)
+    await probe.start()
+    assert probe.pid is not None
+    servers = children_of(probe.pid)
+    os.kill(probe.pid, 9)
+    wait_until("it ends", lambda: not is_alive(probe.pid or 0))
+    await probe.refresh()
+    assert {reading.state for reading in probe.readings()} == {DeviceState.LOST}
+    await probe.refresh()
+    assert [reading.total_bytes for reading in probe.readings()] == list(SIZES)
+    with pytest.raises(HeadgateError, match="has ended"):
+        await probe.tell("status")
+    with pytest.raises(SimulatorError, match="no simulated device answers"):
+        Control(probe.socket_path)
+    wait_until("its servers end", lambda: not any(is_alive(pid) for pid in servers))
+    await probe.close()
+
+
+async def test_what_a_simulator_refuses_is_told_in_its_words() -> None:
+    probe = SimProbe(SIZES)
+    await probe.start()
+    with pytest.raises(HeadgateError, match="others can use between 0 and 629145600 bytes"):
+        await probe.tell("foreign", "gpu-0", bytes=2**40)
+    with Control(probe.socket_path) as control, pytest.raises(SimulatorError, match="did you mean stall"):
+        control.tell("stal")
+    await probe.refresh()
+    assert {reading.state for reading in probe.readings()} == {DeviceState.HEALTHY}
+    await probe.close()
+
+
+async def test_devices_that_cannot_start_are_told(tmp_path: Path) -> None:
+    """Here, because nothing can be created where its socket should be."""
+    before = set(children_of(os.getpid()))
+    probe = SimProbe(SIZES, tmp_path / "missing")
+    with pytest.raises(HeadgateError, match="did not start"):
+        await probe.start()
+    assert set(children_of(os.getpid())) <= before
+
+
+@pytest.mark.parametrize(
+    ("said", "ids"),
+    [
+        ({"devices": "cpu"}, ["cpu"]),
+        ({"force_cpu_mode": True, "devices": "sim:2x600MiB"}, ["cpu"]),
+        ({"devices": "sim:2x600MiB,1GiB"}, ["gpu-0", "gpu-1", "gpu-2", "cpu"]),
+    ],
+)
+async def test_the_inventory_has_what_the_settings_ask_for(said: dict[str, object], ids: list[str]) -> None:
+    inventory = Inventory.of(InferenceSettings.model_validate(said))
+    await inventory.start()
+    assert [reading.id for reading in inventory.readings()] == ids
+    assert inventory.get("cpu") is not None
+    assert [reading.id for reading in inventory.accelerators()] == ids[:-1]
+    await inventory.close()
