@@ -35,6 +35,8 @@ class Facts:
     weight_bytes: int
     layer_bytes: int
     """Of `weight_bytes`, those of the repeating layers; the rest is embeddings and output."""
+    quantization: str = ""
+    """How most weights are stored (`Q4_K_M`); empty when the header does not say."""
     by_layer: tuple[tuple[int, int], ...] = ()
     """Per repeating layer: bytes of its weights, and keys plus values of one token."""
 
