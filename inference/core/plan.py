@@ -18,7 +18,7 @@ from inference.core.fix import nearest_fix
 from inference.core.layers import Layers
 from inference.core.ledger import Lack, Ledger
 from inference.core.spread import Spread, fits, split_free, split_full
-from inference.core.stage import Held, Policy, Scene, Stage, Standing
+from inference.core.stage import EVICTABLE, Held, Policy, Scene, Stage, Standing
 from inference.core.victims import cheapest, least_cost
 
 __all__ = (
@@ -137,7 +137,7 @@ def prospect(request: Request, scene: Scene, policy: Policy) -> Refusal | None:
 
 def _plan(request: Request, scene: Scene, policy: Policy, *, choose: bool) -> Placement | Refusal:
     for held in scene.now.models:
-        if held.model == request.model and held.standing is not Standing.LEAVING:
+        if held.model == request.model and held.standing not in (Standing.LEAVING, Standing.WARM):
             kind = _allocation(request.dedicated, len(held.devices))
             trace = (f"{request.model} is on {', '.join(held.devices)} already",)
             return Placement(Result.DEPLOYED, kind, held.device, held.bytes, (), trace, held.devices)
@@ -312,7 +312,7 @@ class _Cover:
     def of(cls, option: Option, request: Request, now: Stage, policy: Policy) -> _Cover:
         bytes_missing, altogether = now.ledger.missing(option.need)
         lacking = [device for device, count in bytes_missing.items() if count]
-        places = 0 if policy.max_models is None else len(now.models) + 1 - policy.max_models
+        places = 0 if policy.max_models is None else now.loaded + 1 - policy.max_models
         missing = [*(bytes_missing[device] for device in lacking), altogether, places]
         most = 1 if request.dedicated else policy.max_models_per_device
         for device in option.devices:
@@ -322,7 +322,7 @@ class _Cover:
         idle = [
             held
             for held in now.models
-            if held.standing is Standing.IDLE
+            if held.standing in EVICTABLE
             and (everywhere or any(device in held.bytes for device in (*lacking, *option.devices)))
         ]
         costs = {held.holding: held.cost(policy.now) for held in idle}
@@ -331,7 +331,7 @@ class _Cover:
             (
                 *(held.bytes.get(device, 0) for device in lacking),
                 sum(held.bytes.values()),
-                1,
+                int(held.standing is Standing.IDLE),
                 *(
                     count
                     for device in option.devices

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from inference.core.layers import HOST, Layers
 from inference.core.split import divide, fewest, sums_of
-from inference.core.stage import Held, Policy, Stage, Standing
+from inference.core.stage import EVICTABLE, Held, Policy, Stage, Standing
 from inference.core.victims import cheapest_where
 
 
@@ -79,7 +79,7 @@ def split_full(
 
     To be asked only when it fits with every idle model gone.
     """
-    idle = [held for held in stage.models if held.standing is Standing.IDLE]
+    idle = [held for held in stage.models if held.standing in EVICTABLE]
     crowd = _Crowd(spread, stage, policy, idle, dedicated=dedicated)
     worth = [sum(held.bytes.get(device, 0) for device in spread.over) for held in idle]
     chosen = cheapest_where([held.cost(policy.now) for held in idle], worth, crowd.enough)
@@ -102,7 +102,7 @@ class _Crowd:
         self._spare = {device: ledger.spare(device) - spread.fixed(device) for device in spread.over}
         self._host_spare = ledger.spare(HOST) - self._host_need
         self._altogether = ledger.spare_altogether
-        self._places = None if policy.max_models is None else policy.max_models - len(stage.models) - 1
+        self._places = None if policy.max_models is None else policy.max_models - stage.loaded - 1
         self._most_there = 1 if dedicated else policy.max_models_per_device
         self._there = {device: len(stage.there.get(device, ())) for device in spread.over}
         self._owned = {device: sum(held.dedicated for held in stage.there.get(device, ())) for device in spread.over}
@@ -125,7 +125,8 @@ class _Crowd:
 
     def enough(self, chosen: Sequence[int]) -> bool:
         """Whether the model fits once they are gone."""
-        if self._places is not None and self._places + len(chosen) < 0:
+        places = sum(self._idle[at].standing is not Standing.WARM for at in chosen)
+        if self._places is not None and self._places + places < 0:
             return False
         if self._host_spare + sum(self._idle[at].bytes.get(HOST, 0) for at in chosen) < 0:
             return False

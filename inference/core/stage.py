@@ -13,6 +13,9 @@ from headgate.shared.units import format_bytes
 from inference.core.layers import HOST
 from inference.core.ledger import Ledger
 
+WARM_SCALE = 1e-12
+"""Of what a warm model would cost if it were loaded."""
+
 
 class Standing(StrEnum):
     """Whether a held model could leave now."""
@@ -25,6 +28,11 @@ class Standing(StrEnum):
     LEAVING = "leaving"
     FIXED = "fixed"
     """pinned or dedicated: leaves only by hand"""
+    WARM = "warm"
+    """holds host memory only, to be back sooner: it goes before anybody who is loaded does, and counts nowhere"""
+
+
+EVICTABLE = (Standing.IDLE, Standing.WARM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +54,18 @@ class Held:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Every device it counts for: its accelerators, or the host when it uses none."""
+        """Every device it counts for: its accelerators, or the host when it uses none; none for a warm one."""
+        if self.standing is Standing.WARM:
+            return ()
         return tuple(name for name in self.bytes if name != HOST) or (HOST,)
 
     def cost(self, now: float) -> float:
         """What it is worth to keep: bytes x seconds to load again x recency (1 for one used just now, less with idle
-        minutes).
+        minutes). All warm models together cost less than anybody loaded.
         """
         idle = max(0.0, now - self.last_used_at)
-        return sum(self.bytes.values()) * max(self.reload_seconds, 0.01) / (1.0 + idle / 60.0)
+        scale = WARM_SCALE if self.standing is Standing.WARM else 1.0
+        return scale * sum(self.bytes.values()) * max(self.reload_seconds, 0.01) / (1.0 + idle / 60.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +95,11 @@ class Stage:
                 there.setdefault(device, []).append(held)
         return cls(ledger, everybody, {device: tuple(found) for device, found in there.items()})
 
+    @property
+    def loaded(self) -> int:
+        """How many models count for INFERENCE_MAX_MODELS."""
+        return sum(held.standing is not Standing.WARM for held in self.models)
+
     def without(self, *standings: Standing) -> Stage:
         """As it will be when everybody of these standings has left."""
         gone = {held.holding for held in self.models if held.standing in standings}
@@ -93,7 +109,7 @@ class Stage:
 
     def full(self, policy: Policy) -> str | None:
         """Why no model at all may be added, or None."""
-        count = len(self.models)
+        count = self.loaded
         if policy.max_models is not None and count >= policy.max_models:
             return f"{count} models are loaded and INFERENCE_MAX_MODELS is {policy.max_models}"
         return None
@@ -145,4 +161,4 @@ class Scene:
         """The scene of a ledger and those who hold something in it."""
         now = Stage.of(ledger, models)
         movable = [standing for standing in Standing if standing is not Standing.FIXED]
-        return cls(now, now.without(Standing.LEAVING), now.without(Standing.IDLE), now.without(*movable))
+        return cls(now, now.without(Standing.LEAVING), now.without(*EVICTABLE), now.without(*movable))

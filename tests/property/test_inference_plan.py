@@ -28,7 +28,7 @@ def machines(draw: st.DrawFn) -> tuple[Ledger, list[Held]]:
             Held(
                 f"m{number}",
                 id,
-                draw(st.sampled_from(list(Standing))),
+                draw(st.sampled_from([standing for standing in Standing if standing is not Standing.WARM])),
                 need,
                 draw(st.floats(0, 100)),
                 draw(st.floats(0.1, 60)),

@@ -1,0 +1,66 @@
+"""Warm models in the plan: they go before anybody who is loaded, and count for no limit of models."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference.core.ledger import Account, Ledger
+from inference.core.plan import Held, Option, Placement, Policy, Request, Result, Standing, plan
+
+GIB = 2**30
+
+loaded = st.tuples(st.integers(1, 6), st.integers(0, 3), st.just(Standing.IDLE))
+warm = st.tuples(st.just(0), st.integers(1, 6), st.just(Standing.WARM))
+
+
+def scene(models: list[tuple[int, int, Standing]]) -> tuple[Ledger, list[Held]]:
+    """Everybody booked on a GPU of 24 GiB and a host of 24."""
+    ledger = Ledger().open(Account("gpu-0", 24 * GIB, 24 * GIB)).open(Account("cpu", 24 * GIB, 24 * GIB))
+    held = []
+    for number, (gpu, host, standing) in enumerate(models):
+        need = {"cpu": host * GIB} | ({"gpu-0": gpu * GIB} if gpu else {})
+        if ledger.lacks(need):
+            continue
+        ledger = ledger.reserve(f"h{number}", f"m{number}", need).commit(f"h{number}", need)
+        held.append(Held(f"m{number}", f"h{number}", standing, need, float(number), 1.0 + number))
+    return ledger, held
+
+
+@given(st.lists(loaded | warm, max_size=7), st.integers(1, 24), st.integers(0, 24))
+def test_nobody_loaded_leaves_for_memory_that_warm_models_have(
+    models: list[tuple[int, int, Standing]], gpu: int, host: int
+) -> None:
+    """Where it fits with all warm ones gone, only warm ones go; and never one more than needed."""
+    ledger, held = scene(models)
+    need = {"gpu-0": gpu * GIB, "cpu": host * GIB}
+    decision = plan(Request("new", (Option("gpu-0", need),)), ledger, held, Policy(100.0))
+    warm_ones = {item.model: item.holding for item in held if item.standing is Standing.WARM}
+    if not isinstance(decision, Placement):
+        assert ledger.without([item.holding for item in held]).lacks(need)
+        return
+    assert (decision.result is Result.FREE) == (not ledger.lacks(need))
+    if not ledger.without(list(warm_ones.values())).lacks(need):
+        assert set(decision.evict) <= set(warm_ones)
+    gone = {item.holding for item in held if item.model in decision.evict}
+    assert not ledger.without(gone).lacks(need)
+    for name in decision.evict:
+        kept = {item.holding for item in held if item.model in decision.evict and item.model != name}
+        assert ledger.without(kept).lacks(need)
+
+
+@given(st.lists(warm, max_size=5))
+def test_warm_models_take_no_places(models: list[tuple[int, int, Standing]]) -> None:
+    """INFERENCE_MAX_MODELS and INFERENCE_MAX_MODELS_PER_DEVICE count who is loaded; a dedicated one bears them."""
+    ledger, held = scene(models)
+    request = Request("new", (Option("cpu", {"cpu": 0}),), dedicated=True)
+    decision = plan(request, ledger, held, Policy(1.0, max_models=1, max_models_per_device=1))
+    assert isinstance(decision, Placement)
+    assert decision.result is Result.FREE
+
+
+def test_a_warm_model_is_not_there_already() -> None:
+    """It has to be placed again; and it does not stand in its own way."""
+    ledger, held = scene([(0, 4, Standing.WARM)])
+    decision = plan(Request("m0", (Option("gpu-0", {"gpu-0": GIB}),)), ledger, held, Policy(1.0))
+    assert decision.result is Result.FREE
