@@ -20,11 +20,12 @@ class QueueFullError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Waiter:
-    """One request that waits; `id` is unique among all that ever waited."""
+    """One request that waits, since `asked_at`; `id` is unique among all that ever waited."""
 
     id: int
     priority: Priority
     deadline_at: float
+    asked_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
