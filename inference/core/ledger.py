@@ -8,6 +8,8 @@ One account per device, host RAM among them, with
 A holding is one model's bytes on all its devices; it is `reserved` before a process starts, `resident` once the worker
 is ready, `releasing` while the worker leaves, and then gone. `foreign` is measured anew only while nothing is reserved
 or releasing on the device; until then it may only rise, because a loading worker's bytes look foreign.
+
+A device without memory of its own (unified memory) shares an account: what is asked for it in bytes is asked there.
 """
 
 from __future__ import annotations
@@ -121,15 +123,18 @@ class Ledger:
     holdings: Mapping[str, Holding] = field(default_factory=dict)
     limit_bytes: int | None = None
     sums: Mapping[str, Sums] = field(default_factory=dict, compare=False, repr=False)
+    shared: Mapping[str, str] = field(default_factory=dict)
+    """Devices without memory of their own, and the account that their bytes are booked on."""
 
     def __post_init__(self) -> None:
         if self.holdings and not self.sums:
-            object.__setattr__(self, "sums", _changed({}, self.holdings.values(), 1))
+            held = (replace(item, bytes=self._booked(item.bytes)) for item in self.holdings.values())
+            object.__setattr__(self, "sums", _changed({}, held, 1))
 
     def balance(self, device: str) -> Balance:
         """The account of `device` in numbers; raises LedgerError for an unknown device."""
         account = self._account(device)
-        sums = self.sums.get(device, _NOTHING)
+        sums = self._sums(device)
         used = account.foreign_bytes + sums.ours_bytes
         room, bound = self._room(account, sums)
         return Balance(
@@ -147,6 +152,7 @@ class Ledger:
     def lacks(self, need: Mapping[str, int]) -> tuple[Lack, ...]:
         """The devices on which `need` (bytes per device) does not fit; empty when it does."""
         found = []
+        need = self._booked(need)
         spare = self.spare_altogether
         total = sum(need.values())
         for device, count in need.items():
@@ -160,7 +166,11 @@ class Ledger:
 
     def room(self, device: str) -> tuple[int, str]:
         """Bytes that a new reservation may take of `device`, and what limits them."""
-        return self._room(self._account(device), self.sums.get(device, _NOTHING))
+        return self._room(self._account(device), self._sums(device))
+
+    def account_of(self, device: str) -> str:
+        """The account that the bytes of `device` are booked on: its own, or that of the memory it shares."""
+        return self.shared.get(device, device)
 
     @property
     def ours_bytes(self) -> int:
@@ -174,6 +184,12 @@ class Ledger:
             account = replace(account, foreign_bytes=known.foreign_bytes, observed_free_bytes=known.observed_free_bytes)
         return replace(self, accounts=_with(self.accounts, account.device, account))
 
+    def share(self, device: str, account: str) -> Ledger:
+        """With the bytes of `device`, which has no account, booked on `account`; raises LedgerError if it has one."""
+        if device in self.accounts or account not in self.accounts:
+            raise LedgerError(f"{device} cannot share the memory of {account}")
+        return self if self.shared.get(device) == account else replace(self, shared=_with(self.shared, device, account))
+
     def reserve(self, id: str, owner: str, need: Mapping[str, int]) -> Ledger:
         """Books `need` as reserved; raises LedgerError when it does not fit, is negative, or `id` is in use."""
         if id in self.holdings:
@@ -182,7 +198,7 @@ class Ledger:
             raise LedgerError(f"reservation {id} has a negative amount")
         if lacking := self.lacks(need):
             raise LedgerError(f"reservation {id} does not fit on {', '.join(lack.device for lack in lacking)}")
-        return self._put(Holding(id, owner, Phase.RESERVED, MappingProxyType(dict(need))))
+        return self._put(Holding(id, owner, Phase.RESERVED, MappingProxyType(dict(self._booked(need)))))
 
     def commit(self, id: str, actual: Mapping[str, int]) -> Ledger:
         """Turns a reservation into resident bytes, `actual` per device.
@@ -190,6 +206,7 @@ class Ledger:
         Less than reserved gives the rest back; more must fit, else LedgerError and nothing changed.
         """
         holding = self._holding(id, Phase.RESERVED)
+        actual = self._booked(actual)
         growth = {
             device: count - holding.bytes.get(device, 0)
             for device, count in actual.items()
@@ -205,6 +222,7 @@ class Ledger:
         Raises LedgerError, and nothing changed, when they exceed the device, our share of it, or the memory limit.
         """
         holding = self._holding(id, Phase.RESIDENT)
+        device = self.account_of(device)
         account = self._account(device)
         account = replace(account, foreign_bytes=max(0, account.foreign_bytes - count))
         more = {**holding.bytes, device: holding.bytes.get(device, 0) + count}
@@ -224,6 +242,7 @@ class Ledger:
     def shrink(self, id: str, rest: Mapping[str, int]) -> Ledger:
         """A resident holder gave back all but `rest`; raises LedgerError for more than it had on any device."""
         holding = self._holding(id, Phase.RESIDENT)
+        rest = self._booked(rest)
         if any(not 0 <= count <= holding.bytes.get(device, 0) for device, count in rest.items()):
             raise LedgerError(f"{holding.owner} cannot shrink to more than it holds")
         return self._put(replace(holding, bytes=MappingProxyType(dict(rest))))
@@ -259,8 +278,9 @@ class Ledger:
 
     def observe(self, device: str, used_bytes: int, free_bytes: int) -> Ledger:
         """Takes a reading of the device: bytes in use by everybody, and bytes free."""
+        device = self.account_of(device)
         account = self._account(device)
-        sums = self.sums.get(device, _NOTHING)
+        sums = self._sums(device)
         foreign = max(0, used_bytes - sums.ours_bytes)
         if sums.reserved_bytes or sums.releasing_bytes:
             foreign = max(foreign, account.foreign_bytes)
@@ -284,13 +304,14 @@ class Ledger:
 
         `lacks` in linear form: a set of them suffices exactly when its sums reach every figure (none is negative).
         """
+        need = self._booked(need)
         per_device = {device: max(0, count - self.spare(device)) if count else 0 for device, count in need.items()}
         spare = self.spare_altogether
         return per_device, 0 if spare is None else max(0, sum(need.values()) - spare)
 
     def spare(self, device: str) -> int:
         """`room` without the memory limit, negative where too much is booked: each byte given back adds one to it."""
-        return min(count for count, _ in self._device_bounds(self._account(device), self.sums.get(device, _NOTHING)))
+        return min(count for count, _ in self._device_bounds(self._account(device), self._sums(device)))
 
     @property
     def spare_altogether(self) -> int | None:
@@ -304,6 +325,18 @@ class Ledger:
             if holding.owner == owner:
                 for device, count in holding.bytes.items():
                     found[device] = found.get(device, 0) + count
+        return found
+
+    def _sums(self, device: str) -> Sums:
+        return self.sums.get(self.account_of(device), _NOTHING)
+
+    def _booked(self, need: Mapping[str, int]) -> Mapping[str, int]:
+        """`need` by account."""
+        if not self.shared:
+            return need
+        found: dict[str, int] = {}
+        for device, count in need.items():
+            found[self.account_of(device)] = found.get(self.account_of(device), 0) + count
         return found
 
     def _room(self, account: Account, sums: Sums) -> tuple[int, str]:
@@ -327,7 +360,7 @@ class Ledger:
 
     def _account(self, device: str) -> Account:
         try:
-            return self.accounts[device]
+            return self.accounts[self.account_of(device)]
         except KeyError:
             raise LedgerError(f"no device {device}") from None
 

@@ -310,12 +310,13 @@ class _Cover:
 
     @classmethod
     def of(cls, option: Option, request: Request, now: Stage, policy: Policy) -> _Cover:
+        devices = [now.ledger.account_of(device) for device in option.devices]
         bytes_missing, altogether = now.ledger.missing(option.need)
         lacking = [device for device, count in bytes_missing.items() if count]
         places = 0 if policy.max_models is None else now.loaded + 1 - policy.max_models
         missing = [*(bytes_missing[device] for device in lacking), altogether, places]
         most = 1 if request.dedicated else policy.max_models_per_device
-        for device in option.devices:
+        for device in devices:
             there = now.there.get(device, ())
             missing += [0 if most is None else len(there) + 1 - most, sum(held.dedicated for held in there)]
         everywhere = altogether > 0 or places > 0
@@ -323,7 +324,7 @@ class _Cover:
             held
             for held in now.models
             if held.standing in EVICTABLE
-            and (everywhere or any(device in held.bytes for device in (*lacking, *option.devices)))
+            and (everywhere or any(device in held.bytes for device in (*lacking, *devices)))
         ]
         costs = {held.holding: held.cost(policy.now) for held in idle}
         idle.sort(key=lambda held: (costs[held.holding], held.model))
@@ -334,7 +335,7 @@ class _Cover:
                 int(held.standing is Standing.IDLE),
                 *(
                     count
-                    for device in option.devices
+                    for device in devices
                     for count in (int(device in held.devices), int(device in held.devices and held.dedicated))
                 ),
             )

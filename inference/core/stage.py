@@ -116,7 +116,7 @@ class Stage:
 
     def closed(self, device: str, policy: Policy, *, dedicated: bool) -> str | None:
         """Why `device` is not open to one more model, whatever its size, or None."""
-        there = self.there.get(device, ())
+        there = self.there.get(self.ledger.account_of(device), ())
         if not there:
             return None
         if dedicated:

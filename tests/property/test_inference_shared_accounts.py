@@ -1,0 +1,127 @@
+"""A device without memory of its own is booked on the account it shares, exactly as if that had been named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference.core.ledger import Account, Ledger, LedgerError
+from inference.core.plan import Held, Option, Placement, Policy, Refusal, Request, Standing, plan
+
+NAMES = ("metal", "cpu", "gpu-1")
+needs = st.dictionaries(st.sampled_from(NAMES), st.integers(0, 300), min_size=1)
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["reserve", "commit", "shrink", "grow", "leave", "release", "forfeit", "observe"]),
+        st.integers(0, 3),
+        needs,
+    ),
+    max_size=12,
+)
+
+
+def ledgers() -> tuple[Ledger, Ledger]:
+    plain = Ledger(limit_bytes=1500)
+    for device in ("cpu", "gpu-1"):
+        plain = plain.open(Account(device, capacity_bytes=1000, budget_bytes=800))
+    return plain.share("metal", "cpu"), plain
+
+
+def named(need: dict[str, int]) -> dict[str, int]:
+    """The same with the account's own name."""
+    found: dict[str, int] = {}
+    for device, count in need.items():
+        name = "cpu" if device == "metal" else device
+        found[name] = found.get(name, 0) + count
+    return found
+
+
+def carry(ledger: Ledger, what: str, id: str, need: dict[str, int], device: str) -> Ledger:
+    calls: dict[str, Callable[[], Ledger]] = {
+        "reserve": lambda: ledger.reserve(id, "m", need),
+        "commit": lambda: ledger.commit(id, need),
+        "shrink": lambda: ledger.shrink(id, need),
+        "grow": lambda: ledger.grow(id, device, need[device]),
+        "leave": lambda: ledger.leave(id),
+        "release": lambda: ledger.release(id),
+        "forfeit": lambda: ledger.forfeit(id),
+        "observe": lambda: ledger.observe(device, 3 * need[device], 1000 - 3 * need[device]),
+    }
+    try:
+        return calls[what]()
+    except LedgerError:
+        return ledger
+
+
+@given(steps)
+def test_bytes_of_a_sharing_device_are_bytes_of_its_account(said: list[tuple[str, int, dict[str, int]]]) -> None:
+    """Balances, rooms, lacks and what is missing are the same, whichever name was used."""
+    sharing, plain = ledgers()
+    for what, number, need in said:
+        device = next(iter(need))
+        here = "cpu" if device == "metal" else device
+        one = {device: need[device]} if what in ("grow", "observe") else need
+        sharing = carry(sharing, what, f"r{number}", one, device)
+        plain = carry(plain, what, f"r{number}", named(one), here)
+        assert sharing.balance("metal") == sharing.balance("cpu") == plain.balance("cpu")
+        assert sharing.balance("gpu-1") == plain.balance("gpu-1")
+        assert sharing.room("metal") == plain.room("cpu")
+        assert sharing.spare("metal") == plain.spare("cpu")
+        assert sharing.lacks(need) == plain.lacks(named(need))
+        assert sharing.missing(need) == plain.missing(named(need))
+        assert sharing.holdings == plain.holdings
+        anew = Ledger(sharing.accounts, sharing.holdings, sharing.limit_bytes, shared=sharing.shared)
+        assert anew.balance("metal") == sharing.balance("metal")
+
+
+def test_who_may_share() -> None:
+    sharing, plain = ledgers()
+    assert sharing.share("metal", "cpu") is sharing
+    assert (sharing.account_of("metal"), sharing.account_of("gpu-1")) == ("cpu", "gpu-1")
+    for device, account in (("cpu", "gpu-1"), ("metal", "nowhere")):
+        with pytest.raises(LedgerError, match="cannot share"):
+            plain.share(device, account)
+
+
+POLICY: dict[str, Any] = {"now": 100.0}
+
+
+def test_models_on_both_sides_of_unified_memory_make_room_for_each_other() -> None:
+    """A model on the CPU leaves for one on the accelerator, because its bytes are the same bytes."""
+    ledger, _plain = ledgers()
+    ledger = ledger.reserve("a", "old", {"cpu": 600}).commit("a", {"cpu": 600})
+    held = [Held("old", "a", Standing.IDLE, ledger.holdings["a"].bytes, 0.0)]
+    wish = Request("new", (Option("metal", {"metal": 500, "cpu": 100}),))
+    decision = plan(wish, ledger, held, Policy(**POLICY))
+    assert isinstance(decision, Placement)
+    assert (decision.device, decision.evict) == ("metal", ("old",))
+    alone = plan(wish, ledgers()[0], [], Policy(**POLICY))
+    assert isinstance(alone, Placement)
+    assert not alone.evict
+
+
+def test_a_need_that_exceeds_the_memory_that_both_share_is_refused() -> None:
+    """Neither half would be too much for itself."""
+    ledger, _plain = ledgers()
+    decision = plan(Request("new", (Option("metal", {"metal": 500, "cpu": 400}),)), ledger, [], Policy(**POLICY))
+    assert isinstance(decision, Refusal)
+    assert [(lack.device, lack.need_bytes, lack.room_bytes) for lack in decision.lacks] == [("cpu", 900, 800)]
+
+
+def test_limits_per_device_count_models_on_both_sides() -> None:
+    """Dedicated means the memory, whichever way it is reached."""
+    ledger, _plain = ledgers()
+    ledger = ledger.reserve("a", "old", {"metal": 100}).commit("a", {"metal": 100})
+    held = [Held("old", "a", Standing.IDLE, ledger.holdings["a"].bytes, 0.0)]
+    option = Option("metal", {"metal": 100})
+    for wish, policy in (
+        (Request("new", (option,), dedicated=True), Policy(**POLICY)),
+        (Request("new", (option,)), Policy(**POLICY, max_models_per_device=1)),
+    ):
+        decision = plan(wish, ledger, held, policy)
+        assert isinstance(decision, Placement)
+        assert decision.evict == ("old",)
