@@ -216,11 +216,13 @@ class Authority:
     def observe(self) -> tuple[Reading, ...]:
         """Takes the newest readings into the ledger, and returns them."""
         readings = self.inventory.readings()
-        for reading in readings:
-            capacity, budget = views.allowance(reading, self.settings)
+        for reading, (capacity, budget) in views.allowances(readings, self.settings):
             self.ledger = self.ledger.open(Account(reading.id, capacity, budget)).observe(
                 reading.id, reading.used_bytes, reading.free_bytes
             )
+        for reading in readings:
+            if reading.unified:
+                self.ledger = self.ledger.share(reading.id, CPU)
         return readings
 
     def limit(self) -> None:

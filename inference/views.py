@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,18 @@ def allowance(reading: Reading, settings: InferenceSettings) -> tuple[int, int]:
     if settings.gpu_memory_limit_mb is not None:
         return usable, min(usable, int(settings.gpu_memory_limit_mb * MIB))
     return usable, usable
+
+
+def allowances(readings: Sequence[Reading], settings: InferenceSettings) -> Iterator[tuple[Reading, tuple[int, int]]]:
+    """The allowance of every device with memory of its own.
+
+    Where an accelerator has none, what it may use is host memory: the larger of the two budgets is the host's.
+    """
+    most = max((allowance(reading, settings)[1] for reading in readings if reading.unified), default=0)
+    for reading in readings:
+        if not reading.unified:
+            capacity, budget = allowance(reading, settings)
+            yield reading, (capacity, max(budget, min(most, capacity)) if reading.id == CPU else budget)
 
 
 def policy(settings: InferenceSettings, now: float) -> Policy:

@@ -89,6 +89,8 @@ class GgmlProbe:
         fresh = {reading.id: reading for reading in self._readings}
         cards = await self._cards()
         for reading in self._readings:
+            if reading.unified:  # as full as the host, which is measured anyway
+                continue
             card, chip = cards.get(self._address(reading)), self._chip(reading)
             if card is not None:
                 fresh[reading.id] = _with_card(reading, card)
@@ -156,7 +158,7 @@ class GgmlProbe:
 
     def _chip(self, reading: Reading) -> AmdFigures | None:
         pci = self._pci.get(reading.id)
-        return amd_figures(pci, self._root) if pci and reading.kind != "cuda" and not reading.unified else None
+        return amd_figures(pci, self._root) if pci and reading.kind != "cuda" else None
 
     async def _probed(self, readings: Sequence[Reading]) -> dict[str, Reading]:
         """These devices as the probe child sees them now, in the order of all."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from inference.devices.base import Probe, Reading
@@ -44,8 +45,10 @@ class Inventory:
         await asyncio.gather(*(probe.close() for probe in self._probes))
 
     def readings(self) -> tuple[Reading, ...]:
-        """The newest readings, accelerators first."""
-        return tuple(reading for probe in self._probes for reading in probe.readings())
+        """The newest readings, accelerators first; one without memory of its own is as full as the host."""
+        found = tuple(reading for probe in self._probes for reading in probe.readings())
+        host = next((reading for reading in found if reading.id == CPU), None)
+        return tuple(_on_host(reading, host) if reading.unified and host else reading for reading in found)
 
     def accelerators(self) -> tuple[Reading, ...]:
         """Without the CPU."""
@@ -54,3 +57,10 @@ class Inventory:
     def get(self, device: str) -> Reading | None:
         """One device's newest reading."""
         return next((reading for reading in self.readings() if reading.id == device), None)
+
+
+def _on_host(reading: Reading, host: Reading) -> Reading:
+    """`reading` with what the host has left of what the accelerator may use of it."""
+    total = min(reading.total_bytes or host.total_bytes, host.total_bytes)
+    free = min(total, host.free_bytes)
+    return replace(reading, total_bytes=total, free_bytes=free, used_bytes=total - free)

@@ -109,7 +109,7 @@ def gpu(total: int) -> Reading:
         (gpu(24 * GIB), {}, int(24 * GIB * 0.9), int(24 * GIB * 0.9)),
         (gpu(24 * GIB), {"gpu_memory_max_percent": 1.0}, 24 * GIB - GIB // 2, 24 * GIB - GIB // 2),
         (gpu(4 * GIB), {"gpu_memory_max_percent": 1.0}, 4 * GIB - 4 * GIB // 20, 4 * GIB - 4 * GIB // 20),
-        (gpu(24 * GIB), {"gpu_memory_limit_mb": 1024}, GIB, GIB),
+        (gpu(24 * GIB), {"gpu_memory_limit_mb": 1024}, int(24 * GIB * 0.9), GIB),
         (gpu(0), {}, 16 * GIB, 16 * GIB),
         (gpu(0), {"memory_limit_gb": 3}, 3 * GIB, 3 * GIB),
         (Reading("cpu", "cpu", "x", 16 * GIB, 1, 1), {}, 16 * GIB - GIB // 2, 8 * GIB),

@@ -1,0 +1,69 @@
+"""An accelerator without memory of its own: one account with the host, one limit, one set of figures."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from inference.devices.base import Reading
+from inference.devices.inventory import Inventory
+from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, empty, services, until
+
+HOST = 16 * 1024 * MIB
+
+
+class UnifiedAccelerator(FakeAccelerator):
+    """A GPU that may use two thirds of the host's memory."""
+
+    def readings(self) -> tuple[Reading, ...]:
+        total = HOST * 2 // 3
+        return (Reading("gpu-0", "mtl", "fake", total, total, 0, unified=True),)
+
+
+class FakeHost(FakeAccelerator):
+    """Host memory of 16 GiB, a quarter in use."""
+
+    def readings(self) -> tuple[Reading, ...]:
+        return (Reading("cpu", "cpu", "fake", HOST, HOST * 3 // 4, HOST // 4),)
+
+
+@pytest.fixture
+async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
+    async with services(tmp_path, monkeypatch) as make:
+        yield make
+
+
+async def test_the_readings_of_unified_memory_are_the_hosts() -> None:
+    """What the host has left, of what the accelerator may use of it."""
+    accelerator, _host = Inventory([UnifiedAccelerator(), FakeHost()]).readings()
+    assert accelerator.total_bytes == HOST * 2 // 3
+    assert accelerator.free_bytes == HOST * 2 // 3
+    full = FakeHost()
+    full.readings = lambda: (Reading("cpu", "cpu", "fake", HOST, MIB, HOST - MIB),)  # type: ignore[method-assign]
+    accelerator, _host = Inventory([UnifiedAccelerator(), full]).readings()
+    assert (accelerator.free_bytes, accelerator.used_bytes) == (MIB, HOST * 2 // 3 - MIB)
+
+
+async def test_a_model_on_unified_memory_is_booked_on_the_host(start: Start) -> None:
+    """Its own account does not exist; what it holds is what the host's shows; at its end nothing is left."""
+    service = await start({"a": {}}, accelerator=UnifiedAccelerator())
+    authority = service.authority
+    assert set(authority.ledger.accounts) == {"cpu"}
+    await authority.load(authority.models["a"])
+    assert authority.status(authority.models["a"]).devices == ("gpu-0",)
+    assert authority.ledger.balance("cpu").resident_bytes > 0
+    assert authority.ledger.balance("gpu-0") == authority.ledger.balance("cpu")
+    assert set(authority.ledger.owned_by("a")) == {"cpu"}
+    await authority.unload(authority.models["a"], now=True)
+    await until("its memory is back", lambda: empty(service))
+
+
+async def test_the_host_may_give_as_much_as_its_accelerator_may_use(start: Start) -> None:
+    """Half of the host is for models on the CPU; with unified memory what the accelerator may use is more."""
+    for accelerator, budget in ((UnifiedAccelerator(), int(HOST * 2 // 3 * 0.9)), (FakeAccelerator(), HOST // 2)):
+        service = await start({}, accelerator=accelerator)
+        service.authority.inventory = Inventory([accelerator, FakeHost()])
+        service.authority.observe()
+        assert service.authority.ledger.accounts["cpu"].budget_bytes == budget
