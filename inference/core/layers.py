@@ -11,6 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
 
 from inference.core.estimate import KV_BYTES_PER_VALUE, Parameters, Parts
 
@@ -19,8 +22,7 @@ SURE = 1.03
 """What shrinks with a setting is taken to stay this much larger: not all of it is exactly proportional."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
+class Sizes(NamedTuple):
     """What one repeating layer takes, bytes. `grows`: whether its cache follows the context (a sliding window's and a
     recurrent state do not).
     """
@@ -30,7 +32,7 @@ class Sizes:
     grows: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layers:
     """A model as measured with `parameters`.
 
@@ -56,11 +58,14 @@ class Layers:
         wanted = self.parameters.gpu_layers
         return self.places if wanted < 0 else min(wanted, self.places)
 
-    @property
-    def costs(self) -> tuple[int, ...]:
-        """Bytes of each place that belongs on accelerators, in order."""
-        every = [size.weights_bytes + size.kv_bytes for size in self.sizes]
-        return tuple([*every, self.head_bytes][self.places - self.offloaded :])
+    @cached_property
+    def sums(self) -> tuple[int, ...]:
+        """Bytes of the first 0, 1, 2, ... places of those that belong on accelerators, in order."""
+        return tuple(accumulate(self._every[self.places - self.offloaded :], initial=0))
+
+    @cached_property
+    def _every(self) -> list[int]:
+        return [*(size.weights_bytes + size.kv_bytes for size in self.sizes), self.head_bytes]
 
     def need(self, counts: Mapping[str, int], overhead: Mapping[str, int]) -> dict[str, int]:
         """Bytes per device with `counts` places on each accelerator, in order, and the rest in host memory.
@@ -68,18 +73,17 @@ class Layers:
         `overhead` is what each device needs beside buffers; the sum of `counts` is `offloaded`, or 0.
         """
         need = {}
-        costs = self.costs
         at = 0
         for device, count in counts.items():
-            need[device] = sum(costs[at : at + count]) + self.compute_bytes + overhead.get(device, 0)
+            here = self.sums[at + count] - self.sums[at]
+            need[device] = here + self.compute_bytes + overhead.get(device, 0)
             at += count
         need[HOST] = self.host_bytes(at) + overhead.get(HOST, 0)
         return need
 
     def host_bytes(self, placed: int) -> int:
         """Bytes in host memory while `placed` places, the last ones, are elsewhere."""
-        every = [*(size.weights_bytes + size.kv_bytes for size in self.sizes), self.head_bytes]
-        here = sum(every[: self.places - placed])
+        here = sum(self._every[: self.places - placed])
         compute = self.host_compute_bytes if placed == self.places else max(self.host_compute_bytes, self.compute_bytes)
         return self.input_bytes + here + compute
 
@@ -95,10 +99,8 @@ class Layers:
             self,
             parameters=now,
             sizes=tuple(
-                replace(size, kv_bytes=min(size.kv_bytes, math.ceil(size.kv_bytes * ratio * SURE)))
-                if size.grows
-                else size
-                for size in self.sizes
+                Sizes(weights, min(kv, math.ceil(kv * ratio * SURE)), True) if grows else Sizes(weights, kv, False)
+                for weights, kv, grows in self.sizes
             ),
             compute_bytes=self.compute_bytes - less,
         )
@@ -119,8 +121,8 @@ def layers_of(
     kv = here.kv_bytes + (host.kv_bytes if accelerator else 0)
     known = sum(size.kv_bytes for size in measured)
     sizes = tuple(
-        replace(size, kv_bytes=math.ceil(size.kv_bytes * kv / known) if known else math.ceil(kv / len(measured)))
-        for size in measured
+        Sizes(weights, math.ceil(said * kv / known) if known else math.ceil(kv / len(measured)), grows)
+        for weights, said, grows in measured
     )
     if accelerator is None:
         rest = max(0, here.weights_bytes - sum(size.weights_bytes for size in sizes))

@@ -126,10 +126,14 @@ class Ledger:
     shared: Mapping[str, str] = field(default_factory=dict)
     """Devices without memory of their own, and the account that their bytes are booked on."""
 
+    ours_bytes: int = field(default=0, init=False, compare=False, repr=False)
+    """The sum of our bytes over all devices and phases."""
+
     def __post_init__(self) -> None:
         if self.holdings and not self.sums:
             held = (replace(item, bytes=self._booked(item.bytes)) for item in self.holdings.values())
             object.__setattr__(self, "sums", _changed({}, held, 1))
+        object.__setattr__(self, "ours_bytes", sum(sums.ours_bytes for sums in self.sums.values()))
 
     def balance(self, device: str) -> Balance:
         """The account of `device` in numbers; raises LedgerError for an unknown device."""
@@ -171,11 +175,6 @@ class Ledger:
     def account_of(self, device: str) -> str:
         """The account that the bytes of `device` are booked on: its own, or that of the memory it shares."""
         return self.shared.get(device, device)
-
-    @property
-    def ours_bytes(self) -> int:
-        """The sum of our bytes over all devices and phases."""
-        return sum(sums.ours_bytes for sums in self.sums.values())
 
     def open(self, account: Account) -> Ledger:
         """With `account` added, or its capacity and budget replaced."""

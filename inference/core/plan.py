@@ -8,6 +8,7 @@ load them again x recency of use; pinned, dedicated, busy, loading and lately us
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -221,10 +222,10 @@ class _Look:
         covers = [_Cover.of(option, self.request, self.scene.now, self.policy) for option in options]
         order = sorted(range(len(covers)), key=lambda at: covers[at].least)
         best: tuple[tuple[float, int, int], Option, tuple[Held, ...]] | None = None
-        for at in order:
+        for turn, at in enumerate(order):
             if best is not None and covers[at].least > best[0][0]:
                 break
-            victims = covers[at].victims(best[0][0] if best else float("inf"))
+            victims = covers[at].victims(best[0][0] if best else math.inf, 1 / (turn + 1))
             if victims is None:  # dearer than the best so far
                 continue
             rank = (sum(held.cost(self.policy.now) for held in victims), len(victims), at)
@@ -344,7 +345,7 @@ class _Cover:
         ranked = tuple(costs[held.holding] for held in idle)
         return cls(tuple(idle), ranked, tuple(gives), tuple(missing), least_cost(ranked, gives, missing))
 
-    def victims(self, below: float) -> tuple[Held, ...] | None:
+    def victims(self, below: float, effort: float) -> tuple[Held, ...] | None:
         """The cheapest of them that suffice, unless they cost more than `below`; that all suffice was seen before."""
-        chosen = cheapest(self.costs, self.gives, self.missing, below)
+        chosen = cheapest(self.costs, self.gives, self.missing, below, effort)
         return None if chosen is None else tuple(self.idle[at] for at in chosen)

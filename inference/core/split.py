@@ -9,23 +9,20 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 
 EVERY_ORDER = 4
 """Most devices whose every order is tried; of more, the roomiest first and the roomiest last."""
 _HALVINGS = 10
 
 
-def sums_of(costs: Sequence[int]) -> list[int]:
-    """What the first 0, 1, 2, ... layers cost together."""
-    return [0, *accumulate(costs)]
-
-
 def fewest(sums: Sequence[int], rooms: Mapping[str, int], least: int = 1) -> list[str] | None:
     """The fewest devices, at least `least`, that can hold all layers, in an order in which they can; None if none can.
 
-    `sums` as `sums_of` gives them; `rooms` are bytes per device after what it needs whatever it holds.
+    `sums` are the bytes of the first 0, 1, 2, ... layers; `rooms` those of each device after what it needs whatever it
+    holds.
     """
+    if sum(room for room in rooms.values() if room > 0) < sums[-1]:
+        return None
     names = sorted((name for name, room in rooms.items() if room > 0), key=lambda name: -rooms[name])
     total = 0
     for count, name in enumerate(names[: len(sums) - 1], 1):
@@ -35,12 +32,11 @@ def fewest(sums: Sequence[int], rooms: Mapping[str, int], least: int = 1) -> lis
     return None
 
 
-def divide(costs: Sequence[int], rooms: Mapping[str, int], least: int = 1) -> dict[str, int] | None:
+def divide(sums: Sequence[int], rooms: Mapping[str, int], least: int = 1) -> dict[str, int] | None:
     """How many consecutive layers each device takes, in order, or None when all devices together cannot hold them.
 
-    Fewest devices first, at least `least`, then evenly full. `costs` are bytes per layer, `rooms` as for `fewest`.
+    Fewest devices first, at least `least`, then evenly full; `sums` and `rooms` as for `fewest`.
     """
-    sums = sums_of(costs)
     order = fewest(sums, rooms, least)
     return None if order is None else _even(sums, order, rooms)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from inference.core.layers import HOST, Layers
-from inference.core.split import divide, fewest, sums_of
+from inference.core.split import divide, fewest
 from inference.core.stage import EVICTABLE, Held, Policy, Stage, Standing
 from inference.core.victims import cheapest_where
 
@@ -32,6 +32,11 @@ class Spread:
         return self.layers.compute_bytes + self.overhead.get(device, 0)
 
     @property
+    def host_bytes(self) -> int:
+        """What is needed in host memory when everything that belongs on accelerators is there."""
+        return self.layers.host_bytes(self.layers.offloaded) + self.overhead.get(HOST, 0)
+
+    @property
     def divisible(self) -> bool:
         """Whether more than one device may share it."""
         return self.divide and len(self.over) > 1 and self.layers.offloaded > 1
@@ -42,12 +47,12 @@ def fits(spread: Spread, stage: Stage, policy: Policy, *, dedicated: bool, host:
 
     Without `host`, whether accelerators can hold what belongs on them.
     """
-    layers = spread.layers
+    if stage.full(policy):
+        return False
+    rest = {HOST: spread.host_bytes} if host else {}
     for device in spread.over or (HOST,):
-        need = spread.need({device: layers.offloaded} if spread.over else {})
-        if not host:
-            del need[HOST]
-        if stage.obstacle((device,), need, policy, dedicated=dedicated) is None:
+        need = {device: spread.layers.sums[-1] + spread.fixed(device), **rest} if spread.over else rest
+        if not stage.closed(device, policy, dedicated=dedicated) and not stage.ledger.lacks(need):
             return True
     return split_free(spread, stage, policy, dedicated=dedicated, host=host) is not None
 
@@ -63,7 +68,7 @@ def split_free(
         for device in spread.over
         if not stage.closed(device, policy, dedicated=dedicated)
     }
-    counts = divide(spread.layers.costs, rooms, least=2)
+    counts = divide(spread.layers.sums, rooms, least=2)
     if counts is None:
         return None
     need = spread.need(counts)
@@ -82,58 +87,68 @@ def split_full(
     idle = [held for held in stage.models if held.standing in EVICTABLE]
     crowd = _Crowd(spread, stage, policy, idle, dedicated=dedicated)
     worth = [sum(held.bytes.get(device, 0) for device in spread.over) for held in idle]
-    chosen = cheapest_where([held.cost(policy.now) for held in idle], worth, crowd.enough)
+    chosen = cheapest_where([held.cost(policy.now) for held in idle], worth, crowd)
     assert chosen is not None
-    counts = divide(spread.layers.costs, crowd.rooms(chosen), least=2)
+    crowd.become(chosen)
+    counts = divide(spread.layers.sums, crowd.rooms(), least=2)
     assert counts is not None
     return counts, tuple(idle[at] for at in chosen)
 
 
 class _Crowd:
-    """Answers quickly whether the model fits once some of the idle models are gone."""
+    """Answers quickly whether the model fits once some of the idle models are gone; a set is reached from the last."""
 
     def __init__(self, spread: Spread, stage: Stage, policy: Policy, idle: Sequence[Held], *, dedicated: bool) -> None:
         self._spread = spread
         self._idle = idle
-        self._dedicated = dedicated
-        self._sums = sums_of(spread.layers.costs)
-        self._host_need = spread.need(dict.fromkeys(spread.over, 0) | {spread.over[0]: spread.layers.offloaded})[HOST]
+        self._gone: set[int] = set()
         ledger = stage.ledger
         self._spare = {device: ledger.spare(device) - spread.fixed(device) for device in spread.over}
-        self._host_spare = ledger.spare(HOST) - self._host_need
-        self._altogether = ledger.spare_altogether
+        self._host_spare = ledger.spare(HOST) - spread.host_bytes
+        limit = ledger.spare_altogether
+        self._altogether = None if limit is None else limit - spread.layers.sums[-1] - spread.host_bytes
         self._places = None if policy.max_models is None else policy.max_models - stage.loaded - 1
         self._most_there = 1 if dedicated else policy.max_models_per_device
         self._there = {device: len(stage.there.get(device, ())) for device in spread.over}
         self._owned = {device: sum(held.dedicated for held in stage.there.get(device, ())) for device in spread.over}
 
-    def rooms(self, chosen: Sequence[int]) -> dict[str, int]:
-        """What is left for layers on each device that is open once they are gone; bytes."""
-        spare, there, owned = dict(self._spare), dict(self._there), dict(self._owned)
-        for at in chosen:
-            held = self._idle[at]
-            for device, count in held.bytes.items():
-                if device in spare:
-                    spare[device] += count
-                    there[device] -= 1
-                    owned[device] -= held.dedicated
+    def become(self, chosen: Collection[int]) -> None:
+        """From now on these and no others are gone."""
+        wanted = set(chosen)
+        for at in wanted - self._gone:
+            self._move(self._idle[at], 1)
+        for at in self._gone - wanted:
+            self._move(self._idle[at], -1)
+        self._gone = wanted
+
+    def _move(self, held: Held, sign: int) -> None:
+        for device, count in held.bytes.items():
+            if device in self._spare:
+                self._spare[device] += sign * count
+        for device in held.devices:
+            if device in self._spare:
+                self._there[device] -= sign
+                self._owned[device] -= sign * held.dedicated
+        self._host_spare += sign * held.bytes.get(HOST, 0)
+        if self._altogether is not None:
+            self._altogether += sign * sum(held.bytes.values())
+        if self._places is not None and held.standing is not Standing.WARM:
+            self._places += sign
+
+    def rooms(self) -> dict[str, int]:
+        """What is left for layers on each device that is open; bytes."""
+        most = self._most_there
         return {
             device: room
-            for device, room in spare.items()
-            if not owned[device] and (self._most_there is None or there[device] < self._most_there)
+            for device, room in self._spare.items()
+            if not self._owned[device] and (most is None or self._there[device] < most)
         }
 
-    def enough(self, chosen: Sequence[int]) -> bool:
-        """Whether the model fits once they are gone."""
-        places = sum(self._idle[at].standing is not Standing.WARM for at in chosen)
-        if self._places is not None and self._places + places < 0:
+    def enough(self) -> bool:
+        """Whether the model fits now."""
+        if self._host_spare < 0 or (self._places is not None and self._places < 0):
             return False
-        if self._host_spare + sum(self._idle[at].bytes.get(HOST, 0) for at in chosen) < 0:
-            return False
-        devices = fewest(self._sums, self.rooms(chosen), least=2)
+        devices = fewest(self._spread.layers.sums, self.rooms(), least=2)
         if devices is None:
             return False
-        if self._altogether is None:
-            return True
-        need = self._sums[-1] + self._host_need + sum(self._spread.fixed(device) for device in devices)
-        return need <= self._altogether + sum(sum(self._idle[at].bytes.values()) for at in chosen)
+        return self._altogether is None or sum(map(self._spread.fixed, devices)) <= self._altogether

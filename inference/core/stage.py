@@ -84,6 +84,8 @@ class Stage:
     ledger: Ledger
     models: tuple[Held, ...]
     there: Mapping[str, tuple[Held, ...]]
+    loaded: int
+    """How many models count for INFERENCE_MAX_MODELS."""
 
     @classmethod
     def of(cls, ledger: Ledger, models: Iterable[Held]) -> Stage:
@@ -93,12 +95,8 @@ class Stage:
         for held in everybody:
             for device in held.devices:
                 there.setdefault(device, []).append(held)
-        return cls(ledger, everybody, {device: tuple(found) for device, found in there.items()})
-
-    @property
-    def loaded(self) -> int:
-        """How many models count for INFERENCE_MAX_MODELS."""
-        return sum(held.standing is not Standing.WARM for held in self.models)
+        loaded = sum(held.standing is not Standing.WARM for held in everybody)
+        return cls(ledger, everybody, {device: tuple(found) for device, found in there.items()}, loaded)
 
     def without(self, *standings: Standing) -> Stage:
         """As it will be when everybody of these standings has left."""

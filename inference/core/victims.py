@@ -9,43 +9,66 @@ bounds, mostly far beyond; past that the answer is still free of anybody who nee
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
 MOST_STEPS = 1024
-MOST_LOOKS = 24_000
-"""Items looked at altogether: with very many of them fewer steps are taken."""
+MOST_LOOKS = 6_000
+"""Items looked at altogether when there are more than ten: of very many, fewer steps are taken."""
 MOST_QUESTIONS = 256
 """Of a search over up to eight items that has to ask whether a set is enough; such a search is exact."""
 FEW_QUESTIONS = 32
 """Of one over more items."""
 _EXACT_ITEMS = 8
+_FEW = 10
 _ROUNDING = 1 + 1e-9
 
 
 def cheapest(
-    costs: Sequence[float], gives: Sequence[Sequence[int]], missing: Sequence[int], below: float = math.inf
+    costs: Sequence[float],
+    gives: Sequence[Sequence[int]],
+    missing: Sequence[int],
+    below: float = math.inf,
+    effort: float = 1.0,
 ) -> tuple[int, ...] | None:
     """Indexes, ascending, of the set with the least cost (then the fewest) whose sums reach `missing`, or None.
 
     Costs and gifts are not negative; amounts in any unit, one per resource. None also when every set costs more than
-    `below`.
+    `below`. `effort` is the share of the steps that may be taken when there are more than ten items.
     """
     wanted = [k for k, count in enumerate(missing) if count > 0]
     amounts = [[gift[k] for k in wanted] for gift in gives]
     useful = sorted((i for i, gift in enumerate(amounts) if any(gift)), key=lambda i: (costs[i], i))
-    search = _Search([costs[i] for i in useful], [amounts[i] for i in useful], [missing[k] for k in wanted], below)
+    search = _Search(
+        [costs[i] for i in useful], [amounts[i] for i in useful], [missing[k] for k in wanted], below, effort
+    )
     found = search.run()
     return None if found is None else tuple(sorted(useful[at] for at in found))
 
 
-def cheapest_where(
-    costs: Sequence[float], worth: Sequence[int], enough: Callable[[Sequence[int]], bool]
-) -> tuple[int, ...] | None:
-    """Indexes, ascending, of a cheap set that is `enough`, or None when all items together are not.
+class Crowd(Protocol):
+    """Some of the items are gone; whether that is enough."""
 
-    A superset of what is enough must be enough too; `worth` is a rough figure of what each item gives. The cheapest
-    (then the fewest) for up to eight items; of more a set in which nobody can be spared, after bounded work.
+    def become(self, chosen: Collection[int]) -> None:
+        """From now on these and no others are gone."""
+        ...
+
+    def enough(self) -> bool:
+        """More that are gone must never be less enough."""
+        ...
+
+
+def cheapest_where(costs: Sequence[float], worth: Sequence[int], crowd: Crowd) -> tuple[int, ...] | None:
+    """Indexes, ascending, of a cheap set that is enough, or None when all items together are not.
+
+    `worth` is a rough figure of what each item gives. The cheapest (then the fewest) for up to eight items; of more a
+    set in which nobody can be spared, after bounded work.
     """
+
+    def enough(chosen: Collection[int]) -> bool:
+        crowd.become(chosen)
+        return crowd.enough()
+
     order = sorted(range(len(costs)), key=lambda i: (costs[i], i))
     if not enough(order):
         return None
@@ -73,7 +96,7 @@ def _rank(chosen: Sequence[int], costs: Sequence[float]) -> tuple[float, int]:
     return sum(costs[at] for at in chosen), len(chosen)
 
 
-def _spared(order: Sequence[int], costs: Sequence[float], enough: Callable[[Sequence[int]], bool]) -> list[int]:
+def _spared(order: Sequence[int], costs: Sequence[float], enough: Callable[[Collection[int]], bool]) -> list[int]:
     """The shortest beginning of `order` that is enough, without those who can be spared, the dearest first."""
     low, high = 0, len(order)
     while low < high:
@@ -82,11 +105,11 @@ def _spared(order: Sequence[int], costs: Sequence[float], enough: Callable[[Sequ
             high = middle
         else:
             low = middle + 1
-    chosen = list(order[:high])
-    for at in sorted(chosen, key=lambda i: -costs[i]):
-        if enough(rest := [other for other in chosen if other != at]):
-            chosen = rest
-    return chosen
+    chosen = set(order[:high])
+    for at in sorted(chosen, key=lambda i: (-costs[i], i)):
+        if enough(chosen - {at}):
+            chosen.remove(at)
+    return sorted(chosen)
 
 
 def least_cost(costs: Sequence[float], gives: Sequence[Sequence[int]], missing: Sequence[int]) -> float:
@@ -110,13 +133,16 @@ def _fractions(costs: Sequence[float], gives: Sequence[Sequence[int]], k: int, n
 class _Search:
     """One search; items come with the cheapest first."""
 
-    def __init__(self, costs: list[float], gives: list[list[int]], missing: list[int], below: float) -> None:
+    def __init__(
+        self, costs: list[float], gives: list[list[int]], missing: list[int], below: float, effort: float
+    ) -> None:
         self._costs = costs
         self._gives = gives
         self._missing = missing
         self._below = below
         self._best: tuple[float, int, list[int]] | None = None
-        self._steps = max(1, min(MOST_STEPS, MOST_LOOKS // max(1, len(costs))))
+        few = len(costs) <= _FEW
+        self._steps = MOST_STEPS if few else max(1, int(effort * min(MOST_STEPS, MOST_LOOKS // len(costs))))
         later = [0] * len(missing)
         self._later = [later]
         for gift in reversed(gives):
