@@ -1,6 +1,8 @@
 """Measures host memory: the machine's, or the cgroup's where it is smaller; decides nothing.
 
 Use is what cannot be given back: a cgroup's current minus its inactive file pages, a machine's total minus available.
+The smallest limit is the total. Free is what every level has left, the machine included, because others may use up what
+this group's own limit would still allow.
 """
 
 from __future__ import annotations
@@ -39,17 +41,18 @@ class CpuProbe:
     def readings(self) -> tuple[Reading, ...]:
         """Host memory now."""
         total, used = host_memory(self._root)
+        free = total - used
         for group in cgroups(self._root):
-            if group.limit_bytes < total:
-                total, used = group.limit_bytes, min(group.used_bytes, group.limit_bytes)
+            total = min(total, group.limit_bytes)
+            free = min(free, max(0, group.limit_bytes - group.used_bytes))
         return (
             Reading(
                 id=CPU,
                 kind="cpu",
                 name=self._name,
                 total_bytes=total,
-                free_bytes=max(0, total - used),
-                used_bytes=used,
+                free_bytes=free,
+                used_bytes=total - free,
                 environment=HIDDEN,
             ),
         )

@@ -62,6 +62,31 @@ def test_a_cgroup_v1_limit_counts_too_and_no_limit_is_none(root: Path) -> None:
     assert [group.limit_bytes for group in cgroups(root)] == [GIB]
 
 
+def group(root: Path, path: str, limit: int, used: int) -> None:
+    write(root, f"sys/fs/cgroup/{path}/memory.max", f"{limit}\n")
+    write(root, f"sys/fs/cgroup/{path}/memory.current", f"{used}\n")
+    write(root, f"sys/fs/cgroup/{path}/memory.stat", "inactive_file 0\n")
+
+
+@pytest.mark.parametrize(
+    ("box", "pod", "total", "free"),
+    [
+        ((8 * GIB, GIB), (64 * GIB, 0), 8 * GIB, 7 * GIB),
+        ((8 * GIB, GIB), (10 * GIB, 9 * GIB), 8 * GIB, GIB),  # the other containers of the pod fill it
+        ((14 * GIB, GIB), (64 * GIB, 0), 14 * GIB, 12 * GIB),  # the machine itself has no more
+        ((8 * GIB, 9 * GIB), (64 * GIB, 0), 8 * GIB, 0),
+    ],
+)
+def test_free_is_what_every_level_has_left(
+    root: Path, box: tuple[int, int], pod: tuple[int, int], total: int, free: int
+) -> None:
+    write(root, "proc/self/cgroup", "0::/pod/box\n")
+    group(root, "pod/box", *box)
+    group(root, "pod", *pod)
+    (reading,) = CpuProbe(root).readings()
+    assert (reading.total_bytes, reading.free_bytes, reading.used_bytes) == (total, free, total - free)
+
+
 def test_a_container_that_sees_only_its_own_group_finds_it(root: Path) -> None:
     write(root, "proc/self/cgroup", "0::/../elsewhere\n")
     write(root, "sys/fs/cgroup/memory.max", f"{2 * GIB}\n")
