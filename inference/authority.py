@@ -178,6 +178,7 @@ class Authority:
         try:
             model.queue = model.queue.push(waiter, self.settings.queue_limits)
         except QueueFullError:
+            self.governor.adviser.turned_away(priority)
             raise QueueFull(
                 f"{model.queue.count(priority)} requests of {priority} priority wait for {model.id!r} already "
                 f"(INFERENCE_QUEUE_{priority.upper()})",
@@ -323,6 +324,7 @@ class Authority:
             self.background.estimate(model)
             return
         model.unreduce()
+        self.governor.adviser.refused(model.id)
         count = self.metrics.placements.labels(refusal.result.lower(), "memory" if refusal.lacks else "limit")
         count.inc(len(model.queue))
         shortages = shortages_of(refusal)

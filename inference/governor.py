@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from headgate.shared.units import format_bytes
+from inference.adviser import Adviser
 from inference.core.plan import Refusal
 from inference.core.pressure import Bounds, Level, Use, admit, grew, settle
 from inference.core.relief import (
@@ -69,6 +70,7 @@ class Governor:
         self._refreshing = False
         self._asked = False
         self.history = History()
+        self.adviser = Adviser(authority)
 
     # --- when ------------------------------------------------------------------------------------------------------
     def begin(self) -> None:
@@ -76,6 +78,7 @@ class Governor:
         self._due_at = self._authority.loop.time() + self._authority.settings.pressure_check_interval_seconds
         self.check(regular=False)
         self._sample()
+        self.adviser.tell()
 
     def tick(self, now: float) -> None:
         """Called often: begins a check when one is due, or when something about a device calls for one."""
@@ -99,7 +102,7 @@ class Governor:
 
     def _calls(self, use: Use) -> bool:
         gauge = self._state.get(use.device, Watch()).gauge
-        higher = settle(gauge, use, rules(self._authority.settings).bounds).level > gauge.level
+        higher = settle(gauge, use, self.bounds).level > gauge.level
         return higher or grew(gauge, use) or use.ours_bytes > gauge.ours_bytes
 
     async def _refresh_then_check(self) -> None:
@@ -113,6 +116,7 @@ class Governor:
         if not self._authority.closing:
             self.check(regular=True)
             self._sample()
+            self.adviser.tell()
             self._authority.pump()
 
     def booked(self) -> None:
@@ -134,6 +138,8 @@ class Governor:
         self._state, actions = step(before, scene, rules(self._authority.settings), regular=regular)
         for use in uses:
             self._tell(use, before.get(use.device, Watch()), self._state[use.device])
+            short = self._authority.ledger.balance(use.device).shortfall_bytes
+            self.adviser.looked(use, self._state[use.device].gauge.level, short)
         for action in actions:
             self._carry_out(action)
 
@@ -215,11 +221,16 @@ class Governor:
     def level(self, use: Use) -> Level:
         """The level of a device now; the one place that says so."""
         gauge = self._state.get(use.device, Watch()).gauge
-        return settle(gauge, use, rules(self._authority.settings).bounds).level
+        return settle(gauge, use, self.bounds).level
 
     def levels(self) -> Mapping[str, tuple[Use, Level]]:
         """Use and level of every device now."""
         return {use.device: (use, self.level(use)) for use in self.uses()}
+
+    @property
+    def bounds(self) -> Bounds:
+        """Where levels begin, by the settings of now."""
+        return rules(self._authority.settings).bounds
 
     def rungs(self) -> Mapping[str, Rung]:
         """How far the ladder is climbed on every device."""

@@ -141,6 +141,7 @@ class Loads:
             found = seen and growth(self._authority.ledger, running.holding, CPU, seen)
             if not found:
                 continue
+            self._authority.governor.adviser.outgrew(model, running, found.bytes)
             if found.ledger is not None:
                 self._authority.ledger = found.ledger
                 self._authority.teller.changed()

@@ -64,6 +64,7 @@ def router(authority: Authority) -> APIRouter:
         return {
             "allocated_mb": round(sum(ours.values()) / MIB, 3),
             "limit_mb": None if limit is None else round(limit / MIB, 3),
+            "alerts": [alert.to_json() for alert in authority.governor.adviser.alerts()],
             "models_loaded": sum(model.running is not None for model in authority.models.values()),
             "devices": {
                 device: {

@@ -11,35 +11,16 @@ from typing import Any
 import pytest
 
 from inference.app import Service
-from inference.core.ledger import Phase
 from inference.core.pressure import Level
 from inference.core.relief import Rung
-from inference.devices.base import Reading
 from inference.errors import MemoryLimitExceededError
 from inference.evictions import Reason
 from inference.protocol import ModelState
-from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, Start, services, until
+from tests.rigs.authority_rig import MIB, FakeEstimator, SharedDevice, Start, services, until
 
 GPU = "gpu-0"
 NEVER = {"PRESSURE_CHECK_INTERVAL_SECONDS": "3600"}
 """Only the checks that a test asks for."""
-
-
-class SharedAccelerator(FakeAccelerator):
-    """A GPU of 1,000 MiB that shows what the service has loaded as used, and `foreign_mib` of others."""
-
-    def __init__(self, foreign_mib: int = 0) -> None:
-        super().__init__()
-        self.foreign_mib = foreign_mib
-        self.service: Service | None = None
-
-    def readings(self) -> tuple[Reading, ...]:
-        ours = 0
-        if self.service is not None:
-            holdings = self.service.authority.ledger.holdings.values()
-            ours = sum(holding.bytes.get(GPU, 0) for holding in holdings if holding.phase is not Phase.RELEASING)
-        self.used_bytes = ours + self.foreign_mib * MIB
-        return super().readings()
 
 
 @pytest.fixture
@@ -50,10 +31,10 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 async def begin(
     start: Start, models: dict[str, dict[str, Any]], sizes: dict[str, int], *, foreign_mib: int = 0, **environ: str
-) -> tuple[Service, SharedAccelerator]:
+) -> tuple[Service, SharedDevice]:
     estimator = FakeEstimator()
     estimator.sizes = sizes
-    gpu = SharedAccelerator(foreign_mib)
+    gpu = SharedDevice(foreign_mib)
     service = await start(models, accelerator=gpu, estimator=estimator, **(NEVER | environ))
     gpu.service = service
     return service, gpu

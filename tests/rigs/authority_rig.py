@@ -16,6 +16,7 @@ from headgate.shared.state import StateDir
 from inference import settings
 from inference.app import Service
 from inference.core.estimate import Parts
+from inference.core.ledger import Phase
 from inference.devices.base import Reading
 from inference.devices.cpu import CpuProbe
 from inference.devices.inventory import Inventory
@@ -63,6 +64,22 @@ class FakeAccelerator:
     def readings(self) -> tuple[Reading, ...]:
         total = 1000 * MIB
         return (Reading("gpu-0", "cuda", "fake", total, total - self.used_bytes, self.used_bytes),)
+
+
+class SharedDevice(FakeAccelerator):
+    """A device of 1,000 MiB, a GPU unless told otherwise; in use are what the service holds and `foreign_mib`."""
+
+    def __init__(self, foreign_mib: int = 0, *, id: str = "gpu-0", kind: str = "cuda") -> None:
+        super().__init__()
+        self.foreign_mib = foreign_mib
+        self.service: Service | None = None
+        self._id, self._kind = id, kind
+
+    def readings(self) -> tuple[Reading, ...]:
+        holdings = self.service.authority.ledger.holdings.values() if self.service is not None else ()
+        ours = sum(holding.bytes.get(self._id, 0) for holding in holdings if holding.phase is not Phase.RELEASING)
+        used, total = ours + self.foreign_mib * MIB, 1000 * MIB
+        return (Reading(self._id, self._kind, "fake", total, total - used, used),)
 
 
 def rewrite(directory: Path, models: dict[str, dict[str, Any]]) -> None:
