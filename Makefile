@@ -3,7 +3,7 @@
 #   make test ARGS="-k breaker"         options for pytest
 #   CMAKE_ARGS="-DGGML_CUDA=ON" make serve      a llama.cpp backend (CUDA, HIP, VULKAN, ...); kept once it was built
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types cover bench-engine bench-schema lock schema reference clean ready
+.PHONY: help serve test lint types cover bench-engine bench-schema gpu-check lock schema reference clean ready
 
 # The first interpreter that is new enough; `make PYTHON=... serve` chooses another.
 PYTHON ?= $(shell for p in .venv/bin/python python3 python3.13 python3.12 python3.11; do \
@@ -51,6 +51,9 @@ bench-engine: ready ## the worker beside llama.cpp's servers: MODELS=15m,135m,1b
 
 bench-schema: ready ## what of JSON Schema is enforced, by the public test suite; ARGS="-v" names the differences
 	@exec $(RUN) benchmarks.schema_coverage $(ARGS)
+
+gpu-check: ready ## on a real NVIDIA GPU: predicted against the driver's bytes; elsewhere it says so and skips; QUICK=1
+	@exec $(RUN) benchmarks.gpu_check
 
 lock: ready ## write what is installed now into requirements.lock
 	@$(RUN) headgate.lockfile

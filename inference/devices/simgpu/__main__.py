@@ -23,7 +23,6 @@ from headgate.shared import tether
 from inference.devices.simgpu.backing import Servers
 from inference.devices.simgpu.device import Device
 from inference.devices.simgpu.faults import parse
-from inference.worker.hardware import usable_cores
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ class Machine:
     """All simulated devices of one machine."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        self.servers = Servers(max(1, usable_cores() // len(sizes)))
+        self.servers = Servers()
         self.devices = [
             Device(f"gpu-{index}", f"SIM-{uuid.uuid5(_NAMESPACE, f'{index}')}", size, self.servers)
             for index, size in enumerate(sizes)

@@ -32,8 +32,7 @@ class Server:
 class Servers:
     """Starts servers ahead of their use, because a process takes longer to start than a client likes to wait."""
 
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
+    def __init__(self) -> None:
         self._spare: asyncio.Task[Server] | None = None
 
     def prepare(self) -> None:
@@ -73,7 +72,6 @@ class Servers:
             sys.executable,
             "-m",
             "inference.devices.simgpu.server",
-            str(self._threads),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             env=child_environment(HIDDEN),

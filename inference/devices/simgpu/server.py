@@ -1,6 +1,6 @@
 """Computes for one connection of a simulated device: ggml's own RPC server on the CPU; decides nothing.
 
-`python -m inference.devices.simgpu.server THREADS` prints the port it listens on, which the kernel chose, and serves
+`python -m inference.devices.simgpu.server` prints the port it listens on, which the kernel chose, and serves
 until it is killed or its parent dies. ggml's server takes one client at a time, so each connection has its own.
 """
 
@@ -20,6 +20,10 @@ from pathlib import Path
 from headgate.shared import tether
 
 LISTEN_SECONDS = 20.0
+THREADS = 1
+"""More would wait for each other spinning, and the workers need the cores as well: with two threads on two busy cores a
+token of a 135 M model took 0.8 s instead of 0.014 s.
+"""
 _MOST_DESCRIPTORS = 64
 
 
@@ -29,14 +33,13 @@ def package() -> Path | None:
     return Path(found.origin).parent if found is not None and found.origin is not None else None
 
 
-def main(argv: list[str] | None = None) -> int:
+def main() -> int:
     """Serves; returns only when ggml's server gave up."""
-    arguments = sys.argv[1:] if argv is None else argv
     tether.hold(os.environ)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # ggml's server tells its life story there
     before = set(_listening())
-    serving = threading.Thread(target=_serve, args=(int(arguments[0]),), daemon=True)
+    serving = threading.Thread(target=_serve, daemon=True)
     serving.start()
     deadline = time.monotonic() + LISTEN_SECONDS
     while not (ports := [port for port in _listening() if port not in before]):
@@ -50,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     return 1
 
 
-def _serve(threads: int) -> None:
+def _serve() -> None:
     folder = package()
     if folder is None:
         sys.stderr.write("llama-cpp-python is not installed\n")
@@ -69,7 +72,7 @@ def _serve(threads: int) -> None:
         ctypes.POINTER(ctypes.c_void_p),
     ]
     cpu = (ctypes.c_void_p * 1)(lib.ggml_backend_dev_by_name(b"CPU"))
-    start(b"127.0.0.1:0", None, threads, 1, cpu)
+    start(b"127.0.0.1:0", None, THREADS, 1, cpu)
 
 
 def _listening() -> list[int]:

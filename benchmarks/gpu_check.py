@@ -1,0 +1,177 @@
+"""Holds predicted bytes against what the driver of a real NVIDIA GPU shows; without one it says so and ends.
+
+    python -m benchmarks.gpu_check     GPU_CHECK_MODELS=/a.gguf,/b.gguf adds your own; QUICK=1 leaves out the 1 B model
+
+A model is loaded by a real worker and answers once, so that pools and graphs are there too. The first model shows what
+a process costs the device beside its buffers; of every other one the error is what was observed, less what was
+predicted, less that. INFERENCE_DEVICES=sim:2x600MiB tries the same on simulated devices, which cost nothing beside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from benchmarks.figures import Bar
+from benchmarks.models import SHAPES, path_of
+from headgate.shared.state import StateDir
+from headgate.shared.units import MIB, format_bytes
+from inference import settings
+from inference.demo import bundled_path
+from inference.devices.base import Reading
+from inference.devices.inventory import Inventory
+from inference.estimator import Estimator
+from inference.pinning import grants_of
+from inference.settings import InferenceConfig, ModelSpec
+from inference.worker import link
+from tests.rigs.worker_rig import WorkerRig
+
+MEASURED = ("cuda", "sim")
+"""Kinds of devices whose figures are exact to the byte for everybody together."""
+SHARE, LEAST_BYTES = 0.01, 16 * MIB
+"""A prediction may be wrong by the larger of the two."""
+SETTLE_SECONDS = 10.0
+LOAD_SECONDS = 300.0
+RAW = Path("benchmarks/results/gpu.json")
+_SAME = ("gpu_layers", "context_length", "parallel", "kv_type", "batch", "ubatch", "threads", "flash_attention")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One model as it is loaded; lengths in tokens."""
+
+    name: str
+    path: Path
+    context_length: int
+    parallel: int
+    kv_type: str = "f16"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What one load took of the device, and what was said before; bytes."""
+
+    name: str
+    predicted_bytes: int
+    observed_bytes: int
+
+    def error_bytes(self, context_bytes: int) -> int:
+        """What the prediction missed when a process costs so much beside its buffers."""
+        return self.observed_bytes - self.predicted_bytes - context_bytes
+
+    def error(self, context_bytes: int) -> float:
+        """The error as a share of what is allowed."""
+        allowed = max((self.predicted_bytes + context_bytes) * SHARE, LEAST_BYTES)
+        return abs(self.error_bytes(context_bytes)) / allowed
+
+
+def cases(environ: Mapping[str, str]) -> list[Case]:
+    """The first is small: it shows what a process costs."""
+    found = [Case("demo-mini", bundled_path("demo-mini"), 512, 1), Case("demo", bundled_path("demo"), 4096, 4)]
+    names = ["135m"] if environ.get("QUICK") else ["135m", "1b"]
+    for name in names:
+        path = path_of(SHAPES[name])
+        found += [Case(name, path, 4096, 4), Case(f"{name} q8_0", path, 8192, 2, "q8_0")]
+    own = (Path(text.strip()) for text in environ.get("GPU_CHECK_MODELS", "").split(",") if text.strip())
+    return found + [Case(path.stem, path, 4096, 1) for path in own]
+
+
+async def measure(inventory: Inventory, device: Reading, wanted: Sequence[Case]) -> list[Sample]:
+    """One sample per case, in order; the device must be idle."""
+    with tempfile.TemporaryDirectory(prefix="hg-gpu-") as directory:
+        root = Path(directory)
+        estimator = Estimator(StateDir(root / "state"), seconds=LOAD_SECONDS)
+        samples = []
+        for number, case in enumerate(wanted):
+            folder = root / str(number)
+            folder.mkdir()
+            spec = _spec(folder, case)
+            before = await _settled(inventory, device.id)
+            estimate = await estimator.get(spec, device)
+            with WorkerRig(folder, _grant(spec, device), dict(device.environment)) as rig:
+                rig.expect(link.Ready, LOAD_SECONDS)
+                rig.post("/v1/completions", {"prompt": "the water of the mill", "max_tokens": 8})
+                used = await _settled(inventory, device.id)
+            samples.append(Sample(case.name, estimate.parts[device.id].total_bytes, used - before))
+        await estimator.close()
+    return samples
+
+
+def _spec(folder: Path, case: Case) -> ModelSpec:
+    (folder / "models.yaml").write_text(json.dumps({"models": {"check": {"path": str(case.path)}}}))
+    spec = settings.load(folder, {}, {}).models["check"]
+    return replace(spec, context_length=case.context_length, parallel=case.parallel, kv_type=case.kv_type)
+
+
+def _grant(spec: ModelSpec, device: Reading) -> link.Grant:
+    same = {name: getattr(spec, name) for name in _SAME}
+    return link.Grant(model_id=spec.id, path=str(spec.path), devices=grants_of([device]), **same)
+
+
+async def _settled(inventory: Inventory, device: str) -> int:
+    """Bytes in use once two readings agree: a driver frees and allocates a little later than it says."""
+    last = -1
+    deadline = asyncio.get_running_loop().time() + SETTLE_SECONDS
+    while True:
+        await inventory.refresh()
+        reading = inventory.get(device)
+        assert reading is not None
+        if reading.used_bytes == last or asyncio.get_running_loop().time() > deadline:
+            return reading.used_bytes
+        last = reading.used_bytes
+        await asyncio.sleep(0.3)
+
+
+def report(samples: Sequence[Sample]) -> Bar:
+    """Prints every load; the bar is the worst of them."""
+    first, *others = samples
+    context = first.observed_bytes - first.predicted_bytes
+    print(f"a process costs the device {format_bytes(context)} beside its buffers ({first.name})")
+    for sample in others:
+        print(
+            f"{sample.name:>16}: predicted {format_bytes(sample.predicted_bytes)}, "
+            f"observed {format_bytes(sample.observed_bytes)}, error {sample.error_bytes(context) / MIB:+.2f} MiB"
+        )
+    worst = max((sample.error(context) for sample in others), default=float("nan"))
+    return Bar("gpu_predicted_bytes_error", worst, "of_1%_or_16MiB", "<=", 1)
+
+
+async def check(config: InferenceConfig, wanted: Callable[[], Sequence[Case]]) -> list[Sample] | None:
+    """The samples of the first device that can be measured; None where there is none."""
+    inventory = Inventory.of(config.settings)
+    await inventory.start()
+    try:
+        device = next((reading for reading in inventory.accelerators() if reading.kind in MEASURED), None)
+        if device is None:
+            return None
+        print(f"{device.id}: {device.name}, {format_bytes(device.total_bytes)}, driver {device.driver or 'none'}")
+        return await measure(inventory, device, wanted())
+    finally:
+        await inventory.close()
+
+
+def main(environ: Mapping[str, str] = os.environ) -> int:
+    """Measures, prints and keeps the raw figures; status 0 also where there is nothing to measure."""
+    with tempfile.TemporaryDirectory(prefix="hg-gpu-") as directory:
+        (Path(directory) / "models.yaml").write_text("models: {}\n")
+        config = settings.load(Path(directory), environ, {})
+    samples = asyncio.run(check(config, lambda: cases(environ)))
+    if samples is None:
+        print("gpu-check: skipped, because llama.cpp sees no NVIDIA GPU here (is it built with -DGGML_CUDA=ON?)")
+        return 0
+    bar = report(samples)
+    RAW.parent.mkdir(parents=True, exist_ok=True)
+    RAW.write_text(json.dumps([asdict(sample) for sample in samples]))
+    print()
+    print(bar.line())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
