@@ -32,7 +32,7 @@ from inference.devices.cpu import CPU
 from inference.devices.inventory import Inventory
 from inference.errors import InferenceError, MemoryLimitExceededError, ModelNotFound, QueueFull, ShuttingDown
 from inference.estimator import Estimator
-from inference.evictions import Evictions, Reason
+from inference.evictions import Action, Evictions, Reason
 from inference.governor import Governor
 from inference.loads import Loads
 from inference.metrics import Metrics
@@ -43,6 +43,7 @@ from inference.settings import InferenceConfig, check_devices
 from inference.supervisor import Supervisor
 from inference.teller import Teller
 from inference.waiting import Waiting
+from inference.warm import WarmPool
 from inference.wishes import candidates, held_models, reduced, request_for, shortages_of
 
 log = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class Authority:
         self.teller = Teller(self)
         self.outlook = Outlook(self)
         self.governor = Governor(self)
+        self.warm = WarmPool(self)
         self.ids = itertools.count(1)
         self._pumping = False
         self._wake: asyncio.TimerHandle | None = None
@@ -209,6 +211,20 @@ class Authority:
         await asyncio.shield(running.worker.exited)
         await asyncio.sleep(0)  # the exit's own callback has run now
 
+    async def offload(self, model: Model) -> None:
+        """Lets a loaded model leave its device for the warm pool once what runs is done; returns when it is there.
+
+        Raises InvalidRequestError where that is impossible. A model for which there is no room is unloaded.
+        """
+        if model.state is _S.WARM:
+            return
+        self.warm.refuse(model)
+        running = model.running
+        assert running is not None
+        self.loads.leave(model, Reason.BY_HAND, Action.OFFLOAD)
+        self.loop.call_later(self.settings.drain_seconds, self.loads.hurry, model, running)
+        await self.warm.settled(model)
+
     def reload(self, config: InferenceConfig) -> list[str]:
         """Applies another configuration; returns the differences, one sentence each. The listening address stays."""
         return Change(self).apply(config)
@@ -267,7 +283,10 @@ class Authority:
         if model.state in (_S.READY, _S.BUSY):
             self.waiting.serve(model)
             return
-        if model.state is not _S.COLD:
+        if model.state not in (_S.COLD, _S.WARM):
+            return
+        if model.state is _S.WARM and self.warm.is_stale(model):
+            self.loads.leave(model, Reason.CHANGED)
             return
         readings = self.observe()
         options = self.governor.open_to(model, candidates(model.effective, readings, self.settings))
@@ -285,24 +304,37 @@ class Authority:
         assert request is not None
         now = self.loop.time()
         held = held_models(self.models.values(), self.ledger, now)
+        if model.state is _S.WARM:
+            request = self.warm.adapted(model, request)
+            held = [item for item in held if item.model != model.id or item.standing is Standing.LEAVING]
         decision = plan(request, self.ledger, held, views.policy(self.settings, now))
         if isinstance(decision, Placement) and not decision.measured:
             self.background.divide(model, decision)
             return
         model.divisions = 0
         if isinstance(decision, Refusal):
-            self._refuse(model, decision)
+            if not self.warm.gives_up(model, decision):
+                self._refuse(model, decision)
         elif decision.result is Result.FULL:
             self._log(decision.result, model, decision.trace)
             self.metrics.placements.labels(Result.FULL.lower(), "eviction").inc()
-            for name in decision.evict:
-                self.loads.leave(
-                    self.models[name], Reason.MEMORY_WANTED, explanation=(f"room for {model.id}", *decision.trace)
-                )
+            self._make_room(model, decision)
         else:
             self._log(decision.result, model, decision.trace)
             self.metrics.placements.labels(decision.result.lower(), "fits").inc()
-            self.loads.begin(model, decision)
+            if model.state is _S.WARM:
+                self.warm.restore(model, decision)
+            else:
+                self.loads.begin(model, decision)
+
+    def _make_room(self, model: Model, decision: Placement) -> None:
+        kept = self.warm.kept_of(decision)
+        for name in decision.evict:
+            leaver = self.models[name]
+            if leaver.running is not None:
+                leaver.running.leaves_free = decision.need.get(CPU, 0)
+            action = Action.OFFLOAD if name in kept else Action.UNLOAD
+            self.loads.leave(leaver, Reason.MEMORY_WANTED, action, (f"room for {model.id}", *decision.trace))
 
     def _refuse(self, model: Model, refusal: Refusal) -> None:
         self.governor.refused()
@@ -347,7 +379,7 @@ class Authority:
                 self.move(model, _E.RETRY)
             idle = model.state is _S.READY and not model.in_flight and not model.queue.waiters
             if idle and not model.spec.pinned and now - model.last_used_at >= model.spec.idle_timeout:
-                self.loads.leave(model, Reason.IDLE)
+                self.loads.leave(model, Reason.IDLE, self.warm.action(model))
         if now >= self._watch_at:
             self._watch_at = now + WATCH_SECONDS
             self.loads.watch()
@@ -370,6 +402,7 @@ class Authority:
     def move(self, model: Model, event: Event, *, quietly: bool = False) -> None:
         """The one way a model changes its state; listeners hear of it, of a quiet one a little later."""
         model.state = advance(model.state, event)
+        self.warm.moved(model)
         self.teller.changed(SETTLE_SECONDS if quietly else 0.0)
 
     @staticmethod

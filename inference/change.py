@@ -57,6 +57,7 @@ class Change:
         self._authority.config, self._authority.settings = config, config.settings
         self._authority.observe()
         self._authority.limit()
+        self._authority.warm.review()
         self._authority.teller.changed()
         self._authority.background.spawn(self._authority.background.foresee())
         self._authority.pump()

@@ -23,7 +23,6 @@ OTHER_NAMES = frozenset({"INFERENCE_URL"})
 """Names with our prefix that belong to clients of the service; they are no mistakes."""
 
 WITHOUT_EFFECT = (
-    "enable_cpu_offload",
     "kv_enabled",
     "kv_ram_gb",
     "kv_disk_gb",
@@ -104,6 +103,7 @@ class InferenceSettings(BaseSettings):
     gpu_memory_reserve_mb: float = Field(512.0, ge=0)
     max_models: OptionalInt = Field(None, ge=1)
     max_models_per_device: OptionalInt = Field(None, ge=1)
+    enable_cpu_offload: bool = Field(True, description="models that leave may be kept warm in host memory")
     force_cpu_mode: bool = False
     devices: str = Field("auto", description="auto, cpu, or simulated devices such as sim:2x600MiB or sim:600MiB,1GiB")
 
@@ -134,7 +134,6 @@ class InferenceSettings(BaseSettings):
     pressure_emergency: float = Field(0.98, gt=0, le=1)
 
     # without effect in this version (see WITHOUT_EFFECT)
-    enable_cpu_offload: bool = True
     kv_enabled: bool = True
     kv_ram_gb: OptionalFloat = Field(None, ge=0)
     kv_disk_gb: float = Field(0.0, ge=0)

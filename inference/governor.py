@@ -129,6 +129,10 @@ class Governor:
             for device, watch in self._state.items()
         }
 
+    def renewed(self, holding: str) -> None:
+        """A worker takes its model up again: it knows of no limit that it was told before."""
+        self._limits.pop(holding, None)
+
     # --- a check ---------------------------------------------------------------------------------------------------
     def check(self, *, regular: bool) -> None:
         """Takes the newest readings, and does what follows from them."""

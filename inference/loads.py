@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -26,6 +27,7 @@ from inference.osapi import private_bytes
 from inference.pinning import environment_of
 from inference.protocol import ExitCause, ModelState
 from inference.supervisor import Supervisor, WorkerExit
+from inference.warm import stamp
 from inference.wishes import estimate_of, excess, grant_for
 from inference.worker.link import Ready
 
@@ -46,6 +48,9 @@ _WAY_OUT = {
     _S.READY: (_E.DRAIN, _E.UNLOAD, _E.EXITED),
     _S.BUSY: (_E.DRAIN, _E.UNLOAD, _E.EXITED),
     _S.DRAINING: (_E.UNLOAD, _E.EXITED),
+    _S.OFFLOADING: (_E.UNLOAD, _E.EXITED),
+    _S.WARM: (_E.UNLOAD, _E.EXITED),
+    _S.RESTORING: (_E.UNLOAD, _E.EXITED),
     _S.UNLOADING: (_E.EXITED,),
 }
 """What is left of the way to cold when a worker ended as it was asked to, or left by itself in good order."""
@@ -75,18 +80,22 @@ class Loads:
             self.failed(model, str(error))
             self._authority.waiting.fail(model, self.resting(model))
             return
-        running = Running(holding, placement, device, self._authority.loop.time(), worker)
+        running = Running(
+            holding, placement, device, self._authority.loop.time(), worker, stamp=stamp(model.effective.path)
+        )
         model.running = running
         self._authority.move(model, _E.LOAD)
         log.info("loading %s on %s (pid %d)", model.id, ", ".join(placement.devices), worker.pid)
         grant = grant_for(model.effective, devices, placement, ENGINE_QUEUE)
         worker.hello.add_done_callback(lambda hello: None if hello.exception() else worker.grant(grant))
-        worker.ready.add_done_callback(lambda ready: self._on_ready(model, running, ready))
-        worker.exited.add_done_callback(lambda exited: self._on_exit(model, running, exited.result()))
+        worker.ready.add_done_callback(lambda ready: self.on_ready(model, running, ready))
+        worker.exited.add_done_callback(lambda exited: self.on_exit(model, running, exited.result()))
 
-    def _on_ready(self, model: Model, running: Running, future: asyncio.Future[Ready]) -> None:
-        if future.exception() is not None or model.state is not _S.LOADING:
+    def on_ready(self, model: Model, running: Running, future: asyncio.Future[Ready]) -> None:
+        """A worker has loaded its model, or has taken it up again."""
+        if future.exception() is not None or model.state not in (_S.LOADING, _S.RESTORING):
             return
+        is_back = model.state is _S.RESTORING
         ready = future.result()
         estimate = estimate_of(model, running.placement)
         actual = dict(estimate.overhead_bytes)
@@ -96,7 +105,7 @@ class Loads:
         complaint = excess(estimate, ready)
         try:
             if complaint is None:
-                self._authority.ledger = self._authority.ledger.commit(running.holding, actual)
+                self._authority.warm.committed(running, actual)
         except LedgerError as error:
             complaint = str(error)
         if complaint is not None:
@@ -112,13 +121,16 @@ class Loads:
             raise_for_status=False,
         )
         seconds = self._authority.loop.time() - running.began_at
-        model.reload_seconds = seconds
-        model.loads += 1
+        if is_back:
+            self._authority.warm.restored(model, seconds, ready.restored_tokens)
+        else:
+            model.reload_seconds = seconds
+            model.loads += 1
         model.capabilities = ready.capabilities
         model.failure = None
         model.last_used_at = self._authority.loop.time()
-        self._authority.metrics.load_seconds.labels(model.id, "cold").observe(seconds)
-        if predicted:
+        self._authority.metrics.load_seconds.labels(model.id, "warm" if is_back else "cold").observe(seconds)
+        if predicted and not is_back:
             self._authority.metrics.estimate_error.observe(sum(actual.values()) / predicted)
         if model.backoff.failures:
             self._authority.metrics.recoveries.labels("reload").inc()
@@ -126,7 +138,7 @@ class Loads:
             "%s is ready on %s after %.2f s: %s of %s reserved",
             model.id, running.device.id, seconds, format_bytes(sum(actual.values())), format_bytes(predicted),
         )  # fmt: skip
-        self._authority.move(model, _E.LOADED)
+        self._authority.move(model, _E.RESTORED if is_back else _E.LOADED)
         self._authority.waiting.serve(model)
         self._authority.pump()
 
@@ -156,31 +168,40 @@ class Loads:
     ) -> None:
         """Begins a model's way out, the only one there is: what runs may finish. Its record follows with its memory."""
         running = model.running
-        if running is None or model.state not in (_S.LOADING, _S.READY, _S.BUSY):
+        if running is None or model.state in (_S.DRAINING, _S.UNLOADING):
             return
-        running.departure = Departure(reason, action, explanation)
         why = "; ".join((str(reason), *explanation))
-        if model.state is _S.LOADING:
-            log.info("the load of %s is given up (%s)", model.id, why)
+        if model.state not in (_S.READY, _S.BUSY):
+            log.info("%s is %s and is given up (%s)", model.id, model.state, why)
+            running.departure = Departure(reason, Action.UNLOAD, explanation)
             self.unload(model)
             return
+        running.departure = Departure(reason, action, explanation)
         log.info("%s leaves (%s)", model.id, why)
         self._authority.move(model, _E.DRAIN)
         if not running.leases:
             self.unload(model)
 
     def unload(self, model: Model) -> None:
-        """Nothing is in flight any more: the worker may end."""
+        """Nothing is in flight any more: the model is kept warm if it was told so and can be, else its worker ends."""
         assert model.running is not None
+        departure = model.running.departure
+        if model.state is _S.DRAINING and departure is not None and departure.action is Action.OFFLOAD:
+            if self._authority.warm.begin(model):
+                return
+            model.running.departure = replace(departure, action=Action.UNLOAD)
         self._authority.move(model, _E.UNLOAD)
         self._authority.ledger = self._authority.ledger.leave(model.running.holding)
         model.running.worker.stop()
 
-    def _on_exit(self, model: Model, running: Running, exit: WorkerExit) -> None:
+    def on_exit(self, model: Model, running: Running, exit: WorkerExit) -> None:
         """The one place where a worker's memory goes back, however it ended."""
         if running.session is not None:
             self._authority.background.finish(running.session.close())
         shapes = [lease.shape for lease in running.leases]
+        if model.running is not running:  # another process keeps its model warm
+            self._has_left(model, running, exit)
+            return
         model.running = None
         model.unreduce()
         if model.state is not _S.UNLOADING:
@@ -201,6 +222,19 @@ class Loads:
         if model.removed:
             self._authority.models.pop(model.id, None)
         self._authority.pump()
+
+    def _has_left(self, model: Model, running: Running, exit: WorkerExit) -> None:
+        self._give_back(running)
+        self._authority.metrics.exits.labels(model.id, str(exit.cause)).inc()
+        if exit.cause is not ExitCause.REQUESTED:
+            log.error("%s (pid %d) while its model was offloaded: %s", model.id, running.worker.pid, exit.message)
+            self._authority.crashes.add(model.id, running.worker.pid, exit, [])
+        self._authority.pump()
+
+    def hurry(self, model: Model, running: Running) -> None:
+        """The time in which a model may finish what it does is over."""
+        if model.running is running and model.state is _S.DRAINING:
+            running.worker.stop()
 
     def _load_error(self, model: Model, exit: WorkerExit) -> InferenceError:
         if exit.cause is ExitCause.DEVICE_LOST:
@@ -228,6 +262,7 @@ class Loads:
         )
 
     def _give_back(self, running: Running) -> None:
+        self._authority.warm.forget(running)
         if all(device == CPU for device in running.placement.need):
             self._release(running)
         else:

@@ -42,6 +42,14 @@ class Running:
     ready: Ready | None = None
     leases: set[Lease] = field(default_factory=set)
     failure: InferenceError | None = None
+    stamp: tuple[int, int, int] = (0, 0, 0)
+    """Of the file that was loaded, or is held."""
+    extra: str | None = None
+    """A second holding, of host memory, while the model leaves its device or comes back."""
+    leaves_free: int = 0
+    """Bytes of host memory that sequences may not be saved in: whoever it leaves for needs them."""
+    has_waited: bool = False
+    """For the room to be kept in, once."""
     departure: Departure | None = None
     """Why it leaves, from the moment it was told to."""
     counted: dict[str, int] = field(default_factory=dict)
@@ -66,6 +74,9 @@ class Model:
     """Ways to divide it over devices that were measured since the last decision."""
     last_used_at: float = 0.0
     reload_seconds: float = 1.0
+    """What its last load from the file took."""
+    restore_seconds: float | None = None
+    """What its last return from the warm pool took."""
     loads: int = 0
     uses: int = 0
     """Requests that were given to a worker; probes do not count."""
@@ -102,12 +113,20 @@ class Model:
         for name in ways[:-MOST_WAYS]:
             del self.estimates[name]
 
+    @property
+    def comeback_seconds(self) -> float:
+        """How long it would take to have it back if it left now: measured from the warm pool, or from its file."""
+        keeps = self.spec.warm and self.restore_seconds is not None and self.state is not ModelState.WARM
+        return self.restore_seconds if keeps and self.restore_seconds is not None else self.reload_seconds
+
     def standing(self, now: float) -> Standing:
         """Whether it could leave now."""
         if self.state in (ModelState.DRAINING, ModelState.UNLOADING):
             return Standing.LEAVING
-        if self.state is ModelState.LOADING:
+        if self.state in (ModelState.LOADING, ModelState.OFFLOADING, ModelState.RESTORING):
             return Standing.LOADING
+        if self.state is ModelState.WARM:
+            return Standing.BUSY if self.queue.waiters else Standing.WARM
         if self.spec.pinned or self.spec.dedicated:
             return Standing.FIXED
         if self.in_flight or self.queue.waiters:
@@ -118,7 +137,7 @@ class Model:
 
     def progress(self, waiter: Waiter) -> Progress:
         """What this waiter waits for."""
-        if self.state is ModelState.LOADING and self.running is not None:
+        if self.state in (ModelState.LOADING, ModelState.RESTORING) and self.running is not None:
             return Progress("loading", int(self.running.worker.progress * 100), 100)
         return Progress("queued", self.queue.position(waiter.id) or 0)
 

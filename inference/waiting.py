@@ -60,7 +60,7 @@ class Waiting:
         if model.state is _S.BUSY:
             self._authority.move(model, _E.IDLE, quietly=True)
             if model.spec.idle_timeout == 0 and not model.spec.pinned:
-                self._authority.loads.leave(model, Reason.IDLE)
+                self._authority.loads.leave(model, Reason.IDLE, self._authority.warm.action(model))
         elif model.state is _S.DRAINING:
             self._authority.loads.unload(model)
         if any(other.queue.waiters for other in self._authority.models.values()):

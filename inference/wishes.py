@@ -111,7 +111,7 @@ def held_models(models: Iterable[Model], ledger: Ledger, now: float) -> list[Hel
                 model.standing(now),
                 ledger.holdings[model.running.holding].bytes,
                 model.last_used_at,
-                model.reload_seconds,
+                model.comeback_seconds,
                 model.spec.dedicated,
             )
         )

@@ -14,6 +14,7 @@ from enum import IntEnum
 from headgate.shared.units import format_bytes
 from inference.core.plan import Standing
 from inference.core.pressure import BAND, Bounds, Gauge, Level, Use, grew, settle
+from inference.core.stage import EVICTABLE
 
 HIGH_IDLE_SECONDS = 30.0
 """At HIGH a model idle for longer leaves, or sooner where INFERENCE_EVICTION_IDLE_THRESHOLD_SECONDS is less."""
@@ -181,7 +182,7 @@ def _leaves(use: Use, level: Level, scene: Scene, rules: Rules, *, grown: bool) 
         Level.HIGH: min(HIGH_IDLE_SECONDS, rules.idle_seconds),
     }.get(level, 0.0)
     enough = use.total_bytes * (rules.bounds.of(level) - BAND) if level < Level.CRITICAL else -1.0
-    idle = [tenant for tenant in scene.tenants if tenant.standing is Standing.IDLE and tenant.bytes.get(use.device)]
+    idle = [tenant for tenant in scene.tenants if tenant.standing in EVICTABLE and tenant.bytes.get(use.device)]
     used = use.used_bytes
     for tenant in sorted(idle, key=lambda item: (not item.warm, -item.idle_seconds, item.model)):
         if tenant.idle_seconds < patience or used < enough:

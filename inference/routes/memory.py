@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from inference import views
 from inference.authority import Authority
 from inference.core.pressure import Level
-from inference.protocol import DeviceState
+from inference.evictions import Action
+from inference.protocol import DeviceState, ModelState
 
 MIB = 2**20
 
@@ -65,7 +66,13 @@ def router(authority: Authority) -> APIRouter:
             "allocated_mb": round(sum(ours.values()) / MIB, 3),
             "limit_mb": None if limit is None else round(limit / MIB, 3),
             "alerts": [alert.to_json() for alert in authority.governor.adviser.alerts()],
-            "models_loaded": sum(model.running is not None for model in authority.models.values()),
+            "models_loaded": sum(
+                model.running is not None and model.state is not ModelState.WARM for model in authority.models.values()
+            ),
+            "models_offloaded": len(authority.warm.offloaded()),
+            "total_offloads": authority.evictions.totals[Action.OFFLOAD],
+            "total_restorations": authority.warm.restorations,
+            "total_unloads": authority.evictions.totals[Action.UNLOAD],
             "devices": {
                 device: {
                     **views.balance_json(balance),
@@ -95,6 +102,10 @@ def router(authority: Authority) -> APIRouter:
                 }
             )
         return {"models": listed}
+
+    @routes.get("/memory/offloaded")
+    async def offloaded() -> dict[str, Any]:
+        return {"offloaded": authority.warm.offloaded()}
 
     @routes.post("/memory/plan")
     async def plan(wanted: PlanRequest) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Routes about models: list, show, load, unload, restart, crashes; decide nothing."""
+"""Routes about models: list, show, load, unload, offload, restart, crashes; decide nothing."""
 
 from __future__ import annotations
 
@@ -32,6 +32,12 @@ def router(authority: Authority, crashes: CrashStore) -> APIRouter:
     async def unload(model_id: str, now: bool = False) -> dict[str, Any]:
         model = authority.resolve(model_id)
         await authority.unload(model, now=now)
+        return authority.status(model).to_json()
+
+    @routes.post("/models/{model_id:path}/offload")
+    async def offload(model_id: str) -> dict[str, Any]:
+        model = authority.resolve(model_id)
+        await authority.offload(model)
         return authority.status(model).to_json()
 
     @routes.post("/models/{model_id:path}/restart")

@@ -187,11 +187,11 @@ async def test_limits_on_the_number_of_models_evict(start: Start) -> None:
         ticket = authority.ask(authority.resolve(name))
         assert await ticket.wait(10) is not None
         ticket.close()
-    assert sum(model.running is not None for model in authority.models.values()) == 1
+    assert sum(model.state is not ModelState.WARM for model in authority.models.values()) == 1
 
 
 async def test_idle_timeout_zero_unloads_at_once(start: Start) -> None:
-    service = await start({"a": {"idle_timeout": 0}})
+    service = await start({"a": {"idle_timeout": 0, "warm": False}})
     authority, model = service.authority, service.authority.resolve("a")
     lease = await authority.ask(model).wait(10)
     lease.release(completed=True)

@@ -3,7 +3,8 @@
 FAKE_WORKER is JSON, model id -> behavior: `load_seconds`, `fail` (cause), `exit` (status before hello), `abort` (text,
 then SIGABRT while loading), `silent_after` (beats stop so many seconds after ready), `step_seconds` (what beats claim),
 `buffers` (bytes of KV reported), `grow` (bytes it takes once it is ready),
-`answer_seconds` (before the first token), `chunks`, `chunk_seconds`, `ignore_stop`.
+`answer_seconds` (before the first token), `chunks`, `chunk_seconds`, `ignore_stop`, `saved` (bytes of sequences that an
+offload saves), `offload`, `hold` and `restore` (`die` or `hang` then).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -35,9 +37,17 @@ async def main() -> None:
         sys.exit(behaviors["*"]["exit"])
     send(link.Hello(os.getpid(), "fake"))
     grant = link.decode(await reader.readline())
+    is_kept = isinstance(grant, link.Hold)
+    if isinstance(grant, link.Hold):
+        name = Path(grant.path).stem
+        await _misbehave(behaviors.get(name, behaviors.get("*", {})).get("hold"))
+        send(link.Held(Path(grant.path).stat().st_size))
+        grant = link.decode(await reader.readline())
     assert isinstance(grant, link.Grant)
     how: dict[str, Any] = behaviors.get(grant.model_id, {})
-    orders = asyncio.create_task(_obey(reader, how))
+    if is_kept:
+        await _misbehave(how.get("restore"))
+    orders = asyncio.create_task(_obey(reader, send, how))
     await _load(send, how)
     if cause := how.get("fail"):
         send(link.Failed(cause, f"told to fail with {cause}"))
@@ -55,16 +65,7 @@ async def main() -> None:
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     await runner.setup()
     await web.SockSite(runner, listener).start()
-    reserved = dict(grant.reserved_bytes)
-    device, amount = next(iter(reserved.items()))
-    send(
-        link.Ready(
-            load_seconds=0.01,
-            buffers=(link.Buffer(device, "kv", how.get("buffers", max(0, amount - 2**26))),),
-            context_length=grant.context_length,
-            capabilities=("chat", "completions"),
-        )
-    )
+    send(_ready(grant, how))
     hoard = b"x" * how.get("grow", 0)
     beats = asyncio.create_task(_beat(send, app, how))
     await asyncio.wait({orders, beats}, return_when=asyncio.FIRST_COMPLETED)
@@ -89,11 +90,38 @@ async def _beat(send: Any, app: web.Application, how: dict[str, Any]) -> None:
     await asyncio.Event().wait()
 
 
-async def _obey(reader: asyncio.StreamReader, how: dict[str, Any]) -> None:
+async def _obey(reader: asyncio.StreamReader, send: Any, how: dict[str, Any]) -> None:
     while line := await reader.readline():
-        if isinstance(link.decode(line), link.Stop) and not how.get("ignore_stop"):
+        message = link.decode(line)
+        if isinstance(message, link.Stop) and not how.get("ignore_stop"):
             os._exit(0)
+        elif isinstance(message, link.Offload):
+            await _misbehave(how.get("offload"))
+            send(link.Offloaded(min(message.most_bytes, how.get("saved", 0)), 1, 10))
+            if not message.stays:
+                await asyncio.sleep(0)  # what was sent is on its way
+                os._exit(0)
+        elif isinstance(message, link.Grant):
+            await _misbehave(how.get("restore"))
+            send(_ready(message, how))
     os._exit(1)
+
+
+def _ready(grant: link.Grant, how: dict[str, Any]) -> link.Ready:
+    device, amount = next(iter(dict(grant.reserved_bytes).items()))
+    return link.Ready(
+        load_seconds=0.01,
+        buffers=(link.Buffer(device, "kv", how.get("buffers", max(0, amount - 2**26))),),
+        context_length=grant.context_length,
+        capabilities=("chat", "completions"),
+    )
+
+
+async def _misbehave(how: str | None) -> None:
+    if how == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "hang":
+        await asyncio.Event().wait()
 
 
 async def _answer(request: web.Request) -> web.StreamResponse:

@@ -1,0 +1,100 @@
+"""The warm pool with real workers on the CPU: out of the way, and back with what was computed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import urllib.error
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rigs.stack import Stack, chat_body, until
+
+MODELS = """
+models:
+  demo: {path: bundled:demo, context_length: 2048, parallel: 2, min_residency: 0}
+  demo-mini: {path: bundled:demo-mini, context_length: 1024, parallel: 1, min_residency: 0, warm: false}
+"""
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    started = Stack(tmp_path_factory.mktemp("warm"), models=MODELS)
+    started.inference.start(wait_for="/readyz")
+    yield started
+    started.kill()
+
+
+def post(stack: Stack, path: str, body: Any = None) -> Any:
+    return stack.ask(path, body if body is not None else {}, direct=True)
+
+
+def tell(stack: Stack, text: str) -> dict[str, Any]:
+    return dict(post(stack, "/v1/chat/completions", chat_body(text, max_tokens=16)))
+
+
+def text_of(said: dict[str, Any]) -> str:
+    return str(said["choices"][0]["message"]["content"])
+
+
+def booked(stack: Stack) -> int:
+    return int(stack.ask("/memory/stats", direct=True)["devices"]["cpu"]["resident_bytes"])
+
+
+STORY = "Once upon a time there was a little girl who liked to play in the garden with her dog. " * 8
+
+
+def test_an_offloaded_model_answers_as_before_and_finds_its_prompt_computed(stack: Stack) -> None:
+    """Its process stays and holds less; the answer is the same, cached tokens show that its sequences are back."""
+    first = tell(stack, STORY)
+    pid, before = stack.worker_pid("demo"), booked(stack)
+    assert post(stack, "/models/demo/offload")["headgate"]["state"] == "warm"
+    kept = stack.ask("/memory/offloaded", direct=True)["offloaded"]
+    assert [item["model_key"] for item in kept] == ["demo"]
+    assert kept[0]["mechanism"] == "standby"
+    assert kept[0]["original_device"] == "cpu"
+    assert kept[0]["bytes"] == booked(stack) < before
+    assert kept[0]["tokens"] > 100
+    again = tell(stack, STORY)
+    assert text_of(again) == text_of(first)
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+    assert stack.worker_pid("demo") == pid
+    assert booked(stack) == before
+    assert stack.ask("/memory/offloaded", direct=True)["offloaded"] == []
+    stats = stack.ask("/memory/stats", direct=True)
+    assert (stats["total_offloads"], stats["total_restorations"], stats["models_offloaded"]) == (1, 1, 0)
+
+
+def test_a_model_that_says_so_is_not_kept(stack: Stack) -> None:
+    """By hand it is refused with the reason."""
+    post(stack, "/models/demo-mini/load")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        post(stack, "/models/demo-mini/offload")
+    assert refused.value.code == 400
+    assert "warm: false" in json.load(refused.value)["error"]["message"]
+    post(stack, "/models/demo-mini/unload")
+
+
+async def test_a_warm_model_that_dies_gives_everything_back(stack: Stack) -> None:
+    """kill -9 while it is warm: nothing stays booked, and the next request loads it from its file."""
+    tell(stack, "hello")
+    post(stack, "/models/demo/offload")
+    os.kill(stack.worker_pid("demo"), signal.SIGKILL)
+    await until("nothing is booked", lambda: booked(stack) == 0)
+    assert stack.ask("/memory/offloaded", direct=True)["offloaded"] == []
+    assert text_of(tell(stack, "hello"))
+    post(stack, "/models/demo/unload")
+
+
+def test_a_warm_model_can_be_unloaded(stack: Stack) -> None:
+    """Nothing of it is left."""
+    tell(stack, "hello")
+    post(stack, "/models/demo/offload")
+    pid = stack.worker_pid("demo")
+    assert post(stack, "/models/demo/unload")["headgate"]["state"] == "cold"
+    assert booked(stack) == 0
+    assert not Path(f"/proc/{pid}").exists()

@@ -1,0 +1,194 @@
+"""The warm pool's bookkeeping over fake workers: whatever dies or hangs on the way, every byte is booked once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.app import Service
+from inference.errors import InvalidRequestError
+from inference.evictions import Action, Reason
+from inference.model import Model
+from inference.protocol import ModelState
+from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, Start, empty, services, until
+
+S = ModelState
+
+
+@pytest.fixture
+async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
+    async with services(tmp_path, monkeypatch) as make:
+        yield make
+
+
+async def use(service: Service, name: str) -> Model:
+    model = service.authority.resolve(name)
+    lease = await service.authority.ask(model).wait(10)
+    assert lease is not None
+    lease.release(completed=True)
+    return model
+
+
+async def settled(model: Model, state: ModelState) -> None:
+    await until(f"{model.id} is {state}", lambda: model.state is state)
+
+
+def on_host(service: Service) -> int:
+    return service.authority.ledger.balance("cpu").ours_bytes
+
+
+async def on_gpu(start: Start, models: dict[str, Any], behavior: dict[str, Any] | None = None, **env: str) -> Service:
+    service: Service = await start(models, behavior, accelerator=FakeAccelerator(), **env)
+    return service
+
+
+async def test_a_model_of_the_cpu_keeps_its_process_and_what_that_still_holds(start: Start) -> None:
+    """An idle model stays as a process without context, is booked for it, and is whole again when it is wanted."""
+    service = await start({"a": {"idle_timeout": 0}}, {"a": {"saved": 10 * MIB}})
+    model = await use(service, "a")
+    assert model.running is not None
+    pid = model.running.worker.pid
+    await settled(model, S.WARM)
+    assert on_host(service) == (64 + 10) * MIB
+    (kept,) = service.authority.warm.offloaded()
+    assert (kept["mechanism"], kept["original_device"], kept["bytes"]) == ("standby", "cpu", 74 * MIB)
+    record = service.authority.evictions.records[-1]
+    assert (record.action, record.reason, record.memory_freed_mb) == (Action.OFFLOAD, Reason.IDLE, 26)
+    lease = await service.authority.ask(model).wait(10)
+    assert lease is not None
+    assert model.state is S.BUSY
+    assert model.running.worker.pid == pid
+    assert on_host(service) == 100 * MIB
+    assert service.authority.warm.restorations == 1
+    assert service.authority.warm.offloaded() == []
+    assert model.loads == 1
+
+
+async def test_a_model_of_an_accelerator_leaves_it_and_is_kept_by_another_process(start: Start) -> None:
+    """Nothing is booked on the device while it is warm; the process that comes back is the one that held the file."""
+    service = await on_gpu(start, {"a": {}}, {"a": {"saved": MIB}})
+    model = await use(service, "a")
+    assert model.running is not None
+    pid = model.running.worker.pid
+    await service.authority.offload(model)
+    assert model.state is S.WARM
+    await until("the device is free", lambda: service.authority.ledger.balance("gpu-0").ours_bytes == 0)
+    keeper = model.running.worker.pid
+    assert keeper != pid
+    assert not Path(f"/proc/{pid}").exists()
+    (kept,) = service.authority.warm.offloaded()
+    assert (kept["mechanism"], kept["original_device"]) == ("resident", "gpu-0")
+    assert kept["bytes"] == on_host(service) == 64 * MIB + 4 + MIB
+    await use(service, "a")
+    assert model.state is S.READY
+    assert model.running.worker.pid == keeper
+    assert model.running.device.id == "gpu-0"
+    assert on_host(service) == 0
+    assert service.authority.ledger.balance("gpu-0").ours_bytes == 100 * MIB
+
+
+@pytest.mark.parametrize(
+    ("device", "step", "how"),
+    [
+        ("cpu", "offload", "die"),
+        ("cpu", "offload", "hang"),
+        ("cpu", "restore", "hang"),
+        ("gpu-0", "offload", "hang"),
+        ("gpu-0", "hold", "die"),
+        ("gpu-0", "hold", "hang"),
+        ("gpu-0", "restore", "die"),
+    ],
+)
+async def test_whatever_goes_wrong_on_the_way_is_booked_back(start: Start, device: str, step: str, how: str) -> None:
+    """A worker that dies or hangs while it leaves, holds or comes back: the model answers again, from its file."""
+    behavior = {"a": {step: how}, "x": {step: how}}
+    models: dict[str, Any] = {"a": {}}
+    patience = {"LOAD_TIMEOUT_SECONDS": "1"}
+    if device == "cpu":
+        service = await start(models, behavior, **patience)
+    else:
+        service = await on_gpu(start, models, behavior, **patience)
+    service.authority.warm.patience = lambda _bytes: 0.5
+    model = await use(service, "a")
+    await service.authority.offload(model)
+    assert model.state in (S.WARM, S.FAILED, S.COLD)
+    await until(
+        "the device is free", lambda: device == "cpu" or not service.authority.ledger.balance(device).ours_bytes
+    )
+    await use(service, "a")
+    assert model.state is S.READY
+    booked = service.authority.ledger.owned_by("a")
+    assert booked == {device: 100 * MIB}
+    await service.authority.unload(model)
+    await until("nothing is booked", lambda: empty(service))
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu-0"])
+async def test_a_warm_model_that_is_killed_is_cold_soon_and_nothing_is_left(start: Start, device: str) -> None:
+    """kill -9 of the process that keeps it."""
+    service = await start({"a": {}}) if device == "cpu" else await on_gpu(start, {"a": {}})
+    model = await use(service, "a")
+    await service.authority.offload(model)
+    assert model.running is not None
+    os.kill(model.running.worker.pid, signal.SIGKILL)
+    await until("nothing is booked", lambda: empty(service))
+    assert service.authority.warm.offloaded() == []
+    await use(service, "a")
+    assert model.loads == 2
+
+
+async def test_an_evicted_model_is_kept_where_there_is_room(start: Start) -> None:
+    """Two that do not fit on the device together take turns, each warm while the other one answers."""
+    estimator = FakeEstimator()
+    estimator.sizes = {"a": 600, "b": 600}
+    models: dict[str, Any] = {"a": {}, "b": {}}
+    service: Service = await start(models, accelerator=FakeAccelerator(), estimator=estimator)
+    for _ in range(2):
+        b = await use(service, "b")
+        a = await use(service, "a")
+        await settled(b, S.WARM)
+        assert a.state is S.READY
+    assert service.authority.warm.restorations == 2
+    assert {record.action for record in service.authority.evictions.records} == {Action.OFFLOAD}
+
+
+async def test_warm_models_go_before_one_that_is_loaded(start: Start) -> None:
+    """Host memory is wanted: the warm ones give it, and the loaded one stays."""
+    estimator = FakeEstimator()
+    estimator.sizes = {"a": 500, "b": 500, "c": 500}
+    service: Service = await start(
+        {"a": {}, "b": {}, "c": {}}, {"a": {"buffers": 0}}, estimator=estimator, MEMORY_LIMIT_GB="1"
+    )
+    a = await use(service, "a")
+    await service.authority.offload(a)
+    b = await use(service, "b")
+    assert a.state is S.WARM
+    await use(service, "c")
+    assert (a.state, b.state) == (S.COLD, S.READY)
+
+
+async def test_who_may_be_kept_is_asked_anew_when_the_configuration_changes(start: Start) -> None:
+    """The pool is switched off: nobody is kept, and by hand it is refused with the reason."""
+    service = await start({"a": {}}, ENABLE_CPU_OFFLOAD="false")
+    model = await use(service, "a")
+    with pytest.raises(InvalidRequestError, match="INFERENCE_ENABLE_CPU_OFFLOAD"):
+        await service.authority.offload(model)
+    service.authority.loads.leave(model, Reason.IDLE, Action.OFFLOAD)
+    await settled(model, S.COLD)
+    assert service.authority.evictions.records[-1].action is Action.UNLOAD
+
+
+async def test_a_file_that_changed_is_not_taken_up_again(start: Start, tmp_path: Path) -> None:
+    """What is warm is dropped, and the new file is loaded."""
+    service = await start({"a": {}})
+    model = await use(service, "a")
+    await service.authority.offload(model)
+    (tmp_path / "x.gguf").write_bytes(b"GGUF anew")
+    await use(service, "a")
+    assert model.loads == 2
+    assert service.authority.warm.restorations == 0
