@@ -31,6 +31,7 @@ from inference.bus import Bus
 from inference.core.patience import Patience
 from inference.crashes import CrashStore
 from inference.devices.inventory import Inventory
+from inference.dumps import Dumps
 from inference.environment import set_without_effect
 from inference.errors import InferenceError
 from inference.estimator import Estimator
@@ -38,7 +39,7 @@ from inference.metrics import Metrics
 from inference.osapi import socket_directory
 from inference.protocol import H_REQUEST_ID, Code, error_body
 from inference.relay import Relay
-from inference.routes import memory, models, service
+from inference.routes import dumps, holders, memory, models, operations, service
 from inference.settings import InferenceConfig
 from inference.supervisor import WORKER_COMMAND, Supervisor
 
@@ -96,6 +97,9 @@ class Service:
         app.include_router(service.router(self.authority, self.metrics, lambda: self.draining))
         app.include_router(models.router(self.authority, self.crashes))
         app.include_router(memory.router(self.authority))
+        app.include_router(holders.router(self.authority))
+        app.include_router(operations.router(self.authority))
+        app.include_router(dumps.router(Dumps(self.authority, self.crashes)))
         app.add_exception_handler(InferenceError, _inference_error)  # type: ignore[arg-type]
         app.add_exception_handler(HTTPException, _http_error)  # type: ignore[arg-type]
         app.add_exception_handler(RequestValidationError, _invalid)  # type: ignore[arg-type]

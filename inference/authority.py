@@ -351,6 +351,7 @@ class Authority:
         self._log(refusal.result, model, refusal.trace)
         if refusal.lacks and model.spec.oom_policy == "reduce" and model.reduced is None:
             model.reduced = reduced(model.spec, refusal.fix)
+            self.metrics.alloc_retries.inc()
             log.warning("%s is reduced to fit: %s", model.id, ", ".join(model.spec.changed(model.reduced)))
             model.estimates.clear()
             self.background.estimate(model)

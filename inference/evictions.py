@@ -6,6 +6,7 @@ MOST_RECORDS are kept; the counts are of all since the service began.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -88,6 +89,13 @@ class Evictions:
         self._clock = clock
         self.records: deque[Eviction] = deque(maxlen=MOST_RECORDS)
         self.totals: Counter[Action] = Counter()
+        self._awaited: dict[str, list[asyncio.Future[Eviction]]] = {}
+
+    def next_of(self, model: str) -> asyncio.Future[Eviction]:
+        """Done with the next record of `model`; whoever waits for it bounds the wait."""
+        future: asyncio.Future[Eviction] = asyncio.get_running_loop().create_future()
+        self._awaited.setdefault(model, []).append(future)
+        return future
 
     def add(self, model: str, departure: Departure, freed_bytes: int) -> Eviction:
         """One model has left and `freed_bytes` are back: recorded, counted, told."""
@@ -98,4 +106,7 @@ class Evictions:
         self.totals[departure.action] += 1
         self._metrics.evictions.labels(str(departure.action), str(departure.reason)).inc()
         self._bus.publish("eviction", {"eviction": record.to_json()})
+        for future in self._awaited.pop(model, ()):
+            if not future.done():
+                future.set_result(record)
         return record

@@ -156,6 +156,7 @@ class Loads:
             self._authority.governor.adviser.outgrew(model, running, found.bytes)
             if found.ledger is not None:
                 self._authority.ledger = found.ledger
+                running.grown_bytes += found.bytes
                 self._authority.teller.changed()
                 log.warning("%s grew by %s beyond its reservation; reserved", model.id, format_bytes(found.bytes))
                 continue

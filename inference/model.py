@@ -52,6 +52,8 @@ class Running:
     """For the room to be kept in, once."""
     departure: Departure | None = None
     """Why it leaves, from the moment it was told to."""
+    grown_bytes: int = 0
+    """Of what it holds in host memory, what was booked because its worker grew beyond its reservation."""
     counted: dict[str, int] = field(default_factory=dict)
     """Tokens of this worker that the metrics have seen, by kind."""
 

@@ -65,12 +65,12 @@ class Alert:
 
     def to_json(self) -> dict[str, Any]:
         """As `/memory/stats` shows it."""
-        return {
-            "kind": str(self.kind),
-            "subject": self.subject,
-            "message": self.message,
-            "recommendation": {change.setting: change.value for change in self.changes} or None,
-        }
+        return {"kind": str(self.kind), "subject": self.subject, "message": self.message}
+
+    def recommendations(self) -> list[dict[str, Any]]:
+        """Its changes, as `/memory/stats` shows them."""
+        about = {"kind": str(self.kind), "subject": self.subject}
+        return [{**about, "setting": change.setting, "value": change.value} for change in self.changes]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,15 @@
-"""Routes about memory and devices: stats, models, dry runs, health; decide nothing."""
+"""Routes about devices and memory as they are: stats, health, history, fragmentation; decide and change nothing."""
 
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
-from pydantic import BaseModel, ConfigDict, Field
 
-from inference import views
+from inference import figures, views
 from inference.authority import Authority
+<<<<<<< HEAD
 from inference.core.pressure import Level
 from inference.evictions import Action
 from inference.protocol import DeviceState, ModelState
@@ -40,6 +40,8 @@ def health(authority: Authority) -> dict[str, Any]:
         healthy &= level < Level.CRITICAL and state is not DeviceState.LOST
         devices[device] = {"pressure": str(level), "utilization": round(use.share, 4), "state": str(state)}
     return {"healthy": healthy, "devices": devices}
+=======
+>>>>>>> 5e08057 (wip)
 
 
 def router(authority: Authority) -> APIRouter:
@@ -48,16 +50,22 @@ def router(authority: Authority) -> APIRouter:
 
     @routes.get("/devices")
     async def devices() -> dict[str, Any]:
-        balances = authority.balances()
+        levels = authority.governor.levels()
         return {
             "devices": [
-                {**reading.to_json(), "ledger": views.balance_json(balances[reading.id])}
+                {
+                    **reading.to_json(),
+                    "pressure_level": str(levels[reading.id][1]),
+                    "ledger": views.balance_json(authority.ledger.balance(reading.id)),
+                }
                 for reading in authority.inventory.readings()
+                if reading.id in levels
             ]
         }
 
     @routes.get("/memory/stats")
     async def stats() -> dict[str, Any]:
+<<<<<<< HEAD
         balances = authority.balances()
         pressure = authority.governor.levels()
         ours = {device: balance.ours_bytes for device, balance in balances.items()}
@@ -117,10 +125,17 @@ def router(authority: Authority) -> APIRouter:
             **views.decision_json(decision),
             "estimate": estimate.to_json() if estimate else None,
         }
+=======
+        return figures.stats(authority)
+
+    @routes.get("/memory/fragmentation")
+    async def fragmentation() -> dict[str, Any]:
+        return figures.fragmentation(authority)
+>>>>>>> 5e08057 (wip)
 
     @routes.get("/memory/health")
-    async def memory_health(response: Response) -> dict[str, Any]:
-        found = health(authority)
+    async def health(response: Response) -> dict[str, Any]:
+        found = figures.health(authority)
         response.status_code = 200 if found["healthy"] else 503
         return found
 

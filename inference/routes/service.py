@@ -9,9 +9,9 @@ from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 import headgate
+from inference import figures
 from inference.authority import Authority
 from inference.metrics import Metrics
-from inference.routes.memory import health
 
 
 def router(authority: Authority, metrics: Metrics, is_draining: Callable[[], bool]) -> APIRouter:
@@ -32,7 +32,7 @@ def router(authority: Authority, metrics: Metrics, is_draining: Callable[[], boo
 
     @routes.get("/health")
     async def whole_health() -> JSONResponse:
-        found = health(authority)
+        found = figures.health(authority)
         found |= {
             "service": "inference",
             "version": getattr(headgate, "__version__", None),

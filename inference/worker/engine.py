@@ -437,6 +437,7 @@ class Engine:
     def _note_progress(self) -> None:
         self.pulse.active = self._scheduler.active
         self.pulse.queued = self._scheduler.queued
+        self.pulse.cells_used, self.pulse.cells_retained = self._scheduler.cells
         now = self._clock()
         if now - self._told_progress >= PROGRESS_SECONDS:
             self._told_progress = now

@@ -182,6 +182,10 @@ class Beat:
     queued: int
     prompt_tokens: int
     generated_tokens: int
+    cells_used: int = 0
+    """KV cells that hold something of a sequence that runs."""
+    cells_retained: int = 0
+    """KV cells that are kept for later requests that begin alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +198,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Drop the prefixes that are retained for later requests."""
+    """Drop the prefixes that are retained for later requests, and give free memory back to the system."""
 
     tag: ClassVar[str] = "forget"
 

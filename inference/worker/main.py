@@ -218,13 +218,14 @@ class Worker:
         self._order("offload")
 
     def _throttle(self, order: Limit | Forget) -> None:
-        """What pools has no sequences to hold back and retains nothing."""
-        if self._engine is None:
-            return
+        """What pools has no sequences to hold back and retains nothing, but may have a heap to trim."""
         if isinstance(order, Limit):
-            self._engine.limit(order.sequences)
-        else:
+            if self._engine is not None:
+                self._engine.limit(order.sequences)
+            return
+        if self._engine is not None:
             self._engine.forget()
+        heap.trim()
 
     def _order(self, order: str) -> None:
         """Before the model serves there is nothing to finish: the process ends at once."""

@@ -20,6 +20,8 @@ class Pulse:
     queued: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    cells_used: int = 0
+    cells_retained: int = 0
 
     def begin(self, tokens: int) -> None:
         """A step of that many tokens starts."""
@@ -42,4 +44,6 @@ class Pulse:
             queued=self.queued,
             prompt_tokens=self.prompt_tokens,
             generated_tokens=self.generated_tokens,
+            cells_used=self.cells_used,
+            cells_retained=self.cells_retained,
         )

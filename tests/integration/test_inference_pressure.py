@@ -241,8 +241,8 @@ async def test_health_stats_history_and_metrics_tell_the_same_level(start: Start
         status, body = await get(service, path)
         assert (status, json.loads(body)["devices"][GPU]["pressure"]) == (503, "critical")
     _, body = await get(service, "/memory/stats")
-    device = json.loads(body)["devices"][GPU]
-    assert (device["pressure"], device["utilization"]) == ("critical", 0.95)
+    device = json.loads(body)["per_device"][GPU]
+    assert (device["pressure_level"], device["used_percent"]) == ("critical", 95)
     _, body = await get(service, "/metrics")
     assert 'inference_pressure_level{device="gpu-0"} 3.0' in body
     _, body = await get(service, "/memory/history", "minutes=5")

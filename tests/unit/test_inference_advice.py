@@ -86,9 +86,11 @@ def test_a_queue_is_recommended_that_would_have_held_everybody() -> None:
 
 def test_an_alert_as_others_read_it() -> None:
     (alert,) = advise([AWAY])
-    assert alert.to_json()["recommendation"] == {"INFERENCE_QUEUE_NORMAL": "55"}
+    assert alert.to_json() == {"kind": "queue_full", "subject": alert.subject, "message": alert.message}
+    about = {"kind": "queue_full", "subject": alert.subject}
+    assert alert.recommendations() == [{**about, "setting": "INFERENCE_QUEUE_NORMAL", "value": "55"}]
     (alert,) = advise([FULL])
-    assert alert.to_json()["recommendation"] is None
+    assert alert.recommendations() == []
 
 
 def test_a_pair_swaps_when_each_left_for_the_other() -> None:

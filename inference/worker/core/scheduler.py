@@ -90,6 +90,11 @@ class Scheduler:
         return self._slots.used
 
     @property
+    def cells(self) -> tuple[int, int]:
+        """KV cells that hold something: of jobs with a slot, and retained ones."""
+        return self._slots.cells
+
+    @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         return bool(self._running or self._waiting or self._slots.pending)

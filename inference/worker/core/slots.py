@@ -48,6 +48,12 @@ class Slots:
         """Whether operations wait for a step."""
         return bool(self._operations)
 
+    @property
+    def cells(self) -> tuple[int, int]:
+        """Cells that hold something: of taken slots, and of free ones."""
+        taken = sum(slot.computed for slot in self._slots if slot.taken)
+        return taken, sum(slot.computed for slot in self._slots) - taken
+
     def operations(self) -> tuple[Remove | Copy, ...]:
         """What llama.cpp has to do before the next batch; handed out once."""
         operations, self._operations = self._operations, []

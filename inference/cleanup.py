@@ -1,0 +1,172 @@
+"""Gives memory back on an operator's word: one model, all idle ones, what is retained, what lies scattered.
+
+Who may leave is decided by the same standings as in every plan. What is answered was measured: bytes that the ledger
+got back, and bytes of processes before and after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from inference import figures
+from inference.core.plan import Standing
+from inference.devices.cpu import CPU
+from inference.errors import DeadlineExceeded, InvalidRequestError
+from inference.evictions import Action, Eviction, Reason
+from inference.loads import RETURN_SECONDS
+from inference.osapi import private_bytes
+from inference.protocol import ModelState
+from inference.worker import heap
+from inference.worker.link import BEAT_SECONDS
+
+if TYPE_CHECKING:
+    from inference.authority import Authority
+    from inference.model import Model, Running
+
+LEAVE_SECONDS = 30.0
+"""Beside what an answer may still take, a model that leaves gets so long until its memory is back."""
+ANSWER_SECONDS = 6 * BEAT_SECONDS
+"""A worker that was told to drop something shows it in its beats within this."""
+_S = ModelState
+
+
+async def evict(authority: Authority, model: Model, action: Action = Action.UNLOAD) -> dict[str, Any]:
+    """Lets one model leave and returns its record, with the memory that came back.
+
+    Raises InvalidRequestError for a pinned one and DeadlineExceeded when its memory is not back in time.
+    """
+    if model.spec.pinned:
+        raise InvalidRequestError(
+            f"the model {model.id!r} is pinned and is not evicted; POST /models/{model.id}/unload unloads it all the "
+            "same",
+            param="model",
+        )
+    if model.running is None:
+        return {"model_name": model.id, "evicted": False, "memory_freed_mb": 0.0}
+    back = authority.evictions.next_of(model.id)
+    authority.loads.leave(model, Reason.BY_HAND, action)
+    authority.loop.call_later(authority.settings.drain_seconds, _end_of_patience, model, model.running)
+    records = await _all_back([back], authority.settings.drain_seconds + LEAVE_SECONDS)
+    if not records:
+        raise DeadlineExceeded(f"{model.id!r} was told to leave, and its memory is not back yet")
+    return {"evicted": True, **records[0].to_json()}
+
+
+async def collect(authority: Authority) -> dict[str, Any]:
+    """Unloads every idle model, and trims what stays. `freed_mb` is what models gave back and what trimming did."""
+    now = authority.loop.time()
+    idle = [model for model in authority.models.values() if model.running and model.standing(now) is Standing.IDLE]
+    backs = [authority.evictions.next_of(model.id) for model in idle]
+    for model in idle:
+        authority.loads.leave(model, Reason.BY_HAND, explanation=("idle when memory was collected",))
+    records = await _all_back(backs, RETURN_SECONDS + LEAVE_SECONDS)
+    trimmed, _ = await _trim(authority)
+    for model in authority.models.values():
+        _reclaim(authority, model)
+    freed = sum(record.memory_freed_mb for record in records)
+    return {
+        "freed_mb": round(freed + figures.mib(trimmed), 3),
+        "models_unloaded": len(records),
+        "models": [record.model_name for record in records],
+        "trimmed_mb": figures.mib(trimmed),
+    }
+
+
+async def defragment(authority: Authority) -> dict[str, Any]:
+    """Drops retained cells, trims heaps, and takes grown reservations back; returns what was measured."""
+    before = _largest_room(authority)
+    trimmed, cells = await _trim(authority)
+    reclaimed = sum(_reclaim(authority, model) for model in authority.models.values())
+    await authority.inventory.refresh()
+    authority.observe()
+    authority.pump()
+    after = _largest_room(authority)
+    return {
+        "cells_released": cells,
+        "trimmed_mb": figures.mib(trimmed),
+        "reclaimed_mb": figures.mib(reclaimed),
+        "largest_room_mb": {"before": figures.mib(before), "after": figures.mib(after)},
+    }
+
+
+def _end_of_patience(model: Model, running: Running) -> None:
+    """Ends a worker that still has answers under way, if it has not left by now."""
+    if model.running is running and model.state is _S.DRAINING:
+        running.worker.stop()
+
+
+async def _all_back(futures: Iterable[asyncio.Future[Eviction]], seconds: float) -> list[Eviction]:
+    """The records that are there within `seconds`."""
+    waiting = list(futures)
+    if not waiting:
+        return []
+    done, late = await asyncio.wait(waiting, timeout=seconds)
+    for future in late:
+        future.cancel()
+    return [future.result() for future in waiting if future in done]
+
+
+# --- what workers and the service itself hold without need ------------------------------------------------------------
+async def _trim(authority: Authority) -> tuple[int, int]:
+    """Every ready worker drops what it retains and trims its heap, and so does the service: (bytes, cells)."""
+    workers = [
+        model.running.worker
+        for model in authority.models.values()
+        if model.running is not None and model.running.ready is not None and model.state in (_S.READY, _S.BUSY)
+    ]
+    pids = [os.getpid(), *(worker.pid for worker in workers)]
+    bytes_before = {pid: private_bytes(pid) or 0 for pid in pids}
+    beats = [worker.beat for worker in workers]
+    for worker in workers:
+        worker.forget()
+    await asyncio.to_thread(_trim_ourselves)
+    for _ in range(2):  # the first beat after the order may have been on its way before it
+        await _fresh_beats(workers)
+    cells = sum(
+        max(0, before.cells_retained - worker.beat.cells_retained)
+        for before, worker in zip(beats, workers, strict=True)
+        if before is not None and worker.beat is not None
+    )
+    trimmed = sum(max(0, bytes_before[pid] - (private_bytes(pid) or bytes_before[pid])) for pid in pids)
+    return trimmed, cells
+
+
+def _trim_ourselves() -> None:
+    """Full collection: the service stands still for some tens of milliseconds, as only an operator may ask for."""
+    gc.collect()
+    heap.trim()
+
+
+async def _fresh_beats(workers: Iterable[Any]) -> None:
+    """Returns when every worker has sent a beat, or ANSWER_SECONDS have passed."""
+    old = {worker: worker.beat for worker in workers}
+    deadline = asyncio.get_running_loop().time() + ANSWER_SECONDS
+    while any(worker.beat is beat and not worker.exited.done() for worker, beat in old.items()):
+        if asyncio.get_running_loop().time() > deadline:
+            return
+        await asyncio.sleep(BEAT_SECONDS / 10)
+
+
+def _reclaim(authority: Authority, model: Model) -> int:
+    """Takes back what was booked for a worker's growth and is not in its process any more; the bytes."""
+    running = model.running
+    if running is None or not running.grown_bytes or model.state not in (_S.READY, _S.BUSY):
+        return 0
+    held = authority.ledger.holdings[running.holding].bytes
+    seen = private_bytes(running.worker.pid)
+    if seen is None:
+        return 0
+    planned = held[CPU] - running.grown_bytes
+    back = max(0, held[CPU] - max(planned, seen))
+    authority.ledger = authority.ledger.shrink(running.holding, {**held, CPU: held[CPU] - back})
+    running.grown_bytes -= back
+    return back
+
+
+def _largest_room(authority: Authority) -> int:
+    """The most that one model could get on one device now; bytes."""
+    return max((balance.room_bytes for balance in authority.balances().values()), default=0)

@@ -1,0 +1,189 @@
+"""Writes down everything about memory at one moment, and tells two such moments apart; changes and decides nothing.
+
+A dump is made of mappings by name all the way down, so that two of them are compared by their paths. The last
+MOST_DUMPS are kept in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from inference import figures
+from inference.crashes import CrashStore
+from inference.errors import InvalidRequestError
+from inference.osapi import private_bytes
+from inference.protocol import Code, ModelState, Priority
+
+if TYPE_CHECKING:
+    from inference.authority import Authority
+    from inference.model import Model
+
+MOST_DUMPS = 16
+_ABSENT = object()
+
+
+class Dumps:
+    """Makes dumps of one authority and remembers the last ones."""
+
+    def __init__(self, authority: Authority, crashes: CrashStore) -> None:
+        self._authority = authority
+        self._crashes = crashes
+        self._numbers = itertools.count(1)
+        self._kept: dict[str, dict[str, Any]] = {}
+
+    async def make(self, large_objects: int = 0) -> dict[str, Any]:
+        """A dump; with `large_objects` the types that take most of the service's own memory, so many of them.
+
+        Those are counted in a thread: there are hundreds of thousands of objects.
+        """
+        dump = self._now()
+        if large_objects:
+            dump["large_objects"] = await asyncio.to_thread(_largest, large_objects)
+        self._kept[dump["id"]] = dump
+        while len(self._kept) > MOST_DUMPS:
+            del self._kept[next(iter(self._kept))]
+        return dump
+
+    def compare(self, before: str, after: str) -> dict[str, Any]:
+        """What differs between two kept dumps; raises InvalidRequestError for one that is not kept (any more)."""
+        old, new = self._get(before, "before"), self._get(after, "after")
+        return {
+            "before": before,
+            "after": after,
+            "seconds": round(new["timestamp"] - old["timestamp"], 3),
+            "changed": differences(old, new),
+        }
+
+    def _get(self, id: str, param: str) -> dict[str, Any]:
+        if (dump := self._kept.get(id)) is None:
+            there = ", ".join(self._kept) or "none was made"
+            raise InvalidRequestError(
+                f"there is no dump {id[:100]!r}; there are: {there}", code=Code.NOT_FOUND, param=param
+            )
+        return dump
+
+    def _now(self) -> dict[str, Any]:
+        authority = self._authority
+        models = authority.models
+        return {
+            "id": f"dump-{next(self._numbers)}",
+            "timestamp": round(time.time(), 3),
+            "devices": figures.per_device(authority),
+            "ledger": self._ledger(),
+            "models": {name: _model(model, authority) for name, model in models.items()},
+            "queues": {
+                name: {str(priority): model.queue.count(priority) for priority in Priority}
+                for name, model in models.items()
+            },
+            "workers": {name: _worker(model, authority) for name, model in models.items() if model.running},
+            "recovery": {name: self._recovery(model) for name, model in models.items()},
+            "python": _python(),
+        }
+
+    def _ledger(self) -> dict[str, Any]:
+        ledger = self._authority.ledger
+        return {
+            "limit_mb": None if ledger.limit_bytes is None else figures.mib(ledger.limit_bytes),
+            "holdings": {
+                holding.id: {
+                    "owner": holding.owner,
+                    "phase": str(holding.phase),
+                    "devices_mb": {device: figures.mib(count) for device, count in holding.bytes.items()},
+                }
+                for holding in ledger.holdings.values()
+            },
+        }
+
+    def _recovery(self, model: Model) -> dict[str, Any]:
+        rest = model.retry_at - self._authority.loop.time() if model.state is ModelState.FAILED else 0.0
+        return {
+            "failures": model.backoff.failures,
+            "retry_after_seconds": round(max(0.0, rest), 3),
+            "failure": model.failure,
+            "crashes": len(self._crashes.of(model.id)),
+        }
+
+
+def _model(model: Model, authority: Authority) -> dict[str, Any]:
+    known = figures.model(model, authority)
+    told = ("state", "location", "memory_mb", "idle_seconds", "use_count", "ref_count")
+    return {name: known[name] for name in told} | {"loads": model.loads}
+
+
+def _worker(model: Model, authority: Authority) -> dict[str, Any]:
+    running = model.running
+    assert running is not None
+    host = private_bytes(running.worker.pid)
+    return {
+        "pid": running.worker.pid,
+        "holding": running.holding,
+        "device": running.device.id,
+        "seconds": round(authority.loop.time() - running.began_at, 3),
+        "ready": running.ready is not None,
+        "leaves": str(running.departure.reason) if running.departure else None,
+        "process_mb": None if host is None else figures.mib(host),
+        "beat": asdict(running.worker.beat) if running.worker.beat else None,
+    }
+
+
+def _python() -> dict[str, Any]:
+    """The service's own process: what the garbage collector counts, what runs, what it holds."""
+    own = private_bytes(os.getpid())
+    return {
+        "gc_counts": dict(zip(("young", "middle", "old"), gc.get_count(), strict=True)),
+        "gc_collections": {str(index): stats["collections"] for index, stats in enumerate(gc.get_stats())},
+        "gc_uncollectable": sum(stats["uncollectable"] for stats in gc.get_stats()),
+        "threads": threading.active_count(),
+        "tasks": len(asyncio.all_tasks()),
+        "open_files": sum(1 for _ in Path("/proc/self/fd").iterdir()) if sys.platform == "linux" else None,
+        "process_mb": None if own is None else figures.mib(own),
+    }
+
+
+def _largest(most: int) -> dict[str, dict[str, Any]]:
+    """The `most` types whose objects take most bytes together, containers without their contents."""
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for item in gc.get_objects():
+        name = f"{type(item).__module__}.{type(item).__qualname__}"
+        counts[name] += 1
+        sizes[name] += sys.getsizeof(item, 0)
+    return {name: {"count": counts[name], "mb": figures.mib(size)} for name, size in sizes.most_common(most)}
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Every path whose value is not the same in both, with `before`, `after` and, of numbers, `difference`."""
+    old, new = dict(_flat(before)), dict(_flat(after))
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted({*old, *new} - {"id", "timestamp"}):
+        left, right = old.get(path, _ABSENT), new.get(path, _ABSENT)
+        if left == right:
+            continue
+        found[path] = {"before": None if left is _ABSENT else left, "after": None if right is _ABSENT else right}
+        if _is_number(left) and _is_number(right):
+            found[path]["difference"] = round(right - left, 3)
+    return found
+
+
+def _flat(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, inner in value.items():
+        here = f"{path}/{name}" if path else str(name)
+        if isinstance(inner, Mapping) and inner:
+            yield from _flat(inner, here)
+        else:
+            yield here, inner
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,239 @@
+"""Memory as `/memory/*` and `/devices` tell it: MiB, percent, names of fields; reads only, changes nothing.
+
+Bytes of models and accounts come from the ledger, use of devices from their readings, allocations from the workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from inference.core.ledger import Balance
+from inference.core.pressure import Level, Use
+from inference.devices.base import Reading
+from inference.devices.cpu import CPU
+from inference.evictions import Action
+from inference.osapi import private_bytes
+from inference.protocol import DeviceState, ExitCause, ModelState
+
+if TYPE_CHECKING:
+    from inference.authority import Authority
+    from inference.model import Model
+
+MIB = 2**20
+
+
+def mib(count: float) -> float:
+    """Bytes as MiB."""
+    return round(count / MIB, 3)
+
+
+def percent(part: float, whole: float) -> float:
+    """`part` of `whole`, 0 to 100; 0 of nothing."""
+    return round(100 * part / whole, 2) if whole > 0 else 0.0
+
+
+# --- devices ---------------------------------------------------------------------------------------------------------
+def _device(reading: Reading, balance: Balance, use: Use, level: Level, usable_bytes: int) -> dict[str, Any]:
+    """`used_mb` is everybody's use, `allocated_mb` what is booked for models, `usable_bytes` what may be ours."""
+    return {
+        "name": reading.name,
+        "kind": reading.kind,
+        "state": str(reading.state),
+        "total_mb": mib(use.total_bytes),
+        "used_mb": mib(use.used_bytes),
+        "free_mb": mib(max(0, use.total_bytes - use.used_bytes)),
+        "used_percent": percent(use.used_bytes, use.total_bytes),
+        "allocated_mb": mib(balance.ours_bytes),
+        "foreign_mb": mib(balance.foreign_bytes),
+        "reserved_mb": mib(balance.reserved_bytes),
+        "resident_mb": mib(balance.resident_bytes),
+        "releasing_mb": mib(balance.releasing_bytes),
+        "shortfall_mb": mib(balance.shortfall_bytes),
+        "budget_usable_mb": mib(usable_bytes),
+        "room_mb": mib(balance.room_bytes),
+        "bound": balance.bound,
+        "pressure_level": str(level),
+    }
+
+
+def per_device(authority: Authority) -> dict[str, dict[str, Any]]:
+    """Every device by its id, accelerators first."""
+    levels = authority.governor.levels()
+    return {
+        reading.id: _device(
+            reading,
+            authority.ledger.balance(reading.id),
+            *levels[reading.id],
+            authority.ledger.accounts[authority.ledger.account_of(reading.id)].budget_bytes,
+        )
+        for reading in authority.inventory.readings()
+        if reading.id in levels
+    }
+
+
+def _planned(devices: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that models are planned for by default: the accelerators, or the host where there is none."""
+    return [figures for name, figures in devices.items() if name != CPU] or list(devices.values())
+
+
+def _worst(levels: Iterable[str]) -> str:
+    return str(max((Level[name.upper()] for name in levels), default=Level.LOW))
+
+
+def _sum(devices: Iterable[Mapping[str, Any]], name: str) -> float:
+    return round(sum(float(figures[name]) for figures in devices), 3)
+
+
+# --- stats and health ------------------------------------------------------------------------------------------------
+def stats(authority: Authority) -> dict[str, Any]:
+    """The totals of `/memory/stats`: of all accelerators, or of the host where there is none."""
+    devices = per_device(authority)
+    planned = _planned(devices)
+    limit = authority.ledger.limit_bytes
+    usable = _sum(planned, "budget_usable_mb")
+    total, used = _sum(planned, "total_mb"), _sum(planned, "used_mb")
+    host = devices.get(CPU, {})
+    states = [model.state for model in authority.models.values()]
+    gone = authority.evictions.totals
+    alerts = authority.governor.adviser.alerts()
+    return {
+        "total_mb": total,
+        "free_mb": _sum(planned, "free_mb"),
+        "used_mb": used,
+        "used_percent": percent(used, total),
+        "allocated_mb": _sum(planned, "allocated_mb"),
+        "limit_mb": None if limit is None else mib(limit),
+        "budget_total_mb": total,
+        "budget_usable_mb": usable if limit is None else min(usable, mib(limit)),
+        "cpu_budget_total_mb": host.get("total_mb", 0.0),
+        "cpu_budget_usable_mb": host.get("budget_usable_mb", 0.0),
+        "cpu_used_mb": host.get("allocated_mb", 0.0),
+        "models_loaded": sum(state in _LOADED for state in states),
+        "models_offloaded": states.count(ModelState.WARM),
+        "pressure_level": _worst(figures["pressure_level"] for figures in devices.values()),
+        "total_evictions": gone.total(),
+        "total_offloads": gone[Action.OFFLOAD],
+        "total_restorations": authority.metrics.total(authority.metrics.restorations),
+        "total_unloads": gone[Action.UNLOAD],
+        "gpu_available": any(name != CPU and figures["state"] != DeviceState.LOST for name, figures in devices.items()),
+        "per_device": devices,
+        "alerts": [alert.to_json() for alert in alerts],
+        "recommendations": [change for alert in alerts for change in alert.recommendations()],
+    }
+
+
+_LOADED = (ModelState.READY, ModelState.BUSY, ModelState.DRAINING)
+
+
+def health(authority: Authority) -> dict[str, Any]:
+    """Whether devices are well: false at CRITICAL pressure or with a lost device; `message` says which and why."""
+    devices = per_device(authority)
+    ill = []
+    for name, figures in devices.items():
+        if figures["state"] == DeviceState.LOST:
+            ill.append(f"{name} is lost")
+        elif Level[figures["pressure_level"].upper()] >= Level.CRITICAL:
+            ill.append(
+                f"{name} is at {figures['pressure_level']} pressure: {figures['used_mb']:.0f} MiB of "
+                f"{figures['total_mb']:.0f} MiB are in use, {figures['foreign_mb']:.0f} MiB of it by others"
+            )
+    planned = _planned(devices)
+    return {
+        "healthy": not ill,
+        "pressure": _worst(figures["pressure_level"] for figures in devices.values()),
+        "used_percent": percent(_sum(planned, "used_mb"), _sum(planned, "total_mb")),
+        "message": "; ".join(ill) or "all devices are well",
+        "devices": {
+            name: {
+                "state": figures["state"],
+                "pressure": figures["pressure_level"],
+                "used_percent": figures["used_percent"],
+            }
+            for name, figures in devices.items()
+        },
+    }
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+def location(model: Model) -> str:
+    """Where the model's weights are: `disk`, `host` (warm), or the ids of its devices joined by `+`."""
+    if model.state is ModelState.WARM:
+        return "host"
+    if model.running is None:
+        return "disk"
+    return "+".join(sorted(set(model.running.placement.need) - {CPU}) or [CPU])
+
+
+def model(model: Model, authority: Authority) -> dict[str, Any]:
+    """One model of `/memory/models`. `observed` is what the ledger holds for it since its load was measured."""
+    held = authority.ledger.owned_by(model.id)
+    estimate = next(iter(model.estimates.values()), None)
+    ready = model.running.ready if model.running else None
+    seen = bool(held) and (ready is not None or model.state is ModelState.WARM)
+    in_use = model.in_flight > 0 or model.running is None
+    return {
+        "model_name": model.id,
+        "model_type": estimate.architecture if estimate else None,
+        "quantization": estimate.quantization if estimate else None,
+        "state": str(model.state),
+        "location": location(model),
+        "memory_mb": {
+            "predicted": mib(sum(estimate.need.values())) if estimate else None,
+            "observed": mib(sum(held.values())) if seen else None,
+        },
+        "devices_mb": {name: mib(count) for name, count in held.items()},
+        "idle_seconds": None if in_use else round(authority.loop.time() - model.last_used_at, 3),
+        "use_count": model.uses,
+        "ref_count": model.in_flight,
+        "pinned": model.spec.pinned,
+        "estimate": estimate.to_json() if estimate else None,
+        "buffers": [
+            {"device": buffer.device, "kind": buffer.kind, "bytes": buffer.bytes}
+            for buffer in (ready.buffers if ready else ())
+        ],
+    }
+
+
+# --- fragmentation ---------------------------------------------------------------------------------------------------
+def fragmentation(authority: Authority) -> dict[str, Any]:
+    """Tracked against observed bytes, cells used against reserved, and how far free memory is spread over devices."""
+    balances = authority.balances()
+    readings = [reading for reading in authority.inventory.readings() if reading.id in balances]
+    rooms = [balances[reading.id].room_bytes for reading in readings if reading.id != CPU]
+    rooms = rooms or [balances[reading.id].room_bytes for reading in readings]
+    return {
+        "devices": {reading.id: _tracked(reading, balances[reading.id]) for reading in readings},
+        "models": [_spread(model, authority) for model in authority.models.values() if model.running is not None],
+        "room_mb": mib(sum(rooms)),
+        "largest_room_mb": mib(max(rooms, default=0)),
+        "fragmentation_percent": percent(sum(rooms) - max(rooms, default=0), sum(rooms)),
+        "num_alloc_retries": authority.metrics.total(authority.metrics.alloc_retries),
+        "num_ooms": authority.metrics.total(authority.metrics.exits, cause=(ExitCause.OOM_LOAD, ExitCause.OOM_COMPUTE)),
+    }
+
+
+def _tracked(reading: Reading, balance: Balance) -> dict[str, Any]:
+    tracked = balance.ours_bytes + balance.foreign_bytes
+    return {
+        "tracked_mb": mib(balance.ours_bytes),
+        "foreign_mb": mib(balance.foreign_bytes),
+        "observed_mb": mib(reading.used_bytes),
+        "difference_mb": mib(reading.used_bytes - tracked),
+    }
+
+
+def _spread(model: Model, authority: Authority) -> dict[str, Any]:
+    running = model.running
+    assert running is not None
+    beat = running.worker.beat
+    host = private_bytes(running.worker.pid)
+    return {
+        "model_name": model.id,
+        "tracked_mb": mib(sum(authority.ledger.owned_by(model.id).values())),
+        "allocated_mb": mib(sum(buffer.bytes for buffer in running.ready.buffers)) if running.ready else None,
+        "process_mb": None if host is None else mib(host),
+        "kv_cells_used": beat.cells_used if beat else None,
+        "kv_cells_retained": beat.cells_retained if beat else None,
+        "kv_cells_reserved": model.effective.context_length * model.effective.parallel if running.ready else None,
+    }

@@ -1,0 +1,55 @@
+"""Routes that ask for a plan or give memory back: plan, evict, gc, defragment; decide nothing themselves."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from inference import cleanup, views
+from inference.authority import Authority
+from inference.evictions import Action
+
+
+class PlanRequest(BaseModel):
+    """What a dry run is asked: a model, and settings of it that might be different."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field(min_length=1)
+    context_length: int | None = Field(None, ge=16, le=2**27)
+    parallel: int | None = Field(None, ge=1, le=256)
+    kv_type: Literal["f16", "q8_0", "q4_0"] | None = None
+    gpu_layers: int | None = Field(None, ge=-1)
+    ubatch: int | None = Field(None, ge=1, le=2**20)
+
+
+def router(authority: Authority) -> APIRouter:
+    """The routes."""
+    routes = APIRouter()
+
+    @routes.post("/memory/plan")
+    async def plan(wanted: PlanRequest) -> dict[str, Any]:
+        model = authority.resolve(wanted.model)
+        changes = wanted.model_dump(exclude={"model"}, exclude_none=True)
+        decision, estimate = await authority.outlook.dry_run(model, changes)
+        return {
+            "model": model.id,
+            **views.decision_json(decision),
+            "estimate": estimate.to_json() if estimate else None,
+        }
+
+    @routes.post("/memory/evict/{model_id:path}")
+    async def evict(model_id: str, action: Action = Action.UNLOAD) -> dict[str, Any]:
+        return await cleanup.evict(authority, authority.resolve(model_id), action)
+
+    @routes.post("/memory/gc")
+    async def collect() -> dict[str, Any]:
+        return await cleanup.collect(authority)
+
+    @routes.post("/memory/defragment")
+    async def defragment() -> dict[str, Any]:
+        return await cleanup.defragment(authority)
+
+    return routes
