@@ -214,8 +214,9 @@ class Engine:
             self._fail_step(f"the engine failed ({type(error).__name__}: {error})")
 
     def _step(self) -> None:
-        decoding = self._scheduler.decodes
-        step = self._scheduler.plan(self._clock(), self._pace.budget(decoding=decoding))
+        decoding, prompts = self._scheduler.load
+        allowed = self._pace.seconds(decoding, prompts)
+        step = self._scheduler.plan(self._clock(), self._pace.budget(allowed))
         for job in step.expired:
             self._end(job, WorkerError(Code.DEADLINE_EXCEEDED, "the model did not start to answer within the deadline"))
         for operation in step.operations:
@@ -247,7 +248,7 @@ class Engine:
             if row.sample or row.every:
                 self._advance(running, row, index)
         seconds = self.pulse.end()
-        self._pace = self._pace.observe(step.prefill, step.tokens, seconds, decoding=decoding)
+        self._pace = self._pace.observe(step.prefill, step.tokens, seconds, allowed, decoding=decoding > 0)
 
     def _advance(self, running: _Running, row: Row, index: int) -> None:
         """Reads the logits of a row that was computed, the last of them at batch index `index`."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.worker.core.pacing import CREDIT_SECONDS, MIXED_SECONDS, SMALLEST, STEP_SECONDS, Pace
+from inference.worker.core.pacing import CREDIT_SECONDS, LONGEST_SECONDS, MIXED_SECONDS, SMALLEST, STEP_SECONDS, Pace
 from inference.worker.core.scheduler import OLDEST_PART, Scheduler
 from inference.worker.core.steps import Job, Limits, Step
 
@@ -46,16 +46,17 @@ class Drive:
         self.now = 0.0
         self.steps = 0
 
-    def turn(self, machine: Machine) -> tuple[bool, Step] | None:
-        """One step and whether somebody was decoding; None when everything has ended."""
+    def turn(self, machine: Machine) -> tuple[tuple[int, int], Step] | None:
+        """How many were decoding, how many prompts there were, and the step; None when everything has ended."""
         while self.arrivals and (self.arrivals[0][0] <= self.steps or not self.left):
             _at, number, prompt, answer = self.arrivals.pop(0)
             self.scheduler.submit([Job(number, [number] * prompt, arrival=self.now)])
             self.left[number] = answer
         if not self.left:
             return None
-        decodes = self.scheduler.decodes
-        step = self.scheduler.plan(self.now, self.pace.budget(decoding=decodes))
+        decoding, prompts = self.scheduler.load
+        allowed = self.pace.seconds(decoding, prompts)
+        step = self.scheduler.plan(self.now, self.pace.budget(allowed))
         seconds = machine.seconds(step)
         self.now += seconds
         self.steps += 1
@@ -68,8 +69,8 @@ class Drive:
                 else:
                     self.scheduler.finish(row.job)
                     del self.left[row.job]
-        self.pace = self.pace.observe(step.prefill, step.tokens, seconds, decoding=decodes)
-        return decodes, step
+        self.pace = self.pace.observe(step.prefill, step.tokens, seconds, allowed, decoding=decoding > 0)
+        return (decoding, prompts), step
 
 
 @settings(max_examples=60, deadline=None)
@@ -77,17 +78,18 @@ class Drive:
 def test_a_stream_waits_no_longer_for_prompts_than_was_promised(
     machine: Machine, requests: list[tuple[int, int, int]]
 ) -> None:
-    """At most 0.4 s in a step, and in any run of steps 80 ms for each and 4 s in all; or 32 tokens, where those take
-    longer. From the first step on, because learning begins there.
+    """At most 0.4 s in a step, or up to 1 s in proportion as prompts outnumber streams; in any run of steps 80 ms for
+    each and 4 s in all; or 32 tokens, where those take longer. From the first step on, because learning begins there.
     """
     drive = Drive(requests)
     least = machine.prompt * SMALLEST
     held_up = 0.0
     while (turn := drive.turn(machine)) is not None:
-        decodes, step = turn
+        (decoding, prompts), step = turn
         took = machine.prompt * step.prefill
-        assert took <= max(STEP_SECONDS, least) * 1.001
-        held_up = max(0.0, held_up + took - max(MIXED_SECONDS, least)) if decodes else 0.0
+        bound = min(LONGEST_SECONDS, STEP_SECONDS * max(1.0, prompts / decoding)) if decoding else STEP_SECONDS
+        assert took <= max(bound, least) * 1.001
+        held_up = max(0.0, held_up + took - max(MIXED_SECONDS, least)) if decoding else 0.0
         assert held_up <= CREDIT_SECONDS * 1.001
 
 
@@ -105,9 +107,9 @@ def test_one_step_pays_for_a_machine_that_became_slower(
         pace = drive.pace
         if (turn := drive.turn(used)) is None:
             return
-        decodes, step = turn
+        (decoding, prompts), step = turn
         took = used.prompt * step.prefill
-        bound = max(pace.seconds(decoding=decodes), used.prompt * SMALLEST) * 1.001
+        bound = max(pace.seconds(decoding, prompts), used.prompt * SMALLEST) * 1.001
         if took > bound:
             assert used is slow
             assert took <= bound * factor

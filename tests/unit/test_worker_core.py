@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from inference.worker.core.pacing import CREDIT_SECONDS, MIXED_SECONDS, SMALLEST, STEP_SECONDS, Pace
+from inference.worker.core.pacing import (
+    CREDIT_SECONDS,
+    LONGEST_SECONDS,
+    MIXED_SECONDS,
+    SMALLEST,
+    STEP_SECONDS,
+    Pace,
+)
 from inference.worker.core.scheduler import Scheduler
 from inference.worker.core.steps import Copy, Job, Limits, Remove
 from inference.worker.core.stops import StopFilter
@@ -79,38 +86,52 @@ def test_a_batch_has_room_for_a_prompt_beside_all_others_that_decode() -> None:
 def test_prompt_pieces_grow_and_shrink_towards_their_time() -> None:
     pace = Pace.first(2048)
     for _ in range(10):
-        pace = pace.observe(budget := pace.budget(decoding=False), budget, STEP_SECONDS / 4, decoding=False)
-    assert pace.budget(decoding=False) == 2048
-    assert pace.budget(decoding=True) == 2048, "nobody was held up yet"
+        pace = pace.observe(budget := pace.budget(STEP_SECONDS), budget, STEP_SECONDS / 4, STEP_SECONDS, decoding=False)
+    assert pace.budget(STEP_SECONDS) == 2048
     for _ in range(10):
-        pace = pace.observe(budget := pace.budget(decoding=False), budget, STEP_SECONDS * 9, decoding=False)
-    assert pace.budget(decoding=False) == SMALLEST
+        pace = pace.observe(budget := pace.budget(STEP_SECONDS), budget, STEP_SECONDS * 9, STEP_SECONDS, decoding=False)
+    assert pace.budget(STEP_SECONDS) == SMALLEST
     settled = Pace(2048, 1000)
-    assert settled.observe(1000, 1000, STEP_SECONDS, decoding=False) == settled
-    assert settled.observe(0, 0, 100.0, decoding=False) == settled, "a step that prefills nothing tells nothing"
-    assert settled.observe(1, 1, STEP_SECONDS / 2, decoding=False) == settled, "nor does a short one with little of it"
-    assert settled.observe(400, 400, STEP_SECONDS * 4, decoding=False).tokens == 100, "one that was too long does"
-    assert Pace.first(8).budget(decoding=False) == 8
+
+    def after(prompt_tokens: int, seconds: float) -> Pace:
+        return settled.observe(prompt_tokens, prompt_tokens, seconds, STEP_SECONDS, decoding=False)
+
+    assert after(1000, STEP_SECONDS) == settled
+    assert after(0, 100.0) == settled, "a step that prefills nothing tells nothing"
+    assert after(1, STEP_SECONDS / 2) == settled, "nor does a short one with little of it"
+    assert after(400, STEP_SECONDS * 4).tokens == 100, "one that was too long does"
+    assert Pace.first(8).budget(STEP_SECONDS) == 8
 
 
 def test_what_decodes_takes_its_part_of_a_steps_time() -> None:
-    pace = Pace(2048, 1000).observe(600, 800, STEP_SECONDS, decoding=True)
+    pace = Pace(2048, 1000).observe(600, 800, STEP_SECONDS, STEP_SECONDS, decoding=True)
     assert pace.tokens == 800
+
+
+def test_few_streams_are_held_up_longer_for_many_prompts() -> None:
+    pace = Pace(2048, 1000)
+    assert pace.seconds(0, 9) == STEP_SECONDS, "that is no stream, and new requests are to be seen"
+    assert pace.seconds(4, 1) == pace.seconds(4, 4) == STEP_SECONDS
+    assert pace.seconds(4, 6) == pytest.approx(1.5 * STEP_SECONDS)
+    assert pace.seconds(1, 31) == LONGEST_SECONDS
+    assert pace.budget(LONGEST_SECONDS) == 2048
 
 
 def test_streams_that_were_held_up_catch_up_before_they_are_held_up_so_long_again() -> None:
     pace = Pace(2048, 1000)
     held = 0
-    while pace.budget(decoding=True) == 1000:
-        pace = pace.observe(1000, 1000, STEP_SECONDS, decoding=True)
+    while (allowed := pace.seconds(1, 1)) == STEP_SECONDS:
+        pace = pace.observe(1000, 1000, STEP_SECONDS, allowed, decoding=True)
         held += 1
     assert held == pytest.approx(CREDIT_SECONDS / (STEP_SECONDS - MIXED_SECONDS), abs=1)
     while pace.credit_seconds:
-        pace = pace.observe(1000, 1000, STEP_SECONDS, decoding=True)
-    assert pace.budget(decoding=True) == pytest.approx(1000 * MIXED_SECONDS / STEP_SECONDS, abs=1)
+        pace = pace.observe(1000, 1000, STEP_SECONDS, STEP_SECONDS, decoding=True)
+    assert pace.seconds(1, 9) == MIXED_SECONDS
     for _ in range(4):
-        pace = pace.observe(0, 1, 0.01, decoding=True)
-    assert pace.budget(decoding=True) == 1000
+        pace = pace.observe(0, 1, 0.01, MIXED_SECONDS, decoding=True)
+    assert pace.seconds(1, 1) == pytest.approx(STEP_SECONDS)
     drained = Pace(2048, 1000, 0.0)
-    assert drained.observe(0, 0, 0.01, decoding=False).credit_seconds == CREDIT_SECONDS, "nobody was there to wait"
-    assert drained.observe(200, 200, MIXED_SECONDS, decoding=True).credit_seconds == pytest.approx(0.0)
+    idle = drained.observe(0, 0, 0.01, STEP_SECONDS, decoding=False)
+    assert idle.credit_seconds == CREDIT_SECONDS, "nobody was there to wait"
+    kept = drained.observe(200, 200, MIXED_SECONDS, MIXED_SECONDS, decoding=True)
+    assert kept.credit_seconds == pytest.approx(0.0)

@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 STEP_SECONDS = 0.4
-"""Prompts of one step take no longer, whoever waits: how late an abort or a new request is seen, and the longest pause
-of a stream."""
+"""What prompts take of a step: how late an abort or a new request is seen, and the pause of a stream."""
+
+LONGEST_SECONDS = 1.0
+"""What they take where fewer are held up by it than wait for it, up to STEP_SECONDS times the proportion: one stream
+pauses once, and all others begin."""
 
 MIXED_SECONDS = 0.08
 """What prompts take of a step that also decodes, on average: what a reader of a stream may notice as a pause."""
@@ -42,28 +45,30 @@ class Pace:
         """Before anything was measured."""
         return cls(most, SMALLEST)
 
-    def seconds(self, *, decoding: bool) -> float:
-        """What prompts of the next step may take."""
-        return min(STEP_SECONDS, MIXED_SECONDS + self.credit_seconds) if decoding else STEP_SECONDS
+    def seconds(self, decoding: int, prompts: int) -> float:
+        """What `prompts` of the next step may take beside so many `decoding` sequences."""
+        if not decoding:
+            return STEP_SECONDS
+        worth = STEP_SECONDS * max(1.0, prompts / decoding)
+        return min(worth, LONGEST_SECONDS, MIXED_SECONDS + self.credit_seconds)
 
-    def budget(self, *, decoding: bool) -> int:
-        """Tokens of prompts for the next step."""
-        fitting = int(self.tokens * self.seconds(decoding=decoding) / STEP_SECONDS)
-        return min(self.most, max(SMALLEST, fitting))
+    def budget(self, seconds: float) -> int:
+        """Tokens of prompts for a step in which they may take so long."""
+        return min(self.most, max(SMALLEST, int(self.tokens * seconds / STEP_SECONDS)))
 
-    def observe(self, prompt_tokens: int, all_tokens: int, seconds: float, *, decoding: bool) -> Pace:
-        """The pace after a step. A short step that carried less than half of what it might tells nothing of the costs.
+    def observe(self, prompt_tokens: int, all_tokens: int, seconds: float, allowed: float, *, decoding: bool) -> Pace:
+        """The pace after a step that took `seconds` and whose prompts were `allowed` so many.
 
-        Where nobody decoded nobody was held up, and whoever decodes next has not been.
+        A short step that carried less than half of what it might tells nothing of the costs. Where nobody decoded
+        nobody was held up, and whoever decodes next has not been.
         """
         spent = seconds * prompt_tokens / max(1, all_tokens)
         credit = CREDIT_SECONDS
         if decoding:
             credit = min(CREDIT_SECONDS, max(0.0, self.credit_seconds + MIXED_SECONDS - spent))
         known = replace(self, credit_seconds=credit)
-        few = prompt_tokens * 2 < self.budget(decoding=decoding)
-        if prompt_tokens == 0 or (few and spent <= self.seconds(decoding=decoding)):
+        few = prompt_tokens * 2 < self.budget(allowed)
+        if prompt_tokens == 0 or (few and spent <= allowed):
             return known
         fitting = prompt_tokens * STEP_SECONDS / max(spent, 1e-9)
-        size = int(min(2.0 * self.tokens, fitting))
-        return replace(known, tokens=max(SMALLEST, size))
+        return replace(known, tokens=int(min(2 * max(self.tokens, prompt_tokens), fitting)))

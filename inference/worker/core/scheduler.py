@@ -75,9 +75,10 @@ class Scheduler:
         return len(self._running)
 
     @property
-    def decodes(self) -> bool:
-        """Whether somebody generates, and so waits for every step to end."""
-        return any(run.phase is Phase.DECODE for run in self._running)
+    def load(self) -> tuple[int, int]:
+        """How many jobs generate, and so wait for every step to end, and how many prompts are there or find a slot."""
+        decoding = sum([run.phase is Phase.DECODE for run in self._running])
+        return decoding, min(self.limits.slots, len(self._running) + len(self._waiting)) - decoding
 
     @property
     def queued(self) -> int:
