@@ -114,7 +114,7 @@ def stats(authority: Authority) -> dict[str, Any]:
         "pressure_level": _worst(figures["pressure_level"] for figures in devices.values()),
         "total_evictions": gone.total(),
         "total_offloads": gone[Action.OFFLOAD],
-        "total_restorations": authority.metrics.total(authority.metrics.restorations),
+        "total_restorations": authority.warm.restorations,
         "total_unloads": gone[Action.UNLOAD],
         "gpu_available": any(name != CPU and figures["state"] != DeviceState.LOST for name, figures in devices.items()),
         "per_device": devices,

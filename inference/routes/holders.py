@@ -24,4 +24,8 @@ def router(authority: Authority) -> APIRouter:
         records = list(authority.evictions.records)[-limit:]
         return {"total": authority.evictions.totals.total(), "evictions": [record.to_json() for record in records]}
 
+    @routes.get("/memory/offloaded")
+    async def offloaded() -> dict[str, Any]:
+        return {"offloaded": authority.warm.offloaded()}
+
     return routes

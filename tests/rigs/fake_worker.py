@@ -3,13 +3,8 @@
 FAKE_WORKER is JSON, model id -> behavior: `load_seconds`, `fail` (cause), `exit` (status before hello), `abort` (text,
 then SIGABRT while loading), `silent_after` (beats stop so many seconds after ready), `step_seconds` (what beats claim),
 `buffers` (bytes of KV reported), `grow` (bytes it takes once it is ready),
-<<<<<<< HEAD
 `answer_seconds` (before the first token), `chunks`, `chunk_seconds`, `ignore_stop`, `saved` (bytes of sequences that an
-offload saves), `offload`, `hold` and `restore` (`die` or `hang` then).
-=======
-`grant_file` (where its grant is written as JSON), `answer_seconds` (before the first token), `chunks`,
-`chunk_seconds`, `ignore_stop`.
->>>>>>> 5e08057 (wip)
+offload saves), `offload`, `hold` and `restore` (`die` or `hang` then), `grant_file` (where its grant is written).
 """
 
 from __future__ import annotations
@@ -50,15 +45,11 @@ async def main() -> None:
         grant = link.decode(await reader.readline())
     assert isinstance(grant, link.Grant)
     how: dict[str, Any] = behaviors.get(grant.model_id, {})
-<<<<<<< HEAD
     if is_kept:
         await _misbehave(how.get("restore"))
-    orders = asyncio.create_task(_obey(reader, send, how))
-=======
     if path := how.get("grant_file"):
         Path(path).write_bytes(link.encode(grant))
-    orders = asyncio.create_task(_obey(reader, how))
->>>>>>> 5e08057 (wip)
+    orders = asyncio.create_task(_obey(reader, send, how))
     await _load(send, how)
     if cause := how.get("fail"):
         send(link.Failed(cause, f"told to fail with {cause}"))
