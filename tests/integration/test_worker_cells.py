@@ -1,0 +1,101 @@
+"""Sequences with cells of their own on a real llama.cpp: copies hold the same, slots computed along stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from llama_cpp import llama_cpp as lib
+
+from inference.worker.backend import Decode
+from inference.worker.core.steps import Row
+from inference.worker.llama import Context
+from inference.worker.llama.context import WIDEST_GAP
+from tests.rigs import tiny_gguf
+from tests.rigs.engine_rig import EngineRig, engine_rig
+
+PARALLEL, CONTEXT = 8, 256
+PROMPT = [3 + number % 50 for number in range(40)]
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[EngineRig]:
+    with engine_rig(tiny_gguf.generative(), parallel=PARALLEL, context_length=CONTEXT) as opened:
+        yield opened
+
+
+@pytest.fixture
+def context(rig: EngineRig) -> Context:
+    rig.context.forget_all()
+    return rig.context
+
+
+def fill(context: Context, slot: int, tokens: Sequence[int], start: int = 0) -> np.ndarray:
+    """Logits behind the last of `tokens`, computed alone."""
+    status, last = context.decode([Row(slot, slot, start, tokens, True)])
+    assert status is Decode.OK
+    return context.logits(last[0]).copy()
+
+
+def held(context: Context) -> list[int]:
+    return [int(lib.llama_memory_seq_pos_max(context.memory, slot)) + 1 for slot in range(PARALLEL)]
+
+
+@pytest.mark.parametrize("slots", [(0, 2, 4, 6), (1, 5), (0, 1, 7), (0, 7)])
+def test_what_stands_between_the_rows_of_a_step_is_left_as_it_was(context: Context, slots: tuple[int, ...]) -> None:
+    """Whether the slots between are empty, hold something, or are so many that they are not computed along."""
+    alone = {}
+    for slot in slots:
+        fill(context, slot, PROMPT)
+        alone[slot] = fill(context, slot, [60 + slot], len(PROMPT))
+        context.remove(slot, len(PROMPT))
+    between = 3
+    if between not in slots:
+        fill(context, between, PROMPT[:10])
+    before = held(context)
+    status, last = context.decode([Row(slot, slot, len(PROMPT), [60 + slot], True) for slot in slots])
+    assert status is Decode.OK
+    assert len(last) == len(slots)
+    for slot, index in zip(slots, last, strict=True):
+        np.testing.assert_allclose(context.logits(index), alone[slot], atol=1e-3)
+    assert held(context) == [count + (slot in slots) for slot, count in enumerate(before)]
+
+
+def test_a_full_slot_between_is_not_computed_along(context: Context) -> None:
+    """It has no cell for another token, and a step never fails for want of one."""
+    assert WIDEST_GAP >= 1
+    for slot, tokens in ((0, PROMPT), (1, (PROMPT * 7)[:CONTEXT]), (2, PROMPT)):
+        fill(context, slot, tokens)
+    status, last = context.decode([Row(slot, slot, len(PROMPT), [9], True) for slot in (0, 2)])
+    assert status is Decode.OK
+    np.testing.assert_allclose(context.logits(last[0]), context.logits(last[1]), atol=1e-3)
+    assert held(context)[:3] == [len(PROMPT) + 1, CONTEXT, len(PROMPT) + 1]
+
+
+def test_a_copied_beginning_is_the_same(context: Context) -> None:
+    """Copies of copies too, of a source that is emptied before the next step, as the scheduler may order it."""
+    fill(context, 0, [*PROMPT, 7, 8, 9])
+    context.copy(0, 5, len(PROMPT))
+    context.copy(5, 2, len(PROMPT))
+    context.remove(0)
+    assert held(context) == [0, 0, 40, 0, 0, 40, 0, 0]
+    status, last = context.decode([Row(slot, slot, 40, [11], True) for slot in (2, 5)])
+    assert status is Decode.OK
+    copied = [context.logits(index).copy() for index in last]
+    context.forget_all()
+    fill(context, 0, PROMPT)
+    alone = fill(context, 0, [11], 40)
+    for logits in copied:
+        np.testing.assert_allclose(logits, alone, atol=1e-3)
+
+
+def test_rows_of_prompts_and_answers_in_one_step_are_told_apart(context: Context) -> None:
+    """llama.cpp computes such a step in several passes; every row gets its own logits."""
+    tokens = [[5 + slot, *PROMPT[: 3 * slot]] for slot in range(5)]
+    alone = [fill(context, 0, tokens[slot]) for slot in range(5) if context.remove(0)]
+    context.forget_all()
+    status, last = context.decode([Row(slot, slot, 0, tokens[slot], True) for slot in range(5)])
+    assert status is Decode.OK
+    for logits, index in zip(alone, last, strict=True):
+        np.testing.assert_allclose(context.logits(index), logits, atol=1e-3)
