@@ -1,4 +1,4 @@
-"""Sequences with cells of their own on a real llama.cpp: copies hold the same, slots computed along stay as they are."""
+"""Sequences with cells of their own on a real llama.cpp: copies say the same, slots computed along are left alone."""
 
 from __future__ import annotations
 
