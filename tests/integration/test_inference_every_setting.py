@@ -1,0 +1,459 @@
+"""Every INFERENCE_* setting does something: one test each, over the real authority, that a value changes what happens.
+
+Those that are listed as without effect in `inference.environment` are left out; one on neither list fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import sys
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headgate.shared.errors import ConfigError
+from headgate.shared.state import StateDir
+from inference import settings
+from inference.app import Service
+from inference.core.plan import Standing
+from inference.devices.base import Reading
+from inference.devices.cpu import CPU
+from inference.devices.inventory import Inventory
+from inference.environment import PREFIX, WITHOUT_EFFECT, environment_names
+from inference.errors import DeadlineExceeded, MemoryLimitExceededError, QueueFull
+from inference.history import History
+from inference.model import Model
+from inference.protocol import ModelState, Priority
+from tests.rigs import authority_rig, tiny_gguf
+from tests.rigs.asgi import ask
+from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start, services, until
+from tests.rigs.processes import Service as Process
+from tests.rigs.processes import free_port, http_status, private_env
+
+LONG_STEP = 60.5
+"""Seconds of a step of one token: allowed by default, 60 + 1, and not with one less of either."""
+
+
+class TwoAccelerators(FakeAccelerator):
+    """Two of them."""
+
+    def readings(self) -> tuple[Reading, ...]:
+        (first,) = super().readings()
+        return first, Reading("gpu-1", "cuda", "fake", first.total_bytes, first.free_bytes, first.used_bytes)
+
+
+class Elsewhere(Process):
+    """A service that listens on another loopback address."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.2:{self.port}"
+
+
+@dataclass
+class Bench:
+    """What a test is given: services, a directory, and a way to change what the rig uses."""
+
+    directory: Path
+    patch: pytest.MonkeyPatch
+    stack: contextlib.AsyncExitStack
+    started: int = 0
+
+    async def start(self, models: dict[str, dict[str, Any]], *more: Any, **environ: Any) -> Service:
+        """A service in a directory of its own; all are closed at the end."""
+        self.started += 1
+        directory = self.directory / str(self.started)
+        directory.mkdir()
+        make: Start = await self.stack.enter_async_context(services(directory, self.patch))
+        service: Service = await make(models, *more, **environ)
+        return service
+
+    async def loaded(self, models: dict[str, dict[str, Any]] | None = None, **environ: Any) -> tuple[Service, Model]:
+        """A service in which the model `a` is loaded."""
+        service = await self.start(models or {"a": {}}, **environ)
+        model = service.authority.resolve("a")
+        await service.authority.load(model, 10)
+        return service, model
+
+    async def grant(self, **environ: str) -> dict[str, Any]:
+        """What the worker of a model that says nothing itself is told to load."""
+        path = self.directory / "grant.json"
+        await self.loaded(behavior={"a": {"grant_file": str(path)}}, accelerator=FakeAccelerator(), **environ)
+        return dict(json.loads(path.read_text()))
+
+    async def fits(self, size_mb: int, *, on: FakeAccelerator | None, **environ: str) -> bool:
+        """Whether a model of that size is loaded on the accelerator, or on the CPU without one."""
+        estimator = FakeEstimator()
+        estimator.sizes["a"] = size_mb
+        service = await self.start({"a": {}}, accelerator=on, estimator=estimator, **environ)
+        try:
+            await service.authority.load(service.authority.resolve("a"), 10)
+        except MemoryLimitExceededError:
+            return False
+        return True
+
+    async def queue_takes(self, priority: Priority, **environ: str) -> bool:
+        """Whether one request may wait for a model that is measured for ever."""
+        estimator = FakeEstimator()
+        estimator.gate = asyncio.Event()
+        service = await self.start({"a": {}}, estimator=estimator, **environ)
+        try:
+            service.authority.ask(service.authority.resolve("a"), priority=priority).close()
+        except QueueFull as error:
+            assert f"INFERENCE_QUEUE_{priority.upper()}" in error.message
+            return False
+        finally:
+            estimator.gate.set()
+        return True
+
+    async def failure(self, behavior: dict[str, Any], **environ: str) -> str:
+        """What a model says whose worker behaves like that, once it has failed."""
+        service = await self.start({"a": {}}, {"a": behavior}, **environ)
+        model = service.authority.resolve("a")
+        ticket = service.authority.ask(model)
+        await until("it failed", lambda: model.failure is not None, 15)
+        ticket.close()
+        return str(model.failure)
+
+    def configured(self, text: str = "models: {}", **environ: str) -> settings.InferenceConfig:
+        """A configuration of its own."""
+        (self.directory / "models.yaml").write_text(text)
+        return settings.load(self.directory, {PREFIX + name: value for name, value in environ.items()}, {})
+
+
+Shown = Callable[[Bench], Awaitable[None]]
+TABLE: dict[tuple[str, ...], Shown] = {}
+
+
+def shows(*names: str) -> Callable[[Shown], Shown]:
+    """Enters a function that shows what these settings do."""
+
+    def enter(function: Shown) -> Shown:
+        TABLE[names] = function
+        return function
+
+    return enter
+
+
+@pytest.fixture
+async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+    async with contextlib.AsyncExitStack() as stack:
+        yield Bench(tmp_path, monkeypatch, stack)
+
+
+# --- the service -----------------------------------------------------------------------------------------------------
+@shows("HOST", "PORT", "TOKEN")
+async def _where_it_listens_and_for_whom(bench: Bench) -> None:
+    (bench.directory / "models.yaml").write_text("models: {}")
+    port = free_port()
+    environ = {"INFERENCE_HOST": "127.0.0.2", "INFERENCE_PORT": str(port), "INFERENCE_TOKEN": "known"}
+    argv = [sys.executable, "-m", "inference", "--config-dir", str(bench.directory)]
+    service = Elsewhere(argv, private_env(bench.directory, environ), bench.directory, port)
+    try:
+        await asyncio.to_thread(service.start)
+        assert http_status(f"http://127.0.0.1:{port}/livez") is None
+        assert http_status(f"{service.url}/v1/models") == 401
+        asking = urllib.request.Request(f"{service.url}/v1/models", headers={"authorization": "Bearer known"})
+        with urllib.request.urlopen(asking, timeout=5) as answer:
+            assert answer.status == 200
+    finally:
+        service.kill()
+
+
+@shows("ADMIN_KEY")
+async def _who_may_change_something(bench: Bench) -> None:
+    service = await bench.start({"a": {}}, ADMIN_KEY="admin")
+    assert (await ask(service.app, "POST", "/models/a/unload", key="token")).status == 403
+    assert (await ask(service.app, "POST", "/models/a/unload", key="admin")).status == 200
+
+
+@shows("MODELS_DIR")
+async def _where_relative_paths_begin(bench: Bench) -> None:
+    (bench.directory / "here").mkdir()
+    (bench.directory / "here" / "x.gguf").write_bytes(b"GGUF")
+    config = bench.configured("models: {a: {path: x.gguf}}", MODELS_DIR=str(bench.directory / "here"))
+    assert config.models["a"].path == bench.directory / "here" / "x.gguf"
+
+
+@shows("BACKEND")
+async def _only_the_backend_that_there_is(bench: Bench) -> None:
+    assert bench.configured(BACKEND="llamacpp").settings.backend == "llamacpp"
+    with pytest.raises(ConfigError, match="INFERENCE_BACKEND"):
+        bench.configured(BACKEND="vllm")
+
+
+@shows("DRAIN_SECONDS")
+async def _how_long_answers_may_finish(bench: Bench) -> None:
+    service, model = await bench.loaded(DRAIN_SECONDS="0.1")
+    assert await service.authority.ask(model).wait(5)  # a request that never ends
+    await asyncio.wait_for(service.authority.unload(model), 10)
+    assert model.running is None
+
+
+@shows("MAX_BODY_MB")
+async def _how_long_a_body_may_be(bench: Bench) -> None:
+    service = await bench.start({"a": {}}, MAX_BODY_MB="0.001")
+    answer = await ask(service.app, "POST", "/v1/completions", {"model": "a", "prompt": "x" * 2000})
+    assert (answer.status, answer.body["error"]["code"]) == (413, "body_too_large")
+
+
+# --- what models do not say themselves -------------------------------------------------------------------------------
+@shows("GPU_LAYERS", "CONTEXT_LENGTH", "PARALLEL", "KV_TYPE", "BATCH", "UBATCH", "THREADS", "FLASH_ATTENTION")
+async def _what_a_worker_is_told(bench: Bench) -> None:
+    other = {
+        "GPU_LAYERS": "3", "CONTEXT_LENGTH": "777", "PARALLEL": "3", "KV_TYPE": "q8_0", "BATCH": "128", "UBATCH": "64",
+        "THREADS": "1",
+    }  # fmt: skip
+    told = await bench.grant(**other)
+    assert (told["gpu_layers"], told["context_length"], told["parallel"], told["kv_type"]) == (3, 777, 3, "q8_0")
+    assert (told["batch"], told["ubatch"], told["threads"], told["flash_attention"]) == (128, 64, 1, True)
+    assert (await bench.grant(FLASH_ATTENTION="false"))["flash_attention"] is False
+
+
+@shows("GPU_INDEX")
+async def _the_accelerator_for_models_that_name_none(bench: Bench) -> None:
+    for index in ("0", "1"):
+        _, model = await bench.loaded(accelerator=TwoAccelerators(), GPU_INDEX=index)
+        assert model.running is not None
+        assert model.running.device.id == f"gpu-{index}"
+
+
+@shows("OOM_POLICY")
+async def _what_happens_to_a_model_that_does_not_fit(bench: Bench) -> None:
+    assert not await bench.fits(2000, on=FakeAccelerator())
+    assert await bench.fits(2000, on=FakeAccelerator(), OOM_POLICY="cpu")
+
+
+@shows("MODEL_IDLE_TIMEOUT_SECONDS")
+async def _how_long_an_idle_model_stays(bench: Bench) -> None:
+    _, model = await bench.loaded(MODEL_IDLE_TIMEOUT_SECONDS="0.1", ENABLE_CPU_OFFLOAD="false")
+    await until("it has left", lambda: model.state is ModelState.COLD)
+
+
+@shows("ENABLE_CPU_OFFLOAD")
+async def _whether_what_leaves_is_kept_in_host_memory(bench: Bench) -> None:
+    for enabled, state in (("true", ModelState.WARM), ("false", ModelState.COLD)):
+        service, model = await bench.loaded(ENABLE_CPU_OFFLOAD=enabled, MODEL_IDLE_TIMEOUT_SECONDS="0.1")
+        await until("it has left", functools.partial(_is, model, state))
+        assert len(service.authority.warm.offloaded()) == (enabled == "true")
+
+
+def _is(model: Model, state: ModelState) -> bool:
+    return model.state is state
+
+
+@shows("MIN_RESIDENCY_SECONDS")
+async def _how_long_nobody_evicts_it(bench: Bench) -> None:
+    said: dict[str, dict[str, Any]] = {"a": {"min_residency": None}}
+    for seconds, standing in (("0", Standing.IDLE), ("1000", Standing.YOUNG)):
+        service, model = await bench.loaded(said, MIN_RESIDENCY_SECONDS=seconds)
+        assert model.standing(service.authority.loop.time()) is standing
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+@shows("MEMORY_LIMIT_GB")
+async def _the_sum_over_all_models(bench: Bench) -> None:
+    assert await bench.fits(100, on=None, MEMORY_LIMIT_GB="0.1")
+    assert not await bench.fits(100, on=None, MEMORY_LIMIT_GB="0.09")
+
+
+@shows("GPU_MEMORY_MAX_PERCENT")
+async def _the_share_of_an_accelerator(bench: Bench) -> None:
+    assert await bench.fits(850, on=FakeAccelerator())
+    assert not await bench.fits(850, on=FakeAccelerator(), GPU_MEMORY_MAX_PERCENT="0.8")
+
+
+@shows("CPU_MEMORY_MAX_PERCENT")
+async def _the_share_of_the_host(bench: Bench) -> None:
+    assert await bench.fits(100, on=None)
+    assert not await bench.fits(100, on=None, CPU_MEMORY_MAX_PERCENT="0.00001")
+
+
+@shows("GPU_MEMORY_LIMIT_MB")
+async def _the_bytes_of_an_accelerator(bench: Bench) -> None:
+    assert await bench.fits(300, on=FakeAccelerator(), GPU_MEMORY_LIMIT_MB="300")
+    assert not await bench.fits(300, on=FakeAccelerator(), GPU_MEMORY_LIMIT_MB="299")
+
+
+@shows("GPU_MEMORY_RESERVE_MB")
+async def _what_is_left_free(bench: Bench) -> None:
+    whole = {"GPU_MEMORY_MAX_PERCENT": "1"}
+    assert await bench.fits(980, on=FakeAccelerator(), GPU_MEMORY_RESERVE_MB="0", **whole)
+    assert not await bench.fits(980, on=FakeAccelerator(), GPU_MEMORY_RESERVE_MB="30", **whole)
+
+
+@shows("MAX_MODELS", "MAX_MODELS_PER_DEVICE")
+async def _how_many_at_once(bench: Bench) -> None:
+    for name, most in (("MAX_MODELS", 1), ("MAX_MODELS_PER_DEVICE", 1), ("MAX_MODELS", 2)):
+        service, _ = await bench.loaded({"a": {}, "b": {}}, ENABLE_CPU_OFFLOAD="false", **{name: str(most)})
+        await service.authority.load(service.authority.resolve("b"), 10)
+        assert sum(model.running is not None for model in service.authority.models.values()) == most
+
+
+@shows("FORCE_CPU_MODE")
+async def _as_if_there_were_no_accelerator(bench: Bench) -> None:
+    for forced, device in (("false", "gpu-0"), ("true", CPU)):
+        _, model = await bench.loaded(accelerator=FakeAccelerator(), FORCE_CPU_MODE=forced)
+        assert model.running is not None
+        assert model.running.device.id == device
+
+
+@shows("DEVICES")
+async def _which_devices_there_are(bench: Bench) -> None:
+    for said, expected in (("cpu", ["cpu"]), ("sim:64MiB", ["gpu-0", "cpu"])):
+        inventory = Inventory.of(bench.configured(DEVICES=said).settings)
+        await inventory.start()
+        try:
+            assert [reading.id for reading in inventory.readings()] == expected
+        finally:
+            await inventory.close()
+
+
+@shows("ENABLE_LAZY_MODEL_LOADING")
+async def _whether_models_are_loaded_at_start(bench: Bench) -> None:
+    service = await bench.start({"a": {}, "b": {}}, ENABLE_LAZY_MODEL_LOADING="false")
+    await until("both are there", lambda: all(model.loads for model in service.authority.models.values()))
+    service = await bench.start({"a": {}, "b": {}})
+    assert not any(model.running for model in service.authority.models.values())
+
+
+# --- waiting ---------------------------------------------------------------------------------------------------------
+@shows("QUEUE_HIGH", "QUEUE_NORMAL", "QUEUE_LOW")
+async def _how_many_may_wait(bench: Bench) -> None:
+    for priority in Priority:
+        assert not await bench.queue_takes(priority, **{f"QUEUE_{priority.upper()}": "0"})
+        assert await bench.queue_takes(
+            priority, **{f"QUEUE_{other.upper()}": "0" for other in Priority if other != priority}
+        )
+
+
+@shows("ACQUIRE_TIMEOUT_SECONDS")
+async def _the_longest_wait(bench: Bench) -> None:
+    estimator = FakeEstimator()
+    estimator.gate = asyncio.Event()
+    service = await bench.start({"a": {}}, estimator=estimator, ACQUIRE_TIMEOUT_SECONDS="0.05")
+    with pytest.raises(DeadlineExceeded):
+        await service.authority.ask(service.authority.resolve("a")).wait(10)
+    estimator.gate.set()
+
+
+@shows("ESTIMATE_TIMEOUT_SECONDS")
+async def _how_long_an_estimate_may_take(bench: Bench) -> None:
+    path = tiny_gguf.generative()
+    for number, (environ, source) in enumerate((({"ESTIMATE_TIMEOUT_SECONDS": "0.01"}, "header"), ({}, "llama.cpp"))):
+        config = bench.configured(f"models: {{a: {{path: {path}}}}}", FORCE_CPU_MODE="true", **environ)
+        state = StateDir.from_env({"HEADGATE_STATE_DIR": str(bench.directory / f"state-{number}")})
+        service = Service(config, state, "token")
+        await service.authority.inventory.start()
+        reading = service.authority.inventory.get(CPU)
+        assert reading is not None
+        estimate = await service.authority.background.estimator.get(config.models["a"], reading)
+        assert estimate.source == source
+
+
+# --- supervision -----------------------------------------------------------------------------------------------------
+@shows("LOAD_TIMEOUT_SECONDS")
+async def _the_longest_load(bench: Bench) -> None:
+    assert "not loaded within" in await bench.failure({"load_seconds": 60}, LOAD_TIMEOUT_SECONDS="0.3")
+
+
+@shows("WORKER_START_SECONDS")
+async def _how_long_a_worker_may_take_to_greet(bench: Bench) -> None:
+    bench.patch.setattr(authority_rig, "COMMAND", ("/bin/sleep", "60"))
+    assert "no sign of life" in await bench.failure({}, WORKER_START_SECONDS="0.3")
+
+
+@shows("WORKER_SILENCE_SECONDS")
+async def _how_long_a_worker_may_be_silent(bench: Bench) -> None:
+    assert "silent for" in await bench.failure({"silent_after": 0.1}, WORKER_SILENCE_SECONDS="0.8")
+
+
+@shows("STEP_TIMEOUT_SECONDS", "STEP_TIMEOUT_SECONDS_PER_TOKEN")
+async def _how_long_a_step_may_take(bench: Bench) -> None:
+    for environ in ({"STEP_TIMEOUT_SECONDS": "59"}, {"STEP_TIMEOUT_SECONDS_PER_TOKEN": "0"}):
+        said = await bench.failure({"step_seconds": LONG_STEP}, **environ)
+        assert "takes longer than 60 s" in said
+
+
+# --- pressure --------------------------------------------------------------------------------------------------------
+@shows("PRESSURE_MODERATE", "PRESSURE_HIGH", "PRESSURE_CRITICAL", "PRESSURE_EMERGENCY")
+async def _where_the_levels_begin(bench: Bench) -> None:
+    levels = ("moderate", "high", "critical", "emergency")
+    for number, level in enumerate(levels, 1):
+        accelerator = FakeAccelerator()
+        accelerator.used_bytes = 300 * MIB
+        environ = {f"PRESSURE_{name.upper()}": "0.2" for name in levels[:number]}
+        service = await bench.start({"a": {}}, accelerator=accelerator, **environ)
+        assert service.authority.status  # started
+        found = (await ask(service.app, "GET", "/memory/stats")).body
+        assert found["per_device"]["gpu-0"]["pressure_level"] == level
+
+
+async def _presses(bench: Bench, foreign_mb: int, **environ: str) -> tuple[Model, History]:
+    """An idle model beside which others take memory, on a device that is looked at ten times a second."""
+    accelerator = SharedDevice()
+    said = {"PRESSURE_CHECK_INTERVAL_SECONDS": "0.1", "ENABLE_CPU_OFFLOAD": "false", **environ}
+    service, model = await bench.loaded(accelerator=accelerator, **said)
+    accelerator.service, accelerator.foreign_mib = service, foreign_mb
+    return model, service.authority.governor.history
+
+
+@shows("ENABLE_MEMORY_GOVERNOR")
+async def _whether_pressure_is_acted_on(bench: Bench) -> None:
+    model, _ = await _presses(bench, 850)
+    await until("it has left", lambda: model.running is None)
+    model, history = await _presses(bench, 850, ENABLE_MEMORY_GOVERNOR="false")
+    await until("it was looked at", lambda: history.since(0.0)[-1].devices["gpu-0"].pressure_level == "critical")
+    assert model.state is ModelState.READY
+
+
+@shows("PRESSURE_EAGER", "EVICTION_IDLE_THRESHOLD_SECONDS")
+async def _whether_it_is_acted_on_before_memory_is_wanted(bench: Bench) -> None:
+    model, _ = await _presses(bench, 650, PRESSURE_EAGER="true", EVICTION_IDLE_THRESHOLD_SECONDS="0")
+    await until("it has left", lambda: model.running is None)
+    for environ in ({"PRESSURE_EAGER": "true"}, {"EVICTION_IDLE_THRESHOLD_SECONDS": "0"}):
+        model, history = await _presses(bench, 10, **environ)
+        await until("it was looked at", functools.partial(_looked_at, history, 4))
+        assert model.state is ModelState.READY
+
+
+def _looked_at(history: History, times: int) -> bool:
+    return len(history.since(0.0)) >= times
+
+
+@shows("PRESSURE_CHECK_INTERVAL_SECONDS")
+async def _how_often_devices_are_looked_at(bench: Bench) -> None:
+    service = await bench.start({"a": {}}, accelerator=FakeAccelerator(), PRESSURE_CHECK_INTERVAL_SECONDS="0.1")
+    history = service.authority.governor.history
+    await until("three looks", lambda: len(history.since(0.0)) >= 3)
+    service = await bench.start({"a": {}}, accelerator=FakeAccelerator())
+    assert len(service.authority.governor.history.since(0.0)) == 1
+
+
+@shows("ENABLE_MEMORY_ALERTS")
+async def _whether_alerts_are_told(bench: Bench) -> None:
+    for enabled in ("true", "false"):
+        accelerator = FakeAccelerator()
+        accelerator.used_bytes = 950 * MIB
+        service = await bench.start({"a": {}}, accelerator=accelerator, ENABLE_MEMORY_ALERTS=enabled)
+        found = (await ask(service.app, "GET", "/memory/stats")).body
+        assert bool(found["alerts"]) is (enabled == "true")
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("names", TABLE, ids=lambda names: "-".join(names))
+async def test_the_setting_does_something(names: tuple[str, ...], bench: Bench) -> None:
+    await TABLE[names](bench)
+
+
+def test_no_setting_is_left_out() -> None:
+    shown = [PREFIX + name for names in TABLE for name in names]
+    without = [PREFIX + name.upper() for name in WITHOUT_EFFECT]
+    assert sorted([*shown, *without]) == sorted(environment_names())
