@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from gateway.errors import GatewayError, PassedOnError, RequestError
+from headgate.shared import wire
 from inference.protocol import (
     H_ATTEMPTS,
     H_MODEL,
@@ -61,6 +62,8 @@ class Exchange:
     waited_seconds: float = 0.0
     upstream_seconds: float = 0.0
     started: bool = False
+    wire: wire.Wire | None = None
+    """Where pieces of an answer that has begun can be written at once; None under a server that has none."""
 
     @property
     def overhead_seconds(self) -> float:
@@ -90,7 +93,7 @@ def new_exchange(scope: Scope) -> Exchange:
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     asked = headers.get(H_REQUEST_ID, "")
     request_id = asked if _SANE_ID.fullmatch(asked) else f"req_{secrets.token_hex(12)}"
-    return Exchange(request_id, headers)
+    return Exchange(request_id, headers, wire=wire.take(scope))
 
 
 def exchange_of(scope: Scope) -> Exchange:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
 import aiohttp
 import httpx2
+
+from headgate.shared import hop
 
 LOCAL_KEEPALIVE_SECONDS = 2.0
 """Shorter than any server's own (uvicorn: 5 s), so that a request never meets a connection that is being closed."""
@@ -12,7 +16,7 @@ SDK_CONNECTIONS = 512
 
 
 def make_local_session() -> aiohttp.ClientSession:
-    """The session of the local hop. It has no deadlines of its own but those a call names, no cookies, no proxy.
+    """The session for the state of the inference service: no deadlines but those a call names, no cookies, no proxy.
 
     Create it inside the running loop.
     """
@@ -25,6 +29,14 @@ def make_local_session() -> aiohttp.ClientSession:
         skip_auto_headers=("User-Agent", "Accept-Encoding"),
         read_bufsize=2**18,
     )
+
+
+def make_hop(url: str) -> tuple[hop.Hop, str]:
+    """What answers of the inference service at `url` come through, and the path in `url` that all paths begin with."""
+    parts = urlsplit(url)
+    tls = parts.scheme == "https"
+    connector = hop.tcp(parts.hostname or "", parts.port or (443 if tls else 80), tls=tls)
+    return hop.Hop(connector, parts.netloc.rpartition("@")[2], LOCAL_KEEPALIVE_SECONDS), parts.path
 
 
 def make_sdk_client(connect_seconds: float) -> httpx2.AsyncClient:

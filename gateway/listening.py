@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 
 from gateway.core.budget import Budget, Deadline, Due, Phase, next_deadline
@@ -97,6 +97,25 @@ class Listening:
         for frame in frames:
             self._note(frame)
         return frames
+
+    def pass_on(self, sink: Callable[[list[Frame]], bool]) -> None:
+        """Offers `sink` the frames that come while `next` waits; those for which it returns True wake nobody.
+
+        Without effect for a provider that hands frames out one by one.
+        """
+        offer = getattr(self._frames, "pass_on", None)
+        if offer is not None:
+            offer(lambda frames: self._passes(frames, sink))
+
+    def _passes(self, frames: list[Frame], sink: Callable[[list[Frame]], bool]) -> bool:
+        for frame in frames:
+            self._note(frame)
+        if not sink(frames):
+            return False
+        self._heard = self._loop.time()
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._deadline().at, self._fire)
+        return True
 
     async def close(self) -> None:
         """Closes the connection at once; a connection that resists is logged and never raises."""

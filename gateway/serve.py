@@ -107,7 +107,7 @@ class Generation:
                     except BaseException as error:
                         await attempt.abandon(error)
                         raise
-                    record.outcome = await self._relay(attempt, request, presence, send)
+                    record.outcome = await self._relay(attempt, request, presence, exchange, send)
                     return
                 with _timed(job, exchange):
                     body = orjson.dumps(await job.whole()) if request.endpoint.streams else await job.unary()
@@ -122,8 +122,10 @@ class Generation:
             if presence.reason is End.SHUTTING_DOWN and not exchange.started:
                 raise RefusedError(Code.SHUTTING_DOWN, "the gateway stops; ask again", retry_after=1.0) from None
 
-    async def _relay(self, attempt: Attempt, request: InferenceRequest, presence: Presence, send: Send) -> str:
-        return await relay(attempt, send, presence, self._runtime.telemetry, request.include_usage)
+    async def _relay(
+        self, attempt: Attempt, request: InferenceRequest, presence: Presence, exchange: Exchange, send: Send
+    ) -> str:
+        return await relay(attempt, send, presence, self._runtime.telemetry, request.include_usage, exchange.wire)
 
     def _note(self, job: Request, exchange: Exchange, record: Record) -> None:
         """Fills what the response's headers tell."""

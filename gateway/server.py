@@ -17,12 +17,12 @@ from typing import Any
 
 import orjson
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.edge import Edge
 from gateway.exchange import Exchange
 from gateway.runtime import Runtime
 from headgate.shared.errors import HeadgateError
+from headgate.shared.wire import WiredHttp
 from inference.protocol import Code, error_body
 
 log = logging.getLogger("gateway.server")
@@ -48,7 +48,7 @@ class _HeadersTooLong(Exception):  # noqa: N818  # the parser turns it into its 
     """A request line and headers beyond MAX_HEADER_BYTES."""
 
 
-class BoundedHttp(HttpToolsProtocol):
+class BoundedHttp(WiredHttp):
     """uvicorn's HTTP with bounds: on the size of a request's head (then 400), on the time it takes to come, and on the
     time a client leaves its answer unread.
     """

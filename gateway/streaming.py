@@ -18,6 +18,7 @@ from gateway.exchange import Send
 from gateway.listening import ExpiredError
 from gateway.presence import Presence
 from gateway.telemetry import Telemetry
+from headgate.shared.wire import Wire
 from inference.protocol import DONE, Code, error_body
 
 _HEADERS = [
@@ -27,23 +28,46 @@ _HEADERS = [
 ]
 
 
-async def relay(attempt: Attempt, send: Send, presence: Presence, telemetry: Telemetry, include_usage: bool) -> str:
+async def relay(
+    attempt: Attempt,
+    send: Send,
+    presence: Presence,
+    telemetry: Telemetry,
+    include_usage: bool,
+    wire: Wire | None = None,
+) -> str:
     """Sends status, headers and the rest of `attempt`, settles it and closes it; returns the outcome's name.
 
+    With a `wire` a frame leaves as it comes, and this task sleeps until there is more to do than to pass it on.
     Returns `client_left` quietly when the client did; a cancellation from elsewhere propagates.
     """
+    before = 0.0
+
+    def observe(first: Frame) -> None:
+        nonlocal before
+        now = time.perf_counter()
+        if not isinstance(first, Comment):
+            telemetry.inter_token.observe(now - before)
+        before = now
+
+    def pass_on(frames: list[Frame]) -> bool:
+        if wire is None or not wire.is_free or isinstance(frames[-1], Done):
+            return False
+        observe(frames[0])
+        attempt.note_begun()
+        wire.write(_bytes(frames, include_usage))
+        return True
+
     try:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         frames = [*attempt.backlog, *attempt.listening.ready()]
         before = time.perf_counter()
+        attempt.listening.pass_on(pass_on)
         while not isinstance(frames[-1], Done):
             if body := _bytes(frames, include_usage):
                 await send({"type": "http.response.body", "body": body, "more_body": True})
             frames = [await attempt.listening.next()]
-            now = time.perf_counter()
-            if not isinstance(frames[0], Comment):
-                telemetry.inter_token.observe(now - before)
-            before = now
+            observe(frames[0])
             frames += attempt.listening.ready()
             attempt.note_begun()
         attempt.succeed()

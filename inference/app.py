@@ -25,6 +25,7 @@ from starlette.routing import Route
 from headgate.shared.environ import load_environ
 from headgate.shared.errors import ConfigError, Exit
 from headgate.shared.state import INFERENCE_TOKEN, StateDir
+from headgate.shared.wire import WiredHttp
 from inference import http, settings, views
 from inference.authority import Authority
 from inference.bus import Bus
@@ -117,7 +118,7 @@ async def serve(
     server = _Server(
         uvicorn.Config(
             running.app,
-            http="httptools",
+            http=WiredHttp,
             ws="none",
             lifespan="off",
             access_log=False,

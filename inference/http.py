@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 
+from headgate.shared.wire import Wire
 from inference.errors import InferenceError, InvalidRequestError
 from inference.protocol import H_REQUEST_ID, H_SHOULD_RETRY, Code, Progress, error_body
 
@@ -56,8 +57,9 @@ def request_id(scope: Scope) -> str:
 class Out:
     """One response. It knows whether it has begun, so that an error is a status before and a frame after."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, wire: Wire | None = None) -> None:
         self._send = send
+        self._wire = wire
         self.request_id = request_id
         self.started = False
         self._ended = False
@@ -75,6 +77,16 @@ class Out:
     async def data(self, data: bytes) -> None:
         """A piece of the body."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    @property
+    def takes_pieces(self) -> bool:
+        """Whether `piece` may be called now."""
+        return self._wire is not None and self._wire.is_free
+
+    def piece(self, data: bytes) -> None:
+        """A piece of the body that leaves at once; only while `takes_pieces` and nobody awaits another."""
+        assert self._wire is not None
+        self._wire.write(data)
 
     async def end(self) -> None:
         """The end of the body."""

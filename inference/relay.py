@@ -17,6 +17,8 @@ from typing import Any
 import aiohttp
 import orjson
 
+from headgate.shared import hop, wire
+from headgate.shared.hop import Answer, BrokenError, Hop
 from inference import http, vocabulary
 from inference.authority import Authority
 from inference.core.plan import Refusal
@@ -47,6 +49,7 @@ WORD_SECONDS = PROGRESS_INTERVAL_SECONDS * 0.75
 _BIG_BODY_BYTES = 2**20
 """Bodies beyond this are parsed in a thread, because parsing them would hold up everybody else's streams."""
 _EXIT_SECONDS = 0.5
+CONNECT_SECONDS = 5.0
 _PASSED_ON = (H_TENANT, H_KV, H_PRIORITY, H_PROBE)
 _PASSED_BACK = ("content-type", "retry-after", "x-should-retry")
 
@@ -85,7 +88,7 @@ class Relay:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; never raises but for cancellation."""
         headers = Headers(scope)
-        out = Out(send, http.request_id(scope))
+        out = Out(send, http.request_id(scope), wire.take(scope))
         body = await http.read_body(headers, receive, out, self._max_body_bytes)
         if body is None:
             return
@@ -177,39 +180,38 @@ class Relay:
 
     # --- forwarding ------------------------------------------------------------------------------------------------
     async def _stream(self, lease: Lease, wish: Wish, path: str, headers: Headers, body: bytes, out: Out) -> None:
-        asking = asyncio.ensure_future(_post(lease, wish, path, headers, body))
-        response: aiohttp.ClientResponse | None = None
-        relayed = False
+        asking = asyncio.ensure_future(_ask(lease, wish, path, headers, body))
+        answer: Answer | None = None
+        flow: Flow | None = None
         try:
             while not asking.done():
                 await asyncio.wait({asking}, timeout=WORD_SECONDS)
                 if not asking.done():
                     await out.comment(Progress("queued", 0))
-            response = asking.result()
-            if response.status != 200 or not response.headers.get("content-type", "").startswith("text/event-stream"):
-                await self._pass_whole(response, out)
+            answer = asking.result()
+            if answer.status != 200 or not answer.headers.get("content-type", "").startswith("text/event-stream"):
+                await self._pass_whole(answer.status, answer.headers, await answer.whole(), out)
             else:
-                await out.begin(200, _back(response))
-                async for data in response.content.iter_any():
-                    relayed = True
-                    await out.data(data)
+                await out.begin(200, _back(answer.headers))
+                flow = Flow(answer, out)
+                await flow.run()
                 await out.end()
-            lease.release(completed=response.status == 200)
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise await self._broken(lease, error, relayed=relayed) from error
+            lease.release(completed=answer.status == 200)
+        except (BrokenError, _UnreachableError) as error:
+            raise await self._broken(lease, error, relayed=flow is not None and flow.has_begun) from error
         finally:
-            if response is None:
-                asking.cancel()
-                with contextlib.suppress(asyncio.CancelledError, aiohttp.ClientError, TimeoutError):  # told above
-                    (await asking).close()
+            if answer is not None:
+                answer.close()
             else:
-                response.close()
+                asking.cancel()
+                with contextlib.suppress(asyncio.CancelledError, BrokenError, _UnreachableError):  # told above
+                    (await asking).close()
 
     async def _whole(self, lease: Lease, wish: Wish, path: str, headers: Headers, body: bytes, out: Out) -> None:
         try:
-            response = await _post(lease, wish, path, headers, body)
+            response = await lease.session.post(path, data=body, headers=_passed(wish, headers))
             try:
-                await self._pass_whole(response, out)
+                await self._pass_whole(response.status, response.headers, await response.read(), out)
                 lease.release(completed=response.status == 200)
             finally:
                 response.close()
@@ -217,14 +219,13 @@ class Relay:
             raise await self._broken(lease, error, relayed=False) from error
 
     @staticmethod
-    async def _pass_whole(response: aiohttp.ClientResponse, out: Out) -> None:
+    async def _pass_whole(status: int, headers: Mapping[str, str], answer: bytes, out: Out) -> None:
         """An answer that is no stream: all of it, or none, so that a death in the middle is a clean error."""
-        answer = await response.read()
         if out.started:
             await out.data(b"data: " + answer.replace(b"\n", b"") + b"\n\n")
             await out.end()
         else:
-            await out.begin(response.status, _back(response), len(answer))
+            await out.begin(status, _back(headers), len(answer))
             await out.data(answer)
             await out.end()
 
@@ -246,20 +247,76 @@ class Relay:
         )
 
 
-async def _post(lease: Lease, wish: Wish, path: str, headers: Headers, body: bytes) -> aiohttp.ClientResponse:
+class _UnreachableError(Exception):
+    """The worker's socket took no connection."""
+
+
+async def _ask(lease: Lease, wish: Wish, path: str, headers: Headers, body: bytes) -> Answer:
+    """The worker's answer to a stream, once its head is here; raises BrokenError or _UnreachableError."""
+    worker = Hop(hop.unix(str(lease.running.worker.socket_path)), "worker")
+    try:
+        return await worker.post(path, body, _passed(wish, headers), CONNECT_SECONDS)
+    except OSError as error:
+        raise _UnreachableError(str(error)) from error
+
+
+def _passed(wish: Wish, headers: Headers) -> dict[str, str]:
+    """The headers that a worker is sent."""
     passed = {name: value for name in _PASSED_ON if (value := headers.get(name)) is not None}
     passed[H_REQUEST_ID] = headers.request_id
     passed["content-type"] = "application/json"
     if (left := wish.milliseconds_left(asyncio.get_running_loop().time())) is not None:
         passed[H_DEADLINE] = str(left)
-    return await lease.session.post(path, data=body, headers=passed)
+    return passed
 
 
-def _back(response: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
+class Flow:
+    """The pieces of one stream on their way from the worker to the caller. A task is needed only where the caller reads
+    more slowly than the worker writes; then nothing more is read until what is here has left.
+    """
+
+    def __init__(self, answer: Answer, out: Out) -> None:
+        self.has_begun = False
+        """Whether anything was relayed."""
+        self._answer = answer
+        self._out = out
+        self._kept: list[bytes] = []
+        self._ended = False
+        self._error: BrokenError | None = None
+        self._changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Returns after the last piece; raises BrokenError."""
+        self._answer.listen(self._on_piece, self._on_end)
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            while self._kept:
+                await self._out.data(self._kept[0])
+                del self._kept[0]  # only now, because what comes meanwhile has to wait behind it
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                return
+            self._answer.resume()
+
+    def _on_piece(self, piece: bytes) -> None:
+        self.has_begun = True
+        if not self._kept and self._out.takes_pieces:
+            self._out.piece(piece)
+        else:
+            self._kept.append(piece)
+            self._answer.pause()
+            self._changed.set()
+
+    def _on_end(self, error: BrokenError | None) -> None:
+        self._ended, self._error = error is None, error
+        self._changed.set()
+
+
+def _back(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
     return [
-        (name.encode(), value.encode("latin-1"))
-        for name in _PASSED_BACK
-        if (value := response.headers.get(name)) is not None
+        (name.encode(), value.encode("latin-1")) for name in _PASSED_BACK if (value := headers.get(name)) is not None
     ]
 
 

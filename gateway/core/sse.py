@@ -55,11 +55,10 @@ class SseSplitter:
             rest = rest.removeprefix(_BOM)
         frames: list[SseFrame] = []
         begin, look = 0, self._searched
-        while match := _BLANK.search(rest, look):
-            look = end = match.end()
+        while (end := _blank_end(rest, look)) > 0:
             if frame := _frame(rest[begin:end]):
                 frames.append(frame)
-            begin = end
+            begin = look = end
         self._rest = rest[begin:]
         # the next search starts where a blank line cut in two by this piece may begin: at most `\r\n\r`
         self._searched = max(0, len(self._rest) - 3)
@@ -81,10 +80,21 @@ class SseSplitter:
         return len(self._rest)
 
 
+def _blank_end(rest: bytes, look: int) -> int:
+    """Where the first blank line from `look` on ends; 0 without one."""
+    if b"\r" not in rest:  # whoever writes plain line feeds, as all of ours do, costs no regular expression
+        found = rest.find(b"\n\n", look)
+        return found + 2 if found >= 0 else 0
+    match = _BLANK.search(rest, look)
+    return match.end() if match else 0
+
+
 def _frame(raw: bytes) -> SseFrame | None:
     """The frame in `raw`, which ends with a blank line; None when there is nothing but blank lines."""
-    if raw.startswith(b"data: ") and raw.endswith(b"\n\n") and b"\n" not in raw[6:-2] and b"\r" not in raw[6:-2]:
-        return SseFrame(raw, raw[6:-2])
+    if raw.startswith(b"data: ") and raw.endswith(b"\n\n"):
+        line = raw[6:-2]
+        if b"\n" not in line and b"\r" not in line:
+            return SseFrame(raw, line)
     raw = raw.lstrip(b"\r\n")
     if not raw:
         return None

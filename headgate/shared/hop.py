@@ -1,0 +1,281 @@
+"""Asks another service of Headgate and hands on the pieces of its answer as they arrive; judges and retries nothing.
+
+For streams of tokens: a piece is a function call, where a reader that is awaited costs a wake-up of its task and a turn
+of the loop. Answers that come whole are better asked for with a real client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import httptools
+
+MAX_HEAD_BYTES = 65536
+
+Connector = Callable[[Callable[[], asyncio.Protocol]], Awaitable[Any]]
+"""Opens a connection for a protocol; raises OSError."""
+
+
+class BrokenError(Exception):
+    """The connection ended before the answer did, or what came over it is not HTTP."""
+
+
+def unix(path: str) -> Connector:
+    """Connects to a Unix socket."""
+    return lambda protocol: asyncio.get_running_loop().create_unix_connection(protocol, path)
+
+
+def tcp(host: str, port: int, *, tls: bool = False) -> Connector:
+    """Connects to a port."""
+    return lambda protocol: asyncio.get_running_loop().create_connection(protocol, host, port, ssl=tls or None)
+
+
+class Hop:
+    """Where to ask. A connection whose answer ended is used again within `idle_seconds`; 0 uses each once."""
+
+    def __init__(self, connector: Connector, host: str, idle_seconds: float = 0.0) -> None:
+        """`host` is what the requests' Host header says."""
+        self._connector = connector
+        self._host = host
+        self._idle_seconds = idle_seconds
+        self._idle: list[_Connection] = []
+        self._closed = False
+
+    async def post(
+        self, path: str, body: bytes, headers: Mapping[str, str], connect_seconds: float | None = None
+    ) -> Answer:
+        """The answer once its status and headers are here. Raises OSError (TimeoutError is one) when there is no
+        connection, then BrokenError.
+        """
+        lines = [f"POST {path} HTTP/1.1", f"host: {self._host}", f"content-length: {len(body)}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        if not self._idle_seconds:
+            lines.append("connection: close")
+        if any("\r" in line or "\n" in line for line in lines):
+            raise ValueError("a header of a request holds a line break")
+        head = "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n"
+        connection = self._used_before() or await self._connected(connect_seconds)
+        return await connection.ask(head + body)
+
+    def close(self) -> None:
+        """Closes the connections that nobody uses now, and the others when their answers end."""
+        self._closed = True
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+
+    def _used_before(self) -> _Connection | None:
+        soonest = asyncio.get_running_loop().time() - self._idle_seconds
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.is_closed and connection.idle_since >= soonest:
+                return connection
+            connection.close()
+        return None
+
+    async def _connected(self, seconds: float | None) -> _Connection:
+        connection = _Connection(self._keep if self._idle_seconds else None)
+        async with asyncio.timeout(seconds):
+            await self._connector(lambda: connection)
+        return connection
+
+    def _keep(self, connection: _Connection) -> None:
+        self._idle = [kept for kept in self._idle if not kept.is_closed]
+        self._idle.append(connection)
+        if self._closed:
+            self.close()
+
+
+class Answer:
+    """A response whose head is here. Whoever has it ends with `close`."""
+
+    def __init__(self, connection: _Connection, status: int, headers: Mapping[str, str]) -> None:
+        self.status = status
+        self.headers = headers
+        """By lower-case name; the last of several."""
+        self._connection = connection
+
+    def listen(self, on_piece: Callable[[bytes], None], on_end: Callable[[BrokenError | None], None]) -> None:
+        """Calls `on_piece` for everything that has arrived and will, then `on_end` once, with what went wrong if
+        something did. Neither may raise.
+        """
+        self._connection.listen(on_piece, on_end)
+
+    def pause(self) -> None:
+        """Lets nothing more arrive until `resume`, but for what is here already."""
+        self._connection.flow(False)
+
+    def resume(self) -> None:
+        """Undoes `pause`."""
+        self._connection.flow(True)
+
+    async def whole(self, most_bytes: int | None = None) -> bytes:
+        """All of the body, or its beginning of at least `most_bytes`; instead of `listen`. Raises BrokenError."""
+        done = asyncio.get_running_loop().create_future()
+        pieces: list[bytes] = []
+
+        def on_piece(piece: bytes) -> None:
+            pieces.append(piece)
+            if most_bytes is not None and not done.done() and sum(map(len, pieces)) >= most_bytes:
+                done.set_result(None)
+
+        def on_end(error: BrokenError | None) -> None:
+            if not done.done() and error is None:
+                done.set_result(None)
+            elif not done.done():
+                done.set_exception(error)  # type: ignore[arg-type]
+
+        self.listen(on_piece, on_end)
+        await done
+        return b"".join(pieces)
+
+    def close(self) -> None:
+        """Ends the connection, unless the answer came whole and it can be used again."""
+        self._connection.let_go()
+
+
+class _Connection(asyncio.Protocol):
+    """One connection with one request at a time; also what its parser calls."""
+
+    def __init__(self, keep: Callable[[_Connection], None] | None) -> None:
+        self.idle_since = 0.0
+        self._keep = keep
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._error: BrokenError | None = None
+        self._renew()
+
+    def _renew(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self._head: asyncio.Future[Answer] | None = None
+        self._headers: dict[str, str] = {}
+        self._pieces: list[bytes] = []
+        self._on_piece: Callable[[bytes], None] | None = None
+        self._on_end: Callable[[BrokenError | None], None] | None = None
+        self._head_bytes = 0
+        self._complete = False
+        self._keeps = False
+
+    # --- for the answer ------------------------------------------------------------------------------------------
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing can be asked any more."""
+        return self._error is not None or self._transport is None or self._transport.is_closing()
+
+    async def ask(self, request: bytes) -> Answer:
+        """Sends a request and waits for the head of its answer; raises BrokenError."""
+        assert self._transport is not None
+        self._head = self._loop.create_future()
+        if self._error is not None:
+            raise self._error
+        self._transport.write(request)
+        try:
+            return await self._head
+        except BaseException:
+            self.close()
+            raise
+
+    def listen(self, on_piece: Callable[[bytes], None], on_end: Callable[[BrokenError | None], None]) -> None:
+        """See Answer."""
+        self._on_piece, self._on_end = on_piece, on_end
+        self._hand_on()
+
+    def flow(self, is_open: bool) -> None:
+        """Whether bytes are read."""
+        if self._transport is not None and not self._transport.is_closing():
+            if is_open:
+                self._transport.resume_reading()
+            else:
+                self._transport.pause_reading()
+
+    def let_go(self) -> None:
+        """The answer is not needed any more."""
+        self._on_piece = self._on_end = None
+        if self._complete and self._keeps and self._keep is not None and not self.is_closed:
+            self._renew()
+            self.flow(True)
+            self.idle_since = self._loop.time()
+            self._keep(self)
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """Ends the connection at once."""
+        self._on_piece = self._on_end = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    # --- for the loop --------------------------------------------------------------------------------------------
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # a stream's
+        """Connected."""
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes came."""
+        if self._head is None:
+            self._fail("something came that was not asked for")
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._fail(f"what came is not HTTP ({error})")
+            return
+        if not self._head.done():
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._fail(f"the head of the answer is longer than {MAX_HEAD_BYTES} bytes")
+            return
+        self._hand_on()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """The connection ended. A body without a length ends with it."""
+        has_length = "content-length" in self._headers or "transfer-encoding" in self._headers
+        if error is None and self._head is not None and self._head.done() and not has_length:
+            self._complete = True
+        self._fail("the connection was closed", error)
+
+    def _fail(self, said: str, cause: Exception | None = None) -> None:
+        if self._error is None:
+            self._error = BrokenError(said)
+            self._error.__cause__ = cause
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.abort()
+        if self._head is not None and not self._head.done():
+            self._head.set_exception(self._error)
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        if self._on_piece is None:
+            return
+        if self._pieces:
+            piece = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+            self._pieces.clear()
+            self._on_piece(piece)
+        if (self._complete or self._error is not None) and self._on_end is not None:
+            on_end, self._on_end = self._on_end, None
+            on_end(None if self._complete else self._error)
+
+    # --- for the parser ------------------------------------------------------------------------------------------
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header."""
+        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        """The head is here; one that only says that more is to come (1xx) is forgotten."""
+        status = self._parser.get_status_code()
+        if status < 200:
+            self._headers = {}
+        elif self._head is not None and not self._head.done():
+            self._head.set_result(Answer(self, status, self._headers))
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body, or of the next chunk of it."""
+        self._pieces.append(body)
+
+    def on_message_complete(self) -> None:
+        """The answer is whole."""
+        if self._parser.get_status_code() >= 200:
+            self._complete = True
+            self._keeps = self._parser.should_keep_alive()

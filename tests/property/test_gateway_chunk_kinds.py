@@ -1,0 +1,55 @@
+"""What a chunk carries is read from its bytes exactly as a parser would."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import orjson
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.core.frames import DeltaKind
+from gateway.providers.local import kind_of
+
+_TEXTS = st.one_of(
+    st.sampled_from(["", '"', '"finish_reason":"stop"', '"text":"x"', '","content":"', "\\", '"choices":[]']),
+    st.text('ab":,[]{}\\ \n', max_size=12),
+)
+_NAMES = ("content", "reasoning_content", "reasoning", "refusal", "text")
+_DELTAS = st.fixed_dictionaries(
+    {},
+    optional={
+        "role": st.just("assistant"),
+        **{name: st.one_of(st.none(), _TEXTS) for name in _NAMES},
+        "tool_calls": st.lists(st.fixed_dictionaries({"index": st.just(0), "arguments": _TEXTS}), max_size=1),
+        "function_call": st.fixed_dictionaries({"arguments": _TEXTS}),
+    },
+)
+_CHOICES = st.fixed_dictionaries(
+    {"index": st.integers(0, 3), "finish_reason": st.sampled_from([None, None, "stop", "length"])},
+    optional={"delta": _DELTAS, "text": _TEXTS},
+)
+_CHUNKS = st.fixed_dictionaries({"choices": st.lists(_CHOICES, max_size=3)}, optional={"usage": st.none()})
+
+
+def _has_content(choice: dict[str, Any]) -> bool:
+    said = [choice.get("text"), *choice.get("delta", {}).values()]
+    return any(value for name, value in zip(["text", *choice.get("delta", {})], said, strict=True) if name != "role")
+
+
+def _parsed(chunk: dict[str, Any]) -> DeltaKind:
+    choices = chunk["choices"]
+    if any(choice["finish_reason"] is not None for choice in choices):
+        return DeltaKind.FINISH
+    if any(_has_content(choice) for choice in choices):
+        return DeltaKind.CONTENT
+    return DeltaKind.OTHER if choices else DeltaKind.USAGE
+
+
+@given(_CHUNKS)
+def test_bytes_say_what_a_parser_says(chunk: dict[str, Any]) -> None:
+    """Whoever wrote them, with blanks or without."""
+    kind = _parsed(chunk)
+    assert kind_of(orjson.dumps(chunk)) is kind
+    assert kind_of(json.dumps(chunk).encode()) is kind
