@@ -147,7 +147,8 @@ class Adviser:
         authority = self._authority
         bounds = authority.governor.bounds
         now = authority.loop.time()
-        for device, (use, level) in authority.governor.levels().items():
+        for use in authority.governor.uses():
+            device, level = use.device, authority.governor.level(use)
             rung = authority.governor.rungs().get(device, Rung.NONE)
             yield Full(device, level, rung, use.used_bytes, use.foreign_bytes, use.total_bytes)
             at, peak = self._peaks.get(device, (-math.inf, 0))

@@ -19,7 +19,6 @@ from inference.core.plan import Refusal
 from inference.core.pressure import Bounds, Level, Use, admit, grew, settle
 from inference.core.relief import (
     SAYS,
-    Forget,
     Leave,
     Limit,
     Relief,
@@ -38,7 +37,7 @@ from inference.evictions import Action, Reason
 from inference.history import DeviceSample, History, Sample
 from inference.model import Model
 from inference.protocol import ModelState
-from inference.wishes import candidates
+from inference.wishes import candidates, held_models
 
 if TYPE_CHECKING:
     from inference.authority import Authority
@@ -148,46 +147,44 @@ class Governor:
             self._carry_out(action)
 
     def uses(self) -> tuple[Use, ...]:
-        """Every device's use now, as the ledger has it; a device that tells no size counts with what may be used."""
+        """Every account's use now, as the ledger has it; a device that tells no size counts with what may be used."""
         found = []
         for reading in self._authority.observe():
+            if self._authority.ledger.account_of(reading.id) != reading.id:
+                continue
             balance = self._authority.ledger.balance(reading.id)
             total = reading.total_bytes if reading.total_bytes > 0 else balance.capacity_bytes
             found.append(Use(reading.id, total, balance.ours_bytes, balance.foreign_bytes))
         return tuple(found)
 
     def _tenants(self) -> list[Tenant]:
+        models = self._authority.models
         now = self._authority.loop.time()
-        held = [model for model in self._authority.models.values() if model.running is not None]
-        self._limits = {
-            model.running.holding: self._limits[model.running.holding]
-            for model in held
-            if model.running is not None and model.running.holding in self._limits
-        }
+        held = [item for item in held_models(models.values(), self._authority.ledger, now) if item.model in models]
+        self._limits = {item.holding: self._limits[item.holding] for item in held if item.holding in self._limits}
         return [
             Tenant(
-                model.id,
-                model.standing(now),
-                self._authority.ledger.owned_by(model.id),
-                now - model.last_used_at,
-                model.effective.parallel,
-                self._limits.get(model.running.holding) if model.running else None,
-                model.state is _S.WARM,
+                item.model,
+                item.standing,
+                item.bytes,
+                now - item.last_used_at,
+                models[item.model].effective.parallel,
+                self._limits.get(item.holding),
             )
-            for model in held
+            for item in held
         ]
 
     def _wanted(self) -> set[str]:
-        """Devices onto which somebody who waits would be loaded if there were room."""
+        """Accounts on which somebody who waits would be booked if there were room."""
         readings = self._authority.inventory.readings()
         waiting = [
             model
             for model in self._authority.models.values()
             if model.queue.waiters and model.state in (_S.COLD, _S.WARM) and model.estimating is None
         ]
-        return {
-            device.id for model in waiting for device in candidates(model.effective, readings, self._authority.settings)
-        }
+        settings = self._authority.settings
+        devices = [device.id for model in waiting for device in candidates(model.effective, readings, settings)]
+        return {self._authority.ledger.account_of(device) for device in devices}
 
     def _tell(self, use: Use, before: Watch, now: Watch) -> None:
         if (before.gauge.level, before.rung) == (now.gauge.level, now.rung):
@@ -205,21 +202,18 @@ class Governor:
         self._authority.teller.changed()
 
     def _carry_out(self, action: Relief) -> None:
-        model = self._authority.models.get(action.model)
-        if model is None or model.running is None:
-            return
-        worker = model.running.worker
-        match action:
-            case Leave(offload=offload, reason=reason):
-                how = Action.OFFLOAD if offload else Action.UNLOAD
-                self._authority.loads.leave(model, Reason.PRESSURE, how, (reason,))
-            case Limit(sequences=sequences, reason=reason):
-                log.warning("%s admits at most %d at once: %s", model.id, sequences, reason)
-                self._limits[model.running.holding] = sequences
-                worker.limit(sequences)
-            case Forget(reason=reason):
-                log.info("%s drops the prefixes that it retains: %s", model.id, reason)
-                worker.forget()
+        model = self._authority.models[action.model]
+        running = model.running
+        if isinstance(action, Leave):
+            how = Action.OFFLOAD if action.offload else Action.UNLOAD
+            self._authority.loads.leave(model, Reason.PRESSURE, how, (action.reason,))
+        elif running is not None and isinstance(action, Limit):
+            log.warning("%s admits at most %d at once: %s", model.id, action.sequences, action.reason)
+            self._limits[running.holding] = action.sequences
+            running.worker.limit(action.sequences)
+        elif running is not None:
+            log.info("%s drops the prefixes that it retains: %s", model.id, action.reason)
+            running.worker.forget()
 
     # --- what others ask -------------------------------------------------------------------------------------------
     def level(self, use: Use) -> Level:
@@ -229,7 +223,9 @@ class Governor:
 
     def levels(self) -> Mapping[str, tuple[Use, Level]]:
         """Use and level of every device now."""
-        return {use.device: (use, self.level(use)) for use in self.uses()}
+        uses = {use.device: (use, self.level(use)) for use in self.uses()}
+        readings = self._authority.inventory.readings()
+        return {reading.id: uses[self._authority.ledger.account_of(reading.id)] for reading in readings}
 
     @property
     def bounds(self) -> Bounds:
@@ -250,12 +246,13 @@ class Governor:
         """The devices of `devices` onto which the model may be loaded now, or why the ladder refuses all of them."""
         spec = model.effective
         extras = spec.mmproj is not None or bool(spec.lora)
-        refused = {device.id: refusal(self._state, device.id, extras=extras) for device in devices}
+        accounts = {device.id: self._authority.ledger.account_of(device.id) for device in devices}
+        refused = {name: refusal(self._state, account, extras=extras) for name, account in accounts.items()}
         open_devices = [device for device in devices if refused[device.id] is None]
         if open_devices or not devices:
             return open_devices
         uses = {use.device: use for use in self.uses()}
-        said = tuple(f"{why} ({_numbers(uses.get(device))})" for device, why in refused.items())
+        said = tuple(f"{why} ({_numbers(uses[accounts[name]])})" for name, why in refused.items())
         return Refusal((), "; ".join(said), trace=said)
 
     def _sample(self) -> None:
@@ -288,9 +285,7 @@ def _sample(use: Use, level: Level) -> DeviceSample:
     return DeviceSample(used_mb, free_mb, foreign_mb, ours_mb, str(level))
 
 
-def _numbers(use: Use | None) -> str:
-    if use is None:
-        return "its use is not known"
+def _numbers(use: Use) -> str:
     return (
         f"{format_bytes(use.used_bytes)} of {format_bytes(use.total_bytes)} are in use, "
         f"{format_bytes(use.foreign_bytes)} of it by others"

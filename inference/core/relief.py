@@ -1,8 +1,8 @@
 """Decides who leaves and who is slowed down when devices are full: `step(state, scene, rules)`; carries nothing out.
 
-Only idle models are ever asked to leave. Below CRITICAL that happens where memory is wanted: a model waits for room, or
-others took more since the last check. At EMERGENCY a ladder is climbed, a rung per regular check, and left a rung per
-regular check once the use is below HIGH, or no more than what was admitted.
+Only idle and warm models are ever asked to leave. Below CRITICAL that happens where memory is wanted: a model waits for
+room, or others took more since the last check. At EMERGENCY a ladder is climbed, a rung per regular check, and left a
+rung per regular check once the use is below HIGH, or no more than what was admitted.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from headgate.shared.units import format_bytes
-from inference.core.plan import Standing
 from inference.core.pressure import BAND, Bounds, Gauge, Level, Use, grew, settle
-from inference.core.stage import EVICTABLE
+from inference.core.stage import EVICTABLE, Standing
 
 HIGH_IDLE_SECONDS = 30.0
 """At HIGH a model idle for longer leaves, or sooner where INFERENCE_EVICTION_IDLE_THRESHOLD_SECONDS is less."""
@@ -57,8 +56,8 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A model that holds memory (`bytes` per device). `limit` is the sequences its worker was told to admit at once,
-    None for all `parallel` of them. A warm one has no worker that answers.
+    """A model that holds memory (`bytes` per account). `limit` is the sequences its worker was told to admit at once,
+    None for all `parallel` of them.
     """
 
     model: str
@@ -67,7 +66,11 @@ class Tenant:
     idle_seconds: float
     parallel: int = 1
     limit: int | None = None
-    warm: bool = False
+
+    @property
+    def warm(self) -> bool:
+        """Whether it holds host memory only, and has no worker that answers."""
+        return self.standing is Standing.WARM
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +208,8 @@ def _limits(state: State, tenants: Iterable[Tenant]) -> Iterable[Limit]:
 
 def _answering(tenants: Iterable[Tenant]) -> Iterable[Tenant]:
     """Those with a worker that can be told something."""
-    return (item for item in tenants if not item.warm and item.standing not in (Standing.LOADING, Standing.LEAVING))
+    silent = (Standing.WARM, Standing.LOADING, Standing.LEAVING)
+    return (item for item in tenants if item.standing not in silent)
 
 
 def _full(use: Use, level: Level) -> str:

@@ -13,10 +13,12 @@ import pytest
 from inference.app import Service
 from inference.core.pressure import Level
 from inference.core.relief import Rung
+from inference.devices.base import Reading
+from inference.devices.inventory import Inventory
 from inference.errors import MemoryLimitExceededError
 from inference.evictions import Reason
 from inference.protocol import ModelState
-from tests.rigs.authority_rig import MIB, FakeEstimator, SharedDevice, Start, services, until
+from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start, services, until
 
 GPU = "gpu-0"
 NEVER = {"PRESSURE_CHECK_INTERVAL_SECONDS": "3600"}
@@ -230,6 +232,49 @@ async def test_a_limit_of_our_own_share_leaves_the_rest_of_the_device_to_others(
     await load(service, "a")
     with pytest.raises(MemoryLimitExceededError, match="bound by the share of the device that may be used"):
         await load(service, "b")
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [("MODERATE", Level.MODERATE), ("HIGH", Level.HIGH), ("CRITICAL", Level.CRITICAL), ("EMERGENCY", Level.EMERGENCY)],
+)
+async def test_the_bounds_are_settings(start: Start, setting: str, expected: Level) -> None:
+    """All from one of them on begin at 50 %, the others stay where they are by default."""
+    names = ["MODERATE", "HIGH", "CRITICAL", "EMERGENCY"]
+    bounds = {f"PRESSURE_{name}": "0.5" for name in names[: names.index(setting) + 1]}
+    service, _ = await begin(start, {}, {}, foreign_mib=520, **bounds)
+    assert level(service) is expected
+
+
+async def test_memory_that_is_shared_has_one_level_and_one_ladder(start: Start) -> None:
+    """An accelerator without memory of its own is as full as the host, and refuses what the host refuses."""
+    host = SharedDevice(id="cpu", kind="cpu")
+
+    class Unified(FakeAccelerator):
+        def readings(self) -> tuple[Reading, ...]:
+            return (Reading(GPU, "mtl", "fake", 1000 * MIB, 1000 * MIB, 0, unified=True),)
+
+    service = await start({"a": {"warm": False}, "b": {}}, accelerator=Unified(), CPU_MEMORY_MAX_PERCENT="0.9", **NEVER)
+    authority = service.authority
+    authority.inventory, host.service = Inventory([Unified(), host]), service
+    authority.governor.check(regular=False)
+    await load(service, "a")
+    age(service, 200, "a")
+    host.foreign_mib = 600
+    authority.governor.check(regular=False)
+    assert {name: str(found) for name, (_, found) in authority.governor.levels().items()} == {
+        GPU: "moderate",
+        "cpu": "moderate",
+    }
+    await until("the model left", lambda: bool(authority.evictions.records))
+    host.foreign_mib = 990
+    for _ in range(5):
+        authority.governor.check(regular=True)
+    assert authority.governor.rungs() == {"cpu": Rung.NO_LOADS}
+    host.foreign_mib = 830
+    with pytest.raises(MemoryLimitExceededError, match="cpu is too full"):
+        await load(service, "b")
+    assert authority.governor.adviser.alerts()
 
 
 async def test_health_stats_history_and_metrics_tell_the_same_level(start: Start) -> None:

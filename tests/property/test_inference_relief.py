@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.core.plan import Standing
 from inference.core.pressure import Bounds, Gauge, Level, Use, settle
 from inference.core.relief import Leave, Limit, Rules, Rung, Scene, State, Tenant, Watch, refusal, step
+from inference.core.stage import EVICTABLE, Standing
 
 DEVICES = ("gpu-0", "gpu-1", "cpu")
 TOTAL = 1000
@@ -25,7 +25,6 @@ def scenes(draw: st.DrawFn) -> Scene:
             draw(st.floats(0, 400)),
             parallel := draw(st.integers(1, 32)),
             draw(st.none() | st.integers(1, parallel)),
-            draw(st.booleans()),
         )
         for number in range(draw(st.integers(0, 5)))
     )
@@ -41,6 +40,7 @@ checks = st.lists(st.tuples(scenes(), st.booleans()), min_size=1, max_size=8)
 
 
 @given(checks, rules)
+@settings(max_examples=50)
 def test_only_the_idle_leave_and_everything_done_has_a_reason(story: list[tuple[Scene, bool]], said: Rules) -> None:
     state: State = {}
     for scene, regular in story:
@@ -54,7 +54,7 @@ def test_only_the_idle_leave_and_everything_done_has_a_reason(story: list[tuple[
         assert len({action.model for action in gone}) == len(gone)
         for leave in gone:
             tenant = tenants[leave.model]
-            assert tenant.standing is Standing.IDLE
+            assert tenant.standing in EVICTABLE
             worst = max(
                 state[device].gauge.level for device, count in tenant.bytes.items() if count and device in state
             )
@@ -73,6 +73,7 @@ def test_only_the_idle_leave_and_everything_done_has_a_reason(story: list[tuple[
 
 
 @given(checks)
+@settings(max_examples=50)
 def test_the_ladder_moves_a_rung_at_a_time_and_only_where_the_level_asks(story: list[tuple[Scene, bool]]) -> None:
     state: State = {}
     for scene, regular in story:

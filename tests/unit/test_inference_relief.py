@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from inference.core.plan import Standing
 from inference.core.pressure import Level, Use
 from inference.core.relief import (
     Forget,
@@ -19,13 +18,14 @@ from inference.core.relief import (
     refusal,
     step,
 )
+from inference.core.stage import EVICTABLE, Standing
 
 GPU = "gpu-0"
 RULES = Rules()
 
 
-def idle(model: str, seconds: float, count: int = 100, **more: object) -> Tenant:
-    return Tenant(model, Standing.IDLE, {GPU: count}, seconds, **more)  # type: ignore[arg-type]
+def idle(model: str, seconds: float, count: int = 100) -> Tenant:
+    return Tenant(model, Standing.IDLE, {GPU: count}, seconds)
 
 
 def scene(*tenants: Tenant, foreign: int = 0, wanted: bool = False, total: int = 1000) -> Scene:
@@ -75,11 +75,11 @@ def test_no_more_leave_than_bring_the_use_below_the_level() -> None:
 
 
 def test_warm_models_go_first_and_for_good() -> None:
-    tenants = (idle("loaded", 500, 400), idle("warm", 130, 400, warm=True))
+    tenants = (idle("loaded", 500, 400), Tenant("warm", Standing.WARM, {GPU: 400}, 130))
     assert leaving(after(scene(*tenants, wanted=True))[1]) == {"warm": False}
 
 
-@pytest.mark.parametrize("standing", [item for item in Standing if item is not Standing.IDLE])
+@pytest.mark.parametrize("standing", [item for item in Standing if item not in EVICTABLE])
 def test_whoever_is_not_idle_stays_whatever_the_level(standing: Standing) -> None:
     tenant = Tenant("a", standing, {GPU: 500}, 1000.0)
     assert leaving(after(scene(), scene(tenant, foreign=499))[1]) == {}
@@ -168,11 +168,11 @@ def test_only_workers_that_answer_are_told_anything() -> None:
     tenants = (
         Tenant("loading", Standing.LOADING, {GPU: 100}, 0.0, 8),
         Tenant("leaving", Standing.LEAVING, {GPU: 100}, 0.0, 8),
-        Tenant("warm", Standing.YOUNG, {GPU: 100}, 0.0, 8, warm=True),
+        Tenant("warm", Standing.WARM, {"cpu": 100, GPU: 0}, 0.0, 8),
         Tenant("elsewhere", Standing.BUSY, {"gpu-1": 100}, 0.0, 8),
         Tenant("here", Standing.BUSY, {GPU: 100}, 0.0, 8),
     )
-    _, actions = after(scene(*tenants), *[scene(*tenants, foreign=590)] * 3)
+    _, actions = after(scene(*tenants), *[scene(*tenants, foreign=690)] * 3)
     assert {action.model for action in actions} == {"here"}
 
 
