@@ -24,13 +24,13 @@ from inference.bus import Bus
 from inference.change import Change
 from inference.core.ledger import Account, Ledger
 from inference.core.lifecycle import Event, advance
-from inference.core.plan import Placement, Refusal, Result, Standing, plan
+from inference.core.plan import Result
 from inference.core.queue import QueueFullError, Waiter
 from inference.crashes import CrashStore
 from inference.devices.base import Reading
 from inference.devices.cpu import CPU
 from inference.devices.inventory import Inventory
-from inference.errors import InferenceError, MemoryLimitExceededError, ModelNotFound, QueueFull, ShuttingDown
+from inference.errors import InferenceError, ModelNotFound, QueueFull, ShuttingDown
 from inference.estimator import Estimator
 from inference.evictions import Action, Evictions, Reason
 from inference.governor import Governor
@@ -39,23 +39,18 @@ from inference.metrics import Metrics
 from inference.model import Model, Ticket
 from inference.outlook import Outlook
 from inference.protocol import ModelState, ModelStatus, Priority
+from inference.pump import Pump
 from inference.settings import InferenceConfig, check_devices
 from inference.supervisor import Supervisor
 from inference.teller import Teller
 from inference.waiting import Waiting
 from inference.warm import WarmPool
-from inference.wishes import candidates, held_models, reduced, request_for, shortages_of
 
 log = logging.getLogger(__name__)
 
-PATIENT_BACKOFF_SECONDS = 2.0
-"""A rest this short is waited out by those who ask; a longer one is told to them."""
-FRESH_SECONDS = 1.0
 TICK_SECONDS = 0.5
 SETTLE_SECONDS = 0.2
 UNKNOWN_BYTES = 16 * 2**30
-MOST_DIVISIONS = 2
-"""How often a model that needs several devices is measured before it is decided on what is known."""
 WATCH_SECONDS = 2.0
 """How often the memory of workers is held against their reservations."""
 _S, _E = ModelState, Event
@@ -94,9 +89,7 @@ class Authority:
         self.governor = Governor(self)
         self.warm = WarmPool(self)
         self.ids = itertools.count(1)
-        self._pumping = False
-        self._wake: asyncio.TimerHandle | None = None
-        self._wake_at = 0.0
+        self.pumping = Pump(self)
         self._watch_at = 0.0
         self._ticker: asyncio.TimerHandle | None = None
         bus.snapshot = self.teller.snapshot
@@ -140,9 +133,9 @@ class Authority:
         """Ends every worker and helper; returns when all are reaped."""
         self.quiesce()
         self.bus.close()
-        for timer in (self._ticker, self._wake):
-            if timer is not None:
-                timer.cancel()
+        if self._ticker is not None:
+            self._ticker.cancel()
+        self.pumping.close()
         self.teller.close()
         self.background.cancel()
         await self.background.join()
@@ -171,12 +164,14 @@ class Authority:
             raise ShuttingDown()
         now = self.loop.time()
         patience = min(self.settings.acquire_timeout_seconds, math.inf if seconds is None else seconds)
-        waiter = Waiter(next(self.ids), priority, now + patience)
+        waiter = Waiter(next(self.ids), priority, now + patience, now)
         ticket = Ticket(model, waiter, patience, self.waiting.give_up)
         if model.state in (_S.READY, _S.BUSY):
             self.metrics.placements.labels(Result.DEPLOYED.lower(), "ready").inc()
             ticket.grant(self.waiting.lease(model, counts=counts))
             return ticket
+        if not model.queue.waiters:
+            model.wanted_at = now
         try:
             model.queue = model.queue.push(waiter, self.settings.queue_limits)
         except QueueFullError:
@@ -257,112 +252,9 @@ class Authority:
         """All models in the order of the file."""
         return [self.status(model) for model in self.models.values()]
 
-    # --- the pump --------------------------------------------------------------------------------------------------
     def pump(self) -> None:
         """Looks at every model that is wanted and does what can be done now."""
-        if self._pumping or self.closing or not self.started:
-            return
-        self._pumping = True
-        try:
-            wanted = [model for model in self.models.values() if model.queue.waiters]
-            for model in sorted(wanted, key=lambda item: item.queue.waiters[0].id):
-                self._advance(model)
-        finally:
-            self._pumping = False
-
-    def _advance(self, model: Model) -> None:
-        if model.state is _S.FAILED:
-            rest = model.retry_at - self.loop.time()
-            if rest > PATIENT_BACKOFF_SECONDS:
-                self.waiting.fail(model, self.loads.resting(model))
-                return
-            if rest > 0:
-                self._wake_in(rest)
-                return
-            self.move(model, _E.RETRY)
-        if model.state in (_S.READY, _S.BUSY):
-            self.waiting.serve(model)
-            return
-        if model.state not in (_S.COLD, _S.WARM):
-            return
-        if model.state is _S.WARM and self.warm.is_stale(model):
-            self.loads.leave(model, Reason.CHANGED)
-            return
-        readings = self.observe()
-        options = self.governor.open_to(model, candidates(model.effective, readings, self.settings))
-        if isinstance(options, Refusal):
-            self._refuse(model, options)
-            return
-        if any(device.id not in model.estimates for device in options):
-            self.background.estimate(model)
-            return
-        age = self.loop.time() - self.background.refreshed_at
-        if age > FRESH_SECONDS and any(device.id != CPU for device in options):
-            self.background.refresh()
-            return
-        request = request_for(model, options, divide=model.divisions < MOST_DIVISIONS)
-        assert request is not None
-        now = self.loop.time()
-        held = held_models(self.models.values(), self.ledger, now)
-        if model.state is _S.WARM:
-            request = self.warm.adapted(model, request)
-            held = [item for item in held if item.model != model.id or item.standing is Standing.LEAVING]
-        decision = plan(request, self.ledger, held, views.policy(self.settings, now))
-        if isinstance(decision, Placement) and not decision.measured:
-            self.background.divide(model, decision)
-            return
-        model.divisions = 0
-        if isinstance(decision, Refusal):
-            if not self.warm.gives_up(model, decision):
-                self._refuse(model, decision)
-        elif decision.result is Result.FULL:
-            self._log(decision.result, model, decision.trace)
-            self.metrics.placements.labels(Result.FULL.lower(), "eviction").inc()
-            self._make_room(model, decision)
-        else:
-            self._log(decision.result, model, decision.trace)
-            self.metrics.placements.labels(decision.result.lower(), "fits").inc()
-            if model.state is _S.WARM:
-                self.warm.restore(model, decision)
-            else:
-                self.loads.begin(model, decision)
-
-    def _make_room(self, model: Model, decision: Placement) -> None:
-        kept = self.warm.kept_of(decision)
-        for name in decision.evict:
-            leaver = self.models[name]
-            if leaver.running is not None:
-                leaver.running.leaves_free = decision.need.get(CPU, 0)
-            action = Action.OFFLOAD if name in kept else Action.UNLOAD
-            self.loads.leave(leaver, Reason.MEMORY_WANTED, action, (f"room for {model.id}", *decision.trace))
-
-    def _refuse(self, model: Model, refusal: Refusal) -> None:
-        self.governor.refused()
-        if refusal.waits_for:
-            now = self.loop.time()
-            waits = [self.models[name] for name in refusal.waits_for if name in self.models]
-            young = [
-                item.last_used_at + item.spec.min_residency - now
-                for item in waits
-                if item.standing(now) is Standing.YOUNG
-            ]
-            self._wake_in(max(0.05, min(young, default=1.0)))
-            return
-        self._log(refusal.result, model, refusal.trace)
-        if refusal.lacks and model.spec.oom_policy == "reduce" and model.reduced is None:
-            model.reduced = reduced(model.spec, refusal.fix)
-            self.metrics.alloc_retries.inc()
-            log.warning("%s is reduced to fit: %s", model.id, ", ".join(model.spec.changed(model.reduced)))
-            model.estimates.clear()
-            self.background.estimate(model)
-            return
-        model.unreduce()
-        self.governor.adviser.refused(model.id)
-        count = self.metrics.placements.labels(refusal.result.lower(), "memory" if refusal.lacks else "limit")
-        count.inc(len(model.queue))
-        shortages = shortages_of(refusal)
-        self.waiting.fail(model, MemoryLimitExceededError(model.id, shortages, reason=refusal.reason, fix=refusal.fix))
-        self.teller.changed()
+        self.pumping.run()
 
     async def _load_all(self) -> None:
         for model in list(self.models.values()):
@@ -386,29 +278,12 @@ class Authority:
             self.loads.watch()
         self.governor.tick(now)
 
-    def _wake_in(self, seconds: float) -> None:
-        due = self.loop.time() + seconds
-        if self._wake is not None:
-            if self._wake_at <= due:
-                return
-            self._wake.cancel()
-        self._wake_at = due
-        self._wake = self.loop.call_at(due, self._awake)
-
-    def _awake(self) -> None:
-        self._wake = None
-        self.pump()
-
     # --- telling ---------------------------------------------------------------------------------------------------
     def move(self, model: Model, event: Event, *, quietly: bool = False) -> None:
         """The one way a model changes its state; listeners hear of it, of a quiet one a little later."""
         model.state = advance(model.state, event)
         self.warm.moved(model)
         self.teller.changed(SETTLE_SECONDS if quietly else 0.0)
-
-    @staticmethod
-    def _log(result: Result, model: Model, trace: tuple[str, ...]) -> None:
-        log.info("plan for %s: %s (%s)", model.id, result, "; ".join(trace))
 
     def balances(self) -> Mapping[str, Any]:
         """Every account in numbers, with fresh readings."""

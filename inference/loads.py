@@ -112,7 +112,7 @@ class Loads:
             running.failure = ModelFailed(f"the load of {model.id!r} was stopped: {complaint}")
             running.worker.kill()
             return
-        running.ready = ready
+        running.ready, running.ready_at = ready, self._authority.loop.time()
         running.session = aiohttp.ClientSession(
             "http://worker",
             connector=aiohttp.UnixConnector(path=str(running.worker.socket_path), limit=0, keepalive_timeout=60),
@@ -182,6 +182,14 @@ class Loads:
         self._authority.move(model, _E.DRAIN)
         if not running.leases:
             self.unload(model)
+
+    def stay(self, model: Model) -> None:
+        """Takes back `leave` while answers are under way: the reason is gone."""
+        assert model.running is not None
+        log.info("%s stays: nobody waits for its room any more", model.id)
+        model.running.departure = None
+        self._authority.move(model, _E.STAY)
+        self._authority.waiting.serve(model)
 
     def unload(self, model: Model) -> None:
         """Nothing is in flight any more: the model is kept warm if it was told so and can be, else its worker ends."""

@@ -7,6 +7,7 @@ request in flight on one worker, and is counted against that worker, so that a l
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,7 @@ class Running:
     worker: WorkerProcess
     session: aiohttp.ClientSession | None = None
     ready: Ready | None = None
+    ready_at: float = 0.0
     leases: set[Lease] = field(default_factory=set)
     failure: InferenceError | None = None
     stamp: tuple[int, int, int] = (0, 0, 0)
@@ -75,6 +77,12 @@ class Model:
     divisions: int = 0
     """Ways to divide it over devices that were measured since the last decision."""
     last_used_at: float = 0.0
+    wanted_at: float = 0.0
+    """Since when somebody has waited for it without a gap, while somebody does."""
+    called_at: float = math.inf
+    """When others were first told to leave for it."""
+    room_at: float = 0.0
+    """When the room that it waits for may begin to be made, as far as that is known."""
     reload_seconds: float = 1.0
     """What its last load from the file took."""
     restore_seconds: float | None = None

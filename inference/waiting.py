@@ -69,6 +69,12 @@ class Waiting:
     def give_up(self, ticket: Ticket) -> None:
         """The holder of a waiting ticket left; a load it began goes on."""
         self.unqueue(ticket.model, ticket.waiter.id)
+        self._nobody_left(ticket.model)
+
+    def _nobody_left(self, model: Model) -> None:
+        """Those who make room for it need not any more, and others may have been waiting behind it."""
+        if not model.queue.waiters:
+            self._authority.pump()
 
     def unqueue(self, model: Model, waiter_id: int) -> Ticket | None:
         """Takes a waiter out of its queue; None when it does not wait any more."""
@@ -96,6 +102,7 @@ class Waiting:
         else:
             self._authority.metrics.timeouts.labels("queued").inc()
             ticket.fail(DeadlineExceeded(f"{waited}: it is {model.state}"))
+        self._nobody_left(model)
 
     def fail(self, model: Model, error: InferenceError) -> None:
         """Ends the wait of everybody who waits for the model."""

@@ -11,6 +11,7 @@ from inference.core.layers import layers_of
 from inference.core.ledger import Ledger, Phase
 from inference.core.plan import Held, Option, Placement, Refusal, Request, Standing
 from inference.core.spread import Spread
+from inference.core.turns import Resident
 from inference.devices.base import Reading
 from inference.devices.cpu import CPU
 from inference.environment import InferenceSettings
@@ -18,7 +19,7 @@ from inference.errors import Shortage
 from inference.estimator import Estimate, parameters_of
 from inference.model import Model
 from inference.pinning import grants_of
-from inference.protocol import DeviceState
+from inference.protocol import DeviceState, ModelState
 from inference.settings import ModelSpec
 from inference.worker.link import Grant, Ready
 
@@ -121,6 +122,15 @@ def held_models(models: Iterable[Model], ledger: Ledger, now: float) -> list[Hel
         if holding.id not in current and holding.phase is Phase.RELEASING
     ]
     return held
+
+
+def residents(models: Iterable[Model]) -> dict[str, Resident]:
+    """Every model whose turn is running: it is ready or in use."""
+    return {
+        model.id: Resident(model.running.ready_at, model.spec.min_residency, model.reload_seconds)
+        for model in models
+        if model.running is not None and model.state in (ModelState.READY, ModelState.BUSY)
+    }
 
 
 def reduced(spec: ModelSpec, fix: Mapping[str, Any]) -> ModelSpec:

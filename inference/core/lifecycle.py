@@ -26,6 +26,8 @@ class Event(StrEnum):
     IDLE = "idle"
     """the last request in flight ended"""
     DRAIN = "drain"
+    STAY = "stay"
+    """the reason to leave is gone before the last answer was"""
     UNLOAD = "unload"
     """nothing is in flight any more, or nobody waits for it"""
     OFFLOAD = "offload"
@@ -49,6 +51,7 @@ TABLE: Mapping[tuple[ModelState, Event], ModelState] = {
     (_S.BUSY, _E.IDLE): _S.READY,
     (_S.READY, _E.DRAIN): _S.DRAINING,
     (_S.BUSY, _E.DRAIN): _S.DRAINING,
+    (_S.DRAINING, _E.STAY): _S.BUSY,
     (_S.DRAINING, _E.UNLOAD): _S.UNLOADING,
     (_S.DRAINING, _E.OFFLOAD): _S.OFFLOADING,
     (_S.OFFLOADING, _E.OFFLOADED): _S.WARM,

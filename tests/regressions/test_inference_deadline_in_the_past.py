@@ -19,7 +19,7 @@ def test_timers_in_the_past_fire_under_the_loop_that_serves(tmp_path: Path, monk
             service = await start({"a": {}})
             authority, model = service.authority, service.authority.resolve("a")
             for _ in range(3):
-                authority._wake_in(-1.0)
+                authority.pumping.wake_in(-1.0)
                 authority.teller.changed(-1.0)
             authority.background.estimator.gate = asyncio.Event()  # type: ignore[attr-defined]
             with pytest.raises(DeadlineExceeded):
@@ -27,7 +27,7 @@ def test_timers_in_the_past_fire_under_the_loop_that_serves(tmp_path: Path, monk
             authority.background.estimator.gate.set()  # type: ignore[attr-defined]
             await asyncio.wait_for(authority.load(model), 10)
             assert model.state is ModelState.READY
-            assert authority._wake is None, "the wake-up that was due has run"
+            assert authority.pumping._timer is None, "the wake-up that was due has run"
             assert authority.teller.told["a"].state is not ModelState.COLD
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -1,0 +1,78 @@
+"""Workers without processes: they load in the time they are told, hold nothing and end at once; for long histories."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from inference.protocol import ExitCause
+from inference.supervisor import WorkerExit
+from inference.worker import link
+
+OVERHEAD_BYTES = 64 * 2**20
+"""What tests.rigs.authority_rig.FakeEstimator calls the worker's own."""
+
+
+class InstantWorker:
+    """What the authority sees of a worker process."""
+
+    def __init__(self, name: str, load_seconds: float, pid: int) -> None:
+        loop = asyncio.get_running_loop()
+        self.name = name
+        self.pid = pid
+        self.socket_path = Path("/nowhere")
+        self.progress = 0.0
+        self.beat: link.Beat | None = None
+        self.hello: asyncio.Future[link.Hello] = loop.create_future()
+        self.ready: asyncio.Future[link.Ready] = loop.create_future()
+        self.exited: asyncio.Future[WorkerExit] = loop.create_future()
+        self._load_seconds = load_seconds
+        self._loop = loop
+        loop.call_soon(self.hello.set_result, link.Hello(pid, "instant"))
+
+    def grant(self, grant: link.Grant) -> None:
+        """Loads."""
+        buffers = tuple(
+            link.Buffer(device, "kv", max(0, count - OVERHEAD_BYTES)) for device, count in grant.reserved_bytes.items()
+        )
+        ready = link.Ready(self._load_seconds, buffers, grant.context_length, ("chat",))
+        self._loop.call_later(self._load_seconds, self._loaded, ready)
+
+    def _loaded(self, ready: link.Ready) -> None:
+        if not self.exited.done():
+            self.progress = 1.0
+            self.ready.set_result(ready)
+
+    def stop(self) -> None:
+        """Ends in good order."""
+        self._end(WorkerExit(ExitCause.REQUESTED, 0, "asked to", (), self.ready.done()))
+
+    def kill(self, hang: str | None = None) -> None:
+        """Ends at once."""
+        self._end(WorkerExit(ExitCause.KILLED, -9, hang or "killed", (), self.ready.done()))
+
+    def _end(self, exit: WorkerExit) -> None:
+        if not self.exited.done():
+            self.exited.set_result(exit)
+
+
+class InstantSupervisor:
+    """Stands in for the supervisor; `seconds` is model id -> load time, `workers` everybody ever started."""
+
+    def __init__(self, seconds: Mapping[str, float] | None = None) -> None:
+        self._seconds = dict(seconds or {})
+        self._pids = itertools.count(2**30)  # no such process: nobody's memory is looked at
+        self.workers: list[InstantWorker] = []
+
+    def spawn(self, name: str, _environment: Mapping[str, str], _on_change: Callable[[], None]) -> InstantWorker:
+        """A worker that waits for its grant."""
+        worker = InstantWorker(name, self._seconds.get(name, 0.02), next(self._pids))
+        self.workers.append(worker)
+        return worker
+
+    async def close(self) -> None:
+        """Ends everybody."""
+        for worker in self.workers:
+            worker.stop()
