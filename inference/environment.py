@@ -15,7 +15,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from headgate.shared.errors import Problem
 from headgate.shared.units import Duration
-from inference.devices.simgpu.spec import parse_choice
+from inference.devices.simgpu.core.spec import parse_choice
 from inference.protocol import Priority
 
 PREFIX = "INFERENCE_"

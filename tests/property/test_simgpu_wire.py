@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.devices.simgpu.wire import (
+from inference.devices.simgpu.core.wire import (
     MAJOR_VERSION,
     SILENT,
     Command,

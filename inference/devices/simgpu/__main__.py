@@ -21,8 +21,8 @@ from typing import Any
 from headgate.shared import log as logs
 from headgate.shared import tether
 from inference.devices.simgpu.backing import Servers
+from inference.devices.simgpu.core.faults import parse
 from inference.devices.simgpu.device import Device
-from inference.devices.simgpu.faults import parse
 
 log = logging.getLogger(__name__)
 

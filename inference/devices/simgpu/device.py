@@ -15,11 +15,10 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-from headgate.shared.amounts import format_bytes
 from inference.devices.simgpu.backing import NoServerError, Server, Servers
-from inference.devices.simgpu.faults import Order
-from inference.devices.simgpu.memory import ALL, Memory
-from inference.devices.simgpu.wire import Conversation, Flow, WireError
+from inference.devices.simgpu.core.faults import Order
+from inference.devices.simgpu.core.memory import ALL, Memory
+from inference.devices.simgpu.core.wire import Conversation, Flow, WireError
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +32,7 @@ class Device:
 
     def __init__(self, id: str, uuid: str, capacity_bytes: int, servers: Servers) -> None:
         self.id, self.uuid = id, uuid
-        self.name = f"simulated GPU, {format_bytes(capacity_bytes)}"
+        self.name = "simulated GPU"
         self.memory = Memory(capacity_bytes)
         self._full_bytes = capacity_bytes
         self._servers = servers

@@ -1,0 +1,1 @@
+"""What a simulated device decides: requests, memory, commands; pure."""
