@@ -26,7 +26,7 @@ from headgate.shared.environ import load_environ
 from headgate.shared.errors import ConfigError, Exit
 from headgate.shared.state import INFERENCE_TOKEN, StateDir
 from headgate.shared.wire import WiredHttp
-from inference import http, settings, views
+from inference import http, settings
 from inference.authority import Authority
 from inference.bus import Bus
 from inference.core.patience import Patience
@@ -36,6 +36,7 @@ from inference.dumps import Dumps
 from inference.environment import set_without_effect
 from inference.errors import InferenceError
 from inference.estimator import Estimator
+from inference.gauges import gauges
 from inference.metrics import Metrics
 from inference.osapi import socket_directory
 from inference.protocol import H_REQUEST_ID, Code, error_body
@@ -88,7 +89,7 @@ class Service:
             bus=Bus(),
             metrics=self.metrics,
         )
-        self.metrics.gauges = lambda: views.gauges(self.authority)
+        self.metrics.gauges = lambda: gauges(self.authority)
         self.app = self._app(token, said.admin_key, said.max_body_bytes)
 
     def _app(self, token: str, admin_key: str | None, max_body_bytes: int) -> http.App:

@@ -31,6 +31,7 @@ LEAVE_SECONDS = 30.0
 """Beside what an answer may still take, a model that leaves gets so long until its memory is back."""
 ANSWER_SECONDS = 6 * BEAT_SECONDS
 """A worker that was told to drop something shows it in its beats within this."""
+_IDLE = (Standing.IDLE, Standing.WARM)
 _S = ModelState
 
 
@@ -59,7 +60,7 @@ async def evict(authority: Authority, model: Model, action: Action = Action.UNLO
 async def collect(authority: Authority) -> dict[str, Any]:
     """Unloads every idle model, and trims what stays. `freed_mb` is what models gave back and what trimming did."""
     now = authority.loop.time()
-    idle = [model for model in authority.models.values() if model.running and model.standing(now) is Standing.IDLE]
+    idle = [model for model in authority.models.values() if model.running and model.standing(now) in _IDLE]
     backs = [authority.evictions.next_of(model.id) for model in idle]
     for model in idle:
         authority.loads.leave(model, Reason.BY_HAND, explanation=("idle when memory was collected",))

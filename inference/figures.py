@@ -13,6 +13,7 @@ from inference.core.pressure import Level, Use
 from inference.devices.base import Reading
 from inference.devices.cpu import CPU
 from inference.evictions import Action
+from inference.gauges import bytes_by_kind
 from inference.osapi import private_bytes
 from inference.protocol import DeviceState, ExitCause, ModelState
 
@@ -195,6 +196,26 @@ def model(model: Model, authority: Authority) -> dict[str, Any]:
     }
 
 
+def kv(authority: Authority) -> dict[str, Any]:
+    """What the KV caches of models hold: cells in their contexts, and sequences saved with warm models."""
+    saved = {entry["model_key"]: entry for entry in authority.warm.offloaded()}
+    return {"models": [_cached(model, saved.get(model.id)) for model in authority.models.values() if model.running]}
+
+
+def _cached(model: Model, saved: Mapping[str, Any] | None) -> dict[str, Any]:
+    kinds = bytes_by_kind(model)
+    beat = model.running.worker.beat if model.running and kinds else None
+    return {
+        "model_name": model.id,
+        "hot_mb": mib(kinds.get("kv", 0)),
+        "kv_cells_used": beat.cells_used if beat else 0,
+        "kv_cells_retained": beat.cells_retained if beat else 0,
+        "kv_cells_reserved": model.effective.context_length * model.effective.parallel if kinds else 0,
+        "saved_sequences": saved["sequences"] if saved else 0,
+        "saved_tokens": saved["tokens"] if saved else 0,
+    }
+
+
 # --- fragmentation ---------------------------------------------------------------------------------------------------
 def fragmentation(authority: Authority) -> dict[str, Any]:
     """Tracked against observed bytes, cells used against reserved, and how far free memory is spread over devices."""
@@ -226,14 +247,12 @@ def _tracked(reading: Reading, balance: Balance) -> dict[str, Any]:
 def _spread(model: Model, authority: Authority) -> dict[str, Any]:
     running = model.running
     assert running is not None
-    beat = running.worker.beat
     host = private_bytes(running.worker.pid)
+    cells = {name: count for name, count in _cached(model, None).items() if name.startswith("kv_cells")}
     return {
         "model_name": model.id,
         "tracked_mb": mib(sum(authority.ledger.owned_by(model.id).values())),
         "allocated_mb": mib(sum(buffer.bytes for buffer in running.ready.buffers)) if running.ready else None,
         "process_mb": None if host is None else mib(host),
-        "kv_cells_used": beat.cells_used if beat else None,
-        "kv_cells_retained": beat.cells_retained if beat else None,
-        "kv_cells_reserved": model.effective.context_length * model.effective.parallel if running.ready else None,
+        **cells,
     }

@@ -6,14 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client.metrics_core import GaugeMetricFamily
-
 from inference.core.ledger import Balance
 from inference.core.plan import Placement, Policy, Refusal
 from inference.devices.base import Reading
 from inference.devices.cpu import CPU
 from inference.environment import InferenceSettings
-from inference.protocol import DeviceState, ModelState, ModelStatus, Priority
+from inference.protocol import ModelState, ModelStatus
 
 if TYPE_CHECKING:
     from inference.authority import Authority
@@ -149,48 +147,3 @@ def decision_json(decision: Placement | Refusal) -> dict[str, Any]:
             for lack in decision.lacks
         ],
     }
-
-
-def numbered(states: type[ModelState] | type[DeviceState]) -> str:
-    """The numbers that stand for states in metrics: `0 cold, 1 loading, ...`, in the order of their declaration."""
-    return ", ".join(f"{number} {state}" for number, state in enumerate(states))
-
-
-def gauges(authority: Authority) -> Iterator[GaugeMetricFamily]:
-    """Every gauge of this moment."""
-    account = GaugeMetricFamily("inference_device_bytes", "Accounts of the ledger", labels=["device", "account"])
-    used = GaugeMetricFamily("inference_device_utilization_ratio", "Share of the device in use", labels=["device"])
-    pressure = authority.governor.levels()
-    health = GaugeMetricFamily("inference_device_state", numbered(DeviceState), labels=["device"])
-    level = GaugeMetricFamily("inference_pressure_level", "0 low to 4 emergency", labels=["device"])
-    for device, balance in authority.balances().items():
-        for name in ("capacity", "free", "foreign", "reserved", "resident", "releasing", "shortfall"):
-            account.add_metric([device, name], getattr(balance, f"{name}_bytes"))
-        use, rank = pressure[device]
-        used.add_metric([device], use.share)
-        level.add_metric([device], rank)
-        if (reading := authority.reading(device)) is not None:
-            health.add_metric([device], list(DeviceState).index(reading.state))
-    yield from (account, used, health, level)
-    state = GaugeMetricFamily("inference_model_state", numbered(ModelState), labels=["model"])
-    size = GaugeMetricFamily("inference_model_bytes", "Bytes of a model", labels=["model", "kind"])
-    refs = GaugeMetricFamily("inference_model_refs", "Requests in flight", labels=["model"])
-    sequences = GaugeMetricFamily("inference_sequences", "Sequences in the engine", labels=["model", "state"])
-    queued = GaugeMetricFamily("inference_queue_depth", "Requests that wait", labels=["model", "priority"])
-    for model in authority.models.values():
-        state.add_metric([model.id], list(ModelState).index(model.state))
-        refs.add_metric([model.id], model.in_flight)
-        for priority in Priority:
-            queued.add_metric([model.id, str(priority)], model.queue.count(priority))
-        if model.running is None:
-            continue
-        if model.running.ready is not None:
-            kinds: dict[str, int] = {}
-            for buffer in model.running.ready.buffers:
-                kinds[buffer.kind] = kinds.get(buffer.kind, 0) + buffer.bytes
-            for kind, count in kinds.items():
-                size.add_metric([model.id, kind], count)
-        if (beat := model.running.worker.beat) is not None:
-            sequences.add_metric([model.id, "active"], beat.active)
-            sequences.add_metric([model.id, "queued"], beat.queued)
-    yield from (state, size, refs, sequences, queued)

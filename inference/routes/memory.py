@@ -38,6 +38,10 @@ def router(authority: Authority) -> APIRouter:
     async def fragmentation() -> dict[str, Any]:
         return figures.fragmentation(authority)
 
+    @routes.get("/memory/kv")
+    async def kv() -> dict[str, Any]:
+        return figures.kv(authority)
+
     @routes.get("/memory/health")
     async def health(response: Response) -> dict[str, Any]:
         found = figures.health(authority)

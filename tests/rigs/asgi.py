@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,7 +45,9 @@ async def ask(
     incoming = [{"type": "http.request", "body": data, "more_body": False}]
 
     async def receive() -> dict[str, Any]:
-        return incoming.pop() if incoming else {"type": "http.disconnect"}
+        if not incoming:
+            await asyncio.Event().wait()  # whoever asks stays until the answer is there
+        return incoming.pop()
 
     async def send(message: Any) -> None:
         sent.append(message)

@@ -1,0 +1,87 @@
+"""The gauges of `/metrics`, read from the authority at each scrape; names, labels and numbers, and no decision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client.metrics_core import GaugeMetricFamily
+
+from inference.protocol import DeviceState, ModelState, Priority
+
+if TYPE_CHECKING:
+    from inference.authority import Authority
+    from inference.model import Model
+
+ACCOUNTS = ("capacity", "free", "foreign", "reserved", "resident", "releasing", "shortfall")
+
+
+def gauges(authority: Authority) -> Iterator[GaugeMetricFamily]:
+    """Every gauge of this moment."""
+    yield from _devices(authority)
+    yield from _models(authority)
+    yield from _workers(authority)
+
+
+def numbered(states: type[ModelState] | type[DeviceState]) -> str:
+    """The numbers that stand for states: `0 cold, 1 loading, ...`, in the order of their declaration."""
+    return ", ".join(f"{number} {state}" for number, state in enumerate(states))
+
+
+def _devices(authority: Authority) -> Iterator[GaugeMetricFamily]:
+    account = GaugeMetricFamily("inference_device_bytes", "Accounts of the ledger", labels=["device", "account"])
+    used = GaugeMetricFamily("inference_device_utilization_ratio", "Share of the device in use", labels=["device"])
+    health = GaugeMetricFamily("inference_device_state", numbered(DeviceState), labels=["device"])
+    level = GaugeMetricFamily("inference_pressure_level", "0 low to 4 emergency", labels=["device"])
+    for device, (use, rank) in authority.governor.levels().items():
+        balance = authority.ledger.balance(device)
+        for name in ACCOUNTS:
+            account.add_metric([device, name], getattr(balance, f"{name}_bytes"))
+        used.add_metric([device], use.share)
+        level.add_metric([device], rank)
+        if (reading := authority.reading(device)) is not None:
+            health.add_metric([device], list(DeviceState).index(reading.state))
+    yield from (account, used, health, level)
+
+
+def _models(authority: Authority) -> Iterator[GaugeMetricFamily]:
+    state = GaugeMetricFamily("inference_model_state", numbered(ModelState), labels=["model"])
+    refs = GaugeMetricFamily("inference_model_refs", "Requests in flight", labels=["model"])
+    queued = GaugeMetricFamily("inference_queue_depth", "Requests that wait", labels=["model", "priority"])
+    rests = [0.0]
+    for model in authority.models.values():
+        state.add_metric([model.id], list(ModelState).index(model.state))
+        refs.add_metric([model.id], model.in_flight)
+        for priority in Priority:
+            queued.add_metric([model.id, str(priority)], model.queue.count(priority))
+        if model.state is ModelState.FAILED:
+            rests.append(model.retry_at - authority.loop.time())
+    said = "Longest time until a failed model is tried again"
+    yield from (state, refs, queued, GaugeMetricFamily("inference_recovery_cooldown_seconds", said, value=max(rests)))
+
+
+def _workers(authority: Authority) -> Iterator[GaugeMetricFamily]:
+    size = GaugeMetricFamily("inference_model_bytes", "Bytes of a model", labels=["model", "kind"])
+    kv = GaugeMetricFamily("inference_kv_bytes", "Bytes of the KV cache", labels=["model", "tier"])
+    sequences = GaugeMetricFamily("inference_sequences", "Sequences in the engine", labels=["model", "state"])
+    for model in authority.models.values():
+        kinds = bytes_by_kind(model)
+        for kind, count in kinds.items():
+            size.add_metric([model.id, kind], count)
+        if "kv" in kinds:
+            kv.add_metric([model.id, "hot"], kinds["kv"])
+        if model.running is not None and (beat := model.running.worker.beat) is not None:
+            sequences.add_metric([model.id, "active"], beat.active)
+            sequences.add_metric([model.id, "queued"], beat.queued)
+    yield from (size, kv, sequences)
+
+
+def bytes_by_kind(model: Model) -> dict[str, int]:
+    """What the worker of a model that can answer allocated: weights, kv, compute, other."""
+    running = model.running
+    if running is None or running.ready is None or model.state is ModelState.WARM:
+        return {}
+    kinds: dict[str, int] = {}
+    for buffer in running.ready.buffers:
+        kinds[buffer.kind] = kinds.get(buffer.kind, 0) + buffer.bytes
+    return kinds

@@ -1,0 +1,196 @@
+"""Every metric of the inference service is there under its name and labels, and moves when what it counts happens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from inference.app import Service
+from inference.devices.base import Reading
+from inference.errors import InferenceError
+from inference.protocol import DeviceState, ModelState
+from tests.rigs.asgi import ask
+from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start, services, until
+
+NAMES = {
+    "inference_device_bytes": {"device", "account"},
+    "inference_device_utilization_ratio": {"device"},
+    "inference_device_state": {"device"},
+    "inference_pressure_level": {"device"},
+    "inference_model_state": {"model"},
+    "inference_model_bytes": {"model", "kind"},
+    "inference_model_refs": {"model"},
+    "inference_sequences": {"model", "state"},
+    "inference_placement_total": {"result", "reason"},
+    "inference_evictions_total": {"action", "reason"},
+    "inference_restorations_total": set(),
+    "inference_load_seconds_count": {"model", "tier"},
+    "inference_estimate_error_ratio_count": set(),
+    "inference_alloc_retries_total": set(),
+    "inference_worker_exits_total": {"model", "cause"},
+    "inference_recovery_total": {"kind"},
+    "inference_recovery_cooldown_seconds": set(),
+    "inference_queue_depth": {"model", "priority"},
+    "inference_timeouts_total": {"kind"},
+    "inference_tokens_total": {"model", "kind"},
+    "inference_kv_bytes": {"model", "tier"},
+}
+
+
+class LosableDevice(FakeAccelerator):
+    """Says that it is lost when told to."""
+
+    lost = False
+
+    def readings(self) -> tuple[Reading, ...]:
+        (reading,) = super().readings()
+        return (replace(reading, state=DeviceState.LOST) if self.lost else reading,)
+
+
+@pytest.fixture
+async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
+    async with services(tmp_path, monkeypatch) as make:
+        yield make
+
+
+def value(service: Service, name: str, **labels: str) -> float | None:
+    """One sample; its labels are the promised ones."""
+    found = service.metrics.registry.get_sample_value(name, labels)
+    if found is not None:
+        assert name in NAMES
+        assert set(labels) == NAMES[name], name
+    return found
+
+
+Shown = Callable[[Start, pytest.MonkeyPatch], Awaitable[None]]
+TABLE: dict[tuple[str, ...], Shown] = {}
+
+
+def shows(*names: str) -> Callable[[Shown], Shown]:
+    """Enters a function that moves these metrics."""
+
+    def enter(function: Shown) -> Shown:
+        TABLE[tuple("inference_" + name for name in names)] = function
+        return function
+
+    return enter
+
+
+@shows("device_bytes", "device_utilization_ratio", "pressure_level", "device_state")
+async def _a_device_fills_and_is_lost(start: Start, _patch: pytest.MonkeyPatch) -> None:
+    gpu = LosableDevice()
+    service = await start({"a": {}}, accelerator=gpu)
+    assert value(service, "inference_device_bytes", device="gpu-0", account="foreign") == 0
+    assert value(service, "inference_pressure_level", device="gpu-0") == 0
+    assert value(service, "inference_device_state", device="gpu-0") == 0
+    gpu.used_bytes, gpu.lost = 950 * MIB, True
+    assert value(service, "inference_device_bytes", device="gpu-0", account="foreign") == 950 * MIB
+    assert value(service, "inference_device_utilization_ratio", device="gpu-0") == 0.95
+    assert value(service, "inference_pressure_level", device="gpu-0") == 3
+    assert value(service, "inference_device_state", device="gpu-0") == list(DeviceState).index(DeviceState.LOST)
+
+
+@shows("model_state", "model_bytes", "kv_bytes", "load_seconds_count", "estimate_error_ratio_count", "placement_total")
+async def _a_model_is_loaded(start: Start, _patch: pytest.MonkeyPatch) -> None:
+    service = await start({"a": {}})
+    assert value(service, "inference_model_state", model="a") == list(ModelState).index(ModelState.COLD)
+    assert value(service, "inference_model_bytes", model="a", kind="kv") is None
+    await service.authority.load(service.authority.resolve("a"), 10)
+    assert value(service, "inference_model_state", model="a") == list(ModelState).index(ModelState.READY)
+    assert value(service, "inference_model_bytes", model="a", kind="kv") == 36 * MIB
+    assert value(service, "inference_kv_bytes", model="a", tier="hot") == 36 * MIB
+    assert value(service, "inference_load_seconds_count", model="a", tier="cold") == 1
+    assert value(service, "inference_estimate_error_ratio_count") == 1
+    assert value(service, "inference_placement_total", result="free", reason="fits") == 1
+
+
+@shows("model_refs", "sequences", "tokens_total")
+async def _a_request_runs(start: Start, _patch: pytest.MonkeyPatch) -> None:
+    service = await start({"a": {}}, {"a": {"answer_seconds": 2}})
+    asking = asyncio.create_task(ask(service.app, "POST", "/v1/completions", {"model": "a", "prompt": "x"}))
+    await until("it runs", lambda: value(service, "inference_sequences", model="a", state="active") == 1)
+    assert value(service, "inference_model_refs", model="a") == 1
+    await until("it is counted", lambda: value(service, "inference_tokens_total", model="a", kind="generated") == 10)
+    await asking
+    assert value(service, "inference_model_refs", model="a") == 0
+
+
+@shows("evictions_total", "restorations_total")
+async def _a_model_leaves_and_comes_back(start: Start, _patch: pytest.MonkeyPatch) -> None:
+    service = await start({"a": {}})
+    model = service.authority.resolve("a")
+    await service.authority.load(model, 10)
+    assert value(service, "inference_restorations_total") == 0
+    await service.authority.offload(model)
+    await until("it is on record", lambda: bool(service.authority.evictions.records))
+    assert value(service, "inference_evictions_total", action="offload", reason="by hand") == 1
+    await service.authority.load(model, 10)
+    assert value(service, "inference_restorations_total") == 1
+    assert value(service, "inference_load_seconds_count", model="a", tier="warm") == 1
+
+
+@shows("worker_exits_total", "recovery_cooldown_seconds", "recovery_total")
+async def _a_worker_fails_and_its_model_comes_back(start: Start, patch: pytest.MonkeyPatch) -> None:
+    service = await start({"a": {}}, {"a": {"fail": "oom_load"}})
+    model = service.authority.resolve("a")
+    assert value(service, "inference_recovery_cooldown_seconds") == 0
+    with pytest.raises(InferenceError):
+        await service.authority.load(model, 10)
+    assert value(service, "inference_worker_exits_total", model="a", cause="oom_load") == 1
+    cooldown = value(service, "inference_recovery_cooldown_seconds")
+    assert cooldown is not None
+    assert 0 < cooldown <= 1
+    patch.setenv("FAKE_WORKER", json.dumps({}))
+    await service.authority.load(model, 10)
+    assert value(service, "inference_recovery_total", kind="reload") == 1
+    assert value(service, "inference_recovery_cooldown_seconds") == 0
+
+
+@shows("alloc_retries_total")
+async def _a_load_is_tried_with_less(start: Start, _patch: pytest.MonkeyPatch) -> None:
+    estimator = FakeEstimator()
+    estimator.sizes["a"] = 2000
+    service = await start({"a": {"oom_policy": "reduce"}}, accelerator=SharedDevice(), estimator=estimator)
+    with pytest.raises(InferenceError):
+        await service.authority.load(service.authority.resolve("a"), 10)
+    assert value(service, "inference_alloc_retries_total") == 1
+    assert value(service, "inference_placement_total", result="cant_accommodate", reason="memory") == 1
+
+
+@shows("queue_depth", "timeouts_total")
+async def _requests_wait_in_vain(start: Start, _patch: pytest.MonkeyPatch) -> None:
+    estimator = FakeEstimator()
+    estimator.gate = asyncio.Event()
+    service = await start({"a": {}}, {"a": {"load_seconds": 60}}, estimator=estimator)
+    model = service.authority.resolve("a")
+    ticket = service.authority.ask(model, seconds=0.2)
+    assert value(service, "inference_queue_depth", model="a", priority="normal") == 1
+    with pytest.raises(InferenceError):
+        await ticket.wait(10)
+    assert value(service, "inference_timeouts_total", kind="queued") == 1
+    assert value(service, "inference_queue_depth", model="a", priority="normal") == 0
+    estimator.gate.set()
+    ticket = service.authority.ask(model, seconds=1.0)
+    with pytest.raises(InferenceError):
+        await ticket.wait(10)
+    assert value(service, "inference_timeouts_total", kind="loading") == 1
+
+
+@pytest.mark.parametrize("names", TABLE, ids=lambda names: "-".join(name.removeprefix("inference_") for name in names))
+async def test_the_metric_moves(names: tuple[str, ...], start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    await TABLE[names](start, monkeypatch)
+
+
+def test_no_metric_is_left_out() -> None:
+    assert sorted(name for names in TABLE for name in names) == sorted(NAMES)
+
+
+async def test_the_scrape_has_these_metrics_and_no_others(start: Start) -> None:
+    service = await start({"a": {}})
+    families = {family.name for family in service.metrics.registry.collect()}
+    assert families == {name.removesuffix("_count").removesuffix("_total") for name in NAMES}
