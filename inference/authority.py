@@ -33,6 +33,7 @@ from inference.devices.inventory import Inventory
 from inference.errors import InferenceError, ModelNotFound, QueueFull, ShuttingDown
 from inference.estimator import Estimator
 from inference.evictions import Action, Evictions, Reason
+from inference.fixes import Fixes
 from inference.governor import Governor
 from inference.loads import Loads
 from inference.metrics import Metrics
@@ -86,6 +87,7 @@ class Authority:
         self.waiting = Waiting(self)
         self.teller = Teller(self)
         self.outlook = Outlook(self)
+        self.fixes = Fixes(self)
         self.governor = Governor(self)
         self.warm = WarmPool(self)
         self.ids = itertools.count(1)

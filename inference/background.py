@@ -8,13 +8,17 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from inference.core.plan import Placement
+from inference.core.plan import Placement, Refusal
 from inference.devices.base import Reading
+from inference.devices.cpu import CPU
 from inference.errors import InferenceError, ModelFailed
 from inference.estimator import Estimate, Estimator
-from inference.model import Model
+from inference.model import Model, Running
+from inference.overheads import FIRST_OVERHEAD_BYTES
+from inference.protocol import DeviceState
 from inference.settings import ModelSpec
 from inference.wishes import candidates, placement_key
+from inference.worker.link import Ready
 
 if TYPE_CHECKING:
     from inference.authority import Authority
@@ -52,6 +56,38 @@ class Background:
         if model.estimating is None or model.estimating.done():
             model.divisions += 1
             model.estimating = self.spawn(self._estimate_then_pump(model, placement))
+
+    def learn(self, running: Running, ready: Ready) -> None:
+        """Looks what the worker took of its accelerators beyond its buffers, for the next estimate."""
+        if teaches := [
+            name for name in running.before if name != CPU and running.device.kind not in FIRST_OVERHEAD_BYTES
+        ]:
+            self.spawn(self._learn(running, ready, teaches))
+
+    async def _learn(self, running: Running, ready: Ready, devices: Sequence[str]) -> None:
+        inventory = self._authority.inventory
+        await inventory.refresh()
+        self.refreshed_at = self._authority.loop.time()
+        for name in devices:
+            reading = inventory.get(name)
+            buffers = sum(buffer.bytes for buffer in ready.buffers if buffer.device == name)
+            if reading is not None and reading.state is DeviceState.HEALTHY:
+                ledger = self._authority.ledger
+                seen = running.before[name].observed(reading, ledger, running.holding, buffers)
+                if seen is not None:
+                    self.estimator.learn(reading, seen)
+
+    def check(self, model: Model, refusal: Refusal) -> None:
+        """Checks what the refusal suggests, and pumps again."""
+        if model.estimating is None or model.estimating.done():
+            model.estimating = self.spawn(self._check_then_pump(model, refusal))
+
+    async def _check_then_pump(self, model: Model, refusal: Refusal) -> None:
+        try:
+            await self._authority.fixes.check(model, refusal)
+        finally:
+            model.estimating = None
+        self._authority.pump()
 
     async def _estimate_then_pump(self, model: Model, placement: Placement | None = None) -> None:
         try:

@@ -112,6 +112,10 @@ class Estimator:
         log.info("estimate of %s on %s: %d bytes (%s)", spec.id, where, sum(found.need.values()), found.source)
         return found
 
+    def learn(self, device: Reading, observed_bytes: int) -> None:
+        """Takes what a worker was seen to have on an accelerator beyond its buffers."""
+        self.overheads.learn(device, observed_bytes)
+
     async def close(self) -> None:
         """Ends what still runs."""
         for task in list(self._running.values()):

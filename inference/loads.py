@@ -24,6 +24,7 @@ from inference.errors import DeviceLost, InferenceError, ModelFailed
 from inference.evictions import Action, Departure, Reason
 from inference.model import Model, Running
 from inference.osapi import private_bytes
+from inference.overheads import Before
 from inference.pinning import environment_of
 from inference.protocol import ExitCause, ModelState
 from inference.supervisor import Supervisor, WorkerExit
@@ -83,6 +84,7 @@ class Loads:
         running = Running(
             holding, placement, device, self._authority.loop.time(), worker, stamp=stamp(model.effective.path)
         )
+        running.before = {item.id: Before.of(item, self._authority.ledger, holding) for item in devices}
         model.running = running
         self._authority.move(model, _E.LOAD)
         log.info("loading %s on %s (pid %d)", model.id, ", ".join(placement.devices), worker.pid)
@@ -126,6 +128,7 @@ class Loads:
         else:
             model.reload_seconds = seconds
             model.loads += 1
+            self._authority.background.learn(running, ready)
         model.capabilities = ready.capabilities
         model.failure = None
         model.last_used_at = self._authority.loop.time()
@@ -136,7 +139,8 @@ class Loads:
             self._authority.metrics.recoveries.labels("reload").inc()
         log.info(
             "%s is ready on %s after %.2f s: %s of %s reserved",
-            model.id, running.device.id, seconds, format_bytes(sum(actual.values())), format_bytes(predicted),
+            model.id, ", ".join(running.placement.devices), seconds, format_bytes(sum(actual.values())),
+            format_bytes(predicted),
         )  # fmt: skip
         self._authority.move(model, _E.RESTORED if is_back else _E.LOADED)
         self._authority.waiting.serve(model)
@@ -282,17 +286,18 @@ class Loads:
 
         Whatever goes wrong with the readings, the holding has ended RETURN_SECONDS and one reading later.
         """
-        before = self._authority.ledger.balance(running.device.id).foreign_bytes
+        devices = running.placement.devices
+        before = {name: self._authority.ledger.balance(name).foreign_bytes for name in devices}
         deadline = self._authority.loop.time() + RETURN_SECONDS
         back = told = False
         while not back and self._authority.loop.time() < deadline:
             try:
                 async with asyncio.timeout_at(deadline):
                     await self._authority.inventory.refresh()
-                back = self._is_back(running, before)
+                back = all(self._is_back(running, name, foreign) for name, foreign in before.items())
             except Exception as error:  # noqa: BLE001, RUF100 - any at all: the memory must come off the books
                 if not told:
-                    log.warning("%s could not be read while %s left: %r", running.device.id, running.worker.name, error)
+                    log.warning("%s could not be read while %s left: %r", devices[0], running.worker.name, error)
                 told = True
             else:
                 self._authority.background.refreshed_at = self._authority.loop.time()
@@ -302,7 +307,7 @@ class Loads:
             self._release(running)
         else:
             log.warning(
-                "%s did not get back all memory of %s; it counts as foreign", running.device.id, running.worker.name
+                "%s did not get back all memory of %s; it counts as foreign", ", ".join(devices), running.worker.name
             )
             self._authority.ledger = self._authority.ledger.forfeit(running.holding)
             self._record(running, 0)
@@ -318,8 +323,7 @@ class Loads:
         if running.departure is not None:
             self._authority.evictions.add(running.worker.name, running.departure, freed_bytes)
 
-    def _is_back(self, running: Running, foreign_bytes: int) -> bool:
-        device = running.device.id
+    def _is_back(self, running: Running, device: str, foreign_bytes: int) -> bool:
         reading = self._authority.inventory.get(device)
         ledger = self._authority.ledger
         ours = ledger.balance(device).ours_bytes - ledger.holdings[running.holding].bytes.get(device, 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from inference.devices.base import Reading
 from inference.errors import InferenceError
 from inference.estimator import Estimate
 from inference.evictions import Departure
+from inference.overheads import Before
 from inference.protocol import ModelState, Priority, Progress
 from inference.settings import ModelSpec
 from inference.supervisor import WorkerProcess
@@ -56,6 +57,8 @@ class Running:
     """Why it leaves, from the moment it was told to."""
     grown_bytes: int = 0
     """Of what it holds in host memory, what was booked because its worker grew beyond its reservation."""
+    before: Mapping[str, Before] = field(default_factory=dict)
+    """Its devices before it was loaded."""
     counted: dict[str, int] = field(default_factory=dict)
     """Tokens of this worker that the metrics have seen, by kind."""
 

@@ -15,12 +15,14 @@ from inference.core.plan import Placement, Policy, Refusal, Scene, plan, prospec
 from inference.devices.base import Reading
 from inference.estimator import Estimate
 from inference.model import Model
-from inference.wishes import candidates, held_models, request_for
+from inference.wishes import candidates, held_models, placement_key, request_for
 
 if TYPE_CHECKING:
     from inference.authority import Authority
 
 FRESH_SECONDS = 1.0
+MOST_DIVISIONS = 2
+"""How often a dry run measures a model that needs several devices."""
 
 
 @dataclass(slots=True)
@@ -96,7 +98,19 @@ class Outlook:
             ledger = ledger.without({item.holding for item in its_own})
             held = [item for item in held if item.model != model.id]
         decision = plan(request, ledger, held, views.policy(authority.settings, now))
+        for _ in range(MOST_DIVISIONS):
+            if isinstance(decision, Refusal) or decision.measured:
+                break
+            await authority.background.measure_division(other, decision)
+            request = request_for(other, allowed)
+            assert request is not None
+            decision = plan(request, ledger, held, views.policy(authority.settings, now))
+        if isinstance(decision, Refusal) and not decision.waits_for:
+            decision = await authority.fixes.check(other, decision)
         if anew and its_own:
             line = f"{model.id} is on {its_own[0].device} with other settings, and would be loaded anew"
             decision = replace(decision, trace=(line, *decision.trace))
-        return decision, next(iter(other.estimates.values()), None)
+        first = next(iter(other.estimates.values()), None)
+        if isinstance(decision, Placement):
+            return decision, other.estimates.get(placement_key(decision.devices, decision.tensor_split), first)
+        return decision, first

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from inference import views
@@ -122,8 +123,15 @@ class Pump:
             authority.background.divide(model, decision.outcome)
             return None
         model.divisions = 0
-        if isinstance(decision.outcome, Refusal) and authority.warm.gives_up(model, decision.outcome):
-            return None
+        if isinstance(decision.outcome, Refusal):
+            if authority.warm.gives_up(model, decision.outcome):
+                return None
+            if not decision.outcome.waits_for:
+                checked = authority.fixes.known(model, decision.outcome)
+                if checked is None:
+                    authority.background.check(model, decision.outcome)
+                    return None
+                return replace(decision, outcome=checked)
         return decision
 
     def _look(self, model: Model, request: Request) -> Decision:

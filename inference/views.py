@@ -73,7 +73,7 @@ def status(model: Model, authority: Authority, now: float) -> ModelStatus:
         context_length=running.ready.context_length if running and running.ready else model.effective.context_length,
         parallel=model.effective.parallel,
         gpu_layers=model.effective.gpu_layers,
-        devices=tuple(sorted({running.device.id})) if running else (),
+        devices=running.placement.devices if running else (),
         predicted_bytes=sum(estimate.need.values()) if estimate else None,
         actual_bytes=actual,
         in_flight=model.in_flight,
@@ -128,6 +128,8 @@ def decision_json(decision: Placement | Refusal) -> dict[str, Any]:
             **common,
             "allocation": str(decision.allocation),
             "device": decision.device,
+            "devices": list(decision.devices),
+            "tensor_split": list(decision.tensor_split),
             "need_bytes": dict(decision.need),
             "evict": list(decision.evict),
         }

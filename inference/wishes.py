@@ -134,8 +134,12 @@ def residents(models: Iterable[Model]) -> dict[str, Resident]:
 
 
 def reduced(spec: ModelSpec, fix: Mapping[str, Any]) -> ModelSpec:
-    """`spec` with a quarter of its physical batch and the planner's nearest fix."""
-    return replace(spec, ubatch=max(32, spec.ubatch // 4), **fix)
+    """`spec` with a quarter of its physical batch and the planner's nearest fix.
+
+    Layers stay where they are: only `oom_policy: cpu` lets anything of a model land on the CPU unasked.
+    """
+    kept = {name: value for name, value in fix.items() if name != "gpu_layers"}
+    return replace(spec, ubatch=max(32, spec.ubatch // 4), **kept)
 
 
 def grant_for(spec: ModelSpec, devices: Sequence[Reading], placement: Placement, queue_limit: int) -> Grant:

@@ -47,6 +47,19 @@ def nearest_fix(layers: Layers, would_fit: Fits) -> Mapping[str, Any]:
     return _fewer_layers(layers, {}, would_fit) or _fewer_layers(layers, {**alone, **least}, would_fit)
 
 
+def smaller(fix: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The next smaller suggestion of the same kind; empty when there is none."""
+    if (layers := fix.get("gpu_layers", 0)) > 1:
+        return {**fix, "gpu_layers": layers - 1}
+    context = fix.get("context_length", 0) * 15 // 16 // CONTEXT_STEP * CONTEXT_STEP
+    if "gpu_layers" not in fix and context >= LEAST_CONTEXT:
+        return {**fix, "context_length": context}
+    if set(fix) == {"parallel"} and fix["parallel"] > 1:
+        return {"parallel": fix["parallel"] - 1}
+    kinds = SMALLER_KV[SMALLER_KV.index(fix["kv_type"]) + 1 :] if set(fix) == {"kv_type"} else ()
+    return {"kv_type": kinds[0]} if kinds else {}
+
+
 def _fewer_layers(layers: Layers, others: Mapping[str, Any], would_fit: Fits) -> Mapping[str, Any]:
     """`others` with the most layers on the accelerator that fit there, if the host can take the rest."""
     count = _most(lambda count: would_fit(layers.changed(**others, gpu_layers=count), host=False), layers.offloaded - 1)

@@ -18,6 +18,9 @@ from typing import NamedTuple
 from inference.core.estimate import KV_BYTES_PER_VALUE, Parameters, Parts
 
 HOST = "cpu"
+COPIES = 4
+"""Of the inputs of a step that llama.cpp keeps on every device when several share a whole model, so that they work at
+the same time (`GGML_SCHED_MAX_COPIES`)."""
 SURE = 1.03
 """What shrinks with a setting is taken to stay this much larger: not all of it is exactly proportional."""
 
@@ -74,18 +77,30 @@ class Layers:
         """
         need = {}
         at = 0
+        more = self.copies_bytes if len(counts) > 1 else 0
         for device, count in counts.items():
             here = self.sums[at + count] - self.sums[at]
-            need[device] = here + self.compute_bytes + overhead.get(device, 0)
+            need[device] = here + self.compute_bytes + more + overhead.get(device, 0)
             at += count
-        need[HOST] = self.host_bytes(at) + overhead.get(HOST, 0)
+        need[HOST] = self.host_bytes(at) + more + overhead.get(HOST, 0)
         return need
 
     def host_bytes(self, placed: int) -> int:
-        """Bytes in host memory while `placed` places, the last ones, are elsewhere."""
+        """Bytes in host memory while `placed` places, the last ones, are on one accelerator."""
         here = sum(self._every[: self.places - placed])
         compute = self.host_compute_bytes if placed == self.places else max(self.host_compute_bytes, self.compute_bytes)
         return self.input_bytes + here + compute
+
+    @property
+    def mask_bytes(self) -> int:
+        """The attention mask of a step, the largest of its inputs: f16, tokens of a step by cells of a sequence."""
+        context = self.parameters.context_length
+        return min(self.compute_bytes, context * min(self.parameters.ubatch, context) * 2)
+
+    @property
+    def copies_bytes(self) -> int:
+        """More on each device, and on the host, when several accelerators share the model."""
+        return (COPIES - 1) * self.mask_bytes if self.offloaded == self.places else 0
 
     def changed(self, **settings: int | str) -> Layers:
         """As it would be with smaller settings: `context_length`, `parallel`, `kv_type`, `gpu_layers`."""
@@ -93,8 +108,7 @@ class Layers:
         now = replace(was, **settings)  # type: ignore[arg-type]
         cells = now.context_length * now.parallel / (was.context_length * was.parallel)
         ratio = cells * KV_BYTES_PER_VALUE[now.kv_type] / KV_BYTES_PER_VALUE[was.kv_type]
-        mask = min(self.compute_bytes, was.context_length * min(was.ubatch, was.context_length) * 2)
-        less = int(mask * (1 - now.context_length / was.context_length) / SURE)
+        less = int(self.mask_bytes * (1 - now.context_length / was.context_length) / SURE)
         return replace(
             self,
             parameters=now,

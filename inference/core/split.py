@@ -49,7 +49,7 @@ def _order(sums: Sequence[int], names: list[str], rooms: Mapping[str, int]) -> l
     reach: dict[int, tuple[int, list[str]]] = {0: (0, [])}
     for chosen in range(1, 2 ** len(names)):
         best: tuple[int, list[str]] = (-1, [])
-        for at, name in enumerate(names):
+        for at, name in reversed(list(enumerate(names))):  # of orders that do as well, the roomiest first
             if chosen & (1 << at):
                 begin, before = reach[chosen & ~(1 << at)]
                 end = bisect_right(sums, sums[begin] + rooms[name]) - 1

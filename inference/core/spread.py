@@ -28,8 +28,12 @@ class Spread:
         return self.layers.need(counts, self.overhead)
 
     def fixed(self, device: str) -> int:
-        """What an accelerator needs however few layers it has."""
-        return self.layers.compute_bytes + self.overhead.get(device, 0)
+        """What one of several accelerators needs however few layers it has."""
+        return self.layers.compute_bytes + self.layers.copies_bytes + self.overhead.get(device, 0)
+
+    def alone(self, device: str) -> int:
+        """What it needs when it has all that belongs on accelerators."""
+        return self.layers.sums[-1] + self.layers.compute_bytes + self.overhead.get(device, 0)
 
     @property
     def host_bytes(self) -> int:
@@ -51,7 +55,7 @@ def fits(spread: Spread, stage: Stage, policy: Policy, *, dedicated: bool, host:
         return False
     rest = {HOST: spread.host_bytes} if host else {}
     for device in spread.over or (HOST,):
-        need = {device: spread.layers.sums[-1] + spread.fixed(device), **rest} if spread.over else rest
+        need = {device: spread.alone(device), **rest} if spread.over else rest
         if not stage.closed(device, policy, dedicated=dedicated) and not stage.ledger.lacks(need):
             return True
     return split_free(spread, stage, policy, dedicated=dedicated, host=host) is not None
@@ -103,10 +107,11 @@ class _Crowd:
         self._idle = idle
         self._gone: set[int] = set()
         ledger = stage.ledger
+        self._host_need = spread.host_bytes + spread.layers.copies_bytes
         self._spare = {device: ledger.spare(device) - spread.fixed(device) for device in spread.over}
-        self._host_spare = ledger.spare(HOST) - spread.host_bytes
+        self._host_spare = ledger.spare(HOST) - self._host_need
         limit = ledger.spare_altogether
-        self._altogether = None if limit is None else limit - spread.layers.sums[-1] - spread.host_bytes
+        self._altogether = None if limit is None else limit - spread.layers.sums[-1] - self._host_need
         self._places = None if policy.max_models is None else policy.max_models - stage.loaded - 1
         self._most_there = 1 if dedicated else policy.max_models_per_device
         self._there = {device: len(stage.there.get(device, ())) for device in spread.over}

@@ -33,12 +33,16 @@ class FakeEstimator:
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
         self.gate: asyncio.Event | None = None
+        self.learned: list[tuple[str, int]] = []
 
     async def get(self, spec: Any, device: Reading, *_others: Reading, counts: Any = ()) -> Estimate:
         if self.gate is not None:
             await self.gate.wait()
         size = self.sizes.get(spec.id, 100) * MIB
         return Estimate({device.id: Parts(0, size - 64 * MIB, 0)}, {device.id: 64 * MIB}, "llama.cpp", "", 4096)
+
+    def learn(self, device: Reading, observed_bytes: int) -> None:
+        self.learned.append((device.id, observed_bytes))
 
     async def close(self) -> None:
         return None

@@ -165,6 +165,26 @@ def _vocabulary(extra_words: int, specials: tuple[str, ...] = SPECIALS) -> tuple
     return [*tokens, *specials], types, merges
 
 
+def write_vocabulary(writer: gguf.GGUFWriter, extra_words: int = 0) -> int:
+    """Adds the tokenizer of these models with a chat template, and says how many tokens it has."""
+    tokens, types, merges = _vocabulary(extra_words)
+    _write_tokenizer(writer, tokens, types, merges)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(CHATML)
+    return len(tokens)
+
+
+def _write_tokenizer(writer: gguf.GGUFWriter, tokens: list[str], types: list[int], merges: list[str]) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(merges)
+    end_of_text, _start, end_of_turn = (tokens.index(text) for text in SPECIALS)
+    writer.add_bos_token_id(end_of_text)
+    writer.add_eos_token_id(end_of_turn)
+
+
 def _write(shape: Shape, path: Path) -> None:
     rng = np.random.default_rng(shape.seed)
     tokens, types, merges = _vocabulary(shape.extra_words, SPECIALS + (FILLS if shape.fills else ()))
@@ -186,14 +206,7 @@ def _write(shape: Shape, path: Path) -> None:
     if shape.pooling:
         writer.add_pooling_type(gguf.PoolingType[shape.pooling.upper()])
         writer.add_causal_attention(shape.pooling == "last")
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    writer.add_token_merges(merges)
-    end_of_text, _start, end_of_turn = (tokens.index(text) for text in SPECIALS)
-    writer.add_bos_token_id(end_of_text)
-    writer.add_eos_token_id(end_of_turn)
+    _write_tokenizer(writer, tokens, types, merges)
     writer.add_add_bos_token(shape.bos)
     if shape.template is not None:
         writer.add_chat_template(shape.template)

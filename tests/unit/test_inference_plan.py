@@ -219,8 +219,8 @@ def test_a_model_too_large_for_one_device_is_divided_by_layer() -> None:
     decision = plan(ask(*(gpu(1300, name) for name in spread.over), spread=spread), ledger, [], Policy(NOW))
     assert isinstance(decision, Placement)
     assert (decision.result, decision.allocation) == (Result.FREE, Allocation.SPLIT)
-    assert dict(zip(decision.devices, decision.tensor_split, strict=True)) == {"gpu-2": 2.0, "gpu-1": 3.0}
-    assert decision.need == {"gpu-2": 600, "gpu-1": 700, "cpu": 0}
+    assert dict(zip(decision.devices, decision.tensor_split, strict=True)) == {"gpu-1": 3.0, "gpu-2": 2.0}
+    assert decision.need == {"gpu-1": 900, "gpu-2": 400, "cpu": 0}
     assert not decision.measured
 
 

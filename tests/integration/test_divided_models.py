@@ -1,0 +1,87 @@
+"""Models too large for one device run on several; what fits nowhere is refused before a byte is allocated."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.devices.simgpu.control import SOCKET_NAME, Control
+from inference.osapi import socket_directory
+from tests.rigs.processes import children_of
+from tests.rigs.stack import Stack, chat_body
+from tests.rigs.tiny_families import Form, path
+
+MIB = 2**20
+ALLOWED_BYTES = 16 * MIB
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Two devices of 160 MiB (144 usable); `tall` needs about 170, `taller` some 430."""
+    file = path(Form("dense"))
+    models = {
+        "tall": {"path": str(file), "context_length": 24576, "parallel": 1, "ubatch": 128, "min_residency": 0},
+        "taller": {"path": str(file), "context_length": 65536, "parallel": 1, "ubatch": 128, "min_residency": 0},
+    }
+    stack = Stack(
+        tmp_path_factory.mktemp("divided"),
+        models=json.dumps({"models": models}),
+        inference_env={"INFERENCE_DEVICES": "sim:2x160MiB"},
+    )
+    try:
+        stack.inference.start(wait_for="/readyz")
+        yield stack
+    finally:
+        stack.kill()
+
+
+def devices(stack: Stack) -> dict[str, dict[str, Any]]:
+    with Control(socket_directory(stack.state) / SOCKET_NAME) as rig:
+        return rig.tell("status")
+
+
+def command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_a_model_too_large_for_one_device_runs_on_two(stack: Stack) -> None:
+    """The plan says how many layers go where, and the devices count what was planned for each."""
+    said = stack.ask("/memory/plan", {"model": "tall"}, direct=True)
+    assert said["result"] == "FREE", said
+    assert said["allocation"] == "SPLIT"
+    assert said["devices"] == ["gpu-0", "gpu-1"]
+    assert sum(said["tensor_split"]) == 7
+    answer = stack.ask("/v1/chat/completions", chat_body("hello", "tall", max_tokens=4), direct=True)
+    assert answer["choices"]
+    assert stack.model("tall")["devices"] == ["gpu-0", "gpu-1"]
+    counted = devices(stack)
+    for name in said["devices"]:
+        assert counted[name]["used_bytes"] > 0
+        assert abs(counted[name]["used_bytes"] - said["need_bytes"][name]) <= ALLOWED_BYTES
+
+
+def test_a_refused_load_allocates_nothing_and_its_fix_is_true(stack: Stack) -> None:
+    """No device counts an allocation, no process is behind; with the setting that was named it loads."""
+    stack.ask("/models/tall/unload", {}, direct=True)
+    before = devices(stack)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        stack.ask("/v1/chat/completions", chat_body("hello", "taller"), direct=True)
+    error = json.loads(refused.value.read())["error"]
+    assert (refused.value.code, error["code"]) == (503, "memory_limit_exceeded")
+    after = devices(stack)
+    for name, device in after.items():
+        for figure in ("allocations", "used_bytes"):
+            assert device[figure] == before[name][figure]
+    assert not [pid for pid in children_of(stack.inference.pid) if b"inference.worker" in command_of(pid)]
+    fix = error["headgate"]["fix"]
+    assert set(fix) == {"kv_type"} or set(fix) == {"context_length"}
+    said = stack.ask("/memory/plan", {"model": "taller", **fix}, direct=True)
+    assert said["result"] in ("FREE", "FULL"), said
