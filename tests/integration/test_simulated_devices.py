@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from inference.devices.simgpu.control import SOCKET_NAME, Control
 from inference.osapi import socket_directory
-from tests.rigs.processes import wait_until
+from tests.rigs.processes import children_of, wait_until
 from tests.rigs.stack import Stack, chat_body
 
 
@@ -55,3 +60,44 @@ def test_models_live_on_simulated_devices_until_they_are_cut(stack: Stack) -> No
 def state_of(stack: Stack, device: str) -> str:
     devices = stack.ask("/devices", direct=True)["devices"]
     return str(next(item["state"] for item in devices if item["id"] == device))
+
+
+def test_an_allocation_that_fails_although_it_was_planned_is_told_and_can_be_tried_again(stack: Stack) -> None:
+    """Memory that only looked free: the load fails cleanly with its cause, holds nothing, and the next one succeeds."""
+    with control(stack) as rig:
+        rig.tell("refuse", count=1)
+        status, message = refusal(stack, "/models/demo/load", {}, direct=True)
+        assert status == 503
+        assert "unable to allocate" in message
+        assert sum(device["used_bytes"] for device in rig.tell("status").values()) == 0
+        crashes = stack.ask("/models/demo/crashes", direct=True)["crashes"]
+        assert crashes[0]["cause"] == "oom_load"
+        wait_until("it may be tried again", lambda: stack.model("demo")["state"] == "cold")
+        stack.ask("/models/demo/load", {}, direct=True)
+        assert sum(device["allocations"] for device in rig.tell("status").values()) > 0
+
+
+def test_the_end_of_the_simulator_is_the_loss_of_its_devices_and_not_of_the_service(stack: Stack) -> None:
+    """A request is answered with what happened, quickly; the service lives, says what is lost, and never hangs."""
+    assert stack.ask("/v1/chat/completions", chat_body("hello", max_tokens=4))["choices"]
+    os.kill(simulator_pid(stack), signal.SIGKILL)
+    wait_until("the service has seen it", lambda: state_of(stack, "gpu-0") == state_of(stack, "gpu-1") == "lost")
+    for _ in range(2):  # the first finds the worker dying, the second no device at all
+        assert refusal(stack, "/v1/chat/completions", chat_body("hello", max_tokens=4))[0] == 503
+    assert stack.ask("/livez", direct=True)
+    assert stack.model("demo")["state"] not in ("ready", "busy")
+
+
+def refusal(stack: Stack, path: str, body: Any, *, direct: bool = False) -> tuple[int, str]:
+    """Status and message of a request that fails."""
+    with pytest.raises(urllib.error.HTTPError) as failed:
+        stack.ask(path, body, direct=direct)
+    with failed.value as answer:
+        return answer.code, json.load(answer)["error"]["message"]
+
+
+def simulator_pid(stack: Stack) -> int:
+    for pid in children_of(stack.inference.pid):
+        if b"inference.devices.simgpu\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return pid
+    raise AssertionError("no simulator runs")
