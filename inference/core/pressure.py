@@ -71,8 +71,8 @@ class Use:
 class Gauge:
     """What is remembered of a device from one look to the next.
 
-    `admitted_bytes` is what others used when we last booked more; `mark_bytes` their least use since it was last found
-    grown, so that a slow growth adds up. `planned`: the use of others is no more than what was admitted.
+    `admitted_bytes` is what others used when we last booked more; `planned`: they use no more than that now.
+    `mark_bytes` is their least use since it was last found grown, so that a slow growth adds up.
     """
 
     level: Level = Level.LOW

@@ -1,8 +1,8 @@
 """Decides who leaves and who is slowed down when devices are full: `step(state, scene, rules)`; carries nothing out.
 
 Only idle and warm models are ever asked to leave. Below CRITICAL that happens where memory is wanted: a model waits for
-room, or others took more since the last check. At EMERGENCY a ladder is climbed, a rung per regular check, and left a
-rung per regular check once the use is below HIGH, or no more than what was admitted.
+room, or others took more since we last booked something. At EMERGENCY a ladder is climbed, a rung per regular check,
+and left a rung per regular check once the use is below HIGH, or no more than what was admitted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from headgate.shared.units import format_bytes
-from inference.core.pressure import BAND, Bounds, Gauge, Level, Use, grew, settle
+from inference.core.pressure import BAND, Bounds, Gauge, Level, Use, settle
 from inference.core.stage import EVICTABLE, Standing
 
 HIGH_IDLE_SECONDS = 30.0
@@ -136,7 +136,7 @@ def step(state: State, scene: Scene, rules: Rules, *, regular: bool = True) -> t
         after[use.device] = watch = Watch(gauge, _climb(before.rung, gauge, rules, regular=regular))
         if not rules.enabled:
             continue
-        for leave in _leaves(use, gauge.level, scene, rules, grown=_matters(before.gauge, gauge, use)):
+        for leave in _leaves(use, gauge, scene, rules):
             if leave.model not in leaves or not leave.offload:
                 leaves[leave.model] = leave
         if regular and gauge.level is Level.EMERGENCY and watch.rung >= Rung.FORGET:
@@ -167,19 +167,15 @@ def _climb(rung: Rung, gauge: Gauge, rules: Rules, *, regular: bool) -> Rung:
     return rung
 
 
-def _matters(before: Gauge, now: Gauge, use: Use) -> bool:
-    """Whether others took more than before, and more than they had when we planned."""
-    return grew(before, use) and not now.planned
-
-
-def _leaves(use: Use, level: Level, scene: Scene, rules: Rules, *, grown: bool) -> Iterable[Leave]:
+def _leaves(use: Use, gauge: Gauge, scene: Scene, rules: Rules) -> Iterable[Leave]:
     """Who leaves the device, warm models first and then the longest idle; below CRITICAL only as many as are needed."""
+    level = gauge.level
     wanted = use.device in scene.wanted
-    if level is Level.LOW or (level < Level.CRITICAL and not (wanted or grown or rules.eager)):
+    if level is Level.LOW or (level < Level.CRITICAL and gauge.planned and not (wanted or rules.eager)):
         return
     why = _full(use, level)
     if level < Level.CRITICAL:
-        why += ", and memory is wanted" if wanted else ", and others took more" if grown else ""
+        why += ", and memory is wanted" if wanted else ", and others took more" if not gauge.planned else ""
     patience = {
         Level.MODERATE: rules.idle_seconds,
         Level.HIGH: min(HIGH_IDLE_SECONDS, rules.idle_seconds),

@@ -68,6 +68,12 @@ def test_below_critical_nobody_leaves_while_nobody_wants_memory() -> None:
     assert leaving(after(scene(*tenants), scene(*tenants, wanted=True))[1]) == {"old": True}
 
 
+def test_a_model_that_was_busy_when_others_took_memory_leaves_once_it_is_idle() -> None:
+    then, now = Tenant("a", Standing.BUSY, {GPU: 500}, 0.0), idle("a", 31, 500)
+    assert leaving(after(scene(then), scene(then, foreign=320), scene(now, foreign=320))[1]) == {"a": True}
+    assert after(scene(then, foreign=320), scene(now, foreign=320))[1] == (), "they had it when it was loaded"
+
+
 def test_no_more_leave_than_bring_the_use_below_the_level() -> None:
     tenants = (idle("a", 300, 200), idle("b", 200, 200), idle("c", 150, 200), idle("d", 130, 200))
     assert leaving(after(scene(*tenants, wanted=True))[1]) == {"a": True}
