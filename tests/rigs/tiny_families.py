@@ -126,5 +126,3 @@ def _layer(weights: _Weights, form: Form, block: str, keyed: int) -> None:
     weights.noise(f"{block}.ffn_gate", form.feed, form.width)
     weights.noise(f"{block}.ffn_up", form.feed, form.width)
     weights.noise(f"{block}.ffn_down", form.width, form.feed)
-
-

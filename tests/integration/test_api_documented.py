@@ -1,0 +1,128 @@
+"""docs/api.md names every endpoint of the inference service, and exactly the fields that each one answers.
+
+Under a heading with method and path stands a table of fields: `a.b`, `a[].b` for lists, `a.*.b` where the keys are
+names. A field that is documented without what is in it stands for all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.app import HOT_PATHS, Service
+from tests.rigs.asgi import ask, operations
+from tests.rigs.authority_rig import FakeEstimator, SharedDevice, Start, services, until
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "api.md"
+_SECTION = re.compile(r"^### `(GET|POST) (/[^`]+)`", re.MULTILINE)
+_FIELD = re.compile(r"^\| (`[^|]+`) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
+UNITS = {"MiB", "bytes", "percent", "share", "seconds", "Unix seconds", "tokens", "cells", "number", "-"}
+
+
+def sections() -> dict[tuple[str, str], set[str]]:
+    """Every documented operation with its fields."""
+    text = DOCUMENT.read_text(encoding="utf-8").partition("## Inference service")[2]
+    found = list(_SECTION.finditer(text))
+    ends = [*(match.start() for match in found[1:]), len(text)]
+    return {
+        (match[1], match[2]): {
+            name for cells, _, _ in _FIELD.findall(text[match.end() : end]) for name in re.findall(r"`([^`]+)`", cells)
+        }
+        for match, end in zip(found, ends, strict=True)
+    }
+
+
+def paths(value: Any, documented: set[str], at: str = "") -> set[str]:
+    """The fields of an answer, as the tables write them."""
+    if at in documented:
+        return {at}
+    if value in (None, {}, []) and any(name.startswith((f"{at}.", f"{at}[]")) for name in documented):
+        return set()  # nothing there this time
+    if isinstance(value, dict) and value:
+        any_name = any(name.startswith(f"{at}.*" if at else "*") for name in documented)
+        return _all(
+            paths(inner, documented, ".".join(filter(None, (at, "*" if any_name else name))))
+            for name, inner in value.items()
+        )
+    if isinstance(value, list) and value:
+        return _all(paths(inner, documented, f"{at}[]") for inner in value)
+    return {at}
+
+
+def _all(sets: Iterable[set[str]]) -> set[str]:
+    return set().union(*sets)
+
+
+@pytest.fixture
+async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
+    async with services(tmp_path, monkeypatch) as make:
+        yield make
+
+
+async def _busy_service(start: Start) -> Service:
+    """A service with something to say everywhere: a model in use, a warm one, one too large, one that crashed."""
+    estimator = FakeEstimator()
+    estimator.sizes = {"large": 5000}
+    gpu = SharedDevice()
+    models: dict[str, dict[str, Any]] = {"a": {}, "kept": {}, "large": {}, "broken": {}, "other": {}}
+    behavior = {"broken": {"abort": "GGML_ASSERT"}, "kept": {"saved": 1000}}
+    service: Service = await start(
+        models, behavior, accelerator=gpu, estimator=estimator, ENABLE_MEMORY_GOVERNOR="false"
+    )
+    gpu.service = service
+    authority = service.authority
+    for name in ("a", "kept", "other"):
+        await authority.load(authority.resolve(name), 10)
+    await authority.offload(authority.resolve("kept"))
+    await ask(service.app, "POST", "/models/broken/load")
+    await ask(service.app, "POST", "/models/large/load")
+    lease = await authority.ask(authority.resolve("a")).wait(10)
+    assert lease is not None
+    await until("it is heard", lambda: lease.running.worker.beat is not None)
+    await until("it is on record", lambda: bool(authority.evictions.records))
+    gpu.foreign_mib = 700
+    authority.governor.check(regular=True)
+    return service
+
+
+ASKED: dict[tuple[str, str], list[tuple[str, Any]]] = {
+    ("GET", "/memory/history"): [("/memory/history?minutes=5", None)],
+    ("GET", "/v1/models/{id}"): [(f"/v1/models/{name}", None) for name in ("a", "broken", "large")],
+    ("GET", "/models/{id}/crashes"): [("/models/broken/crashes", None)],
+    ("POST", "/memory/plan"): [("/memory/plan", {"model": name}) for name in ("other", "large")],
+    ("POST", "/memory/evict/{model}"): [("/memory/evict/other", None)],
+    ("POST", "/memory/dump"): [("/memory/dump", {"large_objects": 1}), ("/memory/dump", None)],
+    ("POST", "/memory/dump/compare"): [("/memory/dump/compare", {"before": "dump-1", "after": "dump-2"})],
+}
+
+
+async def test_the_documented_fields_are_those_that_are_answered(start: Start) -> None:
+    service = await _busy_service(start)
+    wrong = []
+    for (method, path), fields in sections().items():
+        found: set[str] = set()
+        for target, body in ASKED.get((method, path), [(path, None)]):
+            answer = await asyncio.wait_for(ask(service.app, method, target, body), 30)
+            assert answer.status == 200 or path == "/memory/health", (target, answer.body)
+            found |= paths(answer.body, fields)
+        if found != fields:
+            wrong.append(f"{method} {path}: answered {sorted(found - fields)}, documented {sorted(fields - found)}")
+    assert wrong == []
+
+
+async def test_every_endpoint_is_documented(start: Start) -> None:
+    text = DOCUMENT.read_text(encoding="utf-8").partition("## Inference service")[2]
+    service = await start({"a": {}})
+    named = set(re.findall(r"(?:GET|POST) (/[^`\s]+)", text)) | set(re.findall(r"`(/[^`\s]+)`", text))
+    every = {path.replace("{model_id}", "{id}") for _, path in operations(service.app)} | set(HOT_PATHS)
+    assert {path.replace("/memory/evict/{id}", "/memory/evict/{model}") for path in every} - named == set()
+
+
+def test_every_field_has_a_unit_and_a_meaning() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8").partition("## Inference service")[2]
+    assert {unit.strip() for _, unit, _ in _FIELD.findall(text)} <= UNITS | {"unit"}
