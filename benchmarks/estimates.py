@@ -1,0 +1,116 @@
+"""How near predicted bytes are to allocated ones, and how long a refusal takes; changes nothing.
+
+    python -m benchmarks.estimates      every combination; QUICK=1 for some of them (at most five minutes)
+
+Random-weight models of five families (dense, GQA, experts, sliding window, hybrid with states), loaded by real workers
+on the CPU and on simulated devices, whose own count is taken too: several contexts, KV types, layers on the
+accelerator, parallel sequences, and divisions over two devices. A refusal is timed at the service: cached, where the
+model was measured before, and uncached, where it has to be measured first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+import urllib.error
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+from benchmarks.figures import Bar, Middle
+from tests.rigs.estimate_rig import MIB, Case, EstimateRig
+from tests.rigs.stack import Stack, chat_body
+from tests.rigs.tiny_families import FAMILIES, Form, path
+
+QUICK_CASES = 30
+DEVICE_BYTES = 3000 * MIB
+CACHED_SECONDS, UNCACHED_SECONDS = 0.050, 2.0
+RAW = Path("benchmarks/results/estimates.json")
+
+
+def cases() -> Iterator[Case]:
+    """Every combination."""
+    contexts, kinds, layers = (2048, 8192, 32768), ("f16", "q8_0", "q4_0"), (0, 3, -1)
+    for family, context, kv_type, gpu_layers, parallel in itertools.product(FAMILIES, contexts, kinds, layers, (1, 4)):
+        form = Form(family, layers=8, width=512, feed=1536, heads_kv=4)
+        yield Case(form, context // parallel, parallel, kv_type, gpu_layers)
+        if gpu_layers < 0:
+            yield Case(form, context // parallel, parallel, kv_type, gpu_layers, (4, 5))
+
+
+async def sizes(wanted: list[Case], root: Path) -> dict[str, float]:
+    """The largest error of each case over what is allowed (1 % or 16 MiB)."""
+    found = {}
+    async with EstimateRig(root, [DEVICE_BYTES] * 2) as rig:
+        for number, case in enumerate(wanted, 1):
+            outcome = await rig.load(case)
+            found[case.name] = outcome.worst
+            off = ", ".join(f"{device} {count / MIB:+.2f} MiB" for device, count, _share in outcome.errors())
+            print(f"{number}/{len(wanted)} {case.name}: {outcome.worst:.2f} of what is allowed ({off})", flush=True)
+    return found
+
+
+def refusals(root: Path, rounds: int) -> tuple[list[float], list[float]]:
+    """Seconds of each cached and of each uncached refusal, at the service's door."""
+    entry = {"path": str(path(Form("dense"))), "context_length": 131072, "parallel": 1}
+    stack = Stack(
+        root, models=json.dumps({"models": {"large": entry}}), inference_env={"INFERENCE_DEVICES": "sim:2x80MiB"}
+    )
+    cached, uncached = [], []
+    try:
+        stack.inference.start(wait_for="/readyz")
+        for number in range(rounds):
+            began = time.perf_counter()
+            said = stack.ask("/memory/plan", {"model": "large", "context_length": 65536 + 256 * number}, direct=True)
+            uncached.append(time.perf_counter() - began)
+            assert said["result"] == "CANT_ACCOMMODATE", said
+        _refused(stack)
+        for _ in range(rounds * 5):
+            began = time.perf_counter()
+            _refused(stack)
+            cached.append(time.perf_counter() - began)
+    finally:
+        stack.kill()
+    return cached, uncached
+
+
+def _refused(stack: Stack) -> None:
+    try:
+        stack.ask("/v1/chat/completions", chat_body("hello", "large"), direct=True)
+    except urllib.error.HTTPError as error:
+        assert error.code == 503
+        error.read()
+        return
+    raise AssertionError("it was not refused")
+
+
+def main() -> int:
+    """Measures, prints and keeps the raw figures."""
+    quick = bool(os.environ.get("QUICK"))
+    wanted = list(cases())
+    if quick:
+        wanted = random.Random(1).sample(wanted, QUICK_CASES)
+    with tempfile.TemporaryDirectory(prefix="headgate-estimates-") as root:
+        cached, uncached = refusals(Path(root) / "refusals", 10 if quick else 30)
+        found = asyncio.run(sizes(wanted, Path(root)))
+    RAW.parent.mkdir(parents=True, exist_ok=True)
+    RAW.write_text(json.dumps({"errors": found, "cached": cached, "uncached": uncached}))
+    print(f"\nerror over what is allowed, {len(found)} cases: {Middle.of(list(found.values())).text(3)}")
+    print(f"refusals: cached {Middle.of(cached).text(1, 1e3)} ms, uncached {Middle.of(uncached).text(0, 1e3)} ms\n")
+    for bar in (
+        Bar("estimate_worst_error_over_allowed", max(found.values()), "ratio", "<=", 1.0),
+        Bar("refusal_cached", median(cached) * 1e3, "ms", "<", CACHED_SECONDS * 1e3),
+        Bar("refusal_uncached", median(uncached), "s", "<", UNCACHED_SECONDS),
+    ):
+        print(bar.line())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""What a model will take is known before it is loaded: predicted bytes are those that are allocated, in every case."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.estimate_rig import MIB, Case, EstimateRig
+from tests.rigs.tiny_families import FAMILIES, Form
+
+CASES = {
+    "dense": [("q8_0", 0, 4, ()), ("f16", -1, 2, (3, 4))],
+    "gqa": [("q8_0", -1, 4, ()), ("f16", 0, 2, ())],
+    "moe": [("q4_0", 5, 1, ())],
+    "window": [("f16", -1, 2, ())],
+    "hybrid": [("f16", 4, 4, ()), ("f16", -1, 1, (2, 5))],
+}
+"""By family: KV type, layers on the accelerator, parallel sequences, layers per device."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_predicted_bytes_are_allocated_bytes(family: str, tmp_path: Path) -> None:
+    """Within 1 % or 16 MiB on every device, as the worker tells it and as the simulated devices count it."""
+    form = Form(family, heads_kv=8 if family in ("moe", "window") else 4)
+    async with EstimateRig(tmp_path, [700 * MIB] * 2) as rig:
+        for kv_type, gpu_layers, parallel, counts in CASES[family]:
+            case = Case(form, 24576 // parallel, parallel, kv_type, gpu_layers, counts)
+            outcome = await rig.load(case)
+            assert outcome.source == "llama.cpp"
+            assert outcome.worst <= 1, f"{case.name}: {list(outcome.errors())}"
+            assert set(outcome.counted) == ({"gpu-0", "gpu-1"} if counts else {"gpu-0"} if gpu_layers else set())
+
+
+async def test_an_estimate_serves_every_device_of_one_make(tmp_path: Path) -> None:
+    """The second device asks no helper: what was measured for the first is said in its name."""
+    case = Case(Form("gqa"), 4096, gpu_layers=-1)
+    async with EstimateRig(tmp_path, [100 * MIB] * 2) as rig:
+        assert rig.sims is not None
+        first, second = rig.sims.readings()
+        one = await rig.estimator.get(case.spec(), first)
+        kept = rig.state.file("estimates.json").read_bytes()
+        other = await rig.estimator.get(case.spec(), second)
+        assert rig.state.file("estimates.json").read_bytes() == kept
+        assert other.parts == {"gpu-1": one.parts["gpu-0"], "cpu": one.parts["cpu"]}
