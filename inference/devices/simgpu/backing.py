@@ -33,39 +33,41 @@ class Servers:
     """Starts servers ahead of their use, because a process takes longer to start than a client likes to wait."""
 
     def __init__(self) -> None:
-        self._spare: asyncio.Task[Server] | None = None
+        self._spares: list[asyncio.Task[Server]] = []
 
     def prepare(self) -> None:
         """Begins to start a server that nobody asked for yet."""
-        if self._spare is None:
-            self._spare = asyncio.create_task(self._start())
-            self._spare.add_done_callback(lambda task: None if task.cancelled() else task.exception())
+        if not self._spares:
+            self._keep(asyncio.create_task(self._start()))
 
     async def take(self) -> Server:
         """A server for one connection; the caller ends it. Raises NoServerError."""
         self.prepare()
-        spare, self._spare = self._spare, None
-        assert spare is not None
+        spare = self._spares.pop(0)
+        server: Server | None = None
         try:
-            server = await spare
-        except asyncio.CancelledError:
-            spare.cancel()
+            with contextlib.suppress(NoServerError):  # then one is started now
+                server = await asyncio.shield(spare)
+        except asyncio.CancelledError:  # whoever wanted it is gone; the next one takes it
+            self._keep(spare)
             raise
         self.prepare()
-        if server.process.returncode is not None:  # it died while it waited
+        if server is None or server.process.returncode is not None:  # it died while it waited
             return await self._start()
         return server
 
     async def close(self) -> None:
-        """Ends the spare server."""
-        spare, self._spare = self._spare, None
-        if spare is not None:
+        """Ends the spare servers."""
+        spares, self._spares = self._spares, []
+        for spare in spares:
+            if not spare.done():
+                spare.cancel()
             with contextlib.suppress(NoServerError, asyncio.CancelledError):
-                if spare.done():
-                    await spare.result().end()
-                else:
-                    spare.cancel()
-                    await spare
+                await (await spare).end()
+
+    def _keep(self, spare: asyncio.Task[Server]) -> None:
+        self._spares.append(spare)
+        spare.add_done_callback(lambda task: None if task.cancelled() else task.exception())
 
     async def _start(self) -> Server:
         process = await asyncio.create_subprocess_exec(

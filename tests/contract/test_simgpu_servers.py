@@ -1,0 +1,62 @@
+"""Servers that compute for simulated devices: one is always ready, none is left over, whoever gives up or dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from inference.devices.simgpu.backing import Servers
+from tests.rigs.processes import children_of, wait_until
+
+
+def running() -> set[int]:
+    mine = children_of(os.getpid())
+    return {pid for pid in mine if b"simgpu.server" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+
+
+@pytest.fixture
+async def servers() -> AsyncIterator[Servers]:
+    servers = Servers()
+    yield servers
+    await servers.close()
+    wait_until("no server is left", lambda: not running())
+
+
+async def test_each_taker_has_a_server_of_its_own_and_the_next_one_is_begun(servers: Servers) -> None:
+    first, second = await asyncio.gather(servers.take(), servers.take())
+    assert first.port != second.port
+    assert {first.process.pid, second.process.pid} < running()
+    await first.end()
+    await second.end()
+
+
+async def test_a_server_that_nobody_waits_for_any_more_is_kept_for_the_next(servers: Servers) -> None:
+    """A client that leaves while its server starts costs nothing."""
+    waiting = [asyncio.create_task(servers.take()) for _ in range(3)]
+    await asyncio.sleep(0)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    server = await servers.take()
+    assert server.process.pid in running()
+    await server.end()
+
+
+async def test_a_spare_server_that_died_is_replaced(servers: Servers) -> None:
+    """Whether it had said its port already or not."""
+    server = await servers.take()
+    await server.end()
+    (spare,) = running()
+    os.kill(spare, signal.SIGKILL)
+    async with asyncio.timeout(10):
+        while spare in running() or Path(f"/proc/{spare}").exists():
+            await asyncio.sleep(0.01)
+    again = await servers.take()
+    assert again.process.returncode is None
+    assert again.process.pid != spare
+    await again.end()
