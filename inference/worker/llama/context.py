@@ -31,8 +31,8 @@ third of what a further pass over its weights does, and less the larger the mode
 """
 
 COPIED_PART = 128
-"""A copy moves all cells of a sequence. On two cores that took as long as prefilling a 60th of them with 15 M parameters
-and a 320th with 135 M; larger models compute longer for every byte of a cell.
+"""A copy moves all cells of a sequence. On two cores that took as long as prefilling a 60th of them with 15 M
+parameters and a 320th with 135 M; larger models compute longer for every byte of a cell.
 """
 LEAST_COPIED = 16
 
