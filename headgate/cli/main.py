@@ -44,6 +44,9 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
         Verb("show", "models", "all that is known about one model", "headgate show demo"),
         Verb("load", "models", "load a model now", "headgate load demo"),
         Verb("unload", "models", "let a model finish what it does and give its memory back", "headgate unload demo"),
+        Verb(
+            "offload", "models", "let a model leave its device and keep it warm in host memory", "headgate offload demo"
+        ),
         Verb("restart", "models", "unload a model, then load it in a fresh process", "headgate restart demo"),
         Verb("stop", "models", "cancel what a model does and unload it", "headgate stop demo"),
         Verb(
@@ -73,8 +76,8 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
     ),
 }
 HIDDEN = (Verb("health", "health", "exit 0 when a URL answers 200 (for container health checks)"),)
-LATER = frozenset({"offload", "move", "quarantine", "kv", "chaos", "pull", "doctor", "config import"})
-"""Said to come with a later version, lest `offload` be taken for a misspelled `load`."""
+LATER = frozenset({"move", "quarantine", "kv", "chaos", "pull", "doctor", "config import"})
+"""Said to come with a later version, lest they be taken for misspellings."""
 
 PATHS = frozenset({"config_dir", "write"})
 """Arguments that may be any bytes: names of directories."""

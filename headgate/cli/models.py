@@ -142,6 +142,11 @@ def unload(session: Session) -> int:
     return _change(session, "unloading", "unload")
 
 
+def offload(session: Session) -> int:
+    """Lets a model leave its device once it has finished what it does; it stays warm in host memory."""
+    return _change(session, "offloading", "offload")
+
+
 def restart(session: Session) -> int:
     """Unloads a model once it has finished what it does, and loads it in a fresh process."""
     return _change(session, "restarting", "restart")
@@ -232,6 +237,7 @@ COMMANDS = {
     "show": Command(_one_model, show),
     "load": Command(_one_model, load),
     "unload": Command(_one_model, unload),
+    "offload": Command(_one_model, offload),
     "restart": Command(_one_model, restart),
     "stop": Command(_one_model, stop),
     "plan": Command(_plan_arguments, plan),

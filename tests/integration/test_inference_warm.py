@@ -42,7 +42,8 @@ def text_of(said: dict[str, Any]) -> str:
 
 
 def booked(stack: Stack) -> int:
-    return int(stack.ask("/memory/stats", direct=True)["devices"]["cpu"]["resident_bytes"])
+    (cpu,) = stack.ask("/devices", direct=True)["devices"]
+    return int(cpu["ledger"]["resident_bytes"])
 
 
 STORY = "Once upon a time there was a little girl who liked to play in the garden with her dog. " * 8

@@ -138,14 +138,16 @@ def test_load_and_unload_post_and_say_the_state(serve: Any, capsys: Any) -> None
         {
             "POST /models/demo/load": Canned(READY.to_json()),
             "POST /models/demo/unload": Canned(ModelStatus("demo", ModelState.COLD).to_json()),
+            "POST /models/demo/offload": Canned(ModelStatus("demo", ModelState.WARM).to_json()),
         }
     )
     assert main(["load", "demo"]) == 0
+    assert main(["offload", "demo"]) == 0
     assert main(["unload", "demo"]) == 0
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.splitlines() == ["demo: ready on cpu, 48.0 MiB", "demo: cold"]
-    assert [asked.method for asked in service.asked] == ["POST", "POST"]
+    assert said.err.splitlines() == ["demo: ready on cpu, 48.0 MiB", "demo: warm", "demo: cold"]
+    assert [asked.method for asked in service.asked] == ["POST", "POST", "POST"]
 
 
 def test_restart_and_stop_post_and_say_the_state(serve: Any, capsys: Any) -> None:
@@ -195,7 +197,7 @@ def test_an_answer_of_a_stranger_is_told_as_it_is(serve: Any, capsys: Any) -> No
 
 @pytest.mark.parametrize(
     "line",
-    ["ps", "list", "show x", "load x", "unload x", "restart x", "stop x", "devices", "breakers", "plan x"],
+    ["ps", "list", "show x", "load x", "unload x", "offload x", "restart x", "stop x", "devices", "breakers", "plan x"],
 )
 def test_nobody_there_is_exit_code_3_and_says_where_and_how(
     line: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
