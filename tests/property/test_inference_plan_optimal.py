@@ -22,22 +22,26 @@ DEARER_AT_MOST = 1.10
 
 
 @st.composite
-def machines(draw: st.DrawFn, gpus: int) -> tuple[Ledger, list[Held]]:
-    """Devices with foreign use, a limit at times, and up to six models of any standing on one or two devices."""
+def machines(draw: st.DrawFn, gpus: int, *, crowded: bool = False) -> tuple[Ledger, list[Held]]:
+    """Devices with foreign use, a limit at times, and up to six models of any standing on one or two devices.
+
+    A `crowded` one is small and full, mostly of idle models.
+    """
     names = GPUS[:gpus]
-    ledger = Ledger(limit_bytes=draw(st.none() | st.integers(500, 4000)))
+    ledger = Ledger(limit_bytes=draw(st.none() | st.integers(1500 if crowded else 500, 4000)))
     for name in (*names, "cpu"):
-        capacity = draw(st.integers(300, 1200))
-        ledger = ledger.open(Account(name, capacity, capacity, draw(st.integers(0, 200))))
+        capacity = draw(st.integers(400, 600) if crowded else st.integers(300, 1200))
+        ledger = ledger.open(Account(name, capacity, capacity, draw(st.integers(0, 50 if crowded else 200))))
     held: list[Held] = []
-    for number in range(draw(st.integers(0, 6))):
-        need = draw(st.dictionaries(st.sampled_from(names), st.integers(1, 500), min_size=1, max_size=2))
+    for number in range(draw(st.integers(3, 7) if crowded else st.integers(0, 6))):
+        some = st.integers(100, 350) if crowded else st.integers(1, 500)
+        need = draw(st.dictionaries(st.sampled_from(names), some, min_size=1, max_size=2))
         need["cpu"] = draw(st.integers(0, 60))
         if ledger.lacks(need):
             continue
         id = f"m{number}"
         ledger = ledger.reserve(id, id, need).commit(id, need)
-        standing = draw(st.sampled_from([Standing.IDLE, Standing.IDLE, Standing.IDLE, *Standing]))
+        standing = draw(st.sampled_from([Standing.IDLE] * (30 if crowded else 3) + list(Standing)))
         if standing is Standing.WARM:
             need = {"cpu": need["cpu"]}
             ledger = ledger.shrink(id, need)
@@ -46,9 +50,11 @@ def machines(draw: st.DrawFn, gpus: int) -> tuple[Ledger, list[Held]]:
 
 
 @st.composite
-def spreads(draw: st.DrawFn, gpus: int) -> Spread:
-    """A few layers of different sizes over all accelerators."""
-    sizes = tuple(Sizes(draw(st.integers(1, 200)), draw(st.integers(0, 100))) for _ in range(draw(st.integers(1, 5))))
+def spreads(draw: st.DrawFn, gpus: int, *, large: bool = False) -> Spread:
+    """A few layers of different sizes over all accelerators; of a `large` one no device has room for all."""
+    count = draw(st.integers(4, 6) if large else st.integers(1, 5))
+    least = 120 if large else 1
+    sizes = tuple(Sizes(draw(st.integers(least, 200)), draw(st.integers(0, 100))) for _ in range(count))
     parameters = Parameters(1024, draw(st.integers(1, 4)), gpu_layers=-1, ubatch=1)
     made = Layers(parameters, sizes, draw(st.integers(0, 100)), draw(st.integers(0, 30)), draw(st.integers(0, 40)), 5)
     overhead = {name: draw(st.integers(0, 20)) for name in (*GPUS[:gpus], "cpu")}
@@ -119,7 +125,12 @@ def test_for_one_device_nobody_could_choose_cheaper(
         assert best is None or decision.waits_for, "it is refused for good, and would fit"
 
 
-@given(machines(3), spreads(3), policies, st.booleans())
+@given(
+    machines(3) | machines(3, crowded=True),
+    spreads(3) | spreads(3, large=True),
+    policies | st.just(Policy(NOW)),
+    st.booleans(),
+)
 @settings(max_examples=250, deadline=None)
 def test_over_several_devices_nobody_could_choose_a_tenth_cheaper(
     machine: tuple[Ledger, list[Held]], spread: Spread, policy: Policy, dedicated: bool
