@@ -30,7 +30,7 @@ from inference.crashes import CrashStore
 from inference.devices.base import Reading
 from inference.devices.cpu import CPU
 from inference.devices.inventory import Inventory
-from inference.errors import InferenceError, ModelNotFound, QueueFull, ShuttingDown
+from inference.errors import ModelNotFound, QueueFull, ShuttingDown
 from inference.estimator import Estimator
 from inference.evictions import Action, Evictions, Reason
 from inference.fixes import Fixes
@@ -38,7 +38,9 @@ from inference.governor import Governor
 from inference.loads import Loads
 from inference.metrics import Metrics
 from inference.model import Model, Ticket
+from inference.moving import Moving
 from inference.outlook import Outlook
+from inference.preload import preload
 from inference.protocol import ModelState, ModelStatus, Priority
 from inference.pump import Pump
 from inference.settings import InferenceConfig, check_devices
@@ -92,6 +94,7 @@ class Authority:
         self.warm = WarmPool(self)
         self.ids = itertools.count(1)
         self.pumping = Pump(self)
+        self.moving = Moving(self)
         self._watch_at = 0.0
         self._ticker: asyncio.TimerHandle | None = None
         bus.snapshot = self.teller.snapshot
@@ -181,7 +184,7 @@ class Authority:
             raise QueueFull(
                 f"{model.queue.count(priority)} requests of {priority} priority wait for {model.id!r} already "
                 f"(INFERENCE_QUEUE_{priority.upper()})",
-                retry_after=self.waiting.seconds_to_load(model),
+                retry_after=self.waiting.seconds_to_service(model, priority),
             ) from None
         model.tickets[waiter.id] = ticket
         if math.isfinite(patience):
@@ -259,11 +262,9 @@ class Authority:
         self.pumping.run()
 
     async def _load_all(self) -> None:
-        for model in list(self.models.values()):
-            try:
-                await self.load(model)
-            except InferenceError as error:
-                log.warning("%s is not loaded at start: %s", model.id, error.message)
+        for result in await preload(self, list(self.models)):
+            if result["error"] is not None:
+                log.warning("%s is not loaded at start: %s", result["model"], result["error"]["message"])
 
     # --- time ------------------------------------------------------------------------------------------------------
     def _tick(self) -> None:

@@ -106,13 +106,19 @@ class Background:
 
     async def measure(self, model: Model) -> None:
         """Fills in the estimates that the model lacks; raises ModelFailed when its file cannot be used."""
+        authority = self._authority
+        devices = candidates(model.effective, authority.inventory.readings(), authority.settings)
+        for device in authority.moving.options(model, devices):
+            await self.measure_on(model, device)
+
+    async def measure_on(self, model: Model, device: Reading) -> None:
+        """Fills in the estimate for one device; raises ModelFailed."""
         spec = model.effective
-        for device in candidates(spec, self._authority.inventory.readings(), self._authority.settings):
-            if device.id not in model.estimates:
-                found = await self._estimate(spec, device)
-                if model.effective is spec:
-                    model.estimates[device.id] = found
-                    model.capabilities = model.capabilities or found.capabilities
+        if device.id not in model.estimates:
+            found = await self._estimate(spec, device)
+            if model.effective is spec:
+                model.estimates[device.id] = found
+                model.capabilities = model.capabilities or found.capabilities
 
     async def measure_division(self, model: Model, placement: Placement) -> None:
         """Fills in the estimate of the model divided as `placement` says; raises ModelFailed."""

@@ -63,6 +63,8 @@ class Loads:
     def __init__(self, authority: Authority, supervisor: Supervisor) -> None:
         self._authority = authority
         self.supervisor = supervisor
+        self.bytes_per_second: float | None = None
+        """Of the last load of any model, from reservation to ready."""
 
     def begin(self, model: Model, placement: Placement) -> None:
         """Reserves, then starts a worker; from here on its exit is what gives the reservation back."""
@@ -79,7 +81,7 @@ class Loads:
             self._authority.ledger = self._authority.ledger.release(holding)
             self._authority.move(model, _E.LOAD)
             self.failed(model, str(error))
-            self._authority.waiting.fail(model, self.resting(model))
+            self._give_up(model, self.resting(model))
             return
         running = Running(
             holding, placement, device, self._authority.loop.time(), worker, stamp=stamp(model.effective.path)
@@ -129,6 +131,7 @@ class Loads:
             model.reload_seconds = seconds
             model.loads += 1
             self._authority.background.learn(running, ready)
+            self.bytes_per_second = sum(actual.values()) / max(seconds, 1e-3)
         model.capabilities = ready.capabilities
         model.failure = None
         model.last_used_at = self._authority.loop.time()
@@ -231,7 +234,7 @@ class Loads:
             was_loading = model.state is _S.LOADING
             self.failed(model, running.failure.message if running.failure else exit.message)
             if was_loading:
-                self._authority.waiting.fail(model, running.failure or self._load_error(model, exit))
+                self._give_up(model, running.failure or self._load_error(model, exit))
         if model.removed:
             self._authority.models.pop(model.id, None)
         self._authority.pump()
@@ -243,6 +246,11 @@ class Loads:
             log.error("%s (pid %d) while its model was offloaded: %s", model.id, running.worker.pid, exit.message)
             self._authority.crashes.add(model.id, running.worker.pid, exit, [])
         self._authority.pump()
+
+    def _give_up(self, model: Model, error: InferenceError) -> None:
+        """A load failed: those who wait are told, unless the model was being moved and goes back."""
+        if not self._authority.moving.turns_back(model, error):
+            self._authority.waiting.fail(model, error)
 
     def hurry(self, model: Model, running: Running) -> None:
         """The time in which a model may finish what it does is over."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 
+from inference.core.comeback import Pace
 from inference.core.lifecycle import Backoff
 from inference.core.plan import Placement, Standing
 from inference.core.queue import Waiter, WaitQueue
@@ -86,6 +87,14 @@ class Model:
     """When others were first told to leave for it."""
     room_at: float = 0.0
     """When the room that it waits for may begin to be made, as far as that is known."""
+    pace: Pace = field(default_factory=Pace)
+    answered_at: float = 0.0
+    """When its last answer was complete, or the first request since then came."""
+    target: str | None = None
+    """The device its next load has to go to, while it is being moved."""
+    home: str | None = None
+    """The device it goes back to if that fails."""
+    moved_in_vain: InferenceError | None = None
     reload_seconds: float = 1.0
     """What its last load from the file took."""
     restore_seconds: float | None = None

@@ -106,7 +106,8 @@ class Pump:
             authority.loads.leave(model, Reason.CHANGED)
             return None
         readings = authority.observe()
-        options = authority.governor.open_to(model, candidates(model.effective, readings, authority.settings))
+        devices = authority.moving.options(model, candidates(model.effective, readings, authority.settings))
+        options = authority.governor.open_to(model, devices)
         if isinstance(options, Refusal):
             return Decision(options)
         if any(device.id not in model.estimates for device in options):
@@ -188,6 +189,10 @@ class Pump:
             self._wait(model, refusal, decision)
             return
         self._log(refusal.result, model, refusal.trace)
+        error = MemoryLimitExceededError(model.id, shortages_of(refusal), reason=refusal.reason, fix=refusal.fix)
+        if authority.moving.turns_back(model, error):
+            self._all_decided = False
+            return
         if refusal.lacks and model.spec.oom_policy == "reduce" and model.reduced is None:
             model.reduced = reduced(model.spec, refusal.fix)
             authority.metrics.alloc_retries.inc()
@@ -200,10 +205,7 @@ class Pump:
         authority.governor.adviser.refused(model.id)
         count = authority.metrics.placements.labels(refusal.result.lower(), "memory" if refusal.lacks else "limit")
         count.inc(len(model.queue))
-        shortages = shortages_of(refusal)
-        authority.waiting.fail(
-            model, MemoryLimitExceededError(model.id, shortages, reason=refusal.reason, fix=refusal.fix)
-        )
+        authority.waiting.fail(model, error)
         authority.teller.changed()
 
     def _wait(self, model: Model, refusal: Refusal, decision: Decision) -> None:

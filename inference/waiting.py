@@ -5,14 +5,15 @@ Never loads or evicts anything; it tells the authority when something became idl
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
+from inference.core.comeback import expected_load_seconds, load_seconds_left, retry_after_seconds
 from inference.core.lifecycle import Event
+from inference.core.queue import ORDER
 from inference.errors import DeadlineExceeded, InferenceError, ModelLoading
 from inference.evictions import Reason
 from inference.model import Lease, Model, Ticket
-from inference.protocol import ModelState
+from inference.protocol import ModelState, Priority
 
 if TYPE_CHECKING:
     from inference.authority import Authority
@@ -43,6 +44,7 @@ class Waiting:
             model.uses += 1
             model.last_used_at = self._authority.loop.time()
         if model.state is _S.READY:
+            model.answered_at = self._authority.loop.time()
             self._authority.move(model, _E.USED, quietly=True)
         return lease
 
@@ -54,6 +56,8 @@ class Waiting:
         if lease.counts:
             model.last_used_at = self._authority.loop.time()
         if completed:
+            now = self._authority.loop.time()
+            model.pace, model.answered_at = model.pace.answered(now - model.answered_at), now
             model.backoff = model.backoff.completed()
         if running.leases:
             return
@@ -111,10 +115,20 @@ class Waiting:
                 ticket.fail(error)
 
     def seconds_to_load(self, model: Model) -> float:
-        """How long a running load will still take, from its own progress; the last load's time before that."""
-        if model.running is not None and model.state is _S.LOADING:
-            progress = model.running.worker.progress
-            took = self._authority.loop.time() - model.running.began_at
-            if progress > 0.05:
-                return max(1.0, math.ceil(took * (1 - progress) / progress))
-        return max(1.0, math.ceil(model.reload_seconds))
+        """Retry-After for somebody who only has to wait until the model is there."""
+        return retry_after_seconds(*self._room_and_load(model))
+
+    def seconds_to_service(self, model: Model, priority: Priority) -> float:
+        """Retry-After for somebody of `priority` who found the queue full: until those before him are served."""
+        ahead = sum(ORDER.index(waiter.priority) <= ORDER.index(priority) for waiter in model.queue.waiters)
+        return retry_after_seconds(*self._room_and_load(model), ahead, model.pace)
+
+    def _room_and_load(self, model: Model) -> tuple[float, float]:
+        now = self._authority.loop.time()
+        last = model.reload_seconds
+        if not model.loads and (known := next(iter(model.estimates.values()), None)) is not None:
+            last = expected_load_seconds(sum(known.need.values()), self._authority.loads.bytes_per_second)
+        if model.running is not None and model.state in (_S.LOADING, _S.RESTORING):
+            return 0.0, load_seconds_left(model.running.worker.progress, now - model.running.began_at, last)
+        rest = model.retry_at - now if model.state is _S.FAILED else 0.0
+        return max(rest, model.room_at - now), last

@@ -1,13 +1,22 @@
-"""Routes about models: list, show, load, unload, offload, restart, crashes; decide nothing."""
+"""Routes about models: list, show, load, unload, offload, move, restart, crashes; decide nothing."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict, Field
 
 from inference.authority import Authority
 from inference.crashes import CrashStore
+
+
+class MoveRequest(BaseModel):
+    """The device a model shall go to."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    device: str = Field(min_length=1, max_length=100)
 
 
 def router(authority: Authority, crashes: CrashStore) -> APIRouter:
@@ -38,6 +47,14 @@ def router(authority: Authority, crashes: CrashStore) -> APIRouter:
     async def offload(model_id: str) -> dict[str, Any]:
         model = authority.resolve(model_id)
         await authority.offload(model)
+        return authority.status(model).to_json()
+
+    @routes.post("/models/{model_id:path}/move")
+    async def move(
+        model_id: str, wanted: MoveRequest, seconds: float | None = Query(None, ge=0, le=86400)
+    ) -> dict[str, Any]:
+        model = authority.resolve(model_id)
+        await authority.moving.move(model, wanted.device, seconds)
         return authority.status(model).to_json()
 
     @routes.post("/models/{model_id:path}/restart")

@@ -1,4 +1,4 @@
-"""Routes that ask for a plan or give memory back: plan, evict, gc, defragment; decide nothing themselves."""
+"""Routes that ask for a plan, load ahead or give memory back: plan, preload, evict, gc, defragment; decide nothing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from inference import cleanup, views
 from inference.authority import Authority
 from inference.evictions import Action
+from inference.preload import preload
+from inference.protocol import Priority
 
 
 class PlanRequest(BaseModel):
@@ -23,6 +25,16 @@ class PlanRequest(BaseModel):
     kv_type: Literal["f16", "q8_0", "q4_0"] | None = None
     gpu_layers: int | None = Field(None, ge=-1)
     ubatch: int | None = Field(None, ge=1, le=2**20)
+
+
+class PreloadRequest(BaseModel):
+    """Models to load, as which priority, and how long each may take."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    models: list[str] = Field(min_length=1, max_length=1000)
+    priority: Priority = Priority.NORMAL
+    seconds: float | None = Field(None, ge=0, le=86400)
 
 
 def router(authority: Authority) -> APIRouter:
@@ -39,6 +51,10 @@ def router(authority: Authority) -> APIRouter:
             **views.decision_json(decision),
             "estimate": estimate.to_json() if estimate else None,
         }
+
+    @routes.post("/memory/preload")
+    async def load_ahead(wanted: PreloadRequest) -> dict[str, Any]:
+        return {"results": await preload(authority, wanted.models, wanted.priority, wanted.seconds)}
 
     @routes.post("/memory/evict/{model_id:path}")
     async def evict(model_id: str, action: Action = Action.UNLOAD) -> dict[str, Any]:

@@ -95,6 +95,7 @@ ASKED: dict[tuple[str, str], list[tuple[str, Any]]] = {
     ("GET", "/v1/models/{id}"): [(f"/v1/models/{name}", None) for name in ("a", "broken", "large")],
     ("GET", "/models/{id}/crashes"): [("/models/broken/crashes", None)],
     ("POST", "/memory/plan"): [("/memory/plan", {"model": name}) for name in ("other", "large")],
+    ("POST", "/memory/preload"): [("/memory/preload", {"models": ["a", "large", "nobody"], "seconds": 10})],
     ("POST", "/memory/evict/{model}"): [("/memory/evict/other", None)],
     ("POST", "/memory/dump"): [("/memory/dump", {"large_objects": 1}), ("/memory/dump", None)],
     ("POST", "/memory/dump/compare"): [("/memory/dump/compare", {"before": "dump-1", "after": "dump-2"})],

@@ -1,7 +1,8 @@
 """A worker without llama.cpp: speaks the link, answers canned SSE, and misbehaves as FAKE_WORKER tells it to.
 
-FAKE_WORKER is JSON, model id -> behavior: `load_seconds`, `fail` (cause), `exit` (status before hello), `abort` (text,
-then SIGABRT while loading), `silent_after` (beats stop so many seconds after ready), `step_seconds` (what beats claim),
+FAKE_WORKER is JSON, model id -> behavior: `load_seconds`, `fail` (cause), `fail_on` (device -> cause),
+`exit` (status before hello), `abort` (text, then SIGABRT while loading),
+`silent_after` (beats stop so many seconds after ready), `step_seconds` (what beats claim),
 `buffers` (bytes of KV reported), `grow` (bytes it takes once it is ready),
 `answer_seconds` (before the first token), `chunks`, `chunk_seconds`, `ignore_stop`, `saved` (bytes of sequences that an
 offload saves), `offload`, `hold` and `restore` (`die` or `hang` then), `grant_file` (where its grant is written).
@@ -51,7 +52,7 @@ async def main() -> None:
         Path(path).write_bytes(link.encode(grant))
     orders = asyncio.create_task(_obey(reader, send, how))
     await _load(send, how)
-    if cause := how.get("fail"):
+    if cause := how.get("fail") or how.get("fail_on", {}).get(grant.devices[0].id):
         send(link.Failed(cause, f"told to fail with {cause}"))
         await writer.drain()
         sys.exit(1)

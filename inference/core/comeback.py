@@ -1,0 +1,50 @@
+"""Decides when somebody who was turned away may come back, from what was measured; promises nothing.
+
+    Retry-After = room + load + ahead x pace
+
+`room` is how long the model's place is still held by the turn of another one (0 when it is free or already loading),
+`load` what its last load took, or what is left of the one that runs by its own progress, `ahead` how many wait before
+the caller, and `pace` the seconds per request at which the model answered last, all its sequences together. Whoever
+comes back then finds his predecessors served and a place in the queue free.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+_NEWEST_SHARE = 0.2
+_TOLD_PROGRESS = 0.05
+"""Of a load, below which its own progress says nothing about its length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds between two answers while requests are in flight, a moving mean; None before the first."""
+
+    seconds: float | None = None
+
+    def answered(self, seconds: float) -> Pace:
+        """One more answer, so long after the last one or after the first request came."""
+        seconds = max(0.0, seconds)
+        if self.seconds is None:
+            return Pace(seconds)
+        return Pace(self.seconds + _NEWEST_SHARE * (seconds - self.seconds))
+
+
+def load_seconds_left(progress: float, took_seconds: float, last_seconds: float) -> float:
+    """Seconds left of a load, `progress` (0 to 1) along after `took_seconds`; the last one took `last_seconds`."""
+    if progress > _TOLD_PROGRESS:
+        return took_seconds * (1 - progress) / progress
+    return max(0.0, last_seconds - took_seconds)
+
+
+def expected_load_seconds(count: int, bytes_per_second: float | None) -> float:
+    """What the first load of `count` bytes takes at the rate of the service's last one; 1 s before there was any."""
+    return max(0.1, count / bytes_per_second) if bytes_per_second else 1.0
+
+
+def retry_after_seconds(room: float, load: float, ahead: int = 0, pace: Pace | None = None) -> float:
+    """Whole seconds, at least 1."""
+    served = ahead * pace.seconds if pace is not None and pace.seconds is not None else 0.0
+    return float(max(1, math.ceil(max(0.0, room) + max(0.0, load) + served)))
