@@ -36,7 +36,7 @@ from inference.environment import InferenceSettings
 from inference.evictions import Action, Reason
 from inference.history import DeviceSample, History, Sample
 from inference.model import Model
-from inference.protocol import ModelState
+from inference.protocol import DeviceState, ModelState
 from inference.wishes import candidates, held_models
 
 if TYPE_CHECKING:
@@ -147,15 +147,16 @@ class Governor:
             self._carry_out(action)
 
     def uses(self) -> tuple[Use, ...]:
-        """Every account's use now, as the ledger has it; a device that tells no size counts with what may be used."""
-        found = []
-        for reading in self._authority.observe():
-            if self._authority.ledger.account_of(reading.id) != reading.id:
-                continue
-            balance = self._authority.ledger.balance(reading.id)
-            total = reading.total_bytes if reading.total_bytes > 0 else balance.capacity_bytes
-            found.append(Use(reading.id, total, balance.ours_bytes, balance.foreign_bytes))
-        return tuple(found)
+        """Every account's use now, as the ledger has it; what a lost device held has no use."""
+        readings = self._authority.observe()
+        own = [reading for reading in readings if self._authority.ledger.account_of(reading.id) == reading.id]
+        return tuple(self._use(reading) for reading in own if reading.state is not DeviceState.LOST)
+
+    def _use(self, reading: Reading) -> Use:
+        """A device that tells no size counts with what may be used."""
+        balance = self._authority.ledger.balance(reading.id)
+        total = reading.total_bytes if reading.total_bytes > 0 else balance.capacity_bytes
+        return Use(self._authority.ledger.account_of(reading.id), total, balance.ours_bytes, balance.foreign_bytes)
 
     def _tenants(self) -> list[Tenant]:
         models = self._authority.models
@@ -223,9 +224,9 @@ class Governor:
 
     def levels(self) -> Mapping[str, tuple[Use, Level]]:
         """Use and level of every device now."""
-        uses = {use.device: (use, self.level(use)) for use in self.uses()}
-        readings = self._authority.inventory.readings()
-        return {reading.id: uses[self._authority.ledger.account_of(reading.id)] for reading in readings}
+        uses = {reading.id: self._use(reading) for reading in self._authority.observe()}
+        shared = {name: uses.get(use.device, use) for name, use in uses.items()}
+        return {name: (use, self.level(use)) for name, use in shared.items()}
 
     @property
     def bounds(self) -> Bounds:
@@ -251,8 +252,8 @@ class Governor:
         open_devices = [device for device in devices if refused[device.id] is None]
         if open_devices or not devices:
             return open_devices
-        uses = {use.device: use for use in self.uses()}
-        said = tuple(f"{why} ({_numbers(uses[accounts[name]])})" for name, why in refused.items())
+        levels = self.levels()
+        said = tuple(f"{why} ({_numbers(levels[name][0])})" for name, why in refused.items())
         return Refusal((), "; ".join(said), trace=said)
 
     def _sample(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from inference.devices.base import Reading
 from inference.devices.inventory import Inventory
 from inference.errors import MemoryLimitExceededError
 from inference.evictions import Reason
-from inference.protocol import ModelState
+from inference.protocol import DeviceState, ModelState
 from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start, services, until
 
 GPU = "gpu-0"
@@ -214,6 +215,20 @@ async def test_a_service_that_starts_on_a_full_device_starts_says_so_and_refuses
     assert (shortage.device, shortage.need_bytes, shortage.free_bytes) == (GPU, 300 * MIB, 0)
     gpu.foreign_mib = 100
     await load(service, "a")
+
+
+async def test_what_is_lost_is_under_no_pressure(start: Start) -> None:
+    """Its last figures may say anything; that it is lost is told elsewhere."""
+    service, gpu = await begin(start, {"a": {}}, {"a": 300}, foreign_mib=990)
+    assert service.authority.governor.adviser.alerts()
+    seen = gpu.readings()
+    gpu.readings = lambda: (replace(seen[0], state=DeviceState.LOST),)  # type: ignore[method-assign]
+    service.authority.governor.check(regular=True)
+    assert set(service.authority.governor.rungs()) == {"cpu"}
+    assert GPU not in [
+        alert.subject for alert in service.authority.governor.adviser.alerts() if alert.kind == "pressure"
+    ]
+    assert GPU in service.authority.governor.levels()
 
 
 async def test_readings_that_fail_end_no_check(start: Start, caplog: pytest.LogCaptureFixture) -> None:
