@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headgate.shared.errors import HeadgateError
+from headgate.shared.errors import ConfigError, HeadgateError
 from inference.devices.base import Probe, Reading
 from inference.devices.cpu import CpuProbe
 from inference.devices.ggml import GgmlProbe
@@ -172,6 +172,15 @@ async def test_devices_that_cannot_start_are_told(tmp_path: Path) -> None:
     with pytest.raises(HeadgateError, match="did not start"):
         await probe.start()
     assert set(children_of(os.getpid())) <= before
+
+
+async def test_a_llama_cpp_without_rpc_is_told_with_the_flag_that_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "libggml.so").write_bytes(b"no such symbol in here")
+    probe = SimProbe(SIZES, engine=tmp_path)
+    with pytest.raises(ConfigError, match=r"INFERENCE_DEVICES: .*CMAKE_ARGS=-DGGML_RPC=ON"):
+        await probe.start()
+    assert probe.pid is None
+    await probe.close()
 
 
 @pytest.mark.parametrize(

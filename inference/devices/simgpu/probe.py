@@ -30,10 +30,14 @@ KIND = "sim"
 
 
 class SimProbe:
-    """The simulated devices `gpu-0`, `gpu-1`, ...; `directory` is private and holds the simulator's socket."""
+    """The simulated devices `gpu-0`, `gpu-1`, ...; `directory` is private and holds the simulator's socket.
 
-    def __init__(self, sizes: Sequence[int], directory: Path | None = None) -> None:
+    `engine` is the folder of llama-cpp-python, whose RPC they need.
+    """
+
+    def __init__(self, sizes: Sequence[int], directory: Path | None = None, *, engine: Path | None = None) -> None:
         self._sizes = tuple(sizes)
+        self._engine = engine or package()
         self._own = tempfile.TemporaryDirectory(prefix="hg-sim-") if directory is None else None
         self.socket_path = (Path(self._own.name) if self._own is not None else directory or Path()) / SOCKET_NAME
         self._process: asyncio.subprocess.Process | None = None
@@ -49,8 +53,7 @@ class SimProbe:
 
     async def start(self) -> None:
         """Returns when every device listens; raises HeadgateError when they cannot be had."""
-        folder = package()
-        if folder is None or missing_backends(folder, ["rpc"]):
+        if self._engine is None or missing_backends(self._engine, ["rpc"]):
             message = "simulated devices need llama-cpp-python built with RPC: CMAKE_ARGS=-DGGML_RPC=ON make serve"
             raise ConfigError([Problem(message, key="INFERENCE_DEVICES")])
         self._process = await asyncio.create_subprocess_exec(
