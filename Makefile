@@ -17,7 +17,7 @@ JOBS ?= 3
 SPREAD := -n $(JOBS) --dist worksteal
 # Branch coverage that the pure packages must reach, in percent.
 CORE_COVERAGE ?= 100
-CORE := gateway/core inference/core inference/worker/core
+CORE := gateway/core inference/core inference/worker/core inference/devices/simgpu/core
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
