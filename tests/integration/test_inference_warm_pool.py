@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
+import random
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,7 +14,7 @@ from typing import Any
 import pytest
 
 from inference.app import Service
-from inference.errors import InvalidRequestError
+from inference.errors import InferenceError, InvalidRequestError
 from inference.evictions import Action, Reason
 from inference.model import Model
 from inference.protocol import ModelState
@@ -192,3 +195,48 @@ async def test_a_file_that_changed_is_not_taken_up_again(start: Start, tmp_path:
     await use(service, "a")
     assert model.loads == 2
     assert service.authority.warm.restorations == 0
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_chaos_books_every_byte_once(start: Start, seed: int) -> None:
+    """Used, offloaded, evicted, killed and unloaded in any order: books balance all the time and are empty in the end.
+
+    So are the supervisor's list and this process's own descriptors: every worker is reaped, with all that it was given.
+    """
+    estimator = FakeEstimator()
+    estimator.sizes = {"a": 400, "b": 500, "c": 600}
+    models: dict[str, Any] = {"a": {}, "b": {"idle_timeout": 0}, "c": {}}
+    behavior = {"a": {"saved": MIB}, "b": {"saved": 2 * MIB}}
+    service: Service = await start(models, behavior, accelerator=FakeAccelerator(), estimator=estimator)
+    authority, chance = service.authority, random.Random(seed)
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(30):
+        model = authority.resolve(chance.choice("abc"))
+        match chance.choice(["use", "use", "use", "offload", "kill", "unload", "leave"]):
+            case "use":
+                ticket = authority.ask(model)
+                with contextlib.suppress(InferenceError):  # its worker was killed a moment ago
+                    if await ticket.wait(chance.choice([0, 10])) is not None and chance.random() < 0.5:
+                        await asyncio.sleep(0)
+                ticket.close()
+            case "offload":
+                with contextlib.suppress(InvalidRequestError):
+                    await authority.offload(model)
+            case "kill":
+                if model.running is not None:
+                    os.kill(model.running.worker.pid, signal.SIGKILL)
+            case "unload":
+                await authority.unload(model, now=True)
+            case "leave":
+                authority.loads.leave(model, Reason.PRESSURE, chance.choice(list(Action)))
+        for device in ("cpu", "gpu-0"):
+            balance = authority.ledger.balance(device)
+            assert balance.ours_bytes <= authority.ledger.accounts[device].budget_bytes
+    for model in authority.models.values():
+        authority.waiting.fail(model, InferenceError("the test ends"))
+    for model in authority.models.values():
+        await authority.unload(model, now=True)
+    await until("nothing is booked", lambda: empty(service))
+    await until("nobody runs", lambda: not authority.loads.supervisor.workers)
+    assert authority.warm.offloaded() == []
+    await until("descriptors are closed", lambda: len(list(Path("/proc/self/fd").iterdir())) <= descriptors)
