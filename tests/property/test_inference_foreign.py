@@ -1,0 +1,123 @@
+"""Foreign use is never mistaken for ours, nor ours for foreign, whoever loads or leaves while a device is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from inference.core.ledger import Account, Ledger, Phase
+
+CAPACITY = 1000
+GPU = "gpu-0"
+
+
+@dataclass
+class Worker:
+    """What a worker really uses of what is booked for it."""
+
+    booked: int
+    used: int = 0
+
+
+class DeviceMachine(RuleBasedStateMachine):
+    """A real device beside the ledger: others come and go, workers take their memory little by little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger().open(Account(GPU, CAPACITY, CAPACITY)).observe(GPU, 0, CAPACITY)
+        self.foreign = 0
+        self.workers: dict[str, Worker] = {}
+        self.count = 0
+        self.known = 0
+        """Foreign use at the last reading while nobody loaded or left."""
+
+    @property
+    def used(self) -> int:
+        return self.foreign + sum(worker.used for worker in self.workers.values())
+
+    @property
+    def quiet(self) -> bool:
+        return all(item.phase is Phase.RESIDENT for item in self.ledger.holdings.values())
+
+    @rule(to=st.integers(0, 600))
+    def others(self, to: int) -> None:
+        """Somebody else takes or gives back what there is."""
+        self.foreign = min(to, CAPACITY - (self.used - self.foreign))
+
+    @rule()
+    def read(self) -> None:
+        before = self.ledger.balance(GPU).foreign_bytes
+        self.ledger = self.ledger.observe(GPU, self.used, CAPACITY - self.used)
+        after = self.ledger.balance(GPU).foreign_bytes
+        if self.quiet:
+            assert after == self.foreign
+            self.known = self.foreign
+        else:
+            assert after >= before, "what somebody else has cannot be told from what a load has not taken yet"
+
+    @rule(need=st.integers(1, 500))
+    def admit(self, need: int) -> None:
+        """Whatever is admitted right after a reading fits beside everything booked, wherever the loads are."""
+        self.read()
+        if self.ledger.lacks({GPU: need}):
+            return
+        leaving = self.some(Phase.RELEASING)
+        due = sum(worker.used if id in leaving else worker.booked for id, worker in self.workers.items())
+        assert self.foreign + due + need <= CAPACITY
+        self.count += 1
+        self.ledger = self.ledger.reserve(f"w{self.count}", "m", {GPU: need})
+        self.workers[f"w{self.count}"] = Worker(need)
+
+    def some(self, *phases: Phase) -> list[str]:
+        return [id for id, item in self.ledger.holdings.items() if item.phase in phases]
+
+    @precondition(lambda self: self.some(Phase.RESERVED))
+    @rule(which=st.integers(0, 9), share=st.floats(0, 1))
+    def loads(self, which: int, share: float) -> None:
+        ids = self.some(Phase.RESERVED)
+        worker = self.workers[ids[which % len(ids)]]
+        worker.used = max(worker.used, min(int(worker.booked * share), worker.used + CAPACITY - self.used))
+
+    @precondition(lambda self: self.some(Phase.RESERVED))
+    @rule(which=st.integers(0, 9))
+    def ready(self, which: int) -> None:
+        ids = self.some(Phase.RESERVED)
+        id = ids[which % len(ids)]
+        worker = self.workers[id]
+        if self.used - worker.used + worker.booked <= CAPACITY:  # else others were quicker: a load that fails
+            worker.used = worker.booked
+            self.ledger = self.ledger.commit(id, {GPU: worker.booked})
+
+    @precondition(lambda self: self.some(Phase.RESERVED, Phase.RESIDENT))
+    @rule(which=st.integers(0, 9))
+    def leaves(self, which: int) -> None:
+        ids = self.some(Phase.RESERVED, Phase.RESIDENT)
+        self.ledger = self.ledger.leave(ids[which % len(ids)])
+
+    @precondition(lambda self: self.some(Phase.RELEASING))
+    @rule(which=st.integers(0, 9), share=st.floats(0, 1))
+    def gives_back(self, which: int, share: float) -> None:
+        ids = self.some(Phase.RELEASING)
+        worker = self.workers[ids[which % len(ids)]]
+        worker.used = min(worker.used, int(worker.used * share))
+
+    @precondition(lambda self: self.some(Phase.RELEASING))
+    @rule(which=st.integers(0, 9))
+    def gone(self, which: int) -> None:
+        ids = self.some(Phase.RELEASING)
+        id = ids[which % len(ids)]
+        del self.workers[id]
+        self.ledger = self.ledger.release(id)
+
+    @invariant()
+    def what_is_foreign_is_never_forgotten(self) -> None:
+        """At least what others had when that could be told last, and never a byte of ours once all is quiet."""
+        assert self.ledger.balance(GPU).foreign_bytes >= self.known
+        assert self.ledger.balance(GPU).ours_bytes == sum(worker.booked for worker in self.workers.values())
+
+
+DeviceMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestDevice = DeviceMachine.TestCase
