@@ -251,9 +251,8 @@ class _Look:
         movable = [held for held in now.models if held.standing is not Standing.FIXED]
         possible = next((item for item in self.request.options if not self._obstacle(item, emptied)), None)
         if (possible := possible or self._split(emptied)) is not None:
-            waits = tuple(held.model for held in movable)
-            if waits:
-                self.trace.append(f"{', '.join(possible.devices)}: would fit once {', '.join(waits)} can leave")
+            waits = tuple(held.model for held in movable)  # somebody: as things are it does not fit
+            self.trace.append(f"{', '.join(possible.devices)}: would fit once {', '.join(waits)} can leave")
             reason = "room is held by models that cannot leave yet: " + ", ".join(
                 f"{held.model} ({held.standing})" for held in movable
             )

@@ -220,11 +220,9 @@ class _Search:
     def _least(self, k: int, need: float, at: int) -> float:
         """What the rest of a resource costs at least: items at `at` and later, were they divisible."""
         spent = 0.0
-        for rate, i in self._by_rate[k]:
-            if i >= at:
-                here = self._gives[i][k]
-                if here >= need:
-                    return spent + rate * need
-                spent += self._costs[i]
-                need -= here
+        rest = ((rate, self._gives[i][k]) for rate, i in self._by_rate[k] if i >= at)  # they were seen to be enough
+        while need > 0:
+            rate, here = next(rest)
+            spent += rate * min(here, need)
+            need -= here
         return spent

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Collection
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,6 +62,57 @@ def test_large_instances_get_an_answer_in_which_nobody_leaves_in_vain(
     assert (found is None) == (not enough(tuple(range(len(gives))), gives, missing))
     for spared in found or ():
         assert not enough(tuple(i for i in found or () if i != spared), gives, missing)
+
+
+class Pile:
+    """Items that give amounts of several resources, some of them gone."""
+
+    def __init__(self, gives: list[list[int]], missing: list[int]) -> None:
+        self.gives, self.missing = gives, missing
+        self.gone: tuple[int, ...] = ()
+
+    def become(self, chosen: Collection[int]) -> None:
+        self.gone = tuple(chosen)
+
+    def enough(self) -> bool:
+        return enough(self.gone, self.gives, self.missing)
+
+
+@given(problems(12))
+@settings(max_examples=300, deadline=None)
+def test_a_search_that_has_to_ask_finds_the_cheapest_of_few_and_nobody_in_vain_of_many(
+    problem: tuple[list[float], list[list[int]], list[int]],
+) -> None:
+    item_costs, gives, missing = problem
+    found = victims.cheapest_where(item_costs, [sum(gift) for gift in gives], Pile(gives, missing))
+    exact = victims.cheapest(item_costs, gives, missing)
+    assert (found is None) == (exact is None)
+    if found is None or exact is None:
+        return
+    assert enough(found, gives, missing)
+    assert not any(enough(tuple(i for i in found if i != spared), gives, missing) for spared in found)
+    if len(item_costs) <= 8:
+        assert sum(item_costs[i] for i in found) == sum(item_costs[i] for i in exact)
+
+
+@given(problems(9))
+@settings(max_examples=200, deadline=None)
+def test_nothing_costs_less_than_the_best_fractions(
+    problem: tuple[list[float], list[list[int]], list[int]],
+) -> None:
+    item_costs, gives, missing = problem
+    found = victims.cheapest(item_costs, gives, missing)
+    least = victims.least_cost(item_costs, gives, missing)
+    if found is None:
+        return
+    cost = sum(item_costs[i] for i in found)
+    assert least <= cost + 1e-6
+    assert victims.cheapest(item_costs, gives, missing, below=cost) == found
+    assert cost == 0 or victims.cheapest(item_costs, gives, missing, below=cost * 0.9) is None
+
+
+def test_what_cannot_be_had_at_any_price_costs_without_bound() -> None:
+    assert victims.least_cost([1.0], [[5]], [6]) == math.inf
 
 
 amounts = st.integers(0, 300)

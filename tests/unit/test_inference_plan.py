@@ -290,6 +290,21 @@ def test_a_division_keeps_to_every_limit() -> None:
     assert isinstance(refusal, Refusal)
 
 
+def test_models_beside_the_devices_that_may_be_used_are_no_help() -> None:
+    """A victim of a division is one that gives something on its devices, or on the host."""
+    spread = layered(("gpu-0", "gpu-1"))
+    ledger, away = hold(machine(gpu_0=700, gpu_1=700, gpu_2=500, cpu=100), "away", {"gpu-2": 1, "cpu": 10})
+    ledger, idle = hold(ledger, "idle", {"gpu-0": 600})
+    request = ask(gpu(1300), gpu(1300, "gpu-1"), spread=spread)
+    decision = plan(request, ledger, [away, idle], Policy(NOW))
+    assert isinstance(decision, Placement)
+    assert decision.evict == ("idle",)
+
+
+def test_a_placement_on_one_device_names_it() -> None:
+    assert Placement(Result.FREE, Allocation.FRACTIONAL, "gpu-0", {}).devices == ("gpu-0",)
+
+
 def test_a_dedicated_model_may_have_several_devices_whole() -> None:
     spread = layered(("gpu-0", "gpu-1", "gpu-2"))
     ledger, held = hold(machine(gpu_0=700, gpu_1=700, gpu_2=700, cpu=100), "other", {"gpu-0": 1}, Standing.BUSY)
