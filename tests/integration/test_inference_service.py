@@ -303,7 +303,9 @@ def test_a_probe_never_loads_and_never_counts_as_use(rig: Rig) -> None:
 
 
 def test_an_idle_model_unloads_after_its_timeout_and_a_pinned_one_stays(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, {"a": tiny(1, idle_timeout="1s"), "b": tiny(2, idle_timeout="1s", pinned=True)}).start()
+    rig = Rig(
+        tmp_path, {"a": tiny(1, idle_timeout="1s", warm=False), "b": tiny(2, idle_timeout="1s", pinned=True)}
+    ).start()
     try:
         assert (rig.chat("a")[0], rig.chat("b")[0]) == (200, 200)
         wait_until("a left", lambda: rig.status("a")["state"] == "cold", seconds=5)
