@@ -9,23 +9,24 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING, Any
 
 from inference import figures
 from inference.core.plan import Standing
+from inference.core.repack import Piece, repack
 from inference.devices.cpu import CPU
-from inference.errors import DeadlineExceeded, InvalidRequestError
+from inference.errors import DeadlineExceeded, InferenceError, InvalidRequestError
 from inference.evictions import Action, Eviction, Reason
 from inference.loads import RETURN_SECONDS
 from inference.osapi import private_bytes
-from inference.protocol import ModelState
+from inference.protocol import DeviceState, ModelState
 from inference.worker import heap
 from inference.worker.link import BEAT_SECONDS
 
 if TYPE_CHECKING:
     from inference.authority import Authority
-    from inference.model import Model, Running
+    from inference.model import Model
 
 LEAVE_SECONDS = 30.0
 """Beside what an answer may still take, a model that leaves gets so long until its memory is back."""
@@ -50,7 +51,7 @@ async def evict(authority: Authority, model: Model, action: Action = Action.UNLO
         return {"model_name": model.id, "evicted": False, "memory_freed_mb": 0.0}
     back = authority.evictions.next_of(model.id)
     authority.loads.leave(model, Reason.BY_HAND, action)
-    authority.loop.call_later(authority.settings.drain_seconds, _end_of_patience, model, model.running)
+    authority.loop.call_later(authority.settings.drain_seconds, authority.loads.hurry, model, model.running)
     records = await _all_back([back], authority.settings.drain_seconds + LEAVE_SECONDS)
     if not records:
         raise DeadlineExceeded(f"{model.id!r} was told to leave, and its memory is not back yet")
@@ -78,11 +79,12 @@ async def collect(authority: Authority) -> dict[str, Any]:
 
 
 async def defragment(authority: Authority) -> dict[str, Any]:
-    """Drops retained cells, trims heaps, and takes grown reservations back; returns what was measured."""
+    """Drops retained cells, trims heaps, takes grown reservations back, and moves idle models together."""
     before = _largest_room(authority)
     trimmed, cells = await _trim(authority)
     reclaimed = sum(_reclaim(authority, model) for model in authority.models.values())
     await authority.inventory.refresh()
+    moved, refused = await _repack(authority)
     authority.observe()
     authority.pump()
     after = _largest_room(authority)
@@ -90,14 +92,10 @@ async def defragment(authority: Authority) -> dict[str, Any]:
         "cells_released": cells,
         "trimmed_mb": figures.mib(trimmed),
         "reclaimed_mb": figures.mib(reclaimed),
+        "moved": moved,
+        "refused": refused,
         "largest_room_mb": {"before": figures.mib(before), "after": figures.mib(after)},
     }
-
-
-def _end_of_patience(model: Model, running: Running) -> None:
-    """Ends a worker that still has answers under way, if it has not left by now."""
-    if model.running is running and model.state is _S.DRAINING:
-        running.worker.stop()
 
 
 async def _all_back(futures: Iterable[asyncio.Future[Eviction]], seconds: float) -> list[Eviction]:
@@ -169,5 +167,51 @@ def _reclaim(authority: Authority, model: Model) -> int:
 
 
 def _largest_room(authority: Authority) -> int:
-    """The most that one model could get on one device now; bytes."""
-    return max((balance.room_bytes for balance in authority.balances().values()), default=0)
+    """The most that one model could get on one device now, an accelerator where there is one; bytes."""
+    balances = authority.balances()
+    accelerators = [reading.id for reading in authority.inventory.accelerators() if reading.id in balances]
+    return max((balances[device].room_bytes for device in accelerators or balances), default=0)
+
+
+# --- free memory that lies scattered over devices --------------------------------------------------------------------
+async def _repack(authority: Authority) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Moves idle models so that the largest room grows: (who moved from where to where, who could not and why)."""
+    balances = authority.balances()
+    rooms = {
+        reading.id: balances[reading.id].room_bytes
+        for reading in authority.inventory.accelerators()
+        if reading.state is DeviceState.HEALTHY and not reading.unified
+    }
+    pieces = [await _piece(authority, model, rooms) for model in authority.models.values() if _is_movable(model, rooms)]
+    moved, refused = [], []
+    for shift in repack(rooms, pieces):
+        told = {"model_name": shift.model, "source": shift.source, "target": shift.target}
+        try:
+            await authority.moving.move(authority.resolve(shift.model), shift.target, LEAVE_SECONDS)
+        except InferenceError as error:
+            refused.append({**told, "reason": error.message})
+        else:
+            moved.append(told)
+    return moved, refused
+
+
+def _is_movable(model: Model, devices: Container[str]) -> bool:
+    """Idle, on one of these devices alone, and bound to none; a pinned one moves as well: it stays loaded."""
+    running = model.running
+    if running is None or model.state is not _S.READY or model.in_flight or model.queue.waiters:
+        return False
+    bound = model.spec.dedicated or model.spec.gpu_index is not None
+    return not bound and len(running.placement.devices) == 1 and running.placement.device in devices
+
+
+async def _piece(authority: Authority, model: Model, devices: Iterable[str]) -> Piece:
+    """What the model holds where it is, and what it would need on each device."""
+    assert model.running is not None
+    device = model.running.placement.device
+    held = authority.ledger.holdings[model.running.holding].bytes[device]
+    need = {}
+    for name in devices:
+        if (reading := authority.inventory.get(name)) is not None and name != device:
+            await authority.background.measure_on(model, reading)
+            need[name] = model.estimates[name].need[name]
+    return Piece(model.id, device, held, need)

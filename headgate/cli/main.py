@@ -47,6 +47,7 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
         Verb(
             "offload", "models", "let a model leave its device and keep it warm in host memory", "headgate offload demo"
         ),
+        Verb("move", "models", "load a model on another device, and only there", "headgate move demo gpu-1"),
         Verb("restart", "models", "unload a model, then load it in a fresh process", "headgate restart demo"),
         Verb("stop", "models", "cancel what a model does and unload it", "headgate stop demo"),
         Verb(
@@ -76,7 +77,7 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
     ),
 }
 HIDDEN = (Verb("health", "health", "exit 0 when a URL answers 200 (for container health checks)"),)
-LATER = frozenset({"move", "quarantine", "kv", "chaos", "pull", "doctor", "config import"})
+LATER = frozenset({"quarantine", "kv", "chaos", "pull", "doctor", "config import"})
 """Said to come with a later version, lest they be taken for misspellings."""
 
 PATHS = frozenset({"config_dir", "write"})

@@ -30,6 +30,11 @@ def _one_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a model's name or alias")
 
 
+def _model_and_device(parser: argparse.ArgumentParser) -> None:
+    _one_model(parser)
+    parser.add_argument("device", metavar="DEVICE", help="a device's name, as `headgate devices` lists it")
+
+
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     _one_model(parser)
     parser.add_argument("--ctx", metavar="TOKENS", type=at_least_one, help="context length per request to plan for")
@@ -147,6 +152,11 @@ def offload(session: Session) -> int:
     return _change(session, "offloading", "offload")
 
 
+def move(session: Session) -> int:
+    """Loads a model on another device once it has finished what it does; exit 4 if it does not fit: it stays then."""
+    return _change(session, f"moving to {session.args.device}:", "move", {"device": session.args.device})
+
+
 def restart(session: Session) -> int:
     """Unloads a model once it has finished what it does, and loads it in a fresh process."""
     return _change(session, "restarting", "restart")
@@ -157,10 +167,10 @@ def stop(session: Session) -> int:
     return _change(session, "stopping", "unload?now=true")
 
 
-def _change(session: Session, doing: str, action: str) -> int:
+def _change(session: Session, doing: str, action: str, body: Mapping[str, Any] | None = None) -> int:
     session.terminal.status(f"{doing} {session.args.model} ...")
     path = f"/models/{segment(session.args.model)}/{action}"
-    answer = addresses.inference(session).post(path, seconds=LOAD_SECONDS)
+    answer = addresses.inference(session).post(path, body, seconds=LOAD_SECONDS)
     if session.json:
         session.terminal.json(answer)
         return Exit.OK
@@ -238,6 +248,7 @@ COMMANDS = {
     "load": Command(_one_model, load),
     "unload": Command(_one_model, unload),
     "offload": Command(_one_model, offload),
+    "move": Command(_model_and_device, move),
     "restart": Command(_one_model, restart),
     "stop": Command(_one_model, stop),
     "plan": Command(_plan_arguments, plan),

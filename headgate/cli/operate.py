@@ -17,7 +17,7 @@ ACCOUNTS = ("capacity", "free", "foreign", "reserved", "resident", "releasing")
 
 
 def devices(session: Session) -> int:
-    """Every device with its health and its accounts."""
+    """Every device with its health, how full it is, and its accounts."""
     answer = addresses.inference(session).get("/devices")
     if session.json:
         session.terminal.json(answer)
@@ -30,12 +30,13 @@ def devices(session: Session) -> int:
                 str(device["id"]),
                 str(device.get("name", "-")),
                 str(device.get("state", "-")),
+                str(device.get("pressure_level", "-")),
                 *(_bytes(accounts, name) for name in ACCOUNTS),
                 str(device.get("uuid") or "-"),
             ]
         )
     accounts = [name.upper() for name in ACCOUNTS]
-    headers = ["DEVICE", "NAME", "STATE", *accounts, "UUID"]
+    headers = ["DEVICE", "NAME", "STATE", "PRESSURE", *accounts, "UUID"]
     session.terminal.table(headers, rows, accounts, "the inference service knows no device")
     for device in answer["devices"]:
         if device.get("note"):

@@ -1,7 +1,7 @@
 """Decides which idle models change their device, so that free memory lies together on one; carries nothing out.
 
-One device is emptied as far as its idle models fit elsewhere: the one that then has the largest room. A model on
-several devices stays. Nothing is moved unless the largest room grows.
+One device is emptied as far as its idle models fit elsewhere: the one that then has the largest room, and of several
+such the one from which least has to be moved. A model on several devices stays. Nothing moves unless that room grows.
 """
 
 from __future__ import annotations
@@ -33,17 +33,19 @@ def repack(rooms: Mapping[str, int], pieces: Sequence[Piece]) -> tuple[Shift, ..
     """The moves, in order, each of which fits when it is made; `rooms` are free bytes per device for new loads."""
     most = max(rooms.values(), default=0)
     best: tuple[Shift, ...] = ()
+    moved = 0
     for source in sorted(rooms):
-        shifts, room = _emptied(source, rooms, pieces)
-        if room > most:
-            best, most = shifts, room
+        shifts, gained = _emptied(source, rooms, pieces)
+        room = rooms[source] + gained
+        if (room, -gained) > (most, -moved) and room > max(rooms.values()):
+            best, most, moved = shifts, room, gained
     return best
 
 
 def _emptied(source: str, rooms: Mapping[str, int], pieces: Sequence[Piece]) -> tuple[tuple[Shift, ...], int]:
-    """What leaves `source`, the largest first and each to where it fits best; and the room that is there then."""
+    """What leaves `source`, the largest first and each to where it fits best; and the bytes that frees."""
     others = {device: room for device, room in rooms.items() if device != source}
-    room = rooms[source]
+    gained = 0
     shifts = []
     here = [piece for piece in pieces if piece.device == source]
     for piece in sorted(here, key=lambda item: (-item.bytes, item.model)):
@@ -52,6 +54,6 @@ def _emptied(source: str, rooms: Mapping[str, int], pieces: Sequence[Piece]) -> 
         if fitting:
             target = min(fitting, key=lambda device: (fitting[device], device))
             others[target] = fitting[target]
-            room += piece.bytes
+            gained += piece.bytes
             shifts.append(Shift(piece.model, source, target))
-    return tuple(shifts), room
+    return tuple(shifts), gained

@@ -11,8 +11,9 @@ import pytest
 from inference import cleanup
 from inference.app import Service
 from inference.core.ledger import Phase
+from inference.devices.base import Reading
 from tests.rigs.asgi import ask
-from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, Start, services, until
+from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start, services, until
 
 
 @pytest.fixture
@@ -193,6 +194,39 @@ async def test_a_load_that_was_refused_fits_after_defragmenting(start: Start, mo
     assert answer["largest_room_mb"]["after"] > answer["largest_room_mb"]["before"]
     assert authority.ledger.holdings[running.holding].phase is Phase.RESIDENT
     assert (await post(service, "/memory/plan", {"model": "b"}))["result"] == "FREE"
+
+
+class TwoDevices(SharedDevice):
+    """Two GPUs of 1,000 MiB on which nobody else uses anything."""
+
+    def readings(self) -> tuple[Reading, ...]:
+        self._id = "gpu-0"
+        (first,) = super().readings()
+        self._id = "gpu-1"
+        (second,) = super().readings()
+        return first, second
+
+
+async def test_idle_models_are_moved_together_so_that_a_large_one_fits(start: Start) -> None:
+    estimator = FakeEstimator()
+    estimator.sizes = {"a": 400, "b": 300, "large": 700}
+    machine = TwoDevices()
+    models: dict[str, Any] = {"a": {"pinned": True}, "b": {"pinned": True}, "large": {}}
+    service = await start(models, accelerator=machine, estimator=estimator)
+    machine.service = service
+    for name in ("a", "b"):
+        await service.authority.load(service.authority.resolve(name), 10)
+    first = (await get(service, "/v1/models/a"))["headgate"]["devices"][0]
+    second = {"gpu-0": "gpu-1", "gpu-1": "gpu-0"}[first]
+    await post(service, "/models/b/move", {"device": second})
+    scattered = await get(service, "/memory/fragmentation")
+    assert (scattered["room_mb"], scattered["largest_room_mb"]) == (1100, 600)
+    await post(service, "/models/large/load", status=503)
+    answer = await post(service, "/memory/defragment")
+    assert answer["moved"] == [{"model_name": "b", "source": second, "target": first}]
+    assert (answer["refused"], answer["largest_room_mb"]) == ([], {"before": 600, "after": 900})
+    await post(service, "/models/large/load")
+    assert all(model.running for model in service.authority.models.values())
 
 
 async def test_bad_input_is_told_in_the_envelope(start: Start) -> None:

@@ -45,6 +45,12 @@ def test_a_hole_on_each_of_two_devices_becomes_one_hole() -> None:
     assert repack({"gpu-0": 40, "gpu-1": 50}, pieces) == (Shift("b", "gpu-1", "gpu-0"),)
 
 
+def test_of_two_ways_to_the_same_room_the_smaller_model_moves() -> None:
+    anywhere = {"gpu-0": 40, "gpu-1": 40}
+    pieces = [Piece("a", "gpu-0", 40, anywhere), Piece("b", "gpu-1", 30, {"gpu-0": 30, "gpu-1": 30})]
+    assert repack({"gpu-0": 50, "gpu-1": 60}, pieces) == (Shift("b", "gpu-1", "gpu-0"),)
+
+
 def test_who_may_be_on_one_device_only_stays() -> None:
     assert repack({"gpu-0": 40, "gpu-1": 50}, [Piece("a", "gpu-1", 30, {"gpu-1": 30})]) == ()
     assert repack({}, []) == ()

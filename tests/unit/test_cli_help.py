@@ -68,7 +68,9 @@ def test_mistakes_are_exit_code_2_with_advice(words: list[str], advice: str, cap
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("words", [*map(str.split, sorted(LATER)), ["help", "pull"], ["pull", "--help"], ["move", "a"]])
+@pytest.mark.parametrize(
+    "words", [*map(str.split, sorted(LATER)), ["help", "pull"], ["pull", "--help"], ["kv", "clear"]]
+)
 def test_verbs_of_later_versions_are_not_taken_for_misspelled_ones(words: list[str], capsys: Any) -> None:
     """`offload` is the opposite of `load`."""
     assert main(words) == 2

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,19 @@ def test_load_and_unload_post_and_say_the_state(serve: Any, capsys: Any) -> None
     assert [asked.method for asked in service.asked] == ["POST", "POST", "POST"]
 
 
+def test_move_names_the_device_and_says_where_the_model_is(serve: Any, capsys: Any) -> None:
+    service = serve({"POST /models/org/big/move": Canned(replace(READY, devices=("gpu-1",)).to_json())})
+    assert main(["move", "org/big", "gpu-1"]) == 0
+    assert capsys.readouterr().err.splitlines()[-1] == "demo: ready on gpu-1, 48.0 MiB"
+    assert service.asked[0].body == {"device": "gpu-1"}
+
+
+def test_move_to_a_device_without_room_is_exit_code_4(serve: Any, capsys: Any) -> None:
+    serve({"POST /models/org/big/move": Canned(TOO_BIG, status=503)})
+    assert main(["move", "org/big", "gpu-1"]) == 4
+    assert "1.0 TiB" in capsys.readouterr().err
+
+
 def test_restart_and_stop_post_and_say_the_state(serve: Any, capsys: Any) -> None:
     service = serve(
         {
@@ -197,7 +211,20 @@ def test_an_answer_of_a_stranger_is_told_as_it_is(serve: Any, capsys: Any) -> No
 
 @pytest.mark.parametrize(
     "line",
-    ["ps", "list", "show x", "load x", "unload x", "offload x", "restart x", "stop x", "devices", "breakers", "plan x"],
+    [
+        "ps",
+        "list",
+        "show x",
+        "load x",
+        "unload x",
+        "offload x",
+        "move x gpu-0",
+        "restart x",
+        "stop x",
+        "devices",
+        "breakers",
+        "plan x",
+    ],
 )
 def test_nobody_there_is_exit_code_3_and_says_where_and_how(
     line: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
@@ -487,11 +514,12 @@ def test_devices_show_the_accounts_of_the_ledger(serve: Any, capsys: Any) -> Non
     accounts = {"capacity": 10, "free": 4, "foreign": 3, "reserved": 2, "resident": 1, "releasing": 0}
     ledger = {f"{name}_bytes": count * 2**30 for name, count in accounts.items()}
     device = {"id": "gpu-0", "name": "A GPU", "state": "healthy", "uuid": "GPU-1", "note": "slow", "ledger": ledger}
+    device["pressure_level"] = "high"
     serve({"GET /devices": Canned({"devices": [device]})})
     assert main(["devices"]) == 0
     said = capsys.readouterr()
     sizes = r" +".join(rf"{count}\.0 GiB" if count else "0 B" for count in accounts.values())
-    assert re.match(rf"gpu-0 +A GPU +healthy +{sizes} +GPU-1$", said.out.splitlines()[1])
+    assert re.match(rf"gpu-0 +A GPU +healthy +high +{sizes} +GPU-1$", said.out.splitlines()[1])
     assert said.err == "gpu-0: slow\n"
 
 
