@@ -46,6 +46,7 @@ from inference.pump import Pump
 from inference.settings import InferenceConfig, check_devices
 from inference.supervisor import Supervisor
 from inference.teller import Teller
+from inference.threads import Threads
 from inference.waiting import Waiting
 from inference.warm import WarmPool
 
@@ -95,6 +96,7 @@ class Authority:
         self.ids = itertools.count(1)
         self.pumping = Pump(self)
         self.moving = Moving(self)
+        self.threads = Threads(self)
         self._watch_at = 0.0
         self._ticker: asyncio.TimerHandle | None = None
         bus.snapshot = self.teller.snapshot
@@ -141,6 +143,7 @@ class Authority:
         if self._ticker is not None:
             self._ticker.cancel()
         self.pumping.close()
+        self.threads.close()
         self.teller.close()
         self.background.cancel()
         await self.background.join()
@@ -286,6 +289,7 @@ class Authority:
         """The one way a model changes its state; listeners hear of it, of a quiet one a little later."""
         model.state = advance(model.state, event)
         self.warm.moved(model)
+        self.threads.changed(model)
         self.teller.changed(SETTLE_SECONDS if quietly else 0.0)
 
     def balances(self) -> Mapping[str, Any]:

@@ -44,6 +44,8 @@ class Running:
     session: aiohttp.ClientSession | None = None
     ready: Ready | None = None
     ready_at: float = 0.0
+    threads: int | None = None
+    """What the worker was told to compute with last."""
     leases: set[Lease] = field(default_factory=set)
     failure: InferenceError | None = None
     stamp: tuple[int, int, int] = (0, 0, 0)

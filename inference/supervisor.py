@@ -49,6 +49,7 @@ from inference.worker.link import (
     Offloaded,
     Ready,
     Stop,
+    Threads,
     decode,
     encode,
 )
@@ -251,6 +252,10 @@ class WorkerProcess:
     def limit(self, sequences: int) -> None:
         """Tells it how many sequences it may compute at once."""
         self._send(Limit(sequences))
+
+    def use_threads(self, count: int) -> None:
+        """Tells it how many threads to compute with."""
+        self._send(Threads(count))
 
     def forget(self) -> None:
         """Tells it to drop the prefixes that it retains."""

@@ -24,7 +24,7 @@ class Channel:
         on_drain: Callable[[], None],
         on_stop: Callable[[], None],
         on_offload: Callable[[link.Offload], None],
-        on_throttle: Callable[[link.Limit | link.Forget], None],
+        on_throttle: Callable[[link.Limit | link.Forget | link.Threads], None],
     ) -> None:
         self._socket = socket.socket(fileno=handle)
         self._socket.setblocking(True)
@@ -81,7 +81,7 @@ class Channel:
                 self._orders.put(message)
             case link.Offload():
                 self._on_offload(message)
-            case link.Limit() | link.Forget():
+            case link.Limit() | link.Forget() | link.Threads():
                 self._on_throttle(message)
             case link.Drain():
                 self._on_drain()

@@ -13,6 +13,7 @@ One JSON object per line, in this order:
     worker -> authority   offloaded    done; one that stays waits for another grant
     authority -> worker   limit *      compute at most so many sequences at once
     authority -> worker   forget *     drop retained prefixes
+    authority -> worker   threads      how many threads to compute with, any time
     authority -> worker   drain        finish what runs, take nothing new, then end with status 0
     authority -> worker   stop         end now
 
@@ -204,6 +205,14 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True)
+class Threads:
+    """Compute with `count` threads (1 or more) from the next step on."""
+
+    tag: ClassVar[str] = "threads"
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Drain:
     """Finish what runs, take nothing new, then end with status 0."""
 
@@ -230,6 +239,7 @@ Message = (
     | Offloaded
     | Limit
     | Forget
+    | Threads
     | Drain
     | Stop
 )
@@ -248,6 +258,7 @@ _TYPES: Mapping[str, type] = {
         Offloaded,
         Limit,
         Forget,
+        Threads,
         Drain,
         Stop,
     )

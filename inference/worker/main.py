@@ -44,6 +44,7 @@ from inference.worker.link import (
     Limit,
     LoadProgress,
     Offload,
+    Threads,
 )
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from inference.worker.engine import Engine
     from inference.worker.http import App
     from inference.worker.kept import Kept
+    from inference.worker.llama.context import Context
     from inference.worker.loading import Loaded
     from inference.worker.prompts import Prompts
     from inference.worker.requests import Sampling
@@ -117,6 +119,8 @@ class Worker:
         self._readers: _Readers | None = None
         self._sight: Sight | None = None
         self._engine: Engine | None = None
+        self._context: Context | None = None
+        self._threads: int | None = None
         self._pulse: Callable[[], Beat] = _still
         self._draining = False
         self._fraction: float | None = None
@@ -217,8 +221,13 @@ class Worker:
         self._offloading = order
         self._order("offload")
 
-    def _throttle(self, order: Limit | Forget) -> None:
+    def _throttle(self, order: Limit | Forget | Threads) -> None:
         """What pools has no sequences to hold back and retains nothing, but may have a heap to trim."""
+        if isinstance(order, Threads):
+            self._threads = order.count
+            if (loop := self._loop) is not None:
+                loop.call_soon_threadsafe(self._use_threads)
+            return
         if isinstance(order, Limit):
             if self._engine is not None:
                 self._engine.limit(order.sequences)
@@ -226,6 +235,11 @@ class Worker:
         if self._engine is not None:
             self._engine.forget()
         heap.trim()
+
+    def _use_threads(self) -> None:
+        """On the loop, where a model is offloaded as well: there is a context while there is one here."""
+        if self._context is not None and self._threads is not None:
+            self._context.use_threads(self._threads)
 
     def _order(self, order: str) -> None:
         """Before the model serves there is nothing to finish: the process ends at once."""
@@ -260,6 +274,8 @@ class Worker:
         running.start()
         self._loop = loop
         self._pulse = running.pulse.beat
+        self._context = kept.loaded.context
+        self._use_threads()
         self._channel.send(kept.loaded.ready)
         order = await self._ending
         app.draining = True
@@ -280,7 +296,7 @@ class Worker:
         if order != "offload" or not ended:
             _exit(0)
         self._loop = None
-        self._pulse, self._engine = _still, None
+        self._pulse, self._engine, self._context = _still, None, None
         from inference.worker.kept import offload
 
         assert self._offloading is not None

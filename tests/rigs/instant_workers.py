@@ -24,6 +24,7 @@ class InstantWorker:
         self.pid = pid
         self.socket_path = Path("/nowhere")
         self.progress = 0.0
+        self.threads: int | None = None
         self.beat: link.Beat | None = None
         self.hello: asyncio.Future[link.Hello] = loop.create_future()
         self.ready: asyncio.Future[link.Ready] = loop.create_future()
@@ -44,6 +45,10 @@ class InstantWorker:
         if not self.exited.done():
             self.progress = 1.0
             self.ready.set_result(ready)
+
+    def use_threads(self, count: int) -> None:
+        """Notes it."""
+        self.threads = count
 
     def stop(self) -> None:
         """Ends in good order."""

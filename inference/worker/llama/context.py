@@ -98,6 +98,10 @@ class Context:
             return self.n_ubatch * (self.model.n_vocab + self.model.n_embd) * 4
         return self.n_outputs * self.model.n_vocab * 4
 
+    def use_threads(self, count: int) -> None:
+        """Computes with `count` threads from the next step on; may be called while a step runs."""
+        lib.llama_set_n_threads(self.handle, count, count)
+
     def close(self) -> None:
         """Frees the memory and the compute buffers."""
         lib.llama_free(self.handle)

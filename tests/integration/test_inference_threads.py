@@ -1,0 +1,60 @@
+"""Models in use at the same time share the cores; who is alone has them all again."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from inference.worker import link
+from tests.rigs.authority_rig import Start, services, until
+from tests.rigs.instant_workers import InstantSupervisor
+from tests.rigs.tiny_gguf import generative
+from tests.rigs.worker_rig import WorkerRig, grant_for
+
+
+@pytest.fixture
+async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
+    async with services(tmp_path, monkeypatch) as make:
+        yield make
+
+
+async def test_threads_follow_who_is_busy(start: Start) -> None:
+    service = await start({"a": {}, "b": {}, "fixed": {"threads": 3}})
+    authority = service.authority
+    authority.loads.supervisor = InstantSupervisor()
+    authority.threads.cores = 8
+    a, b, fixed = (authority.resolve(name) for name in ("a", "b", "fixed"))
+    leases = [await authority.ask(a).wait(10)]
+    assert a.running.worker.threads is None, "alone it has them all, as it began"
+    leases.append(await authority.ask(b).wait(10))
+    assert (a.running.worker.threads, b.running.worker.threads) == (4, 4)
+    leases.append(await authority.ask(fixed).wait(10))
+    assert fixed.running.worker.threads is None
+    assert (a.running.worker.threads, b.running.worker.threads) == (3, 2)
+    for lease in leases[1:]:
+        lease.release()
+    assert a.running.worker.threads == 3, "a neighbor that pauses for a moment changes nothing"
+    await until("a has them all", lambda: a.running.worker.threads == 8)
+    again = await authority.ask(b).wait(10)
+    assert (a.running.worker.threads, b.running.worker.threads) == (4, 4)
+    again.release()
+    leases[0].release()
+    alone = await authority.ask(b).wait(10)
+    assert b.running.worker.threads == 8, "who becomes busy alone need not wait for his cores"
+    alone.release()
+
+
+def test_a_worker_changes_its_threads_and_says_the_same(tmp_path: Path) -> None:
+    ask = {"prompt": "once upon", "max_tokens": 8, "temperature": 0}
+    with WorkerRig(tmp_path, grant_for(generative())) as rig:
+        rig.ready()
+        texts = []
+        for count in (1, 2, 1):
+            rig.send(link.Threads(count))
+            rig.fresh_beat()
+            status, answer = rig.post("/v1/completions", {"model": "tiny", **ask})
+            assert status == 200
+            texts.append(answer["choices"][0]["text"])
+        assert len(set(texts)) == 1
