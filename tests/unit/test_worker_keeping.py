@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference.worker.core.keeping import Retained, chosen, differing
+from inference.worker.core.scheduler import Scheduler
+from inference.worker.core.steps import Job, Limits
 
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 50)), max_size=8), st.integers(-10, 300))
@@ -30,3 +32,22 @@ def test_what_differs_is_named() -> None:
     """Values and names that one side lacks."""
     assert differing({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 3, "d": 4}) == ("b", "c", "d")
     assert differing({"a": [1, 2]}, {"a": [1, 2]}) == ()
+
+
+def test_an_adopted_sequence_is_a_retained_prefix_like_any_other() -> None:
+    """Its tenant's prompt goes on with it; somebody else's does not; what is held is told again."""
+    limits = Limits(slots=2, context=4096, batch=64, queue=8, can_trim=True)
+    tokens = array("i", range(1, 1001))
+    scheduler = Scheduler(limits)
+    scheduler.adopt([Retained(1, tokens, "alice")])
+    assert [(held.slot, held.tenant, list(held.tokens)) for held in scheduler.retained()] == [
+        (1, "alice", list(tokens))
+    ]
+    for number, tenant, start in ((1, "bob", 0), (2, "alice", 1000)):
+        assert scheduler.submit([Job(number, [*tokens, 7], tenant=tenant)])
+        (row,) = [row for row in scheduler.plan(0.0, 64).rows if row.job == number]
+        assert row.start == start
+        scheduler.computed()
+        if tenant == "alice":
+            assert scheduler.retained() == []
+            scheduler.extend(number, 8)
