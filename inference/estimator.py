@@ -220,6 +220,8 @@ class Estimator:
             tuple(entry["capabilities"]),
             tuple(Sizes(int(weights), int(kv), bool(grows)) for weights, kv, grows in entry["layers"]),
             {device.id: count for device, count in zip(here, counts, strict=True)} if counts else {},
+            str(entry["facts"].get("architecture", "")),
+            str(entry["facts"].get("quantization", "")),
         )
 
 

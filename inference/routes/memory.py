@@ -36,6 +36,7 @@ def router(authority: Authority) -> APIRouter:
 
     @routes.get("/memory/fragmentation")
     async def fragmentation() -> dict[str, Any]:
+        await authority.inventory.refresh()  # old readings would look like a difference
         return figures.fragmentation(authority)
 
     @routes.get("/memory/kv")

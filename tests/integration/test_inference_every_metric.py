@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,8 @@ from inference.protocol import DeviceState, ModelState
 from tests.rigs.asgi import ask
 from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start, services, until
 
-NAMES = {
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "api.md"
+NAMES: dict[str, set[str]] = {
     "inference_device_bytes": {"device", "account"},
     "inference_device_utilization_ratio": {"device"},
     "inference_device_state": {"device"},
@@ -184,6 +186,14 @@ async def _requests_wait_in_vain(start: Start, _patch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("names", TABLE, ids=lambda names: "-".join(name.removeprefix("inference_") for name in names))
 async def test_the_metric_moves(names: tuple[str, ...], start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     await TABLE[names](start, monkeypatch)
+
+
+def test_they_are_documented_with_their_labels() -> None:
+    table = DOCUMENT.read_text(encoding="utf-8").partition("### Metrics\n")[2].partition("\n### ")[0]
+    rows = re.findall(r"^\| `(inference_\w+)` \| ([^|]*) \|", table, re.MULTILINE)
+    assert {name: set(re.findall(r"`(\w+)`", labels)) for name, labels in rows} == {
+        name.removesuffix("_count"): labels for name, labels in NAMES.items()
+    }
 
 
 def test_no_metric_is_left_out() -> None:

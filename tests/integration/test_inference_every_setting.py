@@ -355,7 +355,7 @@ async def _how_long_an_estimate_may_take(bench: Bench) -> None:
         reading = service.authority.inventory.get(CPU)
         assert reading is not None
         estimate = await service.authority.background.estimator.get(config.models["a"], reading)
-        assert estimate.source == source
+        assert (estimate.source, estimate.architecture) == (source, "llama")
 
 
 # --- supervision -----------------------------------------------------------------------------------------------------
