@@ -62,7 +62,8 @@ def status(model: Model, authority: Authority, now: float) -> ModelStatus:
     """One model as `/v1/models`, `/events` and `ps` show it."""
     running = model.running
     estimate = next(iter(model.estimates.values()), None)
-    actual = sum(authority.ledger.owned_by(model.id).values()) if running and running.ready else None
+    is_known = running is not None and (running.ready is not None or model.state is ModelState.WARM)
+    actual = sum(authority.ledger.owned_by(model.id).values()) if is_known else None
     fits, reason = _fits(model, authority)
     rest = model.retry_at - now if model.state is ModelState.FAILED else None
     resting = model.state is ModelState.COLD and model.in_flight == 0

@@ -95,6 +95,28 @@ async def test_models_say_where_they_are_and_how_they_are_used(start: Start) -> 
     assert idle["idle_seconds"] >= 0
 
 
+async def test_a_warm_model_holds_host_memory_and_says_so(start: Start) -> None:
+    service = await start({"a": {}}, {"a": {"saved": 2**20}})
+    model = service.authority.resolve("a")
+    await service.authority.load(model, 10)
+    await post(service, "/models/a/offload")
+    (listed,) = (await get(service, "/memory/models"))["models"]
+    (kept,) = (await get(service, "/memory/offloaded"))["offloaded"]
+    (cached,) = (await get(service, "/memory/kv"))["models"]
+    held = sum(service.authority.ledger.owned_by("a").values())
+    assert (listed["location"], listed["memory_mb"]["observed"]) == ("host", round(held / MIB, 3))
+    assert (await get(service, "/v1/models/a"))["headgate"]["actual_bytes"] == held
+    assert (kept["model_key"], kept["original_device"], kept["bytes"]) == ("a", "cpu", held)
+    assert kept["seconds_offloaded"] >= 0
+    assert (cached["hot_mb"], cached["kv_cells_reserved"], cached["saved_sequences"]) == (0, 0, 1)
+    stats = await get(service, "/memory/stats")
+    assert (stats["models_loaded"], stats["models_offloaded"], stats["total_offloads"]) == (0, 1, 1)
+    await post(service, "/models/a/load")
+    stats = await get(service, "/memory/stats")
+    assert (stats["models_loaded"], stats["models_offloaded"], stats["total_restorations"]) == (1, 0, 1)
+    assert (await post(service, "/memory/gc"))["models"] == ["a"]
+
+
 async def test_fragmentation_holds_the_books_against_what_is_seen(start: Start) -> None:
     accelerator = FakeAccelerator()
     service = await start({"a": {"context_length": 512, "parallel": 2}}, {"a": {}}, accelerator=accelerator)
