@@ -43,12 +43,24 @@ class Wire:
 class WiredHttp(HttpToolsProtocol):
     """uvicorn's HTTP that leaves a wire in the scope of every request."""
 
+    _unanswered: tuple[RequestResponseCycle, ...] = ()
+
     def on_headers_complete(self) -> None:
         """A request's head is whole."""
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is not before:
+            self._unanswered = (*(cycle for cycle in self._unanswered if not cycle.response_complete), self.cycle)
             self.scope["extensions"] = {_EXTENSION: Wire(self.cycle)}  # type: ignore[dict-item]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client left. uvicorn tells the last request only, though one that came before may be what is answered."""
+        super().connection_lost(exc)
+        for cycle in self._unanswered:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self._unanswered = ()
 
 
 def take(scope: MutableMapping[str, Any]) -> Wire | None:
