@@ -7,6 +7,7 @@ of the loop. Answers that come whole are better asked for with a real client.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -29,7 +30,8 @@ def unix(path: str) -> Connector:
 
 def tcp(host: str, port: int, *, tls: bool = False) -> Connector:
     """Connects to a port."""
-    return lambda protocol: asyncio.get_running_loop().create_connection(protocol, host, port, ssl=tls or None)
+    trust = ssl.create_default_context() if tls else None  # once: reading the authorities takes milliseconds
+    return lambda protocol: asyncio.get_running_loop().create_connection(protocol, host, port, ssl=trust)
 
 
 class Hop:
@@ -219,7 +221,7 @@ class _Connection(asyncio.Protocol):
             return
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fail(f"what came is not HTTP ({error})")
             return
         if not self._head.done():
@@ -258,6 +260,11 @@ class _Connection(asyncio.Protocol):
             on_end(None if self._complete else self._error)
 
     # --- for the parser ------------------------------------------------------------------------------------------
+    def on_message_begin(self) -> None:
+        """An answer begins, or the one after an interim one. Whole, one has nothing behind it."""
+        if self._complete:
+            raise BrokenError("an answer that was not asked for")
+
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header."""
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
