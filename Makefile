@@ -3,7 +3,7 @@
 #   make test ARGS="-k breaker"         options for pytest
 #   CMAKE_ARGS="-DGGML_CUDA=ON" make serve      a llama.cpp backend (CUDA, HIP, VULKAN, ...); kept once it was built
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types cover bench-engine bench-planner bench-estimates bench-switching bench-schema gpu-check lock schema reference clean ready
+.PHONY: help serve test lint types cover bench-engine bench-planner bench-estimates bench-switching bench-colocation bench-schema gpu-check lock schema reference clean ready
 
 # The first interpreter that is new enough; `make PYTHON=... serve` chooses another.
 PYTHON ?= $(shell for p in .venv/bin/python python3 python3.13 python3.12 python3.11; do \
@@ -57,6 +57,9 @@ bench-estimates: ready ## predicted against allocated bytes, architectures x con
 
 bench-switching: ready ## cold, warm and kept models to the first token: MODELS=135m,1b PLACES=cpu,sim ROUNDS=5; QUICK=1
 	@exec $(RUN) benchmarks.switching
+
+bench-colocation: ready ## what a busy neighbor costs a model's token gaps: MODELS=15m,135m PLACES=cpu,sim ROUNDS=5; QUICK=1
+	@exec $(RUN) benchmarks.colocation
 
 bench-schema: ready ## what of JSON Schema is enforced, by the public test suite; ARGS="-v" names the differences
 	@exec $(RUN) benchmarks.schema_coverage $(ARGS)

@@ -115,6 +115,8 @@ class Relay:
             try:
                 await self._serve(model, wish, path, headers, body, out)
             except _WorkerLeftError:
+                if wish.probe and await self._probe(model, out):
+                    return
                 await self._serve(model, wish, path, headers, body, out)
         except InferenceError as error:
             await out.fail(error)
@@ -165,7 +167,7 @@ class Relay:
         if model.state is ModelState.FAILED and outlook is not None:
             rest = self._authority.status(model).retry_after_seconds
             raise ModelFailed(f"the model {model.id!r} failed: {model.failure}", retry_after=rest)
-        if model.state is ModelState.COLD and isinstance(outlook, Refusal):
+        if model.state is ModelState.COLD and isinstance(outlook, Refusal) and not outlook.waits_for:
             raise MemoryLimitExceededError(model.id, shortages_of(outlook), reason=outlook.reason, fix=outlook.fix)
         await out.json(200, {"headgate": {"probe": str(model.state)}})
         return True

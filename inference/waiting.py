@@ -56,9 +56,10 @@ class Waiting:
         if lease.counts:
             model.last_used_at = self._authority.loop.time()
         if completed:
+            model.backoff = model.backoff.completed()
+        if completed and lease.counts:
             now = self._authority.loop.time()
             model.pace, model.answered_at = model.pace.answered(now - model.answered_at), now
-            model.backoff = model.backoff.completed()
         if running.leases:
             return
         if model.state is _S.BUSY:

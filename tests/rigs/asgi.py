@@ -28,14 +28,22 @@ def operations(guarded: Any) -> list[tuple[str, str]]:
 
 
 async def ask(
-    app: App, method: str, target: str, body: Any = None, *, key: str | None = "token", raw: bytes | None = None
+    app: App,
+    method: str,
+    target: str,
+    body: Any = None,
+    *,
+    key: str | None = "token",
+    raw: bytes | None = None,
+    more: Mapping[str, str] | None = None,
 ) -> Answer:
-    """One request; `target` is path and query, `body` goes out as JSON, or `raw` as it is."""
+    """One request; `target` is path and query, `body` goes out as JSON, or `raw` as it is; `more` headers."""
     path, _, query = target.partition("?")
     data = raw if raw is not None else b"" if body is None else json.dumps(body).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
     if key is not None:
         headers.append((b"authorization", f"Bearer {key}".encode()))
+    headers += [(name.encode(), value.encode()) for name, value in (more or {}).items()]
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
         "path": unquote(path), "raw_path": path.encode(), "query_string": query.encode(), "root_path": "",

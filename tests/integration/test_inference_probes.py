@@ -1,0 +1,69 @@
+"""A probe asks what would be: it loads nothing, makes nobody leave, takes nobody's turn and is no use."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.protocol import ModelState
+from tests.rigs.asgi import Answer, ask
+from tests.rigs.authority_rig import Start, services, until
+
+
+@pytest.fixture
+async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
+    async with services(tmp_path, monkeypatch) as make:
+        yield make
+
+
+async def probe(service: Any, model: str) -> Answer:
+    """What a health check sends."""
+    body = {"model": model, "messages": [], "max_tokens": 1}
+    return await ask(service.app, "POST", "/v1/chat/completions", body, more={"x-headgate-probe": "1"})
+
+
+async def test_cold_models_answer_for_themselves_without_being_loaded(start: Start) -> None:
+    service = await start({"a": {}, "b": {}, "large": {}}, MEMORY_LIMIT_GB="0.15")
+    authority = service.authority
+    authority.background.estimator.sizes.update(large=900)
+    await until("all measured", lambda: all(model.estimates for model in authority.models.values()))
+    assert (await probe(service, "a")).body == {"headgate": {"probe": "cold"}}
+    refused = await probe(service, "large")
+    assert (refused.status, refused.body["error"]["code"]) == (503, "memory_limit_exceeded")
+    (device,) = refused.body["error"]["headgate"]["devices"]
+    assert device["short_bytes"] > 0
+    lease = await authority.ask(authority.resolve("a")).wait(10)
+    assert lease is not None
+    waits = await probe(service, "b")
+    assert (waits.status, waits.body) == (200, {"headgate": {"probe": "cold"}}), "it would have its turn"
+    assert authority.resolve("a").state is ModelState.BUSY
+    assert [model.loads for model in authority.models.values()] == [1, 0, 0]
+    lease.release()
+
+
+async def test_a_ready_model_answers_and_grows_no_younger(start: Start) -> None:
+    service = await start({"a": {}}, {})
+    authority, model = service.authority, service.authority.resolve("a")
+    await authority.load(model)
+    before = (model.last_used_at, model.uses, model.pace)
+    answered = await probe(service, "a")
+    assert (answered.status, answered.body["text"]) == (200, "a answers")
+    assert (model.last_used_at, model.uses, model.pace) == before
+
+
+async def test_a_probe_that_lost_its_worker_does_not_load_another(start: Start) -> None:
+    service = await start({"a": {}}, {"a": {"answer_seconds": 30}})
+    authority, model = service.authority, service.authority.resolve("a")
+    await authority.load(model)
+
+    async def leave() -> None:
+        await until("it is under way", lambda: model.in_flight == 1)
+        await authority.unload(model, now=True)
+
+    authority.background.spawn(leave())
+    answered = await probe(service, "a")
+    assert answered.body == {"headgate": {"probe": "cold"}}
+    assert (model.loads, model.running) == (1, None)
