@@ -144,6 +144,20 @@ def test_answers_that_come_between_requests_change_nothing(
         assert told == (b"" if command in SILENT else reply(expected_answer(command, payload)))
 
 
+def test_a_payload_that_nobody_looks_at_is_not_copied() -> None:
+    """Weights are passed on as the memory they came in, whatever stands before and behind them."""
+    talk = Conversation(Book())
+    weights, answer = bytes(1000), bytes(500)
+    ask = request(Command.GET_TENSOR, b"which")
+    said = request(Command.FREE_BUFFER, bytes(8)) + request(Command.SET_TENSOR, weights) + ask
+    flow = talk.from_client(said)
+    views = [piece for piece in flow.to_server if isinstance(piece, memoryview)]
+    assert [(view.obj is said, bytes(view)) for view in views] == [(True, weights), (True, b"which")]
+    back = reply(answer)
+    views = [piece for piece in talk.from_server(back).to_client if isinstance(piece, memoryview)]
+    assert [(view.obj is back, bytes(view)) for view in views] == [(True, answer)]
+
+
 @pytest.mark.parametrize(
     ("stream", "words"),
     [

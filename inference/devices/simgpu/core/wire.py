@@ -102,33 +102,40 @@ def reply(payload: bytes) -> bytes:
     return _SIZE.pack(len(payload)) + payload
 
 
+Piece = bytes | memoryview
+"""Bytes that pass; a view is of what the step was given, and is good as long as that is."""
+
+
 @dataclass(slots=True)
 class Flow:
     """Bytes that a step lets through, and the requests that began in it."""
 
-    to_server: list[bytes] = field(default_factory=list)
-    to_client: list[bytes] = field(default_factory=list)
+    to_server: list[Piece] = field(default_factory=list)
+    to_client: list[Piece] = field(default_factory=list)
     requests: int = 0
 
 
 @dataclass(slots=True)
 class _Stream:
-    """One direction: gathers heads and the payloads that matter, lets the others pass in whatever pieces they come."""
+    """One direction: gathers heads and the payloads that matter, lets the others pass unread and uncopied."""
 
     head_size: int
-    pending: bytearray = field(default_factory=bytearray)
-    command: Command | None = None
+    wanted: int  # bytes to gather before anything can be decided
+    gathered: bytearray = field(default_factory=bytearray)
     left: int = 0  # bytes of a payload that passes unread
 
-    def head(self) -> bytes | None:
-        return bytes(self.pending[: self.head_size]) if len(self.pending) >= self.head_size else None
+    def gather(self, data: memoryview) -> memoryview:
+        """Takes what is missing; returns the rest."""
+        missing = self.wanted - len(self.gathered)
+        self.gathered += data[:missing]
+        return data[missing:]
 
-    def passing(self) -> bytes:
-        """The next bytes of a payload that is not read here; empty when none of them arrived yet."""
-        piece = bytes(self.pending[: self.left])
-        del self.pending[: len(piece)]
-        self.left -= len(piece)
-        return piece
+    def take(self) -> bytes:
+        """What was gathered; the next head comes."""
+        whole = bytes(self.gathered)
+        self.gathered.clear()
+        self.wanted = self.head_size
+        return whole
 
 
 @dataclass(slots=True)
@@ -145,83 +152,79 @@ class Conversation:
 
     def __init__(self, account: Account) -> None:
         self._account = account
-        self._client = _Stream(_HEAD.size)
-        self._server = _Stream(_SIZE.size)
+        self._client = _Stream(_HEAD.size, _HEAD.size)
+        self._server = _Stream(_SIZE.size, _SIZE.size)
         self._awaited: deque[_Awaited] = deque()
 
-    def from_client(self, data: bytes) -> Flow:
+    def from_client(self, data: Piece) -> Flow:
         """Takes bytes of the client; raises WireError when they are no request."""
-        flow = Flow()
-        stream = self._client
-        if len(data) <= stream.left and not stream.pending:  # inside a large tensor: nothing to look at
-            stream.left -= len(data)
-            flow.to_server.append(data)
-            return flow
-        stream.pending += data
-        while True:
+        flow, stream, rest = Flow(), self._client, memoryview(data)
+        while rest:
             if stream.left:
-                if not stream.pending:
-                    break
-                flow.to_server.append(stream.passing())
+                piece, rest = rest[: stream.left], rest[stream.left :]
+                stream.left -= len(piece)
+                flow.to_server.append(piece)
                 continue
-            if (head := stream.head()) is None:
-                break
-            command, size = self._known(head)
-            expected = _READ_WHOLE.get(command)
-            if expected is None:
-                del stream.pending[: _HEAD.size]
-                flow.to_server.append(head)
-                stream.left = size
-                if command not in SILENT:
-                    self._awaited.append(_Awaited(command))
-            else:
-                if size != expected:
-                    raise WireError(f"{command.name} has {size} bytes where {expected} are expected")
-                if len(stream.pending) < _HEAD.size + size:
-                    break
-                payload = bytes(stream.pending[_HEAD.size : _HEAD.size + size])
-                del stream.pending[: _HEAD.size + size]
-                self._read(command, payload, flow)
-            flow.requests += 1
+            rest = stream.gather(rest)
+            if len(stream.gathered) == stream.wanted:
+                self._begun(stream, flow)
         return flow
 
-    def from_server(self, data: bytes) -> Flow:
+    def from_server(self, data: Piece) -> Flow:
         """Takes bytes of the server; raises WireError when nobody asked for them."""
-        flow = Flow()
-        stream = self._server
-        stream.pending += data
-        while True:
+        flow, stream, rest = Flow(), self._server, memoryview(data)
+        while rest:
             if stream.left:
-                if not stream.pending:
-                    break
-                flow.to_client.append(stream.passing())
+                piece, rest = rest[: stream.left], rest[stream.left :]
+                stream.left -= len(piece)
+                flow.to_client.append(piece)
                 if not stream.left:
                     self._answered(flow)
                 continue
-            if (head := stream.head()) is None:
-                break
-            if not self._awaited:
-                raise WireError("the server answers what nobody asked")
-            (size,) = _SIZE.unpack(head)
-            awaited = self._awaited[0]
-            expected = _REPLY_READ_WHOLE.get(awaited.command)
-            if expected is None:
-                del stream.pending[: _SIZE.size]
-                flow.to_client.append(head)
-                stream.left = size
-                if not size:
-                    self._answered(flow)
-                continue
-            if size != expected:
-                raise WireError(f"{awaited.command.name} is answered with {size} bytes where {expected} are expected")
-            if len(stream.pending) < _SIZE.size + size:
-                break
-            payload = bytes(stream.pending[_SIZE.size : _SIZE.size + size])
-            del stream.pending[: _SIZE.size + size]
-            self._note(awaited, payload)
-            flow.to_client.append(reply(payload))
-            self._answered(flow)
+            rest = stream.gather(rest)
+            if len(stream.gathered) == stream.wanted:
+                self._replied(stream, flow)
         return flow
+
+    def _begun(self, stream: _Stream, flow: Flow) -> None:
+        """A head is there, with its payload where that matters."""
+        command, size = self._known(bytes(stream.gathered[: _HEAD.size]))
+        expected = _READ_WHOLE.get(command)
+        if expected is None:
+            flow.to_server.append(stream.take())
+            stream.left = size
+            if command not in SILENT:
+                self._awaited.append(_Awaited(command))
+        elif size != expected:
+            raise WireError(f"{command.name} has {size} bytes where {expected} are expected")
+        elif stream.wanted == _HEAD.size:
+            stream.wanted += size
+            return
+        else:
+            self._read(command, stream.take()[_HEAD.size :], flow)
+        flow.requests += 1
+
+    def _replied(self, stream: _Stream, flow: Flow) -> None:
+        """The size of a reply is there, with its payload where that matters."""
+        if not self._awaited:
+            raise WireError("the server answers what nobody asked")
+        (size,) = _SIZE.unpack_from(stream.gathered)
+        awaited = self._awaited[0]
+        expected = _REPLY_READ_WHOLE.get(awaited.command)
+        if expected is None:
+            flow.to_client.append(stream.take())
+            stream.left = size
+            if not size:
+                self._answered(flow)
+        elif size != expected:
+            raise WireError(f"{awaited.command.name} is answered with {size} bytes where {expected} are expected")
+        elif stream.wanted == _SIZE.size:
+            stream.wanted += size
+        else:
+            whole = stream.take()
+            self._note(awaited, whole[_SIZE.size :])
+            flow.to_client.append(whole)
+            self._answered(flow)
 
     def _known(self, head: bytes) -> tuple[Command, int]:
         number, size = _HEAD.unpack(head)
