@@ -125,5 +125,6 @@ async def test_every_endpoint_is_documented(start: Start) -> None:
 
 
 def test_every_field_has_a_unit_and_a_meaning() -> None:
-    text = DOCUMENT.read_text(encoding="utf-8").partition("## Inference service")[2]
+    text = DOCUMENT.read_text(encoding="utf-8").partition("## Fields of the inference service")[2]
+    assert text
     assert {unit.strip() for _, unit, _ in _FIELD.findall(text)} <= UNITS | {"unit"}
