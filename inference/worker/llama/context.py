@@ -167,6 +167,8 @@ class Context:
         status, last = self._decode(together, every)
         for row in gap:
             _seq_rm(self.memory, row.slot, row.start, -1)
+        if status is Decode.NO_ROOM:  # it may be one between that is full: an image has more cells than positions
+            return self._decode(rows, every)
         return status, [index for row, index in zip(together, last, strict=False) if row not in gap]
 
     def _gap(self, rows: Sequence[BatchRow]) -> list[_Row]:
