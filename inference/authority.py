@@ -190,6 +190,7 @@ class Authority:
                 retry_after=self.waiting.seconds_to_service(model, priority),
             ) from None
         model.tickets[waiter.id] = ticket
+        self.teller.changed(SETTLE_SECONDS)
         if math.isfinite(patience):
             ticket.timer = self.loop.call_later(patience, self.waiting.expire, ticket)
         self.pump()
@@ -283,6 +284,7 @@ class Authority:
             self._watch_at = now + WATCH_SECONDS
             self.loads.watch()
         self.governor.tick(now)
+        self.teller.look_at_devices()
 
     # --- telling ---------------------------------------------------------------------------------------------------
     def move(self, model: Model, event: Event, *, quietly: bool = False) -> None:

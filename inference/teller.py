@@ -24,6 +24,7 @@ class Teller:
         self._timer: asyncio.TimerHandle | None = None
         self._due_at = 0.0
         self.told: dict[str, ModelStatus] = {}
+        self._told_devices: dict[str, tuple[str, ...]] = {}
 
     def close(self) -> None:
         """Says nothing any more."""
@@ -35,7 +36,7 @@ class Teller:
         running = model.running
         if running is None:
             return
-        if model.state is _S.LOADING:
+        if model.state in (_S.LOADING, _S.RESTORING):
             self._authority.bus.publish("load", {"id": model.id, "progress": round(running.worker.progress, 3)})
         elif running.worker.beat is not None:
             self._count_tokens(model, running.worker.beat)
@@ -69,6 +70,18 @@ class Teller:
         for name in [name for name in self.told if name not in self._authority.models]:
             del self.told[name]
             self._authority.bus.publish("removed", {"id": name})
+
+    def look_at_devices(self) -> None:
+        """Tells of devices that came, went, or are not as well as before; how full they are alone is no news."""
+        seen = {reading.id: reading for reading in self._authority.inventory.readings()}
+        for name, reading in seen.items():
+            now = (reading.name, str(reading.state), reading.note)
+            if name in self._told_devices and self._told_devices[name] != now:
+                self._authority.bus.publish("device", {"device": reading.to_json()})
+            self._told_devices[name] = now
+        for name in [name for name in self._told_devices if name not in seen]:
+            del self._told_devices[name]
+            self._authority.bus.publish("removed", {"device": name})
 
     def snapshot(self) -> dict[str, Any]:
         """The whole state, for those who begin to listen."""

@@ -18,6 +18,8 @@ from inference.protocol import ModelState, Priority
 if TYPE_CHECKING:
     from inference.authority import Authority
 
+TELL_SECONDS = 0.2
+"""How soon listeners hear that a queue is shorter; many leave together."""
 _S, _E = ModelState, Event
 
 
@@ -74,6 +76,7 @@ class Waiting:
     def give_up(self, ticket: Ticket) -> None:
         """The holder of a waiting ticket left; a load it began goes on."""
         self.unqueue(ticket.model, ticket.waiter.id)
+        self._authority.teller.changed(TELL_SECONDS)
         self._nobody_left(ticket.model)
 
     def _nobody_left(self, model: Model) -> None:
