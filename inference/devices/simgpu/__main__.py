@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from headgate.shared import log as logs
 from headgate.shared import tether
 from inference.devices.simgpu.backing import Servers
@@ -118,7 +120,8 @@ def main(argv: list[str] | None = None) -> int:
     path = Path(arguments[0])
     path.unlink(missing_ok=True)
     try:
-        asyncio.run(run(path, [int(size) for size in arguments[1:]]))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(run(path, [int(size) for size in arguments[1:]]))
     except OSError as error:
         log.error("the simulator cannot go on: %s", error)  # noqa: TRY400 - the sentence says it
         return 1

@@ -1,0 +1,124 @@
+"""What a simulated device's sockets carry: every byte in its order, large or small, stalled meanwhile or not."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from inference.devices.simgpu.core.wire import Command, Conversation, reply, request
+from inference.devices.simgpu.relay import BUFFER_BYTES, Pace, Relay
+from tests.property.test_simgpu_wire import FREE, TOTAL, Book
+
+WEIGHTS = random.Random(5).randbytes(3 * BUFFER_BYTES + 17)
+SECONDS = 20.0
+
+
+def connected() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        other, _address = listener.accept()
+    return one, other
+
+
+class Ends:
+    """The client's and the server's ends of a relay that runs."""
+
+    def __init__(self, pace: Pace) -> None:
+        self.pace = pace
+        self.client, self._client = connected()
+        self.server, self._server = connected()
+        self.talk = Conversation(Book())
+        for end in (self.client, self.server):
+            end.setblocking(False)
+
+    def run(self, first: bytes) -> asyncio.Task[None]:
+        return asyncio.create_task(Relay(self._client, self._server, self.talk, self.pace).run(first))
+
+    def close(self) -> None:
+        for end in (self.client, self.server, self._client, self._server):
+            end.close()
+
+
+@asynccontextmanager
+async def relayed(first: bytes) -> AsyncIterator[tuple[Ends, asyncio.Task[None]]]:
+    ends = Ends(Pace())
+    running = ends.run(first)
+    try:
+        async with asyncio.timeout(SECONDS):
+            yield ends, running
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        ends.close()
+
+
+async def receive(end: socket.socket, size: int) -> bytes:
+    loop = asyncio.get_running_loop()
+    found = bytearray()
+    while len(found) < size:
+        data = await loop.sock_recv(end, min(2**18, size - len(found)))
+        assert data, "it ended too early"
+        found += data
+    return bytes(found)
+
+
+async def test_weights_arrive_as_they_were_sent() -> None:
+    """Although one buffer carries all of it, and the server is slower than the client."""
+    sent = request(Command.SET_TENSOR, WEIGHTS) + request(Command.FREE_BUFFER, bytes(8))
+    async with relayed(sent[:5]) as (ends, _running):
+        loop = asyncio.get_running_loop()
+        _sent, arrived = await asyncio.gather(loop.sock_sendall(ends.client, sent[5:]), receive(ends.server, len(sent)))
+        assert arrived == sent
+        assert ends.pace.requests == 2
+
+
+async def test_an_answer_from_here_waits_for_the_one_before_it() -> None:
+    """A client that asks for a large tensor and for the memory gets both, one behind the other."""
+    asked = request(Command.GET_TENSOR, b"all") + request(Command.GET_DEVICE_MEMORY, bytes(4))
+    async with relayed(asked) as (ends, _running):
+        loop = asyncio.get_running_loop()
+        assert await receive(ends.server, 12) == request(Command.GET_TENSOR, b"all")
+        answers = reply(WEIGHTS) + reply(FREE.to_bytes(8, "little") + TOTAL.to_bytes(8, "little"))
+        _sent, arrived = await asyncio.gather(
+            loop.sock_sendall(ends.server, reply(WEIGHTS)), receive(ends.client, len(answers))
+        )
+        assert arrived == answers
+
+
+async def test_what_comes_while_a_device_is_stalled_passes_when_it_is_over() -> None:
+    """All of it, in order, and nothing before."""
+    first, second = request(Command.BUFFER_CLEAR, bytes(9)), request(Command.SET_TENSOR, WEIGHTS)
+    async with relayed(first) as (ends, _running):
+        loop = asyncio.get_running_loop()
+        assert await receive(ends.server, len(first)) == first
+        ends.pace.passing.clear()
+        await loop.sock_sendall(ends.client, second)
+        with pytest.raises(BlockingIOError):
+            ends.server.recv(1)
+        ends.pace.passing.set()
+        assert await receive(ends.server, len(second)) == second
+
+
+async def test_a_client_that_leaves_a_stalled_device_ends_the_connection() -> None:
+    first = request(Command.BUFFER_CLEAR, bytes(9))
+    async with relayed(first) as (ends, running):
+        assert await receive(ends.server, len(first)) == first
+        ends.pace.passing.clear()
+        await asyncio.get_running_loop().sock_sendall(ends.client, first)
+        ends.client.close()
+        with pytest.raises(ConnectionError, match="stalled"):
+            await running
+
+
+async def test_either_side_ends_it() -> None:
+    """In good order: nobody has to be told."""
+    for name in ("client", "server"):
+        async with relayed(request(Command.BUFFER_CLEAR, bytes(9))) as (ends, running):
+            await receive(ends.server, 18)
+            getattr(ends, name).close()
+            await running
