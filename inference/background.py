@@ -163,6 +163,8 @@ class Background:
     async def _refresh_then_pump(self) -> None:
         try:
             await self._authority.inventory.refresh()
+        except Exception as error:  # noqa: BLE001, RUF100 - any at all: those who wait are decided on the last figures
+            log.warning("the devices could not be read for a plan: %r", error)
         finally:
             self._refreshing = False
             self.refreshed_at = self._authority.loop.time()

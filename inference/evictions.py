@@ -47,6 +47,11 @@ class Reason(StrEnum):
     REMOVED = "removed"
     """it is not in the configuration any more"""
 
+    @property
+    def is_final(self) -> bool:
+        """Whether the model has to leave whatever becomes of those who wait for its room."""
+        return self not in (Reason.MEMORY_WANTED, Reason.IDLE, Reason.PRESSURE)
+
 
 @dataclass(frozen=True, slots=True)
 class Departure:
@@ -55,6 +60,12 @@ class Departure:
     reason: Reason
     action: Action = Action.UNLOAD
     explanation: tuple[str, ...] = ()
+
+    def overrules(self, earlier: Departure) -> bool:
+        """Whether a model that leaves already leaves for this instead."""
+        if not self.reason.is_final:
+            return False
+        return not earlier.reason.is_final or self.action is Action.UNLOAD
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,11 +174,17 @@ class Loads:
     def leave(
         self, model: Model, reason: Reason, action: Action = Action.UNLOAD, explanation: tuple[str, ...] = ()
     ) -> None:
-        """Begins a model's way out, the only one there is: what runs may finish. Its record follows with its memory."""
+        """Begins a model's way out, the only one there is: what runs may finish. Its record follows with its memory.
+
+        One that leaves already and might have stayed, or been kept warm, leaves for the weightier reason.
+        """
         running = model.running
-        if running is None or model.state in (_S.DRAINING, _S.UNLOADING):
+        if running is None or model.state is _S.UNLOADING:
             return
         why = "; ".join((str(reason), *explanation))
+        if model.state is _S.DRAINING:
+            self._overrule(model, running, Departure(reason, action, explanation), why)
+            return
         if model.state not in (_S.READY, _S.BUSY):
             log.info("%s is %s and is given up (%s)", model.id, model.state, why)
             running.departure = Departure(reason, Action.UNLOAD, explanation)
@@ -190,13 +196,24 @@ class Loads:
         if not running.leases:
             self.unload(model)
 
+    def _overrule(self, model: Model, running: Running, departure: Departure, why: str) -> None:
+        if running.departure is not None and not departure.overrules(running.departure):
+            return
+        log.info("%s leaves all the same (%s)", model.id, why)
+        running.departure = departure
+        if not running.leases:
+            self.unload(model)
+
     def stay(self, model: Model) -> None:
-        """Takes back `leave` while answers are under way: the reason is gone."""
-        assert model.running is not None
+        """Takes back `leave` before the model is gone: the reason is."""
+        running = model.running
+        assert running is not None
         log.info("%s stays: nobody waits for its room any more", model.id)
-        model.running.departure = None
+        running.departure, running.leaves_free, running.has_waited = None, 0, False
         self._authority.move(model, _E.STAY)
         self._authority.waiting.serve(model)
+        if not running.leases:
+            self._authority.move(model, _E.IDLE)
 
     def unload(self, model: Model) -> None:
         """Nothing is in flight any more: the model is kept warm if it was told so and can be, else its worker ends."""

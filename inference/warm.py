@@ -233,7 +233,7 @@ class WarmPool:
     async def _go_on(self, model: Model, running: Running, ends: list[asyncio.Future[WorkerExit]]) -> None:
         await asyncio.wait(ends, timeout=DROP_SECONDS)
         await asyncio.sleep(0)  # their memory is booked back now
-        if model.running is running and model.state is _S.DRAINING:
+        if model.running is running and model.state is _S.DRAINING and not running.leases:
             self._authority.loads.unload(model)
 
     def _kept_warm(self, model: Model) -> Warm:
