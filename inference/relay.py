@@ -52,6 +52,7 @@ _EXIT_SECONDS = 0.5
 CONNECT_SECONDS = 5.0
 _PASSED_ON = (H_TENANT, H_KV, H_PRIORITY, H_PROBE)
 _PASSED_BACK = ("content-type", "retry-after", "x-should-retry")
+_FRAME_END = b"\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +284,7 @@ class Flow:
         self._answer = answer
         self._out = out
         self._kept: list[bytes] = []
+        self._last = _FRAME_END
         self._ended = False
         self._error: BrokenError | None = None
         self._changed = asyncio.Event()
@@ -297,6 +299,8 @@ class Flow:
                 await self._out.data(self._kept[0])
                 del self._kept[0]  # only now, because what comes meanwhile has to wait behind it
             if self._error is not None:
+                if not self._last.endswith(_FRAME_END):
+                    await self._out.data(_FRAME_END)  # or the error that follows would be read as the rest of a frame
                 raise self._error
             if self._ended:
                 return
@@ -304,6 +308,7 @@ class Flow:
 
     def _on_piece(self, piece: bytes) -> None:
         self.has_begun = True
+        self._last = piece
         if not self._kept and self._out.takes_pieces:
             self._out.piece(piece)
         else:

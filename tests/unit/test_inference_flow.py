@@ -94,8 +94,8 @@ async def test_a_reader_that_is_slow_gets_everything_in_order_and_holds_the_work
 async def test_a_broken_answer_is_told_after_what_came() -> None:
     answer, out, _flow, task = await flowing()
     out.takes_pieces = False
-    answer.on_piece(b"a")
+    answer.on_piece(b"a\n\n")
     answer.on_end(BrokenError("gone"))
     with pytest.raises(BrokenError, match="gone"):
         await task
-    assert out.got == [b"a"]
+    assert out.got == [b"a\n\n"]
