@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from inference.core.exits import Remains, classify
+from inference.devices.simgpu.core.wire import Command, request
 from inference.protocol import ExitCause
 from inference.worker import link
 from tests.rigs import tiny_gguf
@@ -179,3 +181,15 @@ def test_the_simulator_ends_with_all_it_started(tmp_path: Path) -> None:
                 devices.process.stdin = None
             devices.process.wait(10)
             wait_until("its servers are gone", lambda: not any(Path(f"/proc/{pid}").exists() for pid in mine))  # noqa: B023
+
+
+def test_a_connection_that_only_asks_starts_no_server(devices: SimDevices) -> None:
+    """llama.cpp connects several times before it allocates anything: the same server answers each time."""
+    address = devices.status()["endpoint"].rsplit(":", 1)
+    for _ in range(5):
+        before = set(children_of(devices.process.pid))
+        with socket.create_connection((address[0], int(address[1])), timeout=20) as client:
+            client.sendall(request(Command.HELLO, bytes(24)))
+            assert client.recv(36, socket.MSG_WAITALL)[:8] == (28).to_bytes(8, "little")
+        wait_until("it is over", lambda: devices.status()["connections"] == 0)
+        assert before <= set(children_of(devices.process.pid))

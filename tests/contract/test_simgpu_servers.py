@@ -60,3 +60,20 @@ async def test_a_spare_server_that_died_is_replaced(servers: Servers) -> None:
     assert again.process.returncode is None
     assert again.process.pid != spare
     await again.end()
+
+
+async def test_a_server_that_comes_back_is_the_next_one_taken(servers: Servers) -> None:
+    """As often as its clients leave nothing in it; dead ones and those beyond two are not kept."""
+    first, second, third = [await servers.take() for _ in range(3)]
+    await servers.give_back(first)
+    assert await servers.take() is first
+    await servers.give_back(first)
+    await servers.give_back(second)  # the one that was begun is a spare as well
+    assert second.process.returncode is not None
+    assert await servers.take() is first
+    await first.end()
+    await servers.give_back(first)
+    other = await servers.take()
+    assert other is not first
+    await other.end()
+    await third.end()

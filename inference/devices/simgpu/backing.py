@@ -11,6 +11,8 @@ from inference.childenv import child_environment
 from inference.devices.base import HIDDEN
 
 START_SECONDS = 30.0
+MOST_SPARES = 2
+"""One that is begun in the place of one that was taken, and one that came back meanwhile."""
 
 
 class NoServerError(Exception):
@@ -33,7 +35,7 @@ class Servers:
     """Starts servers ahead of their use, because a process takes longer to start than a client likes to wait."""
 
     def __init__(self) -> None:
-        self._spares: list[asyncio.Task[Server]] = []
+        self._spares: list[asyncio.Future[Server]] = []
 
     def prepare(self) -> None:
         """Begins to start a server that nobody asked for yet."""
@@ -56,6 +58,18 @@ class Servers:
             return await self._start()
         return server
 
+    async def give_back(self, server: Server) -> None:
+        """Keeps a server whose client left before it allocated anything, or ends it where there are enough.
+
+        llama.cpp opens a connection to ask for a device's memory and closes it, several times before it loads.
+        """
+        if len(self._spares) >= MOST_SPARES or server.process.returncode is not None:
+            await server.end()
+            return
+        spare = asyncio.get_running_loop().create_future()
+        spare.set_result(server)
+        self._spares.insert(0, spare)
+
     async def close(self) -> None:
         """Ends the spare servers."""
         spares, self._spares = self._spares, []
@@ -65,7 +79,7 @@ class Servers:
             with contextlib.suppress(NoServerError, asyncio.CancelledError):
                 await (await spare).end()
 
-    def _keep(self, spare: asyncio.Task[Server]) -> None:
+    def _keep(self, spare: asyncio.Future[Server]) -> None:
         self._spares.append(spare)
         spare.add_done_callback(lambda task: None if task.cancelled() else task.exception())
 

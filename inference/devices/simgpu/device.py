@@ -138,13 +138,16 @@ class Device:
         """One connection, until either side ends it."""
         loop = asyncio.get_running_loop()
         server: Server | None = None
+        account = _Account(self, number)
+        is_good = False
         try:
             if first := await loop.sock_recv(client, FIRST_BYTES):
                 server = await self._servers.take()
                 with socket.socket() as there:
                     there.setblocking(False)
                     await loop.sock_connect(there, ("127.0.0.1", server.port))
-                    await Relay(client, there, Conversation(_Account(self, number)), self._pace).run(first)
+                    await Relay(client, there, Conversation(account), self._pace).run(first)
+            is_good = not account.has_granted
         except (OSError, WireError, NoServerError) as error:
             log.warning("%s: connection %d is cut: %s", self.id, number, error)
         except asyncio.CancelledError:
@@ -154,7 +157,7 @@ class Device:
             self.memory = self._settled().end(number, _now())
             del self._connections[number]
             if server is not None:
-                await asyncio.shield(server.end())
+                await asyncio.shield(self._servers.give_back(server) if is_good else server.end())
 
 
 class _Account:
@@ -162,9 +165,11 @@ class _Account:
 
     def __init__(self, device: Device, number: int) -> None:
         self._device, self._number = device, number
+        self.has_granted = False
 
     def ask(self, size_bytes: int) -> bool:
         self._device.memory, granted = self._device._settled().ask(self._number, size_bytes)
+        self.has_granted |= granted
         return granted
 
     def made(self, pointer: int, asked_bytes: int, size_bytes: int) -> None:
