@@ -165,11 +165,14 @@ class Authority:
     ) -> Ticket:
         """A wish to use `model`, fulfilled at once if it is ready; `counts` false is no use (a probe).
 
-        Waits at most `seconds` (INFERENCE_ACQUIRE_TIMEOUT_SECONDS at most). Raises ShuttingDown and QueueFull; whatever
-        ends the wait later is raised by the ticket.
+        Waits at most `seconds` (INFERENCE_ACQUIRE_TIMEOUT_SECONDS at most). Raises ShuttingDown, QueueFull, and
+        ModelNotFound for a model that was removed since it was resolved; whatever ends the wait later is raised by the
+        ticket.
         """
         if self.closing:
             raise ShuttingDown()
+        if model.removed:
+            raise ModelNotFound(model.id, sorted(self.config.models))
         now = self.loop.time()
         patience = min(self.settings.acquire_timeout_seconds, math.inf if seconds is None else seconds)
         waiter = Waiter(next(self.ids), priority, now + patience, now)

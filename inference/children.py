@@ -29,7 +29,7 @@ async def run_helper(
     try:
         async with asyncio.timeout(seconds):
             question = await asyncio.to_thread(json.dumps, data)  # some hold a whole request
-            out, err = await process.communicate(question.encode())
+            out, err = await _converse(process, question.encode())
     except TimeoutError:
         raise HelperError(f"the {job} helper gave no answer within {seconds:g} s") from None
     finally:
@@ -66,7 +66,7 @@ class ServingHelper:
                     self._process.stdin.write(b"\n")
                     await self._process.stdin.drain()
                     answer = json.loads(await self._process.stdout.readline())
-            except (TimeoutError, OSError, ValueError) as error:
+            except (TimeoutError, OSError, ValueError, RuntimeError) as error:  # the last of a pipe, see _converse
                 await self.close()
                 raise HelperError(f"the {self._job} helper failed ({str(error) or 'no answer in time'})") from error
             except BaseException:
@@ -99,6 +99,14 @@ async def _start(job: str, environment: Mapping[str, str]) -> asyncio.subprocess
         )
     except OSError as error:
         raise HelperError(f"the {job} helper cannot be started ({error})") from error
+
+
+async def _converse(process: asyncio.subprocess.Process, question: bytes) -> tuple[bytes, bytes]:
+    """What it writes to stdout and stderr, asked `question`; nothing of one that died before it could be asked."""
+    try:
+        return await process.communicate(question)
+    except RuntimeError:  # uvloop's word for a pipe that is closed already, where asyncio only warns
+        return b"", b""
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -116,6 +116,7 @@ class Relay:
             try:
                 await self._serve(model, wish, path, headers, body, out)
             except _WorkerLeftError:
+                model = self._authority.resolve(wish.model)  # it may have been removed, and be there anew
                 if wish.probe and await self._probe(model, out):
                     return
                 await self._serve(model, wish, path, headers, body, out)

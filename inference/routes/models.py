@@ -61,6 +61,7 @@ def router(authority: Authority, crashes: CrashStore) -> APIRouter:
     async def restart(model_id: str, seconds: float | None = Query(None, ge=0, le=86400)) -> dict[str, Any]:
         model = authority.resolve(model_id)
         await authority.unload(model)
+        model = authority.resolve(model_id)  # it may have been removed meanwhile, and be there anew
         await authority.load(model, seconds)
         return authority.status(model).to_json()
 
