@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from headgate.shared.state import StateDir, write_atomic
-from inference.supervisor import WorkerExit
+from inference.process import WorkerExit
 
 log = logging.getLogger(__name__)
 

@@ -26,8 +26,9 @@ from inference.model import Model, Running
 from inference.osapi import private_bytes
 from inference.overheads import Before
 from inference.pinning import environment_of
+from inference.process import WorkerExit
 from inference.protocol import ExitCause, ModelState
-from inference.supervisor import Supervisor, WorkerExit
+from inference.supervisor import Supervisor
 from inference.warm import stamp
 from inference.wishes import estimate_of, excess, grant_for
 from inference.worker.link import Ready

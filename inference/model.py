@@ -23,9 +23,9 @@ from inference.errors import InferenceError
 from inference.estimator import Estimate
 from inference.evictions import Departure
 from inference.overheads import Before
+from inference.process import WorkerProcess
 from inference.protocol import ModelState, Priority, Progress
 from inference.settings import ModelSpec
-from inference.supervisor import WorkerProcess
 from inference.worker.link import Ready
 
 MOST_WAYS = 8

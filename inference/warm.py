@@ -29,8 +29,8 @@ from inference.evictions import Action, Reason
 from inference.model import Model, Running
 from inference.overheads import CPU_OVERHEAD_BYTES
 from inference.pinning import environment_of
+from inference.process import WorkerExit
 from inference.protocol import ModelState
-from inference.supervisor import WorkerExit
 from inference.wishes import estimate_of, grant_for
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from inference.process import WorkerExit
 from inference.protocol import ExitCause
-from inference.supervisor import WorkerExit
 from inference.worker import link
 
 OVERHEAD_BYTES = 64 * 2**20

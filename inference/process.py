@@ -1,0 +1,363 @@
+"""One worker process as its parent has it: what it is told and says, how it ended; decides when it is dead or hung.
+
+It is known dead the moment its pidfd says so (elsewhere: when its link ends), and hung when it is silent longer than
+allowed or one step takes longer than its batch explains. What is loaded is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inference.core.exits import Remains, classify
+from inference.core.patience import Life, Patience
+from inference.launch import launch
+from inference.protocol import ExitCause
+from inference.worker.link import (
+    Beat,
+    Drain,
+    Failed,
+    Forget,
+    Grant,
+    Held,
+    Hello,
+    Hold,
+    Limit,
+    LoadProgress,
+    Message,
+    Offload,
+    Offloaded,
+    Ready,
+    Stop,
+    Threads,
+    decode,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.5
+STOP_SECONDS = 5.0
+"""A worker told to stop is killed after this."""
+KEPT_LINES = 200
+_MOST_LINE_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExit:
+    """How a worker ended. `message` is one sentence; `last_lines` what it wrote last; `status` as waitpid tells it."""
+
+    cause: ExitCause
+    status: int
+    message: str
+    last_lines: tuple[str, ...]
+    was_ready: bool
+
+
+class WorkerGone(Exception):  # noqa: N818 - what happened
+    """The worker ended before it was ready; carries the exit."""
+
+    def __init__(self, exit: WorkerExit) -> None:
+        super().__init__(exit.message)
+        self.exit = exit
+
+
+class WorkerProcess:
+    """One worker. `ready` is done once it loaded (or raises WorkerGone), `exited` once it was reaped.
+
+    `held` and `offloaded` are done when it has done what `hold` and the last `offload` asked for; `ready` anew after
+    every `grant`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        path: Path,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        patience: Patience,
+        on_change: Callable[[], None],
+        keep: int | None = None,
+    ) -> None:
+        """`keep`: a descriptor of memory for sequences that outlive the process; from here on it is the worker's.
+
+        Raises HeadgateError.
+        """
+        self.name = name
+        self._keep = keep
+        self.socket_path = path
+        self.progress = 0.0
+        self.beat: Beat | None = None
+        self._patience = patience
+        self._on_change = on_change
+        self._loop = asyncio.get_running_loop()
+        self.hello: asyncio.Future[Hello] = self._loop.create_future()
+        self.ready: asyncio.Future[Ready] = self._loop.create_future()
+        self.held: asyncio.Future[Held] = self._loop.create_future()
+        self.offloaded: asyncio.Future[Offloaded] = self._loop.create_future()
+        self.exited: asyncio.Future[WorkerExit] = self._loop.create_future()
+        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._partial = b""
+        self._inbox = b""
+        self._requested = False
+        self._hang: str | None = None
+        self._failed: Failed | None = None
+        self._stop_timer: asyncio.TimerHandle | None = None
+        launched = launch(name, path, command, environment, keep)
+        self._process, self._link = launched.process, launched.link
+        self._errors, self._pidfd = launched.errors, launched.ended
+        self.pid = self._process.pid
+        self._loop.add_reader(self._link.fileno(), self._on_link)
+        self._loop.add_reader(self._errors, self._on_errors)
+        if self._pidfd is not None:
+            self._loop.add_reader(self._pidfd, self._on_exit)
+        self._began = self._heard = self._loop.time()
+        self._due: float | None = self._began
+        """Since when something is asked of it that takes time: to load, or to hold a file."""
+        self._next_tick = self._began + TICK_SECONDS
+        self._ticker = self._loop.call_later(TICK_SECONDS, self._tick)
+
+    # --- speaking --------------------------------------------------------------------------------------------------
+    def grant(self, grant: Grant) -> None:
+        """Tells the worker what to load, or to take up again."""
+        if self.ready.done():
+            self.ready = self._loop.create_future()
+        self.progress = 0.0
+        self._due = self._loop.time()
+        self._send(grant)
+
+    def hold(self, path: str) -> None:
+        """Tells a fresh worker to take a file into its memory and to wait."""
+        self._due = self._loop.time()
+        self._send(Hold(path))
+
+    def offload(self, most_bytes: int, *, stays: bool) -> None:
+        """Asks a worker that nobody uses to save its sequences and to free its context, and then to stay or to end."""
+        if self.offloaded.done():
+            self.offloaded = self._loop.create_future()
+        self._requested = self._requested or not stays
+        self._send(Offload(most_bytes, stays))
+
+    def shared_keep(self) -> int | None:
+        """A descriptor of one's own for the memory in which this worker saves sequences; None where there is none."""
+        if self._keep is not None:
+            with contextlib.suppress(OSError):  # none are left: the sequences are not taken along
+                return os.dup(self._keep)
+        return None
+
+    def limit(self, sequences: int) -> None:
+        """Tells it how many sequences it may compute at once."""
+        self._send(Limit(sequences))
+
+    def use_threads(self, count: int) -> None:
+        """Tells it how many threads to compute with."""
+        self._send(Threads(count))
+
+    def forget(self) -> None:
+        """Tells it to drop the prefixes that it retains."""
+        self._send(Forget())
+
+    def drain(self) -> None:
+        """Asks the worker to finish what runs and to take nothing new."""
+        self._requested = True
+        self._send(Drain())
+
+    def stop(self) -> None:
+        """Ends the worker: asked first, killed after STOP_SECONDS. May be called again."""
+        self._requested = True
+        self._send(Stop())
+        if self._stop_timer is None and not self.exited.done():
+            self._stop_timer = self._loop.call_later(STOP_SECONDS, self.kill)
+
+    def kill(self, hang: str | None = None) -> None:
+        """Ends the worker and whatever it started at once; `hang` is the sentence for its crash record."""
+        if self.exited.done() or self._process.returncode is not None:
+            return
+        if hang is not None and self._hang is None:
+            self._hang = hang
+        with contextlib.suppress(ProcessLookupError):  # it left its group, or is a zombie we reap in a moment
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _send(self, message: Message) -> None:
+        with contextlib.suppress(OSError):  # a dead worker hears nothing; its exit is told by the pidfd
+            self._link.send(encode(message))
+
+    # --- hearing ---------------------------------------------------------------------------------------------------
+    def _on_link(self) -> None:
+        try:
+            data = self._link.recv(65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._loop.remove_reader(self._link.fileno())
+            if self._pidfd is None:
+                self._poll_exit()
+            else:  # a worker that closes its link must be about to end
+                self._stop_timer = self._stop_timer or self._loop.call_later(STOP_SECONDS, self.kill)
+            return
+        self._heard = self._loop.time()
+        *lines, self._inbox = (self._inbox + data).split(b"\n")
+        if len(self._inbox) > _MOST_LINE_BYTES:
+            self.kill("it sent a message without an end")
+        for line in lines:
+            try:
+                self._take(decode(line))
+            except (ValueError, TypeError):
+                log.exception("worker %s (pid %d) sent something else than a message", self.name, self.pid)
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Hello():
+                if not self.hello.done():
+                    self.hello.set_result(message)
+            case LoadProgress(fraction):
+                self.progress = min(1.0, max(self.progress, fraction))
+                self._on_change()
+            case Held():
+                self._due = None
+                if not self.held.done():
+                    self.held.set_result(message)
+            case Offloaded():
+                if not self.offloaded.done():
+                    self.offloaded.set_result(message)
+            case Ready():
+                self.progress = 1.0
+                self._due = None
+                if not self.ready.done():
+                    self.ready.set_result(message)
+            case Failed():
+                self._failed = message
+            case Beat():
+                self.beat = message
+                self._on_change()
+            case _:
+                log.error("worker %s sent %s, which is ours to send", self.name, message.tag)
+
+    def _on_errors(self) -> None:
+        try:
+            data = os.read(self._errors, 65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._loop.remove_reader(self._errors)
+            return
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        self._partial = self._partial[-4096:]
+        for line in lines:
+            self._lines.append(line[-1000:].decode("utf-8", "replace").rstrip())
+
+    # --- watching --------------------------------------------------------------------------------------------------
+    def _tick(self) -> None:
+        now = self._loop.time()
+        late = now - self._next_tick > TICK_SECONDS
+        if late:  # our own loop stood still: nobody could be heard, so nobody is blamed
+            self._heard = now
+        self._next_tick = now + TICK_SECONDS
+        self._ticker = self._loop.call_later(TICK_SECONDS, self._tick)
+        if complaint := self._patience.complaint(self._life(now, late)):
+            log.error("worker %s (pid %d) hangs: %s", self.name, self.pid, complaint)
+            self.kill(complaint)
+
+    def _life(self, now: float, late: bool) -> Life:
+        beat = None if late else self.beat
+        return Life(
+            greeted=self.hello.done(),
+            ready=self._due is None,
+            age_seconds=now - (self._began if self._due is None else self._due),
+            silent_seconds=now - self._heard,
+            step_seconds=beat.step_seconds if beat else None,
+            step_tokens=beat.step_tokens if beat else 0,
+            first_step=beat is not None and beat.prompt_tokens == 0 and beat.generated_tokens == 0,
+        )
+
+    def _on_exit(self) -> None:
+        """The pidfd is readable: the process is a zombie and its group can still be signaled safely."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it was alone in its group
+            os.killpg(self.pid, signal.SIGKILL)
+        status = self._process.wait()
+        self._close(status)
+
+    def _poll_exit(self) -> None:
+        """Without a pidfd: the link has ended, so the exit is a moment away."""
+        if (status := self._process.poll()) is not None:
+            self._close(status)
+        else:
+            self._loop.call_later(0.01, self._poll_exit)
+            self._stop_timer = self._stop_timer or self._loop.call_later(STOP_SECONDS, self.kill)
+
+    def _close(self, status: int) -> None:
+        if self.exited.done():
+            return
+        self._ticker.cancel()
+        if self._stop_timer is not None:
+            self._stop_timer.cancel()
+        self._drain_pipes()
+        if self._pidfd is not None:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+        self._loop.remove_reader(self._link.fileno())
+        self._loop.remove_reader(self._errors)
+        self._link.close()
+        os.close(self._errors)
+        self.socket_path.unlink(missing_ok=True)
+        if self._keep is not None:
+            os.close(self._keep)
+        exit = self._exit(status)
+        promises: tuple[asyncio.Future[Any], ...] = (self.hello, self.held, self.ready, self.offloaded)
+        for promise in promises:
+            if not promise.done():
+                promise.set_exception(WorkerGone(exit))
+                promise.exception()  # whoever awaited it is told; nobody has to
+        self.exited.set_result(exit)
+
+    def _drain_pipes(self) -> None:
+        """Takes what the worker said last: its reason is often there."""
+        with contextlib.suppress(OSError):  # nothing more, or closed
+            while data := self._link.recv(65536):
+                *lines, self._inbox = (self._inbox + data).split(b"\n")
+                for line in lines:
+                    with contextlib.suppress(ValueError):  # cut off in the middle
+                        self._take(decode(line))
+        with contextlib.suppress(OSError):
+            while data := os.read(self._errors, 65536):
+                self._partial += data
+        for line in self._partial.split(b"\n"):
+            if line:
+                self._lines.append(line[-1000:].decode("utf-8", "replace").rstrip())
+
+    def _exit(self, status: int) -> WorkerExit:
+        was_ready = self._due is None
+        cause = classify(
+            Remains(
+                status=status,
+                requested=self._requested,
+                hang=self._hang is not None,
+                failed_cause=self._failed.cause if self._failed else None,
+                greeted=self.hello.done(),
+                ready=was_ready,
+                last_text="\n".join(self._lines),
+            )
+        )
+        return WorkerExit(cause, status, self._sentence(cause, status), tuple(self._lines), was_ready)
+
+    def _sentence(self, cause: ExitCause, status: int) -> str:
+        if self._failed is not None:
+            return self._failed.message
+        if self._hang is not None:
+            return f"the worker hung: {self._hang}"
+        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+        told = cause not in (ExitCause.KILLED, ExitCause.REQUESTED)  # then its last line has nothing to do with it
+        last = next((line for line in reversed(self._lines) if line.strip()), "") if told else ""
+        return f"the worker ended with {how} ({cause}){': ' + last[:300] if last else ''}"
