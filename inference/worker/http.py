@@ -297,9 +297,9 @@ class App:
                 unfinished -= output.finish is not None
                 frames.append(stream.frames(output))
             if not outputs:
-                # Silence is only explained while the engine moves: a hung one must look hung.
+                # Silence is only explained while the engine computes or moves: a hung one must look hung.
                 now = (engine.pulse.steps, ticket.progress)
-                if now != seen:
+                if now != seen or engine.pulse.is_computing:
                     seen = now
                     frames.append((ticket.progress or Progress("queued", 1)).frame())
             if not exchange.begun:

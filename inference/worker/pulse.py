@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from inference.worker.link import Beat
 
+STEP_PATIENCE_SECONDS = 10.0
+"""A step that takes longer is not explained any more to those who wait for it: a hung one must look hung to them."""
+
 
 @dataclass(slots=True)
 class Pulse:
@@ -33,6 +36,12 @@ class Pulse:
         started, self.step_started = self.step_started, None
         self.steps += 1
         return self.clock() - (started if started is not None else self.clock())
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a step runs that can still be expected to end."""
+        started = self.step_started
+        return started is not None and self.clock() - started < STEP_PATIENCE_SECONDS
 
     def beat(self) -> Beat:
         """The heartbeat now."""
