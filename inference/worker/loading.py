@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from inference.protocol import ExitCause
-from inference.worker import ggml, llama, sampling
+from inference.worker import ggml, heap, llama, sampling
 from inference.worker.errors import LoadError
 from inference.worker.hardware import usable_cores
 from inference.worker.link import Grant, Ready
@@ -105,9 +106,11 @@ def open_context(grant: Grant, params: Any) -> tuple[llama.Model, llama.Context,
 
     With `no_alloc` in `params` nothing is allocated: what a load would take can then be read from the context.
     """
-    model = llama.Model(grant.path, params)
+    on_gpu = params.n_gpu_layers != 0
+    with heap.reused() if on_gpu else contextlib.nullcontext():
+        model = llama.Model(grant.path, params)
     pooling = _pooling(model, grant)
-    context = _context(grant, model, pooling, on_gpu=params.n_gpu_layers != 0)
+    context = _context(grant, model, pooling, on_gpu=on_gpu)
     if pooling is None and context.memory is None:
         raise LoadError(
             ExitCause.STARTUP,
