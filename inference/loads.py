@@ -40,7 +40,9 @@ log = logging.getLogger(__name__)
 
 RETURN_SECONDS = 5.0
 """An accelerator must show a gone worker's memory within this; what is missing then counts as foreign."""
+RETURN_FIRST_SECONDS = 0.02
 RETURN_EVERY_SECONDS = 0.25
+"""Mostly it does at once, and somebody waits for it: the first looks follow each other sooner."""
 RETURN_SLACK_BYTES = 64 * 2**20
 ENGINE_QUEUE = 512
 
@@ -316,6 +318,7 @@ class Loads:
         before = {name: self._authority.ledger.balance(name).foreign_bytes for name in devices}
         deadline = self._authority.loop.time() + RETURN_SECONDS
         back = told = False
+        pause = min(RETURN_FIRST_SECONDS, RETURN_EVERY_SECONDS)
         while not back and self._authority.loop.time() < deadline:
             try:
                 async with asyncio.timeout_at(deadline):
@@ -328,7 +331,8 @@ class Loads:
             else:
                 self._authority.background.refreshed_at = self._authority.loop.time()
             if not back:
-                await asyncio.sleep(RETURN_EVERY_SECONDS)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, RETURN_EVERY_SECONDS)
         if back:
             self._release(running)
         else:
