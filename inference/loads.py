@@ -28,8 +28,8 @@ from inference.overheads import Before
 from inference.pinning import environment_of
 from inference.process import WorkerExit
 from inference.protocol import ExitCause, ModelState
+from inference.stamp import stamp
 from inference.supervisor import Supervisor
-from inference.warm import stamp
 from inference.wishes import estimate_of, excess, grant_for
 from inference.worker.link import Ready
 
@@ -44,7 +44,6 @@ RETURN_FIRST_SECONDS = 0.02
 RETURN_EVERY_SECONDS = 0.25
 """Mostly it does at once, and somebody waits for it: the first looks follow each other sooner."""
 RETURN_SLACK_BYTES = 64 * 2**20
-ENGINE_QUEUE = 512
 
 _S, _E = ModelState, Event
 _WAY_OUT = {
@@ -93,7 +92,7 @@ class Loads:
         model.running = running
         self._authority.move(model, _E.LOAD)
         log.info("loading %s on %s (pid %d)", model.id, ", ".join(placement.devices), worker.pid)
-        grant = grant_for(model.effective, devices, placement, ENGINE_QUEUE)
+        grant = grant_for(model.effective, devices, placement)
         worker.hello.add_done_callback(lambda hello: None if hello.exception() else worker.grant(grant))
         worker.ready.add_done_callback(lambda ready: self.on_ready(model, running, ready))
         worker.exited.add_done_callback(lambda exited: self.on_exit(model, running, exited.result()))
@@ -223,7 +222,7 @@ class Loads:
         assert model.running is not None
         departure = model.running.departure
         if model.state is _S.DRAINING and departure is not None and departure.action is Action.OFFLOAD:
-            if self._authority.warm.begin(model):
+            if self._authority.warm.leaving.begin(model):
                 return
             model.running.departure = replace(departure, action=Action.UNLOAD)
         self._authority.move(model, _E.UNLOAD)

@@ -102,14 +102,14 @@ class Pump:
     def _decide(self, model: Model) -> Decision | None:
         """None while something has to be measured or read first; the run that follows is under way then."""
         authority = self._authority
-        if model.state is _S.WARM and authority.warm.is_stale(model):
-            authority.loads.leave(model, Reason.CHANGED)
-            return None
         readings = authority.observe()
         devices = authority.moving.options(model, candidates(model.effective, readings, authority.settings))
         options = authority.governor.open_to(model, devices)
         if isinstance(options, Refusal):
             return Decision(options)
+        if model.state is _S.WARM and authority.warm.is_stale(model, options):
+            authority.loads.leave(model, Reason.CHANGED)
+            return None
         if any(device.id not in model.estimates for device in options):
             authority.background.estimate(model)
             return None

@@ -23,6 +23,8 @@ from inference.protocol import DeviceState, ModelState
 from inference.settings import ModelSpec
 from inference.worker.link import Grant, Ready
 
+ENGINE_QUEUE = 512
+"""Requests that may wait in a worker."""
 TOLERANCE_BYTES = 8 * 2**20
 """llama.cpp's log rounds each buffer to 0.01 MiB, and pads small ones."""
 
@@ -142,7 +144,7 @@ def reduced(spec: ModelSpec, fix: Mapping[str, Any]) -> ModelSpec:
     return replace(spec, ubatch=max(32, spec.ubatch // 4), **kept)
 
 
-def grant_for(spec: ModelSpec, devices: Sequence[Reading], placement: Placement, queue_limit: int) -> Grant:
+def grant_for(spec: ModelSpec, devices: Sequence[Reading], placement: Placement) -> Grant:
     """What the worker is told to load, and where: `devices` are the placement's, in its order."""
     return Grant(
         model_id=spec.id,
@@ -160,7 +162,7 @@ def grant_for(spec: ModelSpec, devices: Sequence[Reading], placement: Placement,
         lora=spec.lora,
         mmproj=spec.mmproj,
         capabilities=spec.capabilities,
-        queue_limit=queue_limit,
+        queue_limit=ENGINE_QUEUE,
         reserved_bytes=dict(placement.need),
     )
 

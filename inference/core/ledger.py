@@ -317,6 +317,11 @@ class Ledger:
         """What the memory limit leaves, negative where too much is booked; None without a limit."""
         return None if self.limit_bytes is None else self.limit_bytes - self.ours_bytes
 
+    def excess(self, device: str) -> int:
+        """Bytes that we hold beyond our share of `device`, or beyond the memory limit; 0 as long as limits stay."""
+        over = self._sums(device).ours_bytes - self._account(device).budget_bytes
+        return max(0, over, -(self.spare_altogether or 0))
+
     def owned_by(self, owner: str) -> Mapping[str, int]:
         """Bytes per device that `owner` holds, whatever the phase."""
         found: dict[str, int] = {}

@@ -66,6 +66,14 @@ def displaced(newcomer: Warm, kept: Sequence[Warm], missing_bytes: int, now: flo
     return tuple(kept[at].model for at in chosen)
 
 
+def beyond(kept: Sequence[Warm], excess_bytes: int, now: float) -> tuple[str, ...]:
+    """The least worthy of `kept` that give back `excess_bytes`; all of them where that is more than they hold."""
+    if excess_bytes <= 0:
+        return ()
+    chosen = cheapest([warm.worth(now) for warm in kept], [[warm.bytes] for warm in kept], [excess_bytes])
+    return tuple(warm.model for warm in kept) if chosen is None else tuple(kept[at].model for at in chosen)
+
+
 def kept_of(leavers: Sequence[Leaver], need: Mapping[str, int], ledger: Ledger, now: float) -> frozenset[str]:
     """Those of `leavers` that can be kept and leave room for `need` all the same; the worthiest are tried first.
 

@@ -116,7 +116,7 @@ async def test_whatever_goes_wrong_on_the_way_is_booked_back(start: Start, devic
         service = await start(models, behavior, **patience)
     else:
         service = await on_gpu(start, models, behavior, **patience)
-    service.authority.warm.patience = lambda _bytes: 0.5
+    service.authority.warm.leaving.patience = lambda _bytes: 0.5
     model = await use(service, "a")
     await service.authority.offload(model)
     assert model.state in (S.WARM, S.FAILED, S.COLD)

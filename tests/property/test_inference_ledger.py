@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -177,6 +179,14 @@ def test_the_limit_counts_all_devices_together() -> None:
     assert not ledger.lacks({"a": 500, "b": 500})
     (lack,) = ledger.lacks({"a": 600, "b": 500})
     assert (lack.need_bytes, lack.room_bytes, lack.bound) == (1100, 1000, "the memory limit")
+
+
+def test_what_is_held_beyond_a_limit_that_was_lowered() -> None:
+    """The share of the device, or the limit over all of them; nothing while neither is exceeded."""
+    ledger = Ledger().open(Account("a", 1000, 800)).reserve("one", "m", {"a": 600})
+    assert ledger.excess("a") == 0
+    assert ledger.open(Account("a", 1000, 500)).excess("a") == 100
+    assert replace(ledger, limit_bytes=350).excess("a") == 250
 
 
 def test_a_loading_workers_bytes_never_count_twice_for_the_next() -> None:
