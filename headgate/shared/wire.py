@@ -52,6 +52,8 @@ class WiredHttp(HttpToolsProtocol):
         if self.cycle is not before:
             self._unanswered = (*(cycle for cycle in self._unanswered if not cycle.response_complete), self.cycle)
             self.scope["extensions"] = {_EXTENSION: Wire(self.cycle)}  # type: ignore[dict-item]
+            if len(self.pipeline) == 1:
+                self.flow.resume_reading()  # uvicorn stops while one waits, and would not see the client leave
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client left. uvicorn tells the last request only, though one that came before may be what is answered."""
