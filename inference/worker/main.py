@@ -308,6 +308,7 @@ class Worker:
     def _engines(self, loaded: Loaded, grant: Grant) -> Any:
         from inference.worker.constrained import ConstrainedSampler
         from inference.worker.core.steps import Limits
+        from inference.worker.crewed import CrewedBackend
         from inference.worker.embedder import Embedder
         from inference.worker.engine import Engine
         from inference.worker.sampling import ChainSampler
@@ -326,6 +327,8 @@ class Worker:
             most = context.n_batch - context.n_slots
             self._sight = self._sight or Sight(loaded.projector, most, context.n_slots, at_once=context.n_ubatch)
             backend = SightedBackend(context, context.n_slots, picture_finder(self._sight.pictures))
+        if all(device.kind == "cpu" for device in grant.devices):
+            backend = CrewedBackend(backend, context.spare)
         limits = Limits(
             slots=context.n_slots,
             context=loaded.facts.context_length,

@@ -49,6 +49,8 @@ class Context:
             raise LoadError(ExitCause.OOM_LOAD, "llama.cpp could not allocate the context")
         self.memory = lib.llama_get_memory(self.handle)
         self.pooling = int(lib.llama_pooling_type(self.handle))
+        self._threads = int(params.n_threads)
+        self._spared = 0
         self.n_ctx = int(lib.llama_n_ctx(self.handle))
         self.n_batch = int(lib.llama_n_batch(self.handle))
         self.n_ubatch = int(lib.llama_n_ubatch(self.handle))
@@ -99,7 +101,17 @@ class Context:
         return self.n_outputs * self.model.n_vocab * 4
 
     def use_threads(self, count: int) -> None:
-        """Computes with `count` threads from the next step on; may be called while a step runs."""
+        """Computes with at most `count` threads from the next step on; may be called while a step runs."""
+        self._threads = count
+        self._set_threads()
+
+    def spare(self, count: int) -> None:
+        """Computes with `count` threads fewer than that, but with one at least, from the next step on."""
+        self._spared = count
+        self._set_threads()
+
+    def _set_threads(self) -> None:
+        count = max(1, self._threads - self._spared)
         lib.llama_set_n_threads(self.handle, count, count)
 
     def close(self) -> None:

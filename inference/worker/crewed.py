@@ -1,0 +1,51 @@
+"""A context on the CPU whose steps leave a core to others where that is faster; measures steps, decides nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from inference.worker.backend import Backend, BatchRow, Decode
+from inference.worker.core.crew import Crew
+
+DIVIDED_FROM = 256
+"""Cells of a lone sequence from which llama.cpp divides its attention over the threads, so that their number changes
+how sums are rounded (ggml-cpu `ops.cpp`: one query and 512 cells or more, counted in blocks of 256)."""
+
+
+class CrewedBackend:
+    """`Backend` over another one. Steps that only decode are timed; all others use every thread, and so do steps whose
+    results depend on how many there are: the same request alone has the same answer, whatever else the cores do.
+
+    `spare(n)` has the next steps computed with `n` threads fewer than they may use, but with one at least.
+    """
+
+    def __init__(
+        self, backend: Backend, spare: Callable[[int], None], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.can_trim = backend.can_trim
+        self.remove = backend.remove
+        self.copy = backend.copy
+        self.logits = backend.logits
+        self._backend = backend
+        self._leave = spare
+        self._clock = clock
+        self._crew = Crew()
+        self._spared = 0
+
+    def decode(self, rows: Sequence[BatchRow]) -> tuple[Decode, list[int]]:
+        """Computes a step with as many threads as are worth it."""
+        if any(len(row.tokens) != 1 for row in rows) or (len(rows) == 1 and rows[0].start >= DIVIDED_FROM):
+            self._spare(0)
+            return self._backend.decode(rows)
+        self._spare(self._crew.spared)
+        began = self._clock()
+        status, last = self._backend.decode(rows)
+        if status is Decode.OK:
+            self._crew = self._crew.observe(len(rows), self._clock() - began)
+        return status, last
+
+    def _spare(self, count: int) -> None:
+        if count != self._spared:
+            self._spared = count
+            self._leave(count)

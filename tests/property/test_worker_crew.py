@@ -1,0 +1,56 @@
+"""Whether a step leaves a core to others follows what steps take, on machines that a model of costs describes."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference.worker.core.crew import FIRST_PAUSE, LONGEST_PAUSE, SETTLING, WINDOW, Crew
+
+TRIAL = SETTLING + WINDOW
+COSTS = st.tuples(st.floats(1e-4, 0.1), st.floats(1e-4, 0.1))
+"""Seconds of a step that spares no core, and of one that spares one."""
+
+
+def driven(crew: Crew, costs: tuple[float, float], steps: int, rows: int = 1) -> tuple[Crew, list[int]]:
+    """The crew after `steps`, and what each of them spared."""
+    spared = []
+    for _ in range(steps):
+        spared.append(crew.spared)
+        crew = crew.observe(rows, costs[crew.spared])
+    return crew, spared
+
+
+@given(COSTS, st.integers(1, 32))
+def test_the_faster_way_is_found_and_the_other_one_seldom_taken(costs: tuple[float, float], rows: int) -> None:
+    """With costs that stay, at most a trial's steps between two pauses go the slower way, fewer and fewer of them."""
+    crew, _ = driven(Crew(), costs, 4 * FIRST_PAUSE, rows)
+    _, spared = driven(crew, costs, 4 * LONGEST_PAUSE, rows)
+    no_matter = 0.85 < costs[1] / costs[0] < 1 / 0.85
+    slower = 0 if costs[1] < costs[0] else 1
+    assert no_matter or spared.count(slower) <= 10 * TRIAL
+    assert no_matter or spared[-1] != slower or spared[-TRIAL:].count(slower) <= TRIAL
+
+
+@given(COSTS, st.integers(0, 3000))
+def test_a_change_of_the_machine_is_noticed_at_once_where_it_hurts(costs: tuple[float, float], quiet: int) -> None:
+    """What suddenly takes far longer is held against the other way within a window and a trial."""
+    crew, _ = driven(Crew(), (0.001, 0.002), quiet)
+    crew, _ = driven(crew, (0.001, 0.002), TRIAL + 1)  # a trial that was under way is over
+    if crew.spared or crew.is_trying or crew.usual is None:
+        return
+    _, spared = driven(crew, (0.02, 0.002), 2 * WINDOW + TRIAL + 1)
+    assert spared[-1] == 1
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.floats(1e-5, 1.0)), max_size=400))
+def test_only_steps_of_the_same_size_are_compared(steps: list[tuple[int, float]]) -> None:
+    """Whatever happens, one core at most is spared, and a trial whose load changed ends where it began."""
+    crew = Crew()
+    for rows, seconds in steps:
+        after = crew.observe(rows, seconds)
+        assert after.spared in (0, 1)
+        if crew.is_trying and rows != crew.rows:
+            assert not after.is_trying
+            assert after.spared == 1 - crew.spared
+        crew = after
