@@ -106,15 +106,19 @@ class Background:
 
     async def measure(self, model: Model) -> None:
         """Fills in the estimates that the model lacks; raises ModelFailed when its file cannot be used."""
-        authority = self._authority
-        devices = candidates(model.effective, authority.inventory.readings(), authority.settings)
-        for device in authority.moving.options(model, devices):
+        while (device := self._unmeasured(model)) is not None:
             await self.measure_on(model, device)
 
+    def _unmeasured(self, model: Model) -> Reading | None:
+        """Devices come and go and settings change while others are measured, so this is asked again and again."""
+        authority = self._authority
+        devices = candidates(model.effective, authority.inventory.readings(), authority.settings)
+        return next((item for item in authority.moving.options(model, devices) if item.id not in model.estimates), None)
+
     async def measure_on(self, model: Model, device: Reading) -> None:
-        """Fills in the estimate for one device; raises ModelFailed."""
-        spec = model.effective
-        if device.id not in model.estimates:
+        """Fills in the estimate for one device, by the settings there are at the end; raises ModelFailed."""
+        while device.id not in model.estimates:
+            spec = model.effective
             found = await self._estimate(spec, device)
             if model.effective is spec:
                 model.estimates[device.id] = found

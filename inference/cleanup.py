@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from inference import figures
@@ -182,8 +182,16 @@ async def _repack(authority: Authority) -> tuple[list[dict[str, Any]], list[dict
         for reading in authority.inventory.accelerators()
         if reading.state is DeviceState.HEALTHY and not reading.unified
     }
-    pieces = [await _piece(authority, model, rooms) for model in authority.models.values() if _is_movable(model, rooms)]
-    moved, refused = [], []
+    pieces = []
+    for model in list(authority.models.values()):
+        try:
+            needs = await _needs(authority, model, rooms) if _is_movable(model, rooms) else {}
+        except InferenceError:  # its file cannot be used any more: it stays where it is
+            continue
+        if _is_movable(model, rooms):  # still
+            pieces.append(_piece(authority, model, needs))
+    moved: list[dict[str, Any]] = []
+    refused: list[dict[str, Any]] = []
     for shift in repack(rooms, pieces):
         told = {"model_name": shift.model, "source": shift.source, "target": shift.target}
         try:
@@ -204,14 +212,19 @@ def _is_movable(model: Model, devices: Container[str]) -> bool:
     return not bound and len(running.placement.devices) == 1 and running.placement.device in devices
 
 
-async def _piece(authority: Authority, model: Model, devices: Iterable[str]) -> Piece:
-    """What the model holds where it is, and what it would need on each device."""
+async def _needs(authority: Authority, model: Model, devices: Iterable[str]) -> dict[str, int]:
+    """What the model would need on each device; bytes. Raises ModelFailed."""
+    need = {}
+    for name in devices:
+        if (reading := authority.inventory.get(name)) is not None:
+            await authority.background.measure_on(model, reading)
+            need[name] = model.estimates[name].need[name]
+    return need
+
+
+def _piece(authority: Authority, model: Model, needs: Mapping[str, int]) -> Piece:
+    """What the model holds where it is, and what it would need elsewhere."""
     assert model.running is not None
     device = model.running.placement.device
     held = authority.ledger.holdings[model.running.holding].bytes[device]
-    need = {}
-    for name in devices:
-        if (reading := authority.inventory.get(name)) is not None and name != device:
-            await authority.background.measure_on(model, reading)
-            need[name] = model.estimates[name].need[name]
-    return Piece(model.id, device, held, need)
+    return Piece(model.id, device, held, {name: count for name, count in needs.items() if name != device})

@@ -69,6 +69,7 @@ class Fixes:
             decision = self._decide(other)
             if isinstance(decision, Placement) and not decision.measured:
                 await authority.background.measure_division(other, decision)
+                await authority.background.measure(other)
                 decision = self._decide(other)
         except InferenceError:
             return False

@@ -39,11 +39,11 @@ class Moving:
         touched, and what the load met after the model is back where it was.
         """
         reading = self._usable(model, device)
-        if model.target is not None:
-            raise InvalidRequestError(f"{model.id!r} is being moved to {model.target} already", param="device")
+        self._refuse_second(model)
         if model.running is not None and model.state in _SETTLED and model.running.placement.devices == (device,):
             return
         await self._authority.background.measure_on(model, reading)
+        self._refuse_second(model)
         self._check(model, reading)
         running = model.running
         model.target = device
@@ -85,6 +85,11 @@ class Moving:
         model.target, model.retry_at = where, self._authority.loop.time()
         self._authority.loop.call_soon(self._authority.pump)
         return True
+
+    @staticmethod
+    def _refuse_second(model: Model) -> None:
+        if model.target is not None:
+            raise InvalidRequestError(f"{model.id!r} is being moved to {model.target} already", param="device")
 
     def _usable(self, model: Model, device: str) -> Reading:
         readings = {reading.id: reading for reading in self._authority.inventory.readings()}

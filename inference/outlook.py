@@ -82,8 +82,9 @@ class Outlook:
         authority = self._authority
         other = Model(replace(model.spec, **changes))
         anew = bool(changes) and other.spec != model.effective
-        if not anew:
-            other = model
+        if not anew:  # a copy: a reload meanwhile takes back what was measured for the model itself
+            await authority.background.measure(model)
+            other = Model(model.effective, estimates=dict(model.estimates))
         await authority.background.measure(other)
         devices = candidates(other.effective, authority.observe(), authority.settings)
         allowed = authority.governor.open_to(other, devices)
