@@ -40,7 +40,7 @@ from inference.metrics import Metrics
 from inference.model import Model, Ticket
 from inference.moving import Moving
 from inference.outlook import Outlook
-from inference.preload import preload
+from inference.preload import load_all
 from inference.protocol import ModelState, ModelStatus, Priority
 from inference.pump import Pump
 from inference.settings import InferenceConfig, check_devices
@@ -120,7 +120,7 @@ class Authority:
         self._ticker = self.loop.call_later(TICK_SECONDS, self._tick)
         self.background.spawn(self.background.foresee())
         if not self.settings.enable_lazy_model_loading:
-            self.background.spawn(self._load_all())
+            self.background.spawn(load_all(self))
         return check_devices(self.config, len(accelerators))
 
     def quiesce(self) -> None:
@@ -267,11 +267,6 @@ class Authority:
     def pump(self) -> None:
         """Looks at every model that is wanted and does what can be done now."""
         self.pumping.run()
-
-    async def _load_all(self) -> None:
-        for result in await preload(self, list(self.models)):
-            if result["error"] is not None:
-                log.warning("%s is not loaded at start: %s", result["model"], result["error"]["message"])
 
     # --- time ------------------------------------------------------------------------------------------------------
     def _tick(self) -> None:

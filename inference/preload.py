@@ -1,16 +1,56 @@
-"""Loads several models at once, at the start or by hand, and says what became of each; decides nothing about room."""
+"""Loads several models at once, at the start or by hand, and says what became of each; decides nothing about room.
+
+By hand is a wish like any other, so models may leave for it. At the start nobody leaves for anybody.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from inference.core.plan import Result
 from inference.errors import InferenceError
 from inference.protocol import Priority
 
 if TYPE_CHECKING:
     from inference.authority import Authority
+    from inference.model import Model, Ticket
+
+log = logging.getLogger(__name__)
+
+_BOOKED_SECONDS = 0.05
+"""How soon a booking is seen."""
+
+
+async def load_all(authority: Authority) -> None:
+    """Loads every configured model that fits beside those before it, side by side; the log names those that do not."""
+    loading = []
+    for model in list(authority.models.values()):
+        try:
+            if (ticket := await _booked(authority, model)) is not None:
+                loading.append((model, ticket))
+        except InferenceError as error:
+            log.warning("%s is not loaded at start: %s", model.id, error.message)
+    for model, ticket in loading:
+        try:
+            with ticket:
+                await ticket.wait()
+        except InferenceError as error:
+            log.warning("%s is not loaded at start: %s", model.id, error.message)
+
+
+async def _booked(authority: Authority, model: Model) -> Ticket | None:
+    """Begins to load a model if nobody has to leave for it; returns when its memory is booked, or it failed."""
+    decision, _ = await authority.outlook.dry_run(model, {})
+    if decision.result not in (Result.FREE, Result.DEPLOYED):
+        log.warning("%s is not loaded at start: there is no room beside those before it", model.id)
+        return None
+    ticket = authority.ask(model)
+    while model.running is None and ticket.pending:
+        await ticket.wait(_BOOKED_SECONDS)
+    return ticket
 
 
 async def preload(

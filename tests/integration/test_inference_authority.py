@@ -180,6 +180,16 @@ async def test_models_are_loaded_at_start_when_lazy_loading_is_off(start: Start)
     await until("both are ready", lambda: all(model.state is ModelState.READY for model in models))
 
 
+async def test_at_start_nobody_leaves_for_anybody(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    """Two fit of three: the first two are there and stay, and the log names the third."""
+    service = await start({"a": {}, "b": {}, "c": {}}, ENABLE_LAZY_MODEL_LOADING="false", MEMORY_LIMIT_GB="0.25")
+    await until("it is said", lambda: "c is not loaded at start: there is no room" in caplog.text)
+    a, b, c = service.authority.models.values()
+    await until("two are ready", lambda: a.state is b.state is ModelState.READY)
+    assert (c.state, c.loads) == (ModelState.COLD, 0)
+    assert not service.authority.evictions.records
+
+
 async def test_limits_on_the_number_of_models_evict(start: Start) -> None:
     service = await start({"a": {}, "b": {}}, MAX_MODELS="1")
     authority = service.authority
