@@ -17,11 +17,10 @@ from inference.core.lifecycle import Event
 from inference.core.plan import Placement, Refusal, Request, Result, Standing
 from inference.core.turns import Claim, Decision, Scenery, Wish, age_rank, decide
 from inference.devices.cpu import CPU
-from inference.errors import MemoryLimitExceededError
 from inference.evictions import Action, Reason
 from inference.model import Model
 from inference.protocol import ModelState
-from inference.wishes import candidates, held_models, reduced, request_for, residents, shortages_of
+from inference.wishes import candidates, error_of, held_models, reduced, request_for, residents
 
 if TYPE_CHECKING:
     from inference.authority import Authority
@@ -189,7 +188,7 @@ class Pump:
             self._wait(model, refusal, decision)
             return
         self._log(refusal.result, model, refusal.trace)
-        error = MemoryLimitExceededError(model.id, shortages_of(refusal), reason=refusal.reason, fix=refusal.fix)
+        error = error_of(model, refusal, authority.inventory.readings(), authority.settings)
         if authority.moving.turns_back(model, error):
             self._all_decided = False
             return

@@ -22,7 +22,7 @@ from headgate.shared.hop import Answer, BrokenError, Hop
 from inference import http, vocabulary
 from inference.authority import Authority
 from inference.core.plan import Refusal
-from inference.errors import DeviceLost, InferenceError, InvalidRequestError, MemoryLimitExceededError, ModelFailed
+from inference.errors import DeviceLost, InferenceError, InvalidRequestError, ModelFailed
 from inference.http import Headers, Out, Receive, Scope, Send
 from inference.model import Lease, Model, Ticket
 from inference.protocol import (
@@ -40,7 +40,7 @@ from inference.protocol import (
     Progress,
 )
 from inference.vocabulary import Vocabulary
-from inference.wishes import shortages_of
+from inference.wishes import error_of
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class Relay:
             rest = self._authority.status(model).retry_after_seconds
             raise ModelFailed(f"the model {model.id!r} failed: {model.failure}", retry_after=rest)
         if model.state is ModelState.COLD and isinstance(outlook, Refusal) and not outlook.waits_for:
-            raise MemoryLimitExceededError(model.id, shortages_of(outlook), reason=outlook.reason, fix=outlook.fix)
+            raise error_of(model, outlook, self._authority.inventory.readings(), self._authority.settings)
         await out.json(200, {"headgate": {"probe": str(model.state)}})
         return True
 

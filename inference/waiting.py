@@ -97,7 +97,7 @@ class Waiting:
         model = ticket.model
         self.unqueue(model, ticket.waiter.id)
         waited = f"{model.id!r} could not be used within the {ticket.patience:.1f} s the request may wait"
-        if model.state is _S.LOADING and model.running is not None:
+        if model.state in (_S.LOADING, _S.RESTORING) and model.running is not None:
             self._authority.metrics.timeouts.labels("loading").inc()
             percent = int(model.running.worker.progress * 100)
             ticket.fail(

@@ -15,7 +15,7 @@ from inference.core.turns import Resident
 from inference.devices.base import Reading
 from inference.devices.cpu import CPU
 from inference.environment import InferenceSettings
-from inference.errors import Shortage
+from inference.errors import DeviceLost, InferenceError, MemoryLimitExceededError, Shortage
 from inference.estimator import Estimate, parameters_of
 from inference.model import Model
 from inference.pinning import grants_of
@@ -27,6 +27,7 @@ ENGINE_QUEUE = 512
 """Requests that may wait in a worker."""
 TOLERANCE_BYTES = 8 * 2**20
 """llama.cpp's log rounds each buffer to 0.01 MiB, and pads small ones."""
+_USABLE = (DeviceState.HEALTHY, DeviceState.SUSPECT)
 
 
 def candidates(spec: ModelSpec, readings: Sequence[Reading], settings: InferenceSettings) -> tuple[Reading, ...]:
@@ -41,7 +42,7 @@ def candidates(spec: ModelSpec, readings: Sequence[Reading], settings: Inference
     allowed = [
         reading
         for index, reading in enumerate(accelerators)
-        if reading.state in (DeviceState.HEALTHY, DeviceState.SUSPECT) and spec.gpu_index in (None, index)
+        if reading.state in _USABLE and spec.gpu_index in (None, index)
     ]
     return (*allowed, *(cpu if spec.oom_policy == "cpu" else ()))
 
@@ -170,6 +171,16 @@ def grant_for(spec: ModelSpec, devices: Sequence[Reading], placement: Placement)
 def shortages_of(refusal: Refusal) -> list[Shortage]:
     """The planner's lacks as the numbers of an error."""
     return [Shortage(lack.device, lack.need_bytes, lack.room_bytes, lack.bound) for lack in refusal.lacks]
+
+
+def error_of(
+    model: Model, refusal: Refusal, readings: Sequence[Reading], settings: InferenceSettings
+) -> InferenceError:
+    """What those are told whose model is refused for good: numbers, or which accelerator is gone."""
+    gone = [f"{reading.id} is {reading.state}" for reading in readings if reading.state not in _USABLE]
+    if gone and not candidates(model.effective, readings, settings):
+        return DeviceLost(f"the model {model.id!r} cannot be loaded: {', '.join(gone)}")
+    return MemoryLimitExceededError(model.id, shortages_of(refusal), reason=refusal.reason, fix=refusal.fix)
 
 
 def excess(estimate: Estimate, ready: Ready) -> str | None:

@@ -33,10 +33,14 @@ class Pace:
 
 
 def load_seconds_left(progress: float, took_seconds: float, last_seconds: float) -> float:
-    """Seconds left of a load, `progress` (0 to 1) along after `took_seconds`; the last one took `last_seconds`."""
+    """Seconds left of a load, `progress` (0 to 1) along after `took_seconds`; the last one took `last_seconds`.
+
+    A silent load that is overdue is expected to be late by as much again: nothing is known of it, but not that it ends
+    at once.
+    """
     if progress > _TOLD_PROGRESS:
         return took_seconds * (1 - progress) / progress
-    return max(0.0, last_seconds - took_seconds)
+    return abs(last_seconds - took_seconds)
 
 
 def expected_load_seconds(count: int, bytes_per_second: float | None) -> float:

@@ -257,15 +257,18 @@ class _Look:
                 f"{held.model} ({held.standing})" for held in movable
             )
             return Refusal(now.ledger.lacks(possible.need), reason, waits, trace=tuple(self.trace))
-        option = min(
-            self.request.options, key=lambda item: sum(lack.need_bytes for lack in emptied.ledger.lacks(item.need))
-        )
+        option = min(self.request.options, key=self._unfitness)
         lacks = emptied.ledger.lacks(option.need)
         reason = self._obstacle(option, emptied) or "it does not fit"
         if self.request.spread is not None and len(self.request.spread.over) > 1:
             reason += ", nor divided over " + ", ".join(self.request.spread.over)
         self.trace.append(f"{', '.join(option.devices)}: {reason}, even if every model left that may leave")
         return Refusal(lacks, reason, (), self._fix() if lacks else {}, tuple(self.trace))
+
+    def _unfitness(self, option: Option) -> tuple[bool, int]:
+        """The least is the option to speak of: missing memory has numbers and can be mended, rules cannot."""
+        lacks = self.scene.emptied.ledger.lacks(option.need)
+        return not lacks, sum(lack.need_bytes for lack in lacks)
 
     def _fix(self) -> Mapping[str, Any]:
         if (spread := self.request.spread) is None:

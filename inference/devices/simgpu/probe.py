@@ -71,7 +71,7 @@ class SimProbe:
         try:
             async with asyncio.timeout(START_SECONDS):
                 status = json.loads(await self._process.stdout.readline())
-                self._streams = await asyncio.open_unix_connection(str(self.socket_path), limit=MOST_LINE_BYTES)
+                self._streams = await self._connect()
         except (TimeoutError, OSError, ValueError) as error:
             await self.close()
             raise HeadgateError(f"the simulated devices did not start ({str(error) or 'no answer in time'})") from error
@@ -97,17 +97,21 @@ class SimProbe:
     async def tell(self, do: str, device: str | None = None, **amount: float) -> dict[str, Any]:
         """Carries out one command of `faults.COMMANDS`; the status of all devices. Raises HeadgateError."""
         async with self._turn:
-            if self._streams is None:
+            if self._process is None or self._process.returncode is not None:
                 raise HeadgateError("the simulator has ended")
-            reader, writer = self._streams
+            writer: asyncio.StreamWriter | None = None
             try:
                 async with asyncio.timeout(ANSWER_SECONDS):
+                    reader, writer = self._streams = self._streams or await self._connect()
                     writer.write(json.dumps({"do": do, "device": device, **amount}).encode() + b"\n")
                     await writer.drain()
                     answer = json.loads(await reader.readline())
             except BaseException as error:
-                writer.transport.abort()  # an answer that comes later would be taken for the next one's
+                if writer is not None:
+                    writer.transport.abort()  # an answer that comes later would be taken for the next one's
                 self._streams = None
+                if isinstance(error, ConnectionRefusedError | FileNotFoundError):
+                    raise HeadgateError("the simulator has ended") from error
                 if isinstance(error, TimeoutError | OSError | ValueError):
                     raise HeadgateError(
                         f"the simulator does not answer ({str(error) or 'no answer in time'})"
@@ -116,6 +120,9 @@ class SimProbe:
         if "error" in answer:
             raise HeadgateError(f"the simulator refuses: {answer['error']}")
         return dict(answer)
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_unix_connection(str(self.socket_path), limit=MOST_LINE_BYTES)
 
     async def close(self) -> None:
         """Ends the simulator and whatever it started."""
@@ -141,6 +148,8 @@ class SimProbe:
         self._lose(f"the simulator has ended with status {process.returncode}")
 
     def _lose(self, why: str) -> None:
+        if self._process is None:  # closed: what was asked at that moment has no answer, and no device is lost by it
+            return
         if any(reading.state is not DeviceState.LOST for reading in self._readings):
             log.error("all simulated devices are lost: %s", why)
         self._readings = tuple(replace(reading, state=DeviceState.LOST, note=why) for reading in self._readings)
