@@ -206,7 +206,7 @@ async def test_a_load_that_was_refused_fits_after_defragmenting(start: Start, mo
     await authority.load(model, 10)
     assert model.running is not None
     running = model.running
-    await until("the growth is booked", lambda: running.grown_bytes > 0)
+    await until("the growth is booked", lambda: running.grown_bytes > 150 * MIB)
     refused = await post(service, "/memory/plan", {"model": "b"})
     assert refused["result"] == "CANT_ACCOMMODATE"
     held = authority.ledger.holdings[running.holding].bytes["cpu"]

@@ -209,7 +209,7 @@ def worlds(draw: st.DrawFn) -> tuple[World, int]:
     return World(models, 100, random, draw(st.sampled_from([0.01, 1.0, 30.0]))), clients
 
 
-@settings(deadline=None, max_examples=25, phases=[hypothesis.Phase.generate])
+@settings(deadline=None, max_examples=12, phases=[hypothesis.Phase.generate])
 @given(worlds())
 def test_everybody_is_answered_within_the_promised_time(made: tuple[World, int]) -> None:
     world, clients = made

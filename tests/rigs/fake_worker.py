@@ -3,7 +3,7 @@
 FAKE_WORKER is JSON, model id -> behavior: `load_seconds`, `fail` (cause), `fail_on` (device -> cause),
 `exit` (status before hello), `abort` (text, then SIGABRT while loading),
 `silent_after` (beats stop so many seconds after ready), `step_seconds` (what beats claim),
-`buffers` (bytes of KV reported), `grow` (bytes it takes once it is ready),
+`buffers` (bytes of KV reported), `grow` (bytes it has too many once it is ready),
 `answer_seconds` (before the first token), `chunks`, `chunk_seconds`, `ignore_stop`, `saved` (bytes of sequences that an
 offload saves), `offload`, `hold` and `restore` (`die` or `hang` then), `grant_file` (where its grant is written).
 """
@@ -68,8 +68,8 @@ async def main() -> None:
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     await runner.setup()
     await web.SockSite(runner, listener).start()
+    hoard = b"x" * how.get("grow", 0)  # at once for who looks, which happens from `ready` on
     send(_ready(grant, how))
-    hoard = b"x" * how.get("grow", 0)
     beats = asyncio.create_task(_beat(send, app, how))
     await asyncio.wait({orders, beats}, return_when=asyncio.FIRST_COMPLETED)
     await runner.cleanup()
