@@ -72,7 +72,10 @@ class Outlook:
         request = request_for(model, allowed)
         if request is None:
             return None
-        return prospect(request, moment.scene, moment.policy) or True
+        refusal = prospect(request, moment.scene, moment.policy)
+        if refusal is not None and refusal.lacks and model.spec.oom_policy == "reduce" and model.reduced is None:
+            return None  # with less of it, it may; that is measured when somebody asks
+        return refusal or True
 
     async def dry_run(self, model: Model, changes: Mapping[str, Any]) -> tuple[Placement | Refusal, Estimate | None]:
         """What a load with `changes` to the model's settings would come to; measures, and does nothing else.

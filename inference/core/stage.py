@@ -118,12 +118,12 @@ class Stage:
         if not there:
             return None
         if dedicated:
-            return f"it is dedicated and {', '.join(held.model for held in there)} uses the device"
+            return f"it is dedicated and {', '.join(held.model for held in there)} uses {device}"
         if taken := [held.model for held in there if held.dedicated]:
-            return f"the device is dedicated to {taken[0]}"
+            return f"{device} is dedicated to {taken[0]}"
         most = policy.max_models_per_device
         if most is not None and len(there) >= most:
-            return f"{len(there)} models are on it and INFERENCE_MAX_MODELS_PER_DEVICE is {most}"
+            return f"{len(there)} models are on {device} and INFERENCE_MAX_MODELS_PER_DEVICE is {most}"
         return None
 
     def obstacle(
