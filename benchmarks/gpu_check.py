@@ -23,6 +23,7 @@ from benchmarks.models import SHAPES, path_of
 from headgate.shared.state import StateDir
 from headgate.shared.units import MIB, format_bytes
 from inference import settings
+from inference.children import HelperError, run_helper
 from inference.demo import bundled_path
 from inference.devices.base import Reading
 from inference.devices.inventory import Inventory
@@ -38,6 +39,8 @@ SHARE, LEAST_BYTES = 0.01, 16 * MIB
 """A prediction may be wrong by the larger of the two."""
 SETTLE_SECONDS = 10.0
 LOAD_SECONDS = 300.0
+CHECKPOINT_SECONDS = 60.0
+KIND = "cuda"
 RAW = Path("benchmarks/results/gpu.json")
 _SAME = ("gpu_layers", "context_length", "parallel", "kv_type", "batch", "ubatch", "threads", "flash_attention")
 
@@ -54,12 +57,23 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What the driver's checkpoint of the worker took, seconds, and what the device still showed of it, bytes."""
+
+    suspend_seconds: float = 0.0
+    resume_seconds: float = 0.0
+    rest_bytes: int = 0
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """What one load took of the device, and what was said before; bytes."""
 
     name: str
     predicted_bytes: int
     observed_bytes: int
+    checkpoint: Checkpoint | None = None
 
     def error_bytes(self, context_bytes: int) -> int:
         """What the prediction missed when a process costs so much beside its buffers."""
@@ -98,9 +112,30 @@ async def measure(inventory: Inventory, device: Reading, wanted: Sequence[Case])
                 rig.expect(link.Ready, LOAD_SECONDS)
                 rig.post("/v1/completions", {"prompt": "the water of the mill", "max_tokens": 8})
                 used = await _settled(inventory, device.id)
-            samples.append(Sample(case.name, estimate.parts[device.id].total_bytes, used - before))
+                done = await _checkpointed(inventory, device, rig, before) if device.kind == KIND else None
+            samples.append(Sample(case.name, estimate.parts[device.id].total_bytes, used - before, done))
         await estimator.close()
     return samples
+
+
+async def _checkpointed(inventory: Inventory, device: Reading, rig: WorkerRig, before: int) -> Checkpoint:
+    """Suspends and resumes the worker, which has to answer afterwards."""
+    seconds: dict[str, float] = {}
+    rest = 0
+    for operation in ("suspend", "resume"):
+        job = {"operation": operation, "pid": rig.process.pid, "seconds": CHECKPOINT_SECONDS}
+        try:
+            answer = await run_helper("checkpoint", job, seconds=3 * CHECKPOINT_SECONDS)
+        except HelperError as error:
+            answer = {"error": str(error)}
+        if "error" in answer:
+            rig.process.kill()
+            return Checkpoint(failure=f"{operation}: {answer['error']}")
+        seconds[operation] = answer["seconds"]
+        if operation == "suspend":
+            rest = await _settled(inventory, device.id) - before
+    rig.post("/v1/completions", {"prompt": "the water of the mill", "max_tokens": 8})
+    return Checkpoint(seconds["suspend"], seconds["resume"], rest)
 
 
 def _spec(folder: Path, case: Case) -> ModelSpec:
@@ -138,8 +173,20 @@ def report(samples: Sequence[Sample]) -> Bar:
             f"{sample.name:>16}: predicted {format_bytes(sample.predicted_bytes)}, "
             f"observed {format_bytes(sample.observed_bytes)}, error {sample.error_bytes(context) / MIB:+.2f} MiB"
         )
+        if sample.checkpoint is not None:
+            print(f"{'':>16}  {_told(sample.checkpoint, sample.observed_bytes)}")
     worst = max((sample.error(context) for sample in others), default=float("nan"))
     return Bar("gpu_predicted_bytes_error", worst, "of_1%_or_16MiB", "<=", 1)
+
+
+def _told(done: Checkpoint, count_bytes: int) -> str:
+    if done.failure:
+        return f"driver's checkpoint: {done.failure}"
+    away, back = (count_bytes / seconds / 1e9 for seconds in (done.suspend_seconds, done.resume_seconds))
+    return (
+        f"driver's checkpoint: suspended at {away:.2f} GB/s, resumed at {back:.2f} GB/s, "
+        f"{done.rest_bytes / MIB:.2f} MiB stayed on the device"
+    )
 
 
 async def check(config: InferenceConfig, wanted: Callable[[], Sequence[Case]]) -> list[Sample] | None:

@@ -119,6 +119,7 @@ class Authority:
         self.pump()  # the port is open before the devices are known: somebody may be waiting already
         self._ticker = self.loop.call_later(TICK_SECONDS, self._tick)
         self.background.spawn(self.background.foresee())
+        self.background.spawn(self.warm.checkpoint.test())
         if not self.settings.enable_lazy_model_loading:
             self.background.spawn(load_all(self))
         return check_devices(self.config, len(accelerators))

@@ -1,9 +1,10 @@
 """The one kind of helper process: `python -m inference.helper JOB`, JSON in, JSON out; decides and keeps nothing.
 
-    estimate | tokenize | devices   one JSON object on stdin, one on stdout, then the end
-    nvml                            one reading per line on stdin until stdin ends
+    estimate | tokenize | devices | checkpoint   one JSON object on stdin, one on stdout, then the end
+    nvml                                         one reading per line on stdin until stdin ends
 
-Libraries that may abort a process (llama.cpp, NVML) are opened here and in workers only. A helper dies with its parent.
+Libraries that may abort a process (llama.cpp, NVML, CUDA) are opened here and in workers only. A helper dies with its
+parent.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from headgate.shared import tether
 
-JOBS = ("estimate", "tokenize", "devices", "nvml")
+JOBS = ("estimate", "tokenize", "devices", "checkpoint", "nvml")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,6 +46,10 @@ def _runner(name: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
         from inference.jobs import tokenize
 
         return tokenize.run
+    if name == "checkpoint":
+        from inference.jobs import checkpoint
+
+        return checkpoint.run
     from inference.jobs import devices
 
     return devices.run

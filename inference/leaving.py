@@ -3,6 +3,7 @@
 Decides neither who leaves nor who is dropped for it. A model on the CPU stays in its own process, which frees the
 context. One of an accelerator leaves its process, because a device context costs memory; a fresh one, which has seen no
 device, takes its file. What the sequences hold is saved first; memory is booked before anything is copied into it.
+A process that the driver can suspend is not left at all (`inference.checkpoint`).
 """
 
 from __future__ import annotations
@@ -61,13 +62,21 @@ class Leaving:
         warm = self.kept_as(model)
         missing, altogether = self._authority.ledger.missing({HOST: warm.bytes})
         lacking = max(missing[HOST], altogether)
-        return self._make_room(model, running, warm, lacking) if lacking else self._hold(model, running, warm.bytes)
+        if lacking:
+            return self._make_room(model, running, warm, lacking)
+        if self._pool.mechanism(model) is Mechanism.CHECKPOINT:
+            self._pool.checkpoint.begin(model, running)
+            return True
+        return self._hold(model, running, warm.bytes)
 
     def kept_as(self, model: Model) -> Warm:
         """What keeping it would take and save; sequences come on top as far as there is room."""
         running = model.running
         assert running is not None
-        if self._pool.mechanism(model) is Mechanism.RESIDENT:
+        mechanism = self._pool.mechanism(model)
+        if mechanism is Mechanism.CHECKPOINT:
+            size = sum(self._authority.ledger.holdings[running.holding].bytes.values())
+        elif mechanism is Mechanism.RESIDENT:
             size = model.effective.path.stat().st_size + CPU_OVERHEAD_BYTES
         else:
             size = self._rest(model, running)[HOST]

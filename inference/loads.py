@@ -241,7 +241,7 @@ class Loads:
         model.unreduce()
         if model.state is not _S.UNLOADING:
             self._authority.ledger = self._authority.ledger.leave(running.holding)
-        self._give_back(running)
+        self.give_back(running)
         self._authority.metrics.exits.labels(model.id, str(exit.cause)).inc()
         if exit.cause is ExitCause.REQUESTED:
             for event in _WAY_OUT[model.state]:
@@ -259,7 +259,7 @@ class Loads:
         self._authority.pump()
 
     def _has_left(self, model: Model, running: Running, exit: WorkerExit) -> None:
-        self._give_back(running)
+        self.give_back(running)
         self._authority.metrics.exits.labels(model.id, str(exit.cause)).inc()
         if exit.cause is not ExitCause.REQUESTED:
             log.error("%s (pid %d) while its model was offloaded: %s", model.id, running.worker.pid, exit.message)
@@ -301,7 +301,8 @@ class Loads:
             details={"cause": cause, "failures": model.backoff.failures},
         )
 
-    def _give_back(self, running: Running) -> None:
+    def give_back(self, running: Running) -> None:
+        """Books back what a worker held that has left: at once in host memory, elsewhere when the device shows it."""
         self._authority.warm.forget(running)
         if all(device == CPU for device in running.placement.need):
             self._release(running)

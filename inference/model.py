@@ -32,6 +32,14 @@ MOST_WAYS = 8
 """To divide a model over devices, that stay remembered."""
 
 
+@dataclass(frozen=True, slots=True)
+class Suspended:
+    """What a suspended worker has to get back: bytes per device, and what it said when it was ready."""
+
+    need: Mapping[str, int]
+    ready: Ready
+
+
 @dataclass(eq=False)
 class Running:
     """One worker of a model, from reservation to exit. `holding` is its id in the ledger."""
@@ -52,6 +60,8 @@ class Running:
     """Of the file that was loaded, or is held."""
     extra: str | None = None
     """A second holding, of host memory, while the model leaves its device or comes back."""
+    suspended: Suspended | None = None
+    """While the driver keeps it (`inference.checkpoint`)."""
     leaves_free: int = 0
     """Bytes of host memory that sequences may not be saved in: whoever it leaves for needs them."""
     has_waited: bool = False

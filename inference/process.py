@@ -108,6 +108,7 @@ class WorkerProcess:
         self._partial = b""
         self._inbox = b""
         self._requested = False
+        self._suspended = False
         self._hang: str | None = None
         self._failed: Failed | None = None
         self._stop_timer: asyncio.TimerHandle | None = None
@@ -146,6 +147,16 @@ class WorkerProcess:
         self._requested = self._requested or not stays
         self._send(Offload(most_bytes, stays))
 
+    def suspend(self) -> None:
+        """Somebody suspends it: nobody waits for a word of it, and it cannot stop by itself."""
+        self._suspended = True
+
+    def resumed(self) -> None:
+        """It can speak again."""
+        self._suspended = False
+        self._heard = self._loop.time()
+        self.beat = None
+
     def shared_keep(self) -> int | None:
         """A descriptor of one's own for the memory in which this worker saves sequences; None where there is none."""
         if self._keep is not None:
@@ -171,8 +182,11 @@ class WorkerProcess:
         self._send(Drain())
 
     def stop(self) -> None:
-        """Ends the worker: asked first, killed after STOP_SECONDS. May be called again."""
+        """Ends the worker: asked first, killed after STOP_SECONDS, or at once if suspended. May be called again."""
         self._requested = True
+        if self._suspended:
+            self.kill()
+            return
         self._send(Stop())
         if self._stop_timer is None and not self.exited.done():
             self._stop_timer = self._loop.call_later(STOP_SECONDS, self.kill)
@@ -266,6 +280,8 @@ class WorkerProcess:
             self._heard = now
         self._next_tick = now + TICK_SECONDS
         self._ticker = self._loop.call_later(TICK_SECONDS, self._tick)
+        if self._suspended:
+            return
         if complaint := self._patience.complaint(self._life(now, late)):
             log.error("worker %s (pid %d) hangs: %s", self.name, self.pid, complaint)
             self.kill(complaint)

@@ -1,7 +1,7 @@
 """The warm pool: who is kept in host memory, who may be, and how they come back; books every byte on the way.
 
-Decides neither who leaves nor who is dropped for another (`inference.core.warm`, `inference.core.plan`). There are two
-mechanisms behind one door, which differ in the process that keeps a model (`inference.leaving`).
+Decides neither who leaves nor who is dropped for another (`inference.core.warm`, `inference.core.plan`). The mechanisms
+behind one door differ in the process that keeps a model (`inference.leaving`, `inference.checkpoint`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from headgate.shared.units import format_bytes
+from inference.checkpoint import Checkpoint
 from inference.core.ledger import Phase
 from inference.core.lifecycle import Event
 from inference.core.plan import Option, Placement, Refusal, Request
@@ -62,6 +63,7 @@ class WarmPool:
         self._watching: list[asyncio.Future[None]] = []
         self.restorations = 0
         self.leaving = Leaving(authority, self)
+        self.checkpoint = Checkpoint(authority, self)
 
     # --- asking ----------------------------------------------------------------------------------------------------
     def obstacle(self, model: Model) -> str | None:
@@ -83,6 +85,8 @@ class WarmPool:
         """How a model that is loaded, or warm, is kept."""
         if kept := self._kept.get(model.id):
             return kept.mechanism
+        if model.running is not None and self.checkpoint.may_keep(model.running):
+            return Mechanism.CHECKPOINT
         on_host = model.running is None or set(model.running.placement.devices) == {HOST}
         return Mechanism.STANDBY if on_host else Mechanism.RESIDENT
 
@@ -121,11 +125,20 @@ class WarmPool:
     def is_stale(self, model: Model, devices: Iterable[Reading]) -> bool:
         """Whether a warm model is not what a load would give any more: another file, or a process where none may be."""
         assert model.running is not None
-        is_stranded = self.mechanism(model) is Mechanism.STANDBY and all(device.id != HOST for device in devices)
+        home = self._home(model)
+        is_stranded = home is not None and all(device.id != home for device in devices)
         return is_stranded or model.running.stamp != stamp(model.effective.path)
+
+    def _home(self, model: Model) -> str | None:
+        """The only device that a warm model can come back onto, if there is but one."""
+        kept = self._kept[model.id]
+        return None if kept.mechanism is Mechanism.RESIDENT else kept.original_device
 
     def adapted(self, model: Model, request: Request) -> Request:
         """What a warm model has to ask the planner for: one that kept its process needs only the rest."""
+        if model.running is not None and model.running.suspended is not None:
+            option = Option(self._kept[model.id].original_device, model.running.suspended.need)
+            return replace(request, options=(option,), spread=None)
         if self.mechanism(model) is not Mechanism.STANDBY or model.running is None:
             return request
         held = self._authority.ledger.holdings[model.running.holding].bytes
@@ -134,8 +147,11 @@ class WarmPool:
         return replace(request, options=(Option(HOST, rest),), spread=None)
 
     def gives_up(self, model: Model, refusal: Refusal) -> bool:
-        """Drops a warm model that stands in its own way: without what it keeps there may be host memory for it."""
-        if model.state is not _S.WARM or all(lack.device != HOST for lack in refusal.lacks) or refusal.waits_for:
+        """Drops a warm model that stands in its own way: without what it keeps there may be room."""
+        if model.state is not _S.WARM or refusal.waits_for:
+            return False
+        is_bound = self.mechanism(model) is Mechanism.CHECKPOINT
+        if not is_bound and all(lack.device != HOST for lack in refusal.lacks):
             return False
         self._authority.loads.leave(model, Reason.MEMORY_WANTED, explanation=(refusal.reason,))
         return True
@@ -235,6 +251,9 @@ class WarmPool:
         running.placement, running.device, running.began_at = placement, devices[0], authority.loop.time()
         authority.move(model, _E.RESTORE)
         log.info("restoring %s on %s (pid %d)", model.id, ", ".join(placement.devices), running.worker.pid)
+        if running.suspended is not None:
+            self.checkpoint.resume(model, running, running.suspended)
+            return
         environment = dict(environment_of(devices))
         grant = replace(grant_for(model.effective, devices, placement), environment=environment)
         running.worker.grant(grant)

@@ -28,6 +28,8 @@ class Mechanism(StrEnum):
     """on the CPU: its own process, without context"""
     RESIDENT = "resident"
     """of an accelerator: its file in the memory of a fresh process that has seen no device"""
+    CHECKPOINT = "checkpoint"
+    """of an NVIDIA GPU, experimental: its own process, whose device memory the driver keeps in host memory"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu_check
-from benchmarks.gpu_check import Case, Sample
+from benchmarks.gpu_check import Case, Checkpoint, Sample
 from headgate.shared.units import MIB
 from inference import settings
 from tests.rigs import tiny_gguf
@@ -41,3 +41,12 @@ def test_an_error_is_a_share_of_what_is_allowed() -> None:
     assert (small.error_bytes(400 * MIB), small.error(400 * MIB)) == (8 * MIB, 0.5)
     assert large.error(400 * MIB) == pytest.approx(50 / 104)
     assert not gpu_check.report([Sample("first", 0, 0), Sample("wrong", 0, 17 * MIB)]).reached
+
+
+def test_what_a_checkpoint_took_is_told_as_a_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    """Decimal gigabytes of what the worker held, or why there is no figure."""
+    done = Sample("done", 0, 2 * 10**9, Checkpoint(0.5, 0.25))
+    gpu_check.report([Sample("first", 0, 0), done, Sample("not", 0, 0, Checkpoint(failure="suspend: why"))])
+    out = capsys.readouterr().out
+    assert "suspended at 4.00 GB/s, resumed at 8.00 GB/s, 0.00 MiB stayed on the device" in out
+    assert "driver's checkpoint: suspend: why" in out

@@ -34,6 +34,7 @@ from inference.protocol import ModelState, Priority
 from tests.rigs import authority_rig, tiny_gguf
 from tests.rigs.asgi import ask
 from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start, services, until
+from tests.rigs.cuda_stub import CudaStub
 from tests.rigs.processes import Service as Process
 from tests.rigs.processes import free_port, http_status, private_env
 
@@ -243,6 +244,23 @@ async def _whether_what_leaves_is_kept_in_host_memory(bench: Bench) -> None:
         service, model = await bench.loaded(ENABLE_CPU_OFFLOAD=enabled, MODEL_IDLE_TIMEOUT_SECONDS="0.1")
         await until("it has left", functools.partial(_is, model, state))
         assert len(service.authority.warm.offloaded()) == (enabled == "true")
+
+
+@shows("WARM_CHECKPOINT")
+async def _whether_the_driver_may_keep_models_of_nvidia_gpus(bench: Bench) -> None:
+    stub = CudaStub(bench.directory / "cuda")
+    for name, value in stub.env.items():
+        bench.patch.setenv(name, value)
+    for said, mechanism in (("off", "resident"), ("auto", "checkpoint")):
+        service, model = await bench.loaded(accelerator=FakeAccelerator(), WARM_CHECKPOINT=said)
+        wanted = None if said == "auto" else "INFERENCE_WARM_CHECKPOINT is off"
+        await until("it was tested", functools.partial(_has_obstacle, service, wanted), 30)
+        await service.authority.offload(model)
+        assert service.authority.warm.offloaded()[0]["mechanism"] == mechanism
+
+
+def _has_obstacle(service: Service, wanted: str | None) -> bool:
+    return service.authority.warm.checkpoint.obstacle == wanted
 
 
 def _is(model: Model, state: ModelState) -> bool:

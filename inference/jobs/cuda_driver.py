@@ -1,0 +1,88 @@
+"""Calls NVIDIA's driver library, each call with a deadline, and makes sentences of its results; decides nothing.
+
+Signatures and numbers are of the CUDA driver API's reference (cuda.h); the library is Linux's `libcuda.so.1`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import Any
+
+LIBRARY = "libcuda.so.1"
+LEAST_VERSION = 12080
+"""The API of driver 570, which is the first with these functions: 1000 x major + 10 x minor."""
+FUNCTIONS = (
+    "cuCheckpointProcessLock",
+    "cuCheckpointProcessCheckpoint",
+    "cuCheckpointProcessRestore",
+    "cuCheckpointProcessUnlock",
+    "cuCheckpointProcessGetState",
+)
+STATES = ("running", "locked", "checkpointed", "failed")
+"""CUprocessState."""
+CALL_SECONDS = 10.0
+
+
+class DriverError(Exception):
+    """The library is not there, or one of its calls failed or gave no answer; the message is a sentence."""
+
+
+class LockArgs(ctypes.Structure):
+    """CUcheckpointLockArgs: a timeout in milliseconds, and what must be zero."""
+
+    _fields_ = (
+        ("timeout_ms", ctypes.c_uint),
+        ("reserved0", ctypes.c_uint),
+        ("reserved1", ctypes.c_uint64 * 7),
+    )
+
+
+class Driver:
+    """The library, initialized. A call may take `seconds`, or CALL_SECONDS if that is less. Raises DriverError."""
+
+    def __init__(self, seconds: float = CALL_SECONDS) -> None:
+        self._seconds = min(seconds, CALL_SECONDS)
+        try:
+            self._library = ctypes.CDLL(LIBRARY)
+        except OSError as error:
+            raise DriverError(f"{LIBRARY} cannot be opened ({error})") from None
+        if missing := [name for name in FUNCTIONS if not hasattr(self._library, name)]:
+            raise DriverError(f"the driver is older than 570: it has no {missing[0]}")
+        version = ctypes.c_int()
+        self.call("cuDriverGetVersion", ctypes.byref(version))
+        if version.value < LEAST_VERSION:
+            raise DriverError(f"the driver is older than 570: its API is {version.value}, not {LEAST_VERSION}")
+        self.call("cuInit", ctypes.c_uint(0))
+
+    def call(self, name: str, *arguments: Any, seconds: float | None = None, context: Any = None) -> None:
+        """Calls one function, within `context` if given; a late call goes on in its thread until this process ends."""
+        results: list[int] = []
+        seconds = self._seconds if seconds is None else seconds
+        function = getattr(self._library, name)
+
+        def do() -> None:
+            if context is not None and (code := self._library.cuCtxSetCurrent(context)):
+                results.append(code)
+            else:
+                results.append(function(*arguments))
+
+        thread = threading.Thread(target=do, name=name, daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if not results:
+            raise DriverError(f"{name} gave no answer within {seconds:g} s")
+        if results[0]:
+            raise DriverError(f"{name} failed with {self._name(results[0])}")
+
+    def state(self, pid: int) -> str:
+        """What the driver says of a process: one of STATES."""
+        state = ctypes.c_int()
+        self.call("cuCheckpointProcessGetState", ctypes.c_int(pid), ctypes.byref(state))
+        return STATES[state.value] if 0 <= state.value < len(STATES) else f"state {state.value}"
+
+    def _name(self, code: int) -> str:
+        text = ctypes.c_char_p()
+        if self._library.cuGetErrorName(ctypes.c_int(code), ctypes.byref(text)) or not text.value:
+            return f"CUresult {code}"
+        return f"{text.value.decode('utf-8', 'replace')} ({code})"

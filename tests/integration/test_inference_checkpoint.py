@@ -1,0 +1,270 @@
+"""The driver's checkpoint over a stub of its library: who is suspended comes back, or is cold, exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.app import Service
+from inference.children import run_helper
+from inference.devices.base import Reading
+from inference.errors import InferenceError
+from inference.evictions import Action
+from inference.model import Model
+from inference.protocol import ModelState
+from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, empty, services, until
+from tests.rigs.cuda_stub import CudaStub
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="checkpoints are Linux's")
+S = ModelState
+SUSPENDS = ("cuInit", "cuCheckpointProcessLock", "cuCheckpointProcessCheckpoint", "cuCheckpointProcessGetState")
+RESUMES = ("cuInit", "cuCheckpointProcessRestore", "cuCheckpointProcessUnlock", "cuCheckpointProcessGetState")
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CudaStub:
+    stub = CudaStub(tmp_path / "cuda")
+    for name, value in stub.env.items():
+        monkeypatch.setenv(name, value)
+    return stub
+
+
+@pytest.fixture
+async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
+    async with services(tmp_path, monkeypatch) as make:
+        yield make
+
+
+async def ready(start: Start, models: Sequence[str] = ("a",), **more: Any) -> tuple[Service, Model]:
+    """A service that was told that the driver can do it, and its first model, loaded on the device."""
+    more.setdefault("accelerator", FakeAccelerator())
+    service: Service = await start({name: {} for name in models}, **more)
+    checkpoint = service.authority.warm.checkpoint
+    await until("it was looked at", lambda: "off" in str(checkpoint.obstacle))
+    checkpoint.obstacle = None
+    return service, await use(service, models[0])
+
+
+async def use(service: Service, name: str = "a") -> Model:
+    model = service.authority.resolve(name)
+    lease = await service.authority.ask(model).wait(20)
+    assert lease is not None
+    lease.release(completed=True)
+    return model
+
+
+def booked(service: Service) -> tuple[int, int]:
+    """Ours on the device and on the host, MiB."""
+    ledger = service.authority.ledger
+    return ledger.balance("gpu-0").ours_bytes // MIB, ledger.balance("cpu").ours_bytes // MIB
+
+
+async def test_a_suspended_model_holds_host_memory_alone_and_comes_back_as_it_was(
+    start: Start, driver: CudaStub
+) -> None:
+    """The same process; silent longer than any worker may be, it is not called hung."""
+    service: Service = await start(
+        {"a": {}}, accelerator=FakeAccelerator(), WARM_CHECKPOINT="auto", WORKER_SILENCE_SECONDS="1.5"
+    )
+    await until("the driver was tested", lambda: service.authority.warm.checkpoint.obstacle is None, 30)
+    model = await use(service)
+    assert model.running is not None
+    pid = model.running.worker.pid
+    await service.authority.offload(model)
+    assert model.state is S.WARM
+    assert driver.state(pid) == 2
+    await until("the device is free", lambda: booked(service) == (0, 100))
+    (kept,) = service.authority.warm.offloaded()
+    assert (kept["mechanism"], kept["original_device"], kept["bytes"]) == ("checkpoint", "gpu-0", 100 * MIB)
+    assert service.authority.evictions.records[-1].action is Action.OFFLOAD
+    ticks = service.authority.loop.time() + 2.5
+    await until("it was silent for long", lambda: service.authority.loop.time() > ticks)
+    assert model.state is S.WARM
+    await use(service)
+    assert model.running.worker.pid == pid
+    assert (driver.state(pid), booked(service), model.loads) == (0, (100, 0), 1)
+    assert service.authority.warm.restorations == 1
+    await service.authority.offload(model)
+    assert model.state is S.WARM
+
+
+@pytest.mark.parametrize(
+    ("way", "how", "call"),
+    [
+        *(("suspend", "error", call) for call in SUSPENDS),
+        *(("suspend", "hang", call) for call in SUSPENDS[1:3]),
+        *(("resume", "error", call) for call in RESUMES),
+        *(("resume", "hang", call) for call in RESUMES[1:3]),
+    ],
+)
+async def test_whatever_call_fails_leaves_a_cold_model_and_no_byte(
+    start: Start, driver: CudaStub, way: str, call: str, how: str
+) -> None:
+    """The process is killed, the model is loaded from its file when it is wanted, and the way is not tried again."""
+    service, model = await ready(start)
+    service.authority.warm.checkpoint.patience = lambda _bytes: 0.3
+    assert model.running is not None
+    pid = model.running.worker.pid
+    if way == "resume":
+        await service.authority.offload(model)
+    driver.say(f"{how} {call} 999")
+    if way == "suspend":
+        await service.authority.offload(model)
+        await until("it is cold", lambda: model.state is S.COLD)
+        await until("nothing is booked", lambda: empty(service))
+        assert service.authority.evictions.records[-1].action is Action.UNLOAD
+        assert len(service.authority.evictions.records) == 1
+    await use(service)
+    assert model.running is not None
+    assert model.running.worker.pid != pid
+    assert not Path(f"/proc/{pid}").exists()
+    assert (model.loads, model.failure) == (2, None)
+    await until("all is back", lambda: booked(service) == (100, 0))
+    assert call in str(service.authority.warm.checkpoint.obstacle)
+    driver.say()
+    await service.authority.offload(model)
+    assert service.authority.warm.offloaded()[0]["mechanism"] == "resident"
+
+
+@pytest.mark.parametrize("moment", ["warm", "restoring", "offloading"])
+async def test_a_process_that_dies_on_the_way_gives_everything_back(
+    start: Start, driver: CudaStub, moment: str
+) -> None:
+    """kill -9 of the worker; nothing stays booked."""
+    service, model = await ready(start)
+    assert model.running is not None
+    pid = model.running.worker.pid
+    if moment == "offloading":
+        driver.say("hang cuCheckpointProcessCheckpoint")
+        leaving = asyncio.create_task(service.authority.offload(model))
+        await until("it is locked", lambda: driver.state(pid) == 1)
+        os.kill(pid, signal.SIGKILL)
+        await leaving
+    else:
+        await service.authority.offload(model)
+        if moment == "restoring":
+            driver.say("hang cuCheckpointProcessUnlock")
+            ticket = service.authority.ask(model)
+            await until("it is restored", lambda: driver.state(pid) == 1)
+        os.kill(pid, signal.SIGKILL)
+        if moment == "restoring":
+            await until("its end was seen", lambda: model.running is None or model.running.worker.pid != pid)
+            ticket.close()
+    await until("it ended", lambda: model.running is None)
+    await until("nothing is booked", lambda: empty(service))
+
+
+async def test_an_unload_while_it_is_suspended_ends_it_at_once(start: Start, driver: CudaStub) -> None:
+    """It could not hear that it should stop."""
+    service, model = await ready(start)
+    await service.authority.offload(model)
+    assert model.running is not None
+    exited = model.running.worker.exited
+    await service.authority.unload(model)
+    assert exited.done()
+    assert model.state is S.COLD
+    await until("nothing is booked", lambda: empty(service))
+
+
+class Two(FakeAccelerator):
+    """Two GPUs, the second of which is there only if it says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = ["gpu-0"]
+
+    def readings(self) -> tuple[Reading, ...]:
+        total = 1000 * MIB
+        return tuple(Reading(name, "cuda", "fake", total, total, 0) for name in self.names)
+
+
+async def test_a_suspended_model_whose_device_is_gone_is_loaded_elsewhere(start: Start, driver: CudaStub) -> None:
+    """It can come back onto its own device only."""
+    accelerator = Two()
+    service, model = await ready(start, accelerator=accelerator)
+    await service.authority.offload(model)
+    await until("the device is free", lambda: booked(service)[0] == 0)
+    accelerator.names = ["gpu-1"]
+    await service.authority.inventory.refresh()
+    service.authority.observe()
+    await use(service)
+    assert model.running is not None
+    assert (model.running.device.id, model.loads) == ("gpu-1", 2)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_random_turns_book_every_byte_once(start: Start, driver: CudaStub, seed: int) -> None:
+    """Uses, offloads, unloads, faults and kills in any order end with nothing booked."""
+    chance = random.Random(seed)
+    service, _ = await ready(start, ("a", "b"))
+    service.authority.warm.checkpoint.patience = lambda _bytes: 0.3
+    for _ in range(12):
+        model = service.authority.resolve(chance.choice("ab"))
+        match chance.choice(("use", "use", "offload", "offload", "unload", "kill", "fault", "well")):
+            case "use":
+                driver.say()
+                await use(service, model.id)
+            case "offload":
+                if model.state in (S.READY, S.BUSY):
+                    await service.authority.offload(model)
+            case "unload":
+                await service.authority.unload(model)
+            case "kill" if model.running is not None:
+                os.kill(model.running.worker.pid, signal.SIGKILL)
+                await asyncio.sleep(0)
+                await until("it is seen", lambda m=model: m.state not in (S.LOADING, S.RESTORING, S.OFFLOADING))  # type: ignore[misc]
+                model.retry_at = 0.0
+            case "fault":
+                driver.say(f"error {chance.choice(SUSPENDS + RESUMES)} 401")
+            case _:
+                driver.say()
+                service.authority.warm.checkpoint.obstacle = None
+        held = service.authority.ledger.owned_by(model.id)
+        assert sum(held.values()) <= 2 * 100 * MIB + 65 * MIB
+    for model in service.authority.models.values():
+        try:
+            await service.authority.unload(model)
+        except InferenceError:
+            continue
+    await until("nothing is booked", lambda: empty(service))
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("error cuInit 999", "CUDA_ERROR_UNKNOWN (999)"),
+        ("error cuCheckpointProcessLock 800", "CUDA_ERROR_NOT_PERMITTED (800)"),
+        ("error cuCheckpointProcessUnlock 4242", "cuCheckpointProcessUnlock failed with CUresult 4242"),
+        ("error cuMemAlloc_v2 1", "cuMemAlloc_v2 failed with CUDA_ERROR_INVALID_VALUE (1)"),
+        ("hang cuCheckpointProcessRestore", "cuCheckpointProcessRestore gave no answer within 0.5 s"),
+        ("corrupt", "its bytes changed"),
+        ("version 12040", "older than 570"),
+    ],
+)
+async def test_the_test_at_start_says_why_it_failed(driver: CudaStub, fault: str, reason: str) -> None:
+    """A sentence with the driver's own name for what happened."""
+    driver.say(fault)
+    answer = await run_helper("checkpoint", {"operation": "test", "seconds": 0.5}, seconds=30)
+    assert reason in answer["error"]
+
+
+async def test_without_a_driver_models_are_kept_as_ever(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """One line says why."""
+    (tmp_path / "libcuda.so.1").write_bytes(b"no library")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    service: Service = await start({"a": {}}, accelerator=FakeAccelerator(), WARM_CHECKPOINT="auto")
+    await until("it was tested", lambda: "libcuda" in str(service.authority.warm.checkpoint.obstacle), 30)
+    assert "libcuda.so.1 cannot be opened" in caplog.text
+    model = await use(service)
+    await service.authority.offload(model)
+    assert service.authority.warm.offloaded()[0]["mechanism"] == "resident"

@@ -1,0 +1,60 @@
+"""A CUDA driver library for tests: the C library that helpers load, and the directory that it reads. Linux."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("cuda_stub.c")
+LIBRARY = "libcuda.so.1"
+
+
+def library_directory() -> Path:
+    """The folder that holds the compiled library; AssertionError with the compiler's words when it does not compile."""
+    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+    directory = Path(tempfile.gettempdir()) / f"headgate-cuda-stub-{os.getuid()}-{digest}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    library = directory / LIBRARY
+    if not library.exists():
+        compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+        assert compiler, "a C compiler is needed for the CUDA stub"
+        mine = directory / f"{LIBRARY}.{os.getpid()}"
+        done = subprocess.run(
+            [compiler, "-std=gnu11", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", str(SOURCE), "-o", str(mine)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        mine.replace(library)  # tests that run in parallel never see half a file
+    return directory
+
+
+class CudaStub:
+    """A driver whose state lies below `root`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        root.mkdir(exist_ok=True)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """For processes that shall see this driver."""
+        outer = os.environ.get("LD_LIBRARY_PATH")
+        path = os.pathsep.join([str(library_directory()), *([outer] if outer else [])])
+        return {"LD_LIBRARY_PATH": path, "CUDA_STUB": str(self.root)}
+
+    def say(self, *lines: str) -> None:
+        """From now on the driver misbehaves like that, and in no other way."""
+        fresh = self.root / "faults.new"
+        fresh.write_text("".join(f"{line}\n" for line in lines))
+        fresh.replace(self.root / "faults")
+
+    def state(self, pid: int) -> int:
+        """0 running, 1 locked, 2 checkpointed."""
+        path = self.root / f"{pid}.state"
+        return int(path.read_text()) if path.exists() else 0
