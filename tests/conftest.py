@@ -1,6 +1,7 @@
 """How property tests draw: the same examples in every run, so that a red suite is red again; `explore` draws anew.
 
 Names of cases are the same in every process, or tests cannot be divided among several: none may hold an address.
+A suite that was started in the background ignores Ctrl-C, and so would every program it tests: that is undone.
 
 HYPOTHESIS_PROFILE=explore make test ARGS="tests/property"
 """
@@ -8,6 +9,7 @@ HYPOTHESIS_PROFILE=explore make test ARGS="tests/property"
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -15,6 +17,9 @@ from hypothesis import settings
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", max_examples=1000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
