@@ -138,8 +138,9 @@ def test_a_long_prompt_does_not_hold_up_a_stream(tmp_path_factory: pytest.TempPa
         (from_, to) = prefilled[0]
         during = [moment for moment in moments if from_ <= moment <= to]
         gaps = [after - before for before, after in itertools.pairwise(during)]
-        assert len(during) >= 10, f"only {len(during)} tokens within {to - from_:.2f} s of prefill"
-        assert max(gaps) < max(0.5, (to - from_) / 4), f"a pause of {max(gaps):.2f} s in {to - from_:.2f} s of prefill"
+        # As many as pieces of 0.4 s at least, and those with which the measuring of the pace begins.
+        assert len(during) >= 5, f"only {len(during)} tokens within {to - from_:.2f} s of prefill"
+        assert max(gaps) < max(1.0, (to - from_) / 2), f"a pause of {max(gaps):.2f} s in {to - from_:.2f} s of prefill"
 
 
 def test_stop_strings_are_found_across_tokens(worker: WorkerRig) -> None:

@@ -110,7 +110,7 @@ def cost_of(decision: Placement, held: list[Held]) -> float:
 
 
 @given(machines(1), spreads(1), policies, st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_for_one_device_nobody_could_choose_cheaper(
     machine: tuple[Ledger, list[Held]], spread: Spread, policy: Policy, dedicated: bool
 ) -> None:

@@ -118,3 +118,16 @@ def test_neighbours_of_what_runs_are_taken_first() -> None:
     scheduler.finish(1)
     scheduler.submit([Job(4, (4, 4))])
     assert [row.slot for row in scheduler.plan(0.0, 8).rows if row.job == 4] == [3]
+
+
+def test_forgetting_leaves_those_that_run_alone() -> None:
+    """What a free slot kept is dropped; a sequence under way computes on."""
+    scheduler = Scheduler(Limits(slots=2, context=20, batch=8, queue=4))
+    scheduler.submit([Job(1, (1,) * 4), Job(2, (2,) * 4)])
+    rows_of(scheduler)
+    scheduler.finish(1)
+    scheduler.forget()
+    scheduler.extend(2, 9)
+    step = scheduler.plan(0.0, 8)
+    assert step.operations == (Remove(0, 0),)
+    assert [(row.job, row.start) for row in step.rows] == [(2, 4)]

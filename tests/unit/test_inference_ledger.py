@@ -1,0 +1,16 @@
+"""Bookings that the random walks over the ledger seldom meet; chosen, not random."""
+
+from __future__ import annotations
+
+import pytest
+
+from inference.core.ledger import Account, Ledger, LedgerError
+
+
+def test_a_holder_gives_back_what_it_had_and_not_what_it_had_not() -> None:
+    ledger = Ledger().open(Account("gpu-0", 100, 100)).open(Account("cpu", 100, 100))
+    ledger = ledger.reserve("a", "a", {"gpu-0": 60, "cpu": 10}).commit("a", {"gpu-0": 60, "cpu": 10})
+    with pytest.raises(LedgerError, match="a cannot shrink to more than it holds"):
+        ledger.shrink("a", {"cpu": 11})
+    left = ledger.shrink("a", {"cpu": 10})
+    assert (left.balance("gpu-0").resident_bytes, left.balance("cpu").resident_bytes) == (0, 10)
