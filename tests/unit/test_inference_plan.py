@@ -51,6 +51,15 @@ def test_a_loaded_model_is_deployed() -> None:
     assert decision.result is Result.DEPLOYED
 
 
+def test_a_device_that_looks_hardly_dearer_is_looked_at_and_left() -> None:
+    """Parts of models would be cheap on both, but only whole ones leave."""
+    ledger, small = hold(machine(gpu_0=1000, gpu_1=1000), "small", {"gpu-0": 500})
+    ledger, large = hold(ledger, "large", {"gpu-1": 600})
+    decision = plan(ask(gpu(900), gpu(850, "gpu-1")), ledger, [small, large], Policy(NOW))
+    assert isinstance(decision, Placement)
+    assert (decision.result, decision.device, decision.evict) == (Result.FULL, "gpu-0", ("small",))
+
+
 def test_its_own_leaving_predecessor_is_waited_for() -> None:
     ledger, held = hold(machine(gpu_0=1000), "new", {"gpu-0": 800}, Standing.LEAVING)
     decision = plan(ask(gpu(800)), ledger, [held], Policy(NOW))
