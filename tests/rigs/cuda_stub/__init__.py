@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
+
+from tests.rigs import compiled
 
 SOURCE = Path(__file__).with_name("cuda_stub.c")
 LIBRARY = "libcuda.so.1"
 
 
 def library_directory() -> Path:
-    """The folder that holds the compiled library; AssertionError with the compiler's words when it does not compile."""
-    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
-    directory = Path(tempfile.gettempdir()) / f"headgate-cuda-stub-{os.getuid()}-{digest}"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    library = directory / LIBRARY
-    if not library.exists():
-        compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-        assert compiler, "a C compiler is needed for the CUDA stub"
-        mine = directory / f"{LIBRARY}.{os.getpid()}"
-        done = subprocess.run(
-            [compiler, "-std=gnu11", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", str(SOURCE), "-o", str(mine)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 0, done.stderr
-        mine.replace(library)  # tests that run in parallel never see half a file
-    return directory
+    """The folder that holds the compiled library."""
+    return compiled.library_directory(SOURCE, LIBRARY)
 
 
 class CudaStub:

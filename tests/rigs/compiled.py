@@ -1,0 +1,31 @@
+"""Compiles the C libraries that stand in for drivers, once per source; knows nothing of what they pretend."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+
+def library_directory(source: Path, library: str) -> Path:
+    """The folder that holds `library`, compiled from `source`; AssertionError with the compiler's words otherwise."""
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+    directory = Path(tempfile.gettempdir()) / f"headgate-{source.stem}-{os.getuid()}-{digest}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    path = directory / library
+    if not path.exists():
+        compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+        assert compiler, f"a C compiler is needed for {source.name}"
+        mine = directory / f"{library}.{os.getpid()}"
+        done = subprocess.run(
+            [compiler, "-std=gnu11", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", str(source), "-o", str(mine)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        mine.replace(path)  # tests that run in parallel never see half a file
+    return directory
