@@ -69,6 +69,7 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
             "circuit breakers; `breakers reset NAME` closes one",
             "headgate breakers reset local/demo",
         ),
+        Verb("chaos", "chaos", "inject a fault; on simulated devices only", "headgate chaos device-cut --seconds 10"),
         Verb("config", "config", "check, show or describe the configuration", "headgate config check"),
         Verb("key", "key", "the gateway's API key", "headgate key show"),
         Verb(
@@ -77,7 +78,7 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
     ),
 }
 HIDDEN = (Verb("health", "health", "exit 0 when a URL answers 200 (for container health checks)"),)
-LATER = frozenset({"quarantine", "kv", "chaos", "pull", "doctor", "config import"})
+LATER = frozenset({"quarantine", "kv", "pull", "doctor", "config import"})
 """Said to come with a later version, lest they be taken for misspellings."""
 
 PATHS = frozenset({"config_dir", "write"})

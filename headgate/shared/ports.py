@@ -13,6 +13,7 @@ from pathlib import Path
 from headgate.shared.errors import HeadgateError, PortInUseError
 
 _LISTEN = "0A"
+_MOST_WORDS = 80
 
 
 def listen(host: str, port: int, backlog: int = 2048) -> socket.socket:
@@ -61,13 +62,15 @@ def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int
 
 def owner(port: int) -> str:
     """Who listens on `port`, for a message: `pid 4711 (python -m gateway)`, or that it cannot be seen."""
-    pid = _owner_pid(port)
+    pid = owner_pid(port)
     if pid is None:
         return "a process that this user cannot see"
-    return f"pid {pid} ({_command(pid)})"
+    text = command(pid)
+    return f"pid {pid} ({text if len(text) <= _MOST_WORDS else text[: _MOST_WORDS - 3] + '...'})"
 
 
-def _owner_pid(port: int) -> int | None:
+def owner_pid(port: int) -> int | None:
+    """The process that listens on `port` of this machine, or None when it cannot be seen."""
     if Path("/proc/net/tcp").exists():
         inodes = set(_listening_inodes(port))
         return next((pid for pid in _pids() if inodes & set(_socket_inodes(pid))), None) if inodes else None
@@ -102,11 +105,12 @@ def _socket_inodes(pid: int) -> Iterator[str]:
                     yield target[8:-1]
 
 
-def _command(pid: int) -> str:
+def command(pid: int) -> str:
+    """The command line of a process; a sentence where it cannot be read."""
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace").split("\0")
         if text := " ".join(word for word in words if word):
-            return text if len(text) <= 80 else text[:77] + "..."
+            return text
     if ps := shutil.which("ps"):
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             said = subprocess.run([ps, "-o", "comm=", "-p", str(pid)], capture_output=True, text=True, timeout=5)

@@ -31,7 +31,7 @@ class Device(RuleBasedStateMachine):
     @rule(target=buffers, connection=CONNECTIONS, size=SIZES, comes=st.booleans(), extra=st.integers(0, 3))
     def allocate(self, connection: int, size: int, comes: bool, extra: int) -> tuple[int, int]:
         before = self.memory
-        fits = size <= before.free_bytes and not before.refusing
+        fits = size <= before.free_bytes and not before.refusing and before.sparing != 0
         after, granted = before.ask(connection, size)
         assert granted == fits
         self.pointers += 1
@@ -73,6 +73,10 @@ class Device(RuleBasedStateMachine):
     @rule(count=st.sampled_from([0, 1, ALL]))
     def refuse(self, count: float) -> None:
         self.memory = replace(self.memory, refusing=count)
+
+    @rule(count=st.sampled_from([None, 0, 1]))
+    def spare(self, count: int | None) -> None:
+        self.memory = replace(self.memory, sparing=count)
 
     @rule(capacity=st.integers(0, CAPACITY))
     def resize(self, capacity: int) -> None:
@@ -123,3 +127,14 @@ def test_late_bytes_are_back_when_told() -> None:
     memory = memory.made(1, 7, 60, 60).free(1, 7, now=0.0)
     assert memory.settle(1e9).free_bytes == 40
     assert memory.settle(ALL).free_bytes == 100
+
+
+def test_one_allocation_in_the_middle_is_refused() -> None:
+    """What comes before it succeeds, it fails once, and what comes after succeeds again."""
+    memory = replace(Memory(100), sparing=2)
+    answers = []
+    for _ in range(4):
+        memory, granted = memory.ask(1, 10)
+        answers.append(granted)
+    assert answers == [True, True, False, True]
+    assert memory.counters.refusals == 1

@@ -85,7 +85,7 @@ class Device:
             "late_bytes": sum(size for _due, size in memory.late),
             "stalled": not self._pace.passing.is_set(),
             "slow_seconds": self._pace.delay_seconds,
-            "refusing": memory.refusing > 0,
+            "refusing": memory.refusing > 0 or memory.sparing is not None,
             "connections": len(self._connections),
             "requests": self._pace.requests,
             "cuts": self._cuts,
@@ -97,7 +97,9 @@ class Device:
         amount = order.amount
         match order.do:
             case "refuse":
-                self.memory = replace(self.memory, refusing=amount)
+                self.memory = replace(self.memory, refusing=amount, sparing=None)
+            case "refuse_after":
+                self.memory = replace(self.memory, sparing=int(amount))
             case "cut":
                 self._cuts += 1
                 await self.close()
@@ -105,6 +107,8 @@ class Device:
                 await self.open()
             case "stall":
                 self._pace.passing.clear()
+            case "unstall":
+                self._pace.passing.set()
             case "slow":
                 self._pace.delay_seconds = amount
             case "shrink":
@@ -116,7 +120,7 @@ class Device:
             case "foreign":
                 self.memory = self._settled().taken(int(amount))
             case "heal":
-                healed = replace(self.memory, refusing=0, late_seconds=0.0, foreign_bytes=0)
+                healed = replace(self.memory, refusing=0, sparing=None, late_seconds=0.0, foreign_bytes=0)
                 self.memory = healed.settle(ALL).resized(self._full_bytes)
                 self._pace.delay_seconds = 0.0
                 self._pace.passing.set()

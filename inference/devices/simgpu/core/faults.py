@@ -11,18 +11,20 @@ from typing import Any
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "status": ("", "figures and counters; changes nothing"),
     "refuse": ("count", "the next `count` allocations fail (without it: all, until `heal`)"),
+    "refuse_after": ("count", "the next `count` allocations succeed and the one after them fails"),
     "cut": ("", "every connection is cut and the device is lost until `return`"),
     "return": ("", "a lost device is back, empty, with its capacity"),
     "stall": ("", "nothing passes in either direction until `heal`"),
+    "unstall": ("", "ends stall alone"),
     "slow": ("seconds", "every request is delayed by so many seconds"),
     "shrink": ("bytes", "the device shows another capacity; what is allocated stays"),
     "late": ("seconds", "freed bytes are back so much later (without it: with `settle`)"),
     "settle": ("", "all late bytes are back now"),
     "foreign": ("bytes", "other processes use so many bytes of the device in all"),
-    "heal": ("", "ends refuse, stall, slow, shrink, late and foreign, and a lost device returns"),
+    "heal": ("", "ends refuse, refuse_after, stall, slow, shrink, late and foreign, and a lost device returns"),
 }
 """What the simulator can be told: the name, its one parameter (or none), and what happens."""
-_NEEDED = frozenset({"slow", "shrink", "foreign"})
+_NEEDED = frozenset({"refuse_after", "slow", "shrink", "foreign"})
 _WHOLE = frozenset({"count", "bytes"})
 
 

@@ -31,6 +31,7 @@ class Counters:
 class Memory:
     """One device's memory. `refusing` counts the allocations still to be refused on demand (infinity: all).
 
+    `sparing` is how many allocations succeed before the one that is refused on demand (None: no such one).
     `late_seconds` delays every return (0: at once; infinity: until `settle` is told so); `late` are (due, bytes).
     """
 
@@ -41,6 +42,7 @@ class Memory:
     late: tuple[tuple[float, int], ...] = ()
     late_seconds: float = 0.0
     refusing: float = 0
+    sparing: int | None = None
     counters: Counters = Counters()
 
     @property
@@ -61,10 +63,12 @@ class Memory:
     # --- clients ---------------------------------------------------------------------------------------------------
     def ask(self, connection: int, size_bytes: int) -> tuple[Memory, bool]:
         """An allocation is wanted: whether it is granted. A granted one must be `made` or `unmade`."""
-        if self.refusing > 0 or size_bytes > self.free_bytes:
+        if self.refusing > 0 or self.sparing == 0 or size_bytes > self.free_bytes:
             counters = replace(self.counters, refusals=self.counters.refusals + 1)
-            return replace(self, refusing=max(0, self.refusing - 1), counters=counters), False
-        return self._asking(connection, size_bytes), True
+            sparing = None if self.sparing == 0 else self.sparing
+            return replace(self, refusing=max(0, self.refusing - 1), sparing=sparing, counters=counters), False
+        sparing = None if self.sparing is None else self.sparing - 1
+        return replace(self._asking(connection, size_bytes), sparing=sparing), True
 
     def made(self, connection: int, pointer: int, asked_bytes: int, size_bytes: int) -> Memory:
         """The buffer of a granted allocation exists and has `size_bytes`."""

@@ -1,0 +1,221 @@
+"""Asks the gateway through the official client, streaming and not, and notes how each request ended; judges nothing.
+
+The transport below the client is tapped, because the client hides whether `[DONE]` was on the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+import openai
+
+from tests.chaos.judge import End, Outcome
+
+PATIENCE_SECONDS = 60.0
+"""Longer than the gateway lets any request wait, or an answer be silent, in the configuration of the suite."""
+_TAIL_BYTES = 64
+_QUESTIONS = ("What is a mill?", "Tell me about water.", "How does a gate work?", "Hello!", "Name three rivers.")
+
+
+@dataclass
+class Wire:
+    """The end of one answer's body as it came, and whether it ended properly."""
+
+    tail: bytes = b""
+    ended: bool = False
+
+
+class _Body(httpx2.AsyncByteStream):
+    def __init__(self, inner: Any, wire: Wire) -> None:
+        self._inner, self._wire = inner, wire
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for piece in self._inner:
+            self._wire.tail = (self._wire.tail + piece)[-_TAIL_BYTES:]
+            yield piece
+        self._wire.ended = True
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+class Tap(httpx2.AsyncBaseTransport):
+    """Passes everything on, and keeps the end of every body by x-request-id."""
+
+    def __init__(self) -> None:
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=20)
+        self._inner = httpx2.AsyncHTTPTransport(limits=limits)
+        self.wires: dict[str, Wire] = {}
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        wire = self.wires.setdefault(request.headers["x-request-id"], Wire())
+        response = await self._inner.handle_async_request(request)
+        response.stream = _Body(response.stream, wire)
+        return response
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request. `leaves_after` is how many pieces of content are awaited before the client leaves (None: all)."""
+
+    route: str
+    text: str
+    stream: bool
+    tokens: int
+    priority: str = "normal"
+    leaves_after: int | None = None
+
+
+class Load:
+    """Requests of all kinds against one gateway; `outcomes` is filled as they end. A context manager."""
+
+    def __init__(self, base_url: str, key: str, routes: Sequence[str], clock: Callable[[], float], seed: int) -> None:
+        self._tap = Tap()
+        http = httpx2.AsyncClient(transport=self._tap, timeout=httpx2.Timeout(PATIENCE_SECONDS))
+        self._client = openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0, http_client=http)
+        self._routes = tuple(routes)
+        self._clock = clock
+        self._seed = seed
+        self._numbers = itertools.count(1)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._stopping = asyncio.Event()
+        self.outcomes: list[Outcome] = []
+        self.open: dict[str, Outcome] = {}
+
+    async def __aenter__(self) -> Load:
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._client.close()
+
+    # --- users ---------------------------------------------------------------------------------------------
+    def begin(self, users: int) -> None:
+        """So many users ask one thing after the other, from now until `end`."""
+        for number in range(users):
+            self._spawn(self._user(random.Random(f"{self._seed}/{number}")))
+
+    async def end(self) -> None:
+        """No user asks anything new; returns when the last answer is over."""
+        self._stopping.set()
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+    def _spawn(self, work: Any) -> asyncio.Task[Any]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _user(self, luck: random.Random) -> None:
+        while not self._stopping.is_set():
+            await self.ask(self.draw(luck))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), luck.uniform(0.02, 0.4))
+
+    def draw(self, luck: random.Random) -> Ask:
+        """What somebody may ask."""
+        return Ask(
+            luck.choice(self._routes), luck.choice(_QUESTIONS), luck.random() < 0.6, luck.choice((4, 12, 40)),
+            luck.choice(("high", "normal", "normal", "low")),
+        )  # fmt: skip
+
+    async def burst(self, luck: random.Random, count: int) -> list[Outcome]:
+        """So many requests at the same moment; returns when all are answered."""
+        return list(await asyncio.gather(*(self._spawn(self.ask(self.draw(luck))) for _ in range(count))))
+
+    # --- one request -------------------------------------------------------------------------------------------------
+    async def ask(self, ask: Ask) -> Outcome:
+        """Asks, and returns how it ended."""
+        id = f"chaos-{self._seed}-{next(self._numbers)}"
+        outcome = Outcome(id, ask.route, ask.stream, self._clock())
+        self.open[id] = outcome
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS * 2):
+                await (self._streamed if ask.stream else self._whole)(ask, outcome)
+        except (openai.APITimeoutError, httpx2.TimeoutException, TimeoutError) as error:
+            outcome.end, outcome.detail = End.SILENT, repr(error)
+        except openai.APIStatusError as error:
+            self._refused(outcome, error)
+        except (openai.APIConnectionError, httpx2.TransportError) as error:
+            outcome.end, outcome.detail = End.BROKEN, f"{error!r}, from {error.__cause__!r}"
+        except openai.APIError as error:
+            outcome.end, outcome.code, outcome.detail = End.ERROR_FRAME, _text(error.code), str(error)
+        except Exception as error:
+            outcome.end, outcome.detail = End.STRANGE, repr(error)
+        finally:
+            wire = self._tap.wires.pop(id, Wire())
+            outcome.done, outcome.clean = b"[DONE]" in wire.tail, wire.ended
+            outcome.ended = self._clock()
+            self.outcomes.append(outcome)
+            del self.open[id]
+        return outcome
+
+    def _arguments(self, ask: Ask, outcome: Outcome) -> dict[str, Any]:
+        return {
+            "model": ask.route,
+            "messages": [{"role": "user", "content": ask.text}],
+            "max_tokens": ask.tokens,
+            "temperature": 0,
+            "stream": ask.stream,
+            "extra_headers": {"x-request-id": outcome.id, "x-headgate-priority": ask.priority},
+        }
+
+    async def _whole(self, ask: Ask, outcome: Outcome) -> None:
+        raw = await self._client.chat.completions.with_raw_response.create(**self._arguments(ask, outcome))
+        _note_headers(outcome, raw.headers)
+        outcome.first_token = self._clock()
+        answer = raw.parse()
+        outcome.finishes = sum(choice.finish_reason is not None for choice in answer.choices)
+        outcome.end = End.COMPLETE if outcome.finishes else End.CUT
+
+    async def _streamed(self, ask: Ask, outcome: Outcome) -> None:
+        raw = await self._client.chat.completions.with_raw_response.create(**self._arguments(ask, outcome))
+        _note_headers(outcome, raw.headers)
+        stream: Any = raw.parse()
+        pieces = 0
+        try:
+            if ask.leaves_after == 0:
+                outcome.end = End.LEFT
+                return
+            async for chunk in stream:
+                for choice in chunk.choices:
+                    if choice.delta.content or choice.finish_reason:
+                        outcome.first_token = outcome.first_token or self._clock()
+                        pieces += 1
+                    outcome.finishes += choice.finish_reason is not None
+                if ask.leaves_after is not None and pieces >= ask.leaves_after:
+                    outcome.end = End.LEFT
+                    return
+            outcome.end = End.COMPLETE if outcome.finishes else End.CUT
+        finally:
+            await stream.close()
+
+    @staticmethod
+    def _refused(outcome: Outcome, error: openai.APIStatusError) -> None:
+        _note_headers(outcome, error.response.headers)
+        outcome.end, outcome.status, outcome.code = End.REFUSED, error.status_code, _text(error.code)
+        outcome.detail = str(error)
+
+
+def _note_headers(outcome: Outcome, headers: Any) -> None:
+    outcome.tier = headers.get("x-headgate-tier", "")
+    outcome.answered_by = headers.get("x-headgate-model", "")
+    outcome.attempts = int(headers.get("x-headgate-attempts") or 0)
+    outcome.reason = headers.get("x-headgate-reason", "")
+
+
+def _text(code: object) -> str | None:
+    return None if code is None else str(code)
