@@ -77,6 +77,11 @@ class ServingHelper:
             raise HelperError(f"the {self._job} helper answered nonsense")
         return answer
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the next question meets a process that answered before."""
+        return self._process is not None
+
     async def close(self) -> None:
         """Ends the process, if there is one."""
         process, self._process = self._process, None

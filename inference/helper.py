@@ -1,7 +1,7 @@
 """The one kind of helper process: `python -m inference.helper JOB`, JSON in, JSON out; decides and keeps nothing.
 
-    estimate | tokenize | devices | checkpoint   one JSON object on stdin, one on stdout, then the end
-    nvml                                         one reading per line on stdin until stdin ends
+    estimate | tokenize | devices | checkpoint | trial   one JSON object on stdin, one on stdout, then the end
+    nvml                                                 one reading per line on stdin until stdin ends
 
 Libraries that may abort a process (llama.cpp, NVML, CUDA) are opened here and in workers only. A helper dies with its
 parent.
@@ -9,7 +9,6 @@ parent.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import sys
@@ -18,7 +17,7 @@ from typing import Any
 
 from headgate.shared import tether
 
-JOBS = ("estimate", "tokenize", "devices", "checkpoint", "nvml")
+JOBS = ("estimate", "tokenize", "devices", "checkpoint", "trial", "nvml")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,7 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever a library prints must not mix with the answer
     if arguments[0] == "nvml":
-        return _serve_nvml(answers)
+        _serve_nvml(answers)
+        os._exit(0)  # a library in which a thread still listens is left as it is
     job = json.loads(sys.stdin.buffer.read() or b"{}")
     _answer(answers, _runner(arguments[0])(job))
     os._exit(0)  # the answer is out; a library's destructors have nothing to add
@@ -50,22 +50,24 @@ def _runner(name: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
         from inference.jobs import checkpoint
 
         return checkpoint.run
+    if name == "trial":
+        from inference.jobs import trial
+
+        return trial.run
     from inference.jobs import devices
 
     return devices.run
 
 
-def _serve_nvml(answers: Any) -> int:
+def _serve_nvml(answers: Any) -> None:
     from inference.jobs import nvml
 
-    take: Callable[[], dict[str, Any]] = functools.partial(nvml.run, {})
+    session = nvml.Session()
     for _ in sys.stdin:
-        reading = take()
+        reading = session.read()
         _answer(answers, reading)
         if "devices" not in reading:
-            return 0
-        take = nvml.read
-    return 0
+            return
 
 
 def _answer(answers: Any, data: Mapping[str, Any]) -> None:

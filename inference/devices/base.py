@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from inference.core.signs import Sign
 from inference.protocol import DeviceState
 
 
@@ -37,6 +38,8 @@ class Reading:
     """Version of its driver, where it is known."""
     unified: bool = False
     """Whether it has no memory of its own: its bytes are host memory."""
+    sign: Sign = Sign.FINE
+    """What the newest look at it says of its health, with the reason in `note`; what follows is decided elsewhere."""
 
     def to_json(self) -> dict[str, Any]:
         """As `/devices` shows it."""
@@ -66,6 +69,14 @@ class Probe(Protocol):
 
     async def refresh(self) -> None:
         """Measures anew, within a deadline of its own; a device that cannot be read keeps its last figures."""
+        ...
+
+    async def renew(self) -> None:
+        """Starts afresh, at the next refresh and without further patience, what it measures with."""
+        ...
+
+    async def trial(self, device: str) -> None:
+        """Computes on one of its devices and checks the result; raises HelperError within a deadline, saying why."""
         ...
 
     async def close(self) -> None:

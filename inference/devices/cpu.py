@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inference.devices.base import HIDDEN, Reading
+from inference.devices.trial import trial
 
 _NO_LIMIT = 2**62
 CPU = "cpu"
@@ -34,6 +35,14 @@ class CpuProbe:
 
     async def refresh(self) -> None:
         """Nothing to do: `readings` is always fresh."""
+
+    async def renew(self) -> None:
+        """Nothing to renew."""
+
+    async def trial(self, device: str) -> None:
+        """Computes on the CPU."""
+        del device
+        await trial(self.readings()[0])
 
     async def close(self) -> None:
         """Nothing to end."""

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from inference.children import HelperError, run_helper
+from inference.core.signs import Sign
 from inference.devices.amd import AmdFigures, amd_figures
 from inference.devices.base import Reading, narrowed
 from inference.devices.nvml import Card, NvmlReader, canonical_pci
+from inference.devices.trial import Trial, trial
 from inference.protocol import DeviceState
 
 log = logging.getLogger(__name__)
@@ -41,7 +43,8 @@ Listing = Callable[[], Awaitable[list[dict[str, Any]]]]
 class GgmlProbe:
     """The accelerators of the machine as `gpu-0`, `gpu-1`, ... in llama.cpp's own order.
 
-    `probe` lists them as `inference.jobs.devices` does, and raises HelperError when it cannot.
+    `probe` lists them as `inference.jobs.devices` does, and `trial` computes on one; both raise HelperError when they
+    cannot.
     """
 
     def __init__(
@@ -51,11 +54,13 @@ class GgmlProbe:
         root: Path = Path("/"),
         nvml: NvmlReader | None = None,
         probe: Listing | None = None,
+        trial: Trial = trial,
     ) -> None:
         self._environ = environ
         self._root = root
         self._nvml = nvml or NvmlReader()
         self._list = probe or _probe
+        self._try = trial
         self._pci: dict[str, str] = {}
         self._readings: tuple[Reading, ...] = ()
 
@@ -96,14 +101,23 @@ class GgmlProbe:
                 fresh[reading.id] = _with_card(reading, card)
             elif chip is not None:
                 fresh[reading.id] = _measured(reading, chip.total_bytes, chip.total_bytes - chip.used_bytes)
-            elif reading.kind == "cuda" and self._nvml.answered:
-                why = self._nvml.error or "NVML does not list it any more"
-                fresh[reading.id] = replace(reading, state=DeviceState.SUSPECT, note=why)
+            elif self._nvml.error is not None and self._nvml.answered and reading.kind == "cuda":
+                fresh[reading.id] = _suspect(reading, self._nvml.error, self._nvml.sign)
+            elif reading.kind == "cuda" and self._nvml.knows(self._address(reading)):
+                fresh[reading.id] = _suspect(reading, "NVML does not list it any more", Sign.GONE)
             else:
                 del fresh[reading.id]
         if len(fresh) < len(self._readings):
             fresh |= await self._probed([reading for reading in self._readings if reading.id not in fresh])
         self._readings = tuple(fresh[reading.id] for reading in self._readings)
+
+    async def renew(self) -> None:
+        """The next reading is that of a fresh NVML child."""
+        await self._nvml.renew()
+
+    async def trial(self, device: str) -> None:
+        """Computes on the device in a helper of its own."""
+        await self._try(next(reading for reading in self._readings if reading.id == device))
 
     async def close(self) -> None:
         """Ends the NVML child."""
@@ -166,14 +180,25 @@ class GgmlProbe:
             found = [item for item in await self._list() if item["type"] not in _NO_HOST_ACCELERATOR]
         except HelperError as error:
             return {reading.id: _suspect(reading, str(error)) for reading in readings}
-        if len(found) != len(self._readings):
-            why = f"llama.cpp lists {len(found)} devices where there were {len(self._readings)}"
-            return {reading.id: _suspect(reading, why) for reading in readings}
-        now = {reading.id: item for reading, item in zip(self._readings, found, strict=True)}
-        return {
-            reading.id: _measured(reading, now[reading.id]["total_bytes"], now[reading.id]["free_bytes"])
-            for reading in readings
-        }
+        if len(found) == len(self._readings):
+            now = {reading.id: item for reading, item in zip(self._readings, found, strict=True)}
+            return {
+                reading.id: _measured(reading, now[reading.id]["total_bytes"], now[reading.id]["free_bytes"])
+                for reading in readings
+            }
+        why = f"llama.cpp lists {len(found)} devices where there were {len(self._readings)}"
+        listed = {canonical_pci(item["pci"]): item for item in found if item["pci"]}
+        return {reading.id: self._among(reading, listed, why) for reading in readings}
+
+    def _among(self, reading: Reading, listed: Mapping[str, Mapping[str, Any]], why: str) -> Reading:
+        """One device when others came or went: only what is pinned by UUID still means the same device."""
+        address = self._pci[reading.id]
+        item = listed.get(canonical_pci(address)) if address else None
+        if item is None:
+            return _suspect(reading, why, Sign.GONE if address else Sign.UNSURE)
+        if reading.uuid is None:
+            return _suspect(reading, why)
+        return _measured(reading, item["total_bytes"], item["free_bytes"])
 
 
 async def _probe() -> list[dict[str, Any]]:
@@ -203,16 +228,17 @@ def _measured(reading: Reading, total_bytes: int, free_bytes: int) -> Reading:
         free_bytes=free_bytes,
         used_bytes=max(0, total_bytes - free_bytes),
         state=DeviceState.HEALTHY,
+        sign=Sign.FINE,
         note="",
     )
 
 
-def _suspect(reading: Reading, why: str) -> Reading:
-    return replace(reading, state=DeviceState.SUSPECT, note=why)
+def _suspect(reading: Reading, why: str, sign: Sign = Sign.UNSURE) -> Reading:
+    return replace(reading, state=DeviceState.SUSPECT, sign=sign, note=why)
 
 
 def _with_card(reading: Reading, card: Card) -> Reading:
-    """NVML's identity and figures; a card with an error keeps its last figures and turns suspect."""
+    """NVML's identity, figures and evidence."""
     return replace(
         reading,
         name=card.name,
@@ -221,6 +247,7 @@ def _with_card(reading: Reading, card: Card) -> Reading:
         total_bytes=card.total_bytes,
         free_bytes=card.free_bytes,
         used_bytes=card.used_bytes,
-        state=DeviceState.SUSPECT if card.error else DeviceState.HEALTHY,
-        note=card.error,
+        state=DeviceState.HEALTHY if card.sign is Sign.FINE else DeviceState.SUSPECT,
+        sign=card.sign,
+        note=card.note,
     )

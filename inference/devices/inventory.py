@@ -40,6 +40,16 @@ class Inventory:
         """Measures anew."""
         await asyncio.gather(*(probe.refresh() for probe in self._probes))
 
+    async def renew(self) -> None:
+        """Starts afresh, at the next refresh, what the probes measure with."""
+        await asyncio.gather(*(probe.renew() for probe in self._probes))
+
+    async def trial(self, device: str) -> None:
+        """Computes on one device and checks the result; raises HelperError, within a deadline, saying why not."""
+        for probe in self._probes:
+            if any(reading.id == device for reading in probe.readings()):
+                await probe.trial(device)
+
     async def close(self) -> None:
         """Ends every child of the probes."""
         await asyncio.gather(*(probe.close() for probe in self._probes))

@@ -1,48 +1,100 @@
-"""Reads NVIDIA devices through NVML; runs in a child because the library cannot be opened again, decides nothing."""
+"""Reads NVIDIA devices through NVML and hears their Xid events; runs in a child because the library cannot be opened
+again, decides nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import ctypes
+import queue
+import threading
+import time
 from typing import Any
 
+import pynvml
 
-def run(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Opens NVML and gives one reading, as `read`; `{"absent": sentence}` where the machine has no NVML at all."""
-    del job
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        if error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND:
-            return {"absent": str(error)}
-        return {"error": str(error), "code": error.value}
-    return read()
+WAIT_MILLISECONDS = 1000
+_ACTION_FIELD = 230
+"""NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, of drivers from R570 on."""
 
 
-def read() -> dict[str, Any]:
-    """A reading once NVML is open: `{"driver", "devices": [{"index", "uuid", "name", "pci", "total_bytes", ...}]}`.
+class Session:
+    """NVML in this process: opened by the first reading."""
 
-    Besides `total_bytes` there are `free_bytes` and `used_bytes`. A device that cannot be read has `error` (a sentence)
-    and `code` instead, and the others are read all the same; `{"error", "code"}` when NVML itself fails.
-    """
-    import pynvml
+    def __init__(self) -> None:
+        self._listener: Listener | None = None
 
-    try:
-        driver = _text(pynvml.nvmlSystemGetDriverVersion())
-        count = pynvml.nvmlDeviceGetCount()
-    except pynvml.NVMLError as error:
-        return {"error": str(error), "code": error.value}
-    found: list[dict[str, Any]] = []
-    for index in range(count):
+    def read(self) -> dict[str, Any]:
+        """A reading: `{"driver", "devices": [{"index", "uuid", "name", "pci", "total_bytes", ...}], "xids"}`.
+
+        Besides `total_bytes` there are `free_bytes`, `used_bytes`, and `action`, the recovery action that the driver
+        asks for (None where it does not tell). A device that cannot be read has `error` (a sentence) and `code`
+        instead, and the others are read all the same. `xids` are (UUID, number) of the events since the last reading.
+        `{"error", "code"}` when NVML itself fails, `{"absent": sentence}` where the machine has no NVML at all.
+        """
         try:
-            found.append({"index": index, **_device(pynvml, pynvml.nvmlDeviceGetHandleByIndex(index))})
+            if self._listener is None:
+                pynvml.nvmlInit()
+                self._listener = Listener()
+            driver = _text(pynvml.nvmlSystemGetDriverVersion())
+            count = pynvml.nvmlDeviceGetCount()
         except pynvml.NVMLError as error:
-            found.append({"index": index, "error": str(error), "code": error.value})
-    return {"driver": driver, "devices": found}
+            if error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND:
+                return {"absent": str(error)}
+            return {"error": str(error), "code": error.value}
+        found: list[dict[str, Any]] = []
+        for index in range(count):
+            try:
+                found.append({"index": index, **_device(pynvml.nvmlDeviceGetHandleByIndex(index))})
+            except pynvml.NVMLError as error:
+                found.append({"index": index, "error": str(error), "code": error.value})
+        return {"driver": driver, "devices": found, "xids": self._listener.heard()}
 
 
-def _device(pynvml: Any, handle: Any) -> dict[str, Any]:
+class Listener:
+    """Hears the Xid events of all devices from now on, in a thread that always waits for the next one.
+
+    Older drivers keep none: whoever asks now and then is told the newest one in the place of each that came meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._heard: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self._uuids: dict[int | None, str] = {}
+        with contextlib.suppress(pynvml.NVMLError):  # a system whose NVML tells no events, as on WSL
+            events = pynvml.nvmlEventSetCreate()
+            for index in range(pynvml.nvmlDeviceGetCount()):
+                self._register(index, events)
+            if self._uuids:
+                threading.Thread(target=self._listen, args=(events,), name="xids", daemon=True).start()
+
+    def heard(self) -> list[tuple[str, int]]:
+        """What came since the last call, oldest first."""
+        found = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._heard.get_nowait())
+        return found
+
+    def _register(self, index: int, events: Any) -> None:
+        with contextlib.suppress(pynvml.NVMLError):  # a device that tells no events, or is lost already
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            uuid = _text(pynvml.nvmlDeviceGetUUID(handle))
+            pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, events)
+            self._uuids[_address(handle)] = uuid
+
+    def _listen(self, events: Any) -> None:
+        while True:
+            try:
+                event = pynvml.nvmlEventSetWait(events, WAIT_MILLISECONDS)
+            except pynvml.NVMLError as error:
+                if error.value != pynvml.NVML_ERROR_TIMEOUT:
+                    time.sleep(WAIT_MILLISECONDS / 1000)  # what it means, the readings tell
+                continue
+            if (uuid := self._uuids.get(_address(event.device))) is not None:
+                self._heard.put((uuid, int(event.eventData)))
+
+
+def _device(handle: Any) -> dict[str, Any]:
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
         reserved = int(memory.reserved)
@@ -55,7 +107,20 @@ def _device(pynvml: Any, handle: Any) -> dict[str, Any]:
         "total_bytes": int(memory.total) - reserved,
         "free_bytes": int(memory.free),
         "used_bytes": int(memory.used),
+        "action": _action(handle),
     }
+
+
+def _action(handle: Any) -> int | None:
+    try:
+        value = pynvml.nvmlDeviceGetFieldValues(handle, [_ACTION_FIELD])[0]
+    except pynvml.NVMLError:  # an older driver
+        return None
+    return int(value.value.uiVal) if value.nvmlReturn == pynvml.NVML_SUCCESS else None
+
+
+def _address(handle: Any) -> int | None:
+    return ctypes.cast(handle, ctypes.c_void_p).value
 
 
 def _text(value: str | bytes) -> str:

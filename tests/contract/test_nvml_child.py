@@ -117,12 +117,12 @@ async def test_a_lost_card_is_told_and_the_other_is_still_read(
     stub.gpus[1].used_bytes = 5 * GIB
     stub.write()
     cards = await reader.read()
-    assert "lost (15)" in cards["0:1:0.0"].error
+    assert "lost (15)" in cards["0:1:0.0"].note
     assert cards["0:1:0.0"].used_bytes == GIB
-    assert (cards["0:41:0.0"].error, cards["0:41:0.0"].used_bytes) == ("", 5 * GIB)
+    assert (cards["0:41:0.0"].note, cards["0:41:0.0"].used_bytes) == ("", 5 * GIB)
     stub.errors = []
     stub.write()
-    assert not (await reader.read())["0:1:0.0"].error
+    assert not (await reader.read())["0:1:0.0"].note
     assert not nvml_children() & before
 
 

@@ -1,4 +1,8 @@
-"""Starts the simulator, reads its devices and notices its end; decides nothing. Its end is the loss of its devices."""
+"""Starts the simulator, reads its devices and notices its end, which is the loss of its devices; places no model.
+
+One that ended is started afresh after its loss was told, as `inference.core.reopening` decides: its devices come back
+empty, with the same identity and at another endpoint, like cards after the reset of their driver.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import json
 import logging
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +21,20 @@ from typing import Any
 from headgate.bootstrap import missing_backends
 from headgate.shared.errors import ConfigError, HeadgateError, Problem
 from inference.childenv import child_environment
+from inference.core.reopening import Reopening
+from inference.core.signs import Sign
 from inference.devices.base import HIDDEN, Reading
 from inference.devices.simgpu.control import SOCKET_NAME
 from inference.devices.simgpu.server import package
+from inference.devices.trial import trial
 from inference.protocol import DeviceState
 
 log = logging.getLogger(__name__)
 
 START_SECONDS = 30.0
 ANSWER_SECONDS = 5.0
+STEADY_SECONDS = 30.0
+"""A simulator that lived so long is no failing one: its end is the first of its kind."""
 MOST_LINE_BYTES = 2**20
 KIND = "sim"
 
@@ -44,6 +54,10 @@ class SimProbe:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._watch: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
+        self._reopening = Reopening()
+        self._opened_at = 0.0
+        self._is_loss_told = False
+        self._is_opening = False
         self._readings: tuple[Reading, ...] = ()
 
     @property
@@ -56,43 +70,38 @@ class SimProbe:
         if self._engine is None or missing_backends(self._engine, ["rpc"]):
             message = "simulated devices need llama-cpp-python built with RPC: CMAKE_ARGS=-DGGML_RPC=ON make serve"
             raise ConfigError([Problem(message, key="INFERENCE_DEVICES")])
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "inference.devices.simgpu",
-            str(self.socket_path),
-            *map(str, self._sizes),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=child_environment(HIDDEN),
-            limit=MOST_LINE_BYTES,
-        )
-        assert self._process.stdout is not None
         try:
-            async with asyncio.timeout(START_SECONDS):
-                status = json.loads(await self._process.stdout.readline())
-                self._streams = await self._connect()
-        except (TimeoutError, OSError, ValueError) as error:
-            await self.close()
-            raise HeadgateError(f"the simulated devices did not start ({str(error) or 'no answer in time'})") from error
+            await self._open()
         except BaseException:
             await self.close()
             raise
-        self._readings = tuple(map(_reading, status["devices"]))
-        self._watch = asyncio.create_task(self._notice_end(self._process))
 
     def readings(self) -> tuple[Reading, ...]:
         """The newest figures."""
         return self._readings
 
     async def refresh(self) -> None:
-        """Asks the simulator; one that does not answer in time has lost its devices."""
+        """Asks the simulator; one that is silent has lost its devices, one that ended is started again."""
+        process = self._process
+        if self._is_opening:
+            return
+        if process is not None and process.returncode is not None:
+            await self._reopen(process.returncode)
+            return
         try:
             status = await self.tell("status")
         except HeadgateError as error:
-            self._lose(str(error))
+            self._lose(str(error), Sign.UNSURE if process is None or process.returncode is None else Sign.GONE)
         else:
             self._readings = tuple(map(_reading, status["devices"]))
+
+    async def renew(self) -> None:
+        """A simulator that ended is started at the next refresh, however many ended before."""
+        self._reopening, self._is_loss_told = Reopening(), True
+
+    async def trial(self, device: str) -> None:
+        """Computes on the device in a helper of its own."""
+        await trial(next(reading for reading in self._readings if reading.id == device))
 
     async def tell(self, do: str, device: str | None = None, **amount: float) -> dict[str, Any]:
         """Carries out one command of `faults.COMMANDS`; the status of all devices. Raises HeadgateError."""
@@ -124,35 +133,99 @@ class SimProbe:
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_unix_connection(str(self.socket_path), limit=MOST_LINE_BYTES)
 
+    def _drop_streams(self) -> None:
+        streams, self._streams = self._streams, None
+        if streams is not None:
+            streams[1].transport.abort()
+
     async def close(self) -> None:
         """Ends the simulator and whatever it started."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.cancel()
-        streams, self._streams = self._streams, None
-        if streams is not None:
-            streams[1].transport.abort()
+        self._drop_streams()
         process, self._process = self._process, None
         if process is not None:
-            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile; its servers end with it
-                process.kill()
-            await asyncio.shield(process.wait())
-            if process.stdin is not None:
-                process.stdin.close()
+            await _kill(process)
         self.socket_path.unlink(missing_ok=True)
         if self._own is not None:
             self._own.cleanup()
 
+    # --- its process -----------------------------------------------------------------------------------------------
+    async def _open(self) -> None:
+        """Starts a simulator and waits until its devices listen; raises HeadgateError and leaves none that failed."""
+        process = self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "inference.devices.simgpu",
+            str(self.socket_path),
+            *map(str, self._sizes),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=child_environment(HIDDEN),
+            limit=MOST_LINE_BYTES,
+        )
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                status = json.loads(await process.stdout.readline())
+                self._streams = await self._connect()
+            if self._process is not process:
+                raise OSError("it was closed")
+        except BaseException as error:
+            self._drop_streams()
+            await _kill(process)
+            if isinstance(error, TimeoutError | OSError | ValueError):
+                raise HeadgateError(
+                    f"the simulated devices did not start ({str(error) or 'no answer in time'})"
+                ) from error
+            raise
+        self._readings = tuple(map(_reading, status["devices"]))
+        self._opened_at, self._is_loss_told = time.monotonic(), False
+        self._watch = asyncio.create_task(self._notice_end(process))
+
+    async def _reopen(self, status: int) -> None:
+        """Starts the next simulator when it is due, but not before somebody was told that the last one has ended."""
+        if not self._is_loss_told or not self._reopening.is_due(time.monotonic()):
+            self._lose(f"the simulator has ended with status {status}", Sign.GONE)
+            self._is_loss_told = True
+            return
+        self._is_opening = True
+        self._drop_streams()
+        try:
+            await self._open()
+        except HeadgateError as error:
+            self._reopening = self._reopening.failed(time.monotonic())
+            self._lose(str(error), Sign.GONE)
+        else:
+            log.info("the simulator is back; its devices are empty")
+        finally:
+            self._is_opening = False
+
     async def _notice_end(self, process: asyncio.subprocess.Process) -> None:
         await process.wait()
-        self._lose(f"the simulator has ended with status {process.returncode}")
+        now = time.monotonic()
+        if now - self._opened_at > STEADY_SECONDS:
+            self._reopening = Reopening()
+        self._reopening = self._reopening.failed(now)
+        self._lose(f"the simulator has ended with status {process.returncode}", Sign.GONE)
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, why: str, sign: Sign) -> None:
         if self._process is None:  # closed: what was asked at that moment has no answer, and no device is lost by it
             return
         if any(reading.state is not DeviceState.LOST for reading in self._readings):
             log.error("all simulated devices are lost: %s", why)
-        self._readings = tuple(replace(reading, state=DeviceState.LOST, note=why) for reading in self._readings)
+        self._readings = tuple(
+            replace(reading, state=DeviceState.LOST, sign=sign, note=why) for reading in self._readings
+        )
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it ended meanwhile; its servers end with it
+        process.kill()
+    await asyncio.shield(process.wait())
+    if process.stdin is not None:
+        process.stdin.close()
 
 
 def _reading(device: Mapping[str, Any]) -> Reading:
@@ -168,5 +241,6 @@ def _reading(device: Mapping[str, Any]) -> Reading:
         rpc_endpoint=device["endpoint"],
         environment=HIDDEN,
         state=DeviceState.LOST if lost else DeviceState.HEALTHY,
+        sign=Sign.DEAD if lost else Sign.FINE,
         note="it was cut" if lost else "",
     )
