@@ -19,6 +19,11 @@ MOST_ENTRIES = 1_000_000
 MOST_STRING_BYTES = 64 * 2**20
 _LAYER = re.compile(r"blk\.(\d{1,5})\.")
 _MOST_LAYERS = 4096
+_MOST = 2**32 - 1
+"""llama.cpp keeps sizes of models in 32 bits."""
+_MOST_OF_A_TOKEN = 2**32
+"""Keys and values of one token over all layers; the largest models of today have some hundred thousand."""
+_LONGEST_NAME = 256
 _SCALARS = {0: "B", 1: "b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
 
@@ -40,12 +45,12 @@ def read_facts(path: Path) -> Facts:
     """What the header of `path` says; raises BadGgufError, or OSError when the file cannot be read."""
     with path.open("rb") as file:
         try:
-            metadata, tensors = _header(file)
+            metadata, lengths, tensors = _header(file)
         except (struct.error, UnicodeDecodeError, OverflowError) as error:
             raise BadGgufError(f"its header ends early or is damaged ({error})") from error
         data_begins = file.tell()
     size = path.stat().st_size
-    alignment = metadata.get("general.alignment", 32)
+    alignment = _alignment(metadata)
     weights = end = 0
     layers: dict[int, int] = {}
     for name, kind, count, offset in tensors:
@@ -58,34 +63,57 @@ def read_facts(path: Path) -> Facts:
     begin = math.ceil(data_begins / alignment) * alignment
     if begin + end > size:
         raise BadGgufError(f"it is cut short: {size} bytes, and its tensors end at {begin + end}")
-    return _facts(metadata, weights, layers)
+    return _facts(metadata, lengths, weights, layers)
 
 
-def _facts(metadata: dict[str, Any], weights: int, layer_bytes: dict[int, int]) -> Facts:
-    architecture = str(metadata.get("general.architecture", ""))
-    if not architecture:
+def _alignment(metadata: dict[str, Any]) -> int:
+    """To which multiple of bytes tensors are padded: a power of two, as ggml has it."""
+    value = metadata.get("general.alignment", 32)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MOST or value & (value - 1):
+        raise BadGgufError(f"its alignment (general.alignment) is {_shown(value)}, and must be a power of two")
+    return value
+
+
+def _facts(metadata: dict[str, Any], lengths: dict[str, int], weights: int, layer_bytes: dict[int, int]) -> Facts:
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str) or not architecture:
         raise BadGgufError("it does not say its architecture (general.architecture)")
+    if len(architecture) > _LONGEST_NAME:
+        raise BadGgufError(f"its architecture is a text of {len(architecture)} characters")
+
+    def numbers(key: str, default: int = 0) -> list[int]:
+        """One value, or one per layer."""
+        name = f"{architecture}.{key}"
+        value = metadata.get(name, default)
+        found = value if isinstance(value, list) else [value]
+        for item in found:
+            if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item <= _MOST:
+                raise BadGgufError(f"{name} is {_shown(value)}, and must be a whole number from 0 to {_MOST}")
+        return found
 
     def number(key: str, default: int = 0) -> int:
-        value = metadata.get(f"{architecture}.{key}", default)
-        return max(value) if isinstance(value, list) and value else int(value) if not isinstance(value, list) else 0
+        return max(numbers(key, default), default=0)
 
     layers, embedding, heads = number("block_count"), number("embedding_length"), number("attention.head_count")
+    if layers > _MOST_LAYERS:
+        raise BadGgufError(f"it claims {layers} layers ({architecture}.block_count)")
     per_head = embedding // heads if heads else 0
     keys = number("attention.key_length", per_head)
     values = number("attention.value_length", per_head)
-    kv_heads = metadata.get(f"{architecture}.attention.head_count_kv", heads)
-    every = range(min(layers, _MOST_LAYERS))
-    heads_of = dict(enumerate(kv_heads)) if isinstance(kv_heads, list) else dict.fromkeys(every, int(kv_heads))
-    by_layer = tuple((layer_bytes.get(layer, 0), (keys + values) * int(heads_of.get(layer, 0))) for layer in every)
+    kv_heads = numbers("attention.head_count_kv", heads)
+    is_listed = isinstance(metadata.get(f"{architecture}.attention.head_count_kv"), list)
+    heads_of = dict(enumerate(kv_heads)) if is_listed else dict.fromkeys(range(layers), kv_heads[0])
+    by_layer = tuple((layer_bytes.get(layer, 0), (keys + values) * heads_of.get(layer, 0)) for layer in range(layers))
+    if (of_a_token := sum(count for _weights, count in by_layer)) > _MOST_OF_A_TOKEN:
+        raise BadGgufError(f"it claims {of_a_token} keys and values for each token of its context")
     return Facts(
         architecture=architecture,
         layers=layers,
         embedding=embedding,
         feed_forward=number("feed_forward_length"),
-        vocabulary=number("vocab_size", int(metadata.get("tokenizer.ggml.tokens.length", 0))),
+        vocabulary=number("vocab_size", lengths.get("tokenizer.ggml.tokens", 0)),
         context_trained=number("context_length"),
-        kv_values_per_cell=sum(values for _weights, values in by_layer),
+        kv_values_per_cell=of_a_token,
         weight_bytes=weights,
         layer_bytes=sum(layer_bytes.values()),
         quantization=quantization.name_of(metadata),
@@ -93,7 +121,8 @@ def _facts(metadata: dict[str, Any], weights: int, layer_bytes: dict[int, int]) 
     )
 
 
-def _header(file: BinaryIO) -> tuple[dict[str, Any], list[tuple[str, int, int, int]]]:
+def _header(file: BinaryIO) -> tuple[dict[str, Any], dict[str, int], list[tuple[str, int, int, int]]]:
+    """Scalars and short arrays by key; the lengths of all arrays; name, type, values and offset of every tensor."""
     magic = file.read(4)
     if magic != MAGIC:
         raise BadGgufError(f"it does not begin with GGUF but with {magic!r}")
@@ -102,42 +131,50 @@ def _header(file: BinaryIO) -> tuple[dict[str, Any], list[tuple[str, int, int, i
         raise BadGgufError(f"its GGUF version is {version}; 2 and 3 are known")
     if tensor_count > MOST_ENTRIES or entry_count > MOST_ENTRIES:
         raise BadGgufError(f"it claims {tensor_count} tensors and {entry_count} metadata entries")
+    if not tensor_count:
+        raise BadGgufError("it holds no tensors")
     metadata: dict[str, Any] = {}
+    lengths: dict[str, int] = {}
     for _ in range(entry_count):
         key = _string(file)
         (kind,) = struct.unpack("<I", file.read(4))
-        metadata[key] = _value(file, kind, key, metadata)
+        metadata[key] = _value(file, kind, key, lengths)
     tensors = []
     for _ in range(tensor_count):
         name = _string(file)
         (dimensions,) = struct.unpack("<I", file.read(4))
         if dimensions > 8:
-            raise BadGgufError(f"tensor {name!r} claims {dimensions} dimensions")
+            raise BadGgufError(f"tensor {_shown(name)} claims {dimensions} dimensions")
         shape = struct.unpack(f"<{dimensions}Q", file.read(8 * dimensions))
         kind, offset = struct.unpack("<IQ", file.read(12))
         tensors.append((name, kind, math.prod(shape), offset))
-    return metadata, tensors
+    return metadata, lengths, tensors
 
 
-def _value(file: BinaryIO, kind: int, key: str, metadata: dict[str, Any]) -> Any:
+def _value(file: BinaryIO, kind: int, key: str, lengths: dict[str, int]) -> Any:
     if kind == _STRING:
         return _string(file)
     if kind != _ARRAY:
         return _scalar(file, kind)
     inner, count = struct.unpack("<IQ", file.read(12))
     if count > 100 * MOST_ENTRIES:
-        raise BadGgufError(f"{key!r} claims {count} values")
-    metadata[f"{key}.length"] = count
+        raise BadGgufError(f"{_shown(key)} claims {count} values")
+    lengths[key] = count
     if inner == _STRING:
         for _ in range(count):
             _skip_string(file)
         return None
     if inner == _ARRAY:
-        raise BadGgufError(f"{key!r} is an array of arrays")
+        raise BadGgufError(f"{_shown(key)} is an array of arrays")
     if count > 4096:  # scores and token types: long, and not needed
         file.seek(count * struct.calcsize(_format(inner)), 1)
         return None
     return [_scalar(file, inner) for _ in range(count)]
+
+
+def _shown(value: Any) -> str:
+    """`value` for a message: short, and in printable characters."""
+    return ascii(value)[:80]
 
 
 def _format(kind: int) -> str:

@@ -1,0 +1,64 @@
+"""A damaged GGUF header is refused in words or read for what it says; it never becomes another exception."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference.core.estimate import Facts, Parameters, formula
+from inference.jobs.gguf import BadGgufError, read_facts
+from tests.rigs import tiny_gguf
+from tests.rigs.damaged_gguf import Damaged, Parts, corpus
+
+GOOD = tiny_gguf.generative(layers=1, width=32, heads=2, heads_kv=1, feed=64).read_bytes()
+CORPUS = list(corpus(GOOD))
+REFUSED_BY_HEADER = ("cut-", "magic-", "empty", "zeros", "version-", "alignment-", "entries-", "text-", "type-")
+MOST_BYTES = 2**62
+"""No estimate may be more: figures travel as 64-bit numbers."""
+
+
+def facts_of(content: bytes, directory: Path) -> Facts:
+    path = directory / "model.gguf"
+    path.write_bytes(content)
+    return read_facts(path)
+
+
+def sane(facts: Facts) -> bool:
+    """Whether an estimate can be made of it that is an amount of bytes."""
+    parts = formula(facts, Parameters(context_length=4096, parallel=4))
+    return all(0 <= count < MOST_BYTES for count in (parts.weights_bytes, parts.kv_bytes, parts.compute_bytes))
+
+
+@pytest.mark.parametrize("damaged", CORPUS, ids=lambda damaged: damaged.name)
+def test_a_damaged_header_is_refused_in_words_or_read(damaged: Damaged, tmp_path: Path) -> None:
+    try:
+        facts = facts_of(damaged.content, tmp_path)
+    except BadGgufError as error:
+        assert 10 < len(str(error)) < 300
+        assert str(error).isprintable()
+    else:
+        assert sane(facts)
+        assert not damaged.name.startswith(REFUSED_BY_HEADER) or damaged.may_load, facts
+
+
+def test_the_names_of_the_corpus_are_unique() -> None:
+    assert len({damaged.name for damaged in CORPUS}) == len(CORPUS) > 100
+
+
+HEADER_BYTES = len(b"".join(Parts.read(GOOD).sections()))
+
+
+@given(st.lists(st.tuples(st.integers(0, HEADER_BYTES - 1), st.binary(min_size=1, max_size=8)), min_size=1, max_size=4))
+def test_bytes_overwritten_anywhere_in_a_header(
+    tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[int, bytes]]
+) -> None:
+    content = bytearray(GOOD)
+    for at, fresh in changes:
+        content[at : at + len(fresh)] = fresh
+    try:
+        assert sane(facts_of(bytes(content), tmp_path_factory.getbasetemp()))
+    except BadGgufError as error:
+        assert str(error).isprintable()
