@@ -37,6 +37,7 @@ from inference.environment import set_without_effect
 from inference.errors import InferenceError
 from inference.estimator import Estimator
 from inference.gauges import gauges
+from inference.headrooms import Headrooms
 from inference.metrics import Metrics
 from inference.osapi import socket_directory
 from inference.protocol import H_REQUEST_ID, Code, error_body
@@ -88,6 +89,7 @@ class Service:
             crashes=self.crashes,
             bus=Bus(),
             metrics=self.metrics,
+            headrooms=Headrooms(state),
         )
         self.metrics.gauges = lambda: gauges(self.authority)
         self.app = self._app(token, said.admin_key, said.max_body_bytes)

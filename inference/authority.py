@@ -35,6 +35,7 @@ from inference.estimator import Estimator
 from inference.evictions import Action, Evictions, Reason
 from inference.fixes import Fixes
 from inference.governor import Governor
+from inference.headrooms import Headrooms
 from inference.loads import Loads
 from inference.metrics import Metrics
 from inference.model import Model, Ticket
@@ -44,6 +45,7 @@ from inference.preload import load_all
 from inference.protocol import ModelState, ModelStatus, Priority
 from inference.pump import Pump
 from inference.settings import InferenceConfig, check_devices
+from inference.shortages import Shortages
 from inference.supervisor import Supervisor
 from inference.teller import Teller
 from inference.threads import Threads
@@ -73,6 +75,7 @@ class Authority:
         crashes: CrashStore,
         bus: Bus,
         metrics: Metrics,
+        headrooms: Headrooms,
     ) -> None:
         self.config = config
         self.settings = config.settings
@@ -91,6 +94,7 @@ class Authority:
         self.teller = Teller(self)
         self.outlook = Outlook(self)
         self.fixes = Fixes(self)
+        self.shortages = Shortages(self, headrooms)
         self.governor = Governor(self)
         self.warm = WarmPool(self)
         self.ids = itertools.count(1)
@@ -282,6 +286,7 @@ class Authority:
         if now >= self._watch_at:
             self._watch_at = now + WATCH_SECONDS
             self.loads.watch()
+        self.shortages.tick(now)
         self.governor.tick(now)
         self.teller.look_at_devices()
 

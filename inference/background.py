@@ -138,7 +138,7 @@ class Background:
     async def _estimate(self, spec: ModelSpec, *devices: Reading, counts: Sequence[int] = ()) -> Estimate:
         """The estimator's answer; what nobody foresaw is a failed model as well, so that those who wait are told."""
         try:
-            return await self.estimator.get(spec, *devices, counts=counts)
+            found = await self.estimator.get(spec, *devices, counts=counts)
         except InferenceError:
             raise
         except Exception as error:
@@ -147,6 +147,7 @@ class Background:
             raise ModelFailed(
                 f"the model {spec.id!r} cannot be measured ({type(error).__name__}); the service's log says more"
             ) from error
+        return self._authority.shortages.added(spec, devices, found)
 
     async def foresee(self) -> None:
         """Measures every model while nobody waits, so that what cannot fit is known before it is asked for."""

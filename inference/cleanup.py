@@ -98,6 +98,21 @@ async def defragment(authority: Authority) -> dict[str, Any]:
     }
 
 
+async def relieve(authority: Authority, *, on_host: bool) -> int:
+    """Before a model is made smaller: retained prefixes are dropped, heaps trimmed, grown reservations taken back.
+
+    With `on_host`, because host memory is what is missing, models that are only kept warm leave as well. Returns the
+    bytes that were given back by then.
+    """
+    trimmed, _cells = await _trim(authority)
+    reclaimed = sum(_reclaim(authority, model) for model in authority.models.values())
+    if on_host:
+        for model in list(authority.models.values()):
+            if model.standing(authority.loop.time()) is Standing.WARM:
+                authority.loads.leave(model, Reason.MEMORY_WANTED, explanation=("everything else was tried",))
+    return trimmed + reclaimed
+
+
 async def _all_back(futures: Iterable[asyncio.Future[Eviction]], seconds: float) -> list[Eviction]:
     """The records that are there within `seconds`."""
     waiting = list(futures)

@@ -4,6 +4,7 @@ InferenceError
 ├── InvalidRequestError             the caller's fault: bad JSON, wrong types, unknown model, body too large
 ├── RefusedError                    ours and known beforehand
 │   ├── MemoryLimitExceededError   does not fit; carries the numbers
+│   ├── MemoryRefused          was planned to fit, and the device refused all the same
 │   ├── QueueFull              too many wait for this model already
 │   ├── ModelLoading           still loading when the caller's patience ended
 │   ├── DeadlineExceeded       waited in vain for something else
@@ -109,6 +110,16 @@ class Shortage:
         """How many bytes are missing; never negative."""
         return max(0, self.need_bytes - self.free_bytes)
 
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in `error.headgate.devices`."""
+        return {
+            "device": self.device,
+            "need_bytes": self.need_bytes,
+            "free_bytes": self.free_bytes,
+            "short_bytes": self.short_bytes,
+            "bound": self.bound,
+        }
+
 
 class MemoryLimitExceededError(RefusedError):
     """A model does not fit; refused before anything was allocated, with numbers and the nearest thing that fits."""
@@ -135,22 +146,27 @@ class MemoryLimitExceededError(RefusedError):
         super().__init__(
             message,
             retry_after=retry_after,
-            details={
-                "devices": [
-                    {
-                        "device": item.device,
-                        "need_bytes": item.need_bytes,
-                        "free_bytes": item.free_bytes,
-                        "short_bytes": item.short_bytes,
-                        "bound": item.bound,
-                    }
-                    for item in shortages
-                ],
-                "fix": dict(fix) if fix else None,
-            },
+            details={"devices": [item.to_json() for item in shortages], "fix": dict(fix) if fix else None},
         )
         self.shortages = tuple(shortages)
         self.fix = fix
+
+
+class MemoryRefused(RefusedError):
+    """Memory was refused during a load that the plan had allowed; nothing is held, and `retry_after` is the backoff."""
+
+    code = Code.MEMORY_LIMIT_EXCEEDED
+
+    def __init__(self, model: str, shortages: Sequence[Shortage], said: str, *, retry_after: float, cause: str) -> None:
+        numbers = "; ".join(
+            f"{item.device} shows {_mib(item.free_bytes)} free, and {_mib(item.need_bytes)} are planned from now on"
+            for item in shortages
+        )
+        super().__init__(
+            f"the model {model!r} did not get the memory that was planned for it: {said} ({numbers})",
+            retry_after=retry_after,
+            details={"devices": [item.to_json() for item in shortages], "fix": None, "cause": cause},
+        )
 
 
 class QueueFull(RefusedError):

@@ -54,6 +54,8 @@ class Estimate:
     """What the file can do; empty when only its header was read."""
     sizes: tuple[Sizes, ...] = ()
     counts: Mapping[str, int] = field(default_factory=dict)
+    headroom_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Of `overhead_bytes`, what was learned when memory ran out although the estimate allowed it."""
     architecture: str = ""
     quantization: str = ""
     """How most weights are stored (`Q4_K_M`); empty when the header does not say."""
@@ -71,7 +73,11 @@ class Estimate:
         """As `/memory/plan` shows it."""
         return {
             "devices": {
-                device: {**asdict(parts), "overhead_bytes": self.overhead_bytes.get(device, 0)}
+                device: {
+                    **asdict(parts),
+                    "overhead_bytes": self.overhead_bytes.get(device, 0),
+                    "headroom_bytes": self.headroom_bytes.get(device, 0),
+                }
                 for device, parts in self.parts.items()
             },
             "total_bytes": sum(self.need.values()),
@@ -220,8 +226,8 @@ class Estimator:
             tuple(entry["capabilities"]),
             tuple(Sizes(int(weights), int(kv), bool(grows)) for weights, kv, grows in entry["layers"]),
             {device.id: count for device, count in zip(here, counts, strict=True)} if counts else {},
-            str(entry["facts"].get("architecture", "")),
-            str(entry["facts"].get("quantization", "")),
+            architecture=str(entry["facts"].get("architecture", "")),
+            quantization=str(entry["facts"].get("quantization", "")),
         )
 
 

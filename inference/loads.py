@@ -20,7 +20,7 @@ from inference.core.ledger import LedgerError
 from inference.core.lifecycle import Event
 from inference.core.plan import Placement
 from inference.devices.cpu import CPU
-from inference.errors import DeviceLost, InferenceError, ModelFailed
+from inference.errors import DeviceLost, InferenceError, MemoryRefused, ModelFailed
 from inference.evictions import Action, Departure, Reason
 from inference.model import Model, Running
 from inference.osapi import private_bytes
@@ -136,6 +136,7 @@ class Loads:
             self.bytes_per_second = sum(actual.values()) / max(seconds, 1e-3)
         model.capabilities = ready.capabilities
         model.failure = None
+        model.shortages = ()
         model.last_used_at = self._authority.loop.time()
         self._authority.metrics.load_seconds.labels(model.id, "warm" if is_back else "cold").observe(seconds)
         if predicted and not is_back:
@@ -238,7 +239,7 @@ class Loads:
             self._has_left(model, running, exit)
             return
         model.running = None
-        model.unreduce()
+        tries_again = self._authority.shortages.exited(model, running, exit)
         if model.state is not _S.UNLOADING:
             self._authority.ledger = self._authority.ledger.leave(running.holding)
         self.give_back(running)
@@ -251,8 +252,8 @@ class Loads:
             log.error("%s (pid %d): %s", model.id, running.worker.pid, exit.message)
             self._authority.crashes.add(model.id, running.worker.pid, exit, shapes)
             was_loading = model.state is _S.LOADING
-            self.failed(model, running.failure.message if running.failure else exit.message)
-            if was_loading:
+            self.failed(model, running.failure.message if running.failure else exit.message, counts=not tries_again)
+            if was_loading and not tries_again:
                 self._give_up(model, running.failure or self._load_error(model, exit))
         if model.removed:
             self._authority.models.pop(model.id, None)
@@ -285,19 +286,23 @@ class Loads:
             )
         return self.resting(model, str(exit.cause))
 
-    def failed(self, model: Model, message: str) -> None:
-        """One more failure of the model; it rests."""
-        model.backoff = model.backoff.failed()
-        model.retry_at = self._authority.loop.time() + model.backoff.delay_seconds
+    def failed(self, model: Model, message: str, *, counts: bool = True) -> None:
+        """One more failure of the model; it rests, unless this one does not count because it is tried otherwise."""
+        if counts:
+            model.backoff = model.backoff.failed()
+        model.retry_at = self._authority.loop.time() + (model.backoff.delay_seconds if counts else 0.0)
         model.failure = message
         self._authority.move(model, _E.FAIL)
 
-    def resting(self, model: Model, cause: str | None = None) -> ModelFailed:
+    def resting(self, model: Model, cause: str | None = None) -> InferenceError:
         """What those are told who ask for a failed model, with the rest of its backoff."""
-        rest = max(0.0, model.retry_at - self._authority.loop.time())
+        rest = math.ceil(max(0.0, model.retry_at - self._authority.loop.time()) * 10) / 10
+        if model.shortages:
+            said = model.failure or "refused"
+            return MemoryRefused(model.id, model.shortages, said, retry_after=rest, cause=str(ExitCause.OOM_LOAD))
         return ModelFailed(
             f"the model {model.id!r} failed: {model.failure}",
-            retry_after=math.ceil(rest * 10) / 10,
+            retry_after=rest,
             details={"cause": cause, "failures": model.backoff.failures},
         )
 

@@ -18,8 +18,9 @@ from inference.core.comeback import Pace
 from inference.core.lifecycle import Backoff
 from inference.core.plan import Placement, Standing
 from inference.core.queue import Waiter, WaitQueue
+from inference.core.reduction import Descent
 from inference.devices.base import Reading
-from inference.errors import InferenceError
+from inference.errors import InferenceError, Shortage
 from inference.estimator import Estimate
 from inference.evictions import Departure
 from inference.overheads import Before
@@ -117,7 +118,13 @@ class Model:
     capabilities: tuple[str, ...] = ()
     removed: bool = False
     reduced: ModelSpec | None = None
-    """What it was reduced to because it did not fit (`oom_policy: reduce`), until it leaves."""
+    """What it was reduced to because it did not fit (`oom_policy: reduce`)."""
+    descent: Descent = field(default_factory=Descent)
+    """What was tried for that."""
+    sheltered_until: float = 0.0
+    """It is loaded on the CPU alone until then: an accelerator had no memory for it (`oom_policy: cpu`)."""
+    shortages: tuple[Shortage, ...] = ()
+    """Of its last load, when memory was refused that the plan had allowed."""
 
     @property
     def effective(self) -> ModelSpec:

@@ -73,7 +73,7 @@ class Outlook:
         if request is None:
             return None
         refusal = prospect(request, moment.scene, moment.policy)
-        if refusal is not None and refusal.lacks and model.spec.oom_policy == "reduce" and model.reduced is None:
+        if refusal is not None and self._authority.shortages.may_bend(model, refusal):
             return None  # with less of it, it may; that is measured when somebody asks
         return refusal or True
 

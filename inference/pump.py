@@ -20,7 +20,7 @@ from inference.devices.cpu import CPU
 from inference.evictions import Action, Reason
 from inference.model import Model
 from inference.protocol import ModelState
-from inference.wishes import candidates, error_of, held_models, reduced, request_for, residents
+from inference.wishes import candidates, error_of, held_models, request_for, residents
 
 if TYPE_CHECKING:
     from inference.authority import Authority
@@ -102,7 +102,8 @@ class Pump:
         """None while something has to be measured or read first; the run that follows is under way then."""
         authority = self._authority
         readings = authority.observe()
-        devices = authority.moving.options(model, candidates(model.effective, readings, authority.settings))
+        open_devices = authority.shortages.options(model, candidates(model.effective, readings, authority.settings))
+        devices = authority.moving.options(model, open_devices)
         options = authority.governor.open_to(model, devices)
         if isinstance(options, Refusal):
             return Decision(options)
@@ -192,15 +193,9 @@ class Pump:
         if authority.moving.turns_back(model, error):
             self._all_decided = False
             return
-        if refusal.lacks and model.spec.oom_policy == "reduce" and model.reduced is None:
-            model.reduced = reduced(model.spec, refusal.fix)
-            authority.metrics.alloc_retries.inc()
-            log.warning("%s is reduced to fit: %s", model.id, ", ".join(model.spec.changed(model.reduced)))
-            model.estimates.clear()
+        if authority.shortages.refused(model, refusal):
             self._all_decided = False
-            authority.background.estimate(model)
             return
-        model.unreduce()
         authority.governor.adviser.refused(model.id)
         count = authority.metrics.placements.labels(refusal.result.lower(), "memory" if refusal.lacks else "limit")
         count.inc(len(model.queue))

@@ -167,8 +167,7 @@ class Relay:
             return False
         outlook = self._authority.outlook.of(model)
         if model.state is ModelState.FAILED and outlook is not None:
-            rest = self._authority.status(model).retry_after_seconds
-            raise ModelFailed(f"the model {model.id!r} failed: {model.failure}", retry_after=rest)
+            raise self._authority.loads.resting(model)
         if model.state is ModelState.COLD and isinstance(outlook, Refusal) and not outlook.waits_for:
             raise error_of(model, outlook, self._authority.inventory.readings(), self._authority.settings)
         await out.json(200, {"headgate": {"probe": str(model.state)}})

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from headgate.shared.units import format_bytes
 from inference.core.layers import layers_of
@@ -134,15 +132,6 @@ def residents(models: Iterable[Model]) -> dict[str, Resident]:
         for model in models
         if model.running is not None and model.state in (ModelState.READY, ModelState.BUSY)
     }
-
-
-def reduced(spec: ModelSpec, fix: Mapping[str, Any]) -> ModelSpec:
-    """`spec` with a quarter of its physical batch and the planner's nearest fix.
-
-    Layers stay where they are: only `oom_policy: cpu` lets anything of a model land on the CPU unasked.
-    """
-    kept = {name: value for name, value in fix.items() if name != "gpu_layers"}
-    return replace(spec, ubatch=max(32, spec.ubatch // 4), **kept)
 
 
 def grant_for(spec: ModelSpec, devices: Sequence[Reading], placement: Placement) -> Grant:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from inference.devices.base import Reading
-from inference.errors import InvalidRequestError, MemoryLimitExceededError, ModelFailed
+from inference.errors import InvalidRequestError, MemoryLimitExceededError, MemoryRefused
 from inference.evictions import Reason
 from inference.preload import preload
 from inference.protocol import ModelState, Priority
@@ -89,7 +89,7 @@ async def test_a_load_that_fails_there_brings_the_model_back(start: Start, tmp_p
     moving = asyncio.create_task(authority.moving.move(model, "gpu-1"))
     await until("on its way", lambda: model.target == "gpu-1" and model.state is ModelState.LOADING)
     waiting = authority.ask(model)
-    with pytest.raises(ModelFailed, match="oom_load"):
+    with pytest.raises(MemoryRefused, match="oom_load"):
         await asyncio.wait_for(moving, 20)
     assert await waiting.wait(10) is not None, "who waits for it meanwhile is served at home"
     waiting.close()

@@ -1,11 +1,12 @@
 """A worker without llama.cpp: speaks the link, answers canned SSE, and misbehaves as FAKE_WORKER tells it to.
 
 FAKE_WORKER is JSON, model id -> behavior: `load_seconds`, `fail` (cause), `fail_on` (device -> cause),
-`exit` (status before hello), `abort` (text, then SIGABRT while loading),
-`silent_after` (beats stop so many seconds after ready), `step_seconds` (what beats claim),
-`buffers` (bytes of KV reported), `grow` (bytes it has too many once it is ready),
-`answer_seconds` (before the first token), `chunks`, `chunk_seconds`, `ignore_stop`, `saved` (bytes of sequences that an
-offload saves), `offload`, `hold` and `restore` (`die` or `hang` then), `grant_file` (where its grant is written).
+`most` (setting of the grant -> above it, the load fails with `oom_load`), `exit` (status before hello),
+`abort` (text, then SIGABRT while loading), `silent_after` (beats stop so many seconds after ready),
+`step_seconds` (what beats claim), `buffers` (bytes of KV reported), `grow` (bytes it has too many once it is ready),
+`abort_answer` (text, then SIGABRT instead of an answer), `answer_seconds` (before the first token), `chunks`,
+`chunk_seconds`, `ignore_stop`, `saved` (bytes of sequences that an offload saves), `offload`, `hold` and `restore`
+(`die` or `hang` then), `grant_file` (where its grant is written).
 """
 
 from __future__ import annotations
@@ -54,6 +55,10 @@ async def main() -> None:
     await _load(send, how)
     if cause := how.get("fail") or how.get("fail_on", {}).get(grant.devices[0].id):
         send(link.Failed(cause, f"told to fail with {cause}"))
+        await writer.drain()
+        sys.exit(1)
+    if above := [name for name, most in how.get("most", {}).items() if getattr(grant, name) > most]:
+        send(link.Failed("oom_load", f"{above[0]} is more than memory allows"))
         await writer.drain()
         sys.exit(1)
     if text := how.get("abort"):
@@ -135,6 +140,10 @@ async def _answer(request: web.Request) -> web.StreamResponse:
             "error": {"message": "max_tokens", "type": "invalid_request_error", "param": "max_tokens", "code": "x"}
         }
         return web.json_response(error, status=400)
+    if text := how.get("abort_answer"):
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGABRT)
     request.app["active"][0] += 1
     try:
         await asyncio.sleep(how.get("answer_seconds", 0.0))

@@ -1,0 +1,153 @@
+"""Memory that is refused although the plan allowed it: what is told, what is learned, what each policy tries."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.app import Service
+from inference.core.reduction import REST_SECONDS
+from inference.errors import InferenceError, MemoryRefused, ModelFailed
+from inference.protocol import Code, ModelState
+from tests.rigs.asgi import ask
+from tests.rigs.authority_rig import MIB, FakeEstimator, SharedDevice, Start, empty, services, until
+
+CUDA = "CUDA error: out of memory\n  current device: 0, in function ggml_cuda_op at ggml-cuda.cu:100"
+
+
+@pytest.fixture
+async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
+    async with services(tmp_path, monkeypatch) as make:
+        yield make
+
+
+async def begin(start: Start, spec: dict[str, Any], behavior: dict[str, Any], **environ: str) -> Service:
+    """One model `a` of 160 MiB on a GPU of 1,000 MiB."""
+    device = SharedDevice()
+    estimator = FakeEstimator()
+    estimator.sizes["a"] = 160
+    service: Service = await start({"a": spec}, {"a": behavior}, accelerator=device, estimator=estimator, **environ)
+    device.service = service
+    return service
+
+
+def reserved(service: Service) -> int:
+    """MiB that the planner would ask for on the GPU; what is measured already."""
+    return service.authority.resolve("a").estimates["gpu-0"].need["gpu-0"] // MIB
+
+
+async def test_a_refused_load_is_told_with_numbers_and_the_next_one_is_planned_with_more(start: Start) -> None:
+    """`memory_limit_exceeded` with the device's words, what it shows and when to come back; nothing stays booked."""
+    service = await begin(start, {}, {"fail": "oom_load"})
+    model = service.authority.resolve("a")
+    with pytest.raises(MemoryRefused) as refused:
+        await service.authority.load(model, 10)
+    error = refused.value
+    assert (error.code, error.status, error.details["cause"]) == (Code.MEMORY_LIMIT_EXCEEDED, 503, "oom_load")
+    assert "told to fail with oom_load" in error.message
+    assert "170.0 MiB are planned from now on" in error.message
+    (short,) = error.details["devices"]
+    assert (short["device"], short["need_bytes"]) == ("gpu-0", 170 * MIB)
+    assert error.retry_after is not None
+    assert 0 < error.retry_after <= 1
+    await until("measured again", lambda: "gpu-0" in model.estimates or not model.estimates)
+    await until("nothing is booked", lambda: empty(service))
+    await service.authority.background.measure(model)
+    assert reserved(service) == 170
+    assert model.estimates["gpu-0"].headroom_bytes == {"gpu-0": 10 * MIB}
+
+
+async def test_what_was_learned_outlives_the_service_and_is_held_while_the_model_is_loaded(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A death while computing: the requests get `model_failed`, and the model holds more from then on."""
+    service = await begin(start, {}, {"abort_answer": CUDA})
+    answer = await ask(service.app, "POST", "/v1/completions", {"model": "a", "prompt": "x"})
+    assert answer.status == 503
+    assert answer.body["error"]["code"] == "model_failed"
+    assert answer.body["error"]["headgate"]["cause"] == "oom_compute"
+    await until("its memory is back", lambda: empty(service))
+    monkeypatch.setenv("FAKE_WORKER", json.dumps({"a": {"buffers": 96 * MIB}}))
+    await service.authority.load(service.authority.resolve("a"), 10)
+    assert service.authority.ledger.balance("gpu-0").ours_bytes == 170 * MIB
+    other = await begin(start, {}, {})
+    await other.authority.background.measure(other.authority.resolve("a"))
+    assert reserved(other) == 170
+
+
+async def test_fail_fast_tries_nothing(start: Start) -> None:
+    """One load, one refusal, and the configured sizes stay."""
+    service = await begin(start, {}, {"most": {"ubatch": 128}})
+    with pytest.raises(MemoryRefused, match="ubatch is more than memory allows"):
+        await service.authority.load(service.authority.resolve("a"), 10)
+    assert service.metrics.total(service.metrics.exits, cause=("oom_load",)) == 1
+    assert service.metrics.total(service.metrics.alloc_retries) == 0
+
+
+async def test_reduce_tries_a_smaller_batch_and_then_a_smaller_context(start: Start) -> None:
+    """Who waits gets the model in the end, with as much of it as memory allows; the ladder is gone down once."""
+    service = await begin(start, {"oom_policy": "reduce"}, {"most": {"ubatch": 128, "context_length": 2048}})
+    authority, model = service.authority, service.authority.resolve("a")
+    await authority.load(model, 20)
+    assert (model.effective.ubatch, model.effective.context_length) == (128, 2048)
+    assert service.metrics.total(service.metrics.exits, cause=("oom_load",)) == 3
+    assert service.metrics.total(service.metrics.alloc_retries) == 2
+    assert model.backoff.failures == 0
+    assert 0 < model.descent.rest(authority.loop.time()) <= REST_SECONDS
+    await authority.unload(model)
+    assert model.reduced is not None, "what helped is kept until the rest is over"
+    model.descent = type(model.descent)(model.descent.taken, authority.loop.time() - 1)
+    await until("the configured sizes count again", lambda: model.reduced is None)
+
+
+async def test_reduce_gives_up_when_everything_was_tried(start: Start) -> None:
+    """The error is the refusal's, there is a backoff, and within the rest nothing is tried again."""
+    service = await begin(start, {"oom_policy": "reduce"}, {"fail": "oom_load"})
+    authority, model = service.authority, service.authority.resolve("a")
+    with pytest.raises(MemoryRefused):
+        await authority.load(model, 20)
+    assert service.metrics.total(service.metrics.exits, cause=("oom_load",)) == 4
+    assert model.backoff.failures == 1
+    assert model.reduced is None
+    with pytest.raises(MemoryRefused):
+        await authority.load(model, 20)
+    assert service.metrics.total(service.metrics.exits, cause=("oom_load",)) == 5
+
+
+async def test_a_model_that_died_computing_comes_back_smaller(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cleaning up alone would let it die again, so its batch is smaller at once."""
+    service = await begin(start, {"oom_policy": "reduce"}, {"abort_answer": CUDA})
+    answer = await ask(service.app, "POST", "/v1/completions", {"model": "a", "prompt": "x"})
+    assert answer.status == 503
+    model = service.authority.resolve("a")
+    await until("it failed", lambda: model.state is not ModelState.BUSY)
+    monkeypatch.setenv("FAKE_WORKER", json.dumps({}))
+    await service.authority.load(model, 10)
+    assert model.effective.ubatch == 128
+
+
+async def test_cpu_takes_the_model_to_the_cpu_at_once(start: Start) -> None:
+    """Only this policy does, and it says so; nobody who waits is refused."""
+    service = await begin(start, {"oom_policy": "cpu"}, {"fail_on": {"gpu-0": "oom_load"}})
+    model = service.authority.resolve("a")
+    await service.authority.load(model, 10)
+    assert model.running is not None
+    assert model.running.placement.devices == ("cpu",)
+    assert model.backoff.failures == 0
+
+
+async def test_another_failure_is_no_shortage(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After one, those who ask are told what it was, and not of memory."""
+    service = await begin(start, {}, {"fail": "oom_load"})
+    model = service.authority.resolve("a")
+    with pytest.raises(MemoryRefused):
+        await service.authority.load(model, 10)
+    monkeypatch.setenv("FAKE_WORKER", json.dumps({"a": {"fail": "startup"}}))
+    with pytest.raises(InferenceError) as failed:
+        await service.authority.load(model, 10)
+    assert isinstance(failed.value, ModelFailed)
+    assert model.shortages == ()
