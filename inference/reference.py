@@ -1,14 +1,16 @@
-"""Draws the table of model states into docs/architecture.md, between two marks; says nothing that it does not say."""
+"""Draws the tables of model and device states into docs/architecture.md, between marks; says nothing of its own."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+from inference.core import health
 from inference.core.lifecycle import TABLE, Event
-from inference.protocol import ModelState
+from inference.protocol import DeviceState, ModelState
 
 BEGIN, END = "<!-- lifecycle: begin, written by `make reference` -->", "<!-- lifecycle: end -->"
+HEALTH_BEGIN, HEALTH_END = "<!-- health: begin, written by `make reference` -->", "<!-- health: end -->"
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "architecture.md"
 WARM_POOL = (ModelState.OFFLOADING, ModelState.WARM, ModelState.RESTORING)
 
@@ -33,11 +35,22 @@ def diagram() -> str:
     )
 
 
+def health_diagram() -> str:
+    """The table of a device's health as a Mermaid state diagram, each way with what is done on it."""
+    ways = [
+        f"    {at} --> {to}: {event}" + (f" ({', '.join(effects)})" if effects else "")
+        for (at, event), (to, effects) in health.TABLE.items()
+    ]
+    return "\n".join(["```mermaid", "stateDiagram-v2", f"    [*] --> {DeviceState.HEALTHY}", *ways, "```"])
+
+
 def rewritten(document: str) -> str:
     """`document` with what stands between the marks replaced."""
-    before, _, rest = document.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{diagram()}\n\n{END}{after}"
+    for begin, end, drawn in ((BEGIN, END, diagram()), (HEALTH_BEGIN, HEALTH_END, health_diagram())):
+        before, _, rest = document.partition(begin)
+        _, _, after = rest.partition(end)
+        document = f"{before}{begin}\n\n{drawn}\n\n{end}{after}"
+    return document
 
 
 def main() -> int:

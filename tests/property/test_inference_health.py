@@ -1,0 +1,104 @@
+"""A device is never stuck: whatever was before, good evidence makes it healthy and bad evidence gives it up, once."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference.core.health import (
+    AGAIN_SECONDS,
+    LAST_LOOK_SECONDS,
+    STOP_SECONDS,
+    TRIAL_SECONDS,
+    Case,
+    Doubted,
+    Effect,
+    Read,
+    Seen,
+    Tick,
+    Tried,
+    step,
+)
+from inference.core.signs import Sign
+from inference.protocol import DeviceState
+
+DRAIN_SECONDS = 30.0
+LONGEST_SECONDS = DRAIN_SECONDS + STOP_SECONDS + AGAIN_SECONDS + TRIAL_SECONDS + LAST_LOOK_SECONDS
+
+seen = st.one_of(
+    st.builds(Read, st.sampled_from(Sign), st.sampled_from(["", "why"])),
+    st.builds(Doubted, st.just("doubted")),
+    st.builds(Tried, st.integers(0, 4), st.sampled_from([None, "failed"])),
+    st.builds(Tick, st.booleans()),
+)
+histories = st.lists(st.tuples(seen, st.sampled_from([0.0, 0.5, 5.0, 50.0])), max_size=40)
+
+
+class World:
+    """A device with its history; models may be on it as long as it is usable."""
+
+    def __init__(self) -> None:
+        self.case, self.now = Case(), 0.0
+        self.losses_of_incident = self.restarts_of_incident = 0
+
+    def sees(self, what: Seen) -> tuple[Effect, ...]:
+        before = self.case
+        self.case, effects = step(self.case, what, self.now, DRAIN_SECONDS)
+        self.losses_of_incident += effects.count(Effect.LOSE)
+        self.restarts_of_incident += effects.count(Effect.RESTART)
+        assert self.losses_of_incident <= 1
+        assert self.restarts_of_incident <= 1
+        assert (Effect.PROBE in effects) == (self.case.trial > before.trial)
+        if self.case.state is DeviceState.PROBING:
+            assert before.state is DeviceState.PROBING or Effect.PROBE in effects
+        if Effect.WELCOME in effects:
+            assert self.case.usable
+            assert before.emptied
+        if self.case.state in (DeviceState.QUARANTINED, DeviceState.LOST):
+            assert self.case.emptied
+        if self.case.usable:
+            self.losses_of_incident = self.restarts_of_incident = 0
+            assert self.case.seconds_to_verdict(self.now) is None
+        else:
+            assert 0 <= (self.case.seconds_to_verdict(self.now) or 0) <= DRAIN_SECONDS + STOP_SECONDS
+        return effects
+
+    def goes_on(self, sign: Sign, failure: str | None) -> None:
+        """Reads `sign` whenever somebody looks, and ends every trial with `failure`; as long as anything may last."""
+        end = self.now + LONGEST_SECONDS
+        self.sees(Read(sign))
+        if self.case.state is DeviceState.PROBING:
+            self.sees(Tried(self.case.trial, failure))
+        while self.now < end:
+            self.now += 4.0
+            effects = list(self.sees(Tick(True)))
+            if Effect.LOOK in effects:
+                effects += self.sees(Read(sign))
+            if Effect.PROBE in effects:
+                self.sees(Tried(self.case.trial, failure))
+
+
+OUTCOMES = {
+    (Sign.FINE, None): {DeviceState.HEALTHY},
+    (Sign.UNSURE, None): {DeviceState.SUSPECT},
+    (Sign.BEYOND, None): {DeviceState.SUSPECT},
+    (Sign.ILL, None): {DeviceState.QUARANTINED, DeviceState.LOST},
+    (Sign.DEAD, None): {DeviceState.LOST},
+    (Sign.GONE, None): {DeviceState.LOST},
+    (Sign.DEAD, "failed"): {DeviceState.LOST},
+    (Sign.UNSURE, "failed"): {DeviceState.QUARANTINED, DeviceState.LOST},
+    (Sign.BEYOND, "failed"): {DeviceState.QUARANTINED, DeviceState.LOST},
+}
+
+
+@given(histories, st.sampled_from(list(OUTCOMES)))
+def test_whatever_was_before_the_evidence_of_now_decides(
+    history: list[tuple[Seen, float]], evidence: tuple[Sign, str | None]
+) -> None:
+    world = World()
+    for what, seconds in history:
+        world.now += seconds
+        world.sees(what)
+    world.goes_on(*evidence)
+    assert world.case.state in OUTCOMES[evidence]
+    assert world.case.usable or world.case.emptied
