@@ -101,7 +101,7 @@ class Load:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._client.close()
 
-    # --- users ---------------------------------------------------------------------------------------------
+    # --- users -------------------------------------------------------------------------------------------
     def begin(self, users: int) -> None:
         """So many users ask one thing after the other, from now until `end`."""
         for number in range(users):
@@ -136,7 +136,7 @@ class Load:
         """So many requests at the same moment; returns when all are answered."""
         return list(await asyncio.gather(*(self._spawn(self.ask(self.draw(luck))) for _ in range(count))))
 
-    # --- one request -------------------------------------------------------------------------------------------------
+    # --- one request -----------------------------------------------------------------------------------------------
     async def ask(self, ask: Ask) -> Outcome:
         """Asks, and returns how it ended."""
         id = f"chaos-{self._seed}-{next(self._numbers)}"

@@ -1,0 +1,112 @@
+"""Five defects that the suite must find, each planted by replacing one function of a service; finds none itself."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def leaked_reservation(service: str) -> None:
+    """Every second worker that leaves a device keeps its bytes in the ledger for ever."""
+    if service != "inference":
+        return
+    from inference.loads import Loads
+
+    turns = itertools.count()
+    release = Loads._release
+
+    def forgetful(self: Loads, running: Any) -> None:
+        if next(turns) % 2:
+            release(self, running)
+
+    Loads._release = forgetful  # type: ignore[method-assign]
+
+
+def done_on_a_cut(service: str) -> None:
+    """A stream that broke off ends as if it was complete."""
+    if service != "gateway":
+        return
+    from gateway import streaming
+    from inference.protocol import DONE
+
+    async def dishonest(send: Any, presence: Any, code: str, message: str) -> None:
+        presence.release()
+        await send({"type": "http.response.body", "body": DONE})
+
+    streaming._end_honestly = dishonest
+
+
+def no_death_signal(service: str) -> None:
+    """Workers are not tied to the life of the service."""
+    if service != "inference":
+        return
+    import sys
+
+    from inference import process
+
+    launch = process.launch
+
+    def untied(name: str, path: Any, _command: Any, environment: Mapping[str, str], keep: int | None) -> Any:
+        return launch(name, path, (sys.executable, "-c", _UNTIED), environment, keep)
+
+    process.launch = untied
+
+
+_UNTIED = """
+from headgate.shared import tether
+tether.hold = lambda environ: None
+import runpy
+runpy.run_module("inference.worker", run_name="__main__")
+"""
+
+
+def double_probe(service: str) -> None:
+    """A half-open breaker lets everybody through."""
+    if service != "gateway":
+        return
+    from dataclasses import replace
+
+    from gateway.core import breaker
+
+    ask = breaker.ask
+
+    def generous(book: breaker.Book, now: float, expires: float) -> Any:
+        return ask(replace(book, probe=None), now, expires)
+
+    breaker.ask = generous
+
+
+def skipped_release(service: str) -> None:
+    """Every fifth request stays counted as in flight after its end."""
+    if service != "inference":
+        return
+    from inference.model import Lease
+
+    turns = itertools.count(1)
+    release = Lease.release
+
+    def forgetful(self: Lease, *, completed: bool = False) -> None:
+        if next(turns) % 5:
+            release(self, completed=completed)
+
+    Lease.release = forgetful  # type: ignore[method-assign]
+
+
+PLANTS: Mapping[str, Callable[[str], None]] = {
+    "leaked_reservation": leaked_reservation,
+    "done_on_a_cut": done_on_a_cut,
+    "no_death_signal": no_death_signal,
+    "double_probe": double_probe,
+    "skipped_release": skipped_release,
+}
+"""By name; each is called with the name of the service that it is going to run in."""
+
+PROMISES: Mapping[str, str] = {
+    "leaked_reservation": "no byte is leaked in any ledger",
+    "done_on_a_cut": "no stream without a finish reason ends in [DONE]",
+    "no_death_signal": "nothing outlives the service that started it",
+    "double_probe": "a half-open breaker admits one probe",
+    "skipped_release": "no model, queue or breaker stays stuck",
+}
+"""What the suite must say of each."""

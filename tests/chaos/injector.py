@@ -1,0 +1,363 @@
+"""Carries out planned faults on a running system and makes sure that each took effect; judges no answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from headgate.cli.chaos import FAULTS, strike
+from headgate.shared.errors import HeadgateError
+from inference.devices.simgpu.control import SimulatorError
+from inference.protocol import ModelState
+from tests.chaos.judge import End, Violation, Window
+from tests.chaos.load import Ask, Load
+from tests.chaos.plan import Event, Kind
+from tests.chaos.system import DEVICES, MODELS, OPEN_SECONDS, System
+from tests.rigs.processes import children_of, is_alive
+
+TRIES_SECONDS = 60.0
+"""A fault whose target is away just now (a killed service, a lost device) is tried again within this."""
+AFTERMATH_SECONDS = 4.0
+"""How long after a fault's end an answer that ran meanwhile may still be found broken."""
+_MISSED = (httpx2.HTTPError, SimulatorError, HeadgateError, OSError, LookupError)
+
+
+@dataclass(slots=True)
+class Done:
+    """A fault that took effect: `took_seconds` from the decision until that was seen."""
+
+    event: Event
+    at: float
+    took_seconds: float
+    seen: str = ""
+
+
+@dataclass
+class Injector:
+    """`clock` is the run's. What was done is in `done`, what could not be in `missed`."""
+
+    system: System
+    load: Load
+    clock: Callable[[], float]
+    done: list[Done] = field(default_factory=list)
+    missed: list[tuple[Event, str]] = field(default_factory=list)
+    windows: list[Window] = field(default_factory=list)
+    outages: list[tuple[float, float]] = field(default_factory=list)
+    violations: list[Violation] = field(default_factory=list)
+    restarts: dict[str, list[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._held = {name: asyncio.Lock() for name in (*DEVICES, *MODELS, "inference", "gateway", "disk", "cloud")}
+
+    async def inject(self, event: Event) -> None:
+        """Carries out one event, its end included; returns when it is over."""
+        began = self.clock()
+        act: Callable[[Event], Awaitable[str]] = getattr(self, f"_{event.kind}")
+        why = ""
+        while self.clock() - began < TRIES_SECONDS:
+            tried = self.clock()
+            try:
+                seen = await act(event)
+            except _MISSED as error:
+                why = f"{type(error).__name__}: {error}"
+                await asyncio.sleep(0.3)
+                continue
+            self.done.append(Done(event, tried, self.clock() - tried, seen))
+            return
+        self.missed.append((event, why))
+
+    # --- workers -----------------------------------------------------------------------------------------------------
+    async def _worker(self, wanted: str) -> tuple[str, int]:
+        """A model with a worker that is ready, and its process; raises LookupError when there is none."""
+        models = await self.system.models()
+        able = [name for name, one in models.items() if one.pid and one.state in (ModelState.READY, ModelState.BUSY)]
+        if not able:
+            raise LookupError("no model has a worker that is ready")
+        name = wanted if wanted in able else able[0]
+        return name, models[name].pid or 0
+
+    @contextlib.asynccontextmanager
+    async def _touching(self, kind: str, *models: str) -> AsyncIterator[None]:
+        """Answers of these models may break within this and its aftermath."""
+        start = self.clock()
+        try:
+            yield
+        finally:
+            self.windows.append(Window(kind, frozenset(models) or None, start, self.clock() + AFTERMATH_SECONDS))
+
+    async def _strike(self, event: Event, fault: str) -> str:
+        name, pid = await self._worker(event.model)
+        async with self._touching(event.kind, name):
+            strike(pid, FAULTS[fault])
+            await self._until(lambda: not is_alive(pid), f"worker {pid} is gone", 5.0)
+        return f"{name} {pid}"
+
+    async def _worker_kill(self, event: Event) -> str:
+        return await self._strike(event, "worker-kill")
+
+    async def _worker_abort(self, event: Event) -> str:
+        return await self._strike(event, "worker-abort")
+
+    async def _oom_compute(self, event: Event) -> str:
+        return await self._strike(event, "oom-compute")
+
+    async def _worker_stop(self, event: Event) -> str:
+        """It goes on after a while, or (one in five) never: then it must be found hung and killed."""
+        name, pid = await self._worker(event.model)
+        for_good = event.draw < 0.2
+        async with self._touching(event.kind, name):
+            strike(pid, FAULTS["worker-stop"])
+            await self._until(lambda: _run_state(pid) in ("T", None), f"worker {pid} stands still", 5.0)
+            if for_good:
+                await self._until(lambda: not is_alive(pid), f"worker {pid} was found hung", 30.0)
+                return f"{name} {pid} for good"
+            await asyncio.sleep(event.seconds)
+            with contextlib.suppress(ProcessLookupError):  # found hung, or another fault was quicker
+                os.kill(pid, signal.SIGCONT)
+        return f"{name} {pid} for {event.seconds} s"
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+    async def _oom_load(self, event: Event) -> str:
+        return await self._refuse(event, "refuse")
+
+    async def _oom_context(self, event: Event) -> str:
+        return await self._refuse(event, "refuse_after")
+
+    async def _refuse(self, event: Event, do: str) -> str:
+        """The devices refuse one allocation, and a model is loaded anew so that somebody asks."""
+        async with contextlib.AsyncExitStack() as held:
+            for name in sorted(DEVICES):
+                await held.enter_async_context(self._held[name])
+            before = _refusals(await self.system.simulator("status"))
+            await self.system.inference(f"/models/{event.model}/unload?now=true", "POST", seconds=20.0)
+            async with self._touching(event.kind, event.model):
+                try:
+                    await self.system.simulator(do, count=1)
+                    with contextlib.suppress(httpx2.HTTPStatusError):  # that is what is meant to happen
+                        await self.system.inference(f"/models/{event.model}/load?seconds=15", "POST", seconds=20.0)
+                finally:
+                    after = await self.system.simulator("refuse", count=0)
+            if _refusals(after) == before:
+                raise LookupError(f"nobody allocated anything for {event.model}")
+        return event.model
+
+    # --- devices -----------------------------------------------------------------------------------------------------
+    async def _on(self, device: str) -> list[str]:
+        """The models that are on a device now."""
+        return [name for name, one in (await self.system.models()).items() if device in one.devices]
+
+    async def _device_cut(self, event: Event) -> str:
+        async with self._held[event.device]:
+            models = await self._cut(event.device)
+        return f"{event.device} with {', '.join(models) or 'nothing'}"
+
+    async def _device_return(self, event: Event) -> str:
+        async with self._held[event.device]:
+            before = await self.system.simulator("status")
+            if not before[event.device]["lost"]:  # the simulator died with its service meanwhile: lost once more
+                await self._cut(event.device)
+                await asyncio.sleep(1.0)
+            status = await self.system.simulator("return", event.device)
+            if status[event.device]["lost"]:
+                raise LookupError("the device is not there")
+        return event.device
+
+    async def _cut(self, device: str) -> list[str]:
+        """Cuts a device; the models that were there."""
+        models, start = await self._on(device), self.clock()
+        status = await self.system.simulator("cut", device)
+        models += await self._on(device)
+        window = Window(Kind.DEVICE_CUT, frozenset(models), start, self.clock() + AFTERMATH_SECONDS)
+        self.windows.append(window)
+        if not status[device]["lost"]:
+            raise LookupError("the device is there")
+        return sorted({*models})
+
+    async def _device_stall(self, event: Event) -> str:
+        async with self._held[event.device], self._touching(event.kind, *MODELS):  # others may move there meanwhile
+            status = await self.system.simulator("stall", event.device)
+            if not status[event.device]["stalled"]:
+                raise LookupError("the device passes bytes")
+            await asyncio.sleep(event.seconds)
+            await self._undo("unstall", event.device)
+        return f"{event.device} for {event.seconds} s"
+
+    async def _device_shrink(self, event: Event) -> str:
+        async with self._held[event.device]:
+            full = (await self.system.simulator("status"))[event.device]["total_bytes"]
+            small = int(full * (0.2 + 0.6 * event.draw))
+            status = await self.system.simulator("shrink", event.device, bytes=small)
+            if status[event.device]["total_bytes"] != small:
+                raise LookupError("the device is as large as before")
+            await asyncio.sleep(event.seconds)
+            await self._undo("shrink", event.device, bytes=full)
+        return f"{event.device} to {small} bytes for {event.seconds} s"
+
+    async def _undo(self, do: str, device: str, **amount: float) -> None:
+        with contextlib.suppress(SimulatorError):  # it died with its service: the next one is as new
+            await self.system.simulator(do, device, **amount)
+
+    # --- services ----------------------------------------------------------------------------------------------------
+    async def _inference_kill(self, event: Event) -> str:
+        """kill -9 while one of its workers stands still, which cannot notice anything by itself."""
+        async with self._held["inference"], self._touching(event.kind):
+            pid = self._service("inference")
+            family = [pid, *children_of(pid)]
+            with contextlib.suppress(*_MISSED):  # all are cold: the kill alone has to do
+                os.kill((await self._worker(event.model))[1], signal.SIGSTOP)
+            os.kill(self.system.up.pid, signal.SIGSTOP)  # nobody cleans up yet: what dies now dies by itself
+            try:
+                family = [*{*family, *children_of(pid)}]
+                os.kill(pid, signal.SIGKILL)
+                left = await self._outlived(family)
+            finally:
+                os.kill(self.system.up.pid, signal.SIGCONT)
+            if left:
+                self._violate("nothing outlives the service that started it", f"of pid {pid}: {left}")
+                for one in left:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(one, signal.SIGKILL)
+            await self._back("inference", self.system.inference_port, pid)
+        return f"pid {pid}"
+
+    async def _outlived(self, family: list[int], seconds: float = 3.0) -> list[int]:
+        with contextlib.suppress(LookupError):
+            await self._until(lambda: not any(map(is_alive, family)), "the family is gone", seconds)
+        return [pid for pid in family if is_alive(pid)]
+
+    async def _gateway_kill(self, event: Event) -> str:
+        async with self._held["gateway"]:
+            pid = self._service("gateway")
+            start = self.clock()
+            os.kill(pid, signal.SIGKILL)
+            index = len(self.outages)
+            self.outages.append((start, start + 1e9))
+            await self._back("gateway", self.system.gateway_port, pid)
+            self.outages[index] = (start, self.clock())
+        return f"pid {pid}"
+
+    def _service(self, name: str) -> int:
+        if (pid := self.system.service_pid(name)) is None:
+            raise LookupError(f"{name} does not run")
+        return pid
+
+    async def _back(self, name: str, port: int, before: int) -> None:
+        began = self.clock()
+        await self._until(lambda: not is_alive(before), f"{name} is gone", 5.0)
+        while not await self.system.is_ready(port):
+            if self.clock() - began > 90.0:
+                self._violate("a killed service is back", f"{name}, killed at {began:.1f} s")
+                return
+            await asyncio.sleep(0.05)
+        self.restarts.setdefault(name, []).append(self.clock() - began)
+
+    # --- the rest ----------------------------------------------------------------------------------------------------
+    async def _disk_full(self, event: Event) -> str:
+        """Nothing can be written while a worker aborts, whose crash record is due."""
+        async with self._held["disk"]:
+            before = self.system.disk.refused
+            self.system.disk.fill()
+            try:
+                struck = await self._strike(event, "worker-abort")
+                await self._until(lambda: self.system.disk.refused > before, "a write was refused", 5.0)
+                await asyncio.sleep(min(event.seconds, 1.0))
+            finally:
+                self.system.disk.clear()
+        return f"{self.system.disk.refused - before} writes, {struck}"
+
+    async def _reload(self, event: Event) -> str:
+        """Another alias for a model, and another drain time of the gateway; both must be in force."""
+        async with self._held["inference"], self._held["gateway"]:
+            alias = f"alias-{event.number}"
+            self.system.configure(more=f", aliases: [{alias}]", drain=5 + event.number % 2)
+            os.kill(self.system.up.pid, signal.SIGHUP)
+            began = self.clock()
+            while alias not in (await self.system.models())["tiny-deep"].aliases:
+                if self.clock() - began > 5.0:
+                    raise LookupError("the alias is not known")
+                await asyncio.sleep(0.05)
+        return alias
+
+    async def _disconnect(self, event: Event) -> str:
+        """A client leaves before, at, or after the first token."""
+        pieces = int(event.draw * 4)
+        outcome = await self.load.ask(Ask(event.model, "Tell me a story.", True, 200, leaves_after=pieces))
+        if outcome.end is not End.LEFT:
+            raise LookupError(f"the answer was over before: {outcome.end}")
+        return f"{event.model} after {pieces} pieces"
+
+    async def _burst(self, event: Event) -> str:
+        luck = random.Random(event.draw)
+        count = 10 + int(event.draw * 20)
+        await self.load.burst(luck, count)
+        return f"{count} requests"
+
+    async def _cloud_outage(self, event: Event) -> str:
+        """A provider fails until its breaker opens; once that is half-open, many want to be the probe."""
+        async with self._held["cloud"], self._held["gateway"]:
+            await self.system.provider("/_fake/requests", "DELETE")
+            ask = Ask("shaky", "Is anybody there?", False, 4)
+            try:
+                await self._faults({"kind": "status", "status": 503, "count": None, "dialect": "google"})
+                began = self.clock()
+                while (state := await self._breaker("shaky/gemini-test"))["state"] != "open":
+                    if self.clock() - began > 10.0:
+                        raise LookupError("the breaker did not open")
+                    await self.load.ask(ask)
+                await self._faults({"kind": "silence", "seconds": 2.0, "count": None, "dialect": "google"})
+                await self.system.provider("/_fake/requests", "DELETE")
+                await asyncio.sleep((state["retry_after"] or OPEN_SECONDS) + 0.05)
+                asking = [asyncio.ensure_future(self.load.ask(ask)) for _ in range(6)]
+                await asyncio.sleep(0.8)
+                records = (await self.system.provider("/_fake/requests"))["requests"]
+                probes = [one for one in records if one["dialect"] == "google"]
+                await asyncio.gather(*asking)
+            finally:
+                await self.system.provider("/_fake/faults", "DELETE")
+            if not any(one["ended"] for one in probes) and len(probes) > 1:
+                self._violate("a half-open breaker admits one probe", f"{len(probes)} at once")
+        return f"{len(probes)} probes"
+
+    async def _faults(self, fault: dict[str, Any]) -> None:
+        await self.system.provider("/_fake/faults", "DELETE")
+        await self.system.provider("/_fake/faults", "POST", fault)
+
+    async def _breaker(self, name: str) -> dict[str, Any]:
+        found = (await self.system.gateway("/admin/breakers"))["breakers"]
+        return next((one for one in found if one["name"] == name), {"state": "none", "retry_after": None})
+
+    # --- help --------------------------------------------------------------------------------------------------------
+    def _violate(self, promise: str, seen: str) -> None:
+        self.violations.append(Violation(promise, self.clock(), seen))
+
+    async def _until(self, probe: Callable[[], bool], what: str, seconds: float) -> None:
+        """Raises LookupError when `probe` is not true within `seconds`."""
+        end = self.clock() + seconds
+        while not probe():
+            if self.clock() > end:
+                raise LookupError(f"not within {seconds:g} s: {what}")
+            await asyncio.sleep(0.01)
+
+
+KINDS = tuple(kind for kind in Kind if hasattr(Injector, f"_{kind}"))
+"""What can be injected."""
+
+
+def _run_state(pid: int) -> str | None:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return None
+
+
+def _refusals(status: Any) -> int:
+    return sum(device["refusals"] for device in status.values())

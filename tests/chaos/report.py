@@ -1,0 +1,105 @@
+"""Tells a run in words, bars and JSON; judges nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.figures import Bar
+from headgate.shared.percentiles import percentile
+from tests.chaos.judge import End, Outcome, tally
+from tests.chaos.plan import LEAST_SHARE
+from tests.chaos.run import Results
+from tests.chaos.settle import RECOVERY_SECONDS
+
+
+def failover_seconds(outcomes: Sequence[Outcome]) -> list[float]:
+    """Time to the first token of streams that a second tier answered after the first one had been tried."""
+    return [
+        one.first_token - one.began
+        for one in outcomes
+        if one.stream and one.attempts > 1 and one.first_token is not None and one.end is End.COMPLETE
+    ]
+
+
+def summary(results: Results) -> dict[str, Any]:
+    """Every figure of a run."""
+    kinds = Counter(str(one.event.kind) for one in results.done)
+    failovers = failover_seconds(results.outcomes)
+    load = max(results.load_seconds.values(), default=math.nan)
+    recovery = results.settled.recovery_seconds
+    return {
+        "seed": results.settings.seed,
+        "plants": list(results.settings.plants),
+        "seconds": round(results.seconds, 1),
+        "events": len(results.done),
+        "planned": len(results.planned),
+        "kinds": dict(sorted(kinds.items())),
+        "requests": len(results.outcomes),
+        "ends": tally(results.outcomes),
+        "tiers": dict(Counter(one.tier or "none" for one in results.outcomes)),
+        "codes": dict(Counter(one.code for one in results.outcomes if one.code)),
+        "failover": _spread(failovers),
+        "cold_start_seconds": _rounded(results.load_seconds),
+        "recovery_seconds": _rounded(recovery),
+        "recovery_beyond_load_seconds": round(max(recovery.values(), default=math.nan) - load, 3),
+        "backoff_seconds": round(results.settled.backoff_seconds, 2),
+        "restarts": {name: _spread(values) for name, values in results.restarts.items()},
+        "effect": _spread([one.took_seconds for one in results.done]),
+        "looks": results.looks,
+        "violations": [asdict(one) for one in results.violations],
+    }
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {"count": 0}
+    return {
+        "count": len(values),
+        "p50": round(median(values), 4),
+        "p99": round(percentile(values, 0.99), 4),
+        "max": round(max(values), 4),
+    }
+
+
+def _rounded(values: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in values.items()}
+
+
+def lines(said: dict[str, Any]) -> Iterator[str]:
+    """For people."""
+    yield (
+        f"chaos, seed {said['seed']}: {said['events']} of {said['planned']} events took effect in "
+        f"{said['seconds']:.0f} s, under {said['requests']} requests"
+    )
+    width = max(map(len, said["kinds"]), default=0)
+    for kind, count in said["kinds"].items():
+        yield f"  {kind:<{width}} {count:>5}  {count / max(1, said['events']):6.1%}"
+    for name in ("ends", "tiers", "codes", "failover", "restarts", "cold_start_seconds", "recovery_seconds"):
+        yield f"  {name}: {', '.join(f'{key} {value}' for key, value in said[name].items())}"
+    yield f"  backoffs at the end: {said['backoff_seconds']} s; looks at the ledger: {said['looks']}"
+    for one in said["violations"][:60]:
+        yield f"  VIOLATION at {one['at']:.1f} s: {one['promise']}: {one['seen']}"
+
+
+def bars(said: dict[str, Any], events: int) -> list[Bar]:
+    """What the suite promises; `events` is how many there have to be."""
+    least = min((count / max(1, said["events"]) for count in said["kinds"].values()), default=0.0)
+    return [
+        Bar("chaos_events", said["events"], "events", ">=", events),
+        Bar("chaos_rarest_kind", 100 * least, "percent", ">=", 100 * LEAST_SHARE),
+        Bar("chaos_violations", len(said["violations"]), "violations", "<=", 0),
+        Bar("chaos_recovery_beyond_load", said["recovery_beyond_load_seconds"], "s", "<=", RECOVERY_SECONDS),
+    ]
+
+
+def keep(path: Path, runs: dict[str, Any]) -> None:
+    """Writes the figures of all runs."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(runs, indent=1, sort_keys=True) + "\n", encoding="utf-8")

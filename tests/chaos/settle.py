@@ -1,0 +1,157 @@
+"""What must be true once nothing is broken any more: everybody answers again, nothing is left over; breaks nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2
+
+from inference.devices.simgpu.control import SimulatorError
+from inference.osapi import socket_directory
+from tests.chaos.judge import End, Violation
+from tests.chaos.load import Ask, Load
+from tests.chaos.system import DEVICES, MODELS, System
+
+BACKOFF_SECONDS = 310.0
+"""The longest rest of a model that failed, and a little."""
+RECOVERY_SECONDS = 2.0
+"""Beyond the time of a load."""
+QUIET_SECONDS = 15.0
+
+
+@dataclass
+class Settled:
+    """How long models and breakers still rested, and how long after that each model answered, in seconds."""
+
+    backoff_seconds: float = 0.0
+    recovery_seconds: dict[str, float] = field(default_factory=dict)
+    violations: list[Violation] = field(default_factory=list)
+
+
+class Settling:
+    """The end of a run. `clock` is the run's."""
+
+    def __init__(self, system: System, load: Load, clock: Callable[[], float]) -> None:
+        self._system, self._load, self._clock = system, load, clock
+        self._answered: dict[str, float] = {}
+        self.found = Settled()
+
+    async def cold_start(self) -> dict[str, float]:
+        """Seconds until each model answered its first request, all asked at once."""
+        began = self._clock()
+        await asyncio.gather(*(self._answers(name, 60.0) for name in MODELS))
+        return {name: seconds - began for name, seconds in self._answered.items()}
+
+    async def run(self) -> Settled:
+        """Waits for backoffs, then for answers; unloads everything and looks at what is left."""
+        await self._heal()
+        began = self._clock()
+        await self._until("backoffs and open periods end", self._no_backoff, BACKOFF_SECONDS)
+        self.found.backoff_seconds = self._clock() - began
+        self._answered = {}
+        start = self._clock()
+        await asyncio.gather(*(self._answers(name, 60.0) for name in MODELS))
+        self.found.recovery_seconds = {name: at - start for name, at in self._answered.items()}
+        for name in MODELS:
+            if name not in self._answered:
+                self._violate("every model recovers", f"{name} did not answer within a minute")
+        await self._until("nobody is in flight", self._nobody, QUIET_SECONDS)
+        await self._until("breakers are closed", self._closed, QUIET_SECONDS)
+        for name in MODELS:
+            await self._unloaded(name)
+        await self._until("the ledger is empty", self._empty, QUIET_SECONDS, "no byte is leaked in any ledger")
+        await self._until("devices are empty", self._freed, QUIET_SECONDS, "no byte is leaked in any ledger")
+        await self._until("sockets are gone", self._no_sockets, QUIET_SECONDS, "no socket is leaked")
+        return self.found
+
+    async def _heal(self) -> None:
+        self._system.disk.clear()
+        for _ in range(100):
+            try:
+                await self._system.simulator("heal")
+            except SimulatorError:
+                await asyncio.sleep(0.3)
+            else:
+                return
+
+    async def _answers(self, name: str, seconds: float) -> None:
+        """Asks until `name` itself answers."""
+        end = self._clock() + seconds
+        while self._clock() < end:
+            outcome = await self._load.ask(Ask(name, "Hello!", True, 4))
+            if outcome.end is End.COMPLETE and outcome.answered_by == f"local/{name}":
+                self._answered = {**self._answered, name: outcome.first_token or outcome.ended}
+                return
+            await asyncio.sleep(0.05)
+
+    # --- what is looked at -------------------------------------------------------------------------------------------
+    async def _no_backoff(self) -> str | None:
+        resting = {name: one.retry_after_seconds for name, one in (await self._system.models()).items()}
+        breakers = (await self._system.gateway("/admin/breakers"))["breakers"]
+        pauses = {one["name"]: one["retry_after"] for one in breakers if one["provider"] == "local"}
+        devices = {d["id"]: d["state"] for d in (await self._system.inference("/devices"))["devices"]}
+        late = {name: value for name, value in {**resting, **pauses}.items() if value}
+        ill = {name: state for name, state in devices.items() if state != "healthy"}
+        return f"{late or ''} {ill or ''}" if late or ill else None
+
+    async def _nobody(self) -> str | None:
+        busy = {
+            name: (one.in_flight, one.queued)
+            for name, one in (await self._system.models()).items()
+            if one.in_flight or one.queued
+        }
+        text = await self._system.gateway("/metrics")
+        gauges = dict(re.findall(r"^(gateway_in_flight|gateway_queue_depth) (\S+)$", text, re.MULTILINE))
+        waiting = {name: value for name, value in gauges.items() if float(value)}
+        return f"{busy} {waiting}" if busy or waiting else None
+
+    async def _closed(self) -> str | None:
+        """Each is given the requests that close it."""
+        await asyncio.gather(*(self._load.ask(Ask(name, "Hello!", False, 4)) for name in (*MODELS, "shaky")))
+        breakers = (await self._system.gateway("/admin/breakers"))["breakers"]
+        odd = {one["name"]: one["state"] for one in breakers if one["state"] != "closed" or one["probing"]}
+        return str(odd) if odd else None
+
+    async def _unloaded(self, name: str) -> None:
+        try:
+            await self._system.inference(f"/models/{name}/unload", "POST", seconds=30.0)
+        except httpx2.HTTPError as error:
+            self._violate("no model, queue or breaker stays stuck", f"{name} cannot be unloaded: {error!r}")
+
+    async def _empty(self) -> str | None:
+        dump = await self._system.inference("/memory/dump", "POST", body={})
+        return str(dump["ledger"]["holdings"]) if dump["ledger"]["holdings"] else None
+
+    async def _freed(self) -> str | None:
+        status = await self._system.simulator("status")
+        used = {name: status[name]["used_bytes"] for name in DEVICES if status[name]["used_bytes"]}
+        return str(used) if used else None
+
+    async def _no_sockets(self) -> str | None:
+        left = [path.name for path in socket_directory(self._system.state).glob("*.sock") if "simgpu" not in path.name]
+        return str(left) if left else None
+
+    # --- help --------------------------------------------------------------------------------------------------------
+    async def _until(
+        self, what: str, look: Any, seconds: float, promise: str = "no model, queue or breaker stays stuck"
+    ) -> None:
+        """`look` says what is not so yet, or None; what it says at the end is a violation."""
+        end = self._clock() + seconds
+        while True:
+            try:
+                left = await look()
+            except (httpx2.HTTPError, SimulatorError) as error:
+                left = repr(error)
+            if left is None:
+                return
+            if self._clock() > end:
+                self._violate(promise, f"{what}: not within {seconds:g} s ({left})")
+                return
+            await asyncio.sleep(0.1)
+
+    def _violate(self, promise: str, seen: str) -> None:
+        self.found.violations.append(Violation(promise, self._clock(), seen))

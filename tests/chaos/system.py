@@ -1,0 +1,216 @@
+"""A whole Headgate to break: `headgate up` on two simulated GPUs, four models, a fake cloud; breaks nothing itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from headgate.shared.state import GATEWAY_KEY, INFERENCE_TOKEN, StateDir
+from inference.devices.simgpu.control import SOCKET_NAME, Control
+from inference.osapi import socket_directory
+from inference.protocol import ModelStatus
+from tests.rigs import tiny_gguf
+from tests.rigs.fulldisk import FullDisk
+from tests.rigs.processes import Service, children_of, free_port, is_alive, private_env
+from tests.rigs.stack import REPOSITORY, fake_cloud
+
+DEVICES = ("gpu-0", "gpu-1")
+DEVICE_MIB = 160
+MODELS = ("demo", "demo-mini", "tiny", "tiny-deep")
+BACKED = (*MODELS, "shaky")
+"""Routes that end in a cloud which never fails."""
+ALONE = "alone"
+"""A route without any second tier."""
+OPEN_SECONDS = 2.0
+
+MODELS_YAML = """
+models:
+  demo:      {{path: "bundled:demo", context_length: 512, {common}}}
+  demo-mini: {{path: "bundled:demo-mini", context_length: 512, {common}}}
+  tiny:      {{path: {tiny}, context_length: 1024, {common}}}
+  tiny-deep: {{path: {deep}, context_length: 1024, {common}{more}}}
+"""
+COMMON = "parallel: 4, memory_overhead: 16MiB, min_residency: 500ms"
+GATEWAY_YAML = """
+providers:
+  cloud: {{kind: openai, api_key: "${{env:CLOUD_KEY}}", base_url: {cloud}/v1}}
+  shaky: {{kind: openai, api_key: "${{env:CLOUD_KEY}}", base_url: {cloud}/v1beta/openai/}}
+routes:
+  demo:      {{chain: [local/demo, local/demo-mini, cloud/gpt-test], load_wait: 8s}}
+  demo-mini: {{chain: [local/demo-mini, cloud/gpt-test], load_wait: 8s}}
+  tiny:      {{chain: [local/tiny, cloud/gpt-test], load_wait: 8s}}
+  tiny-deep: {{chain: [local/tiny-deep, local/tiny, cloud/gpt-test], load_wait: 8s}}
+  shaky:     {{chain: [shaky/gemini-test, cloud/gpt-test]}}
+  alone:     {{chain: [local/tiny], load_wait: 8s}}
+breaker: {{failures: 5, open: {open}s, probes: 1, window: 60s, failure_ratio: 0.5, min_requests: 1000}}
+deadlines: {{connect: 2s, first_token: 6s, inter_token: 6s, total: 40s}}
+drain_seconds: {drain}
+"""
+INFERENCE_ENV = {
+    "INFERENCE_DEVICES": f"sim:{len(DEVICES)}x{DEVICE_MIB}MiB",
+    "INFERENCE_WORKER_SILENCE_SECONDS": "6",
+    "INFERENCE_STEP_TIMEOUT_SECONDS": "20",
+    "INFERENCE_DRAIN_SECONDS": "5",
+    "INFERENCE_PRESSURE_CHECK_INTERVAL_SECONDS": "1",
+    "CLOUD_KEY": "fake-cloud",
+}
+
+
+class System:
+    """Everything below `root`. `plants` are names of defects (`tests.chaos.defects`)."""
+
+    def __init__(self, root: Path, plants: Sequence[str] = ()) -> None:
+        self.root = root
+        self.config_dir = root / "config"
+        self.config_dir.mkdir(parents=True)
+        self.cloud = fake_cloud(root)
+        self.disk = FullDisk(root / "state", root / "disk")
+        self.gateway_port, self.inference_port = free_port(), free_port()
+        self.configure()
+        words = ("-m", "tests.chaos.launcher", ",".join(plants)) if plants else ("-m", "headgate")
+        options = (
+            "--port",
+            self.gateway_port,
+            "--inference-port",
+            self.inference_port,
+            "--config-dir",
+            self.config_dir,
+        )
+        path = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
+        env = private_env(root, {**INFERENCE_ENV, **self.disk.env, **path})
+        argv = [sys.executable, *words, "up", *map(str, options)]
+        self.up = Service(argv, env, root, self.gateway_port, "up")
+        self._http = httpx2.AsyncClient(timeout=10.0)
+
+    def configure(self, *, more: str = "", drain: int = 5) -> None:
+        """Writes both configuration files; `more` is for one of the models."""
+        tiny, deep = tiny_gguf.generative(), tiny_gguf.generative(seed=2, layers=4)
+        models = MODELS_YAML.format(common=COMMON, tiny=tiny, deep=deep, more=more)
+        gateway = GATEWAY_YAML.format(cloud=self.cloud.url, open=OPEN_SECONDS, drain=drain)
+        for name, text in ("models.yaml", models), ("gateway.yaml", gateway):
+            fresh = self.config_dir / f".{name}"
+            fresh.write_text(text)
+            fresh.replace(self.config_dir / name)
+
+    async def start(self) -> System:
+        """Returns when both services are ready."""
+        try:
+            await asyncio.to_thread(self.cloud.start)
+            await asyncio.to_thread(self.up.start, wait_for="/readyz")
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    async def close(self) -> None:
+        """Ends everything."""
+        await self._http.aclose()
+        await asyncio.to_thread(self.kill)
+
+    def kill(self) -> None:
+        """Ends everything at once."""
+        self.disk.clear()
+        self.up.kill()
+        self.cloud.kill()
+
+    # --- asking ------------------------------------------------------------------------------------------------------
+    @property
+    def state(self) -> StateDir:
+        """The state directory of both services."""
+        return StateDir(self.root / "state")
+
+    @property
+    def key(self) -> str:
+        """The gateway's key."""
+        key = self.state.read_secret(GATEWAY_KEY)
+        assert key is not None
+        return key
+
+    @property
+    def base_url(self) -> str:
+        """What an OpenAI client is given."""
+        return f"http://127.0.0.1:{self.gateway_port}/v1"
+
+    async def inference(self, path: str, method: str = "GET", body: Any = None, seconds: float = 10.0) -> Any:
+        """JSON of the inference service; raises httpx2.HTTPError for what is no answer, or an error."""
+        token = self.state.read_secret(INFERENCE_TOKEN)
+        return await self._ask(f"http://127.0.0.1:{self.inference_port}{path}", token, method, body, seconds)
+
+    async def gateway(self, path: str, method: str = "GET", body: Any = None, seconds: float = 10.0) -> Any:
+        """JSON (or the text of /metrics) of the gateway; raises httpx2.HTTPError."""
+        return await self._ask(f"http://127.0.0.1:{self.gateway_port}{path}", self.key, method, body, seconds)
+
+    async def provider(self, path: str, method: str = "GET", body: Any = None) -> Any:
+        """JSON of the fake cloud's controls."""
+        return await self._ask(f"{self.cloud.url}{path}", None, method, body, 10.0)
+
+    async def _ask(self, url: str, secret: str | None, method: str, body: Any, seconds: float) -> Any:
+        headers = {} if secret is None else {"authorization": f"Bearer {secret}"}
+        answer = await self._http.request(method, url, json=body, headers=headers, timeout=seconds)
+        answer.raise_for_status()
+        return answer.json() if "json" in answer.headers.get("content-type", "") else answer.text
+
+    async def is_ready(self, port: int) -> bool:
+        """Whether the service at `port` answers /readyz with 200."""
+        try:
+            return bool((await self._http.get(f"http://127.0.0.1:{port}/readyz", timeout=2.0)).status_code == 200)
+        except httpx2.HTTPError:
+            return False
+
+    async def models(self) -> Mapping[str, ModelStatus]:
+        """The status of every model; raises httpx2.HTTPError while the service is away."""
+        answer = await self.inference("/v1/models")
+        return {entry["id"]: ModelStatus.from_json(entry) for entry in answer["data"]}
+
+    async def simulator(self, do: str, device: str | None = None, **amount: float) -> Mapping[str, Mapping[str, Any]]:
+        """Tells the simulator; the status of every device. Raises SimulatorError while there is none."""
+        return await asyncio.to_thread(self._tell, do, device, amount)
+
+    def _tell(self, do: str, device: str | None, amount: Mapping[str, float]) -> Mapping[str, Mapping[str, Any]]:
+        with Control(socket_directory(self.state) / SOCKET_NAME) as control:
+            return control.tell(do, device, **amount)
+
+    # --- processes ---------------------------------------------------------------------------------------------------
+    def service_pid(self, name: str) -> int | None:
+        """The process of `inference` or `gateway` that `up` runs now."""
+        for pid in children_of(self.up.pid):
+            words = _words(pid)
+            if name in words and "--config-dir" in words and _parent(pid) == self.up.pid:
+                return pid
+        return None
+
+    def strays(self) -> dict[int, str]:
+        """Processes of this system that `up` does not descend to, beside the fake cloud: nobody would end them."""
+        family = {self.up.pid, self.cloud.pid, os.getpid(), *children_of(self.up.pid), *children_of(self.cloud.pid)}
+        mark = f"HEADGATE_STATE_DIR={self.root / 'state'}".encode()
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or int(entry.name) in family:
+                continue
+            try:
+                is_ours = mark in (entry / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if is_ours and is_alive(int(entry.name)):
+                found[int(entry.name)] = " ".join(_words(int(entry.name)))[-80:]
+        return found
+
+
+def _words(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace").split("\0")
+    except OSError:
+        return []
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, IndexError):
+        return None

@@ -1,0 +1,37 @@
+"""A disk that is full on demand: a preloaded shim that refuses writes below one directory with ENOSPC. Linux."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.rigs.compiled import library_directory
+
+SOURCE = Path(__file__).with_name("fulldisk.c")
+
+
+class FullDisk:
+    """Rules over files below `directory`, for processes started with `env`; `control` lies elsewhere."""
+
+    def __init__(self, directory: Path, control: Path) -> None:
+        control.mkdir(parents=True, exist_ok=True)
+        self._flag, self._count = control / "full", control / "refused"
+        library = library_directory(SOURCE, "libfulldisk.so") / "libfulldisk.so"
+        self.env = {
+            "LD_PRELOAD": str(library),
+            "FULLDISK_DIR": str(directory),
+            "FULLDISK_FLAG": str(self._flag),
+            "FULLDISK_COUNT": str(self._count),
+        }
+
+    def fill(self) -> None:
+        """From now on nothing can be written."""
+        self._flag.touch()
+
+    def clear(self) -> None:
+        """There is room again."""
+        self._flag.unlink(missing_ok=True)
+
+    @property
+    def refused(self) -> int:
+        """Writes that failed so far."""
+        return self._count.stat().st_size if self._count.exists() else 0
