@@ -9,10 +9,11 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from inference.childenv import child_environment
+from inference.helper import NOTICE
 
 MOST_ANSWER_BYTES = 16 * 2**20
 
@@ -47,11 +48,17 @@ async def run_helper(
 
 
 class ServingHelper:
-    """A helper that stays and answers one line per question; started on first use, killed and restarted on trouble."""
+    """A helper that stays and answers one line per question; started on first use, killed and restarted on trouble.
+
+    `notice`, a callable without arguments, is called for each NOTICE.
+    """
 
     def __init__(self, job: str) -> None:
+        self.notice: Callable[[], None] | None = None
         self._job = job
         self._process: asyncio.subprocess.Process | None = None
+        self._answers: asyncio.Queue[bytes] = asyncio.Queue()
+        self._listening: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
 
     async def ask(self, *, seconds: float) -> dict[str, Any]:
@@ -60,12 +67,12 @@ class ServingHelper:
             try:
                 async with asyncio.timeout(seconds):
                     if self._process is None:
-                        self._process = await _start(self._job, {})
+                        self._process, self._answers = await _start(self._job, {}), asyncio.Queue()
+                        self._listening = asyncio.create_task(self._listen(self._process, self._answers))
                     assert self._process.stdin is not None
-                    assert self._process.stdout is not None
                     self._process.stdin.write(b"\n")
                     await self._process.stdin.drain()
-                    answer = json.loads(await self._process.stdout.readline())
+                    answer = json.loads(await self._answers.get())
             except (TimeoutError, OSError, ValueError, RuntimeError) as error:  # the last of a pipe, see _converse
                 await self.close()
                 raise HelperError(f"the {self._job} helper failed ({str(error) or 'no answer in time'})") from error
@@ -85,8 +92,25 @@ class ServingHelper:
     async def close(self) -> None:
         """Ends the process, if there is one."""
         process, self._process = self._process, None
+        listening, self._listening = self._listening, None
+        if listening is not None:
+            listening.cancel()
         if process is not None:
             await _end(process)
+
+    async def _listen(self, process: asyncio.subprocess.Process, answers: asyncio.Queue[bytes]) -> None:
+        """Tells notices and answers apart; the last answer, empty, is the end of the process or of its good sense."""
+        assert process.stdout is not None
+        line = b" "
+        while line:
+            try:
+                line = await process.stdout.readline()
+            except (OSError, ValueError):  # longer than any answer
+                line = b""
+            if line != NOTICE:
+                answers.put_nowait(line)
+            elif self.notice is not None:
+                self.notice()
 
 
 async def _start(job: str, environment: Mapping[str, str]) -> asyncio.subprocess.Process:

@@ -1,7 +1,8 @@
 """The one kind of helper process: `python -m inference.helper JOB`, JSON in, JSON out; decides and keeps nothing.
 
     estimate | tokenize | devices | checkpoint | trial   one JSON object on stdin, one on stdout, then the end
-    nvml                                                 one reading per line on stdin until stdin ends
+    nvml                                                 one reading per line on stdin until stdin ends, and a
+                                                         line of its own (NOTICE) when the next one has something new
 
 Libraries that may abort a process (llama.cpp, NVML, CUDA) are opened here and in workers only. A helper dies with its
 parent.
@@ -12,11 +13,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from headgate.shared import tether
 
+NOTICE = b"!\n"
+"""A line by which a serving helper says, unasked, that its next answer has something new."""
 JOBS = ("estimate", "tokenize", "devices", "checkpoint", "trial", "nvml")
 
 
@@ -62,10 +66,17 @@ def _runner(name: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
 def _serve_nvml(answers: Any) -> None:
     from inference.jobs import nvml
 
-    session = nvml.Session()
+    turn = threading.Lock()
+
+    def notice() -> None:
+        with turn:
+            answers.write(NOTICE)
+
+    session = nvml.Session(notice)
     for _ in sys.stdin:
         reading = session.read()
-        _answer(answers, reading)
+        with turn:
+            _answer(answers, reading)
         if "devices" not in reading:
             return
 

@@ -6,7 +6,7 @@ what everybody uses, ourselves included: the ledger takes our part out, because 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -69,6 +69,10 @@ class Probe(Protocol):
 
     async def refresh(self) -> None:
         """Measures anew, within a deadline of its own; a device that cannot be read keeps its last figures."""
+        ...
+
+    def listen(self, notice: Callable[[], None]) -> None:
+        """Calls `notice`, on the event loop, whenever something happened that only the next refresh may show."""
         ...
 
     async def renew(self) -> None:

@@ -12,7 +12,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,9 @@ class CpuProbe:
 
     async def refresh(self) -> None:
         """Nothing to do: `readings` is always fresh."""
+
+    def listen(self, notice: Callable[[], None]) -> None:
+        """Nothing happens to host memory unseen."""
 
     async def renew(self) -> None:
         """Nothing to renew."""

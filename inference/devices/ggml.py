@@ -111,6 +111,10 @@ class GgmlProbe:
             fresh |= await self._probed([reading for reading in self._readings if reading.id not in fresh])
         self._readings = tuple(fresh[reading.id] for reading in self._readings)
 
+    def listen(self, notice: Callable[[], None]) -> None:
+        """An Xid event is noticed."""
+        self._nvml.listen(notice)
+
     async def renew(self) -> None:
         """The next reading is that of a fresh NVML child."""
         await self._nvml.renew()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,6 +39,11 @@ class Inventory:
     async def refresh(self) -> None:
         """Measures anew."""
         await asyncio.gather(*(probe.refresh() for probe in self._probes))
+
+    def listen(self, notice: Callable[[], None]) -> None:
+        """Calls `notice`, on the event loop, when something happened to a device: a refresh is worth its while."""
+        for probe in self._probes:
+            probe.listen(notice)
 
     async def renew(self) -> None:
         """Starts afresh, at the next refresh, what the probes measure with."""

@@ -53,8 +53,9 @@ class NvmlReader:
         first_seconds: float = FIRST_SECONDS,
         next_seconds: float = NEXT_SECONDS,
         clock: Callable[[], float] = time.monotonic,
+        helper: ServingHelper | None = None,
     ) -> None:
-        self._helper = ServingHelper("nvml")
+        self._helper = helper or ServingHelper("nvml")
         self._first_seconds, self._next_seconds, self._clock = first_seconds, next_seconds, clock
         self._reopening = Reopening()
         self._absent = False
@@ -107,6 +108,10 @@ class NvmlReader:
             await self._helper.close()  # what it says of that device from now on may be old
             self._reopening = self._reopening.failed(self._clock())
         return {canonical_pci(card.pci): card for card in cards}
+
+    def listen(self, notice: Callable[[], None]) -> None:
+        """Calls `notice` at each Xid event, which the next reading tells."""
+        self._helper.notice = notice
 
     async def renew(self) -> None:
         """The next reading is a fresh child's, however many failed before."""

@@ -9,6 +9,7 @@ import ctypes
 import queue
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pynvml
@@ -19,9 +20,10 @@ _ACTION_FIELD = 230
 
 
 class Session:
-    """NVML in this process: opened by the first reading."""
+    """NVML in this process: opened by the first reading. `notice` is called, by a thread, for each Xid event."""
 
-    def __init__(self) -> None:
+    def __init__(self, notice: Callable[[], None]) -> None:
+        self._notice = notice
         self._listener: Listener | None = None
 
     def read(self) -> dict[str, Any]:
@@ -35,7 +37,7 @@ class Session:
         try:
             if self._listener is None:
                 pynvml.nvmlInit()
-                self._listener = Listener()
+                self._listener = Listener(self._notice)
             driver = _text(pynvml.nvmlSystemGetDriverVersion())
             count = pynvml.nvmlDeviceGetCount()
         except pynvml.NVMLError as error:
@@ -57,7 +59,8 @@ class Listener:
     Older drivers keep none: whoever asks now and then is told the newest one in the place of each that came meanwhile.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, notice: Callable[[], None]) -> None:
+        self._notice = notice
         self._heard: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._uuids: dict[int | None, str] = {}
         with contextlib.suppress(pynvml.NVMLError):  # a system whose NVML tells no events, as on WSL
@@ -92,6 +95,7 @@ class Listener:
                 continue
             if (uuid := self._uuids.get(_address(event.device))) is not None:
                 self._heard.put((uuid, int(event.eventData)))
+                self._notice()
 
 
 def _device(handle: Any) -> dict[str, Any]:

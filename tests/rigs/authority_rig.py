@@ -17,6 +17,7 @@ from inference import settings
 from inference.app import Service
 from inference.core.estimate import Parts
 from inference.core.ledger import Phase
+from inference.core.signs import Sign
 from inference.devices.base import Reading
 from inference.devices.cpu import CpuProbe
 from inference.devices.inventory import Inventory
@@ -49,11 +50,18 @@ class FakeEstimator:
 
 
 class FakeAccelerator:
-    """A probe with one GPU of 1,000 MiB; `failure` is raised by the next readings."""
+    """A probe with one GPU of 1,000 MiB; `failure` is raised by the next readings, `trial_failure` by trials.
+
+    `sign` is what it says of its health; `noticed` has what `listen` was given.
+    """
 
     def __init__(self) -> None:
         self.used_bytes = 0
         self.failure: Exception | None = None
+        self.trial_failure: Exception | None = None
+        self.sign = Sign.FINE
+        self.noticed: Callable[[], None] = lambda: None
+        self.renewals = self.trials = 0
 
     async def start(self) -> None:
         return None
@@ -62,12 +70,23 @@ class FakeAccelerator:
         if self.failure is not None:
             raise self.failure
 
+    def listen(self, notice: Callable[[], None]) -> None:
+        self.noticed = notice
+
+    async def renew(self) -> None:
+        self.renewals += 1
+
+    async def trial(self, device: str) -> None:
+        self.trials += 1
+        if self.trial_failure is not None:
+            raise self.trial_failure
+
     async def close(self) -> None:
         return None
 
     def readings(self) -> tuple[Reading, ...]:
         total = 1000 * MIB
-        return (Reading("gpu-0", "cuda", "fake", total, total - self.used_bytes, self.used_bytes),)
+        return (Reading("gpu-0", "cuda", "fake", total, total - self.used_bytes, self.used_bytes, sign=self.sign),)
 
 
 class SharedDevice(FakeAccelerator):
@@ -83,7 +102,7 @@ class SharedDevice(FakeAccelerator):
         holdings = self.service.authority.ledger.holdings.values() if self.service is not None else ()
         ours = sum(holding.bytes.get(self._id, 0) for holding in holdings if holding.phase is not Phase.RELEASING)
         used, total = ours + self.foreign_mib * MIB, 1000 * MIB
-        return (Reading(self._id, self._kind, "fake", total, total - used, used),)
+        return (Reading(self._id, self._kind, "fake", total, total - used, used, sign=self.sign),)
 
 
 def rewrite(directory: Path, models: dict[str, dict[str, Any]]) -> None:

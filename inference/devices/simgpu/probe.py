@@ -13,7 +13,7 @@ import logging
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ class SimProbe:
         self._opened_at = 0.0
         self._is_loss_told = False
         self._is_opening = False
+        self._notice: Callable[[], None] | None = None
         self._readings: tuple[Reading, ...] = ()
 
     @property
@@ -94,6 +95,10 @@ class SimProbe:
             self._lose(str(error), Sign.UNSURE if process is None or process.returncode is None else Sign.GONE)
         else:
             self._readings = tuple(map(_reading, status["devices"]))
+
+    def listen(self, notice: Callable[[], None]) -> None:
+        """The end of the simulator is noticed."""
+        self._notice = notice
 
     async def renew(self) -> None:
         """A simulator that ended is started at the next refresh, however many ended before."""
@@ -209,6 +214,8 @@ class SimProbe:
             self._reopening = Reopening()
         self._reopening = self._reopening.failed(now)
         self._lose(f"the simulator has ended with status {process.returncode}", Sign.GONE)
+        if self._notice is not None:
+            self._notice()
 
     def _lose(self, why: str, sign: Sign) -> None:
         if self._process is None:  # closed: what was asked at that moment has no answer, and no device is lost by it

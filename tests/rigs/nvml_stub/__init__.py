@@ -37,7 +37,10 @@ class NvidiaGpu:
 
 @dataclass
 class NvmlStub:
-    """The state file below `root`; `write` after every change. `errors` are (function or `all`, code, UUID or "")."""
+    """The state file below `root`; `write` after every change. `errors` are (function or `all`, code, UUID or "").
+
+    `xids` (UUID, number) only grow; `actions` are the recovery actions that the driver asks for, by UUID.
+    """
 
     root: Path
     gpus: list[NvidiaGpu] = field(default_factory=lambda: [NvidiaGpu()])
@@ -45,6 +48,7 @@ class NvmlStub:
     errors: list[tuple[str, int, str]] = field(default_factory=list)
     hangs: list[str] = field(default_factory=list)
     xids: list[tuple[str, int]] = field(default_factory=list)
+    actions: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.path = self.root / "nvml.state"
@@ -68,6 +72,7 @@ class NvmlStub:
         lines += [f"error {function} {code} {uuid}".rstrip() for function, code, uuid in self.errors]
         lines += [f"hang {function}" for function in self.hangs]
         lines += [f"xid {number} {uuid} {xid}" for number, (uuid, xid) in enumerate(self.xids, 1)]
+        lines += [f"action {uuid} {action}" for uuid, action in self.actions.items()]
         fresh = self.path.with_suffix(".new")
         fresh.write_text("\n".join(lines) + "\n")
         fresh.replace(self.path)

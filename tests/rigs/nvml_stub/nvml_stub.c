@@ -7,6 +7,7 @@
  *     error FUNCTION CODE [UUID]                           FUNCTION may be `all`; of one device, or of the library
  *     hang FUNCTION                                        the call never returns
  *     xid SEQUENCE UUID NUMBER                             an Xid event; heard by event sets that are older than it
+ *     action UUID NUMBER                                   the recovery action; not supported by devices without one
  *
  * As with the real library, a process that was told that the driver or a device is gone (9, 15, 16, 18, 999) is told so
  * until it ends, whatever the file says later.
@@ -21,16 +22,20 @@ typedef void *nvmlDevice_t;
 typedef struct event_set *nvmlEventSet_t;
 
 enum {
-    OK = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9,
+    OK = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9,
     TIMED_OUT = 10, GPU_IS_LOST = 15, RESET_REQUIRED = 16, LIB_RM_VERSION_MISMATCH = 18, VERSION_MISMATCH = 25,
     UNKNOWN = 999
 };
-enum { MOST_DEVICES = 16, MOST_LINES = 64, XID = 8, POLL_MICROSECONDS = 5000 };
+enum { MOST_DEVICES = 16, MOST_LINES = 64, XID = 8, ACTION_FIELD = 230, POLL_MICROSECONDS = 5000 };
 
 typedef struct { char busIdLegacy[16]; unsigned domain, bus, device, pciDeviceId, pciSubSystemId; char busId[32]; } pci_t;
 typedef struct { unsigned long long total, free, used; } memory_t;
 typedef struct { unsigned version; unsigned long long total, reserved, free, used; } memory_v2_t;
 typedef struct { unsigned gpu, memory; } utilization_t;
+typedef struct {
+    unsigned id, scope; long long timestamp, latency; int type; nvmlReturn_t code;
+    union { unsigned ui; unsigned long long ull; } value;
+} field_t;
 typedef struct {
     nvmlDevice_t device; unsigned long long type, data; unsigned gpuInstance, computeInstance;
 } event_t;
@@ -38,13 +43,15 @@ typedef struct {
 struct device { char uuid[96], pci[32], name[96]; unsigned long long total, reserved, free, used; };
 struct fault { char function[64], uuid[96]; int code; };
 struct xid { unsigned long long sequence, number; char uuid[96]; };
+struct action { char uuid[96]; unsigned number; };
 struct state {
     char driver[80];
     struct device devices[MOST_DEVICES];
     struct fault faults[MOST_LINES];
     char hangs[MOST_LINES][64];
     struct xid xids[MOST_LINES];
-    int device_count, fault_count, hang_count, xid_count;
+    struct action actions[MOST_LINES];
+    int device_count, fault_count, hang_count, xid_count, action_count;
 };
 struct event_set { unsigned long long heard; int registered[MOST_DEVICES]; };
 
@@ -62,6 +69,7 @@ static void read_state(struct state *state) {
         struct device *device = &state->devices[state->device_count];
         struct fault *fault = &state->faults[state->fault_count];
         struct xid *xid = &state->xids[state->xid_count];
+        struct action *action = &state->actions[state->action_count];
         if (sscanf(line, "driver %79s", state->driver) == 1) continue;
         if (state->device_count < MOST_DEVICES
             && sscanf(line, "device %95s %31s %llu %llu %llu %llu %95[^\n]", device->uuid, device->pci, &device->total,
@@ -75,6 +83,9 @@ static void read_state(struct state *state) {
         else if (state->xid_count < MOST_LINES
                  && sscanf(line, "xid %llu %95s %llu", &xid->sequence, xid->uuid, &xid->number) == 3)
             state->xid_count++;
+        else if (state->action_count < MOST_LINES
+                 && sscanf(line, "action %95s %u", action->uuid, &action->number) == 2)
+            state->action_count++;
     }
     fclose(file);
 }
@@ -206,6 +217,19 @@ nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, memory_v2_t *memory
     memory->reserved = found->reserved;
     memory->free = found->free;
     memory->used = found->used;
+    return OK;
+}
+
+nvmlReturn_t nvmlDeviceGetFieldValues(nvmlDevice_t device, int count, field_t *fields) {
+    ENTER(index_of(device));
+    for (int i = 0; i < count; i++) {
+        fields[i].code = NOT_SUPPORTED;
+        for (int k = 0; fields[i].id == ACTION_FIELD && k < state.action_count; k++)
+            if (!strcmp(state.actions[k].uuid, state.devices[index_of(device)].uuid)) {
+                fields[i].code = OK;
+                fields[i].value.ull = state.actions[k].number;
+            }
+    }
     return OK;
 }
 
