@@ -78,7 +78,7 @@ class Drive:
 def test_a_stream_waits_no_longer_for_prompts_than_was_promised(
     machine: Machine, requests: list[tuple[int, int, int]]
 ) -> None:
-    """At most 0.4 s in a step, or up to 1 s in proportion as prompts outnumber streams; in any run of steps 80 ms for
+    """At most 0.4 s in a step, or up to 1 s in proportion as prompts outnumber streams, or one; in any run of steps 80 ms for
     each and 4 s in all; or 32 tokens, where those take longer. From the first step on, because learning begins there.
     """
     drive = Drive(requests)
@@ -87,7 +87,7 @@ def test_a_stream_waits_no_longer_for_prompts_than_was_promised(
     while (turn := drive.turn(machine)) is not None:
         (decoding, prompts), step = turn
         took = machine.prompt * step.prefill
-        bound = min(LONGEST_SECONDS, STEP_SECONDS * max(1.0, prompts / decoding)) if decoding else STEP_SECONDS
+        bound = min(LONGEST_SECONDS, STEP_SECONDS * max(1.0, prompts / max(1, decoding)))
         assert took <= max(bound, least) * 1.001
         held_up = max(0.0, held_up + took - max(MIXED_SECONDS, least)) if decoding else 0.0
         assert held_up <= CREDIT_SECONDS * 1.001

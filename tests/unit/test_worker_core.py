@@ -110,7 +110,9 @@ def test_what_decodes_takes_its_part_of_a_steps_time() -> None:
 
 def test_few_streams_are_held_up_longer_for_many_prompts() -> None:
     pace = Pace(2048, 1000)
-    assert pace.seconds(0, 9) == STEP_SECONDS, "that is no stream, and new requests are to be seen"
+    assert pace.seconds(0, 1) == STEP_SECONDS, "that is no stream, and new requests are to be seen"
+    assert pace.seconds(0, 2) == pytest.approx(2 * STEP_SECONDS)
+    assert pace.seconds(0, 9) == LONGEST_SECONDS
     assert pace.seconds(4, 1) == pace.seconds(4, 4) == STEP_SECONDS
     assert pace.seconds(4, 6) == pytest.approx(1.5 * STEP_SECONDS)
     assert pace.seconds(1, 31) == LONGEST_SECONDS

@@ -120,6 +120,72 @@ def test_neighbours_of_what_runs_are_taken_first() -> None:
     assert [row.slot for row in scheduler.plan(0.0, 8).rows if row.job == 4] == [3]
 
 
+def after(order: str, copied: int = 2) -> Scheduler:
+    """Five slots that kept a prompt of four tokens each, (10, 10, 10, 10) in slot 0 and so on, used in this order."""
+    scheduler = Scheduler(Limits(slots=5, context=90, batch=90, queue=9, copied=copied))
+    scheduler.submit([Job(number, (10 + number,) * 4) for number in range(5)])
+    assert [row.slot for row in rows_of(scheduler, 90)] == [0, 1, 2, 3, 4]
+    for number in order:
+        scheduler.finish(int(number))
+    return scheduler
+
+
+def test_sequences_that_run_stand_side_by_side() -> None:
+    """What the slot beside them kept moves to the one that was used longest ago, and is found there."""
+    scheduler = after("20413")
+    scheduler.submit([Job(10, (1, 1, 1)), Job(11, (2, 2, 2))])
+    step = scheduler.plan(0.0, 90)
+    assert [(row.job, row.slot, row.start) for row in step.rows] == [(11, 1, 0), (10, 2, 0)]
+    assert step.operations == (Remove(2, 0), Remove(0, 0), Copy(1, 0, 4), Remove(1, 0))
+    scheduler.computed()
+    for job in (10, 11):
+        scheduler.finish(job)
+    scheduler.submit([Job(12, (11, 11, 11, 11, 9))])
+    assert [(row.slot, row.start) for row in scheduler.plan(0.0, 90).rows] == [(0, 4)]
+
+
+def test_a_gap_is_filled_before_the_row_becomes_longer() -> None:
+    """Though what the gap kept was used last: it moves."""
+    scheduler = after("01234")
+    scheduler.submit([Job(number, (number,) * 3) for number in (5, 6, 7)])
+    assert [row.slot for row in rows_of(scheduler, 90)] == [0, 1, 2]
+    for job in (5, 6, 7):
+        scheduler.extend(job, 9)
+    scheduler.finish(6)
+    scheduler.submit([Job(8, (8, 8, 8))])
+    step = scheduler.plan(0.0, 90)
+    assert [(row.job, row.slot) for row in step.rows] == [(5, 0), (8, 1), (7, 2)]
+    assert step.operations == (Remove(3, 0), Copy(1, 3, 3), Remove(1, 0))
+
+
+def test_a_beginning_moves_beside_those_that_run() -> None:
+    """Its old place is free then."""
+    scheduler = after("01234")
+    scheduler.submit([Job(10, (1, 1, 1)), Job(11, (14, 14, 14, 14, 9))])
+    step = scheduler.plan(0.0, 90)
+    assert [(row.job, row.slot, row.start) for row in step.rows] == [(10, 0, 0), (11, 1, 4)]
+    assert step.operations == (Remove(0, 0), Remove(1, 0), Copy(4, 1, 4), Remove(4, 0))
+
+
+def test_a_beginning_beside_those_that_run_is_kept_for_a_short_one() -> None:
+    """The slot is the nearest, and what it holds is worth more than the one token that they share."""
+    scheduler = after("20413")
+    scheduler.submit([Job(10, (1, 1, 1)), Job(11, (11, 2, 2))])
+    step = scheduler.plan(0.0, 90)
+    assert [(row.job, row.slot, row.start) for row in step.rows] == [(11, 1, 0), (10, 2, 0)]
+    assert Copy(1, 0, 4) in step.operations
+
+
+def test_little_is_not_moved_and_much_neither() -> None:
+    """Fewer tokens than are worth a copy are forgotten; a copy of a large context costs more than a gap."""
+    little = after("20413", copied=5)
+    little.submit([Job(10, (1, 1, 1)), Job(11, (2, 2, 2))])
+    assert little.plan(0.0, 90).operations == (Remove(2, 0), Remove(1, 0))
+    much = after("20413", copied=65)
+    much.submit([Job(10, (1, 1, 1)), Job(11, (2, 2, 2))])
+    assert [row.slot for row in much.plan(0.0, 90).rows] == [0, 2]
+
+
 def test_forgetting_leaves_those_that_run_alone() -> None:
     """What a free slot kept is dropped; a sequence under way computes on."""
     scheduler = Scheduler(Limits(slots=2, context=20, batch=8, queue=4))

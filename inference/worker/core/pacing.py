@@ -13,7 +13,7 @@ STEP_SECONDS = 0.4
 
 LONGEST_SECONDS = 1.0
 """What they take where fewer are held up by it than wait for it, up to STEP_SECONDS times the proportion: one stream
-pauses once, and all others begin."""
+pauses once, and all others begin. Where nobody is held up, one counts."""
 
 MIXED_SECONDS = 0.08
 """What prompts take of a step that also decodes, on average: what a reader of a stream may notice as a pause."""
@@ -47,10 +47,8 @@ class Pace:
 
     def seconds(self, decoding: int, prompts: int) -> float:
         """What `prompts` of the next step may take beside so many `decoding` sequences."""
-        if not decoding:
-            return STEP_SECONDS
-        worth = STEP_SECONDS * max(1.0, prompts / decoding)
-        return min(worth, LONGEST_SECONDS, MIXED_SECONDS + self.credit_seconds)
+        worth = min(STEP_SECONDS * max(1.0, prompts / max(1, decoding)), LONGEST_SECONDS)
+        return min(worth, MIXED_SECONDS + self.credit_seconds) if decoding else worth
 
     def budget(self, seconds: float) -> int:
         """Tokens of prompts for a step in which they may take so long."""

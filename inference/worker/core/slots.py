@@ -14,6 +14,10 @@ from dataclasses import dataclass, field
 from inference.worker.core.keeping import Retained
 from inference.worker.core.steps import Copy, Limits, Remove
 
+MOST_MOVED = 64
+"""Where a copy is worth more computed tokens than these, nothing is moved so that sequences stand side by side: a gap
+between them costs a step about as much as one or two tokens, and few answers have so many steps."""
+
 
 @dataclass(slots=True, eq=False)
 class Slot:
@@ -66,12 +70,18 @@ class Slots:
         """
         self._clock += 1
         best, shared = self._longest_prefix(tokens, tenant, reusable)
-        target = min((slot for slot in self._slots if not slot.taken), key=self._dispensable)
+        free = [slot for slot in self._slots if not slot.taken]
+        target = min(free, key=self._dispensable)
         pays = shared >= self._limits.copied
         if best is not None and not best.taken:
             loses_little = best.computed - shared < self._limits.copied
             if loses_little or (target.computed and pays):  # some prefix is lost anyway: then this one's tail
                 target = best
+        moves = False
+        if (near := self._nearer(target, free)) is not None:
+            moves = target is best and pays
+            best = self._clear(near, best, free)
+            target = near
         if target is best:
             self._forget(target, shared)
         else:
@@ -79,6 +89,8 @@ class Slots:
             if best is not None and pays:
                 self._operations.append(Copy(best.number, target.number, shared))
                 target.computed = shared
+                if moves:
+                    self._forget(best, 0)
         target.tokens, target.tenant, target.taken = tokens, tenant, True
         return target
 
@@ -106,9 +118,35 @@ class Slots:
         neighbours together, or else the one that was used longest ago.
         """
         held = slot.computed > 0
-        number = slot.number
-        beside = any(other.taken for other in self._slots[max(0, number - 1) : number + 2])
-        return (held, slot.used_at if held else 0, not beside, number)
+        return (held, slot.used_at if held else 0, not self._neighbors(slot), slot.number)
+
+    def _neighbors(self, slot: Slot) -> int:
+        """How many of the two beside it are taken."""
+        beside = self._slots[max(0, slot.number - 1) : slot.number + 2]
+        return sum([other.taken for other in beside if other is not slot])
+
+    def _nearer(self, target: Slot, free: Sequence[Slot]) -> Slot | None:
+        """A free slot with more neighbors that run than `target` has, where a move costs less than it brings."""
+        if not self._limits.can_trim or self._limits.copied > MOST_MOVED:
+            return None
+        near = min(free, key=lambda slot: (-self._neighbors(slot), self._dispensable(slot)))
+        return near if self._neighbors(near) > self._neighbors(target) else None
+
+    def _clear(self, slot: Slot, best: Slot | None, free: Sequence[Slot]) -> Slot | None:
+        """Empties `slot`. What it holds goes where something is that was used longer ago, or nothing, other than in
+        `best`; returns where what `best` holds is now.
+        """
+        shelters = [other for other in free if other is not slot and other is not best]
+        shelter = min(shelters, key=self._dispensable, default=slot)
+        if slot.computed < self._limits.copied or self._dispensable(shelter) >= self._dispensable(slot):
+            self._forget(slot, 0)
+            return None if slot is best else best
+        self._forget(shelter, 0)
+        self._operations.append(Copy(slot.number, shelter.number, slot.computed))
+        shelter.tokens, shelter.computed, shelter.tenant = slot.tokens, slot.computed, slot.tenant
+        shelter.used_at = slot.used_at
+        self._forget(slot, 0)
+        return shelter if slot is best else best
 
     def retained(self) -> list[Retained]:
         """What the free slots hold, by the count of this side."""
