@@ -78,8 +78,9 @@ class Drive:
 def test_a_stream_waits_no_longer_for_prompts_than_was_promised(
     machine: Machine, requests: list[tuple[int, int, int]]
 ) -> None:
-    """At most 0.4 s in a step, or up to 1 s in proportion as prompts outnumber streams, or one; in any run of steps 80 ms for
-    each and 4 s in all; or 32 tokens, where those take longer. From the first step on, because learning begins there.
+    """At most 0.4 s in a step, or up to 1 s in proportion as prompts outnumber streams, or one; in any run of steps
+    80 ms for each and 4 s in all; or 32 tokens, where those take longer. From the first step on, because learning
+    begins there.
     """
     drive = Drive(requests)
     least = machine.prompt * SMALLEST
