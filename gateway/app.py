@@ -16,7 +16,7 @@ from gateway.edge import Edge
 from gateway.errors import GatewayError, RefusedError, RequestError
 from gateway.exchange import exchange_of
 from gateway.responses import error_response
-from gateway.routes import admin, chat, completions, embeddings, health, models, rerank
+from gateway.routes import admin, chat, completions, description, embeddings, health, models, rerank
 from gateway.runtime import Runtime
 from inference.protocol import Code
 
@@ -43,6 +43,7 @@ def make_app(runtime: Runtime) -> Edge:
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))  # for the 405 of other methods
     for part in (health, models, admin):
         app.include_router(part.router(runtime))
+    app.include_router(description.router(runtime, app))
     app.add_exception_handler(GatewayError, _on_error)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_invalid)

@@ -1,18 +1,30 @@
 """Checks single fields of an OpenAI body: type, range, shape; never changes a value and knows no endpoint.
 
-A check takes (value, path) and raises RequestError whose `param` is the path of what is wrong.
+A check takes (value, path) and raises RequestError whose `param` is the path of what is wrong. It also says what it
+takes in JSON Schema, so that the API's description is made of the checks themselves.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from gateway.errors import RequestError
 from inference.protocol import Code
 
-Check = Callable[[Any, str], None]
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What a value must be. `schema` says so in JSON Schema, as far as that has words; `run` has the last one."""
+
+    run: Callable[[Any, str], None]
+    schema: Mapping[str, Any]
+
+    def __call__(self, value: Any, path: str) -> None:
+        """Raises RequestError when `value` is something else."""
+        self.run(value, path)
 
 
 def refuse(param: str, message: str, code: Code = Code.INVALID_REQUEST) -> NoReturn:
@@ -33,14 +45,21 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "null")
 
 
-def anything(value: Any, path: str) -> None:
-    """Accepts every value; the service or the provider knows better."""
+def _anything(value: Any, path: str) -> None:
+    return
 
 
-def boolean(value: Any, path: str) -> None:
-    """true or false."""
+anything = Check(_anything, {})
+"""Accepts every value; the service or the provider knows better."""
+
+
+def _boolean(value: Any, path: str) -> None:
     if not isinstance(value, bool):
         refuse(path, f"`{path}` must be true or false, not {_kind(value)}")
+
+
+boolean = Check(_boolean, {"type": "boolean"})
+"""true or false."""
 
 
 def number(low: float = -math.inf, high: float = math.inf) -> Check:
@@ -52,7 +71,7 @@ def number(low: float = -math.inf, high: float = math.inf) -> Check:
         if not low <= value <= high:
             refuse(path, f"`{path}` must be {_range(low, high)}; it is {value:g}")
 
-    return check
+    return Check(check, {"type": "number", **_bounds(low, high)})
 
 
 def integer(low: float = -math.inf, high: float = math.inf) -> Check:
@@ -64,7 +83,11 @@ def integer(low: float = -math.inf, high: float = math.inf) -> Check:
         if not low <= value <= high:
             refuse(path, f"`{path}` must be {_range(low, high)}; it is {value}")
 
-    return check
+    return Check(check, {"type": "integer", **_bounds(low, high)})
+
+
+def _bounds(low: float, high: float) -> dict[str, float]:
+    return {name: bound for name, bound in (("minimum", low), ("maximum", high)) if not math.isinf(bound)}
 
 
 def _range(low: float, high: float) -> str:
@@ -84,7 +107,11 @@ def string(low: int = 0, high: int | None = None) -> Check:
         if high is not None and len(value) > high:
             refuse(path, f"`{path}` may hold at most {high} characters; it has {len(value)}")
 
-    return check
+    return Check(check, {"type": "string", **_sizes("Length", low, high)})
+
+
+def _sizes(what: str, low: int, high: int | None) -> dict[str, int]:
+    return {name: size for name, size in ((f"min{what}", low), (f"max{what}", high)) if size}
 
 
 def one_of(*allowed: str) -> Check:
@@ -95,7 +122,7 @@ def one_of(*allowed: str) -> Check:
             said = repr(value) if isinstance(value, str) else _kind(value)
             refuse(path, f"`{path}` must be one of {', '.join(allowed)}; it is {said[:60]}")
 
-    return check
+    return Check(check, {"type": "string", "enum": list(allowed)})
 
 
 def mapping(known: Mapping[str, Check] | None = None, needed: tuple[str, ...] = ()) -> Check:
@@ -111,7 +138,21 @@ def mapping(known: Mapping[str, Check] | None = None, needed: tuple[str, ...] = 
             if value.get(name) is not None:
                 inner(value[name], f"{path}.{name}")
 
-    return check
+    return Check(check, object_schema(known or {}, needed))
+
+
+def object_schema(known: Mapping[str, Check], needed: tuple[str, ...]) -> dict[str, Any]:
+    """JSON Schema of an object with these fields; null counts as absent."""
+    present: dict[str, Any] = {"not": {"type": "null"}}
+    properties: dict[str, Any] = dict.fromkeys(needed, present)
+    for name, check in known.items():
+        properties[name] = check.schema if name in needed else {"anyOf": [check.schema, {"type": "null"}]}
+    said: dict[str, Any] = {"type": "object"}
+    if properties:
+        said["properties"] = properties
+    if needed:
+        said["required"] = list(needed)
+    return said
 
 
 def array(item: Check = anything, low: int = 0, high: int | None = None) -> Check:
@@ -127,7 +168,7 @@ def array(item: Check = anything, low: int = 0, high: int | None = None) -> Chec
         for index, inner in enumerate(value):
             item(inner, f"{path}[{index}]")
 
-    return check
+    return Check(check, {"type": "array", "items": item.schema, **_sizes("Items", low, high)})
 
 
 def by_type(expected: str, **checks: Check) -> Check:
@@ -140,4 +181,8 @@ def by_type(expected: str, **checks: Check) -> Check:
             refuse(path, f"`{path}` must be {expected}, not {_kind(value)}")
         chosen(value, path)
 
-    return check
+    return Check(check, {"anyOf": [{"type": _TYPES[kind], **inner.schema} for kind, inner in checks.items()]})
+
+
+_TYPES: Mapping[str, str] = {"text": "string", "array": "array", "mapping": "object", "boolean": "boolean"}
+"""JSON Schema's names of the keys of `by_type`."""

@@ -14,15 +14,16 @@ AUDIO = "audio"
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-def _data_url(value: Any, path: str) -> None:
-    """An address the gateway lets through: content that came with the request, never one to be fetched."""
+def _check_data_url(value: Any, path: str) -> None:
     f.string(1)(value, path)
     if not value.startswith("data:"):
         f.refuse(path, f"`{path}` must be a data: URL; the gateway fetches nothing, so send the image itself as base64")
 
 
+_DATA_URL = f.Check(_check_data_url, {"type": "string", "pattern": "^data:"})
+"""An address the gateway lets through: content that came with the request, never one to be fetched."""
 _IMAGE = f.mapping(
-    {"url": _data_url, "detail": f.one_of("auto", "low", "high")},
+    {"url": _DATA_URL, "detail": f.one_of("auto", "low", "high")},
     needed=("url",),
 )
 _PARTS: Mapping[str, f.Check] = {
@@ -37,12 +38,24 @@ _PARTS: Mapping[str, f.Check] = {
 }
 
 
-def _part(value: Any, path: str) -> None:
-    f.mapping({"type": f.one_of(*_PARTS)}, needed=("type",))(value, path)
+_KINDS = f.mapping({"type": f.one_of(*_PARTS)}, needed=("type",))
+
+
+def _check_part(value: Any, path: str) -> None:
+    _KINDS(value, path)
     _PARTS[value["type"]](value, path)
 
 
-_CONTENT = f.by_type("a string or an array of parts", text=f.string(), array=f.array(_part, low=1))
+_PART = f.Check(
+    _check_part,
+    {
+        "anyOf": [
+            {"allOf": [check.schema, {"properties": {"type": {"const": kind}}, "required": ["type"]}]}
+            for kind, check in _PARTS.items()
+        ]
+    },
+)
+_CONTENT = f.by_type("a string or an array of parts", text=f.string(), array=f.array(_PART, low=1))
 _CALL = f.mapping(
     {
         "id": f.string(1),
@@ -63,8 +76,11 @@ _FIELDS: Mapping[str, f.Check] = {
 }
 
 
-def _message(value: Any, path: str) -> None:
-    f.mapping(_FIELDS, needed=("role",))(value, path)
+_SHAPE = f.mapping(_FIELDS, needed=("role",))
+
+
+def _check_message(value: Any, path: str) -> None:
+    _SHAPE(value, path)
     role = value["role"]
     answered = any(value.get(name) is not None for name in ("tool_calls", "function_call", "refusal", "audio"))
     if value.get("content") is None and not (role == "assistant" and answered):
@@ -73,7 +89,7 @@ def _message(value: Any, path: str) -> None:
         f.refuse(f"{path}.tool_call_id", f"`{path}` answers a tool call and needs its `tool_call_id`")
 
 
-MESSAGES: f.Check = f.array(_message, low=1)
+MESSAGES: f.Check = f.array(f.Check(_check_message, _SHAPE.schema), low=1)
 
 TOOL: f.Check = f.mapping(
     {

@@ -135,8 +135,7 @@ _CHAT: Mapping[str, f.Check] = {
 _TOKENS = f.array(f.integer(0, 2**31 - 1), low=1)
 
 
-def _prompt_array(value: Any, path: str) -> None:
-    """An array of strings, of token ids, or of arrays of token ids."""
+def _check_prompts(value: Any, path: str) -> None:
     f.array(low=1)(value, path)
     if isinstance(value[0], str):
         f.array(f.string())(value, path)
@@ -146,7 +145,16 @@ def _prompt_array(value: Any, path: str) -> None:
         _TOKENS(value, path)
 
 
-_PROMPT = f.by_type("a string, an array of strings or of token ids", text=f.string(), array=_prompt_array)
+_PROMPTS = f.Check(
+    _check_prompts,
+    {
+        "type": "array",
+        "minItems": 1,
+        "anyOf": [{"items": item} for item in ({"type": "string"}, _TOKENS.schema, {"type": "integer", "minimum": 0})],
+    },
+)
+"""An array of strings, of token ids, or of arrays of token ids."""
+_PROMPT = f.by_type("a string, an array of strings or of token ids", text=f.string(), array=_PROMPTS)
 
 _COMPLETIONS: Mapping[str, f.Check] = {
     **_SAMPLING,
@@ -162,7 +170,7 @@ _COMPLETIONS: Mapping[str, f.Check] = {
 
 _EMBEDDINGS: Mapping[str, f.Check] = {
     "model": f.string(1, 256),
-    "input": f.by_type("a string, an array of strings or of token ids", text=f.string(1), array=_prompt_array),
+    "input": f.by_type("a string, an array of strings or of token ids", text=f.string(1), array=_PROMPTS),
     "dimensions": f.integer(1),
     "encoding_format": f.one_of("float", "base64"),
     "user": f.string(),
@@ -192,6 +200,12 @@ _NEEDED: Mapping[Endpoint, tuple[str, ...]] = {
     Endpoint.EMBEDDINGS: ("input",),
     Endpoint.RERANK: ("query", "documents"),
 }
+
+
+def schema(endpoint: Endpoint) -> dict[str, Any]:
+    """The body that `parse` takes, in JSON Schema; rules between fields are not in it."""
+    needed = ("model", *_NEEDED[endpoint])
+    return {**f.object_schema(_FIELDS[endpoint], needed), "additionalProperties": False}
 
 
 def parse(endpoint: Endpoint, raw: bytes) -> InferenceRequest:

@@ -6,13 +6,14 @@ Only a caller with a key learns from `/health` what there is behind the gateway.
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from gateway.core.breaker import State
 from gateway.exchange import exchange_of
 from gateway.responses import json_response
 from gateway.runtime import Runtime
 from gateway.telemetry import CONTENT_TYPE
+from headgate.shared.openapi import NOT_NOW
 
 
 def router(runtime: Runtime) -> APIRouter:
@@ -24,14 +25,14 @@ def router(runtime: Runtime) -> APIRouter:
         """200 as long as the process serves."""
         return json_response({"status": "ok"})
 
-    @routes.get("/readyz")
+    @routes.get("/readyz", responses=NOT_NOW)
     async def readyz() -> Response:
         """200 while new requests are welcome, 503 just after the start and once the gateway stops."""
         if runtime.is_ready:
             return json_response({"status": "ok"})
         return json_response({"status": "draining" if runtime.is_draining else "starting"}, 503)
 
-    @routes.get("/health")
+    @routes.get("/health", responses=NOT_NOW)
     async def health(request: Request) -> Response:
         """What works: 200 `ok` or `degraded`, 503 while stopping; with a use key also the details."""
         reachable = runtime.view.reachable
@@ -53,7 +54,7 @@ def router(runtime: Runtime) -> APIRouter:
         }
         return json_response(body, code)
 
-    @routes.get("/metrics")
+    @routes.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus' text format."""
         return Response(runtime.telemetry.render(), headers={"content-type": CONTENT_TYPE})

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
 
+from headgate.shared.openapi import NOT_NOW
 from inference import figures, views
 from inference.authority import Authority
 
@@ -43,7 +44,7 @@ def router(authority: Authority) -> APIRouter:
     async def kv() -> dict[str, Any]:
         return figures.kv(authority)
 
-    @routes.get("/memory/health")
+    @routes.get("/memory/health", responses=NOT_NOW)
     async def health(response: Response) -> dict[str, Any]:
         found = figures.health(authority)
         response.status_code = 200 if found["healthy"] else 503

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 import headgate
+from headgate.shared.openapi import NOT_NOW
 from inference import figures
 from inference.authority import Authority
 from inference.metrics import Metrics
@@ -22,7 +23,7 @@ def router(authority: Authority, metrics: Metrics, is_draining: Callable[[], boo
     async def livez() -> dict[str, str]:
         return {"status": "alive"}
 
-    @routes.get("/readyz")
+    @routes.get("/readyz", responses=NOT_NOW)
     async def readyz() -> JSONResponse:
         if is_draining():
             return JSONResponse({"status": "draining"}, 503, headers={"retry-after": "5"})
@@ -30,7 +31,7 @@ def router(authority: Authority, metrics: Metrics, is_draining: Callable[[], boo
             return JSONResponse({"status": "starting"}, 503, headers={"retry-after": "1"})
         return JSONResponse({"status": "ready"})
 
-    @routes.get("/health")
+    @routes.get("/health", responses=NOT_NOW)
     async def whole_health() -> JSONResponse:
         found = figures.health(authority)
         found |= {
@@ -40,11 +41,11 @@ def router(authority: Authority, metrics: Metrics, is_draining: Callable[[], boo
         }
         return JSONResponse(found, 200 if found["healthy"] else 503)
 
-    @routes.get("/metrics")
+    @routes.get("/metrics", response_class=PlainTextResponse)
     async def show_metrics() -> Response:
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @routes.get("/events")
+    @routes.get("/events", response_class=StreamingResponse)
     async def events() -> StreamingResponse:
         headers: dict[str, Any] = {"cache-control": "no-cache"}
         return StreamingResponse(authority.bus.listen(), media_type="text/event-stream", headers=headers)

@@ -1,0 +1,36 @@
+"""`GET /openapi.json`: the gateway's API in OpenAPI's words, with the fields as the gateway itself checks them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.responses import Response
+
+from gateway.core import requests
+from gateway.core.frames import Endpoint
+from gateway.exchange import exchange_of
+from gateway.responses import json_response
+from gateway.runtime import Runtime
+from headgate.shared import openapi
+
+OPEN_PATHS = ("/livez", "/readyz", "/health", "/metrics")
+
+
+def router(runtime: Runtime, app: FastAPI) -> APIRouter:
+    """The path; it needs a use key."""
+    routes = APIRouter()
+
+    @routes.get(openapi.PATH, include_in_schema=False)
+    async def describe(request: Request) -> Response:
+        runtime.keys.admit(exchange_of(request.scope).headers, "use")
+        return json_response(description(app))
+
+    return routes
+
+
+def description(app: FastAPI) -> dict[str, Any]:
+    """The whole description of the gateway whose cold routes `app` has."""
+    hot = {f"/v1/{endpoint}": requests.schema(endpoint) for endpoint in Endpoint}
+    streams = [f"/v1/{endpoint}" for endpoint in Endpoint if endpoint.streams]
+    return openapi.completed(app.openapi(), hot, OPEN_PATHS, streams)

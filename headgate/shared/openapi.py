@@ -1,0 +1,85 @@
+"""Completes the OpenAPI description of a service: hot paths, the error envelope, the key; checks no value.
+
+FastAPI describes the routes it knows. What it cannot know is added here: paths that are served beside it, that every
+error is one envelope, that a bad request is 400, and what must be sent to be let in.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping
+from typing import Any
+
+PATH = "/openapi.json"
+
+ERROR: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string", "minLength": 1},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": "string"},
+                "headgate": {"type": "object"},
+            },
+        }
+    },
+}
+"""The envelope of every error."""
+
+NOT_NOW: dict[int | str, dict[str, Any]] = {
+    503: {
+        "description": "not well, or not now; the same fields say why",
+        "content": {"application/json": {"schema": {"type": "object"}}},
+    }
+}
+"""What health checks answer beside 200: no error, but the same answer with another status."""
+
+_FASTAPIS_OWN = ("HTTPValidationError", "ValidationError")
+_JSON = "application/json"
+
+
+def completed(
+    described: Mapping[str, Any],
+    hot: Mapping[str, Mapping[str, Any]],
+    open_paths: Collection[str],
+    streams: Collection[str] = (),
+) -> dict[str, Any]:
+    """`described` (FastAPI's own) with `hot`: path to the JSON Schema of the body that is posted there.
+
+    `open_paths` need no key. Of the hot paths, `streams` answer with server-sent events too.
+    """
+    found = copy.deepcopy(dict(described))
+    paths = found.setdefault("paths", {})
+    for path, body in hot.items():
+        paths[path] = {"post": _hot(path, body, is_stream=path in streams)}
+    schemas = found.setdefault("components", {}).setdefault("schemas", {})
+    for name in _FASTAPIS_OWN:
+        schemas.pop(name, None)
+    schemas["Error"] = ERROR
+    found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, methods in paths.items():
+        for operation in methods.values():
+            operation["responses"].pop("422", None)
+            operation["responses"]["default"] = {
+                "description": "an error",
+                "content": {_JSON: {"schema": {"$ref": "#/components/schemas/Error"}}},
+            }
+            if path not in open_paths:
+                operation["security"] = [{"key": []}]
+    return found
+
+
+def _hot(path: str, body: Mapping[str, Any], *, is_stream: bool) -> dict[str, Any]:
+    content: dict[str, Any] = {_JSON: {"schema": {"type": "object"}}}
+    if is_stream:
+        content["text/event-stream"] = {}
+    return {
+        "operationId": path.strip("/").replace("/", "_"),
+        "requestBody": {"required": True, "content": {_JSON: {"schema": body}}},
+        "responses": {"200": {"description": "the answer", "content": content}},
+    }

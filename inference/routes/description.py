@@ -1,0 +1,216 @@
+"""`GET /openapi.json`: the service's API in OpenAPI's words; checks no request.
+
+The bodies of the hot paths are read by workers, which the service never maps into itself; they are described here, and
+a test holds the names against those that a worker reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+
+from headgate.shared import openapi
+
+Schema = Mapping[str, Any]
+
+_ANY: Schema = {}
+_BOOLEAN: Schema = {"type": "boolean"}
+_TEXT: Schema = {"type": "string"}
+_OBJECT: Schema = {"type": "object"}
+_MODEL: Schema = {"type": "string", "minLength": 1}
+
+
+def _number(low: float, high: float) -> Schema:
+    return {"type": "number", "minimum": low, "maximum": high}
+
+
+def _integer(low: int, high: int | None = None) -> Schema:
+    return {"type": "integer", "minimum": low, **({} if high is None else {"maximum": high})}
+
+
+def _one_of(*words: str) -> Schema:
+    return {"type": "string", "enum": list(words)}
+
+
+def _list(item: Schema, low: int = 0, high: int | None = None) -> Schema:
+    return {"type": "array", "items": item, "minItems": low, **({} if high is None else {"maxItems": high})}
+
+
+def _either(*choices: Schema) -> Schema:
+    return {"anyOf": list(choices)}
+
+
+_TOKENS = _list(_integer(0), 1)
+_TEXTS = _either(_TEXT, _list(_either(_TEXT, _TOKENS), 1, 2048), _TOKENS)
+_SCHEMA = _either(_OBJECT, _BOOLEAN)
+
+_IGNORED: Mapping[str, Schema] = dict.fromkeys(
+    (
+        "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "prompt_cache_retention",
+        "verbosity", "cache_prompt", "timings_per_token",
+    ),
+    _ANY,
+)  # fmt: skip
+_GENERATED: Mapping[str, Schema] = {
+    "model": _MODEL,
+    **_IGNORED,
+    "temperature": _number(0, 2),
+    "top_p": _number(0, 1),
+    "top_k": _integer(-1),
+    "min_p": _number(0, 1),
+    "typical_p": _number(0, 1),
+    "repeat_penalty": _number(0.01, 10),
+    "repetition_penalty": _number(0.01, 10),
+    "frequency_penalty": _number(-2, 2),
+    "presence_penalty": _number(-2, 2),
+    "logit_bias": {"type": "object", "additionalProperties": _number(-100, 100), "maxProperties": 1024},
+    "seed": _integer(-(2**63), 2**64 - 1),
+    "ignore_eos": _BOOLEAN,
+    "max_tokens": _integer(0),
+    "stop": _either(_TEXT, _list({"type": "string", "minLength": 1, "maxLength": 1024}, 0, 16)),
+    "n": _integer(1, 16),
+    "stream": _BOOLEAN,
+    "stream_options": {
+        "type": "object",
+        "properties": {"include_usage": _BOOLEAN, "include_obfuscation": _BOOLEAN},
+        "additionalProperties": False,
+    },
+    "json_schema": _SCHEMA,
+    "regex": _TEXT,
+    "grammar": _TEXT,
+    "guided_json": _either(_OBJECT, _BOOLEAN, _TEXT),
+    "guided_regex": _TEXT,
+    "guided_choice": _list(_TEXT, 1, 4096),
+    "guided_grammar": _TEXT,
+    "structured_outputs": _OBJECT,
+}
+_MESSAGES = _list(
+    {
+        "type": "object",
+        "required": ["role"],
+        "properties": {
+            "role": _one_of("system", "developer", "user", "assistant", "tool", "function"),
+            "content": _either(_TEXT, _list(_OBJECT), {"type": "null"}),
+            "name": _TEXT,
+            "tool_calls": _list(_OBJECT),
+            "tool_call_id": _TEXT,
+            "function_call": _OBJECT,
+            "refusal": _TEXT,
+            "audio": _OBJECT,
+            "annotations": _ANY,
+            "reasoning_content": _TEXT,
+        },
+        "additionalProperties": False,
+    },
+    1,
+    4096,
+)
+_TOOLS: Mapping[str, Schema] = {
+    "tools": _list(_OBJECT, 0, 128),
+    "tool_choice": _either(_one_of("none", "auto", "required"), _OBJECT),
+    "parallel_tool_calls": _BOOLEAN,
+    "functions": _list(_OBJECT),
+    "function_call": _either(_TEXT, _OBJECT),
+}
+
+
+def _body(fields: Mapping[str, Schema], *needed: str) -> Schema:
+    """An object with these fields and no others; null counts as absent."""
+    properties = {
+        name: schema if name in needed or schema is _ANY else _either(schema, {"type": "null"})
+        for name, schema in fields.items()
+    }
+    return {"type": "object", "properties": properties, "required": list(needed), "additionalProperties": False}
+
+
+BODIES: Mapping[str, Schema] = {
+    "/v1/chat/completions": _body(
+        {
+            **_GENERATED,
+            **_TOOLS,
+            "messages": _MESSAGES,
+            "max_completion_tokens": _integer(1),
+            "logprobs": _BOOLEAN,
+            "top_logprobs": _integer(0, 20),
+            "response_format": _OBJECT,
+            "reasoning_effort": _one_of("none", "minimal", "low", "medium", "high", "xhigh", "max"),
+            "modalities": _list(_one_of("text"), 1, 1),
+            "audio": _ANY,
+            "prediction": _ANY,
+            "web_search_options": _ANY,
+            "chat_template_kwargs": _OBJECT,
+            "continue_final_message": _BOOLEAN,
+            "add_generation_prompt": _BOOLEAN,
+        },
+        "model",
+        "messages",
+    ),
+    "/v1/completions": _body(
+        {
+            **_GENERATED,
+            "prompt": _TEXTS,
+            "logprobs": _integer(0, 20),
+            "echo": _BOOLEAN,
+            "suffix": _TEXT,
+            "best_of": _integer(1),
+        },
+        "model",
+        "prompt",
+    ),
+    "/v1/embeddings": _body(
+        {
+            "model": _MODEL,
+            "input": _TEXTS,
+            "encoding_format": _one_of("float", "base64"),
+            "dimensions": _integer(1),
+            "user": _ANY,
+        },
+        "model",
+        "input",
+    ),
+    "/v1/rerank": _body(
+        {
+            "model": _MODEL,
+            "query": _TEXT,
+            "documents": _list(_either(_TEXT, {"type": "object", "required": ["text"]}), 1, 2048),
+            "top_n": _integer(1),
+            "return_documents": _BOOLEAN,
+            "user": _ANY,
+        },
+        "model",
+        "query",
+        "documents",
+    ),
+    "/tokenize": _body(
+        {
+            **_TOOLS,
+            "model": _MODEL,
+            "content": _TEXT,
+            "messages": _MESSAGES,
+            "add_special": _BOOLEAN,
+            "parse_special": _BOOLEAN,
+            "chat_template_kwargs": _OBJECT,
+        },
+        "model",
+    ),
+    "/detokenize": _body({"model": _MODEL, "tokens": _list(_integer(0))}, "model", "tokens"),
+}
+"""What each hot path takes, as workers read it."""
+
+_STREAMS = ("/v1/chat/completions", "/v1/completions")
+
+
+def add(app: FastAPI, open_paths: frozenset[str]) -> None:
+    """Adds the path to `app`; what it answers is made once, when somebody asks."""
+
+    @app.get(openapi.PATH, include_in_schema=False)
+    async def describe() -> JSONResponse:
+        return JSONResponse(description(app, open_paths))
+
+
+def description(app: FastAPI, open_paths: frozenset[str]) -> dict[str, Any]:
+    """The whole description of the service whose cold routes `app` has."""
+    return openapi.completed(app.openapi(), BODIES, open_paths, _STREAMS)

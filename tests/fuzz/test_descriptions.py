@@ -1,0 +1,81 @@
+"""Both services describe themselves in OpenAPI: every path, every field, and only to who has a key."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from gateway.core import requests
+from gateway.core.frames import Endpoint
+from inference.app import HOT_PATHS
+from inference.http import OPEN_PATHS
+from inference.routes.description import BODIES
+from inference.worker import bodies, http, reranking
+from tests.rigs.asgi import ask, operations
+from tests.rigs.authority_rig import Start, services
+from tests.rigs.fake_inference import FakeInference
+from tests.rigs.gateway_rig import Gateway
+
+READ = {
+    "/v1/chat/completions": bodies._CHAT,
+    "/v1/completions": bodies._COMPLETION,
+    "/v1/embeddings": bodies._EMBEDDING,
+    "/v1/rerank": reranking._FIELDS,
+    "/tokenize": http._TOKENIZED,
+    "/detokenize": ("model", "tokens"),
+}
+"""What a worker reads of each body; everything else it refuses by name."""
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_service_describes_the_fields_that_workers_read(path: str) -> None:
+    assert set(BODIES[path]["properties"]) == set(READ[path])
+
+
+def test_every_hot_path_is_described() -> None:
+    assert set(BODIES) == set(HOT_PATHS)
+
+
+@pytest.mark.parametrize("endpoint", Endpoint, ids=lambda endpoint: endpoint.name.lower())
+def test_the_gateway_describes_the_fields_that_it_checks(endpoint: Endpoint) -> None:
+    said = requests.schema(endpoint)
+    assert set(said["properties"]) == set(requests._FIELDS[endpoint])
+    assert said["required"] == ["model", *requests._NEEDED[endpoint]]
+    assert all("anyOf" in field or name in said["required"] for name, field in said["properties"].items())
+
+
+def check(described: dict[str, Any], hot: set[str], open_paths: set[str]) -> None:
+    assert described["openapi"].startswith("3.1")
+    assert hot <= set(described["paths"])
+    for path, methods in described["paths"].items():
+        for operation in methods.values():
+            assert "422" not in operation["responses"], "bad input is 400"
+            assert "default" in operation["responses"]
+            assert ("security" in operation) is (path not in open_paths)
+    assert set(described["components"]["schemas"]) & {"HTTPValidationError", "ValidationError"} == set()
+
+
+@pytest.fixture
+async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
+    async with services(tmp_path, monkeypatch) as make:
+        yield make
+
+
+async def test_the_inference_service_describes_itself(start: Start) -> None:
+    service = await start({"a": {}})
+    assert (await ask(service.app, "GET", "/openapi.json", key="wrong")).status == 401
+    described = (await ask(service.app, "GET", "/openapi.json")).body
+    check(described, set(BODIES), set(OPEN_PATHS))
+    assert {path for _, path in operations(service.app)} | set(HOT_PATHS) == set(described["paths"])
+
+
+async def test_the_gateway_describes_itself(tmp_path: Path) -> None:
+    async with FakeInference("token") as inference, Gateway(tmp_path, inference.url) as gateway:
+        async with httpx2.AsyncClient(base_url=gateway.url) as stranger:
+            assert (await stranger.get("/openapi.json")).status_code == 401
+        described = (await gateway.client.get("/openapi.json")).json()
+        check(described, {f"/v1/{endpoint}" for endpoint in Endpoint}, {"/livez", "/readyz", "/health", "/metrics"})
