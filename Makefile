@@ -8,6 +8,8 @@
 # The first interpreter that is new enough; `make PYTHON=... serve` chooses another.
 PYTHON ?= $(shell for p in .venv/bin/python python3 python3.13 python3.12 python3.11; do \
     $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# Whoever keeps Python from writing bytecode has each of Headgate's many processes compile its modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 RUN := $(VENV)/bin/python -m
 ARGS ?=

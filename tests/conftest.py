@@ -2,6 +2,7 @@
 
 Names of cases are the same in every process, or tests cannot be divided among several: none may hold an address.
 A suite that was started in the background ignores Ctrl-C, and so would every program it tests: that is undone.
+Bytecode is kept whatever the environment says: the suite starts hundreds of processes, and each would compile its own.
 
 HYPOTHESIS_PROFILE=explore make test ARGS="tests/property"
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 import pytest
 from hypothesis import settings
@@ -17,6 +19,9 @@ from hypothesis import settings
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", max_examples=1000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

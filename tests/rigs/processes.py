@@ -64,7 +64,6 @@ def private_env(root: Path, extra: Mapping[str, str] | None = None) -> dict[str,
         "HEADGATE_STATE_DIR": str(state),
         "HEADGATE_LOCK_DIR": str(locks),
         "PYTHONUNBUFFERED": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
         **(extra or {}),
     }
 
