@@ -1,5 +1,7 @@
 """A worker without llama.cpp: speaks the link, answers canned SSE, and misbehaves as FAKE_WORKER tells it to.
 
+Hundreds of it are started in a run of the suite, so it imports nothing but the link and what is Python's own.
+
 FAKE_WORKER is JSON, model id -> behavior: `load_seconds`, `fail` (cause), `fail_on` (device -> cause),
 `most` (setting of the grant -> above it, the load fails with `oom_load`), `exit` (status before hello),
 `abort` (text, then SIGABRT while loading), `silent_after` (beats stop so many seconds after ready),
@@ -12,15 +14,16 @@ FAKE_WORKER is JSON, model id -> behavior: `load_seconds`, `fail` (cause), `fail
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import socket
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from aiohttp import web
 
 from inference.worker import link
 
@@ -62,22 +65,14 @@ async def main() -> None:
         await writer.drain()
         sys.exit(1)
     if text := how.get("abort"):
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
-        os.kill(os.getpid(), signal.SIGABRT)
-    app = web.Application()
-    app["how"], app["model"], app["active"] = how, grant.model_id, [0]
-    for path in ("/v1/chat/completions", "/v1/completions"):
-        app.router.add_post(path, _answer)
-    app.router.add_post("/tokenize", _tokenize)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
-    await runner.setup()
-    await web.SockSite(runner, listener).start()
+        _abort(text)
+    site = Site(grant.model_id, how)
+    server = await asyncio.start_unix_server(site.converse, sock=listener)
     hoard = b"x" * how.get("grow", 0)  # at once for who looks, which happens from `ready` on
     send(_ready(grant, how))
-    beats = asyncio.create_task(_beat(send, app, how))
+    beats = asyncio.create_task(_beat(send, site))
     await asyncio.wait({orders, beats}, return_when=asyncio.FIRST_COMPLETED)
-    await runner.cleanup()
+    server.close()
     del hoard
 
 
@@ -89,10 +84,10 @@ async def _load(send: Any, how: dict[str, Any]) -> None:
         send(link.LoadProgress((step + 1) / steps))
 
 
-async def _beat(send: Any, app: web.Application, how: dict[str, Any]) -> None:
+async def _beat(send: Any, site: Site) -> None:
     elapsed = 0.0
-    while elapsed < how.get("silent_after", 1e9):
-        send(link.Beat(how.get("step_seconds"), 1, app["active"][0], 0, 10, 10))
+    while elapsed < site.how.get("silent_after", 1e9):
+        send(link.Beat(site.how.get("step_seconds"), 1, site.active, 0, 10, 10))
         await asyncio.sleep(link.BEAT_SECONDS)
         elapsed += link.BEAT_SECONDS
     await asyncio.Event().wait()
@@ -125,6 +120,12 @@ def _ready(grant: link.Grant, how: dict[str, Any]) -> link.Ready:
     )
 
 
+def _abort(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+    os.kill(os.getpid(), signal.SIGABRT)
+
+
 async def _misbehave(how: str | None) -> None:
     if how == "die":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -132,36 +133,70 @@ async def _misbehave(how: str | None) -> None:
         await asyncio.Event().wait()
 
 
-async def _answer(request: web.Request) -> web.StreamResponse:
-    how, model = request.app["how"], request.app["model"]
-    body = await request.json()
-    if body.get("max_tokens") == -1:
-        error = {
-            "error": {"message": "max_tokens", "type": "invalid_request_error", "param": "max_tokens", "code": "x"}
-        }
-        return web.json_response(error, status=400)
-    if text := how.get("abort_answer"):
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
-        os.kill(os.getpid(), signal.SIGABRT)
-    request.app["active"][0] += 1
-    try:
-        await asyncio.sleep(how.get("answer_seconds", 0.0))
-        if not body.get("stream"):
-            return web.json_response({"model": model, "text": f"{model} answers", "seen": dict(request.headers)})
-        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        await response.prepare(request)
-        for number in range(how.get("chunks", 3)):
-            await response.write(f'data: {{"model": "{model}", "n": {number}}}\n\n'.encode())
-            await asyncio.sleep(how.get("chunk_seconds", 0.0))
-        await response.write(b"data: [DONE]\n\n")
-        return response
-    finally:
-        request.app["active"][0] -= 1
+@dataclass
+class Site:
+    """What answers requests: HTTP/1.1 with bodies of a known length, as the authority asks."""
+
+    model: str
+    how: Mapping[str, Any]
+    active: int = 0
+
+    async def converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection; a client that leaves ends its answer."""
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await self._answers(reader, writer)
+        writer.close()
+
+    async def _answers(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        first = asyncio.ensure_future(reader.read(1))
+        while byte := await first:
+            head = (byte + await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower().split("\r\n")
+            (length,) = (int(line.split(":")[1]) for line in head if line.startswith("content-length:"))
+            body = await reader.readexactly(length)
+            first = asyncio.ensure_future(reader.read(1))
+            answer = asyncio.create_task(self._answer(head[0].split()[1], body, writer))
+            await asyncio.wait({first, answer}, return_when=asyncio.FIRST_COMPLETED)
+            if first.done() and (first.exception() or not first.result()):
+                answer.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await answer
+
+    async def _answer(self, path: str, raw: bytes, writer: asyncio.StreamWriter) -> None:
+        if path == "/tokenize":
+            return _tell(writer, 200, {"tokens": [1, 2, 3]})
+        body = json.loads(raw)
+        if body.get("max_tokens") == -1:
+            error = {"message": "max_tokens", "type": "invalid_request_error", "param": "max_tokens", "code": "x"}
+            return _tell(writer, 400, {"error": error})
+        if text := self.how.get("abort_answer"):
+            _abort(text)
+        self.active += 1
+        try:
+            await asyncio.sleep(self.how.get("answer_seconds", 0.0))
+            if not body.get("stream"):
+                return _tell(writer, 200, {"model": self.model, "text": f"{self.model} answers"})
+            return await self._stream(writer)
+        finally:
+            self.active -= 1
+
+    async def _stream(self, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        for number in range(self.how.get("chunks", 3)):
+            await _chunk(writer, f'data: {{"model": "{self.model}", "n": {number}}}\n\n'.encode())
+            await asyncio.sleep(self.how.get("chunk_seconds", 0.0))
+        await _chunk(writer, b"data: [DONE]\n\n")
+        await _chunk(writer, b"")
 
 
-async def _tokenize(request: web.Request) -> web.Response:
-    return web.json_response({"tokens": [1, 2, 3]})
+async def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
+    writer.write(b"%x\r\n%b\r\n" % (len(data), data))
+    await writer.drain()
+
+
+def _tell(writer: asyncio.StreamWriter, status: int, said: Mapping[str, Any]) -> None:
+    body = json.dumps(said).encode()
+    head = f"HTTP/1.1 {status} -\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
 
 
 if __name__ == "__main__":
