@@ -65,15 +65,16 @@ static int state_of(int pid) {
 }
 
 static CUresult move(int pid, int from, int to) {
-    char path[4096];
+    char path[4096], fresh[4100];
     if (kill(pid, 0)) return INVALID_VALUE;
     if (state_of(pid) != from) return ILLEGAL_STATE;
     path_of(pid, path, sizeof path);
-    FILE *file = fopen(path, "w");
+    snprintf(fresh, sizeof fresh, "%s.new", path);
+    FILE *file = fopen(fresh, "w");
     if (!file) return UNKNOWN;
     fprintf(file, "%d\n", to);
     fclose(file);
-    return OK;
+    return rename(fresh, path) ? UNKNOWN : OK;  // who reads it meanwhile never finds an empty file
 }
 
 /* --- the library ------------------------------------------------------------------------------------------------ */
