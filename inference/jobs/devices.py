@@ -37,13 +37,12 @@ _TYPES = {0: "cpu", 1: "gpu", 2: "igpu", 3: "accel"}
 def run(job: Mapping[str, Any]) -> dict[str, Any]:
     """Answers `{"devices": [{"ggml_name", "backend", "name", "type", "pci", "total_bytes", "free_bytes"}]}`."""
     del job
-    import llama_cpp
-
     from inference.worker import ggml
+    from inference.worker.binding import lib as llama
 
-    heard = llama_cpp.llama_log_callback(lambda level, text, data: None)
-    llama_cpp.llama_log_set(heard, None)
-    llama_cpp.llama_backend_init()
+    heard = llama.llama_log_callback(lambda level, text, data: None)
+    llama.llama_log_set(heard, None)
+    llama.llama_backend_init()
     lib = ggml.library()
     for name, restype, argtypes in (
         ("ggml_backend_dev_get_props", None, [ctypes.c_void_p, ctypes.POINTER(_Props)]),

@@ -196,10 +196,10 @@ def _mtmd_bytes(path: Path, *, on_gpu: bool) -> int:
 
 def _breakdown(context: Any) -> Iterator[tuple[str, int, int, int]]:
     """(buffer type, weights, context, compute) of each buffer type."""
-    from llama_cpp import llama_cpp
+    from inference.worker.binding import lib
 
     try:
-        function = getattr(llama_cpp._lib, _SYMBOL)
+        function = getattr(lib._lib, _SYMBOL)
     except AttributeError:
         raise _NoBreakdownError("this llama.cpp has no memory breakdown") from None
     apple = sys.platform == "darwin"

@@ -23,10 +23,10 @@ CONNECT_SECONDS = 5.0
 @functools.cache
 def library() -> ctypes.CDLL:
     """The ggml library that llama.cpp itself uses; its symbols include those of the backends it links."""
-    from llama_cpp import llama_cpp
+    from inference.worker.binding import lib as llama
 
     name = "libggml.dylib" if sys.platform == "darwin" else "libggml.so"
-    lib = ctypes.CDLL(str(Path(llama_cpp._base_path) / name))
+    lib = ctypes.CDLL(str(Path(llama._base_path) / name))
     for function, restype, argtypes in (
         ("ggml_backend_dev_by_name", ctypes.c_void_p, [ctypes.c_char_p]),
         ("ggml_backend_dev_count", ctypes.c_size_t, []),

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import llama_cpp
-
 from inference.worker import llama
+from inference.worker.binding import lib
 from inference.worker.core.keeping import Retained, chosen, differing
 from inference.worker.link import Grant
 from inference.worker.llama import state
@@ -85,7 +84,7 @@ def key(grant: Grant, file: Sequence[int]) -> dict[str, Any]:
         "flash_attention": grant.flash_attention,
         "context_length": grant.context_length,
         "parallel": grant.parallel,
-        "library": llama_cpp.__version__,
+        "library": list(stamp(lib._lib._name)),
     }
 
 

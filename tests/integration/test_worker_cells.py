@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
-from llama_cpp import llama_cpp as lib
 
 from inference.worker.backend import Decode
+from inference.worker.binding import lib
 from inference.worker.core.steps import Row
 from inference.worker.llama import Context
 from inference.worker.llama.context import WIDEST_GAP

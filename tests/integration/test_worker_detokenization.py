@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llama_cpp import llama_cpp as lib
 
 from inference import demo
 from inference.worker import llama
+from inference.worker.binding import lib
 from inference.worker.core.detokenize import Detokenizer
 from inference.worker.logprobs import Logprobs
 from inference.worker.requests import Sampling

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from llama_cpp import llama_cpp as lib
 
 from inference import demo
 from inference.protocol import Code
 from inference.worker.backend import Decode
+from inference.worker.binding import lib
 from inference.worker.core.steps import Row
 from inference.worker.llama import MOST_CANDIDATES, Sampler
 from inference.worker.llama import sampler as samplers

@@ -5,9 +5,9 @@ neighbours, and a step that had room itself put its youngest request back.
 from __future__ import annotations
 
 import numpy as np
-from llama_cpp import llama_cpp as lib
 
 from inference.worker.backend import Decode
+from inference.worker.binding import lib
 from inference.worker.core.steps import Row
 from tests.rigs import tiny_gguf
 from tests.rigs.engine_rig import engine_rig

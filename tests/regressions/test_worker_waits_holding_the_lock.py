@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llama_cpp import llama_cpp as lib
 
 from inference.worker import llama
 from inference.worker.backend import Decode
+from inference.worker.binding import lib
 from inference.worker.core.steps import Row
 from inference.worker.llama import context as room
 from tests.rigs import tiny_gguf

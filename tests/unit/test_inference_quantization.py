@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from llama_cpp import llama_cpp
 
 from inference.demo import bundled_path
 from inference.jobs.gguf import read_facts
 from inference.jobs.quantization import name_of
+from inference.worker.binding import lib
 
 
 def test_the_bundled_models_are_q8_0() -> None:
@@ -20,7 +20,7 @@ def test_the_bundled_models_are_q8_0() -> None:
 
 
 def test_the_names_are_those_of_llama_cpp() -> None:
-    kinds = {name: number for name, number in vars(llama_cpp).items() if name.startswith("LLAMA_FTYPE_")}
+    kinds = {name: number for name, number in vars(lib).items() if name.startswith("LLAMA_FTYPE_")}
     known = {name.removeprefix("LLAMA_FTYPE_MOSTLY_").removeprefix("LLAMA_FTYPE_ALL_"): kinds[name] for name in kinds}
     assert len(known) > 30
     for name, number in known.items():

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from llama_cpp import llama_cpp as lib
 
 from inference.protocol import ExitCause
 from inference.worker.backend import BatchRow, Decode
+from inference.worker.binding import lib
 from inference.worker.errors import LoadError
 from inference.worker.llama.model import Model
 from inference.worker.llama.params import POOLING_LAST, POOLING_RANK

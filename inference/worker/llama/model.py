@@ -8,10 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from llama_cpp import llama_cpp as lib
-
 from inference.protocol import ExitCause
 from inference.worker import ggml
+from inference.worker.binding import lib
 from inference.worker.core.cuts import Cutter
 from inference.worker.errors import LoadError
 from inference.worker.llama.process import quick

@@ -6,9 +6,8 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-from llama_cpp import llama_cpp as lib
-
 from inference.worker import ggml
+from inference.worker.binding import lib
 from inference.worker.hardware import usable_cores
 from inference.worker.link import Grant
 

@@ -7,9 +7,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from llama_cpp import llama_cpp as lib
-
 from inference.worker import ggml
+from inference.worker.binding import lib
 from inference.worker.logtail import LogTail
 
 _keep_alive: list[object] = []

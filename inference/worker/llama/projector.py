@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from llama_cpp import llama_cpp as lib
 
 from inference.protocol import ExitCause
 from inference.worker.backend import Picture
+from inference.worker.binding import lib
 from inference.worker.errors import LoadError
 from inference.worker.llama.model import Model
 from inference.worker.llama.process import log_beside

@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from llama_cpp import llama_cpp as lib
 
+from inference.worker.binding import lib
 from inference.worker.llama.context import Context
 from inference.worker.llama.process import quick
 

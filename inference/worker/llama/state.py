@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import ctypes
 
-from llama_cpp import llama_cpp as lib
-
+from inference.worker.binding import lib
 from inference.worker.llama.context import Context
 
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
