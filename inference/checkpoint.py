@@ -22,7 +22,7 @@ from inference.core.warm import HOST, Mechanism
 from inference.evictions import Action
 from inference.model import Model, Running, Suspended
 from inference.protocol import ModelState
-from inference.worker.link import Ready
+from inference.worker.link import Offloaded, Ready
 
 if TYPE_CHECKING:
     from inference.authority import Authority
@@ -87,7 +87,7 @@ class Checkpoint:
         held = authority.ledger.holdings[running.holding].bytes
         assert running.ready is not None
         extra = f"{model.id}#{next(authority.ids)}"
-        authority.ledger = authority.ledger.reserve(extra, model.id, {HOST: sum(held.values())})
+        authority.ledger = authority.ledger.reserve(extra, model.id, {HOST: sum(held.values())}, aside=True)
         running.extra, running.suspended = extra, Suspended(dict(held), running.ready)
         authority.move(model, _E.OFFLOAD)
         running.worker.suspend()
@@ -118,7 +118,9 @@ class Checkpoint:
         running.holding, running.extra, running.grown_bytes = running.extra, None, 0
         running.placement, running.device = Placement(Result.FREE, Allocation.FRACTIONAL, HOST, need), host
         authority.loads.give_back(left)
-        self._pool.keep(model, running, Mechanism.CHECKPOINT, device, 0, beat.cells_retained if beat else 0)
+        cells = sum(item.bytes for item in suspended.ready.buffers if item.kind == "kv")
+        saved = Offloaded(cells, 0, beat.cells_retained if beat else 0)
+        self._pool.keep(model, running, Mechanism.CHECKPOINT, device, saved)
 
     def resume(self, model: Model, running: Running, suspended: Suspended) -> None:
         """The device has room for what the worker had there."""
@@ -134,7 +136,7 @@ class Checkpoint:
         running.suspended = None
         running.worker.resumed()
         ready: asyncio.Future[Ready] = self._authority.loop.create_future()
-        ready.set_result(suspended.ready)
+        ready.set_result(replace(suspended.ready, restored_tokens=0))
         self._authority.loads.on_ready(model, running, ready)
 
     async def _do(self, operation: str, running: Running, suspended: Suspended) -> str | None:

@@ -44,6 +44,8 @@ class Reason(StrEnum):
     MOVED = "moved"
     """it goes to another device"""
     CHANGED = "its configuration changed"
+    LOWERED = "a limit was lowered"
+    """models hold more than they may from now on"""
     REMOVED = "removed"
     """it is not in the configuration any more"""
 

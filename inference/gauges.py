@@ -62,7 +62,7 @@ def _models(authority: Authority) -> Iterator[GaugeMetricFamily]:
 
 def _workers(authority: Authority) -> Iterator[GaugeMetricFamily]:
     size = GaugeMetricFamily("inference_model_bytes", "Bytes of a model", labels=["model", "kind"])
-    kv = GaugeMetricFamily("inference_kv_bytes", "Bytes of the KV cache", labels=["model", "tier"])
+    kv = GaugeMetricFamily("inference_kv_bytes", "Bytes of KV caches", labels=["model", "tier"])
     sequences = GaugeMetricFamily("inference_sequences", "Sequences in the engine", labels=["model", "state"])
     for model in authority.models.values():
         kinds = bytes_by_kind(model)
@@ -70,6 +70,8 @@ def _workers(authority: Authority) -> Iterator[GaugeMetricFamily]:
             size.add_metric([model.id, kind], count)
         if "kv" in kinds:
             kv.add_metric([model.id, "hot"], kinds["kv"])
+        if (saved_bytes := authority.warm.saved_bytes(model)) is not None:
+            kv.add_metric([model.id, "warm"], saved_bytes)
         if model.running is not None and (beat := model.running.worker.beat) is not None:
             sequences.add_metric([model.id, "active"], beat.active)
             sequences.add_metric([model.id, "queued"], beat.queued)

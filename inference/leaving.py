@@ -26,6 +26,7 @@ from inference.process import WorkerExit
 from inference.protocol import ModelState
 from inference.stamp import stamp
 from inference.wishes import estimate_of
+from inference.worker.link import Offloaded
 
 if TYPE_CHECKING:
     from inference.authority import Authority
@@ -60,10 +61,9 @@ class Leaving:
             self._stand_by(model, running)
             return True
         warm = self.kept_as(model)
-        missing, altogether = self._authority.ledger.missing({HOST: warm.bytes})
-        lacking = max(missing[HOST], altogether)
-        if lacking:
-            return self._make_room(model, running, warm, lacking)
+        missing, _ = self._authority.ledger.missing({HOST: warm.bytes})
+        if missing[HOST]:
+            return self._make_room(model, running, warm, missing[HOST])
         if self._pool.mechanism(model) is Mechanism.CHECKPOINT:
             self._pool.checkpoint.begin(model, running)
             return True
@@ -112,7 +112,7 @@ class Leaving:
     def _most_bytes(self, running: Running, base: int) -> int:
         """What sequences may take: their cells, within what is left and is not wanted by others."""
         cells = sum(item.bytes for item in running.ready.buffers if item.kind == "kv") if running.ready else 0
-        room = self._authority.ledger.balance(HOST).room_bytes - base - running.leaves_free
+        room = self._authority.ledger.room(HOST, aside=True)[0] - base - running.leaves_free
         return max(0, min(cells + SPARE_BYTES, room)) if cells else 0
 
     def _stand_by(self, model: Model, running: Running) -> None:
@@ -120,7 +120,7 @@ class Leaving:
         most = self._most_bytes(running, 0)
         if most:
             running.extra = f"{model.id}#{next(authority.ids)}"
-            authority.ledger = authority.ledger.reserve(running.extra, model.id, {HOST: most})
+            authority.ledger = authority.ledger.reserve(running.extra, model.id, {HOST: most}, aside=True)
         authority.move(model, _E.OFFLOAD)
         worker.offload(most, stays=True)
         worker.offloaded.add_done_callback(lambda _done: self._stands_by(model, running))
@@ -147,7 +147,7 @@ class Leaving:
         departure, running.departure = running.departure, None
         if departure is not None:
             authority.evictions.add(model.id, departure, before - sum(ledger.holdings[running.holding].bytes.values()))
-        self._pool.keep(model, running, Mechanism.STANDBY, HOST, said.sequences, said.tokens)
+        self._pool.keep(model, running, Mechanism.STANDBY, HOST, said)
 
     def _hold(self, model: Model, leaving: Running, base: int) -> bool:
         """A fresh process takes the file; the leaving one saves its sequences where that finds them, and ends."""
@@ -155,7 +155,7 @@ class Leaving:
         most = self._most_bytes(leaving, base)
         holding = f"{model.id}#{next(authority.ids)}"
         need = {HOST: base + most}
-        ledger = authority.ledger.reserve(holding, model.id, need)
+        ledger = authority.ledger.reserve(holding, model.id, need, aside=True)
         try:
             worker = authority.loads.supervisor.spawn(
                 model.id, HIDDEN, lambda: authority.teller.heard(model), after=leaving.worker
@@ -188,14 +188,12 @@ class Leaving:
         if model.running is not keeper or model.state is not _S.OFFLOADING:
             return
         done = leaving.worker.offloaded
-        said = done.result() if done.exception() is None else None
-        saved = said.count_bytes if said else 0
+        said = done.result() if done.exception() is None else Offloaded(0, 0, 0)
         ledger = self._authority.ledger
         most = ledger.holdings[keeper.holding].bytes[HOST]
-        actual = min(most, worker.held.result().count_bytes + CPU_OVERHEAD_BYTES + saved)
+        actual = min(most, worker.held.result().count_bytes + CPU_OVERHEAD_BYTES + said.count_bytes)
         self._authority.ledger = ledger.commit(keeper.holding, {HOST: actual})
-        sequences, tokens = (said.sequences, said.tokens) if said else (0, 0)
-        self._pool.keep(model, keeper, Mechanism.RESIDENT, leaving.device.id, sequences, tokens)
+        self._pool.keep(model, keeper, Mechanism.RESIDENT, leaving.device.id, said)
 
     def _limit(self, model: Model, running: Running, seconds: float) -> None:
         self._authority.loop.call_later(seconds, self._too_late, running, model)

@@ -128,7 +128,7 @@ class Loads:
         )
         seconds = self._authority.loop.time() - running.began_at
         if is_back:
-            self._authority.warm.restored(model, seconds, ready.restored_tokens)
+            self._authority.warm.restored(model, seconds, ready)
         else:
             model.reload_seconds = seconds
             model.loads += 1

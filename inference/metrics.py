@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
+_RESTORE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 _LOAD_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 _RATIO_BUCKETS = (0.5, 0.8, 0.9, 0.95, 0.98, 1.0, 1.02, 1.05, 1.1, 1.25, 2.0)
 
@@ -27,6 +28,10 @@ class Metrics:
         )
         self.load_seconds = Histogram(
             "inference_load_seconds", "From reservation to ready", ["model", "tier"], buckets=_LOAD_BUCKETS,
+            registry=self.registry,
+        )  # fmt: skip
+        self.kv_restore_seconds = Histogram(
+            "inference_kv_restore_seconds", "Putting saved sequences back", buckets=_RESTORE_BUCKETS,
             registry=self.registry,
         )  # fmt: skip
         self.estimate_error = Histogram(

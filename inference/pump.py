@@ -139,12 +139,13 @@ class Pump:
         authority = self._authority
         now = authority.loop.time()
         models = authority.models.values()
-        held = held_models(models, authority.ledger, now)
+        ledger = authority.ledger
+        held = held_models(models, ledger, now)
         if model.state is _S.WARM:
-            request = authority.warm.adapted(model, request)
+            request, ledger = authority.warm.adapted(model, request), authority.warm.counted(model)
             held = [item for item in held if item.model != model.id or item.standing is Standing.LEAVING]
         scenery = Scenery(
-            authority.ledger,
+            ledger,
             tuple(held),
             residents(models),
             views.policy(authority.settings, now),

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from headgate.shared.units import format_bytes
 from inference.checkpoint import Checkpoint
-from inference.core.ledger import Phase
+from inference.core.ledger import Ledger
 from inference.core.lifecycle import Event
 from inference.core.plan import Option, Placement, Refusal, Request
-from inference.core.warm import HOST, Leaver, Mechanism, Warm, beyond, kept_of
+from inference.core.warm import HOST, Leaver, Mechanism, Warm, kept_of
 from inference.devices.base import Reading
 from inference.errors import InvalidRequestError
 from inference.evictions import Action, Reason
@@ -31,6 +31,7 @@ from inference.process import WorkerExit
 from inference.protocol import ModelState
 from inference.stamp import stamp
 from inference.wishes import grant_for
+from inference.worker.link import Offloaded, Ready
 
 if TYPE_CHECKING:
     from inference.authority import Authority
@@ -39,7 +40,6 @@ log = logging.getLogger(__name__)
 
 _PART_OF_SEVERAL = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _S, _E = ModelState, Event
-_LEAVING = Phase.RELEASING
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,8 @@ class Kept:
     original_device: str
     since: float
     count_bytes: int
+    saved_bytes: int
+    """of it, what its sequences take"""
     sequences: int
     tokens: int
 
@@ -122,6 +124,11 @@ class WarmPool:
             for name, kept in self._kept.items()
         ]
 
+    def saved_bytes(self, model: Model) -> int | None:
+        """What the sequences of a warm model take in host memory; None for one that is not warm."""
+        kept = self._kept.get(model.id)
+        return None if kept is None else kept.saved_bytes
+
     def is_stale(self, model: Model, devices: Iterable[Reading]) -> bool:
         """Whether a warm model is not what a load would give any more: another file, or a process where none may be."""
         assert model.running is not None
@@ -145,6 +152,13 @@ class WarmPool:
         option = next(option for option in request.options if option.device == HOST)
         rest = {name: max(0, count - held.get(name, 0)) for name, count in option.need.items()}
         return replace(request, options=(Option(HOST, rest),), spread=None)
+
+    def counted(self, model: Model) -> Ledger:
+        """The books in which the return of a warm model is planned: what stays in its process is loaded again then."""
+        ledger = self._authority.ledger
+        if self.mechanism(model) is not Mechanism.STANDBY or model.running is None:
+            return ledger
+        return ledger.put_aside(model.running.holding, aside=False)
 
     def gives_up(self, model: Model, refusal: Refusal) -> bool:
         """Drops a warm model that stands in its own way: without what it keeps there may be room."""
@@ -180,29 +194,28 @@ class WarmPool:
             raise InvalidRequestError(f"the model {model.id!r} cannot be offloaded: {why}")
 
     def review(self) -> None:
-        """The configuration changed: drops who may not be warm any more, or for whom there is no room any more."""
+        """The configuration changed: drops who may not be warm any more."""
         authority = self._authority
         for name in list(self._kept):
             model = authority.models[name]
             if model.state is _S.WARM and self.obstacle(model):
                 authority.loads.leave(model, Reason.CHANGED)
-        excess = authority.ledger.excess(HOST)
-        leaving = sum(item.bytes.get(HOST, 0) for item in authority.ledger.holdings.values() if item.phase is _LEAVING)
-        names = beyond(self.droppable(), excess - leaving, authority.loop.time())
-        self.drop(names, Reason.CHANGED, f"models hold {format_bytes(excess)} more of the host than they may")
 
     # --- kept and dropped --------------------------------------------------------------------------------------------
-    def keep(
-        self, model: Model, running: Running, mechanism: Mechanism, device: str, sequences: int, tokens: int
-    ) -> None:
-        """A model has left its device and holds no more than it keeps."""
-        size = sum(self._authority.ledger.holdings[running.holding].bytes.values())
-        self._kept[model.id] = Kept(mechanism, device, time.time(), size, sequences, tokens)
+    def keep(self, model: Model, running: Running, mechanism: Mechanism, device: str, saved: Offloaded) -> None:
+        """A model has left its device and holds no more than it keeps; `saved` of that are its sequences."""
+        ledger = self._authority.ledger = self._authority.ledger.put_aside(running.holding)
+        size = sum(ledger.holdings[running.holding].bytes.values())
+        self._kept[model.id] = Kept(
+            mechanism, device, time.time(), size, saved.count_bytes, saved.sequences, saved.tokens
+        )
         log.info(
             "%s is warm (%s, pid %d): %s in host memory, %d tokens of %d sequences",
-            model.id, mechanism, running.worker.pid, format_bytes(size), tokens, sequences,
+            model.id, mechanism, running.worker.pid, format_bytes(size), saved.tokens, saved.sequences,
         )  # fmt: skip
         self._authority.move(model, _E.OFFLOADED)
+        if ledger.excess(HOST):  # a limit was lowered while it left
+            self._authority.loads.leave(model, Reason.LOWERED)
         self._authority.pump()
 
     def droppable(self) -> list[Warm]:
@@ -237,7 +250,7 @@ class WarmPool:
         readings = {reading.id: reading for reading in authority.inventory.readings()}
         devices = [readings[name] for name in placement.devices]
         booked = f"{model.id}#{next(authority.ids)}"
-        ledger = authority.ledger.reserve(booked, model.id, placement.need)
+        ledger = self.counted(model).reserve(booked, model.id, placement.need)
         if self.mechanism(model) is Mechanism.STANDBY:
             running.extra = booked
             held = ledger.holdings[running.holding].bytes
@@ -279,8 +292,11 @@ class WarmPool:
             self._authority.ledger = self._authority.ledger.release(running.extra)
             running.extra = None
 
-    def restored(self, model: Model, seconds: float, tokens: int) -> None:
+    def restored(self, model: Model, seconds: float, ready: Ready) -> None:
         """A warm model is ready."""
+        tokens = ready.restored_tokens
+        if tokens:
+            self._authority.metrics.kv_restore_seconds.observe(ready.restore_seconds)
         model.restore_seconds = seconds
         self.restorations += 1
         self._authority.metrics.restorations.inc()

@@ -10,6 +10,9 @@ is ready, `releasing` while the worker leaves, and then gone. `foreign` is measu
 or releasing on the device; until then it may only rise, because a loading worker's bytes look foreign.
 
 A device without memory of its own (unified memory) shares an account: what is asked for it in bytes is asked there.
+
+The memory limit is a cap on the sum over loaded models. What a model keeps that is not loaded is booked `aside`: it
+counts on its device like everything else of ours, and not for the limit.
 """
 
 from __future__ import annotations
@@ -49,12 +52,13 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Bytes of one owner per device, all in one phase."""
+    """Bytes of one owner per device, all in one phase; `aside` ones are no part of a loaded model."""
 
     id: str
     owner: str
     phase: Phase
     bytes: Mapping[str, int]
+    aside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,24 +93,26 @@ class Lack:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What all holdings together have on a device, by phase; bytes."""
+    """What all holdings together have on a device, by phase; bytes. `aside_bytes` are among those of the phases."""
 
     reserved_bytes: int = 0
     resident_bytes: int = 0
     releasing_bytes: int = 0
+    aside_bytes: int = 0
 
     @property
     def ours_bytes(self) -> int:
         """Whatever the phase."""
         return self.reserved_bytes + self.resident_bytes + self.releasing_bytes
 
-    def plus(self, phase: Phase, count: int) -> Sums:
+    def plus(self, phase: Phase, count: int, *, aside: bool = False) -> Sums:
         """With `count` bytes more (or fewer) in `phase`."""
+        beside = self.aside_bytes + count if aside else self.aside_bytes
         if phase is Phase.RESERVED:
-            return Sums(self.reserved_bytes + count, self.resident_bytes, self.releasing_bytes)
+            return Sums(self.reserved_bytes + count, self.resident_bytes, self.releasing_bytes, beside)
         if phase is Phase.RESIDENT:
-            return Sums(self.reserved_bytes, self.resident_bytes + count, self.releasing_bytes)
-        return Sums(self.reserved_bytes, self.resident_bytes, self.releasing_bytes + count)
+            return Sums(self.reserved_bytes, self.resident_bytes + count, self.releasing_bytes, beside)
+        return Sums(self.reserved_bytes, self.resident_bytes, self.releasing_bytes + count, beside)
 
 
 _NOTHING = Sums()
@@ -114,7 +120,7 @@ _NOTHING = Sums()
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """All accounts and holdings. `limit_bytes` caps the sum of our bytes over all devices.
+    """All accounts and holdings. `limit_bytes` caps the sum of what loaded models have on all devices.
 
     `sums` follows from `holdings`; it is kept from step to step, because a decision asks for it hundreds of times.
     """
@@ -126,14 +132,15 @@ class Ledger:
     shared: Mapping[str, str] = field(default_factory=dict)
     """Devices without memory of their own, and the account that their bytes are booked on."""
 
-    ours_bytes: int = field(default=0, init=False, compare=False, repr=False)
-    """The sum of our bytes over all devices and phases."""
+    loaded_bytes: int = field(default=0, init=False, compare=False, repr=False)
+    """The sum of our bytes over all devices and phases, but those that are aside."""
 
     def __post_init__(self) -> None:
         if self.holdings and not self.sums:
             held = (replace(item, bytes=self._booked(item.bytes)) for item in self.holdings.values())
             object.__setattr__(self, "sums", _changed({}, held, 1))
-        object.__setattr__(self, "ours_bytes", sum(sums.ours_bytes for sums in self.sums.values()))
+        loaded_bytes = sum(sums.ours_bytes - sums.aside_bytes for sums in self.sums.values())
+        object.__setattr__(self, "loaded_bytes", loaded_bytes)
 
     def balance(self, device: str) -> Balance:
         """The account of `device` in numbers; raises LedgerError for an unknown device."""
@@ -153,14 +160,14 @@ class Ledger:
             bound=bound,
         )
 
-    def lacks(self, need: Mapping[str, int]) -> tuple[Lack, ...]:
+    def lacks(self, need: Mapping[str, int], *, aside: bool = False) -> tuple[Lack, ...]:
         """The devices on which `need` (bytes per device) does not fit; empty when it does."""
         found = []
         need = self._booked(need)
-        spare = self.spare_altogether
+        spare = None if aside else self.spare_altogether
         total = sum(need.values())
         for device, count in need.items():
-            room, bound = self.room(device)
+            room, bound = self.room(device, aside=aside)
             if count > room:
                 found.append(Lack(device, count, room, bound))
         if not found and spare is not None and total > spare:
@@ -168,9 +175,9 @@ class Ledger:
             found.append(Lack(device, total, max(0, spare), "the memory limit"))
         return tuple(found)
 
-    def room(self, device: str) -> tuple[int, str]:
+    def room(self, device: str, *, aside: bool = False) -> tuple[int, str]:
         """Bytes that a new reservation may take of `device`, and what limits them."""
-        return self._room(self._account(device), self._sums(device))
+        return self._room(self._account(device), self._sums(device), aside=aside)
 
     def account_of(self, device: str) -> str:
         """The account that the bytes of `device` are booked on: its own, or that of the memory it shares."""
@@ -189,15 +196,19 @@ class Ledger:
             raise LedgerError(f"{device} cannot share the memory of {account}")
         return self if self.shared.get(device) == account else replace(self, shared=_with(self.shared, device, account))
 
-    def reserve(self, id: str, owner: str, need: Mapping[str, int]) -> Ledger:
+    def reserve(self, id: str, owner: str, need: Mapping[str, int], *, aside: bool = False) -> Ledger:
         """Books `need` as reserved; raises LedgerError when it does not fit, is negative, or `id` is in use."""
         if id in self.holdings:
             raise LedgerError(f"reservation {id} exists already")
         if any(count < 0 for count in need.values()):
             raise LedgerError(f"reservation {id} has a negative amount")
-        if lacking := self.lacks(need):
+        if lacking := self.lacks(need, aside=aside):
             raise LedgerError(f"reservation {id} does not fit on {', '.join(lack.device for lack in lacking)}")
-        return self._put(Holding(id, owner, Phase.RESERVED, MappingProxyType(dict(self._booked(need)))))
+        return self._put(Holding(id, owner, Phase.RESERVED, MappingProxyType(dict(self._booked(need))), aside))
+
+    def put_aside(self, id: str, *, aside: bool = True) -> Ledger:
+        """From now on the holder is no loaded model (or is one again); never refused, and may exceed the limit."""
+        return self._put(replace(self._holding(id, *Phase), aside=aside))
 
     def commit(self, id: str, actual: Mapping[str, int]) -> Ledger:
         """Turns a reservation into resident bytes, `actual` per device.
@@ -211,7 +222,7 @@ class Ledger:
             for device, count in actual.items()
             if count > holding.bytes.get(device, 0)
         }
-        if growth and (lacking := self.lacks(growth)):
+        if growth and (lacking := self.lacks(growth, aside=holding.aside)):
             raise LedgerError(f"{holding.owner} outgrew its reservation on {', '.join(x.device for x in lacking)}")
         return self._put(replace(holding, phase=Phase.RESIDENT, bytes=MappingProxyType(dict(actual))))
 
@@ -232,7 +243,7 @@ class Ledger:
         for used, bound, name in (
             (balance.ours_bytes + account.foreign_bytes, account.capacity_bytes, "the device"),
             (balance.ours_bytes, account.budget_bytes, "the share of the device that may be used"),
-            (grown.ours_bytes, grown.limit_bytes, "the memory limit"),
+            (grown.loaded_bytes, grown.limit_bytes, "the memory limit"),
         ):
             if bound is not None and used > bound:
                 raise LedgerError(f"{holding.owner} outgrew its reservation on {device} beyond {name}")
@@ -315,12 +326,11 @@ class Ledger:
     @property
     def spare_altogether(self) -> int | None:
         """What the memory limit leaves, negative where too much is booked; None without a limit."""
-        return None if self.limit_bytes is None else self.limit_bytes - self.ours_bytes
+        return None if self.limit_bytes is None else self.limit_bytes - self.loaded_bytes
 
     def excess(self, device: str) -> int:
-        """Bytes that we hold beyond our share of `device`, or beyond the memory limit; 0 as long as limits stay."""
-        over = self._sums(device).ours_bytes - self._account(device).budget_bytes
-        return max(0, over, -(self.spare_altogether or 0))
+        """Bytes that we hold beyond our share of `device`; 0 as long as limits stay."""
+        return max(0, self._sums(device).ours_bytes - self._account(device).budget_bytes)
 
     def owned_by(self, owner: str) -> Mapping[str, int]:
         """Bytes per device that `owner` holds, whatever the phase."""
@@ -343,10 +353,10 @@ class Ledger:
             found[self.account_of(device)] = found.get(self.account_of(device), 0) + count
         return found
 
-    def _room(self, account: Account, sums: Sums) -> tuple[int, str]:
+    def _room(self, account: Account, sums: Sums, *, aside: bool = False) -> tuple[int, str]:
         bounds = self._device_bounds(account, sums)
-        if self.limit_bytes is not None:
-            bounds.append((self.limit_bytes - self.ours_bytes, "the memory limit"))
+        if self.limit_bytes is not None and not aside:
+            bounds.append((self.limit_bytes - self.loaded_bytes, "the memory limit"))
         room, bound = min(bounds, key=lambda item: item[0])
         return max(0, room), bound
 
@@ -391,5 +401,5 @@ def _changed(sums: Mapping[str, Sums], holdings: Iterable[Holding], sign: int) -
     after = dict(sums)
     for holding in holdings:
         for device, count in holding.bytes.items():
-            after[device] = after.get(device, _NOTHING).plus(holding.phase, sign * count)
+            after[device] = after.get(device, _NOTHING).plus(holding.phase, sign * count, aside=holding.aside)
     return after

@@ -334,7 +334,7 @@ class _Cover:
         gives = [
             (
                 *(held.bytes.get(device, 0) for device in lacking),
-                sum(held.bytes.values()),
+                held.loaded_bytes,
                 int(held.standing is Standing.IDLE),
                 *(
                     count

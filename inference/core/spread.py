@@ -136,7 +136,7 @@ class _Crowd:
                 self._owned[device] -= sign * held.dedicated
         self._host_spare += sign * held.bytes.get(HOST, 0)
         if self._altogether is not None:
-            self._altogether += sign * sum(held.bytes.values())
+            self._altogether += sign * held.loaded_bytes
         if self._places is not None and held.standing is not Standing.WARM:
             self._places += sign
 

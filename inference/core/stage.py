@@ -59,6 +59,11 @@ class Held:
             return ()
         return tuple(name for name in self.bytes if name != HOST) or (HOST,)
 
+    @property
+    def loaded_bytes(self) -> int:
+        """What of it counts for the memory limit: nothing of a warm model's, which is not loaded."""
+        return 0 if self.standing is Standing.WARM else sum(self.bytes.values())
+
     def cost(self, now: float) -> float:
         """What it is worth to keep: bytes x seconds to load again x recency (1 for one used just now, less with idle
         minutes). All warm models together cost less than anybody loaded.

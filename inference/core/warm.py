@@ -1,8 +1,9 @@
 """Decides which models stay warm in host memory, and which are dropped when it is wanted; never moves a byte.
 
 The pool has no account of its own: what it holds is booked on the host's account like everything else of ours, so that
-INFERENCE_CPU_MEMORY_MAX_PERCENT bounds loaded and warm models together. A warm model is worth its bytes x the seconds
-that it saves x recency of use, the measure by which loaded models are evicted; the least worthy is dropped first.
+INFERENCE_CPU_MEMORY_MAX_PERCENT bounds loaded and warm models together. INFERENCE_MEMORY_LIMIT_GB bounds loaded ones
+alone. A warm model is worth its bytes x the seconds that it saves x recency of use, the measure by which loaded models
+are evicted; the least worthy is dropped first.
 """
 
 from __future__ import annotations
@@ -68,14 +69,6 @@ def displaced(newcomer: Warm, kept: Sequence[Warm], missing_bytes: int, now: flo
     return tuple(kept[at].model for at in chosen)
 
 
-def beyond(kept: Sequence[Warm], excess_bytes: int, now: float) -> tuple[str, ...]:
-    """The least worthy of `kept` that give back `excess_bytes`; all of them where that is more than they hold."""
-    if excess_bytes <= 0:
-        return ()
-    chosen = cheapest([warm.worth(now) for warm in kept], [[warm.bytes] for warm in kept], [excess_bytes])
-    return tuple(warm.model for warm in kept) if chosen is None else tuple(kept[at].model for at in chosen)
-
-
 def kept_of(leavers: Sequence[Leaver], need: Mapping[str, int], ledger: Ledger, now: float) -> frozenset[str]:
     """Those of `leavers` that can be kept and leave room for `need` all the same; the worthiest are tried first.
 
@@ -89,7 +82,7 @@ def kept_of(leavers: Sequence[Leaver], need: Mapping[str, int], ledger: Ledger, 
     kept = []
     for warm in sorted((item.warm for item in leavers if item.warm), key=lambda item: item.worth(now), reverse=True):
         try:
-            after = after.reserve(f"warm {warm.model}", warm.model, {HOST: warm.bytes})
+            after = after.reserve(f"warm {warm.model}", warm.model, {HOST: warm.bytes}, aside=True)
         except LedgerError:
             continue
         kept.append(warm.model)

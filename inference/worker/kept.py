@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +26,7 @@ log = logging.getLogger("headgate.worker")
 @dataclass(frozen=True, slots=True)
 class Kept:
     """A loaded model with all that outlives its context. `under`: what saved sequences must match; `restored` are those
-    that its context holds again.
+    that its context holds again, which took `restore_seconds`.
     """
 
     loaded: Loaded
@@ -34,6 +35,7 @@ class Kept:
     keep: Keep
     under: dict[str, Any]
     restored: Sequence[Retained] = ()
+    restore_seconds: float = 0.0
 
 
 def load_kept(
@@ -55,13 +57,12 @@ def load_kept(
     under = key(grant, held.stamp)
     loaded = load(replace(grant, path=held.source), tail, on_progress)
     held.close()
-    return _told(Kept(loaded, grant, tail, keep, under, restore(loaded.context, keep, under)))
+    return _told(_restored(Kept(loaded, grant, tail, keep, under)))
 
 
 def reopen_kept(kept: Kept, grant: Grant) -> Kept:
     """A fresh context for a model that was offloaded in this process, its sequences back; raises LoadError."""
-    loaded = reopen(kept.loaded, grant, kept.tail)
-    return _told(replace(kept, loaded=loaded, grant=grant, restored=restore(loaded.context, kept.keep, kept.under)))
+    return _told(_restored(replace(kept, loaded=reopen(kept.loaded, grant, kept.tail), grant=grant)))
 
 
 def offload(kept: Kept, retained: Sequence[Retained], order: Offload) -> Offloaded:
@@ -77,10 +78,18 @@ def offload(kept: Kept, retained: Sequence[Retained], order: Offload) -> Offload
     return Offloaded(saved.count_bytes, saved.sequences, saved.tokens)
 
 
+def _restored(kept: Kept) -> Kept:
+    """With the sequences in its context that were saved."""
+    began = time.monotonic()
+    found = restore(kept.loaded.context, kept.keep, kept.under)
+    return replace(kept, restored=found, restore_seconds=time.monotonic() - began)
+
+
 def _told(kept: Kept) -> Kept:
     """With the restored tokens in what the authority is told; what was saved is not needed any more."""
     kept.keep.clear()
-    ready = replace(kept.loaded.ready, restored_tokens=sum(len(item.tokens) for item in kept.restored))
+    tokens = sum(len(item.tokens) for item in kept.restored)
+    ready = replace(kept.loaded.ready, restored_tokens=tokens, restore_seconds=kept.restore_seconds)
     log.info(
         "loaded model=%s seconds=%.2f restored_tokens=%d buffers=%s",
         kept.grant.model_id, ready.load_seconds, ready.restored_tokens, ready.buffers,

@@ -159,6 +159,8 @@ class Ready:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     restored_tokens: int = 0
     """Of sequences that were saved before and are there again."""
+    restore_seconds: float = 0.0
+    """What putting those back took, of `load_seconds` or beside it."""
 
 
 @dataclass(frozen=True, slots=True)

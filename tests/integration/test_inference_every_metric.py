@@ -41,6 +41,7 @@ NAMES: dict[str, set[str]] = {
     "inference_timeouts_total": {"kind"},
     "inference_tokens_total": {"model", "kind"},
     "inference_kv_bytes": {"model", "tier"},
+    "inference_kv_restore_seconds_count": set(),
 }
 
 
@@ -122,18 +123,23 @@ async def _a_request_runs(start: Start, _patch: pytest.MonkeyPatch) -> None:
     assert value(service, "inference_model_refs", model="a") == 0
 
 
-@shows("evictions_total", "restorations_total")
+@shows("evictions_total", "restorations_total", "kv_restore_seconds_count")
 async def _a_model_leaves_and_comes_back(start: Start, _patch: pytest.MonkeyPatch) -> None:
-    service = await start({"a": {}})
+    service = await start({"a": {}}, {"a": {"saved": MIB}})
     model = service.authority.resolve("a")
     await service.authority.load(model, 10)
     assert value(service, "inference_restorations_total") == 0
+    assert value(service, "inference_kv_bytes", model="a", tier="warm") is None
     await service.authority.offload(model)
     await until("it is on record", lambda: bool(service.authority.evictions.records))
     assert value(service, "inference_evictions_total", action="offload", reason="by hand") == 1
+    assert value(service, "inference_kv_bytes", model="a", tier="warm") == MIB
+    assert value(service, "inference_kv_bytes", model="a", tier="hot") is None
     await service.authority.load(model, 10)
     assert value(service, "inference_restorations_total") == 1
     assert value(service, "inference_load_seconds_count", model="a", tier="warm") == 1
+    assert value(service, "inference_kv_bytes", model="a", tier="warm") is None
+    assert value(service, "inference_kv_restore_seconds_count") == 1
 
 
 @shows("worker_exits_total", "recovery_cooldown_seconds", "recovery_total")

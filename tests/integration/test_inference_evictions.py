@@ -20,7 +20,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def test_who_makes_room_is_recorded_with_the_plan_that_said_so(start: Start) -> None:
-    service = await start({"a": {}, "b": {}}, MEMORY_LIMIT_GB="0.15")
+    service = await start({"a": {}, "b": {}}, MEMORY_LIMIT_GB="0.15", ENABLE_CPU_OFFLOAD="false")
     authority = service.authority
     listening = service.authority.bus.listen()
     await anext(listening)

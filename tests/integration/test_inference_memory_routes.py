@@ -63,7 +63,7 @@ async def test_without_an_accelerator_totals_are_the_hosts(start: Start) -> None
 
 
 async def test_leaving_is_counted_and_listed_with_its_reason(start: Start) -> None:
-    service = await start({"a": {}, "b": {}}, MEMORY_LIMIT_GB="0.15")
+    service = await start({"a": {}, "b": {}}, MEMORY_LIMIT_GB="0.15", ENABLE_CPU_OFFLOAD="false")
     for name in ("a", "b", "a"):
         with service.authority.ask(service.authority.resolve(name)) as ticket:
             await ticket.wait(10)

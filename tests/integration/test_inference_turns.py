@@ -45,7 +45,7 @@ async def kept_busy(authority: object, model: Model) -> AsyncIterator[list[Lease
 
 
 async def test_a_model_that_is_never_idle_lets_another_one_have_its_turn(start: Start) -> None:
-    service = await start({"a": {}, "b": {}}, MEMORY_LIMIT_GB="0.15")
+    service = await start({"a": {}, "b": {}}, MEMORY_LIMIT_GB="0.15", ENABLE_CPU_OFFLOAD="false")
     authority = service.authority
     a, b = authority.resolve("a"), authority.resolve("b")
     async with kept_busy(authority, a) as served:
@@ -63,7 +63,7 @@ async def test_a_model_that_is_never_idle_lets_another_one_have_its_turn(start: 
 
 
 async def test_fifty_swaps_under_mixed_load_fail_no_request(start: Start) -> None:
-    service = await start({"a": {}, "b": {}}, MEMORY_LIMIT_GB="0.15")
+    service = await start({"a": {}, "b": {}}, MEMORY_LIMIT_GB="0.15", ENABLE_CPU_OFFLOAD="false")
     authority = service.authority
     authority.loads.supervisor = InstantSupervisor({"a": 0.02, "b": 0.05})
     a, b = authority.resolve("a"), authority.resolve("b")

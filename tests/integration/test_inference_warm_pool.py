@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from inference.app import Service
+from inference.devices.cpu import CpuProbe
 from inference.errors import InferenceError, InvalidRequestError
 from inference.evictions import Action, Reason
 from inference.model import Model
@@ -164,8 +165,10 @@ async def test_warm_models_go_before_one_that_is_loaded(start: Start) -> None:
     """Host memory is wanted: the warm ones give it, and the loaded one stays."""
     estimator = FakeEstimator()
     estimator.sizes = {"a": 500, "b": 500, "c": 500}
+    (host,) = CpuProbe().readings()
+    share = str(1024 * MIB / host.total_bytes)
     service: Service = await start(
-        {"a": {}, "b": {}, "c": {}}, {"a": {"buffers": 0}}, estimator=estimator, MEMORY_LIMIT_GB="1"
+        {"a": {}, "b": {}, "c": {}}, {"a": {"buffers": 0}}, estimator=estimator, CPU_MEMORY_MAX_PERCENT=share
     )
     a = await use(service, "a")
     await service.authority.offload(a)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference.core.ledger import Account, Ledger
-from inference.core.warm import HOST, Leaver, Warm, beyond, copy_seconds, displaced, kept_of
+from inference.core.warm import HOST, Leaver, Warm, copy_seconds, displaced, kept_of
 
 GIB = 2**30
 NOW = 1000.0
@@ -41,18 +41,6 @@ def test_who_is_displaced_suffices_and_is_the_least_worthy(kept: list[Warm], new
     assert least is not None
     assert sum(warm.worth(NOW) for warm in dropped) <= max(least * 1.001, 1e-9)
     assert sum(warm.worth(NOW) for warm in dropped) <= newcomer.worth(NOW)
-
-
-@given(st.lists(warms, max_size=6), st.integers(-1, 400).map(lambda count: count * 2**26))
-def test_who_is_beyond_a_smaller_budget_is_the_least_worthy(kept: list[Warm], excess: int) -> None:
-    """Enough of them, nobody in vain, and everybody where all together are not enough."""
-    names = beyond(kept, excess, NOW)
-    sizes = {warm.model: warm.bytes for warm in kept}
-    given_back = sum(sizes[name] for name in names)
-    if given_back < excess:
-        assert len(names) == len(kept)
-    else:
-        assert all(given_back - sizes[name] < excess for name in names)
 
 
 @given(

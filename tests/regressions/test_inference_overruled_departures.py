@@ -10,10 +10,11 @@ import pytest
 
 from inference import settings
 from inference.app import Service
+from inference.devices.cpu import CpuProbe
 from inference.evictions import Action, Departure, Reason
 from inference.model import Lease, Model, Ticket
 from inference.protocol import ModelState
-from tests.rigs.authority_rig import FakeAccelerator, Start, empty, rewrite, services, until
+from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, empty, rewrite, services, until
 
 S = ModelState
 ENVIRON = {"INFERENCE_FORCE_CPU_MODE": "true", "INFERENCE_MEMORY_LIMIT_GB": "0.15"}
@@ -63,7 +64,8 @@ async def test_a_reload_counts_while_a_model_drains(start: Start, tmp_path: Path
 
 async def waiting_for_the_pool(start: Start) -> tuple[Service, Model]:
     """`a` has no answer under way and leaves, once `w`, which is warm and worth less, has made room in the pool."""
-    service: Service = await start({"w": {}, "a": {}}, accelerator=FakeAccelerator(), MEMORY_LIMIT_GB="0.2")
+    share = str(100 * MIB / CpuProbe().readings()[0].total_bytes)
+    service: Service = await start({"w": {}, "a": {}}, accelerator=FakeAccelerator(), CPU_MEMORY_MAX_PERCENT=share)
     authority, model, other = service.authority, service.authority.resolve("a"), service.authority.resolve("w")
     await authority.load(other)
     other.reload_seconds = 0.0

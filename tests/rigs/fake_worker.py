@@ -106,17 +106,18 @@ async def _obey(reader: asyncio.StreamReader, send: Any, how: dict[str, Any]) ->
                 os._exit(0)
         elif isinstance(message, link.Grant):
             await _misbehave(how.get("restore"))
-            send(_ready(message, how))
+            send(_ready(message, how, restored_tokens=10 if how.get("saved") else 0))
     os._exit(1)
 
 
-def _ready(grant: link.Grant, how: dict[str, Any]) -> link.Ready:
+def _ready(grant: link.Grant, how: dict[str, Any], restored_tokens: int = 0) -> link.Ready:
     device, amount = next(iter(dict(grant.reserved_bytes).items()))
     return link.Ready(
         load_seconds=0.01,
         buffers=(link.Buffer(device, "kv", how.get("buffers", max(0, amount - 2**26))),),
         context_length=grant.context_length,
         capabilities=("chat", "completions"),
+        restored_tokens=restored_tokens,
     )
 
 

@@ -1,0 +1,108 @@
+"""Decides who leaves when limits were lowered below what models hold; ends nobody, and looks at no limit that stayed.
+
+Warm models go first, then idle ones, idle ones inside their min_residency, those in use or loading, and pinned and
+dedicated ones last: a limit that the operator lowers is no wish. Among those of one kind the set is the cheapest by the
+measure of all evictions, and nobody leaves in vain. What is missing because others use more than they did is not looked
+at here: that is pressure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from headgate.shared.units import format_bytes
+from inference.core.ledger import Account, Ledger
+from inference.core.stage import Held, Policy, Stage, Standing
+from inference.core.victims import cheapest
+
+_RANKS = {
+    Standing.WARM: 0,
+    Standing.IDLE: 1,
+    Standing.YOUNG: 2,
+    Standing.BUSY: 3,
+    Standing.LOADING: 3,
+    Standing.FIXED: 4,
+}
+_STEP = 1e6
+"""So many times dearer is the next kind; within a kind the cheapest counts as a thousandth of all at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What was or is in force: the ledger's budgets and memory limit, and how many models may be loaded."""
+
+    ledger: Ledger
+    policy: Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Surplus:
+    """Who has to leave, and a sentence for every limit that is exceeded."""
+
+    leavers: tuple[Held, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Excess:
+    """Too much of something: bytes or models, and what each of those who may leave gives back of it."""
+
+    reason: str
+    missing: int
+    gives: tuple[int, ...]
+
+
+def surplus(before: Limits, now: Limits, models: Sequence[Held]) -> Surplus:
+    """Who leaves so that limits of `now` that are lower than `before` are kept; `models` hold what `now` has booked.
+
+    Who leaves already counts as gone. Where foreign use leaves less than nothing, all who hold anything there leave.
+    """
+    stage = Stage.of(now.ledger, models).without(Standing.LEAVING)
+    found = [item for item in _excesses(before, now, stage) if item.missing > 0]
+    missing = [min(item.missing, sum(item.gives)) for item in found]
+    gives = list(zip(*(item.gives for item in found), strict=True))
+    chosen = cheapest(_costs(stage.models, now.policy.now), gives, missing) if gives else ()
+    assert chosen is not None  # no more is asked for than all of them give
+    return Surplus(tuple(stage.models[at] for at in chosen), tuple(item.reason for item in found))
+
+
+def _costs(models: Sequence[Held], now: float) -> list[float]:
+    sums = dict.fromkeys(_RANKS.values(), 0.0)
+    for held in models:
+        sums[_RANKS[held.standing]] += held.cost(now)
+    return [
+        _STEP ** _RANKS[held.standing] * max(1e-3, held.cost(now) / (sums[_RANKS[held.standing]] or 1.0))
+        for held in models
+    ]
+
+
+def _excesses(before: Limits, now: Limits, stage: Stage) -> Iterator[_Excess]:
+    ledger, models = stage.ledger, stage.models
+    for device, account in ledger.accounts.items():
+        if _is_lower(before.ledger.accounts.get(device), account):
+            ours = ledger.balance(device).ours_bytes
+            over = ours + max(-account.budget_bytes, account.foreign_bytes - account.capacity_bytes)
+            reason = f"models hold {format_bytes(over)} more of {device} than they may from now on"
+            yield _Excess(reason, over, tuple(held.bytes.get(device, 0) for held in models))
+    if _fell(before.ledger.limit_bytes, ledger.limit_bytes):
+        over = -(ledger.spare_altogether or 0)
+        reason = f"loaded models hold {format_bytes(over)} more than INFERENCE_MEMORY_LIMIT_GB from now on"
+        yield _Excess(reason, over, tuple(held.loaded_bytes for held in models))
+    most = now.policy.max_models
+    if most is not None and _fell(before.policy.max_models, most):
+        loaded = tuple(int(held.standing is not Standing.WARM) for held in models)
+        yield _Excess(f"{sum(loaded)} models are loaded and INFERENCE_MAX_MODELS is {most}", sum(loaded) - most, loaded)
+    most = now.policy.max_models_per_device
+    if most is not None and _fell(before.policy.max_models_per_device, most):
+        for device, there in stage.there.items():
+            reason = f"{len(there)} models are on {device} and INFERENCE_MAX_MODELS_PER_DEVICE is {most}"
+            yield _Excess(reason, len(there) - most, tuple(int(device in held.devices) for held in models))
+
+
+def _is_lower(before: Account | None, now: Account) -> bool:
+    return before is not None and (now.budget_bytes < before.budget_bytes or now.capacity_bytes < before.capacity_bytes)
+
+
+def _fell(before: int | None, now: int | None) -> bool:
+    return now is not None and (before is None or now < before)
