@@ -3,7 +3,7 @@
 #   make test ARGS="-k breaker"         options for pytest
 #   CMAKE_ARGS="-DGGML_CUDA=ON" make serve      a llama.cpp backend (CUDA, HIP, VULKAN, ...); kept once it was built
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types cover bench-engine bench-planner bench-estimates bench-switching bench-colocation bench-schema gpu-check lock schema reference clean ready
+.PHONY: help serve test lint types cover bench-engine bench-planner bench-estimates bench-switching bench-colocation bench-turns bench-schema gpu-check lock schema reference clean ready
 
 # The first interpreter that is new enough; `make PYTHON=... serve` chooses another.
 PYTHON ?= $(shell for p in .venv/bin/python python3 python3.13 python3.12 python3.11; do \
@@ -62,6 +62,9 @@ bench-switching: ready ## cold, warm and kept models to the first token: MODELS=
 
 bench-colocation: ready ## what a busy neighbor costs a model's token gaps: MODELS=15m,135m PLACES=cpu,sim ROUNDS=5; QUICK=1
 	@exec $(RUN) benchmarks.colocation
+
+bench-turns: ready ## two models with memory for one, under load that never pauses: SWAPS=50 PLACES=cpu,sim KEPT=no,yes; QUICK=1
+	@exec $(RUN) benchmarks.turns
 
 bench-schema: ready ## what of JSON Schema is enforced, by the public test suite; ARGS="-v" names the differences
 	@exec $(RUN) benchmarks.schema_coverage $(ARGS)
