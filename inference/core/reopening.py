@@ -1,14 +1,14 @@
 """Decides when what failed is started afresh, and when that is known to be no help; starts nothing.
 
-The first failure is followed by a fresh start at once, the next ones after 1 s, 2 s, 4 s and so on up to 15 s: so long
-at most is a machine that is well again not seen. Times are seconds of one clock.
+The first failure is followed by a fresh start at once, the next ones after 1 s, 2 s, 4 s and 8 s: so long at most is a
+machine that is well again not seen. Times are seconds of one clock.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-MOST_SECONDS = 15.0
+MOST_SECONDS = 8.0
 BEYOND_AFTER = 5
 """Fresh processes in a row that were refused before no fresh process is expected to help. By the pauses these take at
 least 15 s, longer than a driver takes to be replaced and shorter than anybody likes to wait for a restart."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from headgate.shared.errors import ConfigError, HeadgateError
+from inference.core.signs import Sign
 from inference.devices.base import Probe, Reading
 from inference.devices.cpu import CpuProbe
 from inference.devices.ggml import GgmlProbe
@@ -134,23 +136,101 @@ def figures(reading: Reading) -> tuple[object, ...]:
 
 
 async def test_the_simulators_end_is_the_loss_of_its_devices_and_never_a_hang() -> None:
-    """At once, without being asked; later questions are answered as quickly; the others' figures stay."""
+    """Noticed at once, without being asked; questions are answered as quickly; the others' figures stay."""
     probe = SimProbe(SIZES)
+    noticed = asyncio.Event()
+    probe.listen(noticed.set)
     await probe.start()
     assert probe.pid is not None
     servers = children_of(probe.pid)
     os.kill(probe.pid, 9)
-    wait_until("it ends", lambda: not is_alive(probe.pid or 0))
-    await probe.refresh()
-    assert {reading.state for reading in probe.readings()} == {DeviceState.LOST}
-    await probe.refresh()
-    assert [reading.total_bytes for reading in probe.readings()] == list(SIZES)
+    await asyncio.wait_for(noticed.wait(), 10)
+    assert {(reading.state, reading.sign) for reading in probe.readings()} == {(DeviceState.LOST, Sign.GONE)}
     with pytest.raises(HeadgateError, match="has ended"):
         await probe.tell("status")
     with pytest.raises(SimulatorError, match="no simulated device answers"):
         Control(probe.socket_path)
+    await probe.refresh()
+    assert {reading.sign for reading in probe.readings()} == {Sign.GONE}
+    assert [reading.total_bytes for reading in probe.readings()] == list(SIZES)
     wait_until("its servers end", lambda: not any(is_alive(pid) for pid in servers))
     await probe.close()
+
+
+async def test_a_simulator_that_ended_comes_back_once_its_loss_was_told() -> None:
+    """Empty devices with the same identity, which compute; one that ends again and again is started ever later."""
+    probe = SimProbe(SIZES)
+    noticed = asyncio.Event()
+    probe.listen(noticed.set)
+    await probe.start()
+    await probe.tell("foreign", "gpu-0", bytes=MIB)
+    await probe.refresh()
+    before = [identity(reading) for reading in probe.readings()]
+    first = await ended(probe, noticed)
+    await probe.refresh()
+    assert ({reading.sign for reading in probe.readings()}, probe.pid) == ({Sign.GONE}, first)
+    await asyncio.gather(probe.refresh(), probe.refresh())
+    assert {(reading.state, reading.sign) for reading in probe.readings()} == {(DeviceState.HEALTHY, Sign.FINE)}
+    assert [identity(reading) for reading in probe.readings()] == before
+    assert probe.readings()[0].used_bytes == 0
+    await probe.trial("gpu-0")
+    second = await ended(probe, noticed)
+    for _ in range(2):
+        await probe.refresh()
+    assert ({reading.sign for reading in probe.readings()}, probe.pid) == ({Sign.GONE}, second)
+    await probe.renew()
+    await probe.refresh()
+    assert {reading.sign for reading in probe.readings()} == {Sign.FINE}
+    await probe.close()
+    assert not [pid for pid in (first, second) if is_alive(pid)]
+
+
+async def ended(probe: SimProbe, noticed: asyncio.Event) -> int:
+    """Kills the simulator; the process it was."""
+    pid = probe.pid
+    assert pid is not None
+    noticed.clear()
+    os.kill(pid, 9)
+    await asyncio.wait_for(noticed.wait(), 10)
+    return pid
+
+
+async def test_host_memory_can_be_tried() -> None:
+    """Computed and compared by a helper, as on every other device."""
+    await CpuProbe().trial("cpu")
+
+
+async def test_the_inventory_tries_and_renews_through_the_probe_of_the_device() -> None:
+    first, second = Paper("gpu-0"), Paper("cpu")
+    inventory = Inventory([first, second])
+    notices: list[str] = []
+    inventory.listen(lambda: notices.append("now"))
+    first.notice()
+    await inventory.trial("cpu")
+    await inventory.renew()
+    assert (first.done, second.done, notices) == (["renew"], ["trial cpu", "renew"], ["now"])
+
+
+class Paper(CpuProbe):
+    """A probe that writes down what it is told."""
+
+    def __init__(self, id: str) -> None:
+        super().__init__()
+        self.id = id
+        self.done: list[str] = []
+        self.notice: Callable[[], None] = lambda: None
+
+    def listen(self, notice: Callable[[], None]) -> None:
+        self.notice = notice
+
+    async def renew(self) -> None:
+        self.done.append("renew")
+
+    async def trial(self, device: str) -> None:
+        self.done.append(f"trial {device}")
+
+    def readings(self) -> tuple[Reading, ...]:
+        return (Reading(self.id, "cuda", "paper", 0, 0, 0),)
 
 
 async def test_what_a_simulator_refuses_is_told_in_its_words() -> None:

@@ -2,27 +2,84 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from inference.devices.base import Reading
+from inference.devices.ggml import GgmlProbe
+from inference.devices.nvml import NvmlReader
 from inference.devices.simgpu.control import Control
+from inference.devices.trial import trial
 from tests.rigs.nvml_stub import NvidiaGpu, NvmlStub
 
 GPU_IS_LOST = 15
 
 
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """What happens to a device, or with `is_everywhere` to the driver and so to all of them.
+
+    The Xid events it leaves, the code that NVML answers from then on (0: it goes on answering), the recovery action
+    that the driver asks for, whether the device stops to compute (`is_cut`) and is listed no more (`is_gone`), and
+    whether NVML's calls stop to return (`is_hung`).
+    """
+
+    xids: tuple[int, ...] = ()
+    code: int = 0
+    action: int = 0
+    is_cut: bool = False
+    is_gone: bool = False
+    is_hung: bool = False
+    is_everywhere: bool = False
+
+
+TROUBLES: Mapping[str, Trouble] = {
+    "application-fault": Trouble((31, 43)),
+    "killed-process": Trouble((45,)),
+    "double-bit-error": Trouble((48, 63), action=4),
+    "uncontained-error": Trouble((95, 45), code=16, action=1, is_cut=True),
+    "firmware-timeout": Trouble((119,), action=1, is_cut=True),
+    "off-the-bus": Trouble((79,), code=GPU_IS_LOST, is_cut=True),
+    "unlisted": Trouble(is_cut=True, is_gone=True),
+    "driver-reset": Trouble(code=9, is_cut=True, is_everywhere=True),
+    "driver-replaced": Trouble(code=18, is_everywhere=True),
+    "out-of-reach": Trouble(code=999, is_everywhere=True),
+    "hung-driver": Trouble(is_hung=True, is_everywhere=True),
+}
+
+
 class SimMachine:
     """NVML's view of the simulator behind `control`, in a state file below `root`.
 
-    `env` is for processes that shall see it. The figures are those of the last `tell` or `sync`.
+    `env` is for processes that shall see it. The figures are those of the last `tell`, `sync`, `strike` or `restore`.
     """
 
     def __init__(self, root: Path, control: Control, *, reserved_bytes: int = 0) -> None:
         self._control = control
         self._reserved_bytes = reserved_bytes
+        self._troubles: dict[str | None, Trouble] = {}
+        self._endpoints: dict[str, str] = {}
+        self._uuids: dict[str, str] = {}
         self.nvml = NvmlStub(root, [])
         self.env = self.nvml.env
         self.sync()
+
+    # --- what happens ----------------------------------------------------------------------------------------------
+    def strike(self, name: str, device: str) -> None:
+        """Lets one of TROUBLES happen; what it is a trouble of the driver, `device` does not matter for."""
+        trouble = TROUBLES[name]
+        self._troubles[None if trouble.is_everywhere else device] = trouble
+        if trouble.is_cut:
+            self._control.tell("cut", None if trouble.is_everywhere else device)
+        self.nvml.xids += [(self._uuids[device], number) for number in trouble.xids]
+        self.sync()
+
+    def restore(self) -> None:
+        """The end of all troubles: devices that were cut are back, empty, and NVML answers fresh processes."""
+        self._troubles.clear()
+        self.tell("return")
 
     def tell(self, do: str, device: str | None = None, **amount: float) -> dict[str, dict[str, Any]]:
         """Carries out a command of the simulator, and tells NVML; the status of every device."""
@@ -31,6 +88,15 @@ class SimMachine:
     def sync(self) -> dict[str, dict[str, Any]]:
         """Tells NVML what the simulator says now; the status of every device."""
         return self.tell("status")
+
+    # --- who sees it -----------------------------------------------------------------------------------------------
+    def probe(self, nvml: NvmlReader | None = None) -> GgmlProbe:
+        """Finds its devices as if they were NVIDIA's; workers and trials compute on them."""
+        return _Probe(self, nvml)
+
+    def endpoint(self, uuid: str | None) -> str | None:
+        """Where the device computes."""
+        return self._endpoints.get(uuid or "")
 
     async def listing(self) -> list[dict[str, Any]]:
         """What llama.cpp would list if these were NVIDIA devices and it was built for them."""
@@ -48,6 +114,10 @@ class SimMachine:
         ]
 
     def _show(self, devices: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        self._uuids = {name: device["uuid"] for name, device in devices.items()}
+        self._endpoints = {device["uuid"]: device["endpoint"] for device in devices.values()}
+        whole = self._troubles.get(None, Trouble())
+        own = {name: self._troubles.get(name, Trouble()) for name in devices}
         self.nvml.gpus = [
             NvidiaGpu(
                 uuid=device["uuid"],
@@ -57,8 +127,33 @@ class SimMachine:
                 reserved_bytes=self._reserved_bytes,
                 used_bytes=min(device["used_bytes"], device["total_bytes"]),
             )
-            for number, device in enumerate(devices.values(), 1)
+            for number, (name, device) in enumerate(devices.items(), 1)
+            if not own[name].is_gone
         ]
-        self.nvml.errors = [("all", GPU_IS_LOST, device["uuid"]) for device in devices.values() if device["lost"]]
+        codes = {
+            device["uuid"]: own[name].code or (GPU_IS_LOST if device["lost"] and name not in self._troubles else 0)
+            for name, device in devices.items()
+        }
+        self.nvml.errors = [("all", whole.code, "")] if whole.code else []
+        self.nvml.errors += [("all", code, uuid) for uuid, code in codes.items() if code]
+        self.nvml.hangs = ["nvmlSystemGetDriverVersion"] if whole.is_hung else []
+        self.nvml.actions = {device["uuid"]: own[name].action for name, device in devices.items()}
         self.nvml.write()
         return devices
+
+
+class _Probe(GgmlProbe):
+    """NVML says how the devices are, and the simulator computes."""
+
+    def __init__(self, machine: SimMachine, nvml: NvmlReader | None) -> None:
+        super().__init__({}, nvml=nvml, probe=machine.listing, trial=self._compute)
+        self._machine = machine
+
+    def readings(self) -> tuple[Reading, ...]:
+        return tuple(self._at_endpoint(reading) for reading in super().readings())
+
+    async def _compute(self, reading: Reading) -> None:
+        await trial(self._at_endpoint(reading))
+
+    def _at_endpoint(self, reading: Reading) -> Reading:
+        return replace(reading, rpc_endpoint=self._machine.endpoint(reading.uuid))

@@ -1,0 +1,91 @@
+"""A machine with devices that compute and a driver that talks about them: what each trouble looks like, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from inference.children import HelperError
+from inference.core.reopening import MOST_SECONDS
+from inference.core.signs import Sign
+from inference.devices.nvml import NvmlReader
+from tests.rigs.sim_devices import SimDevices
+from tests.rigs.sim_machine import TROUBLES, SimMachine
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the NVML stub is a Linux library")
+
+MIB = 2**20
+FINE, DEAD, GONE = Sign.FINE, Sign.DEAD, Sign.GONE
+EXPECTED = {
+    "application-fault": (FINE, FINE),
+    "killed-process": (FINE, FINE),
+    "double-bit-error": (Sign.ILL, FINE),
+    "uncontained-error": (DEAD, FINE),
+    "firmware-timeout": (DEAD, FINE),
+    "off-the-bus": (DEAD, FINE),
+    "unlisted": (GONE, FINE),
+    "driver-reset": (DEAD, DEAD),
+    "driver-replaced": (Sign.ILL, Sign.ILL),
+    "out-of-reach": (Sign.UNSURE, Sign.UNSURE),
+    "hung-driver": (Sign.UNSURE, Sign.UNSURE),
+}
+
+
+@pytest.fixture(scope="module")
+def devices() -> Iterator[SimDevices]:
+    with SimDevices(600 * MIB, 1024 * MIB) as devices:
+        yield devices
+
+
+@pytest.fixture
+def machine(devices: SimDevices, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimMachine]:
+    machine = SimMachine(tmp_path, devices.control, reserved_bytes=8 * MIB)
+    for name, value in machine.env.items():
+        monkeypatch.setenv(name, value)
+    yield machine
+    machine.restore()
+
+
+async def test_every_trouble_has_its_sign_and_its_end(machine: SimMachine) -> None:
+    """On the device that it happens to, or on all; and all are fine again afterwards, without a new probe."""
+    assert EXPECTED.keys() == TROUBLES.keys()
+    now = 0.0
+    probe = machine.probe(NvmlReader(next_seconds=0.3, clock=lambda: now))
+    noticed = asyncio.Event()
+    probe.listen(noticed.set)
+    await probe.start()
+    found: dict[str, tuple[Sign, ...]] = {}
+    for name, trouble in TROUBLES.items():
+        noticed.clear()
+        machine.strike(name, "gpu-0")
+        if trouble.xids:
+            await asyncio.wait_for(noticed.wait(), 10)
+        await probe.refresh()
+        found[name] = tuple(reading.sign for reading in probe.readings())
+        machine.restore()
+        for _ in range(3):  # the child that is told of a loss, and the one after it
+            now += MOST_SECONDS
+            await probe.refresh()
+        assert [reading.sign for reading in probe.readings()] == [FINE, FINE], name
+    assert found == EXPECTED
+    await probe.close()
+
+
+async def test_a_trial_computes_where_the_device_computes(machine: SimMachine) -> None:
+    """Also on one that NVML cannot read; not on one that is lost; and nothing of it stays on the device."""
+    probe = machine.probe()
+    await probe.start()
+    machine.strike("out-of-reach", "gpu-0")
+    await probe.refresh()
+    await asyncio.gather(probe.trial("gpu-0"), probe.trial("gpu-1"))
+    machine.restore()
+    machine.strike("off-the-bus", "gpu-1")
+    with pytest.raises(HelperError, match=r"trial of gpu-1 failed: the device at .* does not answer"):
+        await probe.trial("gpu-1")
+    machine.restore()
+    assert {device["used_bytes"] for device in machine.sync().values()} == {0}
+    await probe.close()
