@@ -13,6 +13,9 @@ from statistics import median
 WINDOW = 8
 """Steps that are compared with as many of the other way."""
 
+GLIMPSE = 2
+"""Steps of a trial after which it ends, if even the shortest of them took longer than is usual the other way."""
+
 SETTLING = 2
 """Steps after a change that are not looked at: threads are made and caches filled."""
 
@@ -54,7 +57,8 @@ class Crew:
             return replace(self, settling=self.settling - 1)
         took = (*self.took, seconds)[-WINDOW:]
         if self.is_trying:
-            return replace(self, took=took) if len(took) < WINDOW else self._judged(median(took))
+            in_vain = len(took) >= GLIMPSE and min(took) > median(self.before)
+            return self._judged(median(took)) if in_vain or len(took) == WINDOW else replace(self, took=took)
         waited = replace(self, took=took, until_trial=max(0, self.until_trial - 1))
         if len(took) < WINDOW:
             return waited
