@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
-from headgate.shared.state import StateDir, write_atomic
+from headgate.shared.state import StateDir
 from inference.process import WorkerExit
-
-log = logging.getLogger(__name__)
+from inference.statefile import StateFiles
 
 KEPT = 20
 
@@ -22,6 +20,9 @@ class CrashStore:
 
     def __init__(self, state: StateDir) -> None:
         self._state = state
+        self._files = StateFiles("crash records")
+        self._unwritten: dict[str, list[dict[str, Any]]] = {}
+        """By file name, while the disk takes nothing; as many as there are models."""
 
     def add(self, model: str, pid: int, exit: WorkerExit, requests: Sequence[dict[str, Any]]) -> None:
         """Keeps one record; `requests` are the shapes (never the texts) of what was in flight."""
@@ -36,16 +37,18 @@ class CrashStore:
             "last_lines": list(exit.last_lines[-50:]),
         }
         records = [record, *self.of(model)][:KEPT]
-        try:
-            path = self._state.file("crashes", _file_name(model))
-            write_atomic(path, json.dumps(records).encode())
-        except OSError as error:
-            log.warning("the crash record of %s cannot be kept (%s)", model, error.strerror)
+        name = _file_name(model)
+        self._unwritten[name] = records
+        if self._files.write(lambda: self._state.file("crashes", name), json.dumps(records).encode()):
+            del self._unwritten[name]
 
     def of(self, model: str) -> list[dict[str, Any]]:
         """The records of a model; an unreadable file counts as none."""
+        name = _file_name(model)
+        if name in self._unwritten:
+            return self._unwritten[name]
         try:
-            data = json.loads(self._state.file("crashes", _file_name(model)).read_bytes())
+            data = json.loads((self._state.root / "crashes" / name).read_bytes())
         except (OSError, ValueError):
             return []
         return data if isinstance(data, list) else []

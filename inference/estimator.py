@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headgate.shared.state import StateDir, write_atomic
+from headgate.shared.state import StateDir
 from inference.children import HelperError, run_helper
 from inference.core.estimate import Parameters, Parts
 from inference.core.layers import Sizes
@@ -28,6 +28,7 @@ from inference.errors import ModelFailed
 from inference.overheads import Overheads
 from inference.pinning import environment_of, grants_of
 from inference.settings import ModelSpec
+from inference.statefile import StateFiles
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ class Estimator:
 
     def __init__(self, state: StateDir, *, seconds: float) -> None:
         self._path = state.file("estimates.json")
+        self._files = StateFiles("estimates")
         self._seconds = seconds
         self._cache: dict[str, dict[str, Any]] = _read_cache(self._path)
         self._running: dict[str, asyncio.Task[dict[str, Any]]] = {}
@@ -185,10 +187,7 @@ class Estimator:
         self._cache[key] = entry
         while len(self._cache) > _MOST_ENTRIES:
             self._cache.pop(next(iter(self._cache)))
-        try:
-            write_atomic(self._path, json.dumps({"version": _VERSION, "entries": self._cache}).encode())
-        except OSError as error:
-            log.warning("estimates cannot be kept in %s (%s)", self._path, error.strerror)
+        self._files.write(lambda: self._path, json.dumps({"version": _VERSION, "entries": self._cache}).encode())
 
     def _key(self, spec: ModelSpec, devices: Sequence[Reading], counts: Sequence[int]) -> str:
         said = {

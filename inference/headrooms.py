@@ -46,7 +46,7 @@ class Headrooms:
     def __init__(self, state: StateDir, clock: Callable[[], float] = time.time) -> None:
         self._path = state.root / "headroom.json"
         self._files = StateFiles("learned head-room")
-        self._clock = clock
+        self.clock = clock
         self._entries = _read(self._path)
 
     def added(
@@ -68,14 +68,14 @@ class Headrooms:
     def of(self, spec: ModelSpec, device: Reading) -> Headroom:
         """What was learned of this model there, as far as it still counts."""
         entry = self._entries.get(_key(spec, device))
-        return eased(entry.room, self._clock()) if entry is not None else Headroom()
+        return eased(entry.room, self.clock()) if entry is not None else Headroom()
 
     def short(self, spec: ModelSpec, device: Reading, need_bytes: int, *, computing: bool) -> int:
         """Memory ran out on `device` for a model whose estimate there is `need_bytes`; what it is given more now."""
         before = self.of(spec, device)
-        room = grown(before, need_bytes, self._clock(), computing=computing)
+        room = grown(before, need_bytes, self.clock(), computing=computing)
         self._keep(_key(spec, device), _Entry(room, spec.id, device.id))
-        more = room.load_bytes + room.compute_bytes
+        more = room.total_bytes
         when = "while it computed" if computing else "while it was loaded, although the estimate allowed it"
         log.warning(
             "%s ran out of memory on %s %s; it is planned with %s more there",
@@ -89,8 +89,8 @@ class Headrooms:
         for device in devices:
             key = _key(spec, device)
             if key in self._entries:
-                room = proven(self._entries[key].room, self._clock())
-                changed = changed or room.good == 0
+                was, room = self._entries[key].room, proven(self._entries[key].room, self.clock())
+                changed = changed or (room.load_bytes, room.compute_bytes) != (was.load_bytes, was.compute_bytes)
                 self._keep(key, replace(self._entries[key], room=room))
         return changed
 

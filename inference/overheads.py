@@ -12,9 +12,10 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from headgate.shared.state import StateDir, write_atomic
+from headgate.shared.state import StateDir
 from inference.core.ledger import Ledger, Phase
 from inference.devices.base import Reading
+from inference.statefile import StateFiles
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class Overheads:
 
     def __init__(self, state: StateDir) -> None:
         self._path = state.file("overheads.json")
+        self._files = StateFiles("learned overheads")
         self._seen = _read(self._path)
         self.host = CPU_OVERHEAD_BYTES
 
@@ -65,10 +67,7 @@ class Overheads:
             self._seen.pop(next(iter(self._seen)))
         if self.of(device) != before:
             log.info("a worker on %s is planned with %d MiB beside its buffers", device.name, self.of(device) // MIB)
-        try:
-            write_atomic(self._path, json.dumps({"version": _VERSION, "seen": self._seen}).encode())
-        except OSError as error:
-            log.warning("overheads cannot be kept in %s (%s)", self._path, error.strerror)
+        self._files.write(lambda: self._path, json.dumps({"version": _VERSION, "seen": self._seen}).encode())
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from typing import Any
 
 from inference.core.exits import Remains, classify
 from inference.core.patience import Life, Patience
+from inference.hostkills import HostKills
 from inference.launch import launch
 from inference.protocol import ExitCause
 from inference.worker.link import (
@@ -49,17 +50,21 @@ STOP_SECONDS = 5.0
 """A worker told to stop is killed after this."""
 KEPT_LINES = 200
 _MOST_LINE_BYTES = 2**20
+_STARVED = "the kernel killed the worker because host memory ran out (killed)"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerExit:
-    """How a worker ended. `message` is one sentence; `last_lines` what it wrote last; `status` as waitpid tells it."""
+    """How a worker ended. `message` is one sentence; `last_lines` what it wrote last; `status` as waitpid tells it;
+    `starved` says that the kernel ended it because host memory ran out.
+    """
 
     cause: ExitCause
     status: int
     message: str
     last_lines: tuple[str, ...]
     was_ready: bool
+    starved: bool = False
 
 
 class WorkerGone(Exception):  # noqa: N818 - what happened
@@ -86,6 +91,7 @@ class WorkerProcess:
         patience: Patience,
         on_change: Callable[[], None],
         keep: int | None = None,
+        kills: HostKills | None = None,
     ) -> None:
         """`keep`: a descriptor of memory for sequences that outlive the process; from here on it is the worker's.
 
@@ -93,6 +99,7 @@ class WorkerProcess:
         """
         self.name = name
         self._keep = keep
+        self._kills = kills
         self.socket_path = path
         self.progress = 0.0
         self.beat: Beat | None = None
@@ -280,6 +287,8 @@ class WorkerProcess:
             self._heard = now
         self._next_tick = now + TICK_SECONDS
         self._ticker = self._loop.call_later(TICK_SECONDS, self._tick)
+        if self._kills is not None:
+            self._kills.look(now)
         if self._suspended:
             return
         if complaint := self._patience.complaint(self._life(now, late)):
@@ -366,7 +375,12 @@ class WorkerProcess:
                 last_text="\n".join(self._lines),
             )
         )
-        return WorkerExit(cause, status, self._sentence(cause, status), tuple(self._lines), was_ready)
+        starved = cause is ExitCause.KILLED and status == -signal.SIGKILL and self._starved()
+        said = _STARVED if starved else self._sentence(cause, status)
+        return WorkerExit(cause, status, said, tuple(self._lines), was_ready, starved)
+
+    def _starved(self) -> bool:
+        return self._kills is not None and self._kills.lately(self._loop.time())
 
     def _sentence(self, cause: ExitCause, status: int) -> str:
         if self._failed is not None:

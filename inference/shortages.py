@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+EASE_SECONDS = 60.0
+"""How often it is looked whether what was learned counts less by now."""
 _OOM = (ExitCause.OOM_LOAD, ExitCause.OOM_COMPUTE)
 
 
@@ -39,12 +41,13 @@ class Shortages:
 
     def __init__(self, authority: Authority, headrooms: Headrooms) -> None:
         self._authority = authority
-        self._headrooms = headrooms
+        self.headrooms = headrooms
+        self._ease_at = 0.0
 
     # --- what plans are made with ------------------------------------------------------------------------------------
     def added(self, spec: ModelSpec, devices: Sequence[Reading], estimate: Estimate) -> Estimate:
         """`estimate` with the head-room that was learned for these devices."""
-        return self._headrooms.added(spec, devices, estimate, self._capacities())
+        return self.headrooms.added(spec, devices, estimate, self._capacities())
 
     def _capacities(self) -> Mapping[str, int]:
         """What all models together may have of each device, bytes; host memory where a device has none of its own."""
@@ -82,48 +85,49 @@ class Shortages:
     # --- refused to a worker -----------------------------------------------------------------------------------------
     def exited(self, model: Model, running: Running, exit: WorkerExit) -> bool:
         """A worker of the model ended, and is in no list any more. True: the load is tried again at once, otherwise."""
-        if exit.cause not in _OOM:
+        if exit.cause not in _OOM and not exit.starved:
             self._learn_from_good_end(model, running, exit)
             model.shortages = ()
             if not model.descent.rest(self._authority.loop.time()):
                 model.unreduce()
             return False
-        computing = exit.cause is ExitCause.OOM_COMPUTE
-        shortages = self._learn(model, running, computing=computing)
+        computing = exit.cause is ExitCause.OOM_COMPUTE or (exit.starved and exit.was_ready)
+        short = [CPU] if exit.starved else running.placement.devices
+        shortages = self._learn(model, running, short, computing=computing)
         model.shortages = () if computing else shortages
         if model.target is not None or model.removed:
             return False
-        if model.spec.oom_policy == "cpu":
+        if model.spec.oom_policy == "cpu" and CPU not in short:
             return self._shelter(model, running)
         if model.spec.oom_policy != "reduce":
             return False
-        on_host = running.placement.devices == (CPU,)
+        on_host = CPU in short
         bends = self._step_down(model, {}, on_host=on_host, cleans=not computing)
         return bends and model.state is ModelState.LOADING
 
     def _learn_from_good_end(self, model: Model, running: Running, exit: WorkerExit) -> None:
         if exit.cause is not ExitCause.REQUESTED or not exit.was_ready:
             return
-        if self._headrooms.ended_well(model.effective, self._devices(running)):
+        if self.headrooms.ended_well(model.effective, self._devices([*running.placement.devices, CPU])):
             model.estimates.clear()
 
-    def _learn(self, model: Model, running: Running, *, computing: bool) -> tuple[Shortage, ...]:
-        """The next load is planned with more on every device of this one; what they were short of, as it is known."""
+    def _learn(self, model: Model, running: Running, short: Sequence[str], *, computing: bool) -> tuple[Shortage, ...]:
+        """The next load is planned with more on every device that may have been `short`; what is known of that."""
         spec = model.effective
         capacities = self._capacities()
         shortages = []
-        for device in self._devices(running):
+        for device in self._devices(short):
             planned = running.placement.need.get(device.id, 0)
-            before = self._headrooms.of(spec, device)
+            before = self.headrooms.of(spec, device)
             need = planned - min(planned, asked(before, planned, capacities.get(device.id, 0)))
-            more = self._headrooms.short(spec, device, need, computing=computing)
+            more = self.headrooms.short(spec, device, need, computing=computing)
             shortages.append(Shortage(device.id, need + more, device.free_bytes, "the device refused it"))
         model.estimates.clear()
         return tuple(shortages)
 
-    def _devices(self, running: Running) -> list[Reading]:
-        """The devices it was on, as they are now."""
-        found = (self._authority.inventory.get(name) for name in running.placement.devices)
+    def _devices(self, names: Sequence[str]) -> list[Reading]:
+        """These devices as they are now."""
+        found = (self._authority.inventory.get(name) for name in names)
         return [reading for reading in found if reading is not None]
 
     def tick(self, now: float) -> None:
@@ -131,11 +135,26 @@ class Shortages:
         for model in self._authority.models.values():
             if model.reduced is not None and model.running is None and not model.descent.rest(now):
                 model.unreduce()
+        if now >= self._ease_at:
+            self._ease_at = now + EASE_SECONDS
+            self._ease()
+
+    def _ease(self) -> None:
+        """Who was planned with more than still counts is measured again."""
+        for model in self._authority.models.values():
+            if model.running is None and any(self._is_too_much(model, item) for item in model.estimates.values()):
+                model.estimates.clear()
+                self._authority.background.estimate(model)
+
+    def _is_too_much(self, model: Model, estimate: Estimate) -> bool:
+        for name, count in estimate.headroom_bytes.items():
+            reading = self._authority.inventory.get(name)
+            if reading is not None and count > self.headrooms.of(model.effective, reading).total_bytes:
+                return True
+        return False
 
     # --- what the policies do ----------------------------------------------------------------------------------------
     def _shelter(self, model: Model, running: Running) -> bool:
-        if CPU in running.placement.devices:
-            return False
         model.sheltered_until = self._authority.loop.time() + REST_SECONDS
         log.warning("%s goes to the CPU: %s had no memory for it", model.id, ", ".join(running.placement.devices))
         if model.state is not ModelState.LOADING:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from headgate.shared.errors import HeadgateError
 from headgate.shared.state import StateDir
 from inference.core.patience import Patience
+from inference.hostkills import HostKills
 from inference.osapi import nameless_memory, socket_directory
 from inference.process import WorkerProcess
 
@@ -29,6 +30,7 @@ class Supervisor:
         self._command = tuple(command)
         self._directory = socket_directory(state)
         self._count = 0
+        self.kills = HostKills()
         self.workers: set[WorkerProcess] = set()
         for left in self._directory.glob("*.sock"):  # of an authority that was killed; we hold its lock now
             left.unlink(missing_ok=True)
@@ -48,10 +50,11 @@ class Supervisor:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("workers are started from the main thread only")
         self._count += 1
+        self.kills.look(asyncio.get_running_loop().time())
         path = self._directory / f"{os.getpid()}-{self._count}.sock"
         keep = nameless_memory() if after is None else after.shared_keep()
         try:
-            worker = WorkerProcess(name, path, self._command, environment, self._patience, on_change, keep)
+            worker = WorkerProcess(name, path, self._command, environment, self._patience, on_change, keep, self.kills)
         except HeadgateError:
             if keep is not None:
                 os.close(keep)

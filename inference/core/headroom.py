@@ -34,9 +34,14 @@ class Headroom:
     at: float = 0.0
 
     @property
+    def total_bytes(self) -> int:
+        """Both kinds."""
+        return self.load_bytes + self.compute_bytes
+
+    @property
     def is_empty(self) -> bool:
         """Whether there is nothing to remember."""
-        return self.load_bytes == 0 and self.compute_bytes == 0
+        return self.total_bytes == 0
 
 
 def grown(room: Headroom, need_bytes: int, now: float, *, computing: bool) -> Headroom:

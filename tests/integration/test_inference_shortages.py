@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headgate.shared.state import StateDir
 from inference.app import Service
+from inference.core.headroom import HALF_LIFE_SECONDS
+from inference.core.ledger import Lack
+from inference.core.plan import Refusal
 from inference.core.reduction import REST_SECONDS
 from inference.errors import InferenceError, MemoryRefused, ModelFailed
+from inference.headrooms import Headrooms
+from inference.hostkills import HostKills
 from inference.protocol import Code, ModelState
+from inference.shortages import EASE_SECONDS
 from tests.rigs.asgi import ask
 from tests.rigs.authority_rig import MIB, FakeEstimator, SharedDevice, Start, empty, services, until
 
@@ -54,7 +64,7 @@ async def test_a_refused_load_is_told_with_numbers_and_the_next_one_is_planned_w
     assert (short["device"], short["need_bytes"]) == ("gpu-0", 170 * MIB)
     assert error.retry_after is not None
     assert 0 < error.retry_after <= 1
-    await until("measured again", lambda: "gpu-0" in model.estimates or not model.estimates)
+
     await until("nothing is booked", lambda: empty(service))
     await service.authority.background.measure(model)
     assert reserved(service) == 170
@@ -62,7 +72,7 @@ async def test_a_refused_load_is_told_with_numbers_and_the_next_one_is_planned_w
 
 
 async def test_what_was_learned_outlives_the_service_and_is_held_while_the_model_is_loaded(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A death while computing: the requests get `model_failed`, and the model holds more from then on."""
     service = await begin(start, {}, {"abort_answer": CUDA})
@@ -74,9 +84,11 @@ async def test_what_was_learned_outlives_the_service_and_is_held_while_the_model
     monkeypatch.setenv("FAKE_WORKER", json.dumps({"a": {"buffers": 96 * MIB}}))
     await service.authority.load(service.authority.resolve("a"), 10)
     assert service.authority.ledger.balance("gpu-0").ours_bytes == 170 * MIB
-    other = await begin(start, {}, {})
-    await other.authority.background.measure(other.authority.resolve("a"))
-    assert reserved(other) == 170
+    spec, (device, *_) = service.authority.resolve("a").spec, service.authority.inventory.readings()
+    again = Headrooms(StateDir.from_env({"HEADGATE_STATE_DIR": str(tmp_path / "state")}))
+    assert again.of(spec, device).compute_bytes == 10 * MIB
+    spec.path.write_bytes(b"another file")
+    assert again.of(spec, device).is_empty
 
 
 async def test_fail_fast_tries_nothing(start: Start) -> None:
@@ -113,9 +125,7 @@ async def test_reduce_gives_up_when_everything_was_tried(start: Start) -> None:
     assert service.metrics.total(service.metrics.exits, cause=("oom_load",)) == 4
     assert model.backoff.failures == 1
     assert model.reduced is None
-    with pytest.raises(MemoryRefused):
-        await authority.load(model, 20)
-    assert service.metrics.total(service.metrics.exits, cause=("oom_load",)) == 5
+    assert not authority.shortages.may_bend(model, Refusal((Lack("gpu-0", 2, 1, "it"),), "it does not fit"))
 
 
 async def test_a_model_that_died_computing_comes_back_smaller(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,3 +161,40 @@ async def test_another_failure_is_no_shortage(start: Start, monkeypatch: pytest.
         await service.authority.load(model, 10)
     assert isinstance(failed.value, ModelFailed)
     assert model.shortages == ()
+
+
+async def test_what_counts_less_by_now_is_measured_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is not asked for would otherwise be refused for ever because of what it did long ago."""
+    service = await begin(start, {}, {"abort_answer": CUDA})
+    answer = await ask(service.app, "POST", "/v1/completions", {"model": "a", "prompt": "x"})
+    assert answer.status == 503
+    model = service.authority.resolve("a")
+    await until("it failed", lambda: model.running is None)
+    await service.authority.background.measure(model)
+    assert reserved(service) == 170
+    later = time.time() + HALF_LIFE_SECONDS
+    monkeypatch.setattr(service.authority.shortages.headrooms, "clock", lambda: later)
+    service.authority.shortages.tick(service.authority.loop.time() + EASE_SECONDS)
+    await until("measured again", lambda: "gpu-0" in model.estimates and reserved(service) == 165)
+
+
+async def test_a_worker_that_the_kernel_killed_for_memory_says_so(start: Start, tmp_path: Path) -> None:
+    """In the message, in the crash record, and in what the model is planned with; a kill from outside says nothing."""
+    service = await begin(start, {}, {})
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/vmstat").write_text("oom_kill 0\n")
+    service.authority.loads.supervisor.kills = HostKills(tmp_path)
+    model = service.authority.resolve("a")
+    for count in (0, 1):
+        await service.authority.load(model, 10)
+        assert model.running is not None
+        (tmp_path / "proc/vmstat").write_text(f"oom_kill {count}\n")
+        os.kill(model.running.worker.pid, signal.SIGKILL)
+        await until("it is gone", lambda: model.running is None)
+    newest, before = service.crashes.of("a")
+    assert (newest["cause"], before["cause"]) == ("killed", "killed")
+    assert newest["message"] == "the kernel killed the worker because host memory ran out (killed)"
+    assert "memory" not in before["message"]
+    host = service.authority.inventory.get("cpu")
+    assert host is not None
+    assert service.authority.shortages.headrooms.of(model.spec, host).compute_bytes > 0

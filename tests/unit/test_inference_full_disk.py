@@ -1,0 +1,66 @@
+"""A disk that takes nothing: what is remembered is said to be lost once, and nobody fails because of it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from headgate.shared.state import StateDir
+from inference.crashes import CrashStore
+from inference.devices.base import Reading
+from inference.overheads import MIB, Overheads
+from inference.process import WorkerExit
+from inference.protocol import ExitCause
+from inference.statefile import StateFiles
+
+EXIT = WorkerExit(ExitCause.ASSERT, -6, "GGML_ASSERT(x) failed", (), was_ready=True)
+CARD = Reading("gpu-0", "cuda", "H200", 1000 * MIB, 900 * MIB, 100 * MIB, driver="580.1")
+
+
+def full() -> Path:
+    """Where a file should go, on a disk without room for its directory."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/state")
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> StateDir:
+    return StateDir.from_env({"HEADGATE_STATE_DIR": str(tmp_path / "state")})
+
+
+def test_it_is_said_once_and_once_more_when_it_works_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    files = StateFiles("estimates")
+    for _ in range(5):
+        assert not files.write(full, b"{}")
+    assert files.write(lambda: tmp_path / "file", b"{}")
+    assert files.write(lambda: tmp_path / "file", b"[]")
+    assert (tmp_path / "file").read_bytes() == b"[]"
+    assert [record.getMessage() for record in caplog.records] == [
+        "estimates cannot be kept (No space left on device); the service goes on without",
+        "estimates can be kept again",
+    ]
+
+
+def test_crash_records_are_shown_although_they_could_not_be_written(state: StateDir) -> None:
+    """Not even their directory can be made; once there is room, they are written with the next one."""
+    store = CrashStore(state)
+    (state.root / "crashes").write_bytes(b"in the way, as a full disk is")
+    store.add("a", 1, EXIT, [])
+    store.add("a", 2, EXIT, [])
+    assert [record["pid"] for record in store.of("a")] == [2, 1]
+    assert store.of("b") == []
+    (state.root / "crashes").unlink()
+    store.add("a", 3, EXIT, [])
+    assert [record["pid"] for record in CrashStore(state).of("a")] == [3, 2, 1]
+
+
+def test_what_was_learned_counts_although_it_could_not_be_written(state: StateDir) -> None:
+    """A directory lies where the file should go."""
+    (state.root / "overheads.json").mkdir()
+    overheads = Overheads(state)
+    overheads.learn(CARD, 700 * MIB)
+    assert overheads.of(CARD) == int(700 * MIB * 1.1)
