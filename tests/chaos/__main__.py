@@ -34,7 +34,7 @@ BREAKS: dict[str, tuple[Kind, ...]] = {
 
 def small(plant: str, seed: int) -> Settings:
     """A short run with a defect."""
-    return Settings(seed, 6, 1.5, plants=(plant,), kinds=BREAKS[plant])
+    return Settings(seed, 10, 1.0, plants=(plant,), kinds=BREAKS[plant])
 
 
 def _arguments() -> argparse.Namespace:

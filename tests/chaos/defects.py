@@ -67,6 +67,7 @@ def double_probe(service: str) -> None:
         return
     from dataclasses import replace
 
+    from gateway.breakers import Guard
     from gateway.core import breaker
 
     ask = breaker.ask
@@ -75,6 +76,13 @@ def double_probe(service: str) -> None:
         return ask(replace(book, probe=None), now, expires)
 
     breaker.ask = generous
+    closed_for = Guard.closed_for.fget
+    assert closed_for is not None
+
+    def hopeful(self: Guard) -> float | None:
+        return None if self.book.state is breaker.State.HALF_OPEN else closed_for(self)
+
+    Guard.closed_for = property(hopeful)  # type: ignore[assignment, method-assign]
 
 
 def skipped_release(service: str) -> None:

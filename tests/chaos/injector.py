@@ -19,7 +19,7 @@ from headgate.shared.errors import HeadgateError
 from inference.devices.simgpu.control import SimulatorError
 from inference.protocol import ModelState
 from tests.chaos.judge import End, Violation, Window
-from tests.chaos.load import Ask, Load
+from tests.chaos.load import ENDLESS_TOKENS, Ask, Load
 from tests.chaos.plan import Event, Kind
 from tests.chaos.system import DEVICES, MODELS, OPEN_SECONDS, System
 from tests.rigs.processes import children_of, is_alive
@@ -94,9 +94,17 @@ class Injector:
         finally:
             self.windows.append(Window(kind, frozenset(models) or None, start, self.clock() + AFTERMATH_SECONDS))
 
+    async def _occupy(self, name: str) -> None:
+        """Returns when a long answer of `name` is under way, or soon after."""
+        outcome, _task = self.load.start(Ask(name, "Tell me a long story.", True, ENDLESS_TOKENS))
+        with contextlib.suppress(LookupError):  # it waits behind others, or is over
+            await self._until(lambda: bool(outcome.first_token or outcome.end), "an answer began", 3.0, every=0.002)
+
     async def _strike(self, event: Event, fault: str) -> str:
         name, pid = await self._worker(event.model)
         async with self._touching(event.kind, name):
+            if event.draw < 0.7:
+                await self._occupy(name)
             strike(pid, FAULTS[fault])
             await self._until(lambda: not is_alive(pid), f"worker {pid} is gone", 5.0)
         return f"{name} {pid}"
@@ -339,13 +347,13 @@ class Injector:
     def _violate(self, promise: str, seen: str) -> None:
         self.violations.append(Violation(promise, self.clock(), seen))
 
-    async def _until(self, probe: Callable[[], bool], what: str, seconds: float) -> None:
+    async def _until(self, probe: Callable[[], bool], what: str, seconds: float, every: float = 0.01) -> None:
         """Raises LookupError when `probe` is not true within `seconds`."""
         end = self.clock() + seconds
         while not probe():
             if self.clock() > end:
                 raise LookupError(f"not within {seconds:g} s: {what}")
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(every)
 
 
 KINDS = tuple(kind for kind in Kind if hasattr(Injector, f"_{kind}"))

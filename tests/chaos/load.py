@@ -20,6 +20,10 @@ from tests.chaos.judge import End, Outcome
 
 PATIENCE_SECONDS = 60.0
 """Longer than the gateway lets any request wait, or an answer be silent, in the configuration of the suite."""
+NOBODY_THERE_SECONDS = 0.7
+"""A user whose connection broke tries again so much later."""
+ENDLESS_TOKENS = 400
+"""Who asks for so many gets them: the demo models are kept from ending their answer."""
 _TAIL_BYTES = 64
 _QUESTIONS = ("What is a mill?", "Tell me about water.", "How does a gate work?", "Hello!", "Name three rivers.")
 
@@ -121,14 +125,15 @@ class Load:
 
     async def _user(self, luck: random.Random) -> None:
         while not self._stopping.is_set():
-            await self.ask(self.draw(luck))
+            outcome = await self.ask(self.draw(luck))
+            pause = luck.uniform(0.02, 0.4) + (NOBODY_THERE_SECONDS if outcome.end is End.BROKEN else 0.0)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), luck.uniform(0.02, 0.4))
+                await asyncio.wait_for(self._stopping.wait(), pause)
 
     def draw(self, luck: random.Random) -> Ask:
         """What somebody may ask."""
         return Ask(
-            luck.choice(self._routes), luck.choice(_QUESTIONS), luck.random() < 0.6, luck.choice((4, 12, 40)),
+            luck.choice(self._routes), luck.choice(_QUESTIONS), luck.random() < 0.6, luck.choice((4, 12, 40, 160)),
             luck.choice(("high", "normal", "normal", "low")),
         )  # fmt: skip
 
@@ -136,12 +141,20 @@ class Load:
         """So many requests at the same moment; returns when all are answered."""
         return list(await asyncio.gather(*(self._spawn(self.ask(self.draw(luck))) for _ in range(count))))
 
+    def start(self, ask: Ask) -> tuple[Outcome, asyncio.Task[Outcome]]:
+        """Asks one thing beside everything else; the outcome is filled as the answer comes."""
+        outcome = self._new(ask)
+        return outcome, self._spawn(self.ask(ask, outcome))
+
     # --- one request -----------------------------------------------------------------------------------------------
-    async def ask(self, ask: Ask) -> Outcome:
+    def _new(self, ask: Ask) -> Outcome:
+        outcome = Outcome(f"chaos-{self._seed}-{next(self._numbers)}", ask.route, ask.stream, self._clock())
+        self.open[outcome.id] = outcome
+        return outcome
+
+    async def ask(self, ask: Ask, outcome: Outcome | None = None) -> Outcome:
         """Asks, and returns how it ended."""
-        id = f"chaos-{self._seed}-{next(self._numbers)}"
-        outcome = Outcome(id, ask.route, ask.stream, self._clock())
-        self.open[id] = outcome
+        outcome = outcome or self._new(ask)
         try:
             async with asyncio.timeout(PATIENCE_SECONDS * 2):
                 await (self._streamed if ask.stream else self._whole)(ask, outcome)
@@ -156,11 +169,11 @@ class Load:
         except Exception as error:
             outcome.end, outcome.detail = End.STRANGE, repr(error)
         finally:
-            wire = self._tap.wires.pop(id, Wire())
+            wire = self._tap.wires.pop(outcome.id, Wire())
             outcome.done, outcome.clean = b"[DONE]" in wire.tail, wire.ended
             outcome.ended = self._clock()
             self.outcomes.append(outcome)
-            del self.open[id]
+            del self.open[outcome.id]
         return outcome
 
     def _arguments(self, ask: Ask, outcome: Outcome) -> dict[str, Any]:
@@ -170,6 +183,7 @@ class Load:
             "max_tokens": ask.tokens,
             "temperature": 0,
             "stream": ask.stream,
+            **({"logit_bias": {"2": -100}} if ask.tokens >= ENDLESS_TOKENS else {}),
             "extra_headers": {"x-request-id": outcome.id, "x-headgate-priority": ask.priority},
         }
 
