@@ -16,10 +16,15 @@ from inference.childenv import child_environment
 from inference.helper import NOTICE
 
 MOST_ANSWER_BYTES = 16 * 2**20
+MOST_LAST_WORDS_BYTES = 16 * 2**10
 
 
 class HelperError(Exception):
-    """A helper gave no answer; the message says which job and why."""
+    """A helper gave no answer; the message says which job and why, `said` are its last words."""
+
+    def __init__(self, message: str, said: str = "") -> None:
+        super().__init__(message)
+        self.said = said
 
 
 async def run_helper(
@@ -38,9 +43,10 @@ async def run_helper(
     try:
         answer = await asyncio.to_thread(json.loads, out)
     except ValueError:
-        words = err.decode("utf-8", "replace").strip().splitlines()
+        said = err[-MOST_LAST_WORDS_BYTES:].decode("utf-8", "replace").strip()
+        words = said.splitlines()
         raise HelperError(
-            f"the {job} helper ended with status {process.returncode}{': ' + words[-1] if words else ''}"
+            f"the {job} helper ended with status {process.returncode}{': ' + words[-1] if words else ''}", said
         ) from None
     if not isinstance(answer, dict):
         raise HelperError(f"the {job} helper answered nonsense")

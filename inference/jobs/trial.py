@@ -7,6 +7,7 @@ one wrong bit is seen.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ LONG, WIDE, HIGH = 256, 128, 64
 """Matrices of WIDE x LONG and HIGH x LONG numbers: more rows than the paths that llama.cpp keeps for single tokens."""
 _F32 = 0
 _SUCCESS = 0
+_ERROR = 4
 _GRAPH_BYTES = 2**20
 """Of host memory for what ggml notes of a graph; it takes less than half of that."""
 
@@ -23,9 +25,10 @@ class _InitParams(ctypes.Structure):
 
 
 def run(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Tries the device `{"id", "kind", "ggml_name", "rpc_endpoint"}`: `{"checked": numbers}` or `{"error": sentence}`.
+    """Tries the device `{"id", "kind", "ggml_name", "rpc_endpoint"}`; the environment has to pin this process to it.
 
-    The environment has to pin this process to the device. Some drivers end the process instead of telling an error.
+    `{"checked": numbers}`, or with a sentence `{"full"}` when there is no memory for it and `{"error"}` otherwise. Some
+    backends end the process instead; what they say before goes to stderr.
     """
     import llama_cpp
 
@@ -33,7 +36,7 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     from inference.worker.errors import LoadError
     from inference.worker.link import DeviceGrant
 
-    heard = llama_cpp.llama_log_callback(lambda level, text, data: None)
+    heard = llama_cpp.llama_log_callback(_tell_errors)
     llama_cpp.llama_log_set(heard, None)
     llama_cpp.llama_backend_init()
     lib = _declared(ggml.library())
@@ -45,6 +48,11 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     except LoadError as error:
         return {"error": str(error)}
     return _tried(lib, device)
+
+
+def _tell_errors(level: int, text: bytes, _data: Any) -> None:
+    if level == _ERROR:
+        os.write(2, text)
 
 
 def _tried(lib: ctypes.CDLL, device: int) -> dict[str, Any]:
@@ -60,7 +68,7 @@ def _tried(lib: ctypes.CDLL, device: int) -> dict[str, Any]:
     graph = lib.ggml_new_graph(context)
     lib.ggml_build_forward_expand(graph, product)
     if not lib.ggml_backend_alloc_ctx_tensors(context, backend):
-        return {"error": "it has no memory left for a trial"}
+        return {"full": "it has no memory left"}
     left = (np.arange(WIDE * LONG, dtype=np.float32).reshape(WIDE, LONG) * 7) % 5 - 2
     right = (np.arange(HIGH * LONG, dtype=np.float32).reshape(HIGH, LONG) * 11) % 7 - 3
     found = np.full((HIGH, WIDE), np.nan, dtype=np.float32)

@@ -76,13 +76,16 @@ async def test_every_trouble_has_its_sign_and_its_end(machine: SimMachine) -> No
 
 
 async def test_a_trial_computes_where_the_device_computes(machine: SimMachine) -> None:
-    """Also on one that NVML cannot read; not on one that is lost; and nothing of it stays on the device."""
+    """Also on one that NVML cannot read or that is full; not on one that is lost; and nothing of it stays there."""
     probe = machine.probe()
     await probe.start()
     machine.strike("out-of-reach", "gpu-0")
     await probe.refresh()
     await asyncio.gather(probe.trial("gpu-0"), probe.trial("gpu-1"))
     machine.restore()
+    machine.tell("refuse", "gpu-0")
+    await probe.trial("gpu-0")
+    machine.tell("heal")
     machine.strike("off-the-bus", "gpu-1")
     with pytest.raises(HelperError, match=r"trial of gpu-1 failed: the device at .* does not answer"):
         await probe.trial("gpu-1")

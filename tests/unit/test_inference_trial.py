@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from typing import Any
 
 import numpy as np
 import pytest
 
+from inference.children import HelperError
+from inference.devices import trial as devices_trial
+from inference.devices.base import Reading
 from inference.jobs import trial
 
 
@@ -40,15 +44,34 @@ class WrongLibrary(PaperLibrary):
 
 
 @pytest.mark.parametrize(
-    ("library", "error"),
+    ("library", "answer"),
     [
-        (PaperLibrary(ggml_backend_dev_init=None), "it cannot be opened"),
-        (PaperLibrary(ggml_backend_alloc_ctx_tensors=None), "it has no memory left for a trial"),
-        (PaperLibrary(ggml_backend_graph_compute=-1), "it does not compute (status -1)"),
-        (PaperLibrary(), "it computes 8192 of 8192 numbers wrong"),
-        (WrongLibrary(), "it computes 1 of 8192 numbers wrong"),
+        (PaperLibrary(ggml_backend_dev_init=None), {"error": "it cannot be opened"}),
+        (PaperLibrary(ggml_backend_alloc_ctx_tensors=None), {"full": "it has no memory left"}),
+        (PaperLibrary(ggml_backend_graph_compute=-1), {"error": "it does not compute (status -1)"}),
+        (PaperLibrary(), {"error": "it computes 8192 of 8192 numbers wrong"}),
+        (WrongLibrary(), {"error": "it computes 1 of 8192 numbers wrong"}),
     ],
     ids=["closed", "full", "refusing", "silent", "wrong"],
 )
-def test_a_device_that_fails_is_told_how(library: Any, error: str) -> None:
-    assert trial._tried(library, 1) == {"error": error}
+def test_a_device_that_fails_is_told_how(library: Any, answer: dict[str, str]) -> None:
+    assert trial._tried(library, 1) == answer
+
+
+@pytest.mark.parametrize(
+    ("said", "passes"),
+    [
+        ("CUDA error: out of memory\n  current device: 0, in function ggml_backend_cuda_init\nggml-cuda.cu:95", True),
+        ("CUDA error: unspecified launch failure\nggml-cuda.cu:95: CUDA error", False),
+        ("", False),
+    ],
+    ids=["full", "broken", "silent"],
+)
+async def test_a_process_that_ended_for_want_of_memory_is_no_evidence(said: str, passes: bool) -> None:
+    """Backends that abort say why before: a device that models fill is not given up for it."""
+
+    async def run(*_arguments: Any, **_more: Any) -> dict[str, Any]:
+        raise HelperError("the trial helper ended with status -6", said)
+
+    with contextlib.nullcontext() if passes else pytest.raises(HelperError):
+        await devices_trial.trial(Reading("gpu-0", "cuda", "card", 10, 0, 10), run=run)
