@@ -36,6 +36,7 @@ from inference.evictions import Action, Evictions, Reason
 from inference.fixes import Fixes
 from inference.governor import Governor
 from inference.headrooms import Headrooms
+from inference.health import Health
 from inference.loads import Loads
 from inference.metrics import Metrics
 from inference.model import Model, Ticket
@@ -96,6 +97,7 @@ class Authority:
         self.fixes = Fixes(self)
         self.shortages = Shortages(self, headrooms)
         self.governor = Governor(self)
+        self.health = Health(self)
         self.warm = WarmPool(self)
         self.ids = itertools.count(1)
         self.pumping = Pump(self)
@@ -111,6 +113,7 @@ class Authority:
         self.loop = asyncio.get_running_loop()
         await self.inventory.start()
         self.background.refreshed_at = self.loop.time()
+        self.health.begin()
         self.observe()
         self.limit()
         accelerators = self.inventory.accelerators()
@@ -286,6 +289,7 @@ class Authority:
         if now >= self._watch_at:
             self._watch_at = now + WATCH_SECONDS
             self.loads.watch()
+        self.health.tick()
         self.shortages.tick(now)
         self.governor.tick(now)
         self.teller.look_at_devices()

@@ -133,6 +133,7 @@ class MemoryLimitExceededError(RefusedError):
         *,
         reason: str = "",
         fix: Mapping[str, Any] | None = None,
+        lost: str = "",
         retry_after: float | None = None,
     ) -> None:
         said = "; ".join(
@@ -143,6 +144,8 @@ class MemoryLimitExceededError(RefusedError):
         message = f"the model {model!r} does not fit: {said or reason}"
         if fix:
             message += "; it would fit with " + " and ".join(f"{key}: {value}" for key, value in fix.items())
+        if lost:
+            message += f"; {lost}"
         super().__init__(
             message,
             retry_after=retry_after,

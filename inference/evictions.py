@@ -46,6 +46,8 @@ class Reason(StrEnum):
     CHANGED = "its configuration changed"
     LOWERED = "a limit was lowered"
     """models hold more than they may from now on"""
+    DEVICE = "device"
+    """its device has to be emptied"""
     REMOVED = "removed"
     """it is not in the configuration any more"""
 

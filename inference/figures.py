@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from inference.core.health import USABLE
 from inference.core.ledger import Balance
 from inference.core.pressure import Level, Use
 from inference.devices.base import Reading
@@ -15,7 +16,7 @@ from inference.devices.cpu import CPU
 from inference.evictions import Action
 from inference.gauges import bytes_by_kind
 from inference.osapi import private_bytes
-from inference.protocol import DeviceState, ExitCause, ModelState
+from inference.protocol import ExitCause, ModelState
 
 if TYPE_CHECKING:
     from inference.authority import Authority
@@ -117,7 +118,7 @@ def stats(authority: Authority) -> dict[str, Any]:
         "total_offloads": gone[Action.OFFLOAD],
         "total_restorations": authority.warm.restorations,
         "total_unloads": gone[Action.UNLOAD],
-        "gpu_available": any(name != CPU and figures["state"] != DeviceState.LOST for name, figures in devices.items()),
+        "gpu_available": any(name != CPU and figures["state"] in USABLE for name, figures in devices.items()),
         "per_device": devices,
         "alerts": [alert.to_json() for alert in alerts],
         "recommendations": [change for alert in alerts for change in alert.recommendations()],
@@ -132,8 +133,8 @@ def health(authority: Authority) -> dict[str, Any]:
     devices = per_device(authority)
     ill = []
     for name, figures in devices.items():
-        if figures["state"] == DeviceState.LOST:
-            ill.append(f"{name} is lost")
+        if figures["state"] not in USABLE:
+            ill.append(f"{name} is {figures['state']}")
         elif Level[figures["pressure_level"].upper()] >= Level.CRITICAL:
             ill.append(
                 f"{name} is at {figures['pressure_level']} pressure: {figures['used_mb']:.0f} MiB of "

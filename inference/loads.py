@@ -8,19 +8,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
 from headgate.shared.errors import HeadgateError
 from headgate.shared.units import format_bytes
 from inference.core.growth import growth
-from inference.core.ledger import LedgerError
+from inference.core.ledger import LedgerError, Phase
 from inference.core.lifecycle import Event
 from inference.core.plan import Placement
 from inference.devices.cpu import CPU
-from inference.errors import DeviceLost, InferenceError, MemoryRefused, ModelFailed
+from inference.errors import InferenceError, MemoryRefused, ModelFailed
 from inference.evictions import Action, Departure, Reason
 from inference.model import Model, Running
 from inference.osapi import private_bytes
@@ -100,6 +101,8 @@ class Loads:
     def on_ready(self, model: Model, running: Running, future: asyncio.Future[Ready]) -> None:
         """A worker has loaded its model, or has taken it up again."""
         if future.exception() is not None or model.state not in (_S.LOADING, _S.RESTORING):
+            return
+        if model.running is not running:  # it lost its device in this moment
             return
         is_back = model.state is _S.RESTORING
         ready = future.result()
@@ -232,11 +235,12 @@ class Loads:
 
     def on_exit(self, model: Model, running: Running, exit: WorkerExit) -> None:
         """The one place where a worker's memory goes back, however it ended."""
+        self._authority.health.exited(running, exit)
         if running.session is not None:
             self._authority.background.finish(running.session.close())
         shapes = [lease.shape for lease in running.leases]
-        if model.running is not running:  # another process keeps its model warm
-            self._has_left(model, running, exit)
+        if model.running is not running:  # another process keeps its model warm, or its device is lost
+            self._has_left(model, running, exit, shapes)
             return
         model.running = None
         tries_again = self._authority.shortages.exited(model, running, exit)
@@ -254,17 +258,29 @@ class Loads:
             was_loading = model.state is _S.LOADING
             self.failed(model, running.failure.message if running.failure else exit.message, counts=not tries_again)
             if was_loading and not tries_again:
-                self._give_up(model, running.failure or self._load_error(model, exit))
+                self._give_up(model, running.failure or self._load_error(model, running, exit))
         if model.removed:
             self._authority.models.pop(model.id, None)
         self._authority.pump()
 
-    def _has_left(self, model: Model, running: Running, exit: WorkerExit) -> None:
+    def cast_off(self, model: Model) -> None:
+        """The model has lost its device: it goes on without its worker, whose exit gives back what that still holds."""
+        running = model.running
+        assert running is not None
+        model.running = None
+        ledger = self._authority.ledger
+        if ledger.holdings[running.holding].phase is not Phase.RELEASING:
+            self._authority.ledger = ledger.leave(running.holding)
+        if model.removed:
+            self._authority.models.pop(model.id, None)
+
+    def _has_left(self, model: Model, running: Running, exit: WorkerExit, shapes: Sequence[dict[str, Any]]) -> None:
         self.give_back(running)
         self._authority.metrics.exits.labels(model.id, str(exit.cause)).inc()
         if exit.cause is not ExitCause.REQUESTED:
-            log.error("%s (pid %d) while its model was offloaded: %s", model.id, running.worker.pid, exit.message)
-            self._authority.crashes.add(model.id, running.worker.pid, exit, [])
+            when = "" if running.failure else " while its model was offloaded"
+            log.error("%s (pid %d)%s: %s", model.id, running.worker.pid, when, exit.message)
+            self._authority.crashes.add(model.id, running.worker.pid, exit, shapes)
         self._authority.pump()
 
     def _give_up(self, model: Model, error: InferenceError) -> None:
@@ -277,13 +293,10 @@ class Loads:
         if model.running is running and model.state is _S.DRAINING:
             running.worker.stop()
 
-    def _load_error(self, model: Model, exit: WorkerExit) -> InferenceError:
+    def _load_error(self, model: Model, running: Running, exit: WorkerExit) -> InferenceError:
         if exit.cause is ExitCause.DEVICE_LOST:
-            return DeviceLost(
-                f"the model {model.id!r} could not be loaded: {exit.message}",
-                retry_after=model.backoff.delay_seconds,
-                details={"cause": str(exit.cause)},
-            )
+            said = f"it could not be loaded: {exit.message}"
+            return self._authority.health.loss(model, running.placement.devices, said)
         return self.resting(model, str(exit.cause))
 
     def failed(self, model: Model, message: str, *, counts: bool = True) -> None:

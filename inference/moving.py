@@ -9,13 +9,14 @@ import logging
 from typing import TYPE_CHECKING
 
 from inference import views
+from inference.core.health import USABLE
 from inference.core.plan import Refusal, plan
 from inference.devices.base import Reading
 from inference.devices.cpu import CPU
 from inference.errors import InferenceError, InvalidRequestError, MemoryLimitExceededError
 from inference.evictions import Reason
 from inference.model import Model
-from inference.protocol import DeviceState, ModelState, Priority
+from inference.protocol import ModelState, Priority
 from inference.wishes import held_models, request_for, shortages_of
 
 if TYPE_CHECKING:
@@ -68,7 +69,9 @@ class Moving:
     def options(self, model: Model, devices: tuple[Reading, ...]) -> tuple[Reading, ...]:
         """`devices`, or the one that a move asks for."""
         reading = None if model.target is None else self._authority.inventory.get(model.target)
-        return devices if reading is None else (reading,)
+        if reading is None:
+            return devices
+        return (reading,) if reading.state in USABLE else ()
 
     def turns_back(self, model: Model, error: InferenceError) -> bool:
         """A load of a moved model failed or became impossible: it goes home, and those who wait for it wait on.
@@ -98,7 +101,7 @@ class Moving:
                 f"there is no device {device!r}; there are: {', '.join(readings)}", param="device"
             )
         reading = readings[device]
-        if reading.state not in (DeviceState.HEALTHY, DeviceState.SUSPECT):
+        if reading.state not in USABLE:
             raise InvalidRequestError(f"{device} is {reading.state}", param="device")
         if device != CPU and (model.spec.gpu_layers == 0 or self._authority.settings.force_cpu_mode):
             raise InvalidRequestError(f"{model.id!r} is configured to use no accelerator", param="device")

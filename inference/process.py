@@ -207,6 +207,11 @@ class WorkerProcess:
         with contextlib.suppress(ProcessLookupError):  # it left its group, or is a zombie we reap in a moment
             os.killpg(self.pid, signal.SIGKILL)
 
+    def lose(self, why: str) -> None:
+        """Its device is lost: ends it at once, and its exit says so in the words of `why`."""
+        self._failed = self._failed or Failed(ExitCause.DEVICE_LOST, why)
+        self.kill()
+
     def _send(self, message: Message) -> None:
         with contextlib.suppress(OSError):  # a dead worker hears nothing; its exit is told by the pidfd
             self._link.send(encode(message))

@@ -20,7 +20,7 @@ from inference.devices.cpu import CPU
 from inference.evictions import Action, Reason
 from inference.model import Model
 from inference.protocol import ModelState
-from inference.wishes import candidates, error_of, held_models, request_for, residents
+from inference.wishes import candidates, closed_to, error_of, held_models, request_for, residents
 
 if TYPE_CHECKING:
     from inference.authority import Authority
@@ -189,6 +189,9 @@ class Pump:
         if refusal.waits_for:
             self._wait(model, refusal, decision)
             return
+        if self._awaits_verdict(model):
+            self._all_decided = False
+            return
         self._log(refusal.result, model, refusal.trace)
         error = error_of(model, refusal, authority.inventory.readings(), authority.settings)
         if authority.moving.turns_back(model, error):
@@ -202,6 +205,15 @@ class Pump:
         count.inc(len(model.queue))
         authority.waiting.fail(model, error)
         authority.teller.changed()
+
+    def _awaits_verdict(self, model: Model) -> bool:
+        """Whether a device it might be loaded onto is being tried; the verdict ends in a run, and so does the clock."""
+        authority = self._authority
+        readings = authority.inventory.readings()
+        awaits = any(authority.health.is_in_doubt(reading.id) for reading in closed_to(model.effective, readings))
+        if awaits:
+            self.wake_in(_LOOK_AGAIN_SECONDS)
+        return awaits
 
     def _wait(self, model: Model, refusal: Refusal, decision: Decision) -> None:
         authority = self._authority

@@ -22,7 +22,7 @@ from headgate.shared.hop import Answer, BrokenError, Hop
 from inference import http, vocabulary
 from inference.authority import Authority
 from inference.core.plan import Refusal
-from inference.errors import DeviceLost, InferenceError, InvalidRequestError, ModelFailed
+from inference.errors import InferenceError, InvalidRequestError, ModelFailed
 from inference.http import Headers, Out, Receive, Scope, Send
 from inference.model import Lease, Model, Ticket
 from inference.protocol import (
@@ -232,8 +232,7 @@ class Relay:
             await out.data(answer)
             await out.end()
 
-    @staticmethod
-    async def _broken(lease: Lease, error: Exception, *, relayed: bool) -> Exception:
+    async def _broken(self, lease: Lease, error: Exception, *, relayed: bool) -> Exception:
         """What to tell when the connection to a worker broke: its death is known a moment later."""
         worker, model = lease.running.worker, lease.model
         await asyncio.wait({worker.exited}, timeout=_EXIT_SECONDS)
@@ -242,8 +241,9 @@ class Relay:
         exit = worker.exited.result()
         if exit.cause is ExitCause.REQUESTED and not relayed:
             return _WorkerLeftError()
-        kind = DeviceLost if exit.cause is ExitCause.DEVICE_LOST else ModelFailed
-        return kind(
+        if exit.cause is ExitCause.DEVICE_LOST:
+            return self._authority.health.loss(model, lease.running.placement.devices, exit.message)
+        return ModelFailed(
             f"the worker of {model.id!r} ended before the answer did: {exit.message}",
             retry_after=model.backoff.delay_seconds or None,
             details={"cause": str(exit.cause)},

@@ -12,6 +12,7 @@ from inference.devices.base import Reading
 from inference.devices.cpu import CPU
 from inference.environment import InferenceSettings
 from inference.protocol import ModelState, ModelStatus
+from inference.wishes import lost_for
 
 if TYPE_CHECKING:
     from inference.authority import Authority
@@ -64,8 +65,9 @@ def status(model: Model, authority: Authority, now: float) -> ModelStatus:
     estimate = next(iter(model.estimates.values()), None)
     is_known = running is not None and (running.ready is not None or model.state is ModelState.WARM)
     actual = sum(authority.ledger.owned_by(model.id).values()) if is_known else None
-    fits, reason = _fits(model, authority)
-    rest = model.retry_at - now if model.state is ModelState.FAILED else None
+    fits, reason, rest = _fits(model, authority)
+    if model.state is ModelState.FAILED:
+        rest = model.retry_at - now
     resting = model.state is ModelState.COLD and model.in_flight == 0
     return ModelStatus(
         id=model.id,
@@ -89,13 +91,17 @@ def status(model: Model, authority: Authority, now: float) -> ModelStatus:
     )
 
 
-def _fits(model: Model, authority: Authority) -> tuple[bool | None, str | None]:
+def _fits(model: Model, authority: Authority) -> tuple[bool | None, str | None, float | None]:
+    """Whether it fits, why not, and in how many seconds a lost device that it misses is tried again."""
     if model.running is not None and model.state is not ModelState.UNLOADING:
-        return True, None
+        return True, None, None
     outlook = authority.outlook.of(model)
     if not isinstance(outlook, Refusal):
-        return outlook, model.failure
-    return (None if outlook.waits_for else False), outlook.reason
+        return outlook, model.failure, None
+    if outlook.waits_for:
+        return None, outlook.reason, None
+    lost, seconds = lost_for(model.effective, authority.inventory.readings())
+    return False, f"{outlook.reason}; {lost}" if lost else outlook.reason, seconds
 
 
 def differs(now: ModelStatus, told: ModelStatus | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from headgate.shared.units import format_bytes
+from inference.core.health import USABLE
 from inference.core.layers import layers_of
 from inference.core.ledger import Ledger, Phase
 from inference.core.plan import Held, Option, Placement, Refusal, Request, Standing
@@ -17,7 +18,7 @@ from inference.errors import DeviceLost, InferenceError, MemoryLimitExceededErro
 from inference.estimator import Estimate, parameters_of
 from inference.model import Model
 from inference.pinning import grants_of
-from inference.protocol import DeviceState, ModelState
+from inference.protocol import ModelState
 from inference.settings import ModelSpec
 from inference.worker.link import Grant, Ready
 
@@ -25,7 +26,6 @@ ENGINE_QUEUE = 512
 """Requests that may wait in a worker."""
 TOLERANCE_BYTES = 8 * 2**20
 """llama.cpp's log rounds each buffer to 0.01 MiB, and pads small ones."""
-_USABLE = (DeviceState.HEALTHY, DeviceState.SUSPECT)
 
 
 def candidates(spec: ModelSpec, readings: Sequence[Reading], settings: InferenceSettings) -> tuple[Reading, ...]:
@@ -40,9 +40,29 @@ def candidates(spec: ModelSpec, readings: Sequence[Reading], settings: Inference
     allowed = [
         reading
         for index, reading in enumerate(accelerators)
-        if reading.state in _USABLE and spec.gpu_index in (None, index)
+        if reading.state in USABLE and spec.gpu_index in (None, index)
     ]
     return (*allowed, *(cpu if spec.oom_policy == "cpu" else ()))
+
+
+def closed_to(spec: ModelSpec, readings: Sequence[Reading]) -> tuple[Reading, ...]:
+    """The accelerators that `spec` might be planned for if they were usable."""
+    if spec.gpu_layers == 0:
+        return ()
+    accelerators = [reading for reading in readings if reading.id != CPU]
+    return tuple(
+        reading
+        for index, reading in enumerate(accelerators)
+        if reading.state not in USABLE and spec.gpu_index in (None, index)
+    )
+
+
+def lost_for(spec: ModelSpec, readings: Sequence[Reading]) -> tuple[str, float | None]:
+    """Which accelerators are missing to `spec` and why, empty for none; and the seconds until that may change."""
+    closed = closed_to(spec, readings)
+    waits = [reading.verdict_seconds for reading in closed if reading.verdict_seconds is not None]
+    said = ", ".join(f"{item.id} is {item.state}" + (f" ({item.note})" if item.note else "") for item in closed)
+    return said, max(1.0, min(waits)) if waits else None
 
 
 def placement_key(devices: Sequence[str], counts: Sequence[float] = ()) -> str:
@@ -166,10 +186,15 @@ def error_of(
     model: Model, refusal: Refusal, readings: Sequence[Reading], settings: InferenceSettings
 ) -> InferenceError:
     """What those are told whose model is refused for good: numbers, or which accelerator is gone."""
-    gone = [f"{reading.id} is {reading.state}" for reading in readings if reading.state not in _USABLE]
-    if gone and not candidates(model.effective, readings, settings):
-        return DeviceLost(f"the model {model.id!r} cannot be loaded: {', '.join(gone)}")
-    return MemoryLimitExceededError(model.id, shortages_of(refusal), reason=refusal.reason, fix=refusal.fix)
+    lost, seconds = lost_for(model.effective, readings)
+    if lost and not candidates(model.effective, readings, settings):
+        devices = [reading.id for reading in closed_to(model.effective, readings)]
+        return DeviceLost(
+            f"the model {model.id!r} cannot be loaded: {lost}", retry_after=seconds, details={"devices": devices}
+        )
+    return MemoryLimitExceededError(
+        model.id, shortages_of(refusal), reason=refusal.reason, fix=refusal.fix, lost=lost, retry_after=seconds
+    )
 
 
 def excess(estimate: Estimate, ready: Ready) -> str | None:

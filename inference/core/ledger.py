@@ -286,6 +286,20 @@ class Ledger:
             accounts[device] = replace(account, foreign_bytes=account.foreign_bytes + count)
         return replace(self.release(id), accounts=accounts)
 
+    def write_off(self, device: str) -> Ledger:
+        """The device has lost its memory: nobody holds or uses any of it. Holders keep what they have elsewhere.
+
+        What is host memory is not lost with the device that shares it.
+        """
+        if self.account_of(device) != device:
+            return self
+        held = [holding for holding in self.holdings.values() if device in holding.bytes]
+        after = replace(self, accounts=_with(self.accounts, device, replace(self._account(device), foreign_bytes=0)))
+        for holding in held:
+            rest = {name: count for name, count in holding.bytes.items() if name != device}
+            after = after._put(replace(holding, bytes=MappingProxyType(rest)))
+        return after
+
     def observe(self, device: str, used_bytes: int, free_bytes: int) -> Ledger:
         """Takes a reading of the device: bytes in use by everybody, and bytes free."""
         device = self.account_of(device)

@@ -34,6 +34,8 @@ class Reading:
     environment: Mapping[str, str] = field(default_factory=dict)
     state: DeviceState = DeviceState.HEALTHY
     note: str = ""
+    verdict_seconds: float | None = None
+    """Until it is looked at or tried again, while it is not usable."""
     driver: str = ""
     """Version of its driver, where it is known."""
     unified: bool = False
@@ -53,6 +55,7 @@ class Reading:
             "free_bytes": self.free_bytes,
             "used_bytes": self.used_bytes,
             "note": self.note,
+            "verdict_seconds": None if self.verdict_seconds is None else round(self.verdict_seconds, 3),
         }
 
 

@@ -19,6 +19,10 @@ class Inventory:
 
     def __init__(self, probes: Sequence[Probe]) -> None:
         self._probes = tuple(probes)
+        self.overlay: Callable[[Reading], Reading] = lambda reading: reading
+        """What everybody sees of a reading: the state that was decided for its device."""
+        self.refreshes = 0
+        """How often all was measured anew."""
 
     @classmethod
     def of(cls, settings: InferenceSettings, sockets: Path | None = None) -> Inventory:
@@ -39,6 +43,7 @@ class Inventory:
     async def refresh(self) -> None:
         """Measures anew."""
         await asyncio.gather(*(probe.refresh() for probe in self._probes))
+        self.refreshes += 1
 
     def listen(self, notice: Callable[[], None]) -> None:
         """Calls `notice`, on the event loop, when something happened to a device: a refresh is worth its while."""
@@ -61,9 +66,13 @@ class Inventory:
 
     def readings(self) -> tuple[Reading, ...]:
         """The newest readings, accelerators first; one without memory of its own is as full as the host."""
-        found = tuple(reading for probe in self._probes for reading in probe.readings())
+        found = tuple(map(self.overlay, self.measured()))
         host = next((reading for reading in found if reading.id == CPU), None)
         return tuple(_on_host(reading, host) if reading.unified and host else reading for reading in found)
+
+    def measured(self) -> tuple[Reading, ...]:
+        """The newest readings as the probes have them."""
+        return tuple(reading for probe in self._probes for reading in probe.readings())
 
     def accelerators(self) -> tuple[Reading, ...]:
         """Without the CPU."""

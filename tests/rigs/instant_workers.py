@@ -58,6 +58,10 @@ class InstantWorker:
         """Ends at once."""
         self._end(WorkerExit(ExitCause.KILLED, -9, hang or "killed", (), self.ready.done()))
 
+    def lose(self, why: str) -> None:
+        """Ends at once, by the loss of its device."""
+        self._end(WorkerExit(ExitCause.DEVICE_LOST, -9, why, (), self.ready.done()))
+
     def _end(self, exit: WorkerExit) -> None:
         if not self.exited.done():
             self.exited.set_result(exit)

@@ -1,0 +1,243 @@
+"""What becomes of models and those who want them when a device is lost, falls ill or only seems to, and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.app import Service
+from inference.children import HelperError
+from inference.core.signs import Sign
+from inference.devices.base import Reading
+from inference.errors import DeviceLost, InvalidRequestError, MemoryLimitExceededError
+from inference.evictions import Reason
+from inference.protocol import DeviceState, ModelState
+from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, empty, services, until
+from tests.rigs.instant_workers import InstantSupervisor
+
+
+class Ailing(FakeAccelerator):
+    """GPUs of 1,000 MiB whose signs and trials the test decides; `trying` holds trials up until it is set."""
+
+    def __init__(self, count: int = 2) -> None:
+        super().__init__()
+        self.signs = {f"gpu-{number}": (Sign.FINE, "") for number in range(count)}
+        self.failures: dict[str, str] = {}
+        self.trials: list[str] = []
+        self.renewals = 0
+        self.trying = asyncio.Event()
+        self.trying.set()
+
+    def readings(self) -> tuple[Reading, ...]:
+        total = 1000 * MIB
+        return tuple(
+            Reading(name, "cuda", "fake", total, total, 0, note=note, sign=sign)
+            for name, (sign, note) in self.signs.items()
+        )
+
+    def listen(self, notice: Callable[[], None]) -> None:
+        return None
+
+    async def renew(self) -> None:
+        self.renewals += 1
+
+    async def trial(self, device: str) -> None:
+        self.trials.append(device)
+        await self.trying.wait()
+        if device in self.failures:
+            raise HelperError(self.failures[device])
+
+
+@pytest.fixture
+async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
+    """Starts services whose workers are no processes; `load_seconds` is model id -> time."""
+    async with services(tmp_path, monkeypatch) as make:
+
+        async def begin(models: dict[str, Any], gpus: Ailing, load_seconds: dict[str, float] | None = None,
+                        **environ: str) -> Service:  # fmt: skip
+            service: Service = await make(models, accelerator=gpus, **environ)
+            supervisor: Any = InstantSupervisor(load_seconds)
+            service.authority.loads.supervisor = supervisor
+            return service
+
+        yield begin
+
+
+def state_of(service: Service, device: str = "gpu-0") -> DeviceState:
+    reading = service.authority.reading(device)
+    assert reading is not None
+    return reading.state
+
+
+async def loses(service: Service, gpus: Ailing, device: str = "gpu-0", note: str = "it fell off the bus") -> None:
+    """The device is read as lost, at once."""
+    gpus.signs[device] = (Sign.DEAD, note)
+    service.authority.health.tick()
+
+
+async def test_all_models_of_a_lost_device_go_cold_at_once_and_nobody_else_notices(start: Start) -> None:
+    """In flight and queued alike fail with the device's name; the books are empty before any process has ended."""
+    gpus = Ailing()
+    models = {"a": {"gpu_index": 0}, "b": {"gpu_index": 0}, "c": {"gpu_index": 1}}
+    service = await start(models, gpus, {"b": 30.0})
+    authority = service.authority
+    a, b, c = (authority.resolve(name) for name in models)
+    leases = [await authority.ask(model).wait(10) for model in (a, c)]
+    loading = authority.ask(b)
+    await until("b is loading", lambda: b.state is ModelState.LOADING)
+    await loses(service, gpus)
+    assert (a.state, b.state, c.state) == (ModelState.COLD, ModelState.COLD, ModelState.BUSY)
+    assert authority.ledger.balance("gpu-0").ours_bytes == 0
+    with pytest.raises(DeviceLost, match=r"gpu-0 is lost \(it fell off the bus\)") as caught:
+        await loading.wait(10)
+    assert 1 <= (caught.value.retry_after or 0) <= 2
+    assert caught.value.details == {"devices": ["gpu-0"]}
+    for lease in leases:
+        assert lease is not None
+        lease.release()
+    await authority.unload(c)
+    await until("all is given back", lambda: empty(service))
+    assert authority.crashes.of("a")[0]["cause"] == "device_lost"
+    assert authority.metrics.total(authority.metrics.exits, cause=["device_lost"]) == 2
+
+
+async def test_a_model_in_use_is_loaded_elsewhere_at_once_and_comes_back_when_it_cannot_be(start: Start) -> None:
+    gpus = Ailing()
+    service = await start({"free": {}, "bound": {"gpu_index": 0}, "idle": {"gpu_index": 0}}, gpus,
+                          EVICTION_IDLE_THRESHOLD_SECONDS="5")  # fmt: skip
+    authority = service.authority
+    free, bound, idle = (authority.resolve(name) for name in ("free", "bound", "idle"))
+    await authority.moving.move(free, "gpu-0")
+    await authority.load(bound)
+    await authority.load(idle)
+    idle.last_used_at -= 1000
+    assert idle.running is not None
+    idle.running.ready_at -= 1000
+    await loses(service, gpus)
+    await until("it is elsewhere", lambda: free.state is ModelState.READY)
+    assert authority.status(free).devices == ("gpu-1",)
+    status = authority.status(bound)
+    assert (status.fits, status.reason) == (
+        False, "no device can hold it: every accelerator is excluded or lost; gpu-0 is lost (it fell off the bus)"
+    )  # fmt: skip
+    assert 1 <= (status.retry_after_seconds or 0) <= 10
+    gpus.signs["gpu-0"] = (Sign.FINE, "")
+    await until("it is back", lambda: bound.state is ModelState.READY)
+    assert state_of(service) is DeviceState.HEALTHY
+    assert gpus.trials == ["gpu-0"]
+    assert (free.loads, bound.loads, idle.loads) == (2, 2, 1)
+    assert authority.metrics.total(authority.metrics.recoveries, kind=["device"]) == 1
+
+
+async def test_what_a_lost_device_could_hold_is_told_with_its_name_and_when_it_is_tried_again(start: Start) -> None:
+    gpus = Ailing()
+    service = await start({"a": {}}, gpus)
+    authority = service.authority
+    await loses(service, gpus)
+    authority.background.estimator.sizes = {"a": 5000}  # type: ignore[attr-defined]
+    with pytest.raises(MemoryLimitExceededError, match=r"; gpu-0 is lost \(it fell off the bus\)$") as caught:
+        await authority.load(authority.resolve("a"))
+    assert 1 <= (caught.value.retry_after or 0) <= 10
+
+
+async def test_a_worker_that_loses_its_device_alone_harms_nobody(start: Start) -> None:
+    """The device is tried, other models go on, and who asks meanwhile waits for the verdict."""
+    gpus = Ailing(1)
+    gpus.trying.clear()
+    service = await start({"a": {}, "b": {}}, gpus, {"a": 30.0})
+    authority = service.authority
+    a, b = authority.resolve("a"), authority.resolve("b")
+    await authority.load(b)
+    loading = authority.ask(a)
+    await until("a is loading", lambda: a.state is ModelState.LOADING)
+    assert a.running is not None
+    a.running.worker.lose("CUDA error: unspecified launch failure")
+    running = b.running
+    with pytest.raises(DeviceLost, match="the model 'a' lost gpu-0: it could not be loaded"):
+        await loading.wait(10)
+    assert state_of(service) is DeviceState.PROBING
+    assert b.running is running
+    await authority.unload(b, now=True)
+    asking = asyncio.create_task(authority.load(b))
+    await asyncio.sleep(0)
+    assert b.queue.waiters
+    gpus.trying.set()
+    await asyncio.wait_for(asking, 10)
+    assert state_of(service) is DeviceState.HEALTHY
+
+
+async def test_an_ill_device_is_emptied_in_good_order(start: Start) -> None:
+    gpus = Ailing()
+    service = await start({"a": {"gpu_index": 0}}, gpus)
+    authority, model = service.authority, service.authority.resolve("a")
+    lease = await authority.ask(model).wait(10)
+    assert lease is not None
+    gpus.signs["gpu-0"] = (Sign.ILL, "Xid 63")
+    authority.health.tick()
+    assert (state_of(service), model.state) == (DeviceState.DRAINING, ModelState.DRAINING)
+    lease.release(completed=True)
+    await until("quarantined", lambda: state_of(service) is DeviceState.QUARANTINED)
+    assert [record.reason for record in authority.evictions.records] == [Reason.DEVICE]
+    with pytest.raises(DeviceLost, match=r"gpu-0 is quarantined \(Xid 63\)"):
+        await authority.load(model)
+    gpus.signs["gpu-0"] = (Sign.FINE, "")
+    await until("back with its model", lambda: model.state is ModelState.READY)
+
+
+async def test_an_operator_asks_for_a_trial_and_hears_the_verdict(start: Start) -> None:
+    gpus = Ailing(1)
+    service = await start({"a": {}}, gpus)
+    health = service.authority.health
+    gpus.failures["gpu-0"] = "it computes 3 of 8192 numbers wrong"
+    found = await health.recover("gpu-0")
+    assert (found.state, found.note) == (DeviceState.LOST, "it computes 3 of 8192 numbers wrong")
+    gpus.failures.clear()
+    assert (await health.recover("gpu-0")).state is DeviceState.HEALTHY
+    assert gpus.renewals == 2
+    for name in ("cpu", "gpu-7"):
+        with pytest.raises(InvalidRequestError, match=f"no accelerator '{name}'; there are: gpu-0"):
+            await health.recover(name)
+
+
+async def test_a_full_device_that_has_no_memory_for_a_trial_is_well(start: Start) -> None:
+    gpus = Ailing(1)
+    service = await start({"a": {}}, gpus)
+    gpus.failures["gpu-0"] = "the trial of gpu-0 failed: it has no memory left for a trial"
+    assert (await service.authority.health.recover("gpu-0")).state is DeviceState.HEALTHY
+
+
+async def test_what_only_a_new_service_can_reach_asks_for_one(start: Start) -> None:
+    gpus = Ailing(1)
+    service = await start({"a": {}}, gpus)
+    asked: list[str] = []
+    service.authority.health.restart = asked.append
+    gpus.failures["gpu-0"] = "no CUDA-capable device is detected"
+    gpus.signs["gpu-0"] = (Sign.BEYOND, "Unknown Error")
+    await until("it asks", lambda: bool(asked))
+    assert asked == ["no new process reaches gpu-0 (no CUDA-capable device is detected)"]
+
+
+async def test_a_device_that_is_not_listed_any_more_is_lost_and_welcome_again(start: Start) -> None:
+    gpus = Ailing()
+    service = await start({"a": {"gpu_index": 1}}, gpus)
+    model = service.authority.resolve("a")
+    await service.authority.load(model)
+    gone = gpus.signs.pop("gpu-1")
+    service.authority.health.tick()
+    assert model.state is ModelState.COLD
+    gpus.signs["gpu-1"] = gone
+    await until("it is back", lambda: model.state is ModelState.READY)
+
+
+async def test_a_reading_as_it_was_taken_stays_beside_what_is_shown(start: Start) -> None:
+    gpus = Ailing(1)
+    service = await start({"a": {}}, gpus)
+    await loses(service, gpus)
+    (shown, _host), (measured, _) = service.authority.inventory.readings(), service.authority.inventory.measured()
+    assert (shown.state, measured.state) == (DeviceState.LOST, DeviceState.HEALTHY)
+    assert replace(shown, state=measured.state, verdict_seconds=None) == measured
