@@ -256,7 +256,10 @@ class Loads:
             log.error("%s (pid %d): %s", model.id, running.worker.pid, exit.message)
             self._authority.crashes.add(model.id, running.worker.pid, exit, shapes)
             was_loading = model.state is _S.LOADING
-            self.failed(model, running.failure.message if running.failure else exit.message, counts=not tries_again)
+            message = running.failure.message if running.failure else exit.message
+            if was_loading and str(model.spec.path) not in message:
+                message += f"; its file is {model.spec.path}"
+            self.failed(model, message, counts=not tries_again)
             if was_loading and not tries_again:
                 self._give_up(model, running.failure or self._load_error(model, running, exit))
         if model.removed:

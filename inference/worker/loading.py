@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -178,9 +179,10 @@ def _pooling(model: llama.Model, grant: Grant) -> int | None:
         raise LoadError(
             ExitCause.STARTUP, f"a {_architecture(model)} model is an encoder with a decoder, which is not supported"
         )
-    pooling = int(model.metadata.get(f"{_architecture(model)}.pooling_type", "-1"))
+    named = model.metadata.get(f"{_architecture(model)}.pooling_type", "-1")
+    pooling = int(named) if re.fullmatch(r"-?\d{1,9}", named, re.ASCII) else llama.POOLING_RANK + 1
     if pooling > llama.POOLING_RANK:
-        raise LoadError(ExitCause.STARTUP, f"its pooling type {pooling} is not known; mean, cls, last and rank are")
+        raise LoadError(ExitCause.STARTUP, f"its pooling type {named[:40]} is not known; mean, cls, last and rank are")
     if "rerank" in said or (pooling == llama.POOLING_RANK and not said & set(GENERATIVE)):
         _check_reranker(model, said)
         return llama.POOLING_RANK

@@ -129,8 +129,10 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, SyntaxError, ValueError, ArithmeticError, LookupError, TypeError) as error:
             raise ValueError(f"the chat template does not compile: {error}") from None
+        except (RecursionError, MemoryError) as error:
+            raise ValueError(f"the chat template is nested too deeply ({type(error).__name__})") from None
         self.dialect = detect(source, control_texts)
         self._special = {"bos_token": bos, "eos_token": eos}
         self._marker = f"hg{secrets.token_hex(12)}"
