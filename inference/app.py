@@ -42,7 +42,7 @@ from inference.metrics import Metrics
 from inference.osapi import socket_directory
 from inference.protocol import H_REQUEST_ID, Code, error_body
 from inference.relay import Relay
-from inference.routes import description, dumps, holders, memory, models, operations, service
+from inference.routes import description, dumps, holders, memory, models, operations, quarantine, service
 from inference.settings import InferenceConfig
 from inference.supervisor import WORKER_COMMAND, Supervisor
 
@@ -103,6 +103,7 @@ class Service:
         app.include_router(memory.router(self.authority))
         app.include_router(holders.router(self.authority))
         app.include_router(operations.router(self.authority))
+        app.include_router(quarantine.router(self.authority))
         app.include_router(dumps.router(Dumps(self.authority, self.crashes)))
         description.add(app, http.OPEN_PATHS)
         app.add_exception_handler(InferenceError, _inference_error)  # type: ignore[arg-type]

@@ -45,8 +45,10 @@ from inference.outlook import Outlook
 from inference.preload import load_all
 from inference.protocol import ModelState, ModelStatus, Priority
 from inference.pump import Pump
+from inference.quarantine import Quarantine
 from inference.settings import InferenceConfig, check_devices
 from inference.shortages import Shortages
+from inference.solo import Door
 from inference.supervisor import Supervisor
 from inference.teller import Teller
 from inference.threads import Threads
@@ -92,6 +94,8 @@ class Authority:
         self.background = Background(self, estimator)
         self.loads = Loads(self, supervisor)
         self.waiting = Waiting(self)
+        self.door = Door(self)
+        self.quarantine = Quarantine(self)
         self.teller = Teller(self)
         self.outlook = Outlook(self)
         self.fixes = Fixes(self)
@@ -169,10 +173,18 @@ class Authority:
             raise ModelNotFound(name, sorted(self.config.models)) from None
 
     def ask(
-        self, model: Model, *, priority: Priority = Priority.NORMAL, seconds: float | None = None, counts: bool = True
+        self,
+        model: Model,
+        *,
+        priority: Priority = Priority.NORMAL,
+        seconds: float | None = None,
+        counts: bool = True,
+        alone: bool = False,
+        again: bool = False,
     ) -> Ticket:
         """A wish to use `model`, fulfilled at once if it is ready; `counts` false is no use (a probe).
 
+        `alone`: nobody else may use it meanwhile; `again`: it had a lease before, and finds a place in any queue.
         Waits at most `seconds` (INFERENCE_ACQUIRE_TIMEOUT_SECONDS at most). Raises ShuttingDown, QueueFull, and
         ModelNotFound for a model that was removed since it was resolved; whatever ends the wait later is raised by the
         ticket.
@@ -183,16 +195,18 @@ class Authority:
             raise ModelNotFound(model.id, sorted(self.config.models))
         now = self.loop.time()
         patience = min(self.settings.acquire_timeout_seconds, math.inf if seconds is None else seconds)
-        waiter = Waiter(next(self.ids), priority, now + patience, now)
+        waiter = Waiter(next(self.ids), priority, now + patience, now, alone)
         ticket = Ticket(model, waiter, patience, self.waiting.give_up)
-        if model.state in (_S.READY, _S.BUSY):
+        ticket.counts = counts
+        is_ready = model.state in (_S.READY, _S.BUSY)
+        if is_ready and not model.queue.waiters and self.door.is_open(model, alone=alone):
             self.metrics.placements.labels(Result.DEPLOYED.lower(), "ready").inc()
-            ticket.grant(self.waiting.lease(model, counts=counts))
+            ticket.grant(self.waiting.lease(model, counts=counts, alone=alone))
             return ticket
         if not model.queue.waiters:
             model.wanted_at = now
         try:
-            model.queue = model.queue.push(waiter, self.settings.queue_limits)
+            model.queue = model.queue.push(waiter, None if again else self.settings.queue_limits)
         except QueueFullError:
             self.governor.adviser.turned_away(priority)
             raise QueueFull(

@@ -96,5 +96,6 @@ class Change:
             return
         model.estimates.clear()
         model.backoff, model.retry_at, model.failure = type(model.backoff)(), 0.0, None
+        model.docket = type(model.docket)()
         if model.running is not None:
             self._authority.loads.leave(model, Reason.CHANGED)

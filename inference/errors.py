@@ -2,6 +2,8 @@
 
 InferenceError
 ├── InvalidRequestError             the caller's fault: bad JSON, wrong types, unknown model, body too large
+│   ├── ModelNotFound          no such model
+│   └── PoisonRequest          it ended a worker that did nothing else
 ├── RefusedError                    ours and known beforehand
 │   ├── MemoryLimitExceededError   does not fit; carries the numbers
 │   ├── MemoryRefused          was planned to fit, and the device refused all the same
@@ -90,6 +92,12 @@ class ModelNotFound(InvalidRequestError):
     def __init__(self, model: str, known: Sequence[str]) -> None:
         names = ", ".join(known[:20]) or "none is configured"
         super().__init__(f"the model {model[:200]!r} does not exist; there are: {names}", param="model")
+
+
+class PoisonRequest(InvalidRequestError):
+    """The request ended a worker that computed nothing else; `details` say until when it is refused."""
+
+    code = Code.POISON_REQUEST
 
 
 class RefusedError(InferenceError):

@@ -259,7 +259,8 @@ class Loads:
             message = running.failure.message if running.failure else exit.message
             if was_loading and str(model.spec.path) not in message:
                 message += f"; its file is {model.spec.path}"
-            self.failed(model, message, counts=not tries_again)
+            counts = not tries_again and self._authority.quarantine.charges(model, running, exit)
+            self.failed(model, message, counts=counts)
             if was_loading and not tries_again:
                 self._give_up(model, running.failure or self._load_error(model, running, exit))
         if model.removed:
@@ -303,7 +304,7 @@ class Loads:
         return self.resting(model, str(exit.cause))
 
     def failed(self, model: Model, message: str, *, counts: bool = True) -> None:
-        """One more failure of the model; it rests, unless this one does not count because it is tried otherwise."""
+        """One more failure of the model; it rests, unless this one does not count."""
         if counts:
             model.backoff = model.backoff.failed()
         model.retry_at = self._authority.loop.time() + (model.backoff.delay_seconds if counts else 0.0)

@@ -17,6 +17,7 @@ import aiohttp
 from inference.core.comeback import Pace
 from inference.core.lifecycle import Backoff
 from inference.core.plan import Placement, Standing
+from inference.core.poison import Docket
 from inference.core.queue import Waiter, WaitQueue
 from inference.core.reduction import Descent
 from inference.devices.base import Reading
@@ -56,6 +57,10 @@ class Running:
     threads: int | None = None
     """What the worker was told to compute with last."""
     leases: set[Lease] = field(default_factory=set)
+    solo: Lease | None = None
+    """Who has it alone, while others wait (`inference.solo`)."""
+    shut: asyncio.TimerHandle | None = None
+    """Ends the time in which others may be kept out."""
     failure: InferenceError | None = None
     stamp: tuple[int, int, int] = (0, 0, 0)
     """Of the file that was loaded, or is held."""
@@ -89,6 +94,8 @@ class Model:
     backoff: Backoff = field(default_factory=Backoff)
     retry_at: float = 0.0
     failure: str | None = None
+    docket: Docket = field(default_factory=Docket)
+    """Requests that may have ended its workers."""
     estimates: dict[str, Estimate] = field(default_factory=dict)
     estimating: asyncio.Task[None] | None = None
     divisions: int = 0
@@ -197,6 +204,11 @@ class Lease:
         self._open = True
 
     @property
+    def alone(self) -> bool:
+        """Whether the worker has had nothing else to do since this request came."""
+        return self.running.solo is self
+
+    @property
     def session(self) -> aiohttp.ClientSession:
         """The HTTP client of the worker."""
         assert self.running.session is not None
@@ -216,6 +228,7 @@ class Ticket:
         self.model = model
         self.waiter = waiter
         self.patience = patience
+        self.counts = True
         self.timer: asyncio.TimerHandle | None = None
         self._on_close = on_close
         self._future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inference.core.exits import Remains, classify
+from inference.core.exits import Remains, classify, is_wordless, telling
 from inference.core.patience import Life, Patience
 from inference.hostkills import HostKills
 from inference.launch import launch
@@ -56,7 +56,8 @@ _STARVED = "the kernel killed the worker because host memory ran out (killed)"
 @dataclass(frozen=True, slots=True)
 class WorkerExit:
     """How a worker ended. `message` is one sentence; `last_lines` what it wrote last; `status` as waitpid tells it;
-    `starved` says that the kernel ended it because host memory ran out.
+    `starved` says that the kernel ended it because host memory ran out; `wordless` that it aborted and said nothing
+    about it, as if somebody had sent the signal.
     """
 
     cause: ExitCause
@@ -65,6 +66,7 @@ class WorkerExit:
     last_lines: tuple[str, ...]
     was_ready: bool
     starved: bool = False
+    wordless: bool = False
 
 
 class WorkerGone(Exception):  # noqa: N818 - what happened
@@ -368,21 +370,20 @@ class WorkerProcess:
                 self._lines.append(line[-1000:].decode("utf-8", "replace").rstrip())
 
     def _exit(self, status: int) -> WorkerExit:
-        was_ready = self._due is None
-        cause = classify(
-            Remains(
-                status=status,
-                requested=self._requested,
-                hang=self._hang is not None,
-                failed_cause=self._failed.cause if self._failed else None,
-                greeted=self.hello.done(),
-                ready=was_ready,
-                last_text="\n".join(self._lines),
-            )
+        remains = Remains(
+            status=status,
+            requested=self._requested,
+            hang=self._hang is not None,
+            failed_cause=self._failed.cause if self._failed else None,
+            greeted=self.hello.done(),
+            ready=self._due is None,
+            last_text="\n".join(self._lines),
         )
+        cause = classify(remains)
         starved = cause is ExitCause.KILLED and status == -signal.SIGKILL and self._starved()
         said = _STARVED if starved else self._sentence(cause, status)
-        return WorkerExit(cause, status, said, tuple(self._lines), was_ready, starved)
+        lines = tuple(self._lines)
+        return WorkerExit(cause, status, said, lines, remains.ready, starved, wordless=is_wordless(remains))
 
     def _starved(self) -> bool:
         return self._kills is not None and self._kills.lately(self._loop.time())
@@ -394,5 +395,5 @@ class WorkerProcess:
             return f"the worker hung: {self._hang}"
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
         told = cause not in (ExitCause.KILLED, ExitCause.REQUESTED)  # then its last line has nothing to do with it
-        last = next((line for line in reversed(self._lines) if line.strip()), "") if told else ""
+        last = telling(self._lines) if told else ""
         return f"the worker ended with {how} ({cause}){': ' + last[:300] if last else ''}"

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 PATIENT_BACKOFF_SECONDS = 2.0
 """A rest this short is waited out by those who ask; a longer one is told to them."""
+TRIAL_BACKOFF_SECONDS = 10.0
+"""And one this short if a request is there that was in flight when the worker ended."""
 FRESH_SECONDS = 1.0
 MOST_DIVISIONS = 2
 """How often a model that needs several devices is measured before it is decided on what is known."""
@@ -76,7 +78,8 @@ class Pump:
         authority = self._authority
         if model.state is _S.FAILED:
             rest = model.retry_at - authority.loop.time()
-            if rest > PATIENT_BACKOFF_SECONDS:
+            is_tried = model.queue.waiters[0].alone
+            if rest > (TRIAL_BACKOFF_SECONDS if is_tried else PATIENT_BACKOFF_SECONDS):
                 authority.waiting.fail(model, authority.loads.resting(model))
                 return
             if rest > 0:

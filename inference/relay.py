@@ -22,6 +22,7 @@ from headgate.shared.hop import Answer, BrokenError, Hop
 from inference import http, vocabulary
 from inference.authority import Authority
 from inference.core.plan import Refusal
+from inference.core.poison import SUSPICIOUS, Crash
 from inference.errors import InferenceError, InvalidRequestError, ModelFailed
 from inference.http import Headers, Out, Receive, Scope, Send
 from inference.model import Lease, Model, Ticket
@@ -39,6 +40,7 @@ from inference.protocol import (
     Priority,
     Progress,
 )
+from inference.quarantine import CrashedError, Trial
 from inference.vocabulary import Vocabulary
 from inference.wishes import error_of
 
@@ -53,6 +55,7 @@ CONNECT_SECONDS = 5.0
 _PASSED_ON = (H_TENANT, H_KV, H_PRIORITY, H_PROBE)
 _PASSED_BACK = ("content-type", "retry-after", "x-should-retry")
 _FRAME_END = b"\n\n"
+_DATA = b"\ndata:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +70,16 @@ class Wish:
     asked_at: float
     """on the event loop's clock"""
 
-    def milliseconds_left(self, now: float) -> int | None:
-        """What of the deadline is left for the worker, at least 1; None without a deadline."""
+    def seconds_left(self, now: float) -> float | None:
+        """What of the deadline is left, never negative; None without a deadline."""
         if self.deadline_seconds is None:
             return None
-        return max(1, int((self.asked_at + self.deadline_seconds - now) * 1000))
+        return max(0.0, self.asked_at + self.deadline_seconds - now)
+
+    def milliseconds_left(self, now: float) -> int | None:
+        """What of the deadline is left for the worker, at least 1; None without a deadline."""
+        left = self.seconds_left(now)
+        return None if left is None else max(1, int(left * 1000))
 
 
 class _WorkerLeftError(Exception):
@@ -139,11 +147,34 @@ class Relay:
         await out.end()
 
     async def _serve(self, model: Model, wish: Wish, path: str, headers: Headers, body: bytes, out: Out) -> None:
+        trial = self._authority.quarantine.trial(path, body)
+        await trial.admit(model)
+        while True:
+            try:
+                await self._run(trial, model, wish, path, headers, body, out)
+            except CrashedError as error:
+                if not await trial.crashed(model, error) or wish.probe:
+                    raise error.told from error
+                model = self._authority.resolve(wish.model)
+            else:
+                trial.answered(model)
+                return
+
+    async def _run(
+        self, trial: Trial, model: Model, wish: Wish, path: str, headers: Headers, body: bytes, out: Out
+    ) -> None:
+        now = asyncio.get_running_loop().time()
         with self._authority.ask(
-            model, priority=wish.priority, seconds=wish.deadline_seconds, counts=not wish.probe
+            model,
+            priority=wish.priority,
+            seconds=wish.seconds_left(now) if trial.crashes else wish.deadline_seconds,
+            counts=not wish.probe,
+            alone=trial.alone,
+            again=trial.crashes > 0,
         ) as ticket:
             lease = await (self._wait_aloud(ticket, out) if wish.stream else ticket.wait())
             assert lease is not None
+            await trial.admit(model)  # a twin of it may have been convicted meanwhile
             lease.shape = {"path": path, "body_bytes": len(body), "stream": wish.stream}
             if wish.stream:
                 await self._stream(lease, wish, path, headers, body, out)
@@ -243,11 +274,15 @@ class Relay:
             return _WorkerLeftError()
         if exit.cause is ExitCause.DEVICE_LOST:
             return self._authority.health.loss(model, lease.running.placement.devices, exit.message)
-        return ModelFailed(
+        told = ModelFailed(
             f"the worker of {model.id!r} ended before the answer did: {exit.message}",
             retry_after=model.backoff.delay_seconds or None,
             details={"cause": str(exit.cause)},
         )
+        if exit.cause not in SUSPICIOUS:
+            return told
+        crash = Crash(exit.cause, exit.message, alone=lease.alone, wordless=exit.wordless)
+        return CrashedError(crash, told, relayed=relayed)
 
 
 class _UnreachableError(Exception):
@@ -280,7 +315,7 @@ class Flow:
 
     def __init__(self, answer: Answer, out: Out) -> None:
         self.has_begun = False
-        """Whether anything was relayed."""
+        """Whether anything was relayed but comments."""
         self._answer = answer
         self._out = out
         self._kept: list[bytes] = []
@@ -307,7 +342,8 @@ class Flow:
             self._answer.resume()
 
     def _on_piece(self, piece: bytes) -> None:
-        self.has_begun = True
+        if not self.has_begun:
+            self.has_begun = not piece.startswith(b":") or _DATA in piece
         self._last = piece
         if not self._kept and self._out.takes_pieces:
             self._out.piece(piece)

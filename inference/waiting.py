@@ -30,18 +30,22 @@ class Waiting:
         self._authority = authority
 
     def serve(self, model: Model) -> None:
-        """Gives a lease to everybody who waits; the engine queues from here on."""
+        """Gives a lease to everybody who waits, unless one has to be alone; the engine queues from here on."""
         while model.queue.waiters:
             waiter = model.queue.waiters[0]
+            if not self._authority.door.is_open(model, alone=waiter.alone):
+                self._authority.door.lock(model)
+                return
             ticket = self.unqueue(model, waiter.id)
             if ticket is not None and ticket.pending:
-                ticket.grant(self.lease(model, counts=True))
+                ticket.grant(self.lease(model, counts=ticket.counts, alone=waiter.alone))
 
-    def lease(self, model: Model, *, counts: bool) -> Lease:
+    def lease(self, model: Model, *, counts: bool, alone: bool = False) -> Lease:
         """One more request in flight on the model's worker, which is ready."""
         assert model.running is not None
         lease = Lease(model, model.running, self._released, counts=counts)
         model.running.leases.add(lease)
+        self._authority.door.entered(lease, alone=alone)
         if counts:
             model.uses += 1
             model.last_used_at = self._authority.loop.time()
@@ -53,6 +57,7 @@ class Waiting:
     def _released(self, lease: Lease, completed: bool) -> None:
         model, running = lease.model, lease.running
         running.leases.discard(lease)
+        self._authority.door.left(lease)
         if model.running is not running:
             return
         if lease.counts:
@@ -66,7 +71,9 @@ class Waiting:
             return
         if model.state is _S.BUSY:
             self._authority.move(model, _E.IDLE, quietly=True)
-            if model.spec.idle_timeout == 0 and not model.spec.pinned:
+            if model.queue.waiters:
+                self.serve(model)
+            elif model.spec.idle_timeout == 0 and not model.spec.pinned:
                 self._authority.loads.leave(model, Reason.IDLE, self._authority.warm.action(model))
         elif model.state is _S.DRAINING:
             self._authority.loads.unload(model)
@@ -81,7 +88,7 @@ class Waiting:
 
     def _nobody_left(self, model: Model) -> None:
         """Those who make room for it need not any more, and others may have been waiting behind it."""
-        if not model.queue.waiters:
+        if not model.queue.waiters or model.state in (_S.READY, _S.BUSY):
             self._authority.pump()
 
     def unqueue(self, model: Model, waiter_id: int) -> Ticket | None:

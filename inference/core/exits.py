@@ -10,14 +10,17 @@ from inference.protocol import ExitCause
 
 _C = ExitCause
 TEXTS: Sequence[tuple[re.Pattern[str], ExitCause]] = [
-    # the device itself is gone: CUDA, cuBLAS, NVML, Metal, ROCm, ggml's RPC backend
+    # the device itself is gone: CUDA, Metal, ROCm, Vulkan, ggml's RPC backend. An illegal address, a failed launch or a
+    # device-side assertion is none of these: they end one process's context, and the device goes on.
     (
         re.compile(
-            r"cudaErrorDeviceUninitialized|device.* is lost|GPU is lost|GPU has fallen off the bus"
+            r"cudaErrorDeviceUninitialized|device.* is lost|device lost on|GPU is lost|GPU has fallen off the bus"
             r"|CUDA-capable device\(s\) is/are (busy or )?unavailable|no CUDA-capable device"
-            r"|cudaErrorContextIsDestroyed|unspecified launch failure|an illegal memory access"
-            r"|uncorrectable ECC|driver shutting down|hipErrorNoDevice|hipErrorContextIsDestroyed"
+            r"|cudaErrorContextIsDestroyed|uncorrectable ECC|driver shutting down"
+            r"|hipErrorNoDevice|hipErrorContextIsDestroyed|rocBLAS error: .*No devices found"
             r"|MTLCommandBufferErrorDeviceRemoved|kIOGPUCommandBufferCallbackErrorInvalidResource"
+            r"|CommandBufferCallbackErrorSubmissionsIgnored"
+            r"|vk::DeviceLostError|ErrorDeviceLost"
             r"|Remote RPC server crashed|failed to (send|recv) .*RPC",
             re.IGNORECASE,
         ),
@@ -26,10 +29,11 @@ TEXTS: Sequence[tuple[re.Pattern[str], ExitCause]] = [
     # memory ran out while computing: CUDA aborts, Metal and ROCm report a failed command buffer
     (
         re.compile(
-            r"CUDA error.*out of memory|cudaErrorMemoryAllocation|CUBLAS_STATUS_ALLOC_FAILED|cuMemCreate.*failed"
-            r"|hipErrorOutOfMemory|HIP error.*out of memory|ROCm error.*out of memory|HIPBLAS_STATUS_ALLOC_FAILED"
-            r"|kIOGPUCommandBufferCallbackErrorOutOfMemory|Insufficient Memory|std::bad_alloc",
-            re.IGNORECASE | re.DOTALL,
+            r"(CUDA|HIP|ROCm) error.*out of memory|cudaErrorMemoryAllocation|cuMemCreate.*failed|hipErrorOutOfMemory"
+            r"|(CUBLAS|HIPBLAS|rocblas)_STATUS_ALLOC_FAILED|(CUDA|ROCm) error: the resource allocation failed"
+            r"|kIOGPUCommandBufferCallbackErrorOutOfMemory|Insufficient Memory"
+            r"|vk::OutOf(Device|Host)MemoryError|std::bad_alloc",
+            re.IGNORECASE,
         ),
         _C.OOM_COMPUTE,
     ),
@@ -37,13 +41,22 @@ TEXTS: Sequence[tuple[re.Pattern[str], ExitCause]] = [
     (
         re.compile(
             r"failed to allocate (buffer|\w+ buffer|CUDA\S* buffer)|unable to allocate|failed to allocate compute"
-            r"|cudaMalloc failed|ggml_backend_\w+_buffer_type_alloc_buffer|failed to allocate memory",
+            r"|cudaMalloc failed|ggml_backend_\w+_buffer_type_alloc_buffer|failed to allocate memory"
+            r"|Device memory allocation of size \d+ failed|ErrorOutOf(Device|Host)Memory",
             re.IGNORECASE,
         ),
         _C.OOM_LOAD,
     ),
+    # what ends a process by design: ggml's own checks, drivers' libraries, C and C++ libraries, interpreters
     (
-        re.compile(r"GGML_ASSERT|GGML_ABORT|CUDA error|CUBLAS_STATUS_|HIP error|terminate called", re.IGNORECASE),
+        re.compile(
+            r"GGML_ASSERT|GGML_ABORT|(CUDA|HIP|ROCm|rocBLAS) error|(CUBLAS|HIPBLAS)_STATUS_|vk::\w+Error"
+            r"|^\S+\.(c|cc|cpp|cu|cuh|h|hpp|m|mm):\d+: "
+            r"|terminate called|terminating (due to|with) uncaught|Assertion .*failed|Assertion failed"
+            r"|free\(\): |malloc\(\): |malloc_consolidate|double free|corrupted (size|double|unsorted)"
+            r"|stack smashing detected|Fatal Python error",
+            re.IGNORECASE | re.MULTILINE,
+        ),
         _C.ASSERT,
     ),
 ]
@@ -80,14 +93,31 @@ def classify(remains: Remains) -> ExitCause:
         return _C.KILLED
     by_text = cause_of_text(remains.last_text)
     if by_text is not None:
-        if by_text is _C.OOM_COMPUTE and not remains.ready:
-            return _C.OOM_LOAD
+        if by_text in (_C.OOM_COMPUTE, _C.OOM_LOAD):
+            return _C.OOM_COMPUTE if remains.ready else _C.OOM_LOAD
         return by_text
     if remains.status in (-_SIGABRT, -_SIGSEGV, -_SIGBUS, -_SIGILL, -_SIGFPE):
         return _C.ASSERT
     if not remains.greeted or not remains.ready:
         return _C.STARTUP
     return _C.KILLED if remains.status < 0 else _C.ASSERT
+
+
+def is_wordless(remains: Remains) -> bool:
+    """Whether it aborted without a word: whatever aborts by itself says why, so the signal may be somebody's."""
+    return remains.status == -_SIGABRT and cause_of_text(remains.last_text) is None
+
+
+def telling(lines: Sequence[str]) -> str:
+    """Of a dead process's last lines the one that says most: the first that names what became the cause, else the last.
+
+    CUDA's reason, for one, stands some lines before the last, which is only where the process aborted.
+    """
+    cause = cause_of_text("\n".join(lines))
+    pattern = next((pattern for pattern, known in TEXTS if known is cause), None)
+    if pattern is not None and (found := next((line for line in lines if pattern.search(line)), None)) is not None:
+        return found.strip()
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def cause_of_text(text: str) -> ExitCause | None:

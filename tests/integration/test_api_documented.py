@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from inference.app import HOT_PATHS, Service
+from inference.core.poison import Crash
+from inference.protocol import ExitCause
 from tests.rigs.asgi import ask, operations
 from tests.rigs.authority_rig import FakeEstimator, SharedDevice, Start, services, until
 
@@ -81,6 +83,10 @@ async def _busy_service(start: Start) -> Service:
     await authority.offload(authority.resolve("kept"))
     await ask(service.app, "POST", "/models/broken/load")
     await ask(service.app, "POST", "/models/large/load")
+    suspected = authority.resolve("other")
+    suspected.docket = suspected.docket.crashed(
+        "0" * 16, Crash(ExitCause.ASSERT, "", alone=False), authority.loop.time()
+    )
     lease = await authority.ask(authority.resolve("a")).wait(10)
     assert lease is not None
     await until("it is heard", lambda: lease.running.worker.beat is not None)

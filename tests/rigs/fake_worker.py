@@ -6,7 +6,8 @@ FAKE_WORKER is JSON, model id -> behavior: `load_seconds`, `fail` (cause), `fail
 `most` (setting of the grant -> above it, the load fails with `oom_load`), `exit` (status before hello),
 `abort` (text, then SIGABRT while loading), `silent_after` (beats stop so many seconds after ready),
 `step_seconds` (what beats claim), `buffers` (bytes of KV reported), `grow` (bytes it has too many once it is ready),
-`abort_answer` (text, then SIGABRT instead of an answer), `answer_seconds` (before the first token), `chunks`,
+`abort_answer` (text, then SIGABRT instead of an answer), `poison` (a text whose arrival in a body aborts it;
+`last_words`: what it writes then; `after_chunks`: so many later), `answer_seconds` (before the first token), `chunks`,
 `chunk_seconds`, `ignore_stop`, `saved` (bytes of sequences that an offload saves), `offload`, `hold` and `restore`
 (`die` or `hang` then), `grant_file` (where its grant is written).
 """
@@ -171,20 +172,28 @@ class Site:
             return _tell(writer, 400, {"error": error})
         if text := self.how.get("abort_answer"):
             _abort(text)
+        is_poison = self.how.get("poison", "\0").encode() in raw
+        if is_poison and not self.how.get("after_chunks"):
+            self._die()
         self.active += 1
         try:
             await asyncio.sleep(self.how.get("answer_seconds", 0.0))
             if not body.get("stream"):
                 return _tell(writer, 200, {"model": self.model, "text": f"{self.model} answers"})
-            return await self._stream(writer)
+            return await self._stream(writer, dies=is_poison)
         finally:
             self.active -= 1
 
-    async def _stream(self, writer: asyncio.StreamWriter) -> None:
+    def _die(self) -> None:
+        _abort(self.how.get("last_words", "GGML_ASSERT(n > 0) failed"))
+
+    async def _stream(self, writer: asyncio.StreamWriter, *, dies: bool) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
         for number in range(self.how.get("chunks", 3)):
             await _chunk(writer, f'data: {{"model": "{self.model}", "n": {number}}}\n\n'.encode())
             await asyncio.sleep(self.how.get("chunk_seconds", 0.0))
+            if dies and number + 1 == self.how["after_chunks"]:
+                self._die()
         await _chunk(writer, b"data: [DONE]\n\n")
         await _chunk(writer, b"")
 

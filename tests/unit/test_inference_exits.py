@@ -2,32 +2,55 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from inference.core.exits import Remains, cause_of_text, classify
+from inference.core.exits import Remains, cause_of_text, classify, is_wordless, telling
 from inference.protocol import ExitCause
 
 ABORT, KILL, SEGV = -6, -9, -11
+CORPUS = Path(__file__).parent / "golden" / "abort_texts.txt"
 
 
-@pytest.mark.parametrize(
-    ("text", "cause"),
-    [
-        ("CUDA error: out of memory\n  current device: 0, in function alloc", ExitCause.OOM_COMPUTE),
-        ("ggml_cuda: CUDA error\n CUBLAS_STATUS_ALLOC_FAILED", ExitCause.OOM_COMPUTE),
-        ("ROCm error: out of memory", ExitCause.OOM_COMPUTE),
-        ("error: kIOGPUCommandBufferCallbackErrorOutOfMemory (00000008:...)", ExitCause.OOM_COMPUTE),
-        ("CUDA error: unspecified launch failure", ExitCause.DEVICE_LOST),
-        ("CUDA error: an illegal memory access was encountered", ExitCause.DEVICE_LOST),
-        ("ggml-rpc.cpp:500: Remote RPC server crashed or returned malformed response", ExitCause.DEVICE_LOST),
-        ("llama_kv_cache: failed to allocate buffer for kv cache", ExitCause.OOM_LOAD),
-        ("ggml_backend_cuda_buffer_type_alloc_buffer: allocating 9000 MiB: cudaMalloc failed", ExitCause.OOM_LOAD),
-        ("GGML_ASSERT(n_tokens <= n_batch) failed", ExitCause.ASSERT),
-        ("nothing to see", None),
-    ],
-)
-def test_texts(text: str, cause: ExitCause | None) -> None:
-    assert cause_of_text(text) is cause
+def _corpus() -> list[tuple[str, str, str, tuple[str, ...]]]:
+    """(cause, backend, beginning of the telling line, lines) of every block."""
+    found = []
+    for block in CORPUS.read_text(encoding="utf-8").split("\n== ")[1:]:
+        head, *lines = block.rstrip().splitlines()
+        cause, backend, _, line = head.split(" | ")
+        found.append((cause, backend, line, tuple(lines)))
+    return found
+
+
+TEXTS = _corpus()
+
+
+@pytest.mark.parametrize(("cause", "line", "lines"), [(text[0], *text[2:]) for text in TEXTS], ids=range(len(TEXTS)))
+def test_the_corpus(cause: str, line: str, lines: tuple[str, ...]) -> None:
+    earlier = ("llama_context: n_ctx_per_seq (4096) < n_ctx_train (40960)", "", "a warning of another library")
+    said = (*earlier, *lines)
+    loads = cause in ("oom_load", "startup")
+    remains = Remains(1 if loads else ABORT, ready=not loads, last_text="\n".join(said))
+    assert classify(remains) == cause
+    assert loads or not is_wordless(remains)
+    if cause != "startup":
+        assert telling(said).startswith(line)
+
+
+def test_every_backend_is_in_the_corpus() -> None:
+    backends = " ".join(text[1] for text in TEXTS)
+    for name in ("CUDA", "device-side assert", "cuBLAS", "Metal, initialisation", "ROCm", "RPC", "Vulkan", "host"):
+        assert name in backends
+
+
+def test_who_says_nothing_may_have_been_sent_a_signal() -> None:
+    assert is_wordless(Remains(ABORT, last_text="a warning"))
+    assert not is_wordless(Remains(ABORT, last_text="a warning\nggml.c:1: GGML_ASSERT(false) failed"))
+    assert not is_wordless(Remains(SEGV))
+    assert telling(["", "first", "last", " "]) == "last"
+    assert telling([]) == ""
+    assert cause_of_text("nothing to see") is None
 
 
 @pytest.mark.parametrize(
@@ -46,6 +69,7 @@ def test_texts(text: str, cause: ExitCause | None) -> None:
         (Remains(SEGV), ExitCause.ASSERT),
         (Remains(ABORT, last_text="CUDA error: out of memory"), ExitCause.OOM_COMPUTE),
         (Remains(ABORT, ready=False, last_text="CUDA error: out of memory"), ExitCause.OOM_LOAD),
+        (Remains(ABORT, last_text="alloc: cudaMalloc failed: out of memory"), ExitCause.OOM_COMPUTE),
         (Remains(1, greeted=False, ready=False), ExitCause.STARTUP),
         (Remains(-15), ExitCause.KILLED),
         (Remains(1), ExitCause.ASSERT),

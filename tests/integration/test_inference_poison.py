@@ -1,0 +1,126 @@
+"""Requests that end their worker: who was beside them is answered, they themselves are refused from then on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference import solo
+from inference.app import Service
+from inference.model import Lease
+from inference.protocol import ModelState
+from tests.rigs.asgi import Answer, ask
+from tests.rigs.authority_rig import Start, services, until
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
+    async with services(tmp_path, monkeypatch) as make:
+        yield make
+
+
+def _chat(service: Service, text: str, model: str = "a", **more: Any) -> asyncio.Task[Answer]:
+    body = {"model": model, "messages": [{"role": "user", "content": text}], **more}
+    return asyncio.create_task(ask(service.app, "POST", CHAT, body))
+
+
+async def _held(service: Service) -> list[Any]:
+    return list((await ask(service.app, "GET", "/quarantine")).body["requests"])
+
+
+async def test_a_poison_request_is_convicted_alone_and_its_neighbors_are_answered(start: Start) -> None:
+    how = {"poison": "BAD", "answer_seconds": 0.15, "last_words": "/src/ggml.c:12: GGML_ASSERT(n > 0) failed"}
+    service = await start({"a": {}, "b": {}}, {"a": how, "b": {"answer_seconds": 0.5}})
+    model = service.authority.resolve("a")
+    await asyncio.gather(_chat(service, "warm up"), _chat(service, "warm up", "b"))
+    other = _chat(service, "untouched", "b")
+    neighbors = [_chat(service, f"fine {number}", stream=number % 2 == 0) for number in range(4)]
+    await until("all in flight", lambda: model.in_flight == 4)
+    culprit = _chat(service, "BAD")
+    await until("the worker died", lambda: model.state is ModelState.FAILED)
+    late = _chat(service, "came while it rested")
+    answers = await asyncio.gather(*neighbors, late, other)
+    assert [answer.status for answer in answers] == [200] * 6
+    assert all(b"[DONE]" in answer.body for answer in answers[:4:2]), "streams are complete"
+    told = await culprit
+    assert (told.status, told.body["error"]["code"]) == (422, "poison_request")
+    assert told.headers["x-should-retry"] == "false"
+    assert "GGML_ASSERT(n > 0)" in told.body["error"]["message"]
+    (case,) = await _held(service)
+    assert (case["standing"], case["model"], case["crashes"]) == ("convicted", "a", 2)
+    assert told.body["error"]["headgate"]["key"] == case["key"]
+
+    crashes = (await ask(service.app, "GET", "/models/a/crashes")).body["crashes"]
+    assert [crash["cause"] for crash in crashes] == ["assert", "assert"]
+    loads = model.loads
+    again = await _chat(service, "BAD", stream=True, user="somebody else")
+    assert (again.status, again.body["error"]["code"]) == (422, "poison_request")
+    assert model.loads == loads, "nothing was run for it"
+    assert model.backoff.failures == 0
+
+    missing = await ask(service.app, "DELETE", "/quarantine/0123")
+    assert (missing.status, missing.body["error"]["code"]) == (404, "not_found")
+    cleared = await ask(service.app, "DELETE", f"/quarantine/{case['key']}")
+    assert [one["key"] for one in cleared.body["cleared"]] == [case["key"]]
+    assert await _held(service) == []
+
+
+async def test_who_had_a_part_of_the_answer_is_told_and_runs_alone_when_it_comes_again(start: Start) -> None:
+    how = {"poison": "BAD", "after_chunks": 2, "chunks": 3, "chunk_seconds": 0.05}
+    service = await start({"a": {}}, {"a": how})
+    model = service.authority.resolve("a")
+    broken = await _chat(service, "BAD", stream=True)
+    assert broken.status == 200
+    assert b'"code":"model_failed"' in broken.body
+    assert b"[DONE]" not in broken.body
+    (case,) = await _held(service)
+    assert case["standing"] == "suspect"
+    runs: list[tuple[Lease | None, int]] = []
+    again = _chat(service, "BAD", stream=True)
+    await until("it runs alone", lambda: model.running is not None and model.running.solo is not None)
+    beside = _chat(service, "fine", stream=True)
+    await until("others wait", lambda: len(model.queue) == 1)
+    runs.append((model.running.solo if model.running else None, model.in_flight))
+    assert runs[0][1] == 1
+    assert b'"code":"model_failed"' in (await again).body, "it had a part of the answer again"
+    assert (await _held(service))[0]["standing"] == "convicted"
+    assert b"[DONE]" in (await beside).body
+    assert (await _chat(service, "BAD")).status == 422
+
+
+async def test_a_suspect_that_completes_is_acquitted_and_keeps_nobody_out_for_long(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(solo, "SHUT_SECONDS", 0.1)
+    service = await start({"a": {}}, {"a": {"answer_seconds": 0.4}})
+    authority, model = service.authority, service.authority.resolve("a")
+    await authority.load(model)
+    slow = [_chat(service, "slow") for _ in range(2)]
+    await until("in flight", lambda: model.in_flight == 2)
+    suspect = authority.ask(model, alone=True)
+    behind = authority.ask(model)
+    assert [waiter.alone for waiter in model.queue.waiters] == [True, False]
+    lease = await suspect.wait(5)
+    assert lease is not None
+    assert not lease.alone, "it waited long enough for others to end"
+    assert await behind.wait(5) is not None
+    behind.close()
+    suspect.close()
+    assert [answer.status for answer in await asyncio.gather(*slow)] == [200, 200]
+    with authority.ask(model, alone=True) as first:
+        lease = await first.wait(5)
+        assert lease is not None
+        assert lease.alone
+        others = [authority.ask(model, alone=True), authority.ask(model)]
+        others[0].close()
+        assert len(model.queue) == 1
+        assert await others[1].wait(5) is not None
+        assert not lease.alone
+        others[1].close()
+    assert (model.state, model.in_flight) == (ModelState.READY, 0)

@@ -1,0 +1,122 @@
+"""Who is suspected, convicted and acquitted when a worker ends under its requests."""
+
+from __future__ import annotations
+
+import pytest
+
+from inference.core.poison import (
+    CONVICTED_SECONDS,
+    MOST_CASES,
+    MOST_IN_A_ROW,
+    SUSPECT_SECONDS,
+    TABLE,
+    Crash,
+    Docket,
+    Event,
+    Standing,
+)
+from inference.protocol import ExitCause
+
+_S = Standing
+TOGETHER = Crash(ExitCause.ASSERT, "GGML_ASSERT", alone=False)
+ALONE = Crash(ExitCause.ASSERT, "GGML_ASSERT", alone=True)
+NO_MEMORY = Crash(ExitCause.OOM_COMPUTE, "CUDA error: out of memory", alone=True)
+WORDLESS = Crash(ExitCause.ASSERT, "", alone=True, wordless=True)
+
+
+def _after(*crashes: Crash, key: str = "a", docket: Docket | None = None) -> Docket:
+    docket = docket or Docket()
+    for crash in crashes:
+        docket = docket.crashed(key, crash, 0.0)
+    return docket
+
+
+@pytest.mark.parametrize(
+    ("crashes", "standing"),
+    [
+        ([], _S.INNOCENT),
+        ([TOGETHER], _S.SUSPECT),
+        ([TOGETHER] * 9, _S.SUSPECT),
+        ([ALONE], _S.SUSPECT),
+        ([TOGETHER, ALONE], _S.CONVICTED),
+        ([TOGETHER, WORDLESS], _S.ACCUSED),
+        ([TOGETHER, WORDLESS, TOGETHER], _S.ACCUSED),
+        ([TOGETHER, WORDLESS, WORDLESS], _S.CONVICTED),
+        ([TOGETHER, WORDLESS, ALONE], _S.CONVICTED),
+        ([TOGETHER, ALONE, TOGETHER], _S.CONVICTED),
+        ([TOGETHER, NO_MEMORY, NO_MEMORY, NO_MEMORY], _S.SUSPECT),
+    ],
+)
+def test_only_a_crash_alone_convicts_and_a_wordless_one_counts_half(crashes: list[Crash], standing: Standing) -> None:
+    docket = _after(*crashes)
+    assert docket.standing("a", 1.0) is standing
+    if crashes:
+        assert docket.cases["a"].crashes == len(crashes)
+
+
+def test_who_is_answered_is_acquitted() -> None:
+    for crashes in ([TOGETHER], [TOGETHER, WORDLESS], [TOGETHER, ALONE]):
+        docket = _after(*crashes).answered("a")
+        assert docket.standing("a", 1.0) is _S.INNOCENT
+        assert docket.row == ()
+
+
+def test_innocents_of_the_same_batch_keep_their_own_standing() -> None:
+    docket = Docket()
+    for key in "abc":
+        docket = docket.crashed(key, TOGETHER, 0.0)
+    docket = docket.crashed("b", ALONE, 1.0).answered("a")
+    assert [docket.standing(key, 2.0) for key in "abc"] == [_S.INNOCENT, _S.CONVICTED, _S.SUSPECT]
+
+
+@pytest.mark.parametrize(
+    ("crashes", "seconds"),
+    [
+        ([TOGETHER], SUSPECT_SECONDS),
+        ([TOGETHER, ALONE], CONVICTED_SECONDS),
+    ],
+)
+def test_every_case_is_forgotten_in_time(crashes: list[Crash], seconds: float) -> None:
+    docket = _after(*crashes)
+    assert docket.standing("a", seconds - 0.1) is not _S.INNOCENT
+    assert docket.standing("a", seconds) is _S.INNOCENT
+    again = docket.crashed("a", TOGETHER, seconds)
+    assert again.cases["a"].standing is _S.SUSPECT
+    assert again.cases["a"].crashes == 1, "what was forgotten is not counted"
+    assert "a" not in docket.crashed("b", TOGETHER, seconds).cases
+
+
+def test_a_model_that_completes_nothing_is_at_fault_itself() -> None:
+    docket = Docket()
+    for number in range(MOST_IN_A_ROW):
+        docket = _after(TOGETHER, ALONE, key=f"k{number}", docket=docket)
+    assert all(docket.standing(f"k{number}", 1.0) is _S.CONVICTED for number in range(MOST_IN_A_ROW))
+    docket = _after(TOGETHER, ALONE, key="last", docket=docket)
+    assert docket.doubted
+    assert docket.standing("last", 1.0) is _S.SUSPECT
+    assert all(docket.standing(f"k{number}", 1.0) is _S.INNOCENT for number in range(MOST_IN_A_ROW))
+    docket = docket.crashed("last", ALONE, 1.0)
+    assert docket.standing("last", 1.0) is _S.SUSPECT, "nobody is convicted while the model is doubted"
+    docket = docket.answered("other").crashed("last", ALONE, 2.0)
+    assert docket.standing("last", 2.0) is _S.CONVICTED, "it has answered another one since"
+
+
+def test_of_too_many_cases_the_oldest_is_forgotten() -> None:
+    docket = Docket()
+    for number in range(MOST_CASES + 5):
+        docket = docket.crashed(f"k{number}", TOGETHER, float(number) / 1000)
+    assert len(docket.cases) == MOST_CASES
+    assert docket.standing("k4", 1.0) is _S.INNOCENT
+    assert docket.standing("k5", 1.0) is _S.SUSPECT
+
+
+def test_a_case_can_be_cleared_by_hand() -> None:
+    assert _after(TOGETHER, ALONE).forget("a").standing("a", 1.0) is _S.INNOCENT
+    assert Docket().forget("a") == Docket()
+
+
+def test_the_table_is_whole_and_never_milder_than_before() -> None:
+    order = list(Standing)
+    assert set(TABLE) == {(standing, event) for standing in Standing for event in Event}
+    for (before, _), after in TABLE.items():
+        assert order.index(after) >= order.index(before)
