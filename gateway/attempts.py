@@ -28,7 +28,7 @@ from gateway.providers.base import Call, Provider
 from gateway.providers.registry import Registry
 from gateway.settings import GatewayConfig, RouteSettings
 from gateway.telemetry import Telemetry
-from inference.protocol import H_DEADLINE, H_KV, H_PRIORITY, H_TENANT, Priority
+from inference.protocol import H_DEADLINE, H_DEVICE, H_KV, H_PRIORITY, H_TENANT, Priority
 
 log = logging.getLogger("gateway.attempts")
 
@@ -93,6 +93,8 @@ class Request:
         self.outcomes: list[Outcome] = []
         self._out_of_time = False
         self.answered_by: Candidate | None = None
+        self.device: str | None = None
+        """What computes the answer, as far as its tier said so by now."""
 
     def label(self, candidate: Candidate) -> str:
         """The candidate's model as a metric label: names that callers invent share one."""
@@ -223,6 +225,7 @@ class Request:
         finally:
             self.upstream_seconds += time.monotonic() - began
         self._note_answer(candidate)
+        self.device = attempt.call.heard.get(H_DEVICE)
         return result
 
     def _judge_next(self, attempt: Attempt, verdict: Verdict, seen: Observation, said: str, error: Exception) -> None:

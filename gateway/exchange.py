@@ -17,6 +17,7 @@ from gateway.errors import GatewayError, PassedOnError, RequestError
 from headgate.shared import wire
 from inference.protocol import (
     H_ATTEMPTS,
+    H_DEVICE,
     H_MODEL,
     H_OVERHEAD,
     H_REASON,
@@ -59,6 +60,7 @@ class Exchange:
     model: str = "none"
     attempts: int = 0
     reason: str = "none"
+    device: str | None = None
     waited_seconds: float = 0.0
     upstream_seconds: float = 0.0
     started: bool = False
@@ -80,7 +82,8 @@ class Exchange:
             (H_REASON, self.reason),
             (H_OVERHEAD, f"{self.overhead_seconds * 1000:.3f}"),
         )
-        return [(name.encode(), _header_value(value)) for name, value in said]
+        told = said if self.device is None else (*said, (H_DEVICE, self.device))
+        return [(name.encode(), _header_value(value)) for name, value in told]
 
 
 def _header_value(value: str) -> bytes:

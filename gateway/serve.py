@@ -131,7 +131,7 @@ class Generation:
         """Fills what the response's headers tell."""
         candidate = job.answered_by
         assert candidate is not None, "a tier answered"
-        exchange.tier, exchange.model = candidate.tier, candidate.name
+        exchange.tier, exchange.model, exchange.device = candidate.tier, candidate.name, job.device
         exchange.attempts, exchange.reason = len(record.attempts) + (1 if job.request.stream else 0), record.reason
         record.status = 200
         record.overhead_seconds = exchange.overhead_seconds

@@ -37,6 +37,7 @@ from inference.fixes import Fixes
 from inference.governor import Governor
 from inference.headrooms import Headrooms
 from inference.health import Health
+from inference.homecoming import Homecoming
 from inference.loads import Loads
 from inference.metrics import Metrics
 from inference.model import Model, Ticket
@@ -107,6 +108,7 @@ class Authority:
         self.pumping = Pump(self)
         self.moving = Moving(self)
         self.threads = Threads(self)
+        self.homecoming = Homecoming(self)
         self._watch_at = 0.0
         self._ticker: asyncio.TimerHandle | None = None
         bus.snapshot = self.teller.snapshot
@@ -305,6 +307,7 @@ class Authority:
             self.loads.watch()
         self.health.tick()
         self.shortages.tick(now)
+        self.homecoming.tick(now)
         self.governor.tick(now)
         self.teller.look_at_devices()
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from inference.authority import Authority
     from inference.model import Model
 
+_COOLDOWN = "Time until a model is tried again after a failure, or as it is configured after memory ran out"
 ACCOUNTS = ("capacity", "free", "foreign", "reserved", "resident", "releasing", "shortfall")
 
 
@@ -48,16 +49,20 @@ def _models(authority: Authority) -> Iterator[GaugeMetricFamily]:
     state = GaugeMetricFamily("inference_model_state", numbered(ModelState), labels=["model"])
     refs = GaugeMetricFamily("inference_model_refs", "Requests in flight", labels=["model"])
     queued = GaugeMetricFamily("inference_queue_depth", "Requests that wait", labels=["model", "priority"])
-    rests = [0.0]
+    rest = GaugeMetricFamily("inference_recovery_cooldown_seconds", _COOLDOWN, labels=["model"])
     for model in authority.models.values():
         state.add_metric([model.id], list(ModelState).index(model.state))
         refs.add_metric([model.id], model.in_flight)
         for priority in Priority:
             queued.add_metric([model.id, str(priority)], model.queue.count(priority))
-        if model.state is ModelState.FAILED:
-            rests.append(model.retry_at - authority.loop.time())
-    said = "Longest time until a failed model is tried again"
-    yield from (state, refs, queued, GaugeMetricFamily("inference_recovery_cooldown_seconds", said, value=max(rests)))
+        rest.add_metric([model.id], cooldown_seconds(model, authority.loop.time()))
+    yield from (state, refs, queued, rest)
+
+
+def cooldown_seconds(model: Model, now: float) -> float:
+    """Until the model is tried again after a failure, or with its configured sizes or devices after a shortage."""
+    backoff = model.retry_at - now if model.state is ModelState.FAILED else 0.0
+    return max(0.0, backoff, model.descent.rest(now), model.sheltered_until - now)
 
 
 def _workers(authority: Authority) -> Iterator[GaugeMetricFamily]:

@@ -89,6 +89,7 @@ class Loads:
         running = Running(
             holding, placement, device, self._authority.loop.time(), worker, stamp=stamp(model.effective.path)
         )
+        running.by_hand = model.target is not None and model.target != model.home
         running.before = {item.id: Before.of(item, self._authority.ledger, holding) for item in devices}
         model.running = running
         self._authority.move(model, _E.LOAD)

@@ -70,6 +70,8 @@ class Running:
     """While the driver keeps it (`inference.checkpoint`)."""
     leaves_free: int = 0
     """Bytes of host memory that sequences may not be saved in: whoever it leaves for needs them."""
+    by_hand: bool = False
+    """Somebody named the device it is on."""
     has_waited: bool = False
     """For the room to be kept in, once."""
     departure: Departure | None = None

@@ -27,6 +27,8 @@ H_TENANT = "x-headgate-tenant"
 H_DEADLINE = "x-headgate-deadline-ms"
 """How long the caller of the inference service is willing to wait for the first token, in milliseconds."""
 H_SHOULD_RETRY = "x-should-retry"
+H_DEVICE = "x-headgate-device"
+"""The devices that computed a local answer, comma-separated; on a stream that began earlier, a comment says it."""
 
 
 class Priority(StrEnum):
@@ -179,7 +181,9 @@ class ModelStatus:
 
     `fits` is None while the service does not know, else whether the model could be loaded now (evictions included);
     `reason` says why not. `devices` are device ids such as `cpu` or `gpu-0`. `retry_after_seconds` is set while a
-    restart backoff runs. `pid` is the worker process while there is one.
+    restart backoff runs. `pid` is the worker process while there is one. `reduced` names the settings that are smaller
+    than configured (`oom_policy: reduce`); `fallback` says that it is on the CPU although it is configured for
+    accelerators (`oom_policy: cpu`).
     """
 
     id: str
@@ -200,6 +204,8 @@ class ModelStatus:
     reason: str | None = None
     retry_after_seconds: float | None = None
     pid: int | None = None
+    reduced: tuple[str, ...] = ()
+    fallback: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The OpenAI model object with the status under `headgate`."""
@@ -215,7 +221,7 @@ class ModelStatus:
     def from_json(cls, data: Mapping[str, Any]) -> ModelStatus:
         """The inverse of `to_json`; unknown keys are ignored so that services of two versions can talk."""
         said = {key: value for key, value in data.get("headgate", {}).items() if key in cls.__dataclass_fields__}
-        for name in ("aliases", "devices", "capabilities"):
+        for name in ("aliases", "devices", "capabilities", "reduced"):
             said[name] = tuple(said.get(name) or ())
         said["state"] = ModelState(said.get("state", "cold"))
         return cls(id=data["id"], **said)
@@ -231,6 +237,7 @@ PROGRESS_INTERVAL_SECONDS = 2.0
 """The inference service is never silent longer than this on a stream that makes progress."""
 
 Stage = Literal["queued", "loading", "prefill"]
+_DEVICE = re.compile(rb": headgate device ([\x21-\x7e]{1,200})")
 _PROGRESS = re.compile(rb": headgate (queued|loading|prefill) (\d+)(?:/(\d+))?")
 
 
@@ -253,3 +260,14 @@ class Progress:
         if (match := _PROGRESS.match(frame)) is None:
             return None
         return cls(match[1].decode(), int(match[2]), int(match[3]) if match[3] else None)  # type: ignore[arg-type]
+
+
+def device_frame(devices: str) -> bytes:
+    """The SSE comment that says what H_DEVICE would: `: headgate device gpu-0`."""
+    return f": headgate device {devices}\n\n".encode()
+
+
+def device_of(frame: bytes) -> str | None:
+    """The devices in such a comment, or None for any other."""
+    match = _DEVICE.match(frame)
+    return None if match is None else match[1].decode()

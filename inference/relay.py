@@ -28,6 +28,7 @@ from inference.http import Headers, Out, Receive, Scope, Send
 from inference.model import Lease, Model, Ticket
 from inference.protocol import (
     H_DEADLINE,
+    H_DEVICE,
     H_KV,
     H_PRIORITY,
     H_PROBE,
@@ -39,6 +40,7 @@ from inference.protocol import (
     ModelState,
     Priority,
     Progress,
+    device_frame,
 )
 from inference.quarantine import CrashedError, Trial
 from inference.vocabulary import Vocabulary
@@ -224,9 +226,11 @@ class Relay:
                     await out.comment(Progress("queued", 0))
             answer = asking.result()
             if answer.status != 200 or not answer.headers.get("content-type", "").startswith("text/event-stream"):
-                await self._pass_whole(answer.status, answer.headers, await answer.whole(), out)
+                await self._pass_whole(answer.status, _back(lease, answer.headers), await answer.whole(), out)
             else:
-                await out.begin(200, _back(answer.headers))
+                if out.started:
+                    await out.data(device_frame(_where(lease)))
+                await out.begin(200, _back(lease, answer.headers))
                 flow = Flow(answer, out)
                 await flow.run()
                 await out.end()
@@ -245,7 +249,7 @@ class Relay:
         try:
             response = await lease.session.post(path, data=body, headers=_passed(wish, headers))
             try:
-                await self._pass_whole(response.status, response.headers, await response.read(), out)
+                await self._pass_whole(response.status, _back(lease, response.headers), await response.read(), out)
                 lease.release(completed=response.status == 200)
             finally:
                 response.close()
@@ -253,13 +257,13 @@ class Relay:
             raise await self._broken(lease, error, relayed=False) from error
 
     @staticmethod
-    async def _pass_whole(status: int, headers: Mapping[str, str], answer: bytes, out: Out) -> None:
+    async def _pass_whole(status: int, headers: list[tuple[bytes, bytes]], answer: bytes, out: Out) -> None:
         """An answer that is no stream: all of it, or none, so that a death in the middle is a clean error."""
         if out.started:
             await out.data(b"data: " + answer.replace(b"\n", b"") + b"\n\n")
             await out.end()
         else:
-            await out.begin(status, _back(headers), len(answer))
+            await out.begin(status, headers, len(answer))
             await out.data(answer)
             await out.end()
 
@@ -357,10 +361,16 @@ class Flow:
         self._changed.set()
 
 
-def _back(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    return [
+def _back(lease: Lease, headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    passed = [
         (name.encode(), value.encode("latin-1")) for name in _PASSED_BACK if (value := headers.get(name)) is not None
     ]
+    return [*passed, (H_DEVICE.encode(), _where(lease).encode())]
+
+
+def _where(lease: Lease) -> str:
+    """The devices that the worker computes on."""
+    return ",".join(lease.running.placement.devices)
 
 
 def _parse(body: bytes) -> Mapping[str, Any]:

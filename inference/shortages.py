@@ -60,6 +60,13 @@ class Shortages:
         host = tuple(device for device in devices if device.id == CPU)
         return host if host and self._authority.loop.time() < model.sheltered_until else devices
 
+    def is_fallback(self, model: Model) -> bool:
+        """Whether the model is on the CPU only because accelerators had no room for it (`oom_policy: cpu`)."""
+        running, spec, settings = model.running, model.spec, self._authority.settings
+        if running is None or running.by_hand or running.placement.devices != (CPU,) or spec.oom_policy != "cpu":
+            return False
+        return spec.gpu_layers != 0 and not settings.force_cpu_mode and bool(self._authority.inventory.accelerators())
+
     # --- refused by the plan -----------------------------------------------------------------------------------------
     def may_bend(self, model: Model, refusal: Refusal) -> bool:
         """Whether the policy has something left to try when the plan refuses the model."""

@@ -26,7 +26,8 @@ class Call:
     """One attempt at one provider.
 
     `body` is the caller's validated OpenAI request; providers copy what they change. `model` is the provider's own
-    name. `headers` are extra headers for the local hop (request id, priority, tenant, deadline, probe).
+    name. `headers` are extra headers for the local hop (request id, priority, tenant, deadline, probe). `heard` is
+    filled by the provider: what the answer's headers told beside it (the device that computes).
     """
 
     endpoint: Endpoint
@@ -35,6 +36,7 @@ class Call:
     request_id: str
     connect_seconds: float = 5.0
     headers: Mapping[str, str] = field(default_factory=dict)
+    heard: dict[str, str] = field(default_factory=dict)
 
 
 class Provider(Protocol):

@@ -26,7 +26,7 @@ from gateway.errors import UpstreamError, UpstreamKind
 from gateway.http import make_hop
 from gateway.providers.base import Call
 from headgate.shared.hop import Answer, BrokenError
-from inference.protocol import CODES, H_REQUEST_ID, RETRY_AFTER, Code
+from inference.protocol import CODES, H_DEVICE, H_REQUEST_ID, RETRY_AFTER, Code, device_of
 
 log = logging.getLogger("gateway.providers.local")
 
@@ -158,6 +158,8 @@ class LocalProvider:
         except BrokenError as error:
             raise UpstreamError(UpstreamKind.READ, f"the inference service did not answer: {error}") from error
         if answer.status == 200:
+            if device := answer.headers.get(H_DEVICE):
+                call.heard[H_DEVICE] = device
             return answer
         try:
             raise await _refusal(answer)
@@ -330,6 +332,8 @@ class _Stream(AbstractAsyncContextManager["_Stream"], AsyncIterator[Frame]):
         payload = frame.data
         if payload is None:
             if frame.is_comment:
+                if device := device_of(frame.raw):
+                    self._call.heard[H_DEVICE] = device
                 self._ready.append(Comment(frame.raw))
         elif payload.startswith(b"{") and payload.endswith(b"}"):
             if b'"error"' in payload and b'"choices"' not in payload:

@@ -130,6 +130,8 @@ def show(session: Session) -> int:
     ]
     if status.reason:
         pairs.append(("reason", status.reason))
+    if status.reduced:
+        pairs.append(("reduced", ", ".join(status.reduced) + " (oom_policy: reduce)"))
     if status.retry_after_seconds is not None:
         pairs.append(("tried again in", format_duration(status.retry_after_seconds)))
     for line in facts(pairs):
@@ -226,7 +228,7 @@ def plan_lines(model: str, answer: Mapping[str, Any]) -> list[str]:
 
 
 def _devices(status: ModelStatus) -> str:
-    return ", ".join(status.devices) or "-"
+    return (", ".join(status.devices) or "-") + (" (fallback)" if status.fallback else "")
 
 
 def _held(status: ModelStatus) -> str:

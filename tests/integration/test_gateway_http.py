@@ -52,6 +52,17 @@ async def _raw(gateway: Gateway, request: bytes) -> bytes:
 
 
 # --- headers ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("comments", [0, 2])
+async def test_a_local_answer_says_what_computes_it(gateway: Gateway, fake: FakeInference, comments: int) -> None:
+    """Whether the service said so in a header or, because it had begun earlier, in a comment; and nobody else does."""
+    fake.answers["demo"] = Answer(device="gpu-0,gpu-1", comments=comments)
+    for stream in (False, True):
+        answer = await gateway.chat(stream=stream)
+        assert answer.headers["x-headgate-device"] == "gpu-0,gpu-1"
+    fake.answers["demo"] = Answer(refuse=Code.DEVICE_LOST)
+    assert "x-headgate-device" not in (await gateway.chat()).headers
+
+
 async def test_every_response_carries_the_headers(gateway: Gateway, fake: FakeInference) -> None:
     fake.answers["demo-mini"] = Answer(refuse=Code.DEVICE_LOST)
     client = gateway.client

@@ -36,7 +36,7 @@ NAMES: dict[str, set[str]] = {
     "inference_alloc_retries_total": set(),
     "inference_worker_exits_total": {"model", "cause"},
     "inference_recovery_total": {"kind"},
-    "inference_recovery_cooldown_seconds": set(),
+    "inference_recovery_cooldown_seconds": {"model"},
     "inference_queue_depth": {"model", "priority"},
     "inference_timeouts_total": {"kind"},
     "inference_tokens_total": {"model", "kind"},
@@ -146,17 +146,17 @@ async def _a_model_leaves_and_comes_back(start: Start, _patch: pytest.MonkeyPatc
 async def _a_worker_fails_and_its_model_comes_back(start: Start, patch: pytest.MonkeyPatch) -> None:
     service = await start({"a": {}}, {"a": {"fail": "oom_load"}})
     model = service.authority.resolve("a")
-    assert value(service, "inference_recovery_cooldown_seconds") == 0
+    assert value(service, "inference_recovery_cooldown_seconds", model="a") == 0
     with pytest.raises(InferenceError):
         await service.authority.load(model, 10)
     assert value(service, "inference_worker_exits_total", model="a", cause="oom_load") == 1
-    cooldown = value(service, "inference_recovery_cooldown_seconds")
+    cooldown = value(service, "inference_recovery_cooldown_seconds", model="a")
     assert cooldown is not None
     assert 0 < cooldown <= 1
     patch.setenv("FAKE_WORKER", json.dumps({}))
     await service.authority.load(model, 10)
     assert value(service, "inference_recovery_total", kind="reload") == 1
-    assert value(service, "inference_recovery_cooldown_seconds") == 0
+    assert value(service, "inference_recovery_cooldown_seconds", model="a") == 0
 
 
 @shows("alloc_retries_total")

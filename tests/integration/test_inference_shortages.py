@@ -19,6 +19,7 @@ from inference.core.ledger import Lack
 from inference.core.plan import Refusal
 from inference.core.reduction import REST_SECONDS
 from inference.errors import InferenceError, MemoryRefused, ModelFailed
+from inference.gauges import cooldown_seconds
 from inference.headrooms import Headrooms
 from inference.hostkills import HostKills
 from inference.protocol import Code, ModelState
@@ -198,3 +199,43 @@ async def test_a_worker_that_the_kernel_killed_for_memory_says_so(start: Start, 
     host = service.authority.inventory.get("cpu")
     assert host is not None
     assert service.authority.shortages.headrooms.of(model.spec, host).compute_bytes > 0
+
+
+async def test_a_model_on_the_cpu_says_so_and_goes_home_when_there_is_room(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the status and in the header of every answer; it moves when nobody uses it, and nobody leaves for it."""
+    service = await begin(start, {"oom_policy": "cpu"}, {"fail_on": {"gpu-0": "oom_load"}})
+    authority, model = service.authority, service.authority.resolve("a")
+    answer = await ask(service.app, "POST", "/v1/completions", {"model": "a", "prompt": "x"})
+    assert (answer.status, answer.headers["x-headgate-device"]) == (200, "cpu")
+    assert authority.status(model).fallback
+    assert cooldown_seconds(model, authority.loop.time()) > 0
+    await until("nobody uses it", lambda: model.state is ModelState.READY)
+    authority.homecoming.tick(authority.loop.time() + 1)
+    assert authority.status(model).devices == ("cpu",), "it rests from the accelerator first"
+    monkeypatch.setenv("FAKE_WORKER", json.dumps({}))
+    model.sheltered_until = 0.0
+    await until("it is home", lambda: authority.status(model).devices == ("gpu-0",) and model.state is ModelState.READY)
+    assert not authority.status(model).fallback
+    answer = await ask(service.app, "POST", "/v1/completions", {"model": "a", "prompt": "x", "stream": True})
+    assert answer.headers["x-headgate-device"] == "gpu-0"
+    assert service.metrics.total(service.metrics.recoveries, kind=("accelerator",)) == 1
+
+
+async def test_who_was_put_on_the_cpu_by_hand_stays_there(start: Start) -> None:
+    """That is no fallback, whatever the policy says."""
+    service = await begin(start, {"oom_policy": "cpu"}, {})
+    authority, model = service.authority, service.authority.resolve("a")
+    await authority.moving.move(model, "cpu")
+    assert authority.status(model).devices == ("cpu",)
+    assert not authority.status(model).fallback
+
+
+async def test_a_stream_that_waited_says_in_a_comment_where_it_is_computed(start: Start) -> None:
+    """Its headers were sent before anybody knew."""
+    service = await begin(start, {}, {"load_seconds": 2.0})
+    answer = await ask(service.app, "POST", "/v1/completions", {"model": "a", "prompt": "x", "stream": True})
+    assert "x-headgate-device" not in answer.headers
+    assert b": headgate loading" in answer.body
+    assert b": headgate device gpu-0\n\n" in answer.body

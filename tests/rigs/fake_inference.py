@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from inference.errors import InferenceError
-from inference.protocol import DONE, Code, ModelState, ModelStatus, Progress, error_body
+from inference.protocol import DONE, H_DEVICE, Code, ModelState, ModelStatus, Progress, device_frame, error_body
 
 
 @dataclass
@@ -40,6 +40,8 @@ class Answer:
     done: bool = True
     garbage: bytes | None = None
     raw: bytes | None = None
+    device: str | None = None
+    """What it says to compute on: in a header, or in a comment after others."""
 
 
 @dataclass
@@ -163,12 +165,16 @@ class FakeInference:
         if answer.stall_before_headers:
             await asyncio.Event().wait()
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        if answer.device is not None and not answer.comments:
+            response.headers[H_DEVICE] = answer.device
         await response.prepare(request)
         for index in range(answer.comments):
             await response.write(Progress("loading", index, 100).frame())
             await asyncio.sleep(answer.pause)
         if answer.hold is not None:
             await answer.hold.wait()
+        if answer.device is not None and answer.comments:
+            await response.write(device_frame(answer.device))
         if answer.raw is not None:
             await response.write(answer.raw)
             return response
