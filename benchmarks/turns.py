@@ -161,7 +161,7 @@ class Bench:
                 if line.startswith(b"data:") and b'"state"' in line:
                     data = json.loads(line[5:])
                     for model in data.get("models", [data["model"]] if "model" in data else []):
-                        self._samples.states.append((self._now(), model["id"], model["state"]))
+                        self._samples.states.append((self._now(), model["id"], model["headgate"]["state"]))
         except (OSError, http.client.HTTPException):
             return  # the service was ended
 
