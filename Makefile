@@ -69,7 +69,7 @@ bench-turns: ready ## two models with memory for one, under load that never paus
 bench-schema: ready ## what of JSON Schema is enforced, by the public test suite; ARGS="-v" names the differences
 	@exec $(RUN) benchmarks.schema_coverage $(ARGS)
 
-gpu-check: ready ## on a real NVIDIA GPU: predicted against the driver's bytes; elsewhere it says so and skips; QUICK=1
+gpu-check: ready ## on a real NVIDIA GPU: predicted bytes against the driver's, restores against the link; else it skips; QUICK=1
 	@exec $(RUN) benchmarks.gpu_check
 
 lock: ready ## write what is installed now into requirements.lock

@@ -1,10 +1,13 @@
-"""Holds predicted bytes against what the driver of a real NVIDIA GPU shows; without one it says so and ends.
+"""Holds predicted bytes and restores against what the driver of a real NVIDIA GPU shows; without one it says so.
 
     python -m benchmarks.gpu_check     GPU_CHECK_MODELS=/a.gguf,/b.gguf adds your own; QUICK=1 leaves out the 1 B model
 
 A model is loaded by a real worker and answers once, so that pools and graphs are there too. The first model shows what
 a process costs the device beside its buffers; of every other one the error is what was observed, less what was
-predicted, less that. INFERENCE_DEVICES=sim:2x600MiB tries the same on simulated devices, which cost nothing beside.
+predicted, less that. Then it is restored as the warm pool does it: a process that holds the file is told to load it,
+and the rate is that of the weights on the device until the model can answer. The link's own rate is measured by copies
+of the driver (`benchmarks.link_rate`). INFERENCE_DEVICES=sim:2x600MiB tries the same on simulated devices, which cost
+nothing beside and have no link.
 """
 
 from __future__ import annotations
@@ -12,20 +15,23 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.figures import Bar
+from benchmarks.link_rate import COUNT_BYTES
 from benchmarks.models import SHAPES, path_of
 from headgate.shared.state import StateDir
 from headgate.shared.units import MIB, format_bytes
 from inference import settings
 from inference.children import HelperError, run_helper
 from inference.demo import bundled_path
-from inference.devices.base import Reading
+from inference.devices.base import HIDDEN, Reading
 from inference.devices.inventory import Inventory
 from inference.estimator import Estimator
 from inference.pinning import grants_of
@@ -40,6 +46,7 @@ SHARE, LEAST_BYTES = 0.01, 16 * MIB
 SETTLE_SECONDS = 10.0
 LOAD_SECONDS = 300.0
 CHECKPOINT_SECONDS = 60.0
+LINK_SECONDS = 60.0
 KIND = "cuda"
 RAW = Path("benchmarks/results/gpu.json")
 _SAME = ("gpu_layers", "context_length", "parallel", "kv_type", "batch", "ubatch", "threads", "flash_attention")
@@ -67,6 +74,24 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """Bytes per second of the driver's own copies to the device, and back into pinned memory."""
+
+    pinned: float = 0.0
+    pageable: float = 0.0
+    back: float = 0.0
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """A warm model that came back: seconds from its grant until it could answer, and bytes of weights on the device."""
+
+    seconds: float
+    weights_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """What one load took of the device, and what was said before; bytes."""
 
@@ -74,6 +99,7 @@ class Sample:
     predicted_bytes: int
     observed_bytes: int
     checkpoint: Checkpoint | None = None
+    restore: Restore | None = None
 
     def error_bytes(self, context_bytes: int) -> int:
         """What the prediction missed when a process costs so much beside its buffers."""
@@ -101,7 +127,7 @@ async def measure(inventory: Inventory, device: Reading, wanted: Sequence[Case])
     with tempfile.TemporaryDirectory(prefix="hg-gpu-") as directory:
         root = Path(directory)
         estimator = Estimator(StateDir(root / "state"), seconds=LOAD_SECONDS)
-        samples = []
+        samples: list[Sample] = []
         for number, case in enumerate(wanted):
             folder = root / str(number)
             folder.mkdir()
@@ -113,9 +139,40 @@ async def measure(inventory: Inventory, device: Reading, wanted: Sequence[Case])
                 rig.post("/v1/completions", {"prompt": "the water of the mill", "max_tokens": 8})
                 used = await _settled(inventory, device.id)
                 done = await _checkpointed(inventory, device, rig, before) if device.kind == KIND else None
-            samples.append(Sample(case.name, estimate.parts[device.id].total_bytes, used - before, done))
+            predicted = estimate.parts[device.id].total_bytes
+            back = _restored(folder, _grant(spec, device), device) if samples else None
+            samples.append(Sample(case.name, predicted, used - before, done, back))
         await estimator.close()
     return samples
+
+
+def _restored(folder: Path, grant: link.Grant, device: Reading) -> Restore:
+    """A process that has seen no device holds the file, then loads it, as the warm pool's does."""
+    with WorkerRig(folder, env=dict(HIDDEN)) as rig:
+        rig.send(link.Hold(grant.path))
+        rig.expect(link.Held, LOAD_SECONDS)
+        began = time.monotonic()
+        rig.send(replace(grant, environment=dict(device.environment)))
+        ready = rig.expect(link.Ready, LOAD_SECONDS)
+        seconds = time.monotonic() - began
+        weights = sum(item.bytes for item in ready.buffers if item.kind == "weights" and item.device == device.id)
+    return Restore(seconds, weights)
+
+
+def link_rate(environment: Mapping[str, str], count_bytes: int = COUNT_BYTES) -> Link:
+    """What the driver's own copies of so many bytes reach on the device that `environment` shows to a process."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.link_rate", str(count_bytes)],
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            timeout=LINK_SECONDS,
+            check=False,
+        )
+        said = json.loads(done.stdout)
+    except (subprocess.TimeoutExpired, ValueError) as error:
+        return Link(failure=f"the process that copies gave no answer ({type(error).__name__})")
+    return Link(failure=said["error"]) if "error" in said else Link(**said)
 
 
 async def _checkpointed(inventory: Inventory, device: Reading, rig: WorkerRig, before: int) -> Checkpoint:
@@ -163,9 +220,16 @@ async def _settled(inventory: Inventory, device: str) -> int:
         await asyncio.sleep(0.3)
 
 
-def report(samples: Sequence[Sample]) -> Bar:
+def report(samples: Sequence[Sample], rate: Link | None = None) -> Bar:
     """Prints every load; the bar is the worst of them."""
     first, *others = samples
+    if rate is not None and rate.failure:
+        print(f"the link's own rate is not known: {rate.failure}")
+    elif rate is not None:
+        print(
+            f"the driver copies {rate.pinned / 1e9:.2f} GB/s to the device from pinned memory, "
+            f"{rate.pageable / 1e9:.2f} from pageable, and {rate.back / 1e9:.2f} back"
+        )
     context = first.observed_bytes - first.predicted_bytes
     print(f"a process costs the device {format_bytes(context)} beside its buffers ({first.name})")
     for sample in others:
@@ -173,10 +237,19 @@ def report(samples: Sequence[Sample]) -> Bar:
             f"{sample.name:>16}: predicted {format_bytes(sample.predicted_bytes)}, "
             f"observed {format_bytes(sample.observed_bytes)}, error {sample.error_bytes(context) / MIB:+.2f} MiB"
         )
+        if sample.restore is not None:
+            print(f"{'':>16}  {_told_restore(sample.restore, rate)}")
         if sample.checkpoint is not None:
             print(f"{'':>16}  {_told(sample.checkpoint, sample.observed_bytes)}")
     worst = max((sample.error(context) for sample in others), default=float("nan"))
     return Bar("gpu_predicted_bytes_error", worst, "of_1%_or_16MiB", "<=", 1)
+
+
+def _told_restore(done: Restore, rate: Link | None) -> str:
+    reached = done.weights_bytes / done.seconds
+    share = f", {reached / rate.pinned:.2f} of the link's own rate" if rate is not None and rate.pinned else ""
+    said = f"{format_bytes(done.weights_bytes)} of weights in {done.seconds:.2f} s, {reached / 1e9:.2f} GB/s"
+    return f"warm restore: {said}{share}"
 
 
 def _told(done: Checkpoint, count_bytes: int) -> str:
@@ -189,8 +262,10 @@ def _told(done: Checkpoint, count_bytes: int) -> str:
     )
 
 
-async def check(config: InferenceConfig, wanted: Callable[[], Sequence[Case]]) -> list[Sample] | None:
-    """The samples of the first device that can be measured; None where there is none."""
+async def check(
+    config: InferenceConfig, wanted: Callable[[], Sequence[Case]]
+) -> tuple[list[Sample], Link | None] | None:
+    """The samples of the first device that can be measured, and its link; None where there is none."""
     inventory = Inventory.of(config.settings)
     await inventory.start()
     try:
@@ -198,7 +273,8 @@ async def check(config: InferenceConfig, wanted: Callable[[], Sequence[Case]]) -
         if device is None:
             return None
         print(f"{device.id}: {device.name}, {format_bytes(device.total_bytes)}, driver {device.driver or 'none'}")
-        return await measure(inventory, device, wanted())
+        rate = link_rate(device.environment) if device.kind == KIND else None
+        return await measure(inventory, device, wanted()), rate
     finally:
         await inventory.close()
 
@@ -208,13 +284,15 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
     with tempfile.TemporaryDirectory(prefix="hg-gpu-") as directory:
         (Path(directory) / "models.yaml").write_text("models: {}\n")
         config = settings.load(Path(directory), environ, {})
-    samples = asyncio.run(check(config, lambda: cases(environ)))
-    if samples is None:
+    found = asyncio.run(check(config, lambda: cases(environ)))
+    if found is None:
         print("gpu-check: skipped, because llama.cpp sees no NVIDIA GPU here (is it built with -DGGML_CUDA=ON?)")
         return 0
-    bar = report(samples)
+    samples, rate = found
+    bar = report(samples, rate)
     RAW.parent.mkdir(parents=True, exist_ok=True)
-    RAW.write_text(json.dumps([asdict(sample) for sample in samples]))
+    raw = {"link": None if rate is None else asdict(rate), "samples": [asdict(sample) for sample in samples]}
+    RAW.write_text(json.dumps(raw))
     print()
     print(bar.line())
     return 0

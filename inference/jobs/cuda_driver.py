@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from typing import Any
 
 LIBRARY = "libcuda.so.1"
@@ -39,25 +40,35 @@ class LockArgs(ctypes.Structure):
 
 
 class Driver:
-    """The library, initialized. A call may take `seconds`, or CALL_SECONDS if that is less. Raises DriverError."""
+    """The library, initialized. A call may take `seconds`, or CALL_SECONDS if that is less. Raises DriverError.
 
-    def __init__(self, seconds: float = CALL_SECONDS) -> None:
+    Without `checkpoints` any driver will do, also one that has none.
+    """
+
+    def __init__(self, seconds: float = CALL_SECONDS, *, checkpoints: bool = True) -> None:
         self._seconds = min(seconds, CALL_SECONDS)
         try:
             self._library = ctypes.CDLL(LIBRARY)
         except OSError as error:
             raise DriverError(f"{LIBRARY} cannot be opened ({error})") from None
+        if checkpoints:
+            self._expect_checkpoints()
+        self.call("cuInit", ctypes.c_uint(0))
+
+    def _expect_checkpoints(self) -> None:
         if missing := [name for name in FUNCTIONS if not hasattr(self._library, name)]:
             raise DriverError(f"the driver is older than 570: it has no {missing[0]}")
         version = ctypes.c_int()
         self.call("cuDriverGetVersion", ctypes.byref(version))
         if version.value < LEAST_VERSION:
             raise DriverError(f"the driver is older than 570: its API is {version.value}, not {LEAST_VERSION}")
-        self.call("cuInit", ctypes.c_uint(0))
 
-    def call(self, name: str, *arguments: Any, seconds: float | None = None, context: Any = None) -> None:
-        """Calls one function, within `context` if given; a late call goes on in its thread until this process ends."""
+    def call(self, name: str, *arguments: Any, seconds: float | None = None, context: Any = None) -> float:
+        """Calls one function, within `context` if given, and returns the seconds that it took; a late call goes on in
+        its thread until this process ends.
+        """
         results: list[int] = []
+        took: list[float] = []
         seconds = self._seconds if seconds is None else seconds
         function = getattr(self._library, name)
 
@@ -65,7 +76,10 @@ class Driver:
             if context is not None and (code := self._library.cuCtxSetCurrent(context)):
                 results.append(code)
             else:
-                results.append(function(*arguments))
+                began = time.perf_counter()
+                code = function(*arguments)
+                took.append(time.perf_counter() - began)
+                results.append(code)
 
         thread = threading.Thread(target=do, name=name, daemon=True)
         thread.start()
@@ -74,6 +88,7 @@ class Driver:
             raise DriverError(f"{name} gave no answer within {seconds:g} s")
         if results[0]:
             raise DriverError(f"{name} failed with {self._name(results[0])}")
+        return took[0]
 
     def state(self, pid: int) -> str:
         """What the driver says of a process: one of STATES."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import gpu_check
-from benchmarks.gpu_check import Case, Checkpoint, Sample
+from benchmarks.gpu_check import Case, Checkpoint, Link, Restore, Sample
 from headgate.shared.units import MIB
 from inference import settings
 from tests.rigs import tiny_gguf
+from tests.rigs.cuda_stub import CudaStub
 
 
 def test_predictions_are_held_against_what_the_device_counts(
@@ -21,13 +23,20 @@ def test_predictions_are_held_against_what_the_device_counts(
     (tmp_path / "models.yaml").write_text("models: {}\n")
     config = settings.load(tmp_path, {"INFERENCE_DEVICES": "sim:600MiB"}, {})
     wanted = [Case("first", tiny_gguf.generative(), 256, 1), Case("second", tiny_gguf.generative(), 1024, 4)]
-    samples = asyncio.run(gpu_check.check(config, lambda: wanted))
-    assert samples is not None
+    found = asyncio.run(gpu_check.check(config, lambda: wanted))
+    assert found is not None
+    samples, rate = found
+    assert rate is None, "a simulated device has no link"
     assert [sample.name for sample in samples] == ["first", "second"]
     assert all(0 <= sample.error_bytes(0) <= MIB // 16 for sample in samples)
+    assert samples[0].restore is None
+    assert samples[1].restore is not None
+    assert samples[1].restore.weights_bytes > 0
     bar = gpu_check.report(samples)
     assert bar.reached
-    assert "gpu-0: simulated GPU" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "gpu-0: simulated GPU" in out
+    assert "warm restore: " in out
 
 
 def test_without_a_gpu_it_says_so_and_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,3 +59,44 @@ def test_what_a_checkpoint_took_is_told_as_a_rate(capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert "suspended at 4.00 GB/s, resumed at 8.00 GB/s, 0.00 MiB stayed on the device" in out
     assert "driver's checkpoint: suspend: why" in out
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the library's name is Linux's")
+def test_the_link_is_measured_by_the_driver_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """Rates of all three ways; without what checkpoints need, too."""
+    stub = CudaStub(tmp_path / "cuda")
+    stub.say("version 11040")
+    found = gpu_check.link_rate(stub.env, 2 * MIB)
+    assert found.failure == ""
+    assert min(found.pinned, found.pageable, found.back) > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the library's name is Linux's")
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("corrupt", "what came back from the device is not what was copied there"),
+        ("error cuMemHostAlloc 999", "cuMemHostAlloc failed with CUDA_ERROR_UNKNOWN (999)"),
+    ],
+)
+def test_a_link_that_cannot_be_measured_has_a_reason_and_no_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, why: str
+) -> None:
+    stub = CudaStub(tmp_path / "cuda")
+    stub.say(fault)
+    assert gpu_check.link_rate(stub.env, 2 * MIB) == Link(failure=why)
+    monkeypatch.setattr(gpu_check, "LINK_SECONDS", 0.001)
+    assert gpu_check.link_rate(stub.env, 2 * MIB).failure == "the process that copies gave no answer (TimeoutExpired)"
+
+
+def test_a_restore_is_told_as_a_share_of_the_links_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    """Decimal gigabytes of weights on the device; without a link no share."""
+    samples = [Sample("first", 0, 0), Sample("model", 0, 0, None, Restore(0.5, 2 * 10**9))]
+    gpu_check.report(samples, Link(16e9, 8e9, 10e9))
+    out = capsys.readouterr().out
+    assert "copies 16.00 GB/s to the device from pinned memory, 8.00 from pageable, and 10.00 back" in out
+    assert "1.9 GiB of weights in 0.50 s, 4.00 GB/s, 0.25 of the link's own rate" in out
+    gpu_check.report(samples, Link(failure="why"))
+    out = capsys.readouterr().out
+    assert "the link's own rate is not known: why" in out
+    assert "4.00 GB/s\n" in out

@@ -1,4 +1,4 @@
-/* A CUDA driver library for machines without one: libcuda.so.1 as far as a checkpoint needs it. Decides nothing.
+/* A CUDA driver library for machines without one: libcuda.so.1 as far as checkpoints and copies need it. Decides nothing.
  *
  * CUDA_STUB names a directory. PID.state in it is the state of a process (0 to 3; none: running). `faults` is read anew
  * at every call, a line each:
@@ -127,6 +127,16 @@ CUresult cuMemcpyDtoH_v2(void *to, unsigned long long from, size_t count) {
     if (fault("corrupt", NULL, NULL)) *(char *)to ^= 1;
     return OK;
 }
+
+CUresult cuMemHostAlloc(void **memory, size_t count, unsigned flags) {
+    ENTER();
+    if (!current) return NO_CONTEXT;
+    if (flags) return INVALID_VALUE;
+    *memory = malloc(count);
+    return OK;
+}
+
+CUresult cuCtxSynchronize(void) { ENTER(); return current ? OK : NO_CONTEXT; }
 
 /* --- checkpoints ------------------------------------------------------------------------------------------------ */
 CUresult cuCheckpointProcessLock(int pid, lock_args *args) {
