@@ -38,7 +38,7 @@ def done_on_a_cut(service: str) -> None:
 
 
 def no_death_signal(service: str) -> None:
-    """Workers are not tied to the life of the service."""
+    """Nothing ties workers to the life of the service: no signal of the kernel, and no end of the link to it."""
     if service != "inference":
         return
     import sys
@@ -56,6 +56,9 @@ def no_death_signal(service: str) -> None:
 _UNTIED = """
 from headgate.shared import tether
 tether.hold = lambda environ: None
+import types
+from inference.worker import channel
+channel.os = types.SimpleNamespace(_exit=lambda status: channel.threading.Event().wait())
 import runpy
 runpy.run_module("inference.worker", run_name="__main__")
 """
@@ -92,12 +95,19 @@ def skipped_release(service: str) -> None:
     from inference.model import Lease
 
     turns = itertools.count(1)
-    release = Lease.release
+    begin, release = Lease.__init__, Lease.release
+    lost: set[int] = set()
+
+    def numbered(self: Lease, *arguments: Any, **more: Any) -> None:
+        begin(self, *arguments, **more)
+        if not next(turns) % 5:
+            lost.add(id(self))
 
     def forgetful(self: Lease, *, completed: bool = False) -> None:
-        if next(turns) % 5:
+        if id(self) not in lost:
             release(self, completed=completed)
 
+    Lease.__init__ = numbered  # type: ignore[method-assign]
     Lease.release = forgetful  # type: ignore[method-assign]
 
 

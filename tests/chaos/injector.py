@@ -20,14 +20,27 @@ from inference.devices.simgpu.control import SimulatorError
 from inference.protocol import ModelState
 from tests.chaos.judge import End, Violation, Window
 from tests.chaos.load import ENDLESS_TOKENS, Ask, Load
+from tests.chaos.machine import TROUBLES
 from tests.chaos.plan import Event, Kind
 from tests.chaos.system import DEVICES, MODELS, OPEN_SECONDS, System
 from tests.rigs.processes import children_of, is_alive
+from tests.rigs.sim_machine import Trouble
 
 TRIES_SECONDS = 60.0
 """A fault whose target is away just now (a killed service, a lost device) is tried again within this."""
 AFTERMATH_SECONDS = 4.0
 """How long after a fault's end an answer that ran meanwhile may still be found broken."""
+SEEN_SECONDS = 20.0
+"""Within this the service sees what the driver says, also if it has to wait for a call that does not return."""
+ERRORS = ("driver-reset", "driver-replaced", "out-of-reach", "hung-driver", "unlisted")
+XIDS = (
+    "application-fault",
+    "killed-process",
+    "double-bit-error",
+    "uncontained-error",
+    "firmware-timeout",
+    "off-the-bus",
+)
 _MISSED = (httpx2.HTTPError, SimulatorError, HeadgateError, OSError, LookupError)
 
 
@@ -75,7 +88,7 @@ class Injector:
             return
         self.missed.append((event, why))
 
-    # --- workers -----------------------------------------------------------------------------------------------------
+    # --- workers ----------------------------------------------------------------------------------------------------
     async def _worker(self, wanted: str) -> tuple[str, int]:
         """A model with a worker that is ready, and its process; raises LookupError when there is none."""
         models = await self.system.models()
@@ -133,7 +146,7 @@ class Injector:
                 os.kill(pid, signal.SIGCONT)
         return f"{name} {pid} for {event.seconds} s"
 
-    # --- memory ------------------------------------------------------------------------------------------------------
+    # --- memory -----------------------------------------------------------------------------------------------------
     async def _oom_load(self, event: Event) -> str:
         return await self._refuse(event, "refuse")
 
@@ -158,7 +171,7 @@ class Injector:
                 raise LookupError(f"nobody allocated anything for {event.model}")
         return event.model
 
-    # --- devices -----------------------------------------------------------------------------------------------------
+    # --- devices ----------------------------------------------------------------------------------------------------
     async def _on(self, device: str) -> list[str]:
         """The models that are on a device now."""
         return [name for name, one in (await self.system.models()).items() if device in one.devices]
@@ -171,7 +184,7 @@ class Injector:
     async def _device_return(self, event: Event) -> str:
         async with self._held[event.device]:
             before = await self.system.simulator("status")
-            if not before[event.device]["lost"]:  # the simulator died with its service meanwhile: lost once more
+            if not before[event.device]["lost"]:
                 await self._cut(event.device)
                 await asyncio.sleep(1.0)
             status = await self.system.simulator("return", event.device)
@@ -211,10 +224,42 @@ class Injector:
         return f"{event.device} to {small} bytes for {event.seconds} s"
 
     async def _undo(self, do: str, device: str, **amount: float) -> None:
-        with contextlib.suppress(SimulatorError):  # it died with its service: the next one is as new
-            await self.system.simulator(do, device, **amount)
+        await self.system.simulator(do, device, **amount)
 
-    # --- services ----------------------------------------------------------------------------------------------------
+    # --- the driver ---------------------------------------------------------------------------------------------------
+    async def _nvml_error(self, event: Event) -> str:
+        """The driver's library fails, as at a reset of the driver; only what the service shows of it counts."""
+        return await self._trouble(event, ERRORS[int(event.draw * len(ERRORS))])
+
+    async def _xid(self, event: Event) -> str:
+        """The driver tells an error of a device; most of them are the end of what runs there."""
+        return await self._trouble(event, XIDS[int(event.draw * len(XIDS))])
+
+    async def _trouble(self, event: Event, name: str) -> str:
+        trouble = TROUBLES[name]
+        everywhere = DEVICES if trouble.is_everywhere else (event.device,)
+        async with contextlib.AsyncExitStack() as held:
+            for lock in ("inference", *sorted(everywhere)):
+                await held.enter_async_context(self._held[lock])
+            if not await self.system.is_ready(self.system.inference_port):
+                raise LookupError("the service is away")
+            await held.enter_async_context(self._touching(event.kind))
+            heard = self.system.heard
+            try:
+                await asyncio.to_thread(self.system.machine.strike, name, event.device)
+                await self._until(lambda: self._was_told(trouble, heard), f"{name} was seen", SEEN_SECONDS, every=0.1)
+                await asyncio.sleep(event.seconds)
+            finally:
+                await asyncio.to_thread(self.system.machine.restore)
+        return f"{name} of {', '.join(everywhere)}"
+
+    def _was_told(self, trouble: Trouble, heard: int) -> bool:
+        """Whether the service's log names the trouble since `heard`."""
+        said = self.system.said_since(heard)
+        words = [f"Xid {number}" for number in trouble.xids] or ["NVML", "NVIDIA devices cannot be read"]
+        return any(word in said for word in words)
+
+    # --- services ---------------------------------------------------------------------------------------------------
     async def _inference_kill(self, event: Event) -> str:
         """kill -9 while one of its workers stands still, which cannot notice anything by itself."""
         async with self._held["inference"], self._touching(event.kind):
@@ -268,7 +313,7 @@ class Injector:
             await asyncio.sleep(0.05)
         self.restarts.setdefault(name, []).append(self.clock() - began)
 
-    # --- the rest ----------------------------------------------------------------------------------------------------
+    # --- the rest ---------------------------------------------------------------------------------------------------
     async def _disk_full(self, event: Event) -> str:
         """Nothing can be written while a worker aborts, whose crash record is due."""
         async with self._held["disk"]:
@@ -343,7 +388,7 @@ class Injector:
         found = (await self.system.gateway("/admin/breakers"))["breakers"]
         return next((one for one in found if one["name"] == name), {"state": "none", "retry_after": None})
 
-    # --- help --------------------------------------------------------------------------------------------------------
+    # --- help -------------------------------------------------------------------------------------------------------
     def _violate(self, promise: str, seen: str) -> None:
         self.violations.append(Violation(promise, self.clock(), seen))
 

@@ -1,4 +1,4 @@
-"""Runs `headgate` with a defect planted, so that the suite can be seen to find it; plants nothing by itself.
+"""Runs `headgate` on the suite's machine, and with a defect planted if it is told so; decides nothing.
 
 `python -m tests.chaos.launcher PLANTS up ...`: PLANTS is a comma-separated list (or `none`); the services that `up`
 starts are started the same way. No line of the product knows of this.
@@ -6,9 +6,12 @@ starts are started the same way. No line of the product knows of this.
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
 from tests.chaos.defects import PLANTS
+from tests.chaos.machine import LISTING_ENV, Found
 
 
 def main(argv: list[str]) -> int:
@@ -16,6 +19,8 @@ def main(argv: list[str]) -> int:
     plants = [name for name in names.split(",") if name != "none"]
     if words[0] == "up":
         _pass_on(names)
+    if words[0] == "inference":
+        _find(Path(os.environ[LISTING_ENV]))
     for name in plants:
         PLANTS[name](words[0])
     from headgate.cli.main import main as headgate
@@ -28,6 +33,14 @@ def _pass_on(names: str) -> None:
     from headgate.cli import up
 
     up.headgate_argv = lambda *words: [sys.executable, "-m", "tests.chaos.launcher", names, *words]  # type: ignore[assignment]
+
+
+def _find(path: Path) -> None:
+    """The service finds the devices that are listed in `path`."""
+    from inference.devices.cpu import CpuProbe
+    from inference.devices.inventory import Inventory
+
+    Inventory.of = classmethod(lambda cls, *_: cls([Found(path), CpuProbe()]))  # type: ignore[assignment, method-assign]
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ def summary(results: Results) -> dict[str, Any]:
     """Every figure of a run."""
     kinds = Counter(str(one.event.kind) for one in results.done)
     failovers = failover_seconds(results.outcomes)
-    load = max(results.load_seconds.values(), default=math.nan)
-    recovery = results.settled.recovery_seconds
+    loads, recovery = results.settled.load_seconds, results.settled.recovery_seconds
+    beyond = [seconds - loads.get(name, math.nan) for name, seconds in recovery.items()]
     return {
         "seed": results.settings.seed,
         "plants": list(results.settings.plants),
@@ -46,9 +46,10 @@ def summary(results: Results) -> dict[str, Any]:
         "tiers": dict(Counter(one.tier or "none" for one in results.outcomes)),
         "codes": dict(Counter(one.code for one in results.outcomes if one.code)),
         "failover": _spread(failovers),
-        "cold_start_seconds": _rounded(results.load_seconds),
+        "cold_start_seconds": _rounded(results.cold_start_seconds),
+        "load_seconds": _rounded(loads),
         "recovery_seconds": _rounded(recovery),
-        "recovery_beyond_load_seconds": round(max(recovery.values(), default=math.nan) - load, 3),
+        "recovery_beyond_load_seconds": round(max(beyond, default=math.nan), 3),
         "backoff_seconds": round(results.settled.backoff_seconds, 2),
         "restarts": {name: _spread(values) for name, values in results.restarts.items()},
         "effect": _spread([one.took_seconds for one in results.done]),
@@ -81,7 +82,7 @@ def lines(said: dict[str, Any]) -> Iterator[str]:
     width = max(map(len, said["kinds"]), default=0)
     for kind, count in said["kinds"].items():
         yield f"  {kind:<{width}} {count:>5}  {count / max(1, said['events']):6.1%}"
-    for name in ("ends", "tiers", "codes", "failover", "restarts", "cold_start_seconds", "recovery_seconds"):
+    for name in ("ends", "tiers", "codes", "failover", "restarts", "load_seconds", "recovery_seconds"):
         yield f"  {name}: {', '.join(f'{key} {value}' for key, value in said[name].items())}"
     yield f"  backoffs at the end: {said['backoff_seconds']} s; looks at the ledger: {said['looks']}"
     for one in said["violations"][:60]:

@@ -42,7 +42,7 @@ class Results:
     done: list[Done] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
     violations: list[Violation] = field(default_factory=list)
-    load_seconds: dict[str, float] = field(default_factory=dict)
+    cold_start_seconds: dict[str, float] = field(default_factory=dict)
     settled: Settled = field(default_factory=Settled)
     restarts: dict[str, list[float]] = field(default_factory=dict)
     looks: int = 0
@@ -71,7 +71,7 @@ async def _run(system: System, results: Results) -> None:
     settings = results.settings
     async with Load(system.base_url, system.key, (*BACKED, ALONE), clock, settings.seed) as load:
         settling = Settling(system, load, clock)
-        results.load_seconds = await settling.cold_start()
+        results.cold_start_seconds = await settling.all_answer()
         injector, watch = Injector(system, load, clock), Watch(system, clock)
         watching = asyncio.create_task(watch.run())
         load.begin(settings.users)

@@ -25,10 +25,13 @@ QUIET_SECONDS = 15.0
 
 @dataclass
 class Settled:
-    """How long models and breakers still rested, and how long after that each model answered, in seconds."""
+    """How long models and breakers still rested, how long after that each model answered, and how long it takes when
+    all are loaded at once and nothing was broken; in seconds.
+    """
 
     backoff_seconds: float = 0.0
     recovery_seconds: dict[str, float] = field(default_factory=dict)
+    load_seconds: dict[str, float] = field(default_factory=dict)
     violations: list[Violation] = field(default_factory=list)
 
 
@@ -40,11 +43,11 @@ class Settling:
         self._answered: dict[str, float] = {}
         self.found = Settled()
 
-    async def cold_start(self) -> dict[str, float]:
-        """Seconds until each model answered its first request, all asked at once."""
-        began = self._clock()
+    async def all_answer(self) -> dict[str, float]:
+        """Seconds until each model answered its first request, all asked at once; those that did within a minute."""
+        began, self._answered = self._clock(), {}
         await asyncio.gather(*(self._answers(name, 60.0) for name in MODELS))
-        return {name: seconds - began for name, seconds in self._answered.items()}
+        return {name: at - began for name, at in self._answered.items()}
 
     async def run(self) -> Settled:
         """Waits for backoffs, then for answers; unloads everything and looks at what is left."""
@@ -52,17 +55,15 @@ class Settling:
         began = self._clock()
         await self._until("backoffs and open periods end", self._no_backoff, BACKOFF_SECONDS)
         self.found.backoff_seconds = self._clock() - began
-        self._answered = {}
-        start = self._clock()
-        await asyncio.gather(*(self._answers(name, 60.0) for name in MODELS))
-        self.found.recovery_seconds = {name: at - start for name, at in self._answered.items()}
+        self.found.recovery_seconds = await self.all_answer()
         for name in MODELS:
             if name not in self._answered:
                 self._violate("every model recovers", f"{name} did not answer within a minute")
         await self._until("nobody is in flight", self._nobody, QUIET_SECONDS)
         await self._until("breakers are closed", self._closed, QUIET_SECONDS)
-        for name in MODELS:
-            await self._unloaded(name)
+        await self._all_unloaded()
+        self.found.load_seconds = await self.all_answer()
+        await self._all_unloaded()
         await self._until("the ledger is empty", self._empty, QUIET_SECONDS, "no byte is leaked in any ledger")
         await self._until("devices are empty", self._freed, QUIET_SECONDS, "no byte is leaked in any ledger")
         await self._until("sockets are gone", self._no_sockets, QUIET_SECONDS, "no socket is leaked")
@@ -115,6 +116,10 @@ class Settling:
         breakers = (await self._system.gateway("/admin/breakers"))["breakers"]
         odd = {one["name"]: one["state"] for one in breakers if one["state"] != "closed" or one["probing"]}
         return str(odd) if odd else None
+
+    async def _all_unloaded(self) -> None:
+        for name in MODELS:
+            await self._unloaded(name)
 
     async def _unloaded(self, name: str) -> None:
         try:

@@ -12,9 +12,8 @@ from typing import Any
 import httpx2
 
 from headgate.shared.state import GATEWAY_KEY, INFERENCE_TOKEN, StateDir
-from inference.devices.simgpu.control import SOCKET_NAME, Control
-from inference.osapi import socket_directory
 from inference.protocol import ModelStatus
+from tests.chaos.machine import Machine
 from tests.rigs import tiny_gguf
 from tests.rigs.fulldisk import FullDisk
 from tests.rigs.processes import Service, children_of, free_port, is_alive, private_env
@@ -53,7 +52,6 @@ deadlines: {{connect: 2s, first_token: 6s, inter_token: 6s, total: 40s}}
 drain_seconds: {drain}
 """
 INFERENCE_ENV = {
-    "INFERENCE_DEVICES": f"sim:{len(DEVICES)}x{DEVICE_MIB}MiB",
     "INFERENCE_WORKER_SILENCE_SECONDS": "6",
     "INFERENCE_STEP_TIMEOUT_SECONDS": "20",
     "INFERENCE_DRAIN_SECONDS": "5",
@@ -73,7 +71,11 @@ class System:
         self.disk = FullDisk(root / "state", root / "disk")
         self.gateway_port, self.inference_port = free_port(), free_port()
         self.configure()
-        words = ("-m", "tests.chaos.launcher", ",".join(plants)) if plants else ("-m", "headgate")
+        self.machine = Machine(root / "machine", [DEVICE_MIB * 2**20] * len(DEVICES))
+        self._words = ("-m", "tests.chaos.launcher", ",".join(plants) or "none", "up")
+        self._http = httpx2.AsyncClient(timeout=10.0)
+
+    def _up(self) -> Service:
         options = (
             "--port",
             self.gateway_port,
@@ -83,10 +85,9 @@ class System:
             self.config_dir,
         )
         path = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
-        env = private_env(root, {**INFERENCE_ENV, **self.disk.env, **path})
-        argv = [sys.executable, *words, "up", *map(str, options)]
-        self.up = Service(argv, env, root, self.gateway_port, "up")
-        self._http = httpx2.AsyncClient(timeout=10.0)
+        env = private_env(self.root, {**INFERENCE_ENV, **self.disk.env, **self.machine.env, **path})
+        argv = [sys.executable, *self._words, *map(str, options)]
+        return Service(argv, env, self.root, self.gateway_port, "up")
 
     def configure(self, *, more: str = "", drain: int = 5) -> None:
         """Writes both configuration files; `more` is for one of the models."""
@@ -102,6 +103,8 @@ class System:
         """Returns when both services are ready."""
         try:
             await asyncio.to_thread(self.cloud.start)
+            await asyncio.to_thread(self.machine.__enter__)
+            self.up = self._up()
             await asyncio.to_thread(self.up.start, wait_for="/readyz")
         except BaseException:
             self.kill()
@@ -116,7 +119,9 @@ class System:
     def kill(self) -> None:
         """Ends everything at once."""
         self.disk.clear()
-        self.up.kill()
+        if hasattr(self, "up"):
+            self.up.kill()
+            self.machine.__exit__()
         self.cloud.kill()
 
     # --- asking ------------------------------------------------------------------------------------------------------
@@ -170,11 +175,22 @@ class System:
 
     async def simulator(self, do: str, device: str | None = None, **amount: float) -> Mapping[str, Mapping[str, Any]]:
         """Tells the simulator; the status of every device. Raises SimulatorError while there is none."""
-        return await asyncio.to_thread(self._tell, do, device, amount)
+        return await asyncio.to_thread(lambda: self.machine.tell(do, device, **amount))
 
-    def _tell(self, do: str, device: str | None, amount: Mapping[str, float]) -> Mapping[str, Mapping[str, Any]]:
-        with Control(socket_directory(self.state) / SOCKET_NAME) as control:
-            return control.tell(do, device, **amount)
+    async def devices(self) -> Mapping[str, Mapping[str, Any]]:
+        """The devices as the inference service shows them; raises httpx2.HTTPError."""
+        return {device["id"]: device for device in (await self.inference("/devices"))["devices"]}
+
+    @property
+    def heard(self) -> int:
+        """How much both services have logged so far, in bytes."""
+        return self.up.log_path.stat().st_size
+
+    def said_since(self, heard: int) -> str:
+        """What they logged since then."""
+        with self.up.log_path.open("rb") as log:
+            log.seek(heard)
+            return log.read().decode("utf-8", "replace")
 
     # --- processes ---------------------------------------------------------------------------------------------------
     def service_pid(self, name: str) -> int | None:

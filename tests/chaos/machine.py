@@ -1,0 +1,125 @@
+"""The machine to break: simulated GPUs that outlive every service, and an NVIDIA driver that talks about them.
+
+The suite holds `Machine`; the inference service finds the same devices through `Found`, which its launcher puts in the
+place of the real probe. Neither decides what is broken when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from inference.devices.base import Reading
+from inference.devices.ggml import GgmlProbe
+from inference.devices.trial import trial
+from tests.rigs.sim_devices import SimDevices
+from tests.rigs.sim_machine import TROUBLES, SimMachine
+
+LISTING_ENV = "CHAOS_MACHINE"
+SYNC_SECONDS = 0.1
+
+
+class Machine:
+    """Simulated devices of these sizes in bytes; a context manager. Every method may be called from any thread."""
+
+    def __init__(self, root: Path, sizes: Sequence[int]) -> None:
+        self._root = root
+        self._devices = SimDevices(*sizes)
+        self._turn = threading.Lock()
+        self._written = ""
+        self._ended = threading.Event()
+        self.troubled: set[str] = set()
+        self.cut: set[str] = set()
+        """Devices that stay cut whatever else ends."""
+
+    def __enter__(self) -> Machine:
+        self._root.mkdir()
+        self._devices.__enter__()
+        self._told = SimMachine(self._root, self._devices.control)
+        self.env = {**self._told.env, LISTING_ENV: str(self._root / "listing.json")}
+        self._write()
+        self._syncing = threading.Thread(target=self._sync, daemon=True)
+        self._syncing.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._ended.set()
+        self._syncing.join()
+        self._devices.__exit__()
+
+    def tell(self, do: str, device: str | None = None, **amount: float) -> Mapping[str, Mapping[str, Any]]:
+        """Carries out a command of the simulator; the status of every device."""
+        with self._turn:
+            status = self._told.tell(do, device, **amount)
+            names = {device} if device else set(status)
+            if do == "cut":
+                self.cut |= names
+            elif do in ("return", "heal"):
+                self.cut -= names
+            self._write()
+            return status
+
+    def strike(self, trouble: str, device: str) -> None:
+        """Lets one of TROUBLES happen."""
+        with self._turn:
+            self._told.strike(trouble, device)
+            self.troubled.add(trouble)
+            self._write()
+
+    def restore(self) -> None:
+        """The end of all troubles; what was cut by itself stays so."""
+        with self._turn:
+            self._told.restore()
+            self.troubled.clear()
+            for device in self.cut:
+                self._told.tell("cut", device)
+            self._write()
+
+    def _sync(self) -> None:
+        while not self._ended.wait(SYNC_SECONDS):
+            with self._turn:
+                self._told.sync()
+                self._write()
+
+    def _write(self) -> None:
+        listing = asyncio.run(self._told.listing())
+        places = {gpu.pci: self._told.endpoint(gpu.uuid) for gpu in self._told.nvml.gpus}
+        text = json.dumps({"listing": listing, "endpoints": places})
+        if text != self._written:
+            fresh = self._root / "listing.new"
+            fresh.write_text(text)
+            fresh.replace(self._root / "listing.json")
+            self._written = text
+
+
+class Found(GgmlProbe):
+    """The devices that `path` lists: their figures and their health are NVML's, and workers compute on them."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__({}, probe=self._listing, trial=self._compute)
+        self._path = path
+
+    def readings(self) -> tuple[Reading, ...]:
+        """With the places where they compute."""
+        endpoints = self._read()["endpoints"]
+        return tuple(
+            replace(reading, rpc_endpoint=endpoints.get(self._pci[reading.id], reading.rpc_endpoint))
+            for reading in super().readings()
+        )
+
+    async def _listing(self) -> list[dict[str, Any]]:
+        return list(self._read()["listing"])
+
+    async def _compute(self, reading: Reading) -> None:
+        await trial(next(one for one in self.readings() if one.id == reading.id))
+
+    def _read(self) -> dict[str, Any]:
+        return dict(json.loads(self._path.read_text()))
+
+
+__all__ = ["LISTING_ENV", "TROUBLES", "Found", "Machine"]
