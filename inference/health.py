@@ -54,6 +54,7 @@ class Health:
         """The devices are known: from now on they are shown in the state that follows from what is seen."""
         self._authority.inventory.overlay = self.shown
         self._authority.inventory.listen(self._noticed)
+        self._authority.inventory.refreshed = self.take
         self.take()
 
     # --- seeing ----------------------------------------------------------------------------------------------------

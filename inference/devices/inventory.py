@@ -23,6 +23,9 @@ class Inventory:
         """What everybody sees of a reading: the state that was decided for its device."""
         self.refreshes = 0
         """How often all was measured anew."""
+        self.refreshed: Callable[[], None] = lambda: None
+        """Called after each time, before the next one begins: some of what is seen, such as an event, is seen once."""
+        self._turn = asyncio.Lock()
 
     @classmethod
     def of(cls, settings: InferenceSettings, sockets: Path | None = None) -> Inventory:
@@ -41,9 +44,11 @@ class Inventory:
         await asyncio.gather(*(probe.start() for probe in self._probes))
 
     async def refresh(self) -> None:
-        """Measures anew."""
-        await asyncio.gather(*(probe.refresh() for probe in self._probes))
-        self.refreshes += 1
+        """Measures anew, after whoever asked before."""
+        async with self._turn:
+            await asyncio.gather(*(probe.refresh() for probe in self._probes))
+            self.refreshes += 1
+            self.refreshed()
 
     def listen(self, notice: Callable[[], None]) -> None:
         """Calls `notice`, on the event loop, when something happened to a device: a refresh is worth its while."""

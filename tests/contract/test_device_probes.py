@@ -211,6 +211,17 @@ async def test_the_inventory_tries_and_renews_through_the_probe_of_the_device() 
     assert (first.done, second.done, notices) == (["renew"], ["trial cpu", "renew"], ["now"])
 
 
+async def test_what_is_seen_once_is_seen_though_others_measure_at_the_same_time() -> None:
+    """An event is told by one reading alone; the next one follows at once where two parts of the service ask."""
+    paper = Paper("gpu-0")
+    inventory = Inventory([paper])
+    seen: list[Sign] = []
+    inventory.refreshed = lambda: seen.append(inventory.measured()[0].sign)
+    paper.next_signs = [Sign.DEAD, Sign.FINE]
+    await asyncio.gather(inventory.refresh(), inventory.refresh())
+    assert (seen, inventory.refreshes) == ([Sign.DEAD, Sign.FINE], 2)
+
+
 class Paper(CpuProbe):
     """A probe that writes down what it is told."""
 
@@ -219,6 +230,12 @@ class Paper(CpuProbe):
         self.id = id
         self.done: list[str] = []
         self.notice: Callable[[], None] = lambda: None
+        self.sign, self.next_signs = Sign.FINE, [Sign.FINE]
+
+    async def refresh(self) -> None:
+        await asyncio.sleep(0)
+        self.sign = self.next_signs.pop(0)
+        await asyncio.sleep(0)
 
     def listen(self, notice: Callable[[], None]) -> None:
         self.notice = notice
@@ -230,7 +247,7 @@ class Paper(CpuProbe):
         self.done.append(f"trial {device}")
 
     def readings(self) -> tuple[Reading, ...]:
-        return (Reading(self.id, "cuda", "paper", 0, 0, 0),)
+        return (Reading(self.id, "cuda", "paper", 0, 0, 0, sign=self.sign),)
 
 
 async def test_what_a_simulator_refuses_is_told_in_its_words() -> None:
