@@ -21,8 +21,7 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     from inference.worker.http import App
     from inference.worker.link import DeviceGrant, Grant
     from inference.worker.logtail import LogTail
-    from inference.worker.main import TOKENIZER_STACK_BYTES
-    from inference.worker.prompts import Prompts
+    from inference.worker.prompts import TOKENIZER_STACK_BYTES, Prompts
     from inference.worker.requests import Facts
 
     llama.start(LogTail(lambda line: None))

@@ -15,13 +15,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from inference.protocol import Code, Priority, Progress
+from inference.protocol import Code, Progress
 from inference.worker.backend import Backend, Constraint, Decode, TokenSampler, Vocabulary
 from inference.worker.core.keeping import Retained
 from inference.worker.core.pacing import Pace
 from inference.worker.core.scheduler import Scheduler
-from inference.worker.core.steps import Job, Limits, Phase, Remove, Row
-from inference.worker.divided import DividedGeneration, Reading
+from inference.worker.core.steps import Limits, Phase, Remove, Row
+from inference.worker.divided import DividedGeneration
 from inference.worker.errors import WorkerError
 from inference.worker.generation import Generation, Output
 from inference.worker.pulse import Pulse
@@ -30,6 +30,8 @@ from inference.worker.runner import Runner
 from inference.worker.sampling import Distribution
 from inference.worker.scoring import Scoring
 from inference.worker.tickets import Ticket
+from inference.worker.turnover import Turnover
+from inference.worker.work import Work
 
 log = logging.getLogger("headgate.worker.engine")
 
@@ -45,31 +47,6 @@ UNREAD_SECONDS = 60.0
 Delivery = tuple[Ticket[Output], Output]
 SamplerFactory = Callable[[Sampling, int, int, Constraint | None], TokenSampler]
 """(sampling, choice, most tokens of the answer, constraint) -> sampler."""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A request as the engine takes it: token lists, validated. `n` choices of every prompt. Choice numbers run through
-    the prompts: prompt 0 has choices 0..n-1. `deadline` is on the engine's clock. `reading` divides the answers and
-    `constraint` bounds them, where they are there.
-
-    `score_prompt`: every choice first tells the log probabilities of its prompt (`Output.prompt_logprobs`, with
-    `logprobs` alternatives); a prompt that is scored reuses nothing that was computed before. With `max_tokens` 0 a
-    choice finishes with "length" as soon as its prompt is computed, and scored.
-    """
-
-    prompts: Sequence[Sequence[int]]
-    n: int
-    sampling: Sampling
-    max_tokens: int
-    stops: Sequence[str] = ()
-    logprobs: int | None = None
-    tenant: str = ""
-    priority: Priority = Priority.NORMAL
-    deadline: float | None = None
-    reading: Reading | None = None
-    constraint: Constraint | None = None
-    score_prompt: bool = False
 
 
 @dataclass(slots=True)
@@ -102,7 +79,6 @@ class Engine:
         self._make_sampler = make_sampler
         self._deliver = deliver
         self._clock = clock
-        self._limits = limits
         self._scheduler = Scheduler(limits)
         self._running: dict[int, _Running] = {}
         self._jobs_of: dict[Ticket[Output], set[int]] = {}
@@ -113,7 +89,7 @@ class Engine:
         self._outbox: list[Delivery] = []
         self._unread_since: dict[Ticket[Output], float] = {}
         self._told_progress = -math.inf
-        self._seconds_per_job: float | None = None
+        self._turnover = Turnover(limits)
         self._runner = Runner("engine", self._turn, self._close, on_fatal)
 
     # --- for other threads -------------------------------------------------------------------------------------------
@@ -298,7 +274,8 @@ class Engine:
 
     def _finish(self, running: _Running, job: int, output: Output) -> None:
         self._scheduler.finish(job)
-        self._note_duration(running)
+        if running.started is not None:
+            self._turnover.took(self._clock() - running.started)
         self._release(job)
         self._outbox.append((running.ticket, output))
 
@@ -321,23 +298,18 @@ class Engine:
     def _take(self, work: Work, ticket: Ticket[Output], arrival: float) -> None:
         if ticket.gone:
             return
-        numbered = [(prompt, choice) for prompt in range(len(work.prompts)) for choice in range(work.n)]
-        ids = [next(self._ids) for _ in numbered]
-        groups = [None if work.score_prompt else ids[prompt * work.n] for prompt, _choice in numbered]
-        jobs = [
-            Job(id, work.prompts[prompt], work.tenant, work.priority, arrival, work.deadline, group, work.score_prompt)
-            for id, (prompt, _choice), group in zip(ids, numbered, groups, strict=True)
-        ]
+        ids = [next(self._ids) for _ in range(work.sequences)]
+        jobs = work.jobs(ids, arrival)
         if not self._scheduler.submit(jobs):
-            self._refuse(ticket, self._queue_full(len(jobs)))
+            self._refuse(ticket, self._turnover.queue_full(len(jobs), self._scheduler.queued))
             return
         self._jobs_of[ticket] = set(ids)
         alternatives = work.logprobs or 0
         most_unread = UNREAD_OUTPUTS // (1 + alternatives)
-        for index, (job, (_prompt, choice)) in enumerate(zip(jobs, numbered, strict=True)):
+        for index, job in enumerate(jobs):
             reading = work.reading
             parser = reading.parser() if reading is not None else None  # before there is anything to free
-            sampler = self._make_sampler(work.sampling, choice, work.max_tokens, work.constraint)
+            sampler = self._make_sampler(work.sampling, index % work.n, work.max_tokens, work.constraint)
             common = (index, sampler, self._vocabulary, work.max_tokens, work.stops)
             generation = (
                 Generation(*common) if not reading or not parser else DividedGeneration(*common, reading, parser)
@@ -397,27 +369,6 @@ class Engine:
             raise
         except BaseException:
             log.exception("a sampler could not be freed")
-
-    def _queue_full(self, jobs: int) -> WorkerError:
-        waiting = self._scheduler.queued
-        if jobs > self._limits.queue + self._limits.slots:
-            return WorkerError(Code.QUEUE_FULL, f"{jobs} answers were asked for; this model's queue holds fewer")
-        wait = None
-        if self._seconds_per_job is not None:
-            wait = max(
-                1.0, math.ceil(self._seconds_per_job * (waiting + jobs - self._limits.queue) / self._limits.slots)
-            )
-        return WorkerError(
-            Code.QUEUE_FULL,
-            f"{waiting} requests wait for this model and its queue holds {self._limits.queue}",
-            retry_after=wait,
-        )
-
-    def _note_duration(self, running: _Running) -> None:
-        if running.started is not None:
-            seconds = self._clock() - running.started
-            old = self._seconds_per_job
-            self._seconds_per_job = seconds if old is None else 0.8 * old + 0.2 * seconds
 
     def _publish(self) -> None:
         try:

@@ -27,7 +27,7 @@ from inference.worker import bodies, fields, responses, tool_fields
 from inference.worker.backend import Constraint
 from inference.worker.constraints import Compiler, FormQueue
 from inference.worker.embedder import Embedder
-from inference.worker.engine import Engine, Work
+from inference.worker.engine import Engine
 from inference.worker.errors import BadRequestError, GoneError, UnloadedError, WorkerError
 from inference.worker.exchange import Exchange, Receive, Scope, Send
 from inference.worker.generation import Output
@@ -42,6 +42,7 @@ from inference.worker.shaping import Shape
 from inference.worker.sight import Sight
 from inference.worker.tickets import Ticket
 from inference.worker.vectors import Vectors
+from inference.worker.work import Work
 
 log = logging.getLogger("headgate.worker.http")
 

@@ -16,10 +16,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from headgate import __version__
 from headgate.shared import log as logs
@@ -48,16 +47,10 @@ from inference.worker.link import (
 )
 
 if TYPE_CHECKING:
-    from inference.worker.backend import Backend, Constraint, TokenSampler
-    from inference.worker.constraints import Compiler
+    from inference.worker.assembly import Readers
     from inference.worker.engine import Engine
-    from inference.worker.http import App
     from inference.worker.kept import Kept
     from inference.worker.llama.context import Context
-    from inference.worker.loading import Loaded
-    from inference.worker.prompts import Prompts
-    from inference.worker.requests import Sampling
-    from inference.worker.reranking import Reranker
     from inference.worker.sight import Sight
     from inference.worker.standby import HeldFile
 
@@ -70,8 +63,6 @@ SPINS = "4000"
 """How often a computing thread looks whether the others have finished before it sleeps, about a tenth of a millisecond.
 GNU OpenMP's own default is 75 times as much: as long as anything else runs, the thread that waits takes the core which
 the one that it waits for needs, and a token takes up to twenty times as long (docs/benchmarks.md)."""
-TOKENIZER_STACK_BYTES = 256 * 2**20
-"""llama.cpp splits text with recursive regular expressions; address space only, used as far as a text needs."""
 DRAIN_SECONDS = 600.0
 STOP_SECONDS = 2.0
 LAST_STEP_SECONDS = 60.0
@@ -116,7 +107,7 @@ class Worker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Future[str] | None = None
         self._offloading: Offload | None = None
-        self._readers: _Readers | None = None
+        self._readers: Readers | None = None
         self._sight: Sight | None = None
         self._engine: Engine | None = None
         self._context: Context | None = None
@@ -262,13 +253,17 @@ class Worker:
 
         loop = asyncio.get_running_loop()
         self._ending = loop.create_future()
-        engine, embedder = self._engines(kept.loaded, kept.grant)
+        from inference.worker import assembly  # late: `hello` is quick
+
+        self._sight = self._sight or assembly.sight_of(kept.loaded)
+        engine, embedder = assembly.engines_of(kept.loaded, kept.grant, self._sight, self._fatal)
         self._engine = engine
         running = engine or embedder
         assert running is not None
         if engine is not None:
             engine.adopt(kept.restored)
-        app = self._app(kept.loaded, engine, embedder)
+        readers = self._readers = self._readers or assembly.Readers.of(kept.loaded, self._sight)
+        app = assembly.app_of(kept.loaded, engine, embedder, readers, self._sight)
         server = make_server(app)
         serving = asyncio.create_task(server.serve(sockets=[self._socket.dup()]))  # which closes it in the end
         running.start()
@@ -305,82 +300,6 @@ class Worker:
         if not self._offloading.stays:
             _exit(0)
 
-    def _engines(self, loaded: Loaded, grant: Grant) -> Any:
-        from inference.worker.constrained import ConstrainedSampler
-        from inference.worker.core.steps import Limits
-        from inference.worker.crewed import CrewedBackend
-        from inference.worker.embedder import Embedder
-        from inference.worker.engine import Engine
-        from inference.worker.sampling import ChainSampler
-        from inference.worker.sight import Sight
-        from inference.worker.sighted import SightedBackend, picture_finder
-        from inference.worker.tickets import Courier
-
-        courier = Courier(asyncio.get_running_loop())
-        context, model = loaded.context, loaded.model
-        if context.pooling > 0:
-            scales = "embeddings" in loaded.facts.capabilities
-            return None, Embedder(context, grant.queue_limit, courier.deliver, self._fatal, scales=scales)
-        backend: Backend = context
-        if loaded.projector is not None:
-            # In a step everybody who decodes comes first, and an image that sees all of itself is one physical batch.
-            most = context.n_batch - context.n_slots
-            self._sight = self._sight or Sight(loaded.projector, most, context.n_slots, at_once=context.n_ubatch)
-            backend = SightedBackend(context, context.n_slots, picture_finder(self._sight.pictures))
-        if all(device.kind == "cpu" for device in grant.devices):
-            backend = CrewedBackend(backend, context.spare)
-        limits = Limits(
-            slots=context.n_slots,
-            context=loaded.facts.context_length,
-            batch=context.n_batch,
-            queue=grant.queue_limit,
-            can_trim=context.can_trim,
-            outputs=context.n_outputs,
-            copied=context.worth_copying,
-        )
-
-        def sampler(sampling: Sampling, choice: int, most: int, constraint: Constraint | None) -> TokenSampler:
-            if constraint is None:
-                return ChainSampler(model, context, sampling, choice, most)
-            mask = constraint.start()
-            return ConstrainedSampler(ChainSampler(model, context, sampling, choice, most), context, mask)
-
-        return Engine(backend, model, sampler, limits, courier.deliver, self._fatal), None
-
-    def _app(self, loaded: Loaded, engine: Any, embedder: Any) -> App:
-        from inference.worker.http import App
-
-        readers = self._readers = self._readers or self._make_readers(loaded)
-        return App(
-            loaded.facts,
-            readers.prompts,
-            loaded.model.detokenize,
-            engine,
-            embedder,
-            readers.executor,
-            reranker=_reranker(loaded),
-            compiler=None if engine is None else readers.compiler,
-            compiling=readers.compiling,
-            sight=self._sight,
-        )
-
-    def _make_readers(self, loaded: Loaded) -> _Readers:
-        from inference.worker.constraints import Compiler
-        from inference.worker.prompts import Prompts
-
-        threading.stack_size(TOKENIZER_STACK_BYTES)
-        executor = ThreadPoolExecutor(2, thread_name_prefix="prompts")
-        for started in [executor.submit(time.sleep, 0.01) for _ in range(2)]:
-            started.result()
-        threading.stack_size(0)
-        sight = self._sight
-        return _Readers(
-            Prompts(loaded.model, loaded.template, loaded.facts, None if sight is None else sight.read),
-            Compiler(loaded.model),
-            executor,
-            ThreadPoolExecutor(1, thread_name_prefix="forms"),
-        )
-
     def _beat(self, until: threading.Event | None = None) -> None:
         """A sign of life in its rhythm, for ever or until told."""
         while until is None or not until.is_set():
@@ -394,16 +313,6 @@ class Worker:
         threading.Timer(STOP_SECONDS / 2, _exit, (1,)).start()
 
 
-@dataclass(frozen=True, slots=True)
-class _Readers:
-    """What reads requests for the model, whatever context it has."""
-
-    prompts: Prompts
-    compiler: Compiler
-    executor: ThreadPoolExecutor
-    compiling: ThreadPoolExecutor
-
-
 def _still() -> Beat:
     """The heartbeat of a worker without a context."""
     return Beat(None, 0, 0, 0, 0, 0)
@@ -414,18 +323,6 @@ def longer(beat: Beat, seeing: Beat) -> Beat:
     if (seeing.step_seconds or 0.0) <= (beat.step_seconds or 0.0):
         return beat
     return replace(beat, step_seconds=seeing.step_seconds, step_tokens=seeing.step_tokens)
-
-
-def _reranker(loaded: Loaded) -> Reranker | None:
-    """What reads and writes /v1/rerank, for a model that reranks."""
-    if "rerank" not in loaded.facts.capabilities:
-        return None
-    from inference.worker.reranking import Reranker
-    from inference.worker.templates import ChatTemplate
-
-    model = loaded.model
-    defused = ChatTemplate("", bos="", eos="", control_texts=model.control_texts).defused
-    return Reranker(model, loaded.facts, model.rerank_template, defused)
 
 
 def _say(line: str) -> None:

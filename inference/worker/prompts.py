@@ -19,6 +19,10 @@ from inference.worker.templates import ChatTemplate
 OPENED_CHARS = 256
 """How much of a rendered prompt's end shows what it has opened for the answer, such as a thought."""
 
+TOKENIZER_STACK_BYTES = 256 * 2**20
+"""Of threads that tokenize: llama.cpp splits text with recursive regular expressions. Address space only, used as far
+as a text needs."""
+
 
 class Tokenizer(Protocol):
     """What prompts need of a model."""

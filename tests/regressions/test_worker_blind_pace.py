@@ -11,9 +11,10 @@ import itertools
 
 from inference.worker.core.pacing import STEP_SECONDS, Pace
 from inference.worker.core.steps import Limits
-from inference.worker.engine import Engine, Work
+from inference.worker.engine import Engine
 from inference.worker.requests import Sampling
 from inference.worker.tickets import Ticket
+from inference.worker.work import Work
 from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, SamplerShop
 
 

@@ -12,12 +12,13 @@ from typing import Any
 from inference.worker import llama
 from inference.worker.backend import Constraint
 from inference.worker.core.steps import Limits
-from inference.worker.engine import Delivery, Engine, Work
+from inference.worker.engine import Delivery, Engine
 from inference.worker.generation import Output
 from inference.worker.loading import Loaded, load
 from inference.worker.logtail import LogTail
 from inference.worker.requests import Sampling
 from inference.worker.sampling import ChainSampler
+from inference.worker.work import Work
 from tests.rigs.worker_rig import grant_for
 
 GREEDY = Sampling(temperature=0.0)

@@ -14,12 +14,13 @@ from inference.protocol import Code
 from inference.worker.backend import Decode
 from inference.worker.core.parts import Content
 from inference.worker.core.steps import Limits
-from inference.worker.engine import Engine, Work
+from inference.worker.engine import Engine
 from inference.worker.errors import WorkerError
 from inference.worker.generation import Output
 from inference.worker.requests import Sampling
 from inference.worker.runner import FATAL_FAILURES
 from inference.worker.tickets import Courier, Ticket
+from inference.worker.work import Work
 from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, SamplerShop
 
 LIMITS = Limits(slots=4, context=100, batch=32, queue=4)

@@ -14,11 +14,12 @@ from inference.worker.backend import Constraint, Mask, TokenSampler
 from inference.worker.constrained import ConstrainedSampler
 from inference.worker.core.parts import CallArguments, CallBegin, Content, Reasoning
 from inference.worker.divided import Reading
-from inference.worker.engine import Engine, Work
+from inference.worker.engine import Engine
 from inference.worker.errors import ConstraintError
 from inference.worker.generation import Output
 from inference.worker.requests import Sampling
 from inference.worker.tickets import Courier
+from inference.worker.work import Work
 from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, SamplerShop
 from tests.rigs.fake_dialect import MarkParser
 from tests.unit.test_worker_engine import GONE, LIMITS, Bench

@@ -10,10 +10,11 @@ import pytest
 
 from inference.protocol import Code
 from inference.worker.core.steps import Limits
-from inference.worker.engine import UNREAD_OUTPUTS, UNREAD_SECONDS, Engine, Work
+from inference.worker.engine import UNREAD_OUTPUTS, UNREAD_SECONDS, Engine
 from inference.worker.generation import Output
 from inference.worker.requests import Sampling
 from inference.worker.tickets import Ticket
+from inference.worker.work import Work
 from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, SamplerShop
 
 TEXT = bytes(range(97, 123)) * 100

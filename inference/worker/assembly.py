@@ -1,0 +1,126 @@
+"""Puts the rooms of a worker together around a loaded model: engine or embedder, readers, HTTP app; decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from inference.worker.backend import Backend, Constraint, TokenSampler
+from inference.worker.constrained import ConstrainedSampler
+from inference.worker.constraints import Compiler
+from inference.worker.core.steps import Limits
+from inference.worker.crewed import CrewedBackend
+from inference.worker.embedder import Embedder
+from inference.worker.engine import Engine
+from inference.worker.http import App
+from inference.worker.link import Grant
+from inference.worker.llama.context import Context
+from inference.worker.loading import Loaded
+from inference.worker.prompts import TOKENIZER_STACK_BYTES, Prompts
+from inference.worker.requests import Sampling
+from inference.worker.reranking import Reranker
+from inference.worker.sampling import ChainSampler
+from inference.worker.sight import Sight
+from inference.worker.sighted import SightedBackend, picture_finder
+from inference.worker.templates import ChatTemplate
+from inference.worker.tickets import Courier
+
+
+@dataclass(frozen=True, slots=True)
+class Readers:
+    """What reads requests for the model, whatever context it has."""
+
+    prompts: Prompts
+    compiler: Compiler
+    executor: ThreadPoolExecutor
+    compiling: ThreadPoolExecutor
+
+    @classmethod
+    def of(cls, loaded: Loaded, sight: Sight | None) -> Readers:
+        """With threads of their own, started while their stacks can be chosen."""
+        threading.stack_size(TOKENIZER_STACK_BYTES)
+        executor = ThreadPoolExecutor(2, thread_name_prefix="prompts")
+        for started in [executor.submit(time.sleep, 0.01) for _ in range(2)]:
+            started.result()
+        threading.stack_size(0)
+        prompts = Prompts(loaded.model, loaded.template, loaded.facts, None if sight is None else sight.read)
+        return cls(prompts, Compiler(loaded.model), executor, ThreadPoolExecutor(1, thread_name_prefix="forms"))
+
+
+def sight_of(loaded: Loaded) -> Sight | None:
+    """What encodes images, for a model with a projector.
+
+    In a step everybody who decodes comes first, and an image that sees all of itself is one physical batch.
+    """
+    if loaded.projector is None:
+        return None
+    context = loaded.context
+    return Sight(loaded.projector, context.n_batch - context.n_slots, context.n_slots, at_once=context.n_ubatch)
+
+
+def engines_of(
+    loaded: Loaded, grant: Grant, sight: Sight | None, on_fatal: Callable[[str], None]
+) -> tuple[Engine, None] | tuple[None, Embedder]:
+    """What generates or what pools, not started; within the running loop, to which it delivers."""
+    courier = Courier(asyncio.get_running_loop())
+    context = loaded.context
+    if context.pooling > 0:
+        scales = "embeddings" in loaded.facts.capabilities
+        return None, Embedder(context, grant.queue_limit, courier.deliver, on_fatal, scales=scales)
+    limits = Limits(
+        slots=context.n_slots,
+        context=loaded.facts.context_length,
+        batch=context.n_batch,
+        queue=grant.queue_limit,
+        can_trim=context.can_trim,
+        outputs=context.n_outputs,
+        copied=context.worth_copying,
+    )
+
+    def sampler(sampling: Sampling, choice: int, most: int, constraint: Constraint | None) -> TokenSampler:
+        mask = None if constraint is None else constraint.start()  # before there is anything to free
+        chain = ChainSampler(loaded.model, context, sampling, choice, most)
+        return chain if mask is None else ConstrainedSampler(chain, context, mask)
+
+    backend = _backend(context, grant, sight)
+    return Engine(backend, loaded.model, sampler, limits, courier.deliver, on_fatal), None
+
+
+def _backend(context: Context, grant: Grant, sight: Sight | None) -> Backend:
+    backend: Backend = context
+    if sight is not None:
+        backend = SightedBackend(context, context.n_slots, picture_finder(sight.pictures))
+    if all(device.kind == "cpu" for device in grant.devices):
+        backend = CrewedBackend(backend, context.spare)
+    return backend
+
+
+def app_of(
+    loaded: Loaded, engine: Engine | None, embedder: Embedder | None, readers: Readers, sight: Sight | None
+) -> App:
+    """The HTTP app over them."""
+    return App(
+        loaded.facts,
+        readers.prompts,
+        loaded.model.detokenize,
+        engine,
+        embedder,
+        readers.executor,
+        reranker=_reranker(loaded),
+        compiler=None if engine is None else readers.compiler,
+        compiling=readers.compiling,
+        sight=sight,
+    )
+
+
+def _reranker(loaded: Loaded) -> Reranker | None:
+    """What reads and writes /v1/rerank, for a model that reranks."""
+    if "rerank" not in loaded.facts.capabilities:
+        return None
+    model = loaded.model
+    defused = ChatTemplate("", bos="", eos="", control_texts=model.control_texts).defused
+    return Reranker(model, loaded.facts, model.rerank_template, defused)
