@@ -1,0 +1,153 @@
+"""What is planned is fair and replayable, and every kind of broken promise is seen; nothing is started."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference.protocol import ModelState, ModelStatus
+from tests.chaos.injector import KINDS
+from tests.chaos.judge import End, Facts, Outcome, Window, tally, violations
+from tests.chaos.plan import LEAST_SHARE, Kind, events, shares
+from tests.chaos.watch import Since, unbalanced, unowned, waiting
+
+MODELS, DEVICES = ("a", "b", "c"), ("gpu-0", "gpu-1")
+GOOD = Outcome(
+    "x", "demo", True, 10.0, 10.1, 10.5, End.COMPLETE, tier="local", answered_by="local/demo", done=True, finishes=1
+)
+BACKED = Facts(backed=frozenset({"demo"}))
+TOUCHED = Facts([Window("worker_kill", frozenset({"demo"}), 10.2, 10.3)], backed=frozenset({"demo"}))
+EVERYBODY = Facts([Window("inference_kill", None, 10.2, 10.3)], backed=frozenset({"demo"}))
+ELSEWHERE = Facts([Window("worker_kill", frozenset({"other"}), 10.2, 10.3)], backed=frozenset({"demo"}))
+LATER = Facts([Window("worker_kill", frozenset({"demo"}), 20.0, 21.0)], backed=frozenset({"demo"}))
+OUT = Facts(outages=[(9.0, 10.2)], backed=frozenset({"demo"}))
+
+
+def _plan(seed: int, count: int) -> Any:
+    return events(seed, count, 1.0, MODELS, DEVICES, tuple(Kind))
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32), st.integers(0, 60))
+def test_the_same_seed_is_the_same_run(seed: int, count: int) -> None:
+    assert _plan(seed, count) == _plan(seed, count)
+    assert len(_plan(seed, count)) == count
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 2**32), st.integers(50, 150))
+def test_no_kind_is_rare_and_what_is_cut_returns(seed: int, count: int) -> None:
+    found = _plan(seed, count)
+    assert min(shares(found).values()) >= LEAST_SHARE
+    assert set(shares(found)) == set(Kind)
+    cuts: list[str] = []
+    for event in found:
+        if event.kind is Kind.DEVICE_CUT:
+            cuts.append(event.device)
+        elif event.kind is Kind.DEVICE_RETURN:
+            assert cuts.pop() == event.device
+    assert len(cuts) <= 1
+    assert all(0 < event.seconds <= 4 and 0 <= event.draw <= 1 for event in found)
+
+
+def test_every_kind_can_be_injected() -> None:
+    assert set(KINDS) == set(Kind)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "facts", "words"),
+    [
+        (GOOD, BACKED, None),
+        (replace(GOOD, finishes=2), BACKED, "one finish reason"),
+        (replace(GOOD, done=False), BACKED, "ends in [DONE]"),
+        (replace(GOOD, stream=False, done=False), BACKED, None),
+        (replace(GOOD, end=End.CUT, done=False, finishes=0), TOUCHED, "cut silently"),
+        (replace(GOOD, end=End.CUT, finishes=0), TOUCHED, "ends in [DONE]"),
+        (replace(GOOD, end=End.ERROR_FRAME, code="model_failed", done=False), TOUCHED, None),
+        (replace(GOOD, end=End.ERROR_FRAME, code="model_failed", done=False), EVERYBODY, None),
+        (replace(GOOD, end=End.ERROR_FRAME, code="model_failed", done=False), OUT, None),
+        (replace(GOOD, end=End.ERROR_FRAME, code="model_failed"), TOUCHED, "ends in [DONE]"),
+        (replace(GOOD, end=End.ERROR_FRAME, done=False), TOUCHED, "says its code"),
+        (replace(GOOD, end=End.ERROR_FRAME, code="model_failed", done=False), ELSEWHERE, "no fault touched"),
+        (replace(GOOD, end=End.ERROR_FRAME, code="model_failed", done=False), LATER, "no fault touched"),
+        (
+            replace(GOOD, end=End.ERROR_FRAME, code="x", done=False, answered_by="cloud/demo"),
+            EVERYBODY,
+            "no fault touched",
+        ),
+        (
+            replace(GOOD, end=End.ERROR_FRAME, code="x", done=False, first_token=None),
+            TOUCHED,
+            "before its first token",
+        ),
+        (replace(GOOD, end=End.REFUSED, status=503, code="x", done=False), TOUCHED, "before its first token"),
+        (replace(GOOD, end=End.REFUSED, status=503, code="x", done=False), OUT, None),
+        (replace(GOOD, end=End.REFUSED, status=503, code="x", done=False, route="alone"), BACKED, None),
+        (replace(GOOD, end=End.REFUSED, status=503, done=False, route="alone"), BACKED, "says its code"),
+        (replace(GOOD, end=End.BROKEN, done=False), EVERYBODY, "breaks only with the gateway"),
+        (replace(GOOD, end=End.BROKEN, done=False), OUT, None),
+        (replace(GOOD, end=End.SILENT, done=False), EVERYBODY, "waits for ever"),
+        (replace(GOOD, end=End.STRANGE, done=False), EVERYBODY, "keeps to the protocol"),
+        (replace(GOOD, end=End.LEFT, finishes=0), BACKED, None),
+        (replace(GOOD, end=None), BACKED, "every request ends"),
+    ],
+)
+def test_what_a_client_saw_is_judged(outcome: Outcome, facts: Facts, words: str | None) -> None:
+    found = [one.promise for one in violations([outcome], facts)]
+    if words is None:
+        assert found == []
+    else:
+        assert any(words in promise for promise in found), found
+
+
+def test_ends_are_counted() -> None:
+    assert tally([GOOD, GOOD, replace(GOOD, end=None)]) == {"complete": 2, "open": 1}
+
+
+def test_what_stays_too_long_is_told_once() -> None:
+    since = Since(5.0)
+    assert since.note({"a": "a holds 3"}, 0.0) == []
+    assert since.note({"a": "a holds 2"}, 4.0) == []
+    assert since.note({"a": "a holds 1"}, 6.0) == ["a holds 1, for 6.0 s"]
+    assert since.note({"a": "a holds 1"}, 9.0) == []
+
+
+def test_what_comes_and_goes_is_not_stuck() -> None:
+    since = Since(5.0)
+    for now in (0.0, 4.0, 8.0):
+        assert since.note({"a": "busy"}, now) == []
+        assert since.note({}, now + 2.0) == []
+    since.note({"b": "busy"}, 20.0)
+    since.forget()
+    assert since.note({"b": "busy"}, 40.0) == []
+
+
+def test_bytes_without_an_owner_are_suspicious() -> None:
+    def holding(phase: str) -> dict[str, Any]:
+        return {"owner": "demo", "phase": phase, "devices_mb": {"gpu-0": 3.0}}
+
+    dump = {
+        "workers": {"demo": {"holding": "demo#1"}, "tiny": {"holding": "tiny#2"}},
+        "ledger": {
+            "holdings": {"demo#1": holding("resident"), "tiny#2": holding("releasing"), "demo#0": holding("reserved")}
+        },
+    }
+    assert set(unowned(dump)) == {"tiny#2", "demo#0"}
+
+
+def test_an_account_below_zero_is_seen() -> None:
+    devices = {"gpu-0": {"ledger": {"free_mb": -1.0, "resident_mb": 3.0}}, "cpu": {"free_mb": 0.0}}
+    assert unbalanced({"devices": devices}) == ["gpu-0: {'free_mb': -1.0}"]
+
+
+def test_models_on_their_way_and_queues_are_watched() -> None:
+    models = {
+        "a": ModelStatus("a", ModelState.LOADING, pid=7),
+        "b": ModelStatus("b", ModelState.COLD, queued=2),
+        "c": ModelStatus("c", ModelState.READY),
+    }
+    assert list(waiting(models).values()) == ["a is loading", "2 wait for b, which is cold"]
