@@ -42,9 +42,10 @@ from inference.metrics import Metrics
 from inference.osapi import socket_directory
 from inference.protocol import H_REQUEST_ID, Code, error_body
 from inference.relay import Relay
-from inference.routes import description, dumps, holders, memory, models, operations, quarantine, service
+from inference.routes import description, devices, dumps, holders, memory, models, operations, quarantine, service
 from inference.settings import InferenceConfig
 from inference.supervisor import WORKER_COMMAND, Supervisor
+from inference.unreached import Unreached
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ class Service:
         app.router.routes.extend(Route(path, endpoint=relay, methods=["POST"]) for path in HOT_PATHS)
         app.include_router(service.router(self.authority, self.metrics, lambda: self.draining))
         app.include_router(models.router(self.authority, self.crashes))
+        app.include_router(devices.router(self.authority))
         app.include_router(memory.router(self.authority))
         app.include_router(holders.router(self.authority))
         app.include_router(operations.router(self.authority))
@@ -120,6 +122,7 @@ async def serve(
     state = StateDir.from_env(environ)
     token = config.settings.token or state.secret(INFERENCE_TOKEN)
     running = Service(config, state, token)
+    unreached = Unreached(state)
     server = _Server(
         uvicorn.Config(
             running.app,
@@ -143,6 +146,8 @@ async def serve(
         elif problems := starting.result():
             raise ConfigError(problems)
         else:
+            cpu_asked = config.settings.force_cpu_mode or config.settings.devices == "cpu"
+            unreached.check(len(running.authority.inventory.accelerators()), cpu_asked=cpu_asked)
             host, port = sock.getsockname()[:2]
             if idle := set_without_effect(environ):
                 log.warning("set, and without effect in this version: %s", ", ".join(idle))
@@ -153,8 +158,10 @@ async def serve(
         stopping.cancel()
         await asyncio.gather(answering, return_exceptions=True)
         await running.authority.close()
+    if stopping.status is Exit.RESTART_OUTSIDE:
+        unreached.note(len(running.authority.inventory.accelerators()))
     log.info("inference has stopped")
-    return Exit.OK
+    return stopping.status
 
 
 class _Server(uvicorn.Server):
@@ -169,6 +176,7 @@ class _Server(uvicorn.Server):
 class _Stopping:
     def __init__(self) -> None:
         self.task: asyncio.Task[None] | None = None
+        self.status = Exit.OK
 
     def cancel(self) -> None:
         if self.task is not None:
@@ -198,6 +206,13 @@ def _handle_signals(running: Service, server: uvicorn.Server, reload: Callable[[
         running.draining = True
         stopping.task = asyncio.ensure_future(stop())
 
+    def on_restart(why: str) -> None:
+        log.error("only a restart of this service can help: %s", why)
+        if not running.draining:
+            stopping.status = Exit.RESTART_OUTSIDE
+            on_stop("a restart is needed")
+
+    running.authority.health.restart = on_restart
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_stop, number.name)
     loop.add_signal_handler(signal.SIGHUP, reload)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from inference.children import HelperError
-from inference.core.exits import cause_of_text
 from inference.core.health import Case, Doubted, Effect, Read, Seen, Tick, Tried, step
 from inference.core.lifecycle import Event
 from inference.core.signs import Sign
@@ -48,7 +47,7 @@ class Health:
         """Models that lost their place with a device and were in use, by device, until they are loaded again."""
         self._looking = self._has_news = False
         self._settled: dict[str, asyncio.Future[None]] = {}
-        self.restart = _log_only
+        self.restart: Callable[[str], None] = _log_only
 
     def begin(self) -> None:
         """The devices are known: from now on they are shown in the state that follows from what is seen."""
@@ -217,7 +216,7 @@ class Health:
         try:
             await self._authority.inventory.trial(device)
         except HelperError as error:
-            failure = None if _is_full(str(error)) else str(error)
+            failure = str(error)
         except Exception as error:
             log.exception("the trial of %s failed in the service", device)
             failure = f"the trial failed in the service ({type(error).__name__})"
@@ -279,11 +278,6 @@ class Health:
             return
         for names in self._homeless.values():
             names.discard(name)
-
-
-def _is_full(failure: str) -> bool:
-    """Whether a trial only found no memory: a device that says so answers, and models of ours fill it."""
-    return "no memory left" in failure or cause_of_text(failure) in (ExitCause.OOM_COMPUTE, ExitCause.OOM_LOAD)
 
 
 def _log_only(why: str) -> None:

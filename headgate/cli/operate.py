@@ -8,7 +8,7 @@ from typing import Any
 
 from headgate.cli import addresses
 from headgate.cli.client import segment
-from headgate.cli.command import Command, Session, no_arguments
+from headgate.cli.command import Command, Session
 from headgate.shared.amounts import format_bytes, format_duration
 from headgate.shared.errors import Exit
 
@@ -16,8 +16,25 @@ ACCOUNTS = ("capacity", "free", "foreign", "reserved", "resident", "releasing")
 """The ledger's accounts: the first is the sum of the others."""
 
 
+RECOVER_SECONDS = 120.0
+"""A trial takes at most half a minute, and a fresh reading before it may take as long."""
+
+
+def _device_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "action",
+        metavar="recover",
+        nargs="?",
+        choices=["recover"],
+        help="read a device anew and let it compute something; without it they are listed",
+    )
+    parser.add_argument("name", metavar="DEVICE", nargs="?", help="the device to recover, such as gpu-0")
+
+
 def devices(session: Session) -> int:
-    """Every device with its health, how full it is, and its accounts."""
+    """Every device with its health, how full it is, and its accounts; or recovers one."""
+    if session.args.action == "recover":
+        return _recover(session)
     answer = addresses.inference(session).get("/devices")
     if session.json:
         session.terminal.json(answer)
@@ -42,6 +59,20 @@ def devices(session: Session) -> int:
         if device.get("note"):
             session.terminal.say(f"{device['id']}: {device['note']}")
     return Exit.OK
+
+
+def _recover(session: Session) -> int:
+    if not session.args.name:
+        session.terminal.say("headgate: which one? `headgate devices` lists them")
+        return Exit.USAGE
+    api = addresses.inference(session)
+    answer = api.post(f"/devices/{segment(session.args.name)}/recover", seconds=RECOVER_SECONDS)
+    device = answer["device"]
+    if session.json:
+        session.terminal.json(answer)
+    else:
+        session.terminal.say(f"{device['id']}: {device['state']}" + (f", {device['note']}" if device["note"] else ""))
+    return Exit.OK if device["state"] in ("healthy", "suspect") else Exit.FAILURE
 
 
 def _bytes(accounts: Mapping[str, Any], name: str) -> str:
@@ -98,4 +129,4 @@ def _seconds(value: Any) -> str:
     return "-" if value is None else format_duration(float(value))
 
 
-COMMANDS = {"devices": Command(no_arguments, devices), "breakers": Command(_breaker_arguments, breakers)}
+COMMANDS = {"devices": Command(_device_arguments, devices), "breakers": Command(_breaker_arguments, breakers)}

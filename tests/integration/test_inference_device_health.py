@@ -17,6 +17,7 @@ from inference.devices.base import Reading
 from inference.errors import DeviceLost, InvalidRequestError, MemoryLimitExceededError
 from inference.evictions import Reason
 from inference.protocol import DeviceState, ModelState
+from tests.rigs.asgi import ask
 from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, empty, services, until
 from tests.rigs.instant_workers import InstantSupervisor
 
@@ -199,16 +200,11 @@ async def test_an_operator_asks_for_a_trial_and_hears_the_verdict(start: Start) 
     gpus.failures.clear()
     assert (await health.recover("gpu-0")).state is DeviceState.HEALTHY
     assert gpus.renewals == 2
+    answer = await ask(service.app, "POST", "/devices/gpu-0/recover")
+    assert (answer.status, answer.body["device"]["state"]) == (200, "healthy")
     for name in ("cpu", "gpu-7"):
         with pytest.raises(InvalidRequestError, match=f"no accelerator '{name}'; there are: gpu-0"):
             await health.recover(name)
-
-
-async def test_a_full_device_that_has_no_memory_for_a_trial_is_well(start: Start) -> None:
-    gpus = Ailing(1)
-    service = await start({"a": {}}, gpus)
-    gpus.failures["gpu-0"] = "the trial of gpu-0 failed: it has no memory left for a trial"
-    assert (await service.authority.health.recover("gpu-0")).state is DeviceState.HEALTHY
 
 
 async def test_what_only_a_new_service_can_reach_asks_for_one(start: Start) -> None:

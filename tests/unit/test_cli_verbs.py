@@ -523,6 +523,23 @@ def test_devices_show_the_accounts_of_the_ledger(serve: Any, capsys: Any) -> Non
     assert said.err == "gpu-0: slow\n"
 
 
+@pytest.mark.parametrize(
+    ("state", "note", "code", "words"),
+    [
+        ("healthy", "", 0, "gpu-0: healthy\n"),
+        ("suspect", "NVML is silent", 0, "gpu-0: suspect, NVML is silent\n"),
+        ("lost", "it was cut", 1, "gpu-0: lost, it was cut\n"),
+    ],
+)
+def test_a_device_is_recovered_by_hand(serve: Any, capsys: Any, state: str, note: str, code: int, words: str) -> None:
+    serve({"POST /devices/gpu-0/recover": Canned({"device": {"id": "gpu-0", "state": state, "note": note}})})
+    assert main(["devices", "recover", "gpu-0"]) == code
+    assert capsys.readouterr().err == words
+    assert main(["devices", "recover", "gpu-0", "--json"]) == code
+    assert json.loads(capsys.readouterr().out)["device"]["state"] == state
+    assert main(["devices", "recover"]) == 2
+
+
 def test_key_show_prints_only_the_key_to_stdout(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["key", "show"]) == 3
     capsys.readouterr()

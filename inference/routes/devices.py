@@ -1,0 +1,20 @@
+"""Routes that ask for something to be done about a device: recover; decide nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from inference.authority import Authority
+
+
+def router(authority: Authority) -> APIRouter:
+    """The routes."""
+    routes = APIRouter()
+
+    @routes.post("/devices/{device_id}/recover")
+    async def recover(device_id: str) -> dict[str, Any]:
+        return {"device": (await authority.health.recover(device_id)).to_json()}
+
+    return routes
