@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 from urllib.parse import quote
 
@@ -33,6 +34,7 @@ class CrashStore:
             "status": exit.status,
             "message": exit.message,
             "was_ready": exit.was_ready,
+            "beat": asdict(exit.beat) if exit.beat is not None else None,
             "requests": list(requests),
             "last_lines": list(exit.last_lines[-50:]),
         }

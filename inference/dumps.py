@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 MOST_DUMPS = 16
 _ABSENT = object()
+_TOLD_OF_A_CRASH = ("time", "cause", "message", "requests", "last_lines")
 
 
 class Dumps:
@@ -107,11 +108,13 @@ class Dumps:
 
     def _recovery(self, model: Model) -> dict[str, Any]:
         rest = model.retry_at - self._authority.loop.time() if model.state is ModelState.FAILED else 0.0
+        crashes = self._crashes.of(model.id)
         return {
             "failures": model.backoff.failures,
             "retry_after_seconds": round(max(0.0, rest), 3),
             "failure": model.failure,
-            "crashes": len(self._crashes.of(model.id)),
+            "crashes": len(crashes),
+            "last_crash": {name: crashes[0][name] for name in _TOLD_OF_A_CRASH} if crashes else None,
         }
 
 

@@ -57,7 +57,7 @@ _STARVED = "the kernel killed the worker because host memory ran out (killed)"
 class WorkerExit:
     """How a worker ended. `message` is one sentence; `last_lines` what it wrote last; `status` as waitpid tells it;
     `starved` says that the kernel ended it because host memory ran out; `wordless` that it aborted and said nothing
-    about it, as if somebody had sent the signal.
+    about it, as if somebody had sent the signal; `beat` is its last sign of life.
     """
 
     cause: ExitCause
@@ -67,6 +67,7 @@ class WorkerExit:
     was_ready: bool
     starved: bool = False
     wordless: bool = False
+    beat: Beat | None = None
 
 
 class WorkerGone(Exception):  # noqa: N818 - what happened
@@ -382,8 +383,8 @@ class WorkerProcess:
         cause = classify(remains)
         starved = cause is ExitCause.KILLED and status == -signal.SIGKILL and self._starved()
         said = _STARVED if starved else self._sentence(cause, status)
-        lines = tuple(self._lines)
-        return WorkerExit(cause, status, said, lines, remains.ready, starved, wordless=is_wordless(remains))
+        wordless, lines = is_wordless(remains), tuple(self._lines)
+        return WorkerExit(cause, status, said, lines, remains.ready, starved, wordless, self.beat)
 
     def _starved(self) -> bool:
         return self._kills is not None and self._kills.lately(self._loop.time())

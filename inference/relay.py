@@ -43,6 +43,7 @@ from inference.protocol import (
     device_frame,
 )
 from inference.quarantine import CrashedError, Trial
+from inference.shape import shape_of
 from inference.vocabulary import Vocabulary
 from inference.wishes import error_of
 
@@ -71,6 +72,8 @@ class Wish:
     probe: bool
     asked_at: float
     """on the event loop's clock"""
+    shape: Mapping[str, Any]
+    """for a crash record"""
 
     def seconds_left(self, now: float) -> float | None:
         """What of the deadline is left, never negative; None without a deadline."""
@@ -116,7 +119,7 @@ class Relay:
 
     async def _answer(self, path: str, headers: Headers, body: bytes, out: Out) -> None:
         try:
-            wish = await self._read(headers, body)
+            wish = await self._read(path, headers, body)
             model = self._authority.resolve(wish.model)
             if wish.probe and await self._probe(model, out):
                 return
@@ -177,13 +180,13 @@ class Relay:
             lease = await (self._wait_aloud(ticket, out) if wish.stream else ticket.wait())
             assert lease is not None
             await trial.admit(model)  # a twin of it may have been convicted meanwhile
-            lease.shape = {"path": path, "body_bytes": len(body), "stream": wish.stream}
+            lease.shape = {**wish.shape, "alone": lease.alone}
             if wish.stream:
                 await self._stream(lease, wish, path, headers, body, out)
             else:
                 await self._whole(lease, wish, path, headers, body, out)
 
-    async def _read(self, headers: Headers, body: bytes) -> Wish:
+    async def _read(self, path: str, headers: Headers, body: bytes) -> Wish:
         asked_at = asyncio.get_running_loop().time()
         data = await asyncio.to_thread(_parse, body) if len(body) > _BIG_BODY_BYTES else _parse(body)
         model, stream = data.get("model"), data.get("stream")
@@ -192,7 +195,8 @@ class Relay:
         if stream is not None and not isinstance(stream, bool):
             raise InvalidRequestError("`stream` must be true or false", param="stream")
         probe = headers.get(H_PROBE) == "1"
-        return Wish(model, bool(stream), _priority(headers), _deadline(headers), probe, asked_at)
+        shape = shape_of(path, len(body), data)
+        return Wish(model, bool(stream), _priority(headers), _deadline(headers), probe, asked_at, shape)
 
     async def _probe(self, model: Model, out: Out) -> bool:
         """Answers a probe that must not load anything; False when the model is ready and can be asked."""

@@ -80,6 +80,10 @@ class Api:
         """The JSON that answers a POST; `seconds` bounds every silence."""
         return self._json("POST", path, {} if body is None else body, seconds)
 
+    def delete(self, path: str) -> Any:
+        """The JSON that answers a DELETE."""
+        return self._json("DELETE", path, None, ANSWER_SECONDS)
+
     def _json(self, method: str, path: str, body: Any, seconds: float) -> Any:
         with self.open(method, path, body, seconds) as answer:
             raw = answer.response.read()

@@ -69,6 +69,12 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
             "circuit breakers; `breakers reset NAME` closes one",
             "headgate breakers reset local/demo",
         ),
+        Verb(
+            "quarantine",
+            "quarantine",
+            "requests that may have ended a worker; `quarantine clear KEY` allows one again",
+            "headgate quarantine clear all",
+        ),
         Verb("chaos", "chaos", "inject a fault; on simulated devices only", "headgate chaos device-cut --seconds 10"),
         Verb("config", "config", "check, show or describe the configuration", "headgate config check"),
         Verb("key", "key", "the gateway's API key", "headgate key show"),
@@ -78,7 +84,7 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
     ),
 }
 HIDDEN = (Verb("health", "health", "exit 0 when a URL answers 200 (for container health checks)"),)
-LATER = frozenset({"quarantine", "kv", "pull", "doctor", "config import"})
+LATER = frozenset({"kv", "pull", "doctor", "config import"})
 """Said to come with a later version, lest they be taken for misspellings."""
 
 PATHS = frozenset({"config_dir", "write"})

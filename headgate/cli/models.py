@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headgate.cli import addresses
@@ -16,6 +17,9 @@ from inference.protocol import ModelState, ModelStatus
 
 LOAD_SECONDS = 600.0
 """A load from a slow disk may take minutes; the service itself knows the real deadline."""
+
+CRASH_LINES = 5
+"""Of the last crash's output that `show` prints; `--json` has them all."""
 
 _STYLES = {
     ModelState.READY: "green",
@@ -105,9 +109,11 @@ def _table(session: Session, statuses: list[ModelStatus], *, running: bool) -> i
 
 def show(session: Session) -> int:
     """Everything about one model."""
-    answer = addresses.inference(session).get(f"/v1/models/{segment(session.args.model)}")
+    api, name = addresses.inference(session), segment(session.args.model)
+    answer = api.get(f"/v1/models/{name}")
+    crashes = api.get(f"/models/{name}/crashes")["crashes"]
     if session.json:
-        session.terminal.json(answer)
+        session.terminal.json({**answer, "crashes": crashes})
         return Exit.OK
     status = ModelStatus.from_json(answer)
     paint = session.terminal.paint
@@ -134,9 +140,20 @@ def show(session: Session) -> int:
         pairs.append(("reduced", ", ".join(status.reduced) + " (oom_policy: reduce)"))
     if status.retry_after_seconds is not None:
         pairs.append(("tried again in", format_duration(status.retry_after_seconds)))
+    if crashes:
+        pairs += _last_crash(crashes)
     for line in facts(pairs):
         session.terminal.data(line)
     return Exit.OK
+
+
+def _last_crash(crashes: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    last = crashes[0]
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last["time"]))
+    shapes = [", ".join(f"{key} {value}" for key, value in shape.items()) for shape in last["requests"]]
+    pairs = [("crashes", f"{len(crashes)}, the last at {when}: {last['message']}")]
+    pairs += [("it computed", shape) for shape in shapes]
+    return pairs + [("it said", line) for line in last["last_lines"][-CRASH_LINES:]]
 
 
 def load(session: Session) -> int:

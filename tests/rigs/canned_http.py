@@ -92,7 +92,7 @@ def canned_service(answers: Mapping[str, Canned]) -> Iterator[CannedService]:
                     said.left.set()
                     return
 
-        do_GET = do_POST = _answer  # noqa: N815  # the names that http.server looks for
+        do_GET = do_POST = do_DELETE = _answer  # noqa: N815  # the names that http.server looks for
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True

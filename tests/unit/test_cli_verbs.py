@@ -127,11 +127,53 @@ def test_nothing_loaded_is_said_in_words(serve: Any, capsys: Any) -> None:
 
 
 def test_show_takes_ids_with_slashes(serve: Any, capsys: Any) -> None:
-    serve({"GET /v1/models/org/big": Canned(COLD.to_json())})
+    crash = {
+        "time": 1_700_000_000.0,
+        "message": "the worker ended with signal SIGABRT (assert): GGML_ASSERT(n > 0) failed",
+        "requests": [{"path": "/v1/chat/completions", "messages": 2, "alone": True}],
+        "last_lines": [f"line {number}" for number in range(9)],
+    }
+    answers = {"GET /v1/models/org/big": Canned(COLD.to_json()), "GET /models/org/big/crashes": Canned({"crashes": []})}
+    service = serve(answers)
     assert main(["show", "org/big"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"^fits now +no$", said, re.MULTILINE)
     assert re.search(r"^reason +1 TiB is a lot$", said, re.MULTILINE)
+    assert "crashes" not in said
+    service.answers["GET /models/org/big/crashes"] = Canned({"crashes": [crash, crash]})
+    assert main(["show", "org/big"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^crashes +2, the last at 2023-11-1\d .*GGML_ASSERT\(n > 0\) failed$", said, re.MULTILINE)
+    assert re.search(r"^it computed +path /v1/chat/completions, messages 2, alone True$", said, re.MULTILINE)
+    assert "line 8" in said
+    assert "line 3" not in said
+    assert main(["show", "org/big", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["crashes"] == [crash, crash]
+
+
+def test_quarantined_requests_are_listed_and_let_go(serve: Any, capsys: Any) -> None:
+    entry = {
+        "key": "00ff", "model": "demo", "standing": "convicted", "crashes": 2, "cause": "assert",
+        "message": "it aborted", "age_seconds": 60.0, "seconds_left": 3540.0,
+    }  # fmt: skip
+    service = serve(
+        {
+            "GET /quarantine": Canned({"requests": [entry]}),
+            "DELETE /quarantine/00ff": Canned({"cleared": [entry]}),
+            "DELETE /quarantine": Canned({"cleared": []}),
+        }
+    )
+    assert main(["quarantine"]) == 0
+    assert re.search(r"^00ff +demo +convicted +2 +60s +59m +it aborted$", capsys.readouterr().out, re.MULTILINE)
+    assert main(["quarantine", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"requests": [entry]}
+    assert main(["quarantine", "clear", "00ff"]) == 0
+    assert capsys.readouterr().err == "00ff: a request to demo is allowed again\n"
+    assert main(["quarantine", "clear", "all", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"cleared": []}
+    assert main(["quarantine", "clear"]) == 2
+    assert main(["quarantine", "clear", "1234"]) == 1
+    assert service.asked[-1].path == "/quarantine/1234"
 
 
 def test_load_and_unload_post_and_say_the_state(serve: Any, capsys: Any) -> None:
