@@ -1,6 +1,7 @@
 """Runs helper processes with a deadline and takes their answers; decides nothing about models or devices.
 
-A helper that is late, dies or answers nonsense is killed and becomes a HelperError; the service goes on.
+A helper that is late, dies or answers nonsense is killed and becomes a HelperError; the service goes on. One that hangs
+inside a driver, where no signal reaches it, is left alone, and with a few of them no more of their kind are started.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +19,14 @@ from inference.helper import NOTICE
 
 MOST_ANSWER_BYTES = 16 * 2**20
 MOST_LAST_WORDS_BYTES = 16 * 2**10
+END_SECONDS = 2.0
+"""A killed process that is still there after so long hangs in the kernel, maybe for ever."""
+MOST_STUCK = 3
+"""Helpers of one job that may hang so at a time: a driver that does not come back must not collect processes."""
+
+log = logging.getLogger(__name__)
+_reaping: set[asyncio.Task[None]] = set()
+_stuck: dict[str, set[asyncio.Future[int]]] = {}
 
 
 class HelperError(Exception):
@@ -39,7 +49,7 @@ async def run_helper(
     except TimeoutError:
         raise HelperError(f"the {job} helper gave no answer within {seconds:g} s") from None
     finally:
-        await _end(process)
+        await _end(process, job)
     try:
         answer = await asyncio.to_thread(json.loads, out)
     except ValueError:
@@ -102,7 +112,7 @@ class ServingHelper:
         if listening is not None:
             listening.cancel()
         if process is not None:
-            await _end(process)
+            await _end(process, self._job)
 
     async def _listen(self, process: asyncio.subprocess.Process, answers: asyncio.Queue[bytes]) -> None:
         """Tells notices and answers apart; the last answer, empty, is the end of the process or of its good sense."""
@@ -120,6 +130,8 @@ class ServingHelper:
 
 
 async def _start(job: str, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
+    if len(_stuck.get(job, ())) >= MOST_STUCK:
+        raise HelperError(f"{MOST_STUCK} {job} helpers hang in a driver and cannot be ended")
     try:
         return await asyncio.create_subprocess_exec(
             sys.executable,
@@ -144,9 +156,22 @@ async def _converse(process: asyncio.subprocess.Process, question: bytes) -> tup
         return b"", b""
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kills what still runs and reaps it; shielded, so that a cancelled caller leaves no process."""
+async def _end(process: asyncio.subprocess.Process, job: str, seconds: float = END_SECONDS) -> None:
+    """Kills what still runs and reaps it, also for a caller who is cancelled; what cannot be killed is reaped later."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
             process.kill()
-    await asyncio.shield(process.wait())
+    reaping = asyncio.create_task(_reap(process, job, seconds))
+    _reaping.add(reaping)
+    reaping.add_done_callback(_reaping.discard)
+    await asyncio.shield(reaping)
+
+
+async def _reap(process: asyncio.subprocess.Process, job: str, seconds: float) -> None:
+    reaped = asyncio.ensure_future(process.wait())
+    await asyncio.wait({reaped}, timeout=seconds)
+    if not reaped.done():
+        log.warning("the %s helper (pid %d) hangs in a driver and cannot be ended", job, process.pid)
+        stuck = _stuck.setdefault(job, set())
+        stuck.add(reaped)
+        reaped.add_done_callback(stuck.discard)
