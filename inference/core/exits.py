@@ -32,7 +32,7 @@ TEXTS: Sequence[tuple[re.Pattern[str], ExitCause]] = [
             r"(CUDA|HIP|ROCm) error.*out of memory|cudaErrorMemoryAllocation|cuMemCreate.*failed|hipErrorOutOfMemory"
             r"|(CUBLAS|HIPBLAS|rocblas)_STATUS_ALLOC_FAILED|(CUDA|ROCm) error: the resource allocation failed"
             r"|kIOGPUCommandBufferCallbackErrorOutOfMemory|Insufficient Memory"
-            r"|vk::OutOf(Device|Host)MemoryError|std::bad_alloc",
+            r"|vk::OutOf(Device|Host)MemoryError|std::bad_alloc|could not compute a step \(alloc_failed\)",
             re.IGNORECASE,
         ),
         _C.OOM_COMPUTE,
