@@ -287,6 +287,7 @@ class Request:
             context_length=(status.context_length or None) if status is not None else None,
             fits=status.fits if status is not None else None,
             fit_reason=status.reason if status is not None else None,
+            fit_in=status.retry_after_seconds if status is not None else None,
         )
 
     def _drop(self, dropped: Dropped) -> None:

@@ -59,6 +59,8 @@ class Facts:
     context_length: int | None = None
     fits: bool | None = None
     fit_reason: str | None = None
+    fit_in: float | None = None
+    """Seconds until what it needs may be there again, where the service knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +173,8 @@ def _drop(candidate: Candidate, known: Facts, wants: Wants) -> Dropped | None:
     if known.held_for is not None:
         return Dropped(candidate, Drop.HELD, f"asked to be left for {_seconds(known.held_for)}", known.held_for)
     if candidate.is_local and wants.fit_check and known.fits is False:
-        return Dropped(candidate, Drop.NO_FIT, f"cannot fit now: {known.fit_reason or 'not enough memory'}")
+        why = f"cannot fit now: {known.fit_reason or 'not enough memory'}"
+        return Dropped(candidate, Drop.NO_FIT, why, known.fit_in)
     return None
 
 

@@ -15,7 +15,7 @@ _FOREVER = frozenset({Drop.ABSENT, Drop.POLICY, Drop.CAPABILITY, Drop.CONTEXT})
 """Drops that coming back with the same request does not change."""
 
 _FIT_SECONDS = 2.0
-"""Memory may come free at any time; the view of it is not renewed more often than this."""
+"""Memory may come free at any time, unless the service knows better; the view is not renewed more often than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def _asked_by(request: InferenceRequest) -> str:
 def _soonest(outcomes: Sequence[Outcome]) -> float:
     """Whole seconds, at least 1, until the first candidate may be tried again."""
     waits = [
-        _FIT_SECONDS if outcome.drop is Drop.NO_FIT else outcome.retry_in or 0.0
+        outcome.retry_in or (_FIT_SECONDS if outcome.drop is Drop.NO_FIT else 0.0)
         for outcome in outcomes
         if outcome.drop not in _FOREVER
     ]

@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def service(root: Path, gpus: int) -> Service:
     """On the bundled models, with a GPU that cannot be reached if it is shown at all."""
     (root / "config").mkdir(exist_ok=True)
-    (root / "config" / "models.yaml").write_text("models: {demo: {path: \"bundled:demo\"}}")
+    (root / "config" / "models.yaml").write_text('models: {demo: {path: "bundled:demo"}}')
     env = {"UNREACHABLE_GPUS": str(gpus), "PYTHONPATH": str(REPOSITORY)}
     made = inference_service(root, root / "config", env)
     return replace(made, argv=[sys.executable, "-m", "tests.rigs.unreachable_gpu", *made.argv[3:]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +56,47 @@ def test_models_live_on_simulated_devices_until_they_are_cut(stack: Stack) -> No
         assert crashes[0]["cause"] == "device_lost"
         assert rig.tell("status")[other]["allocations"] > 0
         rig.tell("return", device)
+        wait_until("it is back by itself", lambda: state_of(stack, device) == "healthy")
+
+
+def test_with_every_device_gone_requests_fail_at_once_and_all_is_well_when_one_is_back(stack: Stack) -> None:
+    """What is told is true: which device, why, and when it is tried again; nothing is ever computed on the CPU."""
+    stack.ask("/models/demo/load", {}, direct=True)
+    with control(stack) as rig:
+        rig.tell("cut")
+        ask = chat_body("hello", max_tokens=4)
+        assert refusal(stack, "/v1/chat/completions", ask, direct=True)[0] == 503
+        wait_until("all are lost", lambda: {state_of(stack, name) for name in ("gpu-0", "gpu-1")} == {"lost"})
+        began = time.monotonic()
+        with pytest.raises(urllib.error.HTTPError) as failed:
+            stack.ask("/v1/chat/completions", ask, direct=True)
+        with failed.value as answer:
+            error = json.load(answer)["error"]
+            assert (answer.code, error["code"]) == (503, "device_lost")
+            assert 1 <= int(answer.headers["retry-after"]) <= 10
+        assert error["message"] == (
+            "the model 'demo' cannot be loaded: gpu-0 is lost (it was cut), gpu-1 is lost (it was cut)"
+        )
+        assert time.monotonic() - began < 5
+        wait_until("the gateway knows", lambda: "gpu-0 is lost" in refusal(stack, "/v1/chat/completions", ask)[1])
+        status, health = refused_health(stack)
+        assert (status, health["message"]) == (503, "gpu-0 is lost; gpu-1 is lost")
+        rig.tell("return", "gpu-1")
+        wait_until("one is back", lambda: state_of(stack, "gpu-1") == "healthy")
+        stack.ask("/models/demo/load", {}, direct=True)
+        assert stack.model("demo")["devices"] == ["gpu-1"]
+        assert stack.ask("/devices/gpu-0/recover", {}, direct=True)["device"]["state"] == "lost"
+        rig.tell("return", "gpu-0")
+        assert stack.ask("/devices/gpu-0/recover", {}, direct=True)["device"]["state"] == "healthy"
+        assert rig.tell("status")["gpu-1"]["allocations"] > 0
+
+
+def refused_health(stack: Stack) -> tuple[int, dict[str, Any]]:
+    """Status and body of /health while it is not well."""
+    with pytest.raises(urllib.error.HTTPError) as failed:
+        stack.ask("/health", direct=True)
+    with failed.value as answer:
+        return answer.code, json.load(answer)
 
 
 def state_of(stack: Stack, device: str) -> str:

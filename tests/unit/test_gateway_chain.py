@@ -122,6 +122,14 @@ def test_the_return_is_true_when_nothing_is_known() -> None:
     assert _none().retry_after is None
 
 
+def test_a_model_that_misses_a_lost_device_fits_when_the_service_says_that_it_may() -> None:
+    facts = Facts(fits=False, fit_reason="gpu-0 is lost (it was cut)", fit_in=6.4)
+    (dropped,) = fold([LOCAL], lambda _: facts, Wants()).dropped
+    assert (dropped.retry_in, dropped.said) == (6.4, "cannot fit now: gpu-0 is lost (it was cut)")
+    outcome = Outcome(LOCAL, "cannot_fit", dropped.said, dropped.retry_in, Drop.NO_FIT)
+    assert (_none(outcome).retry_after, "gpu-0 is lost" in _none(outcome).message) == (7.0, True)
+
+
 def test_what_never_changes_is_not_to_be_retried() -> None:
     error = _none(Outcome(CLOUD, "policy", "local only", None, Drop.POLICY))
     assert (error.status, error.retry_after, error.should_retry) == (503, None, False)
