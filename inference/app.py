@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +27,7 @@ from headgate.shared.environ import load_environ
 from headgate.shared.errors import ConfigError, Exit
 from headgate.shared.state import INFERENCE_TOKEN, StateDir
 from headgate.shared.wire import WiredHttp
-from inference import http, settings
+from inference import http, orphans, settings
 from inference.authority import Authority
 from inference.bus import Bus
 from inference.core.patience import Patience
@@ -121,6 +122,7 @@ async def serve(
     """Runs the service on `sock` until SIGTERM or SIGINT; the exit status. Raises HeadgateError before it answers."""
     state = StateDir.from_env(environ)
     token = config.settings.token or state.secret(INFERENCE_TOKEN)
+    await asyncio.to_thread(orphans.take_over, state, os.environ)
     running = Service(config, state, token)
     unreached = Unreached(state)
     server = _Server(

@@ -20,6 +20,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from inference.orphans import FAMILY_ENV
 from inference.protocol import Progress
 from tests.rigs import tiny_gguf
 from tests.rigs.processes import Service, children_of, http_status, inference_service, is_alive, wait_until
@@ -332,12 +333,19 @@ def test_a_taken_port_names_its_owner(rig: Rig, tmp_path: Path) -> None:
 def test_killing_the_authority_ends_its_workers_within_two_seconds(rig: Rig) -> None:
     rig.chat("a")
     family = children_of(rig.service.pid)
+    (record,) = json.loads((rig.root / "state" / "family.json").read_text())
+    mark = f"{FAMILY_ENV}={record['token']}".encode()
     assert family
+    assert all(mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in family)
+    stray = subprocess.Popen(["sleep", "600"], env={FAMILY_ENV: record["token"], "PATH": os.environ["PATH"]})
     rig.service.signal(signal.SIGKILL)
     wait_until("nobody is left", lambda: not [pid for pid in family if is_alive(pid)], seconds=5)
     rig.service.wait()
+    assert stray.poll() is None, "it stands for one whose tie was cut"
     rig.service.start(wait_for="/readyz")
+    assert stray.wait(10) == -signal.SIGKILL
     assert rig.chat("a")[0] == 200
+    assert len(list((rig.root / "state").rglob("*.sock"))) <= 1, "the old worker's socket is gone"
 
 
 async def test_sigterm_drains_streams_while_readiness_is_503_and_ends_with_0(rig: Rig) -> None:
