@@ -52,9 +52,12 @@ class Headrooms:
     def added(
         self, spec: ModelSpec, devices: Sequence[Reading], estimate: Estimate, capacities: Mapping[str, int]
     ) -> Estimate:
-        """`estimate` with what was learned for these devices; `capacities` is what models may have of each, bytes."""
+        """`estimate` with what was learned for these devices; `capacities` is what models may have of each, bytes.
+
+        A configured `memory_overhead` replaces what was learned.
+        """
         more = {}
-        for device in devices:
+        for device in devices if spec.memory_overhead is None else ():
             room = self.of(spec, device)
             if count := asked(room, estimate.need.get(device.id, 0), capacities.get(device.id, 0)):
                 more[device.id] = count
@@ -72,11 +75,16 @@ class Headrooms:
 
     def short(self, spec: ModelSpec, device: Reading, need_bytes: int, *, computing: bool) -> int:
         """Memory ran out on `device` for a model whose estimate there is `need_bytes`; what it is given more now."""
-        before = self.of(spec, device)
-        room = grown(before, need_bytes, self.clock(), computing=computing)
+        when = "while it computed" if computing else "while it was loaded, although the estimate allowed it"
+        if spec.memory_overhead is not None:
+            log.warning(
+                "%s ran out of memory on %s %s; its memory_overhead of %s may be too little",
+                spec.id, device.id, when, format_bytes(spec.memory_overhead),
+            )  # fmt: skip
+            return 0
+        room = grown(self.of(spec, device), need_bytes, self.clock(), computing=computing)
         self._keep(_key(spec, device), _Entry(room, spec.id, device.id))
         more = room.total_bytes
-        when = "while it computed" if computing else "while it was loaded, although the estimate allowed it"
         log.warning(
             "%s ran out of memory on %s %s; it is planned with %s more there",
             spec.id, device.id, when, format_bytes(more),

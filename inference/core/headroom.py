@@ -1,9 +1,10 @@
 """Decides how much more than estimated a model is given on a device where memory ran out; forgets it by and by.
 
-Two kinds, because they cost differently. After a death while computing, requests died with the worker: the room is
-asked for whatever the device has, and a model that does not fit with it is refused with numbers. After a load that was
-refused although the estimate allowed it, nobody was hurt: the room is asked for as far as the empty device can give
-it, so that one refusal never shuts a model out.
+Two kinds, because they cost differently. After a load that was refused although the estimate allowed it, nobody was
+hurt: the room is asked for as far as the empty device can give it, so that refusals never shut a model out. So it is
+after one death while computing, which may have been somebody else's doing. After a second one the room is asked for
+whatever the device has, because requests die with the worker: a model that does not fit with it is refused with
+numbers.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ LEAST_BYTES = 2**20
 """What is below this is forgotten."""
 FIRST_SHARE = 16
 """The first time a sixteenth of what the model needs there; twice as much each time after that."""
-MOST_SHARE = 2
-"""And never more than half of it, for each kind."""
+MOST_SHARE = 4
+"""And never more than a quarter of it, for each kind."""
 ENOUGH_GOOD = 3
 """So many workers in a row that ended in good order halve it."""
 HALF_LIFE_SECONDS = 3600.0
@@ -52,8 +53,12 @@ def grown(room: Headroom, need_bytes: int, now: float, *, computing: bool) -> He
     return replace(before, load_bytes=_more(before.load_bytes, need_bytes), good=0, at=now)
 
 
+def _first(need_bytes: int) -> int:
+    return max(LEAST_BYTES, need_bytes // FIRST_SHARE)
+
+
 def _more(bytes_before: int, need_bytes: int) -> int:
-    first = max(LEAST_BYTES, need_bytes // FIRST_SHARE)
+    first = _first(need_bytes)
     return min(max(first, 2 * bytes_before), max(first, need_bytes // MOST_SHARE))
 
 
@@ -82,5 +87,6 @@ def _rest(count: int, times: int) -> int:
 
 def asked(room: Headroom, need_bytes: int, capacity_bytes: int) -> int:
     """What is added to an estimate of `need_bytes` on a device where all models together may have `capacity_bytes`."""
-    spare = max(0, capacity_bytes - need_bytes - room.compute_bytes)
-    return room.compute_bytes + min(room.load_bytes, spare)
+    insists = room.compute_bytes if room.compute_bytes > _first(need_bytes) else 0
+    spare = max(0, capacity_bytes - need_bytes - insists)
+    return insists + min(room.total_bytes - insists, spare)

@@ -116,6 +116,9 @@ def test_an_allocation_that_fails_although_it_was_planned_is_told_and_can_be_tri
         assert crashes[0]["cause"] == "oom_load"
         wait_until("it may be tried again", lambda: stack.model("demo")["state"] == "cold")
         stack.ask("/models/demo/load", {}, direct=True)
+        models = stack.ask("/memory/models", direct=True)["models"]
+        estimate = next(model["estimate"] for model in models if model["model_name"] == "demo")
+        assert sum(part["headroom_bytes"] for part in estimate["devices"].values()) > 0, "the ledger has learned"
         assert sum(device["allocations"] for device in rig.tell("status").values()) > 0
 
 

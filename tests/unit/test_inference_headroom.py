@@ -21,14 +21,14 @@ MIB = 2**20
 NEED = 1600 * MIB
 
 
-def test_each_shortage_doubles_it_up_to_half_of_the_need() -> None:
-    """A sixteenth first, and in the end as much as half of the model's own need."""
+def test_each_shortage_doubles_it_up_to_a_quarter_of_the_need() -> None:
+    """A sixteenth first, and in the end as much as a quarter of the model's own need."""
     room = Headroom()
     seen = []
     for _ in range(6):
         room = grown(room, NEED, 0.0, computing=True)
         seen.append(room.compute_bytes // MIB)
-    assert seen == [100, 200, 400, 800, 800, 800]
+    assert seen == [100, 200, 400, 400, 400, 400]
     assert room.load_bytes == 0
 
 
@@ -74,17 +74,19 @@ def test_time_halves_it() -> None:
     assert eased(room, 1e12).is_empty
 
 
-def test_what_a_refused_load_taught_never_shuts_a_model_out() -> None:
-    """It is asked for as far as the empty device can give it; what computing taught is asked for whatever there is."""
+def test_one_shortage_never_shuts_a_model_out() -> None:
+    """It is asked for as far as the empty device can give it; after a second death the room is insisted on."""
     assert asked(Headroom(100 * MIB, 0), NEED, NEED + 300 * MIB) == 100 * MIB
     assert asked(Headroom(100 * MIB, 0), NEED, NEED + 30 * MIB) == 30 * MIB
     assert asked(Headroom(100 * MIB, 0), NEED, NEED - MIB) == 0
-    assert asked(Headroom(100 * MIB, 50 * MIB), NEED, NEED) == 50 * MIB
+    assert asked(Headroom(400 * MIB, 100 * MIB), NEED, NEED + MIB) == MIB
+    assert asked(Headroom(100 * MIB, 200 * MIB), NEED, NEED) == 200 * MIB
+    assert asked(Headroom(100 * MIB, 200 * MIB), NEED, NEED + 250 * MIB) == 250 * MIB
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 1e6)), max_size=30), st.integers(0, 2**40))
 def test_it_is_bounded_and_never_negative(shortages: list[tuple[bool, float]], need: int) -> None:
-    """Whatever happens when: at most half of the need for each kind, or the least there is."""
+    """Whatever happens when: at most a quarter of the need for each kind, or the least there is."""
     room = Headroom()
     for computing, now in shortages:
         room = grown(room, need, now, computing=computing)

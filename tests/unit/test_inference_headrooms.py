@@ -58,6 +58,16 @@ def test_an_estimate_has_it_on_top_and_says_how_much_it_is(state: StateDir, spec
     assert rooms.added(spec, [GPU], PLAIN, {}) is PLAIN
 
 
+def test_a_configured_overhead_replaces_what_was_learned(state: StateDir, spec: ModelSpec) -> None:
+    """The operator's word counts, and is the way out when what was learned is wrong."""
+    rooms = Headrooms(state, clock=lambda: 1.0)
+    rooms.short(spec, GPU, NEED, computing=True)
+    told = replace(spec, memory_overhead=8 * MIB)
+    assert rooms.added(told, [GPU], PLAIN, {"gpu-0": 900 * MIB}) is PLAIN
+    assert rooms.short(told, GPU, NEED, computing=True) == 0
+    assert rooms.of(spec, GPU).compute_bytes == 10 * MIB
+
+
 def test_good_ends_and_time_take_it_back(state: StateDir, spec: ModelSpec) -> None:
     """And whoever counted with it is told when it changed."""
     now = [0.0]
