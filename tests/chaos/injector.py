@@ -26,7 +26,7 @@ from tests.chaos.system import DEVICES, MODELS, OPEN_SECONDS, System
 from tests.rigs.processes import children_of, is_alive
 from tests.rigs.sim_machine import Trouble
 
-TRIES_SECONDS = 60.0
+TRIES_SECONDS = 180.0
 """A fault whose target is away just now (a killed service, a lost device) is tried again within this."""
 AFTERMATH_SECONDS = 4.0
 """How long after a fault's end an answer that ran meanwhile may still be found broken."""
@@ -90,13 +90,17 @@ class Injector:
 
     # --- workers ----------------------------------------------------------------------------------------------------
     async def _worker(self, wanted: str) -> tuple[str, int]:
-        """A model with a worker that is ready, and its process; raises LookupError when there is none."""
+        """A model with a worker that is ready, and its process; raises LookupError or HTTPError when there is none."""
         models = await self.system.models()
         able = [name for name, one in models.items() if one.pid and one.state in (ModelState.READY, ModelState.BUSY)]
         if not able:
-            raise LookupError("no model has a worker that is ready")
+            await self.system.inference(f"/models/{wanted}/load?seconds=20", "POST", seconds=25.0)
+            models, able = await self.system.models(), [wanted]
         name = wanted if wanted in able else able[0]
-        return name, models[name].pid or 0
+        pid = models[name].pid
+        if pid is None:
+            raise LookupError(f"{name} has no worker any more")
+        return name, pid
 
     @contextlib.asynccontextmanager
     async def _touching(self, kind: str, *models: str) -> AsyncIterator[None]:

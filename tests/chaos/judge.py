@@ -13,6 +13,9 @@ from enum import StrEnum
 SLACK_SECONDS = 0.3
 """Clocks of the injector and of a client are read at different moments of one busy machine."""
 
+ABORTS = frozenset({"worker_abort", "oom_compute", "disk_full"})
+"""Faults that look like a worker's own failure at what it was computing."""
+
 
 class End(StrEnum):
     """How a request ended, as its client saw it."""
@@ -107,6 +110,15 @@ class Facts:
             window.touches(model, outcome.began, outcome.ended) for window in self.windows
         )
 
+    def looks_like_poison(self, outcome: Outcome) -> bool:
+        """Whether it was refused for good because a worker aborted under it twice, which an abort by hand may cause."""
+        aborts = [
+            window
+            for window in self.windows
+            if window.kind in ABORTS and window.start <= outcome.ended and outcome.began <= window.end
+        ]
+        return outcome.code == "poison_request" and len(aborts) > 1
+
 
 def violations(outcomes: Iterable[Outcome], facts: Facts) -> list[Violation]:
     """Every promise that one of these requests shows broken."""
@@ -127,7 +139,7 @@ def _broken(outcome: Outcome, facts: Facts) -> Iterable[str]:
         case End.REFUSED:
             if outcome.code is None:
                 yield "an error says its code"
-            if outcome.route in facts.backed and not facts.was_out(outcome):
+            if outcome.route in facts.backed and not facts.was_out(outcome) and not facts.looks_like_poison(outcome):
                 yield "with a tier to fall back to, no request fails before its first token"
         case End.ERROR_FRAME:
             if outcome.code is None:

@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 
+from headgate.shared import tether
 from tests.chaos.defects import PLANTS
 from tests.chaos.machine import LISTING_ENV, Found
 
@@ -18,6 +19,7 @@ def main(argv: list[str]) -> int:
     names, *words = argv
     plants = [name for name in names.split(",") if name != "none"]
     if words[0] == "up":
+        tether.hold(os.environ)  # with the suite itself, however that ends
         _pass_on(names)
     if words[0] == "inference":
         _find(Path(os.environ[LISTING_ENV]))

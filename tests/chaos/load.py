@@ -177,9 +177,10 @@ class Load:
         return outcome
 
     def _arguments(self, ask: Ask, outcome: Outcome) -> dict[str, Any]:
+        """No two requests are the same, so that one that met two crashes is no reason to refuse another."""
         return {
             "model": ask.route,
-            "messages": [{"role": "user", "content": ask.text}],
+            "messages": [{"role": "user", "content": f"{ask.text} ({outcome.id})"}],
             "max_tokens": ask.tokens,
             "temperature": 0,
             "stream": ask.stream,

@@ -22,7 +22,10 @@ USERS = 6
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`kinds` None: all that can be injected; `plants` are names of defects."""
+    """`kinds` None: all that can be injected; `plants` are names of defects.
+
+    `measures` false leaves out how long everything takes when nothing is broken, `settles` false the whole end.
+    """
 
     seed: int = 1
     events: int = 1000
@@ -30,6 +33,8 @@ class Settings:
     users: int = USERS
     plants: tuple[str, ...] = ()
     kinds: tuple[Kind, ...] | None = None
+    measures: bool = True
+    settles: bool = True
 
 
 @dataclass
@@ -71,13 +76,15 @@ async def _run(system: System, results: Results) -> None:
     settings = results.settings
     async with Load(system.base_url, system.key, (*BACKED, ALONE), clock, settings.seed) as load:
         settling = Settling(system, load, clock)
-        results.cold_start_seconds = await settling.all_answer()
+        if settings.measures:
+            results.cold_start_seconds = await settling.all_answer()
         injector, watch = Injector(system, load, clock), Watch(system, clock)
         watching = asyncio.create_task(watch.run())
         load.begin(settings.users)
         await _inject(injector, results.planned, clock)
         await load.end()
-        results.settled = await settling.run()
+        if settings.settles:
+            results.settled = await settling.run(measures=settings.measures)
         watching.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await watching

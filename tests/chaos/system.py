@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx2
 
+from headgate.shared import tether
 from headgate.shared.state import GATEWAY_KEY, INFERENCE_TOKEN, StateDir
 from inference.protocol import ModelStatus
 from tests.chaos.machine import Machine
@@ -84,8 +85,9 @@ class System:
             "--config-dir",
             self.config_dir,
         )
+        tied = {tether.PARENT_ENV: str(os.getpid())}
         path = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
-        env = private_env(self.root, {**INFERENCE_ENV, **self.disk.env, **self.machine.env, **path})
+        env = private_env(self.root, {**INFERENCE_ENV, **self.disk.env, **self.machine.env, **path, **tied})
         argv = [sys.executable, *self._words, *map(str, options)]
         return Service(argv, env, self.root, self.gateway_port, "up")
 
@@ -102,10 +104,10 @@ class System:
     async def start(self) -> System:
         """Returns when both services are ready."""
         try:
-            await asyncio.to_thread(self.cloud.start)
+            self.cloud.start()
             await asyncio.to_thread(self.machine.__enter__)
             self.up = self._up()
-            await asyncio.to_thread(self.up.start, wait_for="/readyz")
+            self.up.start(wait_for="/readyz")  # here: it dies with the thread that started it
         except BaseException:
             self.kill()
             raise

@@ -24,6 +24,8 @@ TOUCHED = Facts([Window("worker_kill", frozenset({"demo"}), 10.2, 10.3)], backed
 EVERYBODY = Facts([Window("inference_kill", None, 10.2, 10.3)], backed=frozenset({"demo"}))
 ELSEWHERE = Facts([Window("worker_kill", frozenset({"other"}), 10.2, 10.3)], backed=frozenset({"demo"}))
 LATER = Facts([Window("worker_kill", frozenset({"demo"}), 20.0, 21.0)], backed=frozenset({"demo"}))
+ABORTED = Window("worker_abort", frozenset({"demo"}), 10.2, 10.3)
+ONCE, TWICE = (Facts([ABORTED] * count, backed=frozenset({"demo"})) for count in (1, 2))
 OUT = Facts(outages=[(9.0, 10.2)], backed=frozenset({"demo"}))
 
 
@@ -88,6 +90,8 @@ def test_every_kind_can_be_injected() -> None:
         (replace(GOOD, end=End.REFUSED, status=503, code="x", done=False), OUT, None),
         (replace(GOOD, end=End.REFUSED, status=503, code="x", done=False, route="alone"), BACKED, None),
         (replace(GOOD, end=End.REFUSED, status=503, done=False, route="alone"), BACKED, "says its code"),
+        (replace(GOOD, end=End.REFUSED, status=422, code="poison_request", done=False), TWICE, None),
+        (replace(GOOD, end=End.REFUSED, status=422, code="poison_request", done=False), ONCE, "before its first token"),
         (replace(GOOD, end=End.BROKEN, done=False), EVERYBODY, "breaks only with the gateway"),
         (replace(GOOD, end=End.BROKEN, done=False), OUT, None),
         (replace(GOOD, end=End.SILENT, done=False), EVERYBODY, "waits for ever"),
