@@ -181,7 +181,8 @@ class ModelStatus:
 
     `fits` is None while the service does not know, else whether the model could be loaded now (evictions included);
     `reason` says why not. `devices` are device ids such as `cpu` or `gpu-0`. `retry_after_seconds` is set while a
-    restart backoff runs. `pid` is the worker process while there is one. `reduced` names the settings that are smaller
+    restart backoff runs. `pid` is the worker process while there is one. `headroom_bytes`, of
+    the predicted ones, were learned when memory ran out. `reduced` names the settings that are smaller
     than configured (`oom_policy: reduce`); `fallback` says that it is on the CPU although it is configured for
     accelerators (`oom_policy: cpu`).
     """
@@ -204,6 +205,7 @@ class ModelStatus:
     reason: str | None = None
     retry_after_seconds: float | None = None
     pid: int | None = None
+    headroom_bytes: int = 0
     reduced: tuple[str, ...] = ()
     fallback: bool = False
 

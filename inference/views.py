@@ -88,6 +88,7 @@ def status(model: Model, authority: Authority, now: float) -> ModelStatus:
         reason=reason,
         retry_after_seconds=None if rest is None else round(max(0.0, rest), 3),
         pid=running.worker.pid if running else None,
+        headroom_bytes=sum(estimate.headroom_bytes.values()) if estimate else 0,
         reduced=model.spec.changed(model.effective),
         fallback=authority.shortages.is_fallback(model),
     )

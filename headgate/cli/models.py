@@ -136,6 +136,10 @@ def show(session: Session) -> int:
     ]
     if status.reason:
         pairs.append(("reason", status.reason))
+    if status.headroom_bytes:
+        pairs.append(
+            ("head-room", f"{_bytes(status.headroom_bytes)} of the predicted: memory ran out before")
+        )
     if status.reduced:
         pairs.append(("reduced", ", ".join(status.reduced) + " (oom_policy: reduce)"))
     if status.retry_after_seconds is not None:
@@ -239,7 +243,8 @@ def plan_lines(model: str, answer: Mapping[str, Any]) -> list[str]:
     if fix := answer.get("fix"):
         lines.append(f"  would fit with {' and '.join(f'{key}: {value}' for key, value in fix.items())}")
     for device, parts in (answer.get("estimate") or {}).get("devices", {}).items():
-        said = ", ".join(f"{kind.removesuffix('_bytes')} {format_bytes(count)}" for kind, count in parts.items())
+        told = {kind: count for kind, count in parts.items() if count or kind != "headroom_bytes"}
+        said = ", ".join(f"{kind.removesuffix('_bytes')} {format_bytes(count)}" for kind, count in told.items())
         lines.append(f"  estimate for {device}: {said}")
     return [*lines, *(f"  {line}" for line in answer.get("trace", ()))]
 

@@ -70,6 +70,7 @@ async def test_a_refused_load_is_told_with_numbers_and_the_next_one_is_planned_w
     await service.authority.background.measure(model)
     assert reserved(service) == 170
     assert model.estimates["gpu-0"].headroom_bytes == {"gpu-0": 10 * MIB}
+    assert service.authority.status(model).headroom_bytes == 10 * MIB
 
 
 async def test_what_was_learned_outlives_the_service_and_is_held_while_the_model_is_loaded(
