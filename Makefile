@@ -3,7 +3,7 @@
 #   make test ARGS="-k breaker"         options for pytest
 #   CMAKE_ARGS="-DGGML_CUDA=ON" make serve      a llama.cpp backend (CUDA, HIP, VULKAN, ...); kept once it was built
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types cover bench-engine bench-planner bench-estimates bench-switching bench-colocation bench-turns bench-schema gpu-check chaos lock schema reference clean ready
+.PHONY: help serve test lint types cover bench-engine bench-planner bench-estimates bench-switching bench-colocation bench-turns bench-schema gpu-check chaos fuzz lock schema reference clean ready
 
 # The first interpreter that is new enough; `make PYTHON=... serve` chooses another.
 PYTHON ?= $(shell for p in .venv/bin/python python3 python3.13 python3.12 python3.11; do \
@@ -75,6 +75,9 @@ gpu-check: ready ## on a real NVIDIA GPU: predicted bytes against the driver's, 
 chaos: ready ## faults of every kind under load, and what must hold: EVENTS=1000 SEED=1 GAP=1.2 PLANTS=all|none
 	@exec $(RUN) tests.chaos --events $(or $(EVENTS),1000) --seed $(or $(SEED),1) --gap $(or $(GAP),1.2) \
 	    --plants $(or $(PLANTS),all) $(ARGS)
+
+fuzz: ready ## damaged model files and made-up requests, all of them: EXAMPLES=100 per operation
+	@FUZZ_EXAMPLES=$(or $(EXAMPLES),100) $(RUN) pytest tests/fuzz $(ARGS)
 
 lock: ready ## write what is installed now into requirements.lock
 	@$(RUN) headgate.lockfile

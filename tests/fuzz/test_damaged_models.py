@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,19 @@ from tests.rigs.damaged_gguf import Damaged
 CHOSEN = ("cut-tensor-list", "tensor-missing", "tokens-fewer", "merges-in-a-circle")
 """With all tests: what the header refuses, what llama.cpp refuses or aborts on, what is taken."""
 SAID = {"content": "hello"}
-SECONDS = 60
-HOPELESS = {"model_failed", "memory_limit_exceeded", "invalid_request", "context_length_exceeded"}
+SECONDS = 120.0
+REFUSED = {
+    "model_failed",
+    "memory_limit_exceeded",
+    "invalid_request",
+    "unsupported_parameter",
+    "context_length_exceeded",
+}
 
 
 def chosen() -> Sequence[Damaged]:
-    return CORPUS if EXAMPLES else [damaged for damaged in CORPUS if damaged.name in CHOSEN]
+    only = os.environ.get("FUZZ_ONLY", "")
+    return [item for item in CORPUS if (EXAMPLES and only in item.name) or (not EXAMPLES and item.name in CHOSEN)]
 
 
 class Fuzzed:
@@ -52,7 +60,10 @@ class Fuzzed:
         )
 
     async def ask(self, path: str, body: Any = None, method: str = "POST") -> Answer:
-        return await asyncio.wait_for(ask(self.service.app, method, path, body), SECONDS)
+        try:
+            return await asyncio.wait_for(ask(self.service.app, method, path, body), SECONDS)
+        except TimeoutError:
+            return Answer(0, {}, f"no answer within {SECONDS} s")
 
     async def everything(self, name: str) -> dict[str, Answer]:
         """What the model is asked, one after the other, and unloaded at the end."""
@@ -90,7 +101,7 @@ def complaints(item: Damaged, said: dict[str, Answer], file: Path) -> list[str]:
         if answer.status == 200:
             continue
         error = answer.body["error"] if isinstance(answer.body, dict) else {}
-        if error.get("code") not in HOPELESS or not str(error.get("message")).isprintable():
+        if error.get("code") not in REFUSED or not str(error.get("message")).isprintable():
             found.append(f"{item.name}: {what} answered {answer.status} {answer.body}")
         elif answer.status == 503 and what in ("plan", "load") and str(file) not in error["message"]:
             found.append(f"{item.name}: {what} does not name the file: {error['message']}")
@@ -101,7 +112,7 @@ def complaints(item: Damaged, said: dict[str, Answer], file: Path) -> list[str]:
     return found
 
 
-@pytest.mark.timeout(60 if not EXAMPLES else 1800)
+@pytest.mark.timeout(3600 if EXAMPLES else 300)
 async def test_damaged_models_fail_by_name_and_nobody_else_does(fuzzed: Fuzzed) -> None:
     turn = asyncio.Semaphore(3)
 
@@ -111,7 +122,7 @@ async def test_damaged_models_fail_by_name_and_nobody_else_does(fuzzed: Fuzzed) 
         return complaints(item, said, fuzzed.files / f"{item.name}.gguf")
 
     found = await asyncio.gather(*map(one, chosen()))
-    assert [line for lines in found for line in lines] == []
+    assert not any(found), "\n".join(line for lines in found for line in lines)
     listed = await fuzzed.ask("/v1/models", method="GET")
     assert {entry["id"] for entry in listed.body["data"]} == {item.name for item in chosen()} | {"good"}
     said = await fuzzed.everything("good")
