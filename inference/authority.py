@@ -109,7 +109,7 @@ class Authority:
         self.moving = Moving(self)
         self.threads = Threads(self)
         self.homecoming = Homecoming(self)
-        self._watch_at = 0.0
+        self._watch_at = self._next_tick = 0.0
         self._ticker: asyncio.TimerHandle | None = None
         bus.snapshot = self.teller.snapshot
 
@@ -130,6 +130,7 @@ class Authority:
         self.governor.begin()
         self.started = True
         self.pump()  # the port is open before the devices are known: somebody may be waiting already
+        self._next_tick = self.loop.time() + TICK_SECONDS
         self._ticker = self.loop.call_later(TICK_SECONDS, self._tick)
         self.background.spawn(self.background.foresee())
         self.background.spawn(self.warm.checkpoint.test())
@@ -296,6 +297,9 @@ class Authority:
     def _tick(self) -> None:
         self._ticker = self.loop.call_later(TICK_SECONDS, self._tick)
         now = self.loop.time()
+        late_seconds, self._next_tick = now - self._next_tick, now + TICK_SECONDS
+        if late_seconds > TICK_SECONDS:
+            self.waiting.put_off(late_seconds)
         for model in list(self.models.values()):
             if model.state is _S.FAILED and now >= model.retry_at and not model.queue.waiters:
                 self.move(model, _E.RETRY)

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from inference.core.exits import Remains, classify, is_wordless, telling
-from inference.core.patience import Life, Patience
+from inference.core.patience import Patience
 from inference.hostkills import HostKills
 from inference.launch import launch
 from inference.protocol import ExitCause
+from inference.watch import TICK_SECONDS, Watch
 from inference.worker.link import (
     Beat,
     Drain,
@@ -45,7 +46,6 @@ from inference.worker.link import (
 
 log = logging.getLogger(__name__)
 
-TICK_SECONDS = 0.5
 STOP_SECONDS = 5.0
 """A worker told to stop is killed after this."""
 KEPT_LINES = 200
@@ -106,7 +106,6 @@ class WorkerProcess:
         self.socket_path = path
         self.progress = 0.0
         self.beat: Beat | None = None
-        self._patience = patience
         self._on_change = on_change
         self._loop = asyncio.get_running_loop()
         self.hello: asyncio.Future[Hello] = self._loop.create_future()
@@ -130,10 +129,7 @@ class WorkerProcess:
         self._loop.add_reader(self._errors, self._on_errors)
         if self._pidfd is not None:
             self._loop.add_reader(self._pidfd, self._on_exit)
-        self._began = self._heard = self._loop.time()
-        self._due: float | None = self._began
-        """Since when something is asked of it that takes time: to load, or to hold a file."""
-        self._next_tick = self._began + TICK_SECONDS
+        self._watch = Watch(patience, self._loop.time())
         self._ticker = self._loop.call_later(TICK_SECONDS, self._tick)
 
     # --- speaking --------------------------------------------------------------------------------------------------
@@ -142,12 +138,12 @@ class WorkerProcess:
         if self.ready.done():
             self.ready = self._loop.create_future()
         self.progress = 0.0
-        self._due = self._loop.time()
+        self._watch.asked(self._loop.time())
         self._send(grant)
 
     def hold(self, path: str) -> None:
         """Tells a fresh worker to take a file into its memory and to wait."""
-        self._due = self._loop.time()
+        self._watch.asked(self._loop.time())
         self._send(Hold(path))
 
     def offload(self, most_bytes: int, *, stays: bool) -> None:
@@ -164,7 +160,7 @@ class WorkerProcess:
     def resumed(self) -> None:
         """It can speak again."""
         self._suspended = False
-        self._heard = self._loop.time()
+        self._watch.heard(self._loop.time())
         self.beat = None
 
     def shared_keep(self) -> int | None:
@@ -234,7 +230,7 @@ class WorkerProcess:
             else:  # a worker that closes its link must be about to end
                 self._stop_timer = self._stop_timer or self._loop.call_later(STOP_SECONDS, self.kill)
             return
-        self._heard = self._loop.time()
+        self._watch.heard(self._loop.time())
         *lines, self._inbox = (self._inbox + data).split(b"\n")
         if len(self._inbox) > _MOST_LINE_BYTES:
             self.kill("it sent a message without an end")
@@ -253,7 +249,7 @@ class WorkerProcess:
                 self.progress = min(1.0, max(self.progress, fraction))
                 self._on_change()
             case Held():
-                self._due = None
+                self._watch.done()
                 if not self.held.done():
                     self.held.set_result(message)
             case Offloaded():
@@ -261,7 +257,7 @@ class WorkerProcess:
                     self.offloaded.set_result(message)
             case Ready():
                 self.progress = 1.0
-                self._due = None
+                self._watch.done()
                 if not self.ready.done():
                     self.ready.set_result(message)
             case Failed():
@@ -290,30 +286,13 @@ class WorkerProcess:
     # --- watching --------------------------------------------------------------------------------------------------
     def _tick(self) -> None:
         now = self._loop.time()
-        late = now - self._next_tick > TICK_SECONDS
-        if late:  # our own loop stood still: nobody could be heard, so nobody is blamed
-            self._heard = now
-        self._next_tick = now + TICK_SECONDS
+        self._watch.tick(now)
         self._ticker = self._loop.call_later(TICK_SECONDS, self._tick)
-        if self._kills is not None:
-            self._kills.look(now)
         if self._suspended:
             return
-        if complaint := self._patience.complaint(self._life(now, late)):
+        if complaint := self._watch.complaint(now, self.beat, greeted=self.hello.done()):
             log.error("worker %s (pid %d) hangs: %s", self.name, self.pid, complaint)
             self.kill(complaint)
-
-    def _life(self, now: float, late: bool) -> Life:
-        beat = None if late else self.beat
-        return Life(
-            greeted=self.hello.done(),
-            ready=self._due is None,
-            age_seconds=now - (self._began if self._due is None else self._due),
-            silent_seconds=now - self._heard,
-            step_seconds=beat.step_seconds if beat else None,
-            step_tokens=beat.step_tokens if beat else 0,
-            first_step=beat is not None and beat.prompt_tokens == 0 and beat.generated_tokens == 0,
-        )
 
     def _on_exit(self) -> None:
         """The pidfd is readable: the process is a zombie and its group can still be signaled safely."""
@@ -377,7 +356,7 @@ class WorkerProcess:
             hang=self._hang is not None,
             failed_cause=self._failed.cause if self._failed else None,
             greeted=self.hello.done(),
-            ready=self._due is None,
+            ready=self._watch.is_ready,
             last_text="\n".join(self._lines),
         )
         cause = classify(remains)

@@ -5,6 +5,7 @@ Never loads or evicts anything; it tells the authority when something became idl
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from inference.core.comeback import expected_load_seconds, load_seconds_left, retry_after_seconds
@@ -17,6 +18,8 @@ from inference.protocol import ModelState, Priority
 
 if TYPE_CHECKING:
     from inference.authority import Authority
+
+log = logging.getLogger(__name__)
 
 TELL_SECONDS = 0.2
 """How soon listeners hear that a queue is shorter; many leave together."""
@@ -118,6 +121,17 @@ class Waiting:
             self._authority.metrics.timeouts.labels("queued").inc()
             ticket.fail(DeadlineExceeded(f"{waited}: it is {model.state}"))
         self._nobody_left(model)
+
+    def put_off(self, seconds: float) -> None:
+        """Nothing could be done for so long, because the service itself stood still: everybody may wait longer."""
+        loop = self._authority.loop
+        log.warning("the service stood still for %.1f s; whoever waits may wait as much longer", seconds)
+        for model in self._authority.models.values():
+            for ticket in model.tickets.values():
+                if ticket.timer is not None:
+                    due = ticket.timer.when() + seconds
+                    ticket.timer.cancel()
+                    ticket.timer = loop.call_at(due, self.expire, ticket)
 
     def fail(self, model: Model, error: InferenceError) -> None:
         """Ends the wait of everybody who waits for the model."""

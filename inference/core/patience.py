@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 FIRST_STEP_FACTOR = 4.0
@@ -19,6 +20,21 @@ class Life:
     step_seconds: float | None = None
     step_tokens: int = 0
     first_step: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Nobody could listen for `seconds`, until `ended_at`."""
+
+    ended_at: float
+    seconds: float
+
+
+def without_pauses(step_seconds: float, told_at: float, pauses: Iterable[Pause]) -> float:
+    """How long a step, that was told at `told_at` to have taken so long, has taken outside of `pauses`."""
+    began_at = told_at - step_seconds
+    slept = (min(pause.seconds, pause.ended_at - began_at) for pause in pauses if pause.ended_at > began_at)
+    return max(0.0, step_seconds - sum(slept))
 
 
 @dataclass(frozen=True, slots=True)

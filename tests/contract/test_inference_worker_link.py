@@ -130,10 +130,10 @@ async def test_a_clean_load_failure_keeps_its_cause(tmp_path: Path, monkeypatch:
 
 
 async def test_an_abort_is_classified_by_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = await _misbehaving(tmp_path, monkeypatch, abort="CUDA error: unspecified launch failure")
+    worker = await _misbehaving(tmp_path, monkeypatch, abort="CUDA error: uncorrectable ECC error encountered")
     exit = await asyncio.wait_for(worker.exited, 20)
     assert exit.cause is ExitCause.DEVICE_LOST
-    assert exit.last_lines[-1] == "CUDA error: unspecified launch failure"
+    assert exit.last_lines[-1] == "CUDA error: uncorrectable ECC error encountered"
 
 
 async def test_an_end_before_hello_is_a_startup_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
