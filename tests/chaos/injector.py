@@ -26,7 +26,7 @@ from tests.chaos.system import DEVICES, MODELS, OPEN_SECONDS, System
 from tests.rigs.processes import children_of, is_alive
 from tests.rigs.sim_machine import Trouble
 
-TRIES_SECONDS = 180.0
+TRIES_SECONDS = 300.0
 """A fault whose target is away just now (a killed service, a lost device) is tried again within this."""
 AFTERMATH_SECONDS = 4.0
 """How long after a fault's end an answer that ran meanwhile may still be found broken."""
@@ -261,6 +261,7 @@ class Injector:
         """Whether the service's log names the trouble since `heard`."""
         said = self.system.said_since(heard)
         words = [f"Xid {number}" for number in trouble.xids] or ["NVML", "NVIDIA devices cannot be read"]
+        words += [f"recovery action {trouble.action}"] if trouble.action else []
         return any(word in said for word in words)
 
     # --- services ---------------------------------------------------------------------------------------------------
