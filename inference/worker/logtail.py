@@ -12,6 +12,8 @@ from collections.abc import Callable
 from inference.worker.link import Buffer
 
 KEPT_LINES = 50
+MOST_LINE_CHARS = 4096
+"""Of a line, so much is kept and looked at: names in a model file have no bound, and llama.cpp repeats them."""
 _LEVEL_WARN = 3
 _LEVEL_CONT = 5
 _LEVEL_DEBUG = 1
@@ -40,9 +42,10 @@ class LogTail:
         """
         if level != _LEVEL_CONT:
             self._level = level
-        *lines, self._partial = (self._partial + text).split("\n")
+        *lines, partial = (self._partial + text).split("\n")
+        self._partial = partial[:MOST_LINE_CHARS]
         for line in lines:
-            self._line(line, counts=counts)
+            self._line(line[:MOST_LINE_CHARS], counts=counts)
 
     def _line(self, line: str, *, counts: bool) -> None:
         if self._level <= _LEVEL_DEBUG or not line.strip(" ."):
