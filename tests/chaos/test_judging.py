@@ -13,7 +13,7 @@ from inference.protocol import ModelState, ModelStatus
 from tests.chaos.injector import KINDS
 from tests.chaos.judge import End, Facts, Outcome, Window, tally, violations
 from tests.chaos.plan import LEAST_SHARE, Kind, events, shares
-from tests.chaos.watch import Since, unbalanced, unowned, waiting
+from tests.chaos.watch import Since, on_cpu, unbalanced, unowned, waiting
 
 MODELS, DEVICES = ("a", "b", "c"), ("gpu-0", "gpu-1")
 GOOD = Outcome(
@@ -143,9 +143,16 @@ def test_bytes_without_an_owner_are_suspicious() -> None:
     assert set(unowned(dump)) == {"tiny#2", "demo#0"}
 
 
-def test_an_account_below_zero_is_seen() -> None:
-    devices = {"gpu-0": {"ledger": {"free_mb": -1.0, "resident_mb": 3.0}}, "cpu": {"free_mb": 0.0}}
-    assert unbalanced({"devices": devices}) == ["gpu-0: {'free_mb': -1.0}"]
+@pytest.mark.parametrize(("changed", "is_told"), [({}, False), ({"free_bytes": 3}, True), ({"free_bytes": -1}, True)])
+def test_an_account_that_does_not_add_up_is_seen(changed: dict[str, int], is_told: bool) -> None:
+    account = {"capacity_bytes": 10, "shortfall_bytes": 0, "free_bytes": 2, "foreign_bytes": 1, "reserved_bytes": 0,
+               "resident_bytes": 7, "releasing_bytes": 0, "room_bytes": 2, "bound": "capacity"}  # fmt: skip
+    assert bool(unbalanced({"gpu-0": {"ledger": {**account, **changed}}})) == is_told
+
+
+def test_a_model_on_the_cpu_is_seen() -> None:
+    models = {name: ModelStatus(name, ModelState.READY, devices=(name,)) for name in ("cpu", "gpu-0")}
+    assert on_cpu(models) == ["cpu is on cpu"]
 
 
 def test_models_on_their_way_and_queues_are_watched() -> None:

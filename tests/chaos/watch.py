@@ -19,6 +19,7 @@ LEAK_SECONDS = 12.0
 STUCK_SECONDS = 45.0
 """No model changes its state, and nobody waits, for longer than this without an end: beyond every deadline in force."""
 STRAY_SECONDS = 6.0
+PARTS = ("free", "foreign", "reserved", "resident", "releasing")
 PASSING = frozenset({"loading", "draining", "offloading", "restoring", "unloading"})
 
 
@@ -66,14 +67,16 @@ class Watch:
             self._violate("nothing outlives the service that started it", said)
         try:
             dump = await self._system.inference("/memory/dump", "POST", body={})
-            models = await self._system.models()
+            models, devices = await self._system.models(), await self._system.devices()
         except (httpx2.HTTPError, KeyError):
             self._holdings.forget()
             self._stuck.forget()
             return
         self.samples += 1
-        for said in unbalanced(dump):
+        for said in unbalanced(devices):
             self._violate("every account adds up", said)
+        for said in on_cpu(models):
+            self._violate("no model is on the CPU by surprise", said)
         for said in self._holdings.note(unowned(dump), now):
             self._violate("no byte is leaked in any ledger", said)
         for said in self._stuck.note(waiting(models), now):
@@ -93,16 +96,20 @@ def unowned(dump: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def unbalanced(dump: Mapping[str, Any]) -> list[str]:
+def unbalanced(devices: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Accounts that do not add up, or hold less than nothing."""
     found = []
-    for name, device in dump["devices"].items():
-        account = device.get("ledger") or device
-        values = {key: value for key, value in account.items() if isinstance(value, (int, float))}
-        negative = {key: value for key, value in values.items() if value < 0 and key.endswith(("_mb", "_bytes"))}
-        if negative:
-            found.append(f"{name}: {negative}")
+    for name, device in devices.items():
+        account = {key.removesuffix("_bytes"): value for key, value in device["ledger"].items() if key != "bound"}
+        has = account["capacity"] + account["shortfall"]
+        if has != sum(account[part] for part in PARTS) or any(value < 0 for value in account.values()):
+            found.append(f"{name}: {account}")
     return found
+
+
+def on_cpu(models: Mapping[str, ModelStatus]) -> list[str]:
+    """Models that are where nobody wants them: on the CPU of a machine with accelerators, whatever their state."""
+    return [f"{name} is on {', '.join(one.devices)}" for name, one in models.items() if "cpu" in one.devices]
 
 
 def waiting(models: Mapping[str, ModelStatus]) -> dict[str, str]:
