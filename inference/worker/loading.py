@@ -56,8 +56,9 @@ def load(grant: Grant, tail: LogTail, on_progress: Callable[[float], bool]) -> L
     # On a thread that ends: OpenMP keeps the threads of whoever computed as long as that one lives. Once they are more
     # than cores, all of them sleep at every barrier, and a small model takes twice as long for a token.
     with ThreadPoolExecutor(1, thread_name_prefix="warm-up") as alone:
-        alone.submit(context.warm_up).result()
-    template, problem = template_of(model)
+        step = alone.submit(context.warm_up)
+        template, problem = template_of(model)  # walks over the vocabulary, for which nobody needs to wait
+        step.result()
     capabilities = capabilities_of(grant, model, pooling, template)
     context_length = _context_length(grant, model, context)
     facts = Facts(

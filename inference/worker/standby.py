@@ -17,8 +17,13 @@ from inference.protocol import ExitCause
 from inference.worker.errors import LoadError
 
 CHUNK_BYTES = 32 * 2**20
-_LATER = ("engine", "http", "loading", "prompts", "server", "sighted", "embedder", "constraints", "kept")
+_LATER = (
+    "assembly", "constrained", "constraints", "embedder", "engine", "http", "kept", "loading", "prompts", "server",
+    "sighted",
+)  # fmt: skip
 """Modules of this package that a load needs; llama.cpp's libraries are mapped with them, and no device is touched."""
+_LIBRARIES = ("encodings.idna", "encodings.unicode_escape", "numpy.ctypeslib", "uvloop")
+"""What they import when they are first used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +50,8 @@ def hold(path: str, on_progress: Callable[[float], object]) -> HeldFile:
 
     The kernel copies, from the page cache where the file is in it: the bytes never pass through this process.
     """
-    for name in _LATER:
-        importlib.import_module(f"inference.worker.{name}")
+    for name in (*(f"inference.worker.{name}" for name in _LATER), *_LIBRARIES):
+        importlib.import_module(name)
     source = target = -1
     try:
         source = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,0 +1,29 @@
+"""A worker that holds a file has imported what a load needs: coming back is no time for that."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from inference.worker import link
+from tests.rigs import tiny_gguf
+from tests.rigs.worker_rig import WorkerRig, grant_for
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are held in memory on Linux only")
+
+
+def test_nothing_that_takes_time_is_imported_once_the_file_is_held(tmp_path: Path) -> None:
+    """By the interpreter's own list of imports; libraries that are looked for in vain are no import."""
+    grant = grant_for(tiny_gguf.generative())
+    with WorkerRig(tmp_path, env={"PYTHONPROFILEIMPORTTIME": "1"}) as rig:
+        rig.send(link.Hold(grant.path))
+        rig.expect(link.Held)
+        before = len(rig.log)
+        rig.send(grant)
+        rig.ready()
+        rig.post("/v1/completions", {"prompt": "x", "max_tokens": 2})
+        imported = re.findall(r"^import time:.*\| +(\S+)$", rig.log[before:], re.MULTILINE)
+    assert {name.partition(".")[0] for name in imported} <= {"websockets", "wsproto"}
