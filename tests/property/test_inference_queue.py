@@ -58,3 +58,22 @@ def test_a_waiter_waits_once() -> None:
     waiter = Waiter(1, Priority.LOW, 1.0)
     with pytest.raises(ValueError, match="waits already"):
         WaitQueue().push(waiter, LIMITS).push(waiter, LIMITS)
+
+
+def test_who_must_be_alone_stands_before_all_and_may_join_the_others() -> None:
+    queue = WaitQueue().push(Waiter(1, Priority.HIGH, 1.0), LIMITS)
+    queue = queue.push(Waiter(2, Priority.LOW, 1.0, alone=True), LIMITS)
+    queue = queue.push(Waiter(3, Priority.LOW, 1.0, alone=True), LIMITS)
+    assert [waiter.id for waiter in queue.waiters] == [2, 3, 1]
+    joined = queue.join(3)
+    assert [(waiter.id, waiter.alone) for waiter in joined.waiters] == [(2, True), (3, False), (1, False)]
+    assert joined.push(Waiter(4, Priority.LOW, 1.0, alone=True), LIMITS).position(4) == 1
+
+
+def test_who_had_a_place_before_finds_one_however_full_it_is() -> None:
+    queue = WaitQueue()
+    for number in range(LIMITS[Priority.HIGH]):
+        queue = queue.push(Waiter(number, Priority.HIGH, 1.0), LIMITS)
+    with pytest.raises(QueueFullError):
+        queue.push(Waiter(99, Priority.HIGH, 1.0, alone=True), LIMITS)
+    assert queue.push(Waiter(99, Priority.HIGH, 1.0, alone=True), None).position(99) == 0
