@@ -244,10 +244,10 @@ class Loads:
             self._has_left(model, running, exit, shapes)
             return
         model.running = None
-        tries_again = self._authority.shortages.exited(model, running, exit)
         if model.state is not _S.UNLOADING:
             self._authority.ledger = self._authority.ledger.leave(running.holding)
         self.give_back(running)
+        tries_again = self._authority.shortages.exited(model, running, exit)
         self._authority.metrics.exits.labels(model.id, str(exit.cause)).inc()
         if exit.cause is ExitCause.REQUESTED:
             for event in _WAY_OUT[model.state]:

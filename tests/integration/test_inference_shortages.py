@@ -27,7 +27,7 @@ from inference.shortages import EASE_SECONDS
 from tests.rigs.asgi import ask
 from tests.rigs.authority_rig import MIB, FakeEstimator, SharedDevice, Start, empty, services, until
 
-CUDA = "CUDA error: out of memory\n  current device: 0, in function ggml_cuda_op at ggml-cuda.cu:100"
+CUDA = "CUDA error: out of memory\n  current device: 0, in function alloc at ggml-cuda.cu:503\n"
 
 
 @pytest.fixture
@@ -44,6 +44,19 @@ async def begin(start: Start, spec: dict[str, Any], behavior: dict[str, Any], **
     service: Service = await start({"a": spec}, {"a": behavior}, accelerator=device, estimator=estimator, **environ)
     device.service = service
     return service
+
+
+async def die_computing(service: Service) -> None:
+    """The model is loaded, and its worker aborts as CUDA's backend does without memory, while nobody uses it."""
+    model = service.authority.resolve("a")
+    await service.authority.load(model, 10)
+    assert model.running is not None
+    pid = model.running.worker.pid
+    Path(f"/proc/{pid}/fd/2").write_text(CUDA)
+    os.kill(pid, signal.SIGABRT)
+    await until("it is gone", lambda: model.running is None)
+    assert service.crashes.of("a")[0]["cause"] == "oom_compute"
+    model.retry_at = service.authority.loop.time()  # nobody has to wait for the backoff here
 
 
 def reserved(service: Service) -> int:
@@ -130,14 +143,11 @@ async def test_reduce_gives_up_when_everything_was_tried(start: Start) -> None:
     assert not authority.shortages.may_bend(model, Refusal((Lack("gpu-0", 2, 1, "it"),), "it does not fit"))
 
 
-async def test_a_model_that_died_computing_comes_back_smaller(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_model_that_died_computing_comes_back_smaller(start: Start) -> None:
     """Cleaning up alone would let it die again, so its batch is smaller at once."""
-    service = await begin(start, {"oom_policy": "reduce"}, {"abort_answer": CUDA})
-    answer = await ask(service.app, "POST", "/v1/completions", {"model": "a", "prompt": "x"})
-    assert answer.status == 503
+    service = await begin(start, {"oom_policy": "reduce"}, {})
+    await die_computing(service)
     model = service.authority.resolve("a")
-    await until("it failed", lambda: model.state is not ModelState.BUSY)
-    monkeypatch.setenv("FAKE_WORKER", json.dumps({}))
     await service.authority.load(model, 10)
     assert model.effective.ubatch == 128
 
@@ -159,6 +169,7 @@ async def test_another_failure_is_no_shortage(start: Start, monkeypatch: pytest.
     with pytest.raises(MemoryRefused):
         await service.authority.load(model, 10)
     monkeypatch.setenv("FAKE_WORKER", json.dumps({"a": {"fail": "startup"}}))
+    model.retry_at = service.authority.loop.time()
     with pytest.raises(InferenceError) as failed:
         await service.authority.load(model, 10)
     assert isinstance(failed.value, ModelFailed)
@@ -167,17 +178,15 @@ async def test_another_failure_is_no_shortage(start: Start, monkeypatch: pytest.
 
 async def test_what_counts_less_by_now_is_measured_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is not asked for would otherwise be refused for ever because of what it did long ago."""
-    service = await begin(start, {}, {"abort_answer": CUDA})
-    answer = await ask(service.app, "POST", "/v1/completions", {"model": "a", "prompt": "x"})
-    assert answer.status == 503
+    service = await begin(start, {}, {})
+    await die_computing(service)
     model = service.authority.resolve("a")
-    await until("it failed", lambda: model.running is None)
     await service.authority.background.measure(model)
-    assert reserved(service) == 180
+    assert reserved(service) == 170
     later = time.time() + HALF_LIFE_SECONDS
     monkeypatch.setattr(service.authority.shortages.headrooms, "clock", lambda: later)
     service.authority.shortages.tick(service.authority.loop.time() + EASE_SECONDS)
-    await until("measured again", lambda: "gpu-0" in model.estimates and reserved(service) == 170)
+    await until("measured again", lambda: "gpu-0" in model.estimates and reserved(service) == 165)
 
 
 async def test_a_worker_that_the_kernel_killed_for_memory_says_so(start: Start, tmp_path: Path) -> None:
