@@ -209,6 +209,32 @@ def test_a_process_that_is_no_worker_of_ours_is_not_touched(serve: Any, capsys: 
     assert "no worker on this machine" in capsys.readouterr().err
 
 
+LISTENER = """
+import socket, sys, time
+server = socket.create_server(("127.0.0.1", 0))
+print(server.getsockname()[1], flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_service_is_killed_by_the_port_it_listens_on(serve: Any, monkeypatch: Any, capsys: Any) -> None:
+    """And only if it is the one that was meant."""
+    serve([*SIMULATED, CPU])
+    command = [sys.executable, "-c", LISTENER, "gateway"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        try:
+            with pytest.raises(HeadgateError, match="cannot be found"):
+                chaos.service_pid(f"http://127.0.0.1:{port}", "inference")
+            monkeypatch.setenv("GATEWAY_PORT", str(port))
+            assert main(["chaos", "gateway-kill"]) == 0
+            assert process.wait(20) == -signal.SIGKILL
+        finally:
+            process.kill()
+    assert f"pid {process.pid}" in capsys.readouterr().err
+
+
 def test_a_service_that_cannot_be_found_is_told() -> None:
     with pytest.raises(HeadgateError, match="cannot be found"):
         chaos.service_pid(f"http://127.0.0.1:{free_port()}", "gateway")
