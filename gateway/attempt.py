@@ -129,7 +129,9 @@ class Attempt:
 
     def _observe(self, error: BaseException) -> tuple[Observation, str]:
         if isinstance(error, UpstreamError):
-            seen = Observation(error.kind, error.status, error.code, error.retry_after, self.candidate.is_local)
+            cause = error.details.get("cause") if error.details else None
+            local = self.candidate.is_local
+            seen = Observation(error.kind, error.status, error.code, error.retry_after, local, cause)
             return seen, f"{error.code}: {error.message}" if error.code else str(error)
         if isinstance(error, ExpiredError):
             return Observation(_ENDS[error.due], is_local=self.candidate.is_local), str(error)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from gateway.errors import UpstreamKind
-from inference.protocol import Code
+from inference.protocol import Code, ExitCause
 
 MAX_RETRY_AFTER_SECONDS = 3600.0
 """A longer Retry-After is cut to this, so that no provider's slip closes a tier for a day."""
@@ -35,13 +35,17 @@ class End(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the shell saw: `kind` always; the rest as far as the provider said it. `retry_after` is in seconds."""
+    """What the shell saw: `kind` always; the rest as far as the provider said it. `retry_after` is in seconds.
+
+    `cause` is why the worker behind our own service ended, where that is the reason.
+    """
 
     kind: End | UpstreamKind
     status: int | None = None
     code: str | None = None
     retry_after: float | None = None
     is_local: bool = False
+    cause: str | None = None
 
 
 class Scope(StrEnum):
@@ -178,7 +182,8 @@ _BY_LOCAL_CODE: Mapping[str, Scope | Reason] = {
 }
 
 _BREAKING = frozenset({Code.MODEL_FAILED, Code.DEVICE_LOST})
-"""The worker or its device died under the request, and under every other one it was answering."""
+"""The worker or its device died under the request, and under every other one it was answering. So does a load that
+the device refused: everybody who waited for it is told by the same event."""
 
 _BY_STATUS: Mapping[int, Scope | Reason] = {
     400: Reason.BAD_REQUEST,
@@ -219,7 +224,7 @@ def _judge_answer(seen: Observation) -> Verdict:
         return Ignore(ruling, hold=wait if ruling is Reason.QUEUE_FULL else None)
     throttled = seen.status == 429 and wait is not None
     named = ruling is Scope.PAIR or seen.code == Code.SHUTTING_DOWN
-    broke = seen.is_local and seen.code in _BREAKING
+    broke = seen.is_local and (seen.code in _BREAKING or seen.cause == ExitCause.OOM_LOAD)
     return Failure(ruling, wait, opens=throttled, reached=ruling is Scope.PAIR, pair_too=not named, broke=broke)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gateway.core.outcome import NEXT, End, Failure, Ignore, Next, Observation, Reason, Scope, Success, Verdict, judge
@@ -48,6 +50,11 @@ CASES: list[tuple[str, Observation, Verdict]] = [
     ("local memory", _local(Code.MEMORY_LIMIT_EXCEEDED, 503), Failure(M, reached=True)),
     ("local memory, in a frame", _local(Code.MEMORY_LIMIT_EXCEEDED, kind=Kind.ERROR_FRAME), Failure(M, reached=True)),
     ("local device lost", _local(Code.DEVICE_LOST, 503, 4.0), Failure(M, 4.0, reached=True, broke=True)),
+    (
+        "local load that the device refused",
+        replace(_local(Code.MEMORY_LIMIT_EXCEEDED, 503, 1.0), cause="oom_load"),
+        Failure(M, 1.0, reached=True, broke=True),
+    ),
     ("local model failed", _local(Code.MODEL_FAILED, 503), Failure(M, reached=True, broke=True)),
     ("local stopping", _local(Code.SHUTTING_DOWN, 503), Failure(P)),
     ("local loading", _local(Code.MODEL_LOADING, 503), Ignore(Reason.MODEL_LOADING)),
