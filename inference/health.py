@@ -85,10 +85,12 @@ class Health:
                 self._see(device, Doubted(f"{running.worker.name}: {exit.message}"))
 
     def shown(self, reading: Reading) -> Reading:
-        """The reading as everybody sees it."""
+        """The reading as everybody sees it; what a dead device last said of its memory is not true any more."""
         case = self._cases.get(reading.id)
         if case is None or case.state is DeviceState.HEALTHY:
             return reading
+        if case.sign is Sign.DEAD:
+            reading = replace(reading, free_bytes=0, used_bytes=0)
         seconds = case.seconds_to_verdict(self._authority.loop.time())
         return replace(reading, state=case.state, note=case.note or reading.note, verdict_seconds=seconds)
 
@@ -145,6 +147,8 @@ class Health:
             self._tell(device, before, case)
         for effect in effects:
             self._carry_out(device, case, effect)
+        if case.usable:
+            self._homeless.pop(device, None)
         if case.state is not before.state:
             authority.loop.call_soon(authority.pump)
 

@@ -236,4 +236,6 @@ async def test_a_reading_as_it_was_taken_stays_beside_what_is_shown(start: Start
     await loses(service, gpus)
     (shown, _host), (measured, _) = service.authority.inventory.readings(), service.authority.inventory.measured()
     assert (shown.state, measured.state) == (DeviceState.LOST, DeviceState.HEALTHY)
-    assert replace(shown, state=measured.state, verdict_seconds=None) == measured
+    assert (shown.used_bytes, shown.free_bytes, measured.free_bytes) == (0, 0, 1000 * MIB)
+    figures = {"used_bytes": measured.used_bytes, "free_bytes": measured.free_bytes}
+    assert replace(shown, state=measured.state, verdict_seconds=None, **figures) == measured
