@@ -124,6 +124,18 @@ class LedgerMachine(RuleBasedStateMachine):
         with pytest.raises(LedgerError):
             self.ledger.release(id)
 
+    @rule(device=st.sampled_from(DEVICES))
+    def lose(self, device: str) -> None:
+        """The device is lost with all that was booked there; nobody's bytes elsewhere change, and no holding ends."""
+        before = self.ledger
+        self.ledger = before.write_off(device)
+        after = self.ledger.balance(device)
+        assert (after.ours_bytes, after.foreign_bytes) == (0, 0)
+        assert set(self.ledger.holdings) == set(before.holdings)
+        for other in set(DEVICES) - {device}:
+            assert self.ledger.balance(other).ours_bytes == before.balance(other).ours_bytes
+            assert self.ledger.balance(other).foreign_bytes == before.balance(other).foreign_bytes
+
     @rule(device=st.sampled_from(DEVICES), used=st.integers(0, 1200))
     def observe(self, device: str, used: int) -> None:
         before = self.ledger.balance(device)
