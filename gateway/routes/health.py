@@ -5,6 +5,8 @@ Only a caller with a key learns from `/health` what there is behind the gateway.
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -51,6 +53,7 @@ def router(runtime: Runtime) -> APIRouter:
             },
             "breakers_not_closed": opened,
             "in_flight": runtime.admission.in_flight,
+            "tasks": len(asyncio.all_tasks()),
         }
         return json_response(body, code)
 
