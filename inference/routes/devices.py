@@ -13,8 +13,8 @@ def router(authority: Authority) -> APIRouter:
     """The routes."""
     routes = APIRouter()
 
-    @routes.post("/devices/{device_id}/recover")
-    async def recover(device_id: str) -> dict[str, Any]:
-        return {"device": (await authority.health.recover(device_id)).to_json()}
+    @routes.post("/devices/{id}/recover")
+    async def recover(id: str) -> dict[str, Any]:
+        return {"device": (await authority.health.recover(id)).to_json()}
 
     return routes
