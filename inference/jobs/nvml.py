@@ -48,7 +48,6 @@ class Session:
         for index in range(count):
             try:
                 found.append({"index": index, **_device(pynvml.nvmlDeviceGetHandleByIndex(index))})
-                self._listener.watch(index, found[-1]["uuid"])
             except pynvml.NVMLError as error:
                 found.append({"index": index, "error": str(error), "code": error.value})
         return {"driver": driver, "devices": found, "xids": self._listener.heard()}
@@ -64,16 +63,12 @@ class Listener:
         self._notice = notice
         self._heard: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._uuids: dict[int | None, str] = {}
-        self._events: Any = None
         with contextlib.suppress(pynvml.NVMLError):  # a system whose NVML tells no events, as on WSL
-            self._events = pynvml.nvmlEventSetCreate()
+            events = pynvml.nvmlEventSetCreate()
             for index in range(pynvml.nvmlDeviceGetCount()):
-                self._register(index)
-
-    def watch(self, index: int, uuid: str) -> None:
-        """From now on also a device that was lost, or told no events, when this began."""
-        if self._events is not None and uuid not in self._uuids.values():
-            self._register(index)
+                self._register(index, events)
+            if self._uuids:
+                threading.Thread(target=self._listen, args=(events,), name="xids", daemon=True).start()
 
     def heard(self) -> list[tuple[str, int]]:
         """What came since the last call, oldest first."""
@@ -83,14 +78,12 @@ class Listener:
                 found.append(self._heard.get_nowait())
         return found
 
-    def _register(self, index: int) -> None:
+    def _register(self, index: int, events: Any) -> None:
         with contextlib.suppress(pynvml.NVMLError):  # a device that tells no events, or is lost already
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             uuid = _text(pynvml.nvmlDeviceGetUUID(handle))
-            pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, self._events)
-            is_first, self._uuids[_address(handle)] = not self._uuids, uuid
-            if is_first:
-                threading.Thread(target=self._listen, args=(self._events,), name="xids", daemon=True).start()
+            pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, events)
+            self._uuids[_address(handle)] = uuid
 
     def _listen(self, events: Any) -> None:
         while True:
