@@ -7,7 +7,7 @@ import contextlib
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ AFTERMATH_SECONDS = 4.0
 """How long after a fault's end an answer that ran meanwhile may still be found broken."""
 SEEN_SECONDS = 20.0
 """Within this the service sees what the driver says, also if it has to wait for a call that does not return."""
+ILL = frozenset({"lost", "draining", "quarantined", "probing"})
 ERRORS = ("driver-reset", "driver-replaced", "out-of-reach", "hung-driver", "unlisted")
 XIDS = (
     "application-fault",
@@ -251,18 +252,27 @@ class Injector:
             heard = self.system.heard
             try:
                 await asyncio.to_thread(self.system.machine.strike, name, event.device)
-                await self._until(lambda: self._was_told(trouble, heard), f"{name} was seen", SEEN_SECONDS, every=0.1)
+                await self._noticed(trouble, heard, everywhere)
                 await asyncio.sleep(event.seconds)
             finally:
                 await asyncio.to_thread(self.system.machine.restore)
         return f"{name} of {', '.join(everywhere)}"
 
-    def _was_told(self, trouble: Trouble, heard: int) -> bool:
-        """Whether the service's log names the trouble since `heard`."""
-        said = self.system.said_since(heard)
+    async def _noticed(self, trouble: Trouble, heard: int, devices: Sequence[str]) -> None:
+        """Returns when the service has logged the trouble since `heard`, or shows one of its devices as ill.
+
+        An event that says that all is well leaves nothing but the line. Raises LookupError.
+        """
         words = [f"Xid {number}" for number in trouble.xids] or ["NVML", "NVIDIA devices cannot be read"]
-        words += [f"recovery action {trouble.action}"] if trouble.action else []
-        return any(word in said for word in words)
+        end = self.clock() + SEEN_SECONDS
+        while not any(word in self.system.said_since(heard) for word in words):
+            with contextlib.suppress(httpx2.HTTPError):
+                shown = await self.system.devices()
+                if any(shown[name]["state"] in ILL for name in devices):
+                    return
+            if self.clock() > end:
+                raise LookupError(f"not within {SEEN_SECONDS:g} s: {' or '.join(words)} was seen")
+            await asyncio.sleep(0.1)
 
     # --- services ---------------------------------------------------------------------------------------------------
     async def _inference_kill(self, event: Event) -> str:
