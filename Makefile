@@ -72,9 +72,9 @@ bench-schema: ready ## what of JSON Schema is enforced, by the public test suite
 gpu-check: ready ## on a real NVIDIA GPU: predicted bytes against the driver's, restores against the link; else it skips; QUICK=1
 	@exec $(RUN) benchmarks.gpu_check
 
-chaos: ready ## faults of every kind under load, and what must hold: EVENTS=1000 SEED=1 GAP=1.2 PLANTS=all|none
+chaos: ready ## faults of every kind under load, and what must hold: EVENTS=1000 SEED=1 MINUTES=60 PLANTS=all|none
 	@exec $(RUN) tests.chaos --events $(or $(EVENTS),1000) --seed $(or $(SEED),1) --gap $(or $(GAP),1.2) \
-	    --plants $(or $(PLANTS),all) $(ARGS)
+	    --minutes $(or $(MINUTES),60) --plants $(or $(PLANTS),all) $(ARGS)
 
 fuzz: ready ## damaged model files and made-up requests, all of them: EXAMPLES=100 per operation
 	@FUZZ_EXAMPLES=$(or $(EXAMPLES),100) $(RUN) pytest tests/fuzz $(ARGS)

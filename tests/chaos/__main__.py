@@ -1,7 +1,7 @@
 """`make chaos`: a long run, then one short run per planted defect; prints bars and exits with 1 when one is short.
 
-EVENTS=1000 SEED=1 GAP=1.2 PLANTS=all; the figures go to benchmarks/results/chaos.json, the logs of a run that broke a
-promise stay where the last line says.
+EVENTS=1000 SEED=1 GAP=1.2 MINUTES=60 PLANTS=all; the figures go to benchmarks/results/chaos.json, the logs of a run that
+broke a promise stay where the last line says.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--events", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--gap", type=float, default=1.2)
+    parser.add_argument("--minutes", type=float, default=60.0, help="no further fault begins after so long")
     parser.add_argument("--plants", default="all", help="all, none, or names of defects")
     parser.add_argument("--kinds", default="", help="only these, comma-separated")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -55,7 +56,7 @@ def main() -> int:
     bars: list[Bar] = []
     runs: dict[str, Any] = {}
     if given.events:
-        said = _one(Settings(given.seed, given.events, given.gap, kinds=kinds))
+        said = _one(Settings(given.seed, given.events, given.gap, kinds=kinds, most_seconds=60 * given.minutes))
         runs["run"] = said
         bars += report.bars(said, given.events)
     names = {"all": list(PLANTS), "none": []}.get(given.plants, given.plants.split(","))

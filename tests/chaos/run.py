@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ MOST_AT_ONCE = 6
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`kinds` None: all that can be injected; `plants` are names of defects.
+    """`kinds` None: all that can be injected; `plants` are names of defects. After `most_seconds` no fault begins.
 
     `measures` false leaves out how long everything takes when nothing is broken, `settles` false the whole end.
     """
@@ -35,6 +36,7 @@ class Settings:
     users: int = USERS
     plants: tuple[str, ...] = ()
     kinds: tuple[Kind, ...] | None = None
+    most_seconds: float = math.inf
     measures: bool = True
     settles: bool = True
 
@@ -83,7 +85,7 @@ async def _run(system: System, results: Results) -> None:
         injector, watch = Injector(system, load, clock), Watch(system, clock)
         watching = asyncio.create_task(watch.run())
         load.begin(settings.users)
-        await _inject(injector, results.planned, clock)
+        await _inject(injector, results.planned, clock, settings.most_seconds)
         await load.end()
         if settings.settles:
             results.settled = await settling.run(measures=settings.measures)
@@ -96,7 +98,9 @@ async def _run(system: System, results: Results) -> None:
     results.seconds = clock()
 
 
-async def _inject(injector: Injector, planned: Sequence[Event], clock: Callable[[], float]) -> None:
+async def _inject(
+    injector: Injector, planned: Sequence[Event], clock: Callable[[], float], most_seconds: float
+) -> None:
     """Every event at its time, or when there is a place for it; returns when the last one is over."""
     start = clock()
     under_way: set[asyncio.Task[None]] = set()
@@ -104,6 +108,8 @@ async def _inject(injector: Injector, planned: Sequence[Event], clock: Callable[
         await asyncio.sleep(max(0.0, start + event.at_seconds - clock()))
         while len(under_way) >= MOST_AT_ONCE:
             await asyncio.wait(set(under_way), return_when=asyncio.FIRST_COMPLETED)
+        if clock() - start > most_seconds:
+            break
         task = asyncio.create_task(injector.inject(event), name=f"{event.number} {event.kind}")
         under_way.add(task)
         task.add_done_callback(under_way.discard)
