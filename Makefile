@@ -3,7 +3,7 @@
 #   make test ARGS="-k breaker"         options for pytest
 #   CMAKE_ARGS="-DGGML_CUDA=ON" make serve      a llama.cpp backend (CUDA, HIP, VULKAN, ...); kept once it was built
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types cover bench-engine bench-planner bench-estimates bench-switching bench-colocation bench-turns bench-schema gpu-check chaos fuzz lock schema reference clean ready
+.PHONY: help serve test lint types cover bench-engine bench-planner bench-estimates bench-switching bench-colocation bench-turns bench-schema gpu-check chaos fuzz soak lock schema reference clean ready
 
 # The first interpreter that is new enough; `make PYTHON=... serve` chooses another.
 PYTHON ?= $(shell for p in .venv/bin/python python3 python3.13 python3.12 python3.11; do \
@@ -78,6 +78,9 @@ chaos: ready ## faults of every kind under load, and what must hold: EVENTS=1000
 
 fuzz: ready ## damaged model files and made-up requests, all of them: EXAMPLES=100 per operation
 	@FUZZ_EXAMPLES=$(or $(EXAMPLES),100) $(RUN) pytest tests/fuzz $(ARGS)
+
+soak: ready ## a long run under load, and what every process holds by then: MINUTES=20 or HOURS=24; QUICK=1
+	@exec $(RUN) benchmarks.soak
 
 lock: ready ## write what is installed now into requirements.lock
 	@$(RUN) headgate.lockfile

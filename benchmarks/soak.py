@@ -42,7 +42,7 @@ from tests.rigs.processes import Service, children_of, free_port, private_env
 PINNED = "demo-mini"
 CHATS = ("demo", PINNED, "tiny", "tiny-deep")
 VECTORS = "vectors"
-DEVICES = "sim:2x160MiB"
+DEVICES = "sim:2x96MiB"
 USERS = 4
 PERIOD_SECONDS, LOOK_SECONDS = 30.0, 5.0
 WARM_UP_SHARE = 0.2
