@@ -1,7 +1,7 @@
 """`make chaos`: a long run, then one short run per planted defect; prints bars and exits with 1 when one is short.
 
-EVENTS=1000 SEED=1 GAP=1.2 MINUTES=60 PLANTS=all; the figures go to benchmarks/results/chaos.json, the logs of a run that
-broke a promise stay where the last line says.
+EVENTS=1000 SEED=1 GAP=1.2 MINUTES=60 PLANTS=all; the figures go to benchmarks/results/chaos.json, the logs of a run
+that broke a promise stay where the last line says.
 """
 
 from __future__ import annotations
