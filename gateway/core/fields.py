@@ -136,7 +136,7 @@ def mapping(known: Mapping[str, Check] | None = None, needed: tuple[str, ...] = 
                 refuse(f"{path}.{name}", f"`{path}` needs `{name}`")
         for name, inner in (known or {}).items():
             if value.get(name) is not None:
-                inner(value[name], f"{path}.{name}")
+                inner.run(value[name], f"{path}.{name}")
 
     return Check(check, object_schema(known or {}, needed))
 
@@ -166,7 +166,7 @@ def array(item: Check = anything, low: int = 0, high: int | None = None) -> Chec
         if high is not None and len(value) > high:
             refuse(path, f"`{path}` may hold at most {high} items; it has {len(value)}")
         for index, inner in enumerate(value):
-            item(inner, f"{path}[{index}]")
+            item.run(inner, f"{path}[{index}]")
 
     return Check(check, {"type": "array", "items": item.schema, **_sizes("Items", low, high)})
 
@@ -179,7 +179,7 @@ def by_type(expected: str, **checks: Check) -> Check:
         chosen = checks.get(types.get(type(value), ""))
         if chosen is None:
             refuse(path, f"`{path}` must be {expected}, not {_kind(value)}")
-        chosen(value, path)
+        chosen.run(value, path)
 
     return Check(check, {"anyOf": [{"type": _TYPES[kind], **inner.schema} for kind, inner in checks.items()]})
 

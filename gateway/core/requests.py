@@ -224,7 +224,7 @@ def parse(endpoint: Endpoint, raw: bytes) -> InferenceRequest:
                 name[:64], f"`{name[:64]}` is not a parameter of /v1/{endpoint}{advice}", Code.UNSUPPORTED_PARAMETER
             )
         if value is not None:
-            check(value, name)
+            check.run(value, name)
     _check_together(endpoint, body)
     options = body.get("stream_options") or {}
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
