@@ -225,7 +225,7 @@ def test_an_idle_model_leaves_for_one_that_needs_its_room(tmp_path: Path) -> Non
         first = rig.chat("a")[0]
         assert rig.ask("/memory/plan", {"model": "b"})[1]["evict"] == ["a"]
         assert (first, rig.chat("b")[0]) == (200, 200)
-        assert (rig.status("a")["state"], rig.status("b")["state"]) == ("cold", "ready")
+        assert (rig.status("a")["state"], rig.status("b")["state"]) == ("warm", "ready")
         assert rig.metric("inference_evictions_total") >= 1
     finally:
         rig.service.kill()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from inference.worker.core.pacing import CREDIT_SECONDS, LONGEST_SECONDS, MIXED_SECONDS, SMALLEST, STEP_SECONDS, Pace
@@ -94,6 +94,7 @@ def test_a_stream_waits_no_longer_for_prompts_than_was_promised(
         assert held_up <= CREDIT_SECONDS * 1.001
 
 
+@example(Machine(1 / 64, 1 / 64, 1 / 64), [*[(0, 1, 1)] * 5, (0, 52, 1)], 0, 1.0)
 @settings(max_examples=60, deadline=None)
 @given(MACHINES, REQUESTS, st.integers(0, 40), st.floats(1.0, 20.0))
 def test_one_step_pays_for_a_machine_that_became_slower(

@@ -42,8 +42,8 @@ class Pace:
 
     @classmethod
     def first(cls, most: int) -> Pace:
-        """Before anything was measured."""
-        return cls(most, SMALLEST)
+        """Before anything was measured: SMALLEST, however long a step may take."""
+        return cls(most, int(SMALLEST * STEP_SECONDS / LONGEST_SECONDS))
 
     def seconds(self, decoding: int, prompts: int) -> float:
         """What `prompts` of the next step may take beside so many `decoding` sequences."""
