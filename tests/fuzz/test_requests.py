@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,7 +103,7 @@ def cases(described: dict[str, Any], models: list[str], most: int) -> Iterator[C
             made.clear()
 
 
-def complaint(case: Case, answer: Any) -> str | None:
+def complaint(case: Case | SimpleNamespace, answer: Any) -> str | None:
     """What is wrong with an answer, or None."""
     said = f"{case.method} {case.formatted_path} {case.query!r} {case.body!r}"[:600]
     shown = f"{said} -> {answer.status_code} {answer.content[:400]!r}"
@@ -116,6 +117,22 @@ def complaint(case: Case, answer: Any) -> str | None:
     except (ValueError, KeyError, TypeError):
         is_whole = False
     return None if is_whole else f"no envelope: {shown}"
+
+
+ENVELOPE = b'{"error": {"message": "no", "type": "invalid_request_error", "param": null, "code": "invalid_request"}}'
+NAKED = b'{"detail": "no"}'
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "is_fine"),
+    [(200, b"", True), (400, ENVELOPE, True), (503, ENVELOPE, True), (500, ENVELOPE, False), (502, ENVELOPE, False)]
+    + [(401, ENVELOPE, False), (400, NAKED, False), (422, NAKED, False), (404, b"Not Found", False)],
+    ids=str,
+)
+def test_a_defect_would_be_seen(status: int, content: bytes, is_fine: bool) -> None:
+    case = SimpleNamespace(method="POST", path="/v1/x", formatted_path="/v1/x", query=None, body=None)
+    answer = SimpleNamespace(status_code=status, content=content, headers={})
+    assert (complaint(case, answer) is None) is is_fine
 
 
 @pytest.mark.timeout(3600 if EXAMPLES else 300)
