@@ -123,12 +123,20 @@ ENVELOPE = b'{"error": {"message": "no", "type": "invalid_request_error", "param
 NAKED = b'{"detail": "no"}'
 
 
-@pytest.mark.parametrize(
-    ("status", "content", "is_fine"),
-    [(200, b"", True), (400, ENVELOPE, True), (503, ENVELOPE, True), (500, ENVELOPE, False), (502, ENVELOPE, False)]
-    + [(401, ENVELOPE, False), (400, NAKED, False), (422, NAKED, False), (404, b"Not Found", False)],
-    ids=str,
-)
+JUDGED = {
+    "answered": (200, b"", True),
+    "refused": (400, ENVELOPE, True),
+    "busy": (503, ENVELOPE, True),
+    "crashed": (500, ENVELOPE, False),
+    "cut off": (502, ENVELOPE, False),
+    "locked out": (401, ENVELOPE, False),
+    "naked": (400, NAKED, False),
+    "unprocessable": (422, NAKED, False),
+    "no JSON": (404, b"Not Found", False),
+}
+
+
+@pytest.mark.parametrize(("status", "content", "is_fine"), JUDGED.values(), ids=JUDGED)
 def test_a_defect_would_be_seen(status: int, content: bytes, is_fine: bool) -> None:
     case = SimpleNamespace(method="POST", path="/v1/x", formatted_path="/v1/x", query=None, body=None)
     answer = SimpleNamespace(status_code=status, content=content, headers={})
