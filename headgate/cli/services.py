@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 
 from headgate.cli.command import Command, Session
 from headgate.shared import tether
@@ -17,6 +18,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(session: Session, package: str) -> int:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it can reload: what it is about to read is the newest already
     tether.hold(os.environ)
     words = []
     for option in ("config_dir", "host", "port"):
