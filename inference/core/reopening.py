@@ -24,7 +24,8 @@ class Reopening:
 
     def failed(self, now: float, *, is_refused: bool = False) -> Reopening:
         """One more failure; `is_refused` when a fresh process was refused what no process was before."""
-        pause = min(MOST_SECONDS, 2.0 ** (self.failures - 1)) if self.failures else 0.0
+        doublings = min(self.failures - 1, 16)  # a device may be dead for days
+        pause = min(MOST_SECONDS, 2.0**doublings) if self.failures else 0.0
         return Reopening(self.failures + 1, self.refused + 1 if is_refused else 0, now + pause)
 
     def is_due(self, now: float) -> bool:
