@@ -237,7 +237,7 @@ class WorkerProcess:
         for line in lines:
             try:
                 self._take(decode(line))
-            except (ValueError, TypeError):
+            except ValueError:
                 log.exception("worker %s (pid %d) sent something else than a message", self.name, self.pid)
 
     def _take(self, message: Message) -> None:

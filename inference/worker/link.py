@@ -275,17 +275,18 @@ def encode(message: Message) -> bytes:
 def decode(line: bytes) -> Message:
     """The message in one line; raises ValueError for anything that is none."""
     data = json.loads(line)
-    kind = _TYPES.get(data.pop("tag", None)) if isinstance(data, dict) else None
+    tag = data.pop("tag", None) if isinstance(data, dict) else None
+    kind = _TYPES.get(tag) if isinstance(tag, str) else None
     if kind is None:
         raise ValueError(f"not a link message: {line[:80]!r}")
-    for name, value in data.items():
-        if name == "devices":
-            data[name] = tuple(DeviceGrant(**item) for item in value)
-        elif name == "buffers":
-            data[name] = tuple(Buffer(**item) for item in value)
-        elif isinstance(value, list):
-            data[name] = tuple(value)
     try:
+        for name, value in data.items():
+            if name == "devices":
+                data[name] = tuple(DeviceGrant(**item) for item in value)
+            elif name == "buffers":
+                data[name] = tuple(Buffer(**item) for item in value)
+            elif isinstance(value, list):
+                data[name] = tuple(value)
         message: Message = kind(**data)
     except TypeError as error:
         raise ValueError(f"not a {kind.__name__} message: {error}") from error
