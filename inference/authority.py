@@ -143,6 +143,7 @@ class Authority:
         self.closing = True
         for model in self.models.values():
             self.waiting.fail(model, ShuttingDown())
+        self.health.quiesce()
 
     def end(self) -> None:
         """Takes nothing new and ends what runs: workers are told to stop, which ends their streams honestly."""

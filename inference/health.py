@@ -18,7 +18,7 @@ from inference.core.lifecycle import Event
 from inference.core.signs import Sign
 from inference.devices.base import Reading
 from inference.devices.cpu import CPU
-from inference.errors import DeviceLost, InferenceError, InvalidRequestError
+from inference.errors import DeviceLost, InferenceError, InvalidRequestError, ShuttingDown
 from inference.evictions import Reason
 from inference.model import Model, Running
 from inference.process import WorkerExit
@@ -55,6 +55,13 @@ class Health:
         self._authority.inventory.listen(self._noticed)
         self._authority.inventory.refreshed = self.take
         self.take()
+
+    def quiesce(self) -> None:
+        """No verdict comes any more: those who wait for one are told."""
+        for settled in self._settled.values():
+            settled.set_exception(ShuttingDown())
+            settled.exception()  # whoever asked may have left
+        self._settled.clear()
 
     # --- seeing ----------------------------------------------------------------------------------------------------
     def tick(self) -> None:
@@ -104,7 +111,7 @@ class Health:
     async def recover(self, device: str) -> Reading:
         """Reads and tries a device now, whatever it was; returns when its state is decided.
 
-        Raises InvalidRequestError for a device that is not there, and for the CPU.
+        Raises InvalidRequestError for a device that is not there, and for the CPU, and ShuttingDown.
         """
         inventory = self._authority.inventory
         known = [reading.id for reading in inventory.readings() if reading.id != CPU]
@@ -112,6 +119,8 @@ class Health:
             names = ", ".join(known) or "none"
             raise InvalidRequestError(f"there is no accelerator {device!r}; there are: {names}", param="device")
         await inventory.renew()
+        if self._authority.closing:
+            raise ShuttingDown()
         self._see(device, Doubted("an operator asked for a trial"))
         if self._case(device).state is DeviceState.PROBING:
             await asyncio.shield(self._settled.setdefault(device, self._authority.loop.create_future()))
