@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("gateway", "inference", "headgate")
@@ -64,22 +62,29 @@ def _outside(path: Path, allowed: tuple[str, ...], package: str) -> list[str]:
 CORES = [path for path in FILES if "core" in path.relative_to(ROOT).parts[:-1]]
 
 
-@pytest.mark.parametrize("path", CORES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_cores_are_pure(path: Path) -> None:
+def test_cores_are_pure() -> None:
     """A core decides from its arguments alone: it imports no clock, no chance, no network, no process, no log."""
-    found = [f"{path}:{line} imports {name}" for name, line in _imports(path) if name.partition(".")[0] in IMPURE]
-    assert found == []
+    assert _imported_by_cores(lambda name: name.partition(".")[0] in IMPURE) == []
 
 
-@pytest.mark.parametrize("path", CORES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_cores_import_no_shell_of_their_package(path: Path) -> None:
+def test_cores_import_no_shell_of_their_package() -> None:
     """A core knows cores, the wire types, error trees and the pure shared rooms; never a module that awaits."""
     shells = {
         _module(other)
         for other in FILES
         if other not in CORES and any(name.partition(".")[0] == "asyncio" for name, _ in _imports(other))
     }
-    assert [f"{path}:{line} imports {name}" for name, line in _imports(path) if name in shells] == []
+    assert _imported_by_cores(lambda name: name in shells) == []
+
+
+def _imported_by_cores(unwanted: Callable[[str], bool]) -> list[str]:
+    """What is imported by cores and unwanted, with its place."""
+    return [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in CORES
+        for name, line in _imports(path)
+        if unwanted(name)
+    ]
 
 
 def test_there_are_cores_to_look_at() -> None:
