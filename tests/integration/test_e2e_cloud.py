@@ -18,6 +18,8 @@ from tests.rigs.processes import Service
 from tests.rigs.stack import MODELS, Stack, chat_body, fake_cloud, until
 
 OPEN_SECONDS = 3
+CROWD = 8
+"""Who ask at once; few enough that all of them have asked before an open period is over, also on a busy machine."""
 
 CONFIG = """
 providers:
@@ -196,7 +198,7 @@ async def test_a_route_that_stays_home_never_asks_a_cloud(asked: Stack, cloud: S
     assert len(_seen(cloud)) == before
 
 
-async def test_recovery_is_exactly_one_probe_also_among_32_clients(stack: Stack) -> None:
+async def test_recovery_is_exactly_one_probe_also_in_a_crowd(stack: Stack) -> None:
     async with _client(stack) as client:
 
         async def ask() -> str:
@@ -209,20 +211,20 @@ async def test_recovery_is_exactly_one_probe_also_among_32_clients(stack: Stack)
             assert await ask() == "cloud"
         opened = time.monotonic()
         assert _local_attempts(stack) == 5
-        assert set(await asyncio.gather(*(ask() for _ in range(8)))) == {"cloud"}
+        assert await asyncio.gather(*(ask() for _ in range(CROWD))) == ["cloud"] * CROWD
         assert _local_attempts(stack) == 5, "an open breaker lets nobody through"
 
         # half-open while the service is still down: one probe, and everybody has an answer
         await asyncio.sleep(max(0.0, opened + OPEN_SECONDS + 0.2 - time.monotonic()))
-        assert await asyncio.gather(*(ask() for _ in range(32))) == ["cloud"] * 32
+        assert await asyncio.gather(*(ask() for _ in range(CROWD))) == ["cloud"] * CROWD
         assert _local_attempts(stack) == 6
 
         # half-open with the service back: the probe loads the cold model while the others are answered elsewhere
         reopened = time.monotonic()
         await asyncio.to_thread(stack.inference.start, wait_for="/readyz")
         await asyncio.sleep(max(0.0, reopened + OPEN_SECONDS + 0.2 - time.monotonic()))
-        tiers = await asyncio.gather(*(ask() for _ in range(32)))
-        assert sorted(tiers) == ["cloud"] * 31 + ["local"]
+        tiers = await asyncio.gather(*(ask() for _ in range(CROWD)))
+        assert sorted(tiers) == ["cloud"] * (CROWD - 1) + ["local"]
         assert _local_attempts(stack) == 7
         assert await ask() == "local"
 
