@@ -10,13 +10,11 @@ import copy
 import json
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import requests
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
-from schemathesis import Case, GenerationMode
 
 from headgate.shared.state import INFERENCE_TOKEN
 from inference.protocol import Code
@@ -25,6 +23,9 @@ from tests.fuzz.test_damaged_headers import CORPUS
 from tests.rigs import tiny_gguf
 from tests.rigs.processes import http_status
 from tests.rigs.stack import Stack
+
+if TYPE_CHECKING:
+    from schemathesis import Case
 
 ENDLESS = {"/events"}
 """Never over, so never read to its end."""
@@ -74,7 +75,13 @@ def narrowed(described: dict[str, Any], models: list[str]) -> dict[str, Any]:
 
 
 def cases(described: dict[str, Any], models: list[str], most: int) -> Iterator[Case]:
-    """`most` right requests for every operation that ends, and as many wrong ones where there is time for them."""
+    """`most` right requests for every operation that ends, and as many wrong ones where there is time for them.
+
+    The import takes over a second, which nobody who only collects the tests has to wait for.
+    """
+    import schemathesis
+    from schemathesis import GenerationMode
+
     made: list[Case] = []
     schema = schemathesis.openapi.from_dict(narrowed(described, models))
     for operation in (result.ok() for result in schema.get_all_operations()):
