@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from headgate.shared import tether
+from headgate.shared import coredump, tether
 
 NOTICE = b"!\n"
 """A line by which a serving helper says, unasked, that its next answer has something new."""
@@ -31,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"usage: python -m inference.helper {'|'.join(JOBS)}\n")
         return 2
     tether.hold(os.environ)
+    coredump.forbid()
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever a library prints must not mix with the answer
     if arguments[0] == "nvml":

@@ -21,8 +21,8 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from headgate import __version__
+from headgate.shared import coredump, tether
 from headgate.shared import log as logs
-from headgate.shared import tether
 from inference.protocol import ExitCause
 from inference.worker import heap
 from inference.worker.channel import Channel
@@ -77,6 +77,7 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
         sys.stderr.write("inference.worker is started by the inference service, not by hand\n")
         return 2
     tether.hold({tether.PARENT_ENV: str(parent)})
+    coredump.forbid()
     logs.set_up(environ)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

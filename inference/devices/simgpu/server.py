@@ -17,7 +17,7 @@ import threading
 import time
 from pathlib import Path
 
-from headgate.shared import tether
+from headgate.shared import coredump, tether
 
 LISTEN_SECONDS = 20.0
 THREADS = 1
@@ -36,6 +36,7 @@ def package() -> Path | None:
 def main() -> int:
     """Serves; returns only when ggml's server gave up."""
     tether.hold(os.environ)
+    coredump.forbid()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # ggml's server tells its life story there
     before = set(_listening())
