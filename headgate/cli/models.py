@@ -137,9 +137,7 @@ def show(session: Session) -> int:
     if status.reason:
         pairs.append(("reason", status.reason))
     if status.headroom_bytes:
-        pairs.append(
-            ("head-room", f"{_bytes(status.headroom_bytes)} of the predicted: memory ran out before")
-        )
+        pairs.append(("head-room", f"{_bytes(status.headroom_bytes)} of the predicted: memory ran out before"))
     if status.reduced:
         pairs.append(("reduced", ", ".join(status.reduced) + " (oom_policy: reduce)"))
     if status.retry_after_seconds is not None:
