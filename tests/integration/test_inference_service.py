@@ -93,20 +93,38 @@ def tiny(seed: int = 1, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
+def own(tmp_path: Path) -> Iterator[Rig]:
+    """A service for whoever ends it or changes its models."""
     rig = Rig(tmp_path, {"a": tiny(1, aliases=["org/alias"]), "b": tiny(2)}).start()
     yield rig
     rig.service.kill()
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """A service that lives on, for everybody else."""
+    rig = Rig(tmp_path_factory.mktemp("shared"), {"a": tiny(1, aliases=["org/alias"]), "b": tiny(2)}).start()
+    yield rig
+    rig.service.kill()
+
+
+@pytest.fixture
+def rig(shared: Rig) -> Rig:
+    """The shared service with its models cold."""
+    for name in ("a", "b"):
+        assert shared.ask(f"/models/{name}/unload", method="POST")[1]["headgate"]["state"] == "cold"
+    return shared
+
+
 def test_a_model_loads_on_its_first_request_and_unloads_by_hand(rig: Rig) -> None:
-    assert rig.status()["state"] == "cold"
+    before = rig.status()
+    assert before["state"] == "cold"
     status, answer, headers = rig.chat("org/alias")
     assert (status, answer["model"]) == (200, "a")
     assert headers["x-request-id"]
     there = rig.status("org/alias")
     assert there["state"] == "ready"
-    assert there["loads"] == 1
+    assert there["loads"] == before["loads"] + 1
     assert there["devices"] == ["cpu"]
     assert there["actual_bytes"] == pytest.approx(there["predicted_bytes"], rel=0.05)
     assert rig.allocated() > 0
@@ -292,11 +310,12 @@ def test_impatience_while_loading_is_model_loading_with_a_true_retry_after(tmp_p
 
 def test_a_probe_never_loads_and_never_counts_as_use(rig: Rig) -> None:
     wait_until("measured", lambda: rig.status()["fits"] is True)
+    loads = rig.status()["loads"]
     probe = {"x-headgate-probe": "1"}
     for stream in (False, True):
         status, answer, _ = rig.ask("/v1/chat/completions", chat("a", stream=stream), headers=probe)
         assert (status, answer) == (200, {"headgate": {"probe": "cold"}})
-    assert rig.status()["loads"] == 0
+    assert rig.status()["loads"] == loads
     rig.chat("a")
     before = wait_until("it idles", lambda: (idle := rig.status()["idle_seconds"]) and idle > 0.3 and idle)
     assert rig.ask("/v1/chat/completions", chat("a"), headers=probe)[1]["choices"]
@@ -330,41 +349,41 @@ def test_a_taken_port_names_its_owner(rig: Rig, tmp_path: Path) -> None:
     assert f"pid {rig.service.pid}" in done.stderr
 
 
-def test_killing_the_authority_ends_its_workers_within_two_seconds(rig: Rig) -> None:
-    rig.chat("a")
-    family = children_of(rig.service.pid)
-    (record,) = json.loads((rig.root / "state" / "family.json").read_text())
+def test_killing_the_authority_ends_its_workers_within_two_seconds(own: Rig) -> None:
+    own.chat("a")
+    family = children_of(own.service.pid)
+    (record,) = json.loads((own.root / "state" / "family.json").read_text())
     mark = f"{FAMILY_ENV}={record['token']}".encode()
     assert family
     assert all(mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in family)
     stray = subprocess.Popen(["sleep", "600"], env={FAMILY_ENV: record["token"], "PATH": os.environ["PATH"]})
-    rig.service.signal(signal.SIGKILL)
+    own.service.signal(signal.SIGKILL)
     wait_until("nobody is left", lambda: not [pid for pid in family if is_alive(pid)], seconds=5)
-    rig.service.wait()
+    own.service.wait()
     assert stray.poll() is None, "it stands for one whose tie was cut"
-    rig.service.start(wait_for="/readyz")
+    own.service.start(wait_for="/readyz")
     assert stray.wait(10) == -signal.SIGKILL
-    assert rig.chat("a")[0] == 200
-    assert len(list((rig.root / "state").rglob("*.sock"))) <= 1, "the old worker's socket is gone"
+    assert own.chat("a")[0] == 200
+    assert len(list((own.root / "state").rglob("*.sock"))) <= 1, "the old worker's socket is gone"
 
 
-async def test_sigterm_drains_streams_while_readiness_is_503_and_ends_with_0(rig: Rig) -> None:
-    await asyncio.to_thread(rig.chat, "a")
+async def test_sigterm_drains_streams_while_readiness_is_503_and_ends_with_0(own: Rig) -> None:
+    await asyncio.to_thread(own.chat, "a")
     async with (
-        aiohttp.ClientSession(rig.service.url, headers=rig.headers) as session,
+        aiohttp.ClientSession(own.service.url, headers=own.headers) as session,
         session.post("/v1/chat/completions", json=chat("a", stream=True, max_tokens=200)) as answer,
     ):
         first = await answer.content.readany()
-        rig.service.signal(signal.SIGTERM)
-        await _until("not ready", lambda: http_status(rig.service.url + "/readyz") == 503)
-        assert http_status(rig.service.url + "/livez") == 200
+        own.service.signal(signal.SIGTERM)
+        await _until("not ready", lambda: http_status(own.service.url + "/readyz") == 503)
+        assert http_status(own.service.url + "/livez") == 200
         rest = first + await answer.content.read()
     assert rest.endswith(b"data: [DONE]\n\n")
-    family = children_of(rig.service.pid)
-    assert await asyncio.to_thread(rig.service.wait, 20) == 0
+    family = children_of(own.service.pid)
+    assert await asyncio.to_thread(own.service.wait, 20) == 0
     assert not [pid for pid in family if is_alive(pid)]
-    assert not list(rig.root.rglob("*.sock"))
-    assert "Traceback" not in rig.service.log
+    assert not list(own.root.rglob("*.sock"))
+    assert "Traceback" not in own.service.log
 
 
 def test_sigint_ends_with_0_while_a_model_loads(tmp_path: Path) -> None:
@@ -384,25 +403,25 @@ def test_sigint_ends_with_0_while_a_model_loads(tmp_path: Path) -> None:
         rig.service.kill()
 
 
-def test_reload_adds_changes_and_removes_models_and_keeps_the_old_on_errors(rig: Rig) -> None:
-    rig.chat("a")
-    rig.chat("b")
-    kept = rig.status("b")["pid"]
-    (rig.config / "models.yaml").write_text("models: {a: {pth: x}}")
-    rig.service.signal(signal.SIGHUP)
-    wait_until("the mistake is told", lambda: "did you mean 'path'" in rig.service.log)
-    assert rig.status("a")["state"] == "ready"
-    rig.write({"b": tiny(2, idle_timeout="900s"), "c": tiny(3)})
-    rig.service.signal(signal.SIGHUP)
-    wait_until("a is gone", lambda: rig.ask("/v1/models/a")[0] == 404)
-    assert rig.status("b")["pid"] == kept
-    assert rig.chat("c")[0] == 200
-    assert "model a removed" in rig.service.log
-    rig.write({"b": tiny(2, context_length=512), "c": tiny(3)})
-    rig.service.signal(signal.SIGHUP)
-    wait_until("b left to change", lambda: rig.status("b")["pid"] is None)
-    assert rig.chat("b")[0] == 200
-    assert rig.status("b")["context_length"] == 512
+def test_reload_adds_changes_and_removes_models_and_keeps_the_old_on_errors(own: Rig) -> None:
+    own.chat("a")
+    own.chat("b")
+    kept = own.status("b")["pid"]
+    (own.config / "models.yaml").write_text("models: {a: {pth: x}}")
+    own.service.signal(signal.SIGHUP)
+    wait_until("the mistake is told", lambda: "did you mean 'path'" in own.service.log)
+    assert own.status("a")["state"] == "ready"
+    own.write({"b": tiny(2, idle_timeout="900s"), "c": tiny(3)})
+    own.service.signal(signal.SIGHUP)
+    wait_until("a is gone", lambda: own.ask("/v1/models/a")[0] == 404)
+    assert own.status("b")["pid"] == kept
+    assert own.chat("c")[0] == 200
+    assert "model a removed" in own.service.log
+    own.write({"b": tiny(2, context_length=512), "c": tiny(3)})
+    own.service.signal(signal.SIGHUP)
+    wait_until("b left to change", lambda: own.status("b")["pid"] is None)
+    assert own.chat("b")[0] == 200
+    assert own.status("b")["context_length"] == 512
 
 
 def test_a_bad_gguf_is_told_by_name_and_the_service_lives(tmp_path: Path) -> None:
@@ -433,13 +452,6 @@ BAD = [
     ("50 MB", b'{"model": "' + b"x" * 50_000_000 + b'"}', 413, "body_too_large", None),
     ("endless nesting", b'{"model":' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, "invalid_json", None),
 ]
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    rig = Rig(tmp_path_factory.mktemp("shared"), {"a": tiny(1)}).start()
-    yield rig
-    rig.service.kill()
 
 
 @pytest.mark.parametrize(("body", "status", "code", "param"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
@@ -476,6 +488,7 @@ def test_wrong_headers_are_told(shared: Rig) -> None:
 
 def test_tokens_are_counted_without_loading_the_model_and_alike_with_it(rig: Rig) -> None:
     """A cold model answers from its vocabulary alone; what is wrong with a question is told the same way."""
+    loads = rig.status()["loads"]
     tokens = rig.ask("/tokenize", {"model": "a", "content": "hello world"})[1]["tokens"]
     tool = {"type": "function", "function": {"name": "add"}}
     questions = [
@@ -490,47 +503,52 @@ def test_tokens_are_counted_without_loading_the_model_and_alike_with_it(rig: Rig
     cold = [rig.ask(path, {"model": "a", **body})[:2] for path, body, _ in questions]
     assert [status for status, _ in cold] == [status for _, _, status in questions]
     assert cold[0][1]["tokens"] == tokens
-    assert (rig.status()["state"], rig.status()["loads"]) == ("cold", 0)
+    assert (rig.status()["state"], rig.status()["loads"]) == ("cold", loads)
     rig.chat("a")
     assert [rig.ask(path, {"model": "a", **body})[:2] for path, body, _ in questions] == cold
 
 
-def test_the_service_maps_no_compute_library(shared: Rig) -> None:
-    shared.chat("a")
-    maps = Path(f"/proc/{shared.service.pid}/maps").read_text()
+def test_the_service_maps_no_compute_library(rig: Rig) -> None:
+    rig.chat("a")
+    maps = Path(f"/proc/{rig.service.pid}/maps").read_text()
     for library in ("libllama", "libggml", "libcuda", "libnvidia"):
         assert library not in maps
-    (worker,) = _workers(shared.service)
+    (worker,) = _workers(rig.service)
     assert "libllama" in Path(f"/proc/{worker}/maps").read_text()
 
 
-@pytest.mark.parametrize(
-    ("kind", "shape"),
-    [
-        ("generative", {"context_length": 256, "parallel": 4}),
-        ("generative", {"context_length": 4096, "parallel": 2, "kv_type": "q8_0"}),
-        ("generative", {"context_length": 1024, "parallel": 1, "ubatch": 128, "flash_attention": False}),
-        ("embedding", {"context_length": 512, "parallel": 2}),
-        ("demo-mini", {"context_length": 2048, "parallel": 4}),
-    ],
-)
-def test_the_estimate_is_what_a_load_allocates(tmp_path: Path, kind: str, shape: dict[str, Any]) -> None:
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("generative", {"context_length": 256, "parallel": 4}),
+    "q8_0": ("generative", {"context_length": 4096, "parallel": 2, "kv_type": "q8_0"}),
+    "no-flash": ("generative", {"context_length": 1024, "parallel": 1, "ubatch": 128, "flash_attention": False}),
+    "embedding": ("embedding", {"context_length": 512, "parallel": 2}),
+    "demo-mini": ("demo-mini", {"context_length": 2048, "parallel": 4}),
+}
+
+
+def test_the_estimate_is_what_a_load_allocates(tmp_path: Path) -> None:
     """Kind by kind, predicted against the buffers that llama.cpp reports after a real load."""
-    path = "bundled:demo-mini" if kind == "demo-mini" else str(getattr(tiny_gguf, kind)(width=256))
-    rig = Rig(tmp_path, {"a": {"path": path, **shape}}).start()
+    models = {}
+    for name, (kind, shape) in SHAPES.items():
+        path = "bundled:demo-mini" if kind == "demo-mini" else str(getattr(tiny_gguf, kind)(width=256))
+        models[name] = {"path": path, **shape}
+    rig = Rig(tmp_path, models).start()
     try:
-        wait_until("measured", lambda: rig.status()["predicted_bytes"])
-        can = rig.status()["capabilities"]
-        assert rig.ask("/models/a/load", method="POST")[0] == 200
-        (model,) = rig.ask("/memory/models")[1]["models"]
-        assert rig.status()["capabilities"] == can
+        for name in models:
+            wait_until(f"{name} is measured", lambda name=name: rig.status(name)["predicted_bytes"])
+            can = rig.status(name)["capabilities"]
+            assert rig.ask(f"/models/{name}/load", method="POST")[0] == 200
+            assert rig.status(name)["capabilities"] == can
+        loaded = {model["model_name"]: model for model in rig.ask("/memory/models")[1]["models"]}
     finally:
         rig.service.kill()
-    parts = model["estimate"]["devices"]["cpu"]
-    assert model["estimate"]["source"] == "llama.cpp"
-    allocated = {buffer["kind"]: buffer["bytes"] for buffer in model["buffers"]}
-    for part, kind_of_buffer in (("weights_bytes", "weights"), ("kv_bytes", "kv"), ("compute_bytes", "compute")):
-        assert allocated[kind_of_buffer] == pytest.approx(parts[part], abs=2**16), kind_of_buffer
+    assert loaded.keys() == models.keys()
+    for name, model in loaded.items():
+        parts = model["estimate"]["devices"]["cpu"]
+        assert model["estimate"]["source"] == "llama.cpp", name
+        allocated = {buffer["kind"]: buffer["bytes"] for buffer in model["buffers"]}
+        for part, kind in (("weights_bytes", "weights"), ("kv_bytes", "kv"), ("compute_bytes", "compute")):
+            assert allocated[kind] == pytest.approx(parts[part], abs=2**16), (name, kind)
 
 
 async def test_events_begin_with_a_snapshot_are_numbered_and_tell_of_a_load(rig: Rig) -> None:
