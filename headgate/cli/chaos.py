@@ -102,11 +102,10 @@ def run(session: Session) -> int:
     if session.args.fault is None:
         return _list(session)
     fault = FAULTS[session.args.fault]
+    check_sense(fault, session.args)
     check_simulated(addresses.inference(session).get("/devices")["devices"])
     said, undo = {"device": _device, "model": _worker, "service": _service}[fault.on](session, fault)
     seconds = session.args.seconds
-    if seconds is not None and undo is None:
-        raise ChaosRefusedError(f"{fault.name} has nothing that --seconds could end; {fault.undo}")
     try:
         _tell(session, fault, said)
         if seconds is not None:
@@ -116,6 +115,17 @@ def run(session: Session) -> int:
             undo()
             session.terminal.say(f"undone after {format_duration(seconds)}")
     return Exit.OK
+
+
+def check_sense(fault: Fault, args: argparse.Namespace) -> None:
+    """Raises ChaosRefusedError where an option cannot apply to `fault`: what is not meant must not be struck."""
+    for option, given in (("device", args.device), ("model", args.model)):
+        if given is not None and fault.on != option:
+            raise ChaosRefusedError(f"{fault.name} strikes a {fault.on}; it takes no --{option}")
+    if args.amount is not None and fault.do not in _WITH_AMOUNT:
+        raise ChaosRefusedError(f"{fault.name} takes no --amount")
+    if args.seconds is not None and fault.do not in _ENDS and fault.number != STOP:
+        raise ChaosRefusedError(f"{fault.name} has nothing that --seconds could end; {fault.undo}")
 
 
 def check_simulated(devices: list[Mapping[str, Any]]) -> None:
@@ -160,6 +170,9 @@ def _device(session: Session, fault: Fault) -> Done:
         with Control(path) as control:
             before = control.tell("status")
             names = list(before) if session.args.device is None else [session.args.device]
+            if unknown := set(names) - set(before):
+                there = ", ".join(before)
+                raise ChaosRefusedError(f"there is no simulated device {unknown.pop()!r}; there are {there}")
             for name in names:
                 control.tell(fault.do, name, **_amount(fault, session.args.amount, before.get(name, {})))
     except SimulatorError as error:
@@ -167,10 +180,13 @@ def _device(session: Session, fault: Fault) -> Done:
     ends = _ENDS.get(fault.do)
 
     def undo() -> None:
-        with Control(path) as control:
-            for name in names:
-                for do, amount in ends(before[name]) if ends else ():
-                    control.tell(do, name, **amount)
+        try:
+            with Control(path) as control:
+                for name in names:
+                    for do, amount in ends(before[name]) if ends else ():
+                        control.tell(do, name, **amount)
+        except SimulatorError as error:
+            raise HeadgateError(f"{fault.name} on {', '.join(names)} cannot be undone: {error}") from error
 
     return f"{fault.name} on {', '.join(names)}: {fault.summary}", undo if ends else None
 
@@ -186,6 +202,7 @@ _ENDS: Mapping[str, Callable[[Mapping[str, Any]], tuple[tuple[str, dict[str, flo
     "late": lambda _before: (("late", {"seconds": 0}), ("settle", {})),
 }
 """The commands that end a command's effect on a device, of which the status before it is given."""
+_WITH_AMOUNT = ("refuse", "refuse_after", "slow", "late", "shrink", "foreign")
 
 
 def _amount(fault: Fault, said: str | None, device: Mapping[str, Any]) -> dict[str, float]:
@@ -204,8 +221,6 @@ def _amount(fault: Fault, said: str | None, device: Mapping[str, Any]) -> dict[s
                 return {"bytes": half if said is None else parse_bytes(said)}
     except ValueError as error:
         raise ChaosRefusedError(f"--amount {said}: {error}") from None
-    if said is not None:
-        raise ChaosRefusedError(f"{fault.name} takes no --amount")
     return {}
 
 
