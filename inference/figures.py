@@ -172,8 +172,8 @@ def model(model: Model, authority: Authority) -> dict[str, Any]:
     held = authority.ledger.owned_by(model.id)
     estimate = next(iter(model.estimates.values()), None)
     ready = model.running.ready if model.running else None
-    seen = bool(held) and (ready is not None or model.state is ModelState.WARM)
-    in_use = model.in_flight > 0 or model.running is None
+    is_known = ready is not None or model.state is ModelState.WARM
+    seen = bool(held) and is_known
     return {
         "model_name": model.id,
         "model_type": estimate.architecture if estimate else None,
@@ -185,7 +185,9 @@ def model(model: Model, authority: Authority) -> dict[str, Any]:
             "observed": mib(sum(held.values())) if seen else None,
         },
         "devices_mb": {name: mib(count) for name, count in held.items()},
-        "idle_seconds": None if in_use else round(authority.loop.time() - model.last_used_at, 3),
+        "idle_seconds": round(authority.loop.time() - model.last_used_at, 3)
+        if is_known and not model.in_flight
+        else None,
         "use_count": model.uses,
         "ref_count": model.in_flight,
         "pinned": model.spec.pinned,

@@ -195,7 +195,7 @@ class Pump:
         if self._awaits_verdict(model):
             self._all_decided = False
             return
-        self._log(refusal.result, model, refusal.trace)
+        self._log(refusal.result, model, refusal.trace or (refusal.reason,))
         error = error_of(model, refusal, authority.inventory.readings(), authority.settings)
         if authority.moving.turns_back(model, error):
             self._all_decided = False

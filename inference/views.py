@@ -68,7 +68,6 @@ def status(model: Model, authority: Authority, now: float) -> ModelStatus:
     fits, reason, rest = _fits(model, authority)
     if model.state is ModelState.FAILED:
         rest = model.retry_at - now
-    resting = model.state is ModelState.COLD and model.in_flight == 0
     return ModelStatus(
         id=model.id,
         state=model.state,
@@ -81,7 +80,7 @@ def status(model: Model, authority: Authority, now: float) -> ModelStatus:
         actual_bytes=actual,
         in_flight=model.in_flight,
         queued=len(model.queue),
-        idle_seconds=None if resting or running is None or model.in_flight else round(now - model.last_used_at, 3),
+        idle_seconds=round(now - model.last_used_at, 3) if is_known and not model.in_flight else None,
         loads=model.loads,
         capabilities=model.spec.capabilities or model.capabilities,
         fits=fits,

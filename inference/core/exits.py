@@ -61,6 +61,8 @@ TEXTS: Sequence[tuple[re.Pattern[str], ExitCause]] = [
     ),
 ]
 
+_OF_BETTER_TIMES = re.compile(r"\d\d:\d\d:\d\d\.\d{3} (debug|info) ")
+"""The worker's own log while all was well, which says nothing of its end."""
 _SIGABRT, _SIGKILL, _SIGBUS, _SIGSEGV, _SIGILL, _SIGFPE, _SIGTERM = 6, 9, 7, 11, 4, 8, 15
 
 
@@ -111,13 +113,15 @@ def is_wordless(remains: Remains) -> bool:
 def telling(lines: Sequence[str]) -> str:
     """Of a dead process's last lines the one that says most: the first that names what became the cause, else the last.
 
+    What the worker logged while all was well is none; empty where there is nothing else.
+
     CUDA's reason, for one, stands some lines before the last, which is only where the process aborted.
     """
     cause = cause_of_text("\n".join(lines))
     pattern = next((pattern for pattern, known in TEXTS if known is cause), None)
     if pattern is not None and (found := next((line for line in lines if pattern.search(line)), None)) is not None:
         return found.strip()
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return next((line.strip() for line in reversed(lines) if line.strip() and not _OF_BETTER_TIMES.match(line)), "")
 
 
 def cause_of_text(text: str) -> ExitCause | None:

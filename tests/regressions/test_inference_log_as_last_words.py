@@ -1,0 +1,17 @@
+"""A worker that was aborted from outside was said to have ended with a line that it had logged while all was well."""
+
+from __future__ import annotations
+
+from inference.core.exits import telling
+
+LOADED = "02:21:09.355 info    headgate.worker loaded model=demo seconds=1.11 restored_tokens=0"
+
+
+def test_what_it_logged_while_all_was_well_is_no_reason() -> None:
+    assert telling(["sched_reserve: graph: nodes = 204", LOADED]) == "sched_reserve: graph: nodes = 204"
+    assert telling([LOADED, ""]) == ""
+
+
+def test_what_it_complained_of_is_one() -> None:
+    complaint = "02:21:10.000 error   headgate.worker the device does not answer"
+    assert telling([complaint, LOADED]) == complaint
