@@ -22,6 +22,8 @@ from tests.rigs.worker_rig import CPU, WorkerRig, grant_for
 
 CHAT = "/v1/chat/completions"
 LONG = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 400, "ignore_eos": True}
+AWHILE = LONG | {"max_tokens": 150}
+"""What lasts some tenths of a second of a slow model, where its end is waited for."""
 
 
 def modules_mapped(pid: int) -> str:
@@ -108,7 +110,7 @@ def test_drain_finishes_streams_and_refuses_new_ones(tmp_path: Path) -> None:
     """Then the process ends by itself with status 0."""
     with WorkerRig(tmp_path, grant_for(tiny_gguf.slow())) as rig:
         rig.ready()
-        frames = rig.stream(CHAT, LONG)
+        frames = rig.stream(CHAT, AWHILE)
         next(frames)
         rig.send(link.Drain())
         status, said = wait_until("it drains", lambda: _refused(rig))
@@ -121,7 +123,7 @@ def test_drain_finishes_streams_and_refuses_new_ones(tmp_path: Path) -> None:
 def test_sigterm_is_a_drain_and_ctrl_c_is_not_ours(tmp_path: Path) -> None:
     with WorkerRig(tmp_path, grant_for(tiny_gguf.slow())) as rig:
         rig.ready()
-        frames = rig.stream(CHAT, LONG)
+        frames = rig.stream(CHAT, AWHILE)
         next(frames)
         rig.process.send_signal(signal.SIGINT)
         rig.process.send_signal(signal.SIGTERM)
@@ -288,7 +290,7 @@ def test_progress_comments_while_a_stream_waits(tmp_path: Path) -> None:
 def test_a_request_past_its_deadline_is_a_504(tmp_path: Path) -> None:
     with WorkerRig(tmp_path, grant_for(tiny_gguf.slow(), parallel=1)) as rig:
         rig.ready()
-        frames = rig.stream(CHAT, LONG)
+        frames = rig.stream(CHAT, AWHILE)
         next(frames)
         status, said = rig.post(CHAT, LONG, {"x-headgate-deadline-ms": "1"})
         assert (status, said["error"]["code"]) == (504, "deadline_exceeded")
@@ -298,7 +300,7 @@ def test_a_request_past_its_deadline_is_a_504(tmp_path: Path) -> None:
 def test_a_full_queue_is_a_429(tmp_path: Path) -> None:
     with WorkerRig(tmp_path, grant_for(tiny_gguf.slow(), parallel=1, queue_limit=0)) as rig:
         rig.ready()
-        frames = rig.stream(CHAT, LONG)
+        frames = rig.stream(CHAT, AWHILE)
         next(frames)
         status, said = rig.post(CHAT, {**LONG, "stream": True})
         assert (status, said["error"]["code"]) == (429, "queue_full")
