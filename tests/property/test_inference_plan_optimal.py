@@ -110,7 +110,7 @@ def cost_of(decision: Placement, held: list[Held]) -> float:
 
 
 @given(machines(1), spreads(1), policies, st.booleans())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_for_one_device_nobody_could_choose_cheaper(
     machine: tuple[Ledger, list[Held]], spread: Spread, policy: Policy, dedicated: bool
 ) -> None:
@@ -131,7 +131,7 @@ def test_for_one_device_nobody_could_choose_cheaper(
     policies | st.just(Policy(NOW)),
     st.booleans(),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_over_several_devices_nobody_could_choose_a_tenth_cheaper(
     machine: tuple[Ledger, list[Held]], spread: Spread, policy: Policy, dedicated: bool
 ) -> None:
@@ -153,7 +153,7 @@ def test_over_several_devices_nobody_could_choose_a_tenth_cheaper(
 
 
 @given(machines(3), spreads(3), policies, st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_what_is_planned_can_be_done(
     machine: tuple[Ledger, list[Held]], spread: Spread, policy: Policy, dedicated: bool
 ) -> None:
@@ -180,7 +180,7 @@ def test_what_is_planned_can_be_done(
 
 
 @given(machines(3), spreads(3), policies)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_a_refusal_that_waits_for_nobody_is_right_and_its_fix_true(
     machine: tuple[Ledger, list[Held]], spread: Spread, policy: Policy
 ) -> None:
