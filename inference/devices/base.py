@@ -33,6 +33,7 @@ class Reading:
     rpc_endpoint: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     state: DeviceState = DeviceState.HEALTHY
+    """What was decided for it (`inference.health`); no probe says anything of it."""
     note: str = ""
     verdict_seconds: float | None = None
     """Until it is looked at or tried again, while it is not usable."""

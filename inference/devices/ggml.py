@@ -20,7 +20,6 @@ from inference.devices.amd import AmdFigures, amd_figures
 from inference.devices.base import Reading, narrowed
 from inference.devices.nvml import Card, NvmlReader, canonical_pci
 from inference.devices.trial import Trial, trial
-from inference.protocol import DeviceState
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +87,7 @@ class GgmlProbe:
         await self._identify()
 
     async def refresh(self) -> None:
-        """Measures anew; what cannot be read keeps its figures and turns suspect."""
+        """Measures anew; what cannot be read keeps its figures and says why."""
         if not self._readings:
             return
         fresh = {reading.id: reading for reading in self._readings}
@@ -102,9 +101,9 @@ class GgmlProbe:
             elif chip is not None:
                 fresh[reading.id] = _measured(reading, chip.total_bytes, chip.total_bytes - chip.used_bytes)
             elif self._nvml.error is not None and self._nvml.answered and reading.kind == "cuda":
-                fresh[reading.id] = _suspect(reading, self._nvml.error, self._nvml.sign)
+                fresh[reading.id] = _unread(reading, self._nvml.error, self._nvml.sign)
             elif reading.kind == "cuda" and self._nvml.knows(self._address(reading)):
-                fresh[reading.id] = _suspect(reading, "NVML does not list it any more", Sign.GONE)
+                fresh[reading.id] = _unread(reading, "NVML does not list it any more", Sign.GONE)
             else:
                 del fresh[reading.id]
         if len(fresh) < len(self._readings):
@@ -183,7 +182,7 @@ class GgmlProbe:
         try:
             found = [item for item in await self._list() if item["type"] not in _NO_HOST_ACCELERATOR]
         except HelperError as error:
-            return {reading.id: _suspect(reading, str(error)) for reading in readings}
+            return {reading.id: _unread(reading, str(error)) for reading in readings}
         if len(found) == len(self._readings):
             now = {reading.id: item for reading, item in zip(self._readings, found, strict=True)}
             return {
@@ -199,9 +198,9 @@ class GgmlProbe:
         address = self._pci[reading.id]
         item = listed.get(canonical_pci(address)) if address else None
         if item is None:
-            return _suspect(reading, why, Sign.GONE if address else Sign.UNSURE)
+            return _unread(reading, why, Sign.GONE if address else Sign.UNSURE)
         if reading.uuid is None:
-            return _suspect(reading, why)
+            return _unread(reading, why)
         return _measured(reading, item["total_bytes"], item["free_bytes"])
 
 
@@ -231,14 +230,13 @@ def _measured(reading: Reading, total_bytes: int, free_bytes: int) -> Reading:
         total_bytes=total_bytes,
         free_bytes=free_bytes,
         used_bytes=max(0, total_bytes - free_bytes),
-        state=DeviceState.HEALTHY,
         sign=Sign.FINE,
         note="",
     )
 
 
-def _suspect(reading: Reading, why: str, sign: Sign = Sign.UNSURE) -> Reading:
-    return replace(reading, state=DeviceState.SUSPECT, sign=sign, note=why)
+def _unread(reading: Reading, why: str, sign: Sign = Sign.UNSURE) -> Reading:
+    return replace(reading, sign=sign, note=why)
 
 
 def _with_card(reading: Reading, card: Card) -> Reading:
@@ -251,7 +249,6 @@ def _with_card(reading: Reading, card: Card) -> Reading:
         total_bytes=card.total_bytes,
         free_bytes=card.free_bytes,
         used_bytes=card.used_bytes,
-        state=DeviceState.HEALTHY if card.sign is Sign.FINE else DeviceState.SUSPECT,
         sign=card.sign,
         note=card.note,
     )

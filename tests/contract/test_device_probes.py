@@ -20,7 +20,6 @@ from inference.devices.inventory import Inventory
 from inference.devices.simgpu.control import Control, SimulatorError
 from inference.devices.simgpu.probe import SimProbe
 from inference.environment import InferenceSettings
-from inference.protocol import DeviceState
 from tests.rigs.processes import children_of, is_alive, wait_until
 from tests.rigs.sim_devices import SimDevices
 from tests.rigs.sim_machine import SimMachine
@@ -76,7 +75,7 @@ async def test_every_probe(open_probe: Open, tmp_path: Path, monkeypatch: pytest
         assert [identity(reading) for reading in second] == [identity(reading) for reading in first]
         assert len({reading.id for reading in first}) == len(first)
         for reading in second:
-            assert reading.state is DeviceState.HEALTHY
+            assert reading.sign is Sign.FINE
             assert 0 <= reading.free_bytes <= reading.total_bytes
             assert abs(reading.free_bytes + reading.used_bytes - reading.total_bytes) <= reading.total_bytes // 100
             assert reading.name
@@ -114,13 +113,13 @@ async def test_the_simulator_and_nvml_describe_one_machine(tmp_path: Path, monke
         machine.tell("cut", "gpu-0")
         await nvidia.refresh()
         await simulated.refresh()
-        assert [reading.state for reading in simulated.readings()] == [DeviceState.LOST, DeviceState.HEALTHY]
-        assert [reading.state for reading in nvidia.readings()] == [DeviceState.SUSPECT, DeviceState.HEALTHY]
+        assert [reading.sign for reading in simulated.readings()] == [Sign.DEAD, Sign.FINE]
+        assert [reading.sign for reading in nvidia.readings()] == [Sign.DEAD, Sign.FINE]
         assert "(15)" in nvidia.readings()[0].note
         machine.tell("heal")
         await nvidia.refresh()
         await simulated.refresh()
-        assert {reading.state for reading in (*simulated.readings(), *nvidia.readings())} == {DeviceState.HEALTHY}
+        assert {reading.sign for reading in (*simulated.readings(), *nvidia.readings())} == {Sign.FINE}
     await nvidia.close()
     await simulated.close()
 
@@ -145,7 +144,7 @@ async def test_the_simulators_end_is_the_loss_of_its_devices_and_never_a_hang() 
     servers = children_of(probe.pid)
     os.kill(probe.pid, 9)
     await asyncio.wait_for(noticed.wait(), 10)
-    assert {(reading.state, reading.sign) for reading in probe.readings()} == {(DeviceState.LOST, Sign.GONE)}
+    assert {reading.sign for reading in probe.readings()} == {Sign.GONE}
     with pytest.raises(HeadgateError, match="has ended"):
         await probe.tell("status")
     with pytest.raises(SimulatorError, match="no simulated device answers"):
@@ -170,7 +169,7 @@ async def test_a_simulator_that_ended_comes_back_once_its_loss_was_told() -> Non
     await probe.refresh()
     assert ({reading.sign for reading in probe.readings()}, probe.pid) == ({Sign.GONE}, first)
     await asyncio.gather(probe.refresh(), probe.refresh())
-    assert {(reading.state, reading.sign) for reading in probe.readings()} == {(DeviceState.HEALTHY, Sign.FINE)}
+    assert {reading.sign for reading in probe.readings()} == {Sign.FINE}
     assert [identity(reading) for reading in probe.readings()] == before
     assert probe.readings()[0].used_bytes == 0
     await probe.trial("gpu-0")
@@ -258,7 +257,7 @@ async def test_what_a_simulator_refuses_is_told_in_its_words() -> None:
     with Control(probe.socket_path) as control, pytest.raises(SimulatorError, match="did you mean stall"):
         control.tell("stal")
     await probe.refresh()
-    assert {reading.state for reading in probe.readings()} == {DeviceState.HEALTHY}
+    assert {reading.sign for reading in probe.readings()} == {Sign.FINE}
     await probe.close()
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from inference.core.signs import Sign
 from inference.devices.ggml import GgmlProbe
 from inference.devices.nvml import NvmlReader
-from inference.protocol import DeviceState
 from tests.rigs.nvml_stub import GIB, NvidiaGpu, NvmlStub
 from tests.rigs.processes import children_of
 
@@ -187,10 +187,10 @@ async def test_devices_are_named_pinned_and_measured_by_nvml(
     assert not nvml_children()
 
 
-async def test_a_device_turns_suspect_with_its_reason_and_is_healthy_again_once_it_is_read(stub: NvmlStub) -> None:
+async def test_a_device_that_cannot_be_read_says_why_until_it_can(stub: NvmlStub) -> None:
     probe = GgmlProbe({}, probe=listing)
     await probe.start()
-    states: list[list[DeviceState]] = []
+    signs: list[list[Sign]] = []
     notes: list[str] = []
     for errors, gpus in (
         ([("all", 999, "")], stub.gpus),
@@ -201,11 +201,11 @@ async def test_a_device_turns_suspect_with_its_reason_and_is_healthy_again_once_
         stub.errors, kept, stub.gpus = errors, stub.gpus, gpus
         stub.write()
         await probe.refresh()
-        states.append([reading.state for reading in probe.readings()])
+        signs.append([reading.sign for reading in probe.readings()])
         notes.append(probe.readings()[1].note)
         stub.gpus = kept
-    healthy, suspect = DeviceState.HEALTHY, DeviceState.SUSPECT
-    assert states == [[suspect, suspect], [healthy, suspect], [healthy, suspect], [healthy, healthy]]
+    fine = Sign.FINE
+    assert signs == [[Sign.UNSURE, Sign.UNSURE], [fine, Sign.DEAD], [fine, Sign.GONE], [fine, fine]]
     assert "(999)" in notes[0]
     assert "(15)" in notes[1]
     assert notes[2:] == ["NVML does not list it any more", ""]
@@ -220,7 +220,7 @@ async def test_without_a_working_nvml_the_probe_child_measures(stub: NvmlStub) -
     probe = GgmlProbe({}, probe=listing)
     await probe.start()
     await probe.refresh()
-    assert [(reading.free_bytes, reading.state) for reading in probe.readings()] == [(9, DeviceState.HEALTHY)] * 2
+    assert [(reading.free_bytes, reading.sign) for reading in probe.readings()] == [(9, Sign.FINE)] * 2
     assert probe.readings()[1].environment == {"CUDA_VISIBLE_DEVICES": "1"}
     await probe.close()
 

@@ -224,18 +224,18 @@ async def test_other_devices_are_measured_by_the_probe_child(root: Path) -> None
     assert (probe.readings()[0].free_bytes, probe.readings()[0].used_bytes) == (4, 6)
 
 
-async def test_devices_that_cannot_be_read_keep_their_figures_and_turn_suspect(root: Path) -> None:
+async def test_devices_that_cannot_be_read_keep_their_figures_and_say_why(root: Path) -> None:
     items = listed("Vulkan", 2)
     probe = GgmlProbe({}, root=root, probe=lister(items))
     await probe.start()
     gone = items.pop()
     await probe.refresh()
-    assert {reading.state for reading in probe.readings()} == {"suspect"}
+    assert [reading.sign for reading in probe.readings()] == ["unsure", "gone"]
     assert "lists 1 devices where there were 2" in probe.readings()[0].note
     assert probe.readings()[1].free_bytes == 9
     items.append(gone)
     await probe.refresh()
-    assert {reading.state for reading in probe.readings()} == {"healthy"}
+    assert {reading.sign for reading in probe.readings()} == {"fine"}
 
 
 async def test_a_probe_child_that_fails_finds_nothing_at_the_start_and_blames_the_devices_later(root: Path) -> None:
@@ -249,7 +249,7 @@ async def test_a_probe_child_that_fails_finds_nothing_at_the_start_and_blames_th
     probe = GgmlProbe({}, root=root, probe=listing)
     await probe.start()
     await probe.refresh()
-    assert (probe.readings()[0].state, probe.readings()[0].note) == ("suspect", "it died")
+    assert (probe.readings()[0].sign, probe.readings()[0].note) == ("unsure", "it died")
     empty = GgmlProbe({}, root=root, probe=listing)
     await empty.start()
     await empty.refresh()

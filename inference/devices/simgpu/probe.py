@@ -27,7 +27,6 @@ from inference.devices.base import HIDDEN, Reading
 from inference.devices.simgpu.control import SOCKET_NAME
 from inference.devices.simgpu.server import package
 from inference.devices.trial import trial
-from inference.protocol import DeviceState
 
 log = logging.getLogger(__name__)
 
@@ -220,11 +219,9 @@ class SimProbe:
     def _lose(self, why: str, sign: Sign) -> None:
         if self._process is None:  # closed: what was asked at that moment has no answer, and no device is lost by it
             return
-        if any(reading.state is not DeviceState.LOST for reading in self._readings):
+        if any(reading.sign is not sign for reading in self._readings):
             log.error("all simulated devices are lost: %s", why)
-        self._readings = tuple(
-            replace(reading, state=DeviceState.LOST, sign=sign, note=why) for reading in self._readings
-        )
+        self._readings = tuple(replace(reading, sign=sign, note=why) for reading in self._readings)
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:
@@ -247,7 +244,6 @@ def _reading(device: Mapping[str, Any]) -> Reading:
         uuid=device["uuid"],
         rpc_endpoint=device["endpoint"],
         environment=HIDDEN,
-        state=DeviceState.LOST if lost else DeviceState.HEALTHY,
         sign=Sign.DEAD if lost else Sign.FINE,
         note="it was cut" if lost else "",
     )
