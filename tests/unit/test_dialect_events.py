@@ -373,3 +373,26 @@ def test_nothing_counts_after_the_end() -> None:
 def test_a_comment_in_an_anthropic_stream_travels_on() -> None:
     _, frames = anthropic_events.step(anthropic_events.State(1), SseFrame(b": hm\n\n"))
     assert frames == (Comment(b": hm\n\n"),)
+
+
+def test_an_anthropic_stream_that_counts_nothing_is_done_all_the_same() -> None:
+    start = {"type": "message_start", "message": {"id": "msg_1", "model": "m"}}
+    frames = anthropic(events(start, TEXT, finish("end_turn"), STOP))
+    assert frames[-1] == Done()
+    assert not [frame for frame in frames if isinstance(frame, Data) and frame.kind is DeltaKind.USAGE]
+
+
+def test_how_far_a_stream_has_come() -> None:
+    """A finish is not the end yet."""
+    claude = anthropic_events.State(1)
+    told = []
+    for frame in SseSplitter().feed(events(START, TEXT, finish("end_turn"), STOP)):
+        claude, _ = anthropic_events.step(claude, frame)
+        told.append((anthropic_events.is_finished(claude), anthropic_events.is_complete(claude)))
+    assert told == [(False, False), (False, False), (True, False), (True, True)]
+    state = openai_events.State(1)
+    told = []
+    for frame in SseSplitter().feed(chunk(said({"content": "A"})) + chunk(said({}, "stop")) + END):
+        state, _ = openai_events.step(state, frame)
+        told.append((openai_events.is_finished(state), openai_events.is_complete(state)))
+    assert told == [(False, False), (True, False), (True, True)]

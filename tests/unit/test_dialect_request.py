@@ -501,3 +501,17 @@ def test_every_field_anyone_may_send_is_decided_once(profile: fields.Profile, kn
 def test_what_openai_is_sent_is_what_its_sdk_knows() -> None:
     assert fields.OPENAI_CHAT.takes <= _keys(chat_params.CompletionCreateParamsBase) | {"stream"}
     assert fields.GOOGLE_CHAT.takes <= fields.OPENAI_CHAT.takes
+
+
+def test_endpoints_of_openai_s_dialect_that_a_provider_does_not_have_are_refused_by_name() -> None:
+    for endpoint, flavor in ((Endpoint.RERANK, Flavor.OPENAI), (Endpoint.COMPLETIONS, Flavor.GOOGLE)):
+        assert unsupported_by_openai({"model": "m"}, flavor, endpoint) == ("model",)
+        with pytest.raises(UpstreamError, match=f"it has no /v1/{endpoint}"):
+            to_openai(endpoint, {"model": "m"}, "m", flavor)
+
+
+def test_text_is_streamed_and_vectors_are_not() -> None:
+    said = to_openai(Endpoint.COMPLETIONS, {"model": "a", "prompt": "Once"}, "m", Flavor.OPENAI)
+    assert said == {"model": "m", "prompt": "Once", "stream": True, "stream_options": {"include_usage": True}}
+    vectors = to_openai(Endpoint.EMBEDDINGS, {"model": "a", "input": "Once"}, "m", Flavor.OPENAI)
+    assert vectors == {"model": "m", "input": "Once"}

@@ -430,3 +430,14 @@ def test_holds_that_are_over_are_forgotten(breakers: Breakers, clock: Clock) -> 
     breakers.hold("p", "b", 5.0)
     assert breakers.held_for("p", "a") is None
     assert breakers.held_for("p", "b") == 5.0
+
+
+def test_one_event_that_breaks_many_answers_is_one_failure(breakers: Breakers, clock: Clock) -> None:
+    """Those that ran beside each other and broke off together; what breaks off later is another event."""
+    beside = [_lease(breakers) for _ in range(4)]
+    failures = []
+    for lease, seconds in zip(beside, (0.0, 0.5, 0.4, 2.0), strict=True):
+        clock.now += seconds
+        lease.settle(Failure(Scope.PAIR, broke=True), "it died")
+        failures.append(breakers.guard("p", "m").describe()["failures"])
+    assert failures == [1, 1, 1, 2]

@@ -183,3 +183,12 @@ def test_a_parameter_no_tier_supports_is_refused_in_the_first_ones_words() -> No
         == 503
     )
     assert Outcome(LOCAL, "x", "y", 3.0).waiting(2.0).retry_in == 3.0
+
+
+def test_where_all_have_too_many_waiting_the_request_may_come_again() -> None:
+    error = _none(
+        Outcome(LOCAL, str(Code.QUEUE_FULL), "too many wait", 3.0),
+        Outcome(MINI, "held", "held back", 5.0, Drop.HELD),
+        Outcome(CLOUD, "policy", "no", None, Drop.POLICY),
+    )
+    assert (error.status, error.code, error.retry_after) == (429, Code.QUEUE_FULL, 3.0)

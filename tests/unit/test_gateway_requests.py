@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.core.frames import Endpoint
-from gateway.core.requests import MAX_NESTING, parse
+from gateway.core.requests import MAX_NESTING, parse, schema
 from gateway.errors import RequestError
 from inference.protocol import Code
 
@@ -209,3 +209,12 @@ def test_the_typed_request_says_what_the_chain_must_know() -> None:
 def test_an_unknown_field_comes_with_advice() -> None:
     with pytest.raises(RequestError, match="did you mean `temperature`"):
         parse(Endpoint.CHAT, _chat(temprature=1))
+
+
+def test_what_a_body_may_hold_is_described() -> None:
+    needed = {"chat": ["model", "messages"], "rerank": ["model", "query", "documents"]}
+    for endpoint, fields in ((Endpoint.CHAT, needed["chat"]), (Endpoint.RERANK, needed["rerank"])):
+        described = schema(endpoint)
+        assert sorted(described["required"]) == sorted(fields)
+        assert set(fields) <= set(described["properties"])
+        assert described["additionalProperties"] is False

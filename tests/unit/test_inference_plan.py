@@ -10,7 +10,20 @@ import pytest
 from inference.core.estimate import Parameters
 from inference.core.layers import Layers, Sizes
 from inference.core.ledger import Account, Ledger
-from inference.core.plan import Allocation, Held, Option, Placement, Policy, Refusal, Request, Result, Standing, plan
+from inference.core.plan import (
+    Allocation,
+    Held,
+    Option,
+    Placement,
+    Policy,
+    Refusal,
+    Request,
+    Result,
+    Scene,
+    Standing,
+    plan,
+    prospect,
+)
 from inference.core.spread import Spread
 
 NOW = 1000.0
@@ -346,3 +359,12 @@ def test_many_devices_take_the_layers_roomiest_first() -> None:
     refusal = plan(ask(gpu(1200), spread=spread), smaller, [], Policy(NOW))
     assert isinstance(refusal, Refusal)
     assert "nor divided over" in refusal.reason
+
+
+def test_whether_a_model_can_be_placed_is_told_without_choosing_who_leaves() -> None:
+    ledger, held = hold(machine(gpu_0=1000), "old", {"gpu-0": 900})
+    scene = Scene.of(ledger, [held])
+    assert prospect(ask(gpu(500)), scene, Policy(NOW)) is None
+    refusal = prospect(ask(gpu(1500)), scene, Policy(NOW))
+    assert refusal is not None
+    assert refusal.result is Result.CANT_ACCOMMODATE

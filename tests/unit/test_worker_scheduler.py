@@ -197,3 +197,18 @@ def test_forgetting_leaves_those_that_run_alone() -> None:
     step = scheduler.plan(0.0, 8)
     assert step.operations == (Remove(0, 0),)
     assert [(row.job, row.start) for row in step.rows] == [(2, 4)]
+
+
+def test_fewer_sequences_are_begun_and_none_is_ended() -> None:
+    """A limit counts for those that wait; who has a slot keeps it."""
+    scheduler = Scheduler(Limits(slots=2, context=20, batch=8, queue=4))
+    scheduler.limit(1)
+    scheduler.submit([Job(1, (1,) * 4), Job(2, (2,) * 4)])
+    assert [row.job for row in rows_of(scheduler)] == [1]
+    scheduler.limit(2)
+    scheduler.extend(1, 9)
+    assert [row.job for row in rows_of(scheduler)] == [1, 2]
+    scheduler.limit(1)
+    scheduler.extend(1, 9)
+    scheduler.extend(2, 9)
+    assert [row.job for row in rows_of(scheduler)] == [1, 2]
