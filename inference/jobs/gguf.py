@@ -42,7 +42,12 @@ class BadGgufError(ValueError):
 
 
 def read_facts(path: Path) -> Facts:
-    """What the header of `path` says; raises BadGgufError, or OSError when the file cannot be read."""
+    """What the header of `path` says; raises BadGgufError, or OSError when the file cannot be read.
+
+    A pipe or a device in its place is never opened: that would wait for a writer, or never end.
+    """
+    if path.exists() and not path.is_file():
+        raise BadGgufError("it is no regular file")
     with path.open("rb") as file:
         try:
             metadata, lengths, tensors = _header(file)
@@ -125,7 +130,7 @@ def _header(file: BinaryIO) -> tuple[dict[str, Any], dict[str, int], list[tuple[
     """Scalars and short arrays by key; the lengths of all arrays; name, type, values and offset of every tensor."""
     magic = file.read(4)
     if magic != MAGIC:
-        raise BadGgufError(f"it does not begin with GGUF but with {magic!r}")
+        raise BadGgufError(f"it does not begin with GGUF but with {magic!r}" if magic else "it is empty")
     version, tensor_count, entry_count = struct.unpack("<IQQ", file.read(20))
     if version not in (2, 3):
         raise BadGgufError(f"its GGUF version is {version}; 2 and 3 are known")
