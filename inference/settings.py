@@ -99,12 +99,14 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class InferenceConfig:
-    """The whole configuration of the service. `names` maps every id and alias to its model's id."""
+    """The whole configuration of the service. `names` maps every id and alias to its model's id; `blank` says that
+    there is nothing in models.yaml, not even that there are no models."""
 
     settings: InferenceSettings
     models: Mapping[str, ModelSpec]
     names: Mapping[str, str]
     config_dir: Path
+    blank: bool = False
 
 
 def load(config_dir: Path, environ: Mapping[str, str], overrides: Mapping[str, Any]) -> InferenceConfig:
@@ -117,8 +119,10 @@ def load(config_dir: Path, environ: Mapping[str, str], overrides: Mapping[str, A
     path = config_dir / "models.yaml"
     models: dict[str, ModelSpec] = {}
     names: dict[str, str] = {}
+    blank = False
     try:
         _, lines = configfile.read_yaml(path, environ)
+        blank = not lines
         entries = configfile.load(path, ModelsFile, environ).models
     except ConfigError as error:
         problems.extend(error.problems)
@@ -131,7 +135,7 @@ def load(config_dir: Path, environ: Mapping[str, str], overrides: Mapping[str, A
                 models[name] = _spec(name, entry, settings)
     if problems:
         raise ConfigError(problems)
-    return InferenceConfig(settings, models, names, config_dir)
+    return InferenceConfig(settings, models, names, config_dir, blank)
 
 
 def _claim(name: str, entry: ModelEntry, names: dict[str, str]) -> Iterator[Problem]:
@@ -221,6 +225,14 @@ def _spec(name: str, entry: ModelEntry, settings: InferenceSettings) -> ModelSpe
         memory_overhead=entry.memory_overhead,
         capabilities=entry.capabilities,
     )
+
+
+def check_emptied(config: InferenceConfig, served: int) -> list[Problem]:
+    """The problem of a file with nothing in it while `served` models are served: an editor or a full disk leaves it so
+    for a moment, and nobody wants all models gone for that."""
+    if not config.blank or served == 0:
+        return []
+    return [Problem("it is empty; `models: {}` removes every model", file=config.config_dir / "models.yaml")]
 
 
 def check_devices(config: InferenceConfig, accelerators: int) -> list[Problem]:
