@@ -156,18 +156,20 @@ class Relay:
         await trial.admit(model)
         while True:
             try:
-                await self._run(trial, model, wish, path, headers, body, out)
+                has_computed = await self._run(trial, model, wish, path, headers, body, out)
             except CrashedError as error:
                 if not await trial.crashed(model, error) or wish.probe:
                     raise error.told from error
                 model = self._authority.resolve(wish.model)
             else:
-                trial.answered(model)
+                if has_computed:
+                    trial.answered(model)
                 return
 
     async def _run(
         self, trial: Trial, model: Model, wish: Wish, path: str, headers: Headers, body: bytes, out: Out
-    ) -> None:
+    ) -> bool:
+        """Whether the model computed the answer: a refusal says nothing of it, nor does what its vocabulary knows."""
         now = asyncio.get_running_loop().time()
         with self._authority.ask(
             model,
@@ -181,10 +183,10 @@ class Relay:
             assert lease is not None
             await trial.admit(model)  # a twin of it may have been convicted meanwhile
             lease.shape = {**wish.shape, "alone": lease.alone}
-            if wish.stream:
-                await self._stream(lease, wish, path, headers, body, out)
-            else:
-                await self._whole(lease, wish, path, headers, body, out)
+            answer = self._stream if wish.stream else self._whole
+            has_computed = await answer(lease, wish, path, headers, body, out) == 200 and path not in vocabulary.PATHS
+            lease.release(completed=has_computed)
+            return has_computed
 
     async def _read(self, path: str, headers: Headers, body: bytes) -> Wish:
         asked_at = asyncio.get_running_loop().time()
@@ -219,7 +221,8 @@ class Relay:
             await out.comment(ticket.progress())
 
     # --- forwarding ------------------------------------------------------------------------------------------------
-    async def _stream(self, lease: Lease, wish: Wish, path: str, headers: Headers, body: bytes, out: Out) -> None:
+    async def _stream(self, lease: Lease, wish: Wish, path: str, headers: Headers, body: bytes, out: Out) -> int:
+        """The worker's status, once all of its answer is relayed."""
         asking = asyncio.ensure_future(_ask(lease, wish, path, headers, body))
         answer: Answer | None = None
         flow: Flow | None = None
@@ -238,9 +241,10 @@ class Relay:
                 flow = Flow(answer, out)
                 await flow.run()
                 await out.end()
-            lease.release(completed=answer.status == 200)
         except (BrokenError, _UnreachableError) as error:
             raise await self._broken(lease, error, relayed=flow is not None and flow.has_begun) from error
+        else:
+            return answer.status
         finally:
             if answer is not None:
                 answer.close()
@@ -249,12 +253,12 @@ class Relay:
                 with contextlib.suppress(asyncio.CancelledError, BrokenError, _UnreachableError):  # told above
                     (await asking).close()
 
-    async def _whole(self, lease: Lease, wish: Wish, path: str, headers: Headers, body: bytes, out: Out) -> None:
+    async def _whole(self, lease: Lease, wish: Wish, path: str, headers: Headers, body: bytes, out: Out) -> int:
         try:
             response = await lease.session.post(path, data=body, headers=_passed(wish, headers))
             try:
                 await self._pass_whole(response.status, _back(lease, response.headers), await response.read(), out)
-                lease.release(completed=response.status == 200)
+                return response.status
             finally:
                 response.close()
         except (aiohttp.ClientError, TimeoutError) as error:
