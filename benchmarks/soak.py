@@ -20,6 +20,7 @@ import json
 import os
 import platform
 import random
+import re
 import sys
 import tempfile
 import time
@@ -42,7 +43,7 @@ from tests.rigs.processes import Service, children_of, free_port, private_env
 PINNED = "demo-mini"
 CHATS = ("demo", PINNED, "tiny", "tiny-deep")
 VECTORS = "vectors"
-DEVICES = "sim:2x96MiB"
+DEVICES = "sim:2x64MiB"
 USERS = 4
 PERIOD_SECONDS, LOOK_SECONDS = 30.0, 5.0
 WARM_UP_SHARE = 0.2
@@ -51,6 +52,7 @@ PATIENCE_SECONDS = 60.0
 GROWTH_PERCENT, CYCLES_MB = 5.0, 100.0
 RAW = Path("benchmarks/results/soak.json")
 _COMMON: dict[str, Any] = {"parallel": 4, "memory_overhead": "16MiB", "min_residency": "500ms", "context_length": 512}
+_EVICTIONS = re.compile(r'^inference_evictions_total\{[^}]*reason="([^"]*)"[^}]*\} ([0-9.e+]+)$', re.MULTILINE)
 _TEXTS = ("What is a mill?", "Tell me about water.", "How does a gate work?", "Name three rivers.")
 
 
@@ -62,7 +64,8 @@ class Results:
     looks: list[Look] = field(default_factory=list)
     ends: dict[str, int] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
-    evictions: int = 0
+    evictions: dict[str, int] = field(default_factory=dict)
+    """By reason; `by hand` are the unloads of the pauses."""
     cycles: int = 0
     before_cycles_bytes: int = 0
     after_cycles_bytes: int = 0
@@ -113,8 +116,9 @@ class Soak:
                 users.create_task(self._watch(end))
             await self._rest()
             tell(f"{self.at:.0f} of {self._results.seconds:.0f} s, {self._results.ends}")
-        evictions = await self._inference("GET", "/memory/evictions")
-        self._results.evictions = int(evictions["total"])
+        text = (await self._http.get(f"http://127.0.0.1:{self._ports[1]}/metrics")).text
+        for reason, count in _EVICTIONS.findall(text):
+            self._results.evictions[reason] = self._results.evictions.get(reason, 0) + int(float(count))
         await self._cycles()
 
     @contextlib.asynccontextmanager
@@ -227,7 +231,7 @@ def tables(results: Results) -> Iterator[str]:
     """For people."""
     rests = sum(look.at_rest for look in results.looks)
     yield f"{results.seconds / 60:.0f} minutes, {len(results.looks)} looks, {rests} of them at rest"
-    yield f"requests: {results.ends}; {results.evictions} evictions"
+    yield f"requests: {results.ends}; evictions: {results.evictions}"
     yield from (f"  failed at {line}" for line in results.failures[:10])
     yield f"{'':<14}{'RSS MiB':>9}{'private':>9}{'rises %':>9}{'most %':>9}  descriptors and threads at rest"
     for line in footprints.lifelines(results.looks, WARM_UP_SHARE * results.seconds):
@@ -254,6 +258,8 @@ def bars(results: Results) -> list[Bar]:
         made.append(Bar(f"rss_rises_from_{kind}_to_{kind}", rises, "percent", "<=", GROWTH_PERCENT))
     grown = (results.after_cycles_bytes - results.before_cycles_bytes) / 1e6
     made.append(Bar(f"authority_grew_in_{results.cycles}_cycles", grown, "MB", "<", CYCLES_MB))
+    wanted = results.evictions.get("memory wanted", 0)
+    made.append(Bar("evictions_for_memory", wanted, "number", ">=", results.seconds / 60))
     made.append(Bar("failed_requests", results.ends.get("failed", 0), "number", "<=", 0))
     return made
 
