@@ -24,6 +24,7 @@ from inference.authority import Authority
 from inference.core.plan import Refusal
 from inference.core.poison import SUSPICIOUS, Crash
 from inference.errors import InferenceError, InvalidRequestError, ModelFailed
+from inference.flow import Flow
 from inference.http import Headers, Out, Receive, Scope, Send
 from inference.model import Lease, Model, Ticket
 from inference.protocol import (
@@ -57,8 +58,6 @@ _EXIT_SECONDS = 0.5
 CONNECT_SECONDS = 5.0
 _PASSED_ON = (H_TENANT, H_KV, H_PRIORITY, H_PROBE)
 _PASSED_BACK = ("content-type", "retry-after", "x-should-retry")
-_FRAME_END = b"\n\n"
-_DATA = b"\ndata:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,55 +317,6 @@ def _passed(wish: Wish, headers: Headers) -> dict[str, str]:
     if (left := wish.milliseconds_left(asyncio.get_running_loop().time())) is not None:
         passed[H_DEADLINE] = str(left)
     return passed
-
-
-class Flow:
-    """The pieces of one stream on their way from the worker to the caller. A task is needed only where the caller reads
-    more slowly than the worker writes; then nothing more is read until what is here has left.
-    """
-
-    def __init__(self, answer: Answer, out: Out) -> None:
-        self.has_begun = False
-        """Whether anything was relayed but comments."""
-        self._answer = answer
-        self._out = out
-        self._kept: list[bytes] = []
-        self._last = _FRAME_END
-        self._ended = False
-        self._error: BrokenError | None = None
-        self._changed = asyncio.Event()
-
-    async def run(self) -> None:
-        """Returns after the last piece; raises BrokenError."""
-        self._answer.listen(self._on_piece, self._on_end)
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            while self._kept:
-                await self._out.data(self._kept[0])
-                del self._kept[0]  # only now, because what comes meanwhile has to wait behind it
-            if self._error is not None:
-                if not self._last.endswith(_FRAME_END):
-                    await self._out.data(_FRAME_END)  # or the error that follows would be read as the rest of a frame
-                raise self._error
-            if self._ended:
-                return
-            self._answer.resume()
-
-    def _on_piece(self, piece: bytes) -> None:
-        if not self.has_begun:
-            self.has_begun = not piece.startswith(b":") or _DATA in piece
-        self._last = piece
-        if not self._kept and self._out.takes_pieces:
-            self._out.piece(piece)
-        else:
-            self._kept.append(piece)
-            self._answer.pause()
-            self._changed.set()
-
-    def _on_end(self, error: BrokenError | None) -> None:
-        self._ended, self._error = error is None, error
-        self._changed.set()
 
 
 def _back(lease: Lease, headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:

@@ -13,8 +13,8 @@ import pytest
 from gateway.core.sse import SseSplitter
 from headgate.shared.hop import BrokenError
 from inference.errors import ModelFailed
+from inference.flow import Flow
 from inference.http import Out
-from inference.relay import Flow
 
 WHOLE = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from headgate.shared.hop import BrokenError
-from inference.relay import Flow
+from inference.flow import Flow
 
 
 class FakeAnswer:
