@@ -129,8 +129,8 @@ def balance_json(balance: Balance) -> dict[str, Any]:
     }
 
 
-def decision_json(decision: Placement | Refusal) -> dict[str, Any]:
-    """A decision as `/memory/plan` shows it."""
+def decision_json(decision: Placement | Refusal, lost: str = "") -> dict[str, Any]:
+    """A decision as `/memory/plan` shows it; `lost` says which accelerators are missing, and why."""
     common = {"result": str(decision.result), "trace": list(decision.trace)}
     if isinstance(decision, Placement):
         return {
@@ -144,7 +144,7 @@ def decision_json(decision: Placement | Refusal) -> dict[str, Any]:
         }
     return {
         **common,
-        "reason": decision.reason,
+        "reason": f"{decision.reason}; {lost}" if lost else decision.reason,
         "waits_for": list(decision.waits_for),
         "fix": dict(decision.fix) or None,
         "short": [

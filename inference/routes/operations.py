@@ -12,6 +12,7 @@ from inference.authority import Authority
 from inference.evictions import Action
 from inference.preload import preload
 from inference.protocol import Priority
+from inference.wishes import lost_for
 
 
 class PlanRequest(BaseModel):
@@ -46,9 +47,10 @@ def router(authority: Authority) -> APIRouter:
         model = authority.resolve(wanted.model)
         changes = wanted.model_dump(exclude={"model"}, exclude_none=True)
         decision, estimate = await authority.outlook.dry_run(model, changes)
+        lost, _ = lost_for(model.effective, authority.inventory.readings())
         return {
             "model": model.id,
-            **views.decision_json(decision),
+            **views.decision_json(decision, lost),
             "estimate": estimate.to_json() if estimate else None,
         }
 
