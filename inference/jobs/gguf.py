@@ -130,7 +130,9 @@ def _header(file: BinaryIO) -> tuple[dict[str, Any], dict[str, int], list[tuple[
     """Scalars and short arrays by key; the lengths of all arrays; name, type, values and offset of every tensor."""
     magic = file.read(4)
     if magic != MAGIC:
-        raise BadGgufError(f"it does not begin with GGUF but with {magic!r}" if magic else "it is empty")
+        raise BadGgufError(
+            f"it does not begin with GGUF but with {magic!r}" if magic else "it is empty, and does not begin with GGUF"
+        )
     version, tensor_count, entry_count = struct.unpack("<IQQ", file.read(20))
     if version not in (2, 3):
         raise BadGgufError(f"its GGUF version is {version}; 2 and 3 are known")
