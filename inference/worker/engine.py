@@ -192,7 +192,8 @@ class Engine:
     def _step(self) -> None:
         decoding, prompts = self._scheduler.load
         allowed = self._pace.seconds(decoding, prompts)
-        step = self._scheduler.plan(self._clock(), self._pace.budget(allowed))
+        budget = self._pace.budget(allowed, self._scheduler.unread if prompts else 0)
+        step = self._scheduler.plan(self._clock(), budget)
         for job in step.expired:
             self._end(job, WorkerError(Code.DEADLINE_EXCEEDED, "the model did not start to answer within the deadline"))
         for operation in step.operations:
@@ -224,7 +225,7 @@ class Engine:
             if row.sample or row.every:
                 self._advance(running, row, index)
         seconds = self.pulse.end()
-        self._pace = self._pace.observe(step.prefill, step.tokens, seconds, allowed, decoding=decoding > 0)
+        self._pace = self._pace.observe(step.prefill, step.tokens, seconds, allowed, decoding=decoding, prompts=prompts)
 
     def _advance(self, running: _Running, row: Row, index: int) -> None:
         """Reads the logits of a row that was computed, the last of them at batch index `index`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.worker.core.crew import FIRST_PAUSE, GLIMPSE, LONGEST_PAUSE, SETTLING, WINDOW, Crew
+from inference.worker.core.crew import FIRST_PAUSE, LONGEST_PAUSE, SETTLING, WINDOW, Crew
 
 TRIAL = SETTLING + WINDOW
 COSTS = st.tuples(st.floats(1e-4, 0.1), st.floats(1e-4, 0.1))
@@ -34,9 +34,9 @@ def test_the_faster_way_is_found_and_the_other_one_seldom_taken(costs: tuple[flo
 
 @given(st.integers(1, 32))
 def test_a_trial_in_vain_is_a_short_one(rows: int) -> None:
-    """Where a step with a thread fewer takes twice as long, few are spent on finding that out."""
+    """Where a step with a thread fewer takes twice as long, one is spent on finding that out."""
     _, spared = driven(Crew(), (0.01, 0.02), FIRST_PAUSE + 4 * TRIAL, rows)
-    assert spared.count(1) == SETTLING + GLIMPSE
+    assert spared.count(1) == 1
 
 
 @given(COSTS, st.integers(0, 3000))

@@ -19,7 +19,7 @@ from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, SamplerShop
 
 
 def test_a_step_that_was_too_long_shrinks_the_budget_whatever_it_used() -> None:
-    pace = Pace(2048, 2048).observe(800, 800, 10 * STEP_SECONDS, STEP_SECONDS, decoding=True)
+    pace = Pace(2048, 2048).observe(800, 800, 10 * STEP_SECONDS, STEP_SECONDS, decoding=1, prompts=1)
     assert pace.tokens == 80
 
 

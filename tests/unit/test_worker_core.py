@@ -16,6 +16,8 @@ from inference.worker.core.scheduler import Scheduler
 from inference.worker.core.steps import Copy, Job, Limits, Remove
 from inference.worker.core.stops import StopFilter
 
+ALONE = {"decoding": 0, "prompts": 1}
+
 LIMITS = Limits(slots=2, context=20, batch=8, queue=2)
 
 
@@ -86,15 +88,19 @@ def test_a_batch_has_room_for_a_prompt_beside_all_others_that_decode() -> None:
 def test_prompt_pieces_grow_and_shrink_towards_their_time() -> None:
     pace = Pace.first(2048)
     for _ in range(10):
-        pace = pace.observe(budget := pace.budget(STEP_SECONDS), budget, STEP_SECONDS / 4, STEP_SECONDS, decoding=False)
+        pace = pace.observe(
+            budget := pace.budget(STEP_SECONDS), budget, STEP_SECONDS / 4, STEP_SECONDS, decoding=0, prompts=1
+        )
     assert pace.budget(STEP_SECONDS) == 2048
     for _ in range(10):
-        pace = pace.observe(budget := pace.budget(STEP_SECONDS), budget, STEP_SECONDS * 9, STEP_SECONDS, decoding=False)
+        pace = pace.observe(
+            budget := pace.budget(STEP_SECONDS), budget, STEP_SECONDS * 9, STEP_SECONDS, decoding=0, prompts=1
+        )
     assert pace.budget(STEP_SECONDS) == SMALLEST
     settled = Pace(2048, 1000)
 
     def after(prompt_tokens: int, seconds: float) -> Pace:
-        return settled.observe(prompt_tokens, prompt_tokens, seconds, STEP_SECONDS, decoding=False)
+        return settled.observe(prompt_tokens, prompt_tokens, seconds, STEP_SECONDS, decoding=0, prompts=1)
 
     assert after(1000, STEP_SECONDS) == settled
     assert after(0, 100.0) == settled, "a step that prefills nothing tells nothing"
@@ -104,7 +110,7 @@ def test_prompt_pieces_grow_and_shrink_towards_their_time() -> None:
 
 
 def test_what_decodes_takes_its_part_of_a_steps_time() -> None:
-    pace = Pace(2048, 1000).observe(600, 800, STEP_SECONDS, STEP_SECONDS, decoding=True)
+    pace = Pace(2048, 1000).observe(600, 800, STEP_SECONDS, STEP_SECONDS, decoding=1, prompts=1)
     assert pace.tokens == 800
 
 
@@ -119,21 +125,29 @@ def test_few_streams_are_held_up_longer_for_many_prompts() -> None:
     assert pace.budget(LONGEST_SECONDS) == 2048
 
 
+def test_a_small_remainder_is_taken_along() -> None:
+    """It would be another step that holds everybody up; a large one is none of this step's."""
+    pace = Pace(2048, 400)
+    assert [pace.budget(STEP_SECONDS, left) for left in (0, 300, 401, 500, 501, 4000)] == [400, 400, 401, 500, 400, 400]
+    assert Pace(450, 400).budget(STEP_SECONDS, 460) == 400, "a batch has its size"
+
+
 def test_streams_that_were_held_up_catch_up_before_they_are_held_up_so_long_again() -> None:
     pace = Pace(2048, 1000)
     held = 0
     while (allowed := pace.seconds(1, 1)) == STEP_SECONDS:
-        pace = pace.observe(1000, 1000, STEP_SECONDS, allowed, decoding=True)
+        pace = pace.observe(1000, 1000, STEP_SECONDS, allowed, decoding=1, prompts=1)
         held += 1
     assert held == pytest.approx(CREDIT_SECONDS / (STEP_SECONDS - MIXED_SECONDS), abs=1)
     while pace.credit_seconds:
-        pace = pace.observe(1000, 1000, STEP_SECONDS, STEP_SECONDS, decoding=True)
-    assert pace.seconds(1, 9) == MIXED_SECONDS
+        pace = pace.observe(1000, 1000, STEP_SECONDS, STEP_SECONDS, decoding=1, prompts=1)
+    assert pace.seconds(9, 9) == MIXED_SECONDS
+    assert pace.seconds(2, 6) == pytest.approx(3 * MIXED_SECONDS), "more wait for it than are held up"
     for _ in range(4):
-        pace = pace.observe(0, 1, 0.01, MIXED_SECONDS, decoding=True)
+        pace = pace.observe(0, 1, 0.01, MIXED_SECONDS, decoding=1, prompts=1)
     assert pace.seconds(1, 1) == pytest.approx(STEP_SECONDS)
     drained = Pace(2048, 1000, 0.0)
-    idle = drained.observe(0, 0, 0.01, STEP_SECONDS, decoding=False)
+    idle = drained.observe(0, 0, 0.01, STEP_SECONDS, decoding=0, prompts=1)
     assert idle.credit_seconds == CREDIT_SECONDS, "nobody was there to wait"
-    kept = drained.observe(200, 200, MIXED_SECONDS, MIXED_SECONDS, decoding=True)
+    kept = drained.observe(200, 200, MIXED_SECONDS, MIXED_SECONDS, decoding=1, prompts=1)
     assert kept.credit_seconds == pytest.approx(0.0)

@@ -13,8 +13,8 @@ from statistics import median
 WINDOW = 8
 """Steps that are compared with as many of the other way."""
 
-GLIMPSE = 2
-"""Steps of a trial after which it ends, if even the shortest of them took longer than is usual the other way."""
+HOPELESS = 1.5
+"""A single step of a trial that takes so many times what is usual the other way ends it."""
 
 SETTLING = 2
 """Steps after a change that are not looked at: threads are made and caches filled."""
@@ -53,12 +53,13 @@ class Crew:
         """After a step that computed one token of each of `rows` sequences in `seconds`."""
         if rows != self.rows:
             return self._other_load(rows)
+        if self.is_trying and seconds > HOPELESS * median(self.before):
+            return self._judged(seconds)
         if self.settling:
             return replace(self, settling=self.settling - 1)
         took = (*self.took, seconds)[-WINDOW:]
         if self.is_trying:
-            in_vain = len(took) >= GLIMPSE and min(took) > median(self.before)
-            return self._judged(median(took)) if in_vain or len(took) == WINDOW else replace(self, took=took)
+            return replace(self, took=took) if len(took) < WINDOW else self._judged(median(took))
         waited = replace(self, took=took, until_trial=max(0, self.until_trial - 1))
         if len(took) < WINDOW:
             return waited

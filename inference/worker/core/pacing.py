@@ -22,14 +22,24 @@ CREDIT_SECONDS = 4.0
 """How much more than that prompts may take in all before streams have had steps to catch up in. Requests that come
 together are so computed at once: paused once, a stream is faster afterwards than one that is held up at every token."""
 
+STRETCH = 1.25
+"""A step takes so many times what it should, where nothing of any prompt is left then: a remainder would hold up once
+more everybody who had a first token in this one."""
+
 SMALLEST = 32
 """Where even these take longer they are taken all the same; also where learning begins."""
+
+
+def weight(decoding: int, prompts: int) -> float:
+    """What a second counts in which so many streams are held up for so many prompts: less the more wait for it."""
+    return min(1.0, decoding / max(1, prompts))
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
     """`tokens` of prompts take STEP_SECONDS, as far as is known; a step carries at most `most`. `credit_seconds` is
-    what decoding sequences may still be held up beyond MIXED_SECONDS a step.
+    what decoding sequences may still be held up beyond MIXED_SECONDS a step; a second in which more wait for a first
+    token than for a next one counts in that proportion (`weight`).
 
     With costs that stay as they are, prompts take no longer than they may: a step is never trusted to carry more than
     the one measured last would have carried in that time, and what is known at most doubles. A token of a prompt is
@@ -48,14 +58,18 @@ class Pace:
     def seconds(self, decoding: int, prompts: int) -> float:
         """What `prompts` of the next step may take beside so many `decoding` sequences."""
         worth = min(STEP_SECONDS * max(1.0, prompts / max(1, decoding)), LONGEST_SECONDS)
-        return min(worth, MIXED_SECONDS + self.credit_seconds) if decoding else worth
+        return min(worth, (MIXED_SECONDS + self.credit_seconds) / weight(decoding, prompts)) if decoding else worth
 
-    def budget(self, seconds: float) -> int:
-        """Tokens of prompts for a step in which they may take so long."""
-        return min(self.most, max(SMALLEST, int(self.tokens * seconds / STEP_SECONDS)))
+    def budget(self, seconds: float, left: int = 0) -> int:
+        """Tokens of prompts for a step in which they may take so long; all that are `left`, if those are few more."""
+        fitting = min(self.most, max(SMALLEST, int(self.tokens * seconds / STEP_SECONDS)))
+        return left if fitting < left <= min(self.most, int(fitting * STRETCH)) else fitting
 
-    def observe(self, prompt_tokens: int, all_tokens: int, seconds: float, allowed: float, *, decoding: bool) -> Pace:
-        """The pace after a step that took `seconds` and whose prompts were `allowed` so many.
+    def observe(
+        self, prompt_tokens: int, all_tokens: int, seconds: float, allowed: float, *, decoding: int, prompts: int
+    ) -> Pace:
+        """The pace after a step that took `seconds` and whose prompts were `allowed` so many; for the last two see
+        `seconds`.
 
         A short step that carried less than half of what it might tells nothing of the costs. Where nobody decoded
         nobody was held up, and whoever decodes next has not been.
@@ -63,7 +77,8 @@ class Pace:
         spent = seconds * prompt_tokens / max(1, all_tokens)
         credit = CREDIT_SECONDS
         if decoding:
-            credit = min(CREDIT_SECONDS, max(0.0, self.credit_seconds + MIXED_SECONDS - spent))
+            held_up = spent * weight(decoding, prompts)
+            credit = min(CREDIT_SECONDS, max(0.0, self.credit_seconds + MIXED_SECONDS - held_up))
         known = replace(self, credit_seconds=credit)
         few = prompt_tokens * 2 < self.budget(allowed)
         if prompt_tokens == 0 or (few and spent <= allowed):

@@ -81,6 +81,13 @@ class Scheduler:
         return decoding, min(self.limits.slots, len(self._running) + len(self._waiting)) - decoding
 
     @property
+    def unread(self) -> int:
+        """Tokens, at most, that prompts with a slot or about to find one have left to be computed."""
+        free = self.limits.slots - len(self._running)
+        here = sum([self._left(run) for run in self._running if run.phase is Phase.PREFILL])
+        return here + sum([len(run.tokens) for run in self._waiting[:free]])
+
+    @property
     def queued(self) -> int:
         """Jobs without a slot."""
         return len(self._runs) - len(self._running)
