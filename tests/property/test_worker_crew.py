@@ -39,6 +39,18 @@ def test_a_trial_in_vain_is_a_short_one(rows: int) -> None:
     assert spared.count(1) == 1
 
 
+def test_threads_that_have_to_be_made_are_waited_for() -> None:
+    """The first steps with all of them take five times as long, and then they are faster: all are used again."""
+    crew = Crew(spared=1)
+    since, before = SETTLING, 1
+    for _ in range(FIRST_PAUSE + 4 * TRIAL):
+        since = since + 1 if crew.spared == before else 0
+        before = crew.spared
+        slow = 5.0 if crew.spared == 0 and since < SETTLING else 1.0
+        crew = crew.observe(1, (0.01, 0.02)[crew.spared] * slow)
+    assert crew.spared == 0
+
+
 @given(COSTS, st.integers(0, 3000))
 def test_a_change_of_the_machine_is_noticed_at_once_where_it_hurts(costs: tuple[float, float], quiet: int) -> None:
     """What suddenly takes far longer is held against the other way within a window and a trial."""

@@ -14,7 +14,8 @@ WINDOW = 8
 """Steps that are compared with as many of the other way."""
 
 HOPELESS = 1.5
-"""A single step of a trial that takes so many times what is usual the other way ends it."""
+"""A single step with a thread fewer that takes so many times what is usual ends its trial. The first steps with one
+more say nothing: the thread has to be made."""
 
 SETTLING = 2
 """Steps after a change that are not looked at: threads are made and caches filled."""
@@ -53,7 +54,7 @@ class Crew:
         """After a step that computed one token of each of `rows` sequences in `seconds`."""
         if rows != self.rows:
             return self._other_load(rows)
-        if self.is_trying and seconds > HOPELESS * median(self.before):
+        if self.is_trying and self.spared and seconds > HOPELESS * median(self.before):
             return self._judged(seconds)
         if self.settling:
             return replace(self, settling=self.settling - 1)
