@@ -12,13 +12,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway.core.frames import Endpoint
+from gateway.dialects.base import Dialect
+from gateway.dialects.openai import OpenAIDialect
 from gateway.edge import Edge
 from gateway.errors import GatewayError, RefusedError, RequestError
 from gateway.exchange import exchange_of
 from gateway.responses import error_response
-from gateway.routes import admin, chat, completions, description, embeddings, health, models, rerank
+from gateway.routes import admin, description, health, models
 from gateway.runtime import Runtime
+from gateway.serve import Generation
 from inference.protocol import Code
+
+DIALECTS: tuple[Dialect, ...] = tuple(OpenAIDialect(endpoint) for endpoint in Endpoint)
+"""The public APIs; each has a path of its own."""
 
 
 def make_app(runtime: Runtime) -> Edge:
@@ -33,12 +40,7 @@ def make_app(runtime: Runtime) -> Edge:
             await runtime.stop()
 
     app = FastAPI(title="Headgate gateway", openapi_url=None, redirect_slashes=False, lifespan=lifespan)
-    hot = {
-        chat.PATH: chat.chat(runtime),
-        completions.PATH: completions.completions(runtime),
-        embeddings.PATH: embeddings.embeddings(runtime),
-        rerank.PATH: rerank.rerank(runtime),
-    }
+    hot = {dialect.path: Generation(runtime, dialect) for dialect in DIALECTS}
     for path, endpoint in hot.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))  # for the 405 of other methods
     for part in (health, models, admin):
@@ -48,13 +50,14 @@ def make_app(runtime: Runtime) -> Edge:
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(Exception, _on_defect)
-    return Edge(app, hot, runtime.config.host)
+    return Edge(app, hot, {dialect.path: dialect.error for dialect in DIALECTS}, runtime.config.host)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, GatewayError)
-    exchange_of(request.scope).reason = str(error.code)
-    return error_response(error)
+    exchange = exchange_of(request.scope)
+    exchange.reason = str(error.code)
+    return error_response(exchange, error)
 
 
 async def _on_http(request: Request, error: Exception) -> Response:

@@ -15,7 +15,7 @@ from gateway.breakers import Lease
 from gateway.core.assemble import Assembly
 from gateway.core.budget import Due
 from gateway.core.chain import Candidate
-from gateway.core.frames import Comment, Data, DeltaKind, Done, Frame
+from gateway.core.frames import Comment, Data, Done, Frame
 from gateway.core.outcome import End, Failure, Ignore, Next, Observation, Reason, Success, Verdict, judge
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.explain import Tried
@@ -164,12 +164,3 @@ def outcome_name(verdict: Verdict, seen: Observation) -> str:
     if seen.is_local and seen.code is not None:
         return seen.code if seen.code in _CODES else "error"
     return f"status_{seen.status}" if seen.status is not None else str(seen.kind)
-
-
-def relayed(frame: Frame, include_usage: bool) -> bytes | None:
-    """The bytes of a frame for the caller, None for one that it did not ask for."""
-    if isinstance(frame, Data):
-        if frame.kind is DeltaKind.USAGE and not include_usage:
-            return None
-        return b"data: " + frame.payload + b"\n\n"
-    return frame.frame if isinstance(frame, Comment) else None

@@ -9,6 +9,7 @@ import ipaddress
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 from gateway.errors import GatewayError, RequestError
 from gateway.exchange import ClientLeftError, Message, Receive, Scope, Send, new_exchange, send_error
@@ -17,6 +18,7 @@ from inference.protocol import Code
 log = logging.getLogger("gateway.edge")
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+ErrorBody = Callable[[GatewayError], dict[str, Any]]
 
 _ONCE = frozenset({b"host", b"authorization", b"x-api-key", b"content-length"})
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]]*)(?::\d*)?")
@@ -45,15 +47,17 @@ def _repeated(scope: Scope) -> str | None:
 
 
 class Edge:
-    """Wraps the application. `hot` are the paths whose POST goes straight to an application of its own.
+    """Wraps the application. `hot` are the paths whose POST goes straight to an application of its own, `errors` how
+    errors are told on paths that have an envelope of their own.
 
     `bound_host` is the address the gateway listens on. While that is loopback, only requests that name loopback as
     their Host are served: a web page whose name was made to point here (DNS rebinding) is turned away.
     """
 
-    def __init__(self, app: App, hot: Mapping[str, App], bound_host: str) -> None:
+    def __init__(self, app: App, hot: Mapping[str, App], errors: Mapping[str, ErrorBody], bound_host: str) -> None:
         self._app = app
         self._hot = hot
+        self._errors = errors
         self._check_host = is_loopback(bound_host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,6 +66,7 @@ class Edge:
             await self._app(scope, receive, send)
             return
         exchange = new_exchange(scope)
+        exchange.error_body = self._errors.get(scope["path"], GatewayError.body)
         scope.setdefault("state", {})
         scope["state"]["exchange"] = exchange
 
@@ -84,14 +89,14 @@ class Edge:
         except GatewayError as error:
             if exchange.reason == "none":
                 exchange.reason = str(error.code)
-            await send_error(send_on, error)
+            await send_error(send_on, exchange, error)
         except ClientLeftError:
             log.debug("request %s: the client left while sending", exchange.request_id)
         except Exception:
             log.exception("request %s: %s %s", exchange.request_id, scope["method"], scope["path"])
             if not exchange.started:
                 said = f"the gateway failed at this request; its log has the reason under {exchange.request_id}"
-                await send_error(send_on, GatewayError(Code.INTERNAL_ERROR, said))
+                await send_error(send_on, exchange, GatewayError(Code.INTERNAL_ERROR, said))
 
     def _host_is_ours(self, header: str) -> bool:
         match = _HOST.fullmatch(header)

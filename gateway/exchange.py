@@ -66,6 +66,8 @@ class Exchange:
     started: bool = False
     wire: wire.Wire | None = None
     """Where pieces of an answer that has begun can be written at once; None under a server that has none."""
+    error_body: Callable[[GatewayError], dict[str, Any]] = GatewayError.body
+    """How errors are told to clients of the path that was asked."""
 
     @property
     def overhead_seconds(self) -> float:
@@ -167,6 +169,6 @@ async def send_bytes(
     await send({"type": "http.response.body", "body": b"" if head else body})
 
 
-async def send_error(send: Send, error: GatewayError) -> None:
-    """`error` in the OpenAI envelope."""
-    await send_bytes(send, error.status, orjson.dumps(error.body()), [_JSON, *error_headers(error)])
+async def send_error(send: Send, exchange: Exchange, error: GatewayError) -> None:
+    """`error` as clients of the path know it."""
+    await send_bytes(send, error.status, orjson.dumps(exchange.error_body(error)), [_JSON, *error_headers(error)])

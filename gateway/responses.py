@@ -8,7 +8,7 @@ import orjson
 from starlette.responses import Response
 
 from gateway.errors import GatewayError
-from gateway.exchange import error_headers
+from gateway.exchange import Exchange, error_headers
 
 
 def json_response(content: Any, status: int = 200) -> Response:
@@ -16,9 +16,8 @@ def json_response(content: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(content), status_code=status, media_type="application/json")
 
 
-def error_response(error: GatewayError) -> Response:
-    """`error` in the OpenAI envelope."""
+def error_response(exchange: Exchange, error: GatewayError) -> Response:
+    """`error` as clients of the path know it."""
     headers = {name.decode(): value.decode() for name, value in error_headers(error)}
-    return Response(
-        orjson.dumps(error.body()), status_code=error.status, headers=headers, media_type="application/json"
-    )
+    body = orjson.dumps(exchange.error_body(error))
+    return Response(body, status_code=error.status, headers=headers, media_type="application/json")

@@ -14,15 +14,13 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-import orjson
-
 from gateway.attempt import Attempt
 from gateway.attempts import Caller, Request
 from gateway.auth import Key
 from gateway.core.chain import LOCAL, Found, find_route
-from gateway.core.frames import Endpoint
 from gateway.core.outcome import End
-from gateway.core.requests import InferenceRequest, parse
+from gateway.core.requests import InferenceRequest
+from gateway.dialects.base import Asked, Dialect
 from gateway.errors import GatewayError, RefusedError, RequestError
 from gateway.exchange import ClientLeftError, Exchange, Receive, Scope, Send, exchange_of, read_body, send_bytes
 from gateway.explain import Record
@@ -38,16 +36,16 @@ READ_TIMEOUT_HEADER = "x-stainless-read-timeout"
 
 
 class Generation:
-    """The ASGI application behind one `/v1/` path."""
+    """The ASGI application behind the path of one public API."""
 
-    def __init__(self, runtime: Runtime, endpoint: Endpoint) -> None:
+    def __init__(self, runtime: Runtime, dialect: Dialect) -> None:
         self._runtime = runtime
-        self._endpoint = endpoint
+        self._dialect = dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
         exchange = exchange_of(scope)
-        record = Record(exchange.request_id, time.time(), f"/v1/{self._endpoint}")
+        record = Record(exchange.request_id, time.time(), self._dialect.path)
         try:
             with self._runtime.generation():
                 await self._serve(exchange, record, receive, send)
@@ -66,8 +64,9 @@ class Generation:
         runtime = self._runtime
         key, tenant = runtime.keys.admit(exchange.headers, "use")
         raw = await read_body(receive, exchange.headers, runtime.config.max_body)
-        request = parse(self._endpoint, raw)
+        asked = self._dialect.parse(raw)
         del raw
+        request = asked.request
         caller = _caller(exchange, key, tenant)
         record.asked, record.stream, record.key = request.model, request.stream, key.name
         record.priority = caller.priority
@@ -76,11 +75,11 @@ class Generation:
         runtime.ring.add(record)
         presence = runtime.presences.watch(receive)
         with presence:
-            await self._answer(request, found, caller, presence, exchange, record, send)
+            await self._answer(asked, found, caller, presence, exchange, record, send)
 
     async def _answer(
         self,
-        request: InferenceRequest,
+        asked: Asked,
         found: Found,
         caller: Caller,
         presence: Presence,
@@ -89,7 +88,7 @@ class Generation:
         send: Send,
     ) -> None:
         """Waits for a place, runs the chain and sends what comes; the client's leaving ends it quietly."""
-        runtime = self._runtime
+        runtime, request = self._runtime, asked.request
         caller = replace(caller, why_cancelled=presence.why_cancelled)
         queued = time.monotonic()
         try:
@@ -107,10 +106,10 @@ class Generation:
                     except BaseException as error:
                         await attempt.abandon(error)
                         raise
-                    record.outcome = await self._relay(attempt, request, presence, exchange, send)
+                    record.outcome = await self._relay(attempt, asked, presence, exchange, send)
                     return
                 with _timed(job, exchange):
-                    body = orjson.dumps(await job.whole()) if request.endpoint.streams else await job.unary()
+                    body = asked.whole(await job.whole()) if request.endpoint.streams else await job.unary()
                 self._note(job, exchange, record)
             presence.release()
             record.outcome = "success"
@@ -122,10 +121,8 @@ class Generation:
             if presence.reason is End.SHUTTING_DOWN and not exchange.started:
                 raise RefusedError(Code.SHUTTING_DOWN, "the gateway stops; ask again", retry_after=1.0) from None
 
-    async def _relay(
-        self, attempt: Attempt, request: InferenceRequest, presence: Presence, exchange: Exchange, send: Send
-    ) -> str:
-        return await relay(attempt, send, presence, self._runtime.telemetry, request.include_usage, exchange.wire)
+    async def _relay(self, attempt: Attempt, asked: Asked, presence: Presence, exchange: Exchange, send: Send) -> str:
+        return await relay(attempt, send, presence, self._runtime.telemetry, asked.writer(), exchange.wire)
 
     def _note(self, job: Request, exchange: Exchange, record: Record) -> None:
         """Fills what the response's headers tell."""

@@ -8,18 +8,17 @@ from __future__ import annotations
 import asyncio
 import time
 
-import orjson
-
-from gateway.attempt import Attempt, relayed
+from gateway.attempt import Attempt
 from gateway.core.frames import Comment, Done, Frame
 from gateway.core.outcome import End
+from gateway.dialects.base import Writer
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.exchange import Send
 from gateway.listening import ExpiredError
 from gateway.presence import Presence
 from gateway.telemetry import Telemetry
 from headgate.shared.wire import Wire
-from inference.protocol import DONE, Code, error_body
+from inference.protocol import Code
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -33,7 +32,7 @@ async def relay(
     send: Send,
     presence: Presence,
     telemetry: Telemetry,
-    include_usage: bool,
+    writer: Writer,
     wire: Wire | None = None,
 ) -> str:
     """Sends status, headers and the rest of `attempt`, settles it and closes it; returns the outcome's name.
@@ -55,7 +54,7 @@ async def relay(
             return False
         observe(frames[0])
         attempt.note_begun()
-        wire.write(_bytes(frames, include_usage))
+        wire.write(writer.write(frames))
         return True
 
     try:
@@ -64,7 +63,7 @@ async def relay(
         before = time.perf_counter()
         attempt.listening.pass_on(pass_on)
         while not isinstance(frames[-1], Done):
-            if body := _bytes(frames, include_usage):
+            if body := writer.write(frames):
                 await send({"type": "http.response.body", "body": body, "more_body": True})
             frames = [await attempt.listening.next()]
             observe(frames[0])
@@ -72,20 +71,21 @@ async def relay(
             attempt.note_begun()
         attempt.succeed()
         presence.release()
-        await send({"type": "http.response.body", "body": _bytes(frames, include_usage) + DONE})
+        await send({"type": "http.response.body", "body": writer.write(frames[:-1]) + writer.end()})
     except asyncio.CancelledError as error:
         attempt.settle_error(error)
         if not presence.absorb():
             raise
         if presence.reason is End.CLIENT_LEFT:
             return str(End.CLIENT_LEFT)
-        await _end_honestly(send, presence, Code.SHUTTING_DOWN, "the gateway stops; ask again for the whole answer")
+        said = "the gateway stops; ask again for the whole answer"
+        await _end_honestly(send, presence, writer.broke(Code.SHUTTING_DOWN, said))
         return str(End.SHUTTING_DOWN)
     except (UpstreamError, ExpiredError) as error:
         _, _, said = attempt.settle_error(error)
         telemetry.resume.labels("not_tried").inc()
         name = attempt.candidate.name
-        await _end_honestly(send, presence, _code_of(error), f"the answer of {name} broke off: {said}")
+        await _end_honestly(send, presence, writer.broke(_code_of(error), f"the answer of {name} broke off: {said}"))
         return "broken"
     except BaseException as error:
         attempt.settle_error(error)
@@ -95,19 +95,12 @@ async def relay(
     return "success"
 
 
-def _bytes(frames: list[Frame], include_usage: bool) -> bytes:
-    """`frames` as they go out: what came together leaves in one write."""
-    return b"".join(body for frame in frames if (body := relayed(frame, include_usage)) is not None)
-
-
 def _code_of(error: UpstreamError | ExpiredError) -> str:
     if isinstance(error, ExpiredError) or error.kind is UpstreamKind.TIMEOUT:
         return Code.DEADLINE_EXCEEDED
     return error.code or Code.MODEL_FAILED
 
 
-async def _end_honestly(send: Send, presence: Presence, code: str, message: str) -> None:
-    known = Code(code) if code in frozenset(Code) else code
-    frame = b"data: " + orjson.dumps(error_body(known, message)) + b"\n\n"
+async def _end_honestly(send: Send, presence: Presence, last: bytes) -> None:
     presence.release()
-    await send({"type": "http.response.body", "body": frame})
+    await send({"type": "http.response.body", "body": last})

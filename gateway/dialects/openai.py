@@ -1,0 +1,72 @@
+"""OpenAI's own API, which is also the inner dialect: bytes are relayed as they came; translates nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from gateway.core.frames import Comment, Data, DeltaKind, Endpoint, Frame
+from gateway.core.requests import InferenceRequest, parse
+from gateway.errors import GatewayError
+from inference.protocol import DONE, Code, error_body
+
+
+class OpenAIWriter:
+    """Relays payloads and comments; the usage chunk only to callers that asked for it."""
+
+    def __init__(self, include_usage: bool) -> None:
+        self._include_usage = include_usage
+
+    def write(self, frames: Sequence[Frame]) -> bytes:
+        """See `gateway.dialects.base.Writer`."""
+        return b"".join([self._bytes(frame) for frame in frames])
+
+    def end(self) -> bytes:
+        """See `gateway.dialects.base.Writer`."""
+        return DONE
+
+    def broke(self, code: str, message: str) -> bytes:
+        """See `gateway.dialects.base.Writer`."""
+        known = Code(code) if code in frozenset(Code) else code
+        return b"data: " + orjson.dumps(error_body(known, message)) + b"\n\n"
+
+    def _bytes(self, frame: Frame) -> bytes:
+        if isinstance(frame, Data):
+            if frame.kind is DeltaKind.USAGE and not self._include_usage:
+                return b""
+            return b"data: " + frame.payload + b"\n\n"
+        return frame.frame if isinstance(frame, Comment) else b""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    request: InferenceRequest
+
+    def writer(self) -> OpenAIWriter:
+        return OpenAIWriter(self.request.include_usage)
+
+    def whole(self, answer: dict[str, Any]) -> bytes:
+        return orjson.dumps(answer)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAIDialect:
+    """`/v1/` and the endpoint's own name."""
+
+    endpoint: Endpoint
+
+    @property
+    def path(self) -> str:
+        """See `gateway.dialects.base.Dialect`."""
+        return f"/v1/{self.endpoint}"
+
+    def parse(self, raw: bytes) -> _Asked:
+        """See `gateway.dialects.base.Dialect`."""
+        return _Asked(parse(self.endpoint, raw))
+
+    def error(self, error: GatewayError) -> dict[str, Any]:
+        """See `gateway.dialects.base.Dialect`."""
+        return error.body()
