@@ -151,8 +151,12 @@ def test_an_account_that_does_not_add_up_is_seen(changed: dict[str, int], is_tol
 
 
 def test_a_model_on_the_cpu_is_seen() -> None:
-    models = {name: ModelStatus(name, ModelState.READY, devices=(name,)) for name in ("cpu", "gpu-0")}
-    assert on_cpu(models) == ["cpu is on cpu"]
+    here = {state.value: ModelStatus(state.value, state, devices=("cpu",)) for state in ModelState}
+    kept = {name: here.pop(name) for name in ("offloading", "warm")}
+    there = {"elsewhere": ModelStatus("elsewhere", ModelState.READY, devices=("gpu-0",))}
+    assert on_cpu({**kept, **there}) == []
+    assert on_cpu({**kept, **here, **there}) == [f"{name} is on cpu" for name in here]
+    assert "ready is on cpu" in on_cpu({**kept, **here})
 
 
 def test_models_on_their_way_and_queues_are_watched() -> None:

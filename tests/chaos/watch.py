@@ -20,6 +20,8 @@ STUCK_SECONDS = 45.0
 """No model changes its state, and nobody waits, for longer than this without an end: beyond every deadline in force."""
 STRAY_SECONDS = 6.0
 PARTS = ("free", "foreign", "reserved", "resident", "releasing")
+KEPT = frozenset({"offloading", "warm"})
+"""States in which a model holds no device memory and computes nothing."""
 PASSING = frozenset({"loading", "draining", "offloading", "restoring", "unloading"})
 
 
@@ -108,8 +110,14 @@ def unbalanced(devices: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def on_cpu(models: Mapping[str, ModelStatus]) -> list[str]:
-    """Models that are where nobody wants them: on the CPU of a machine with accelerators, whatever their state."""
-    return [f"{name} is on {', '.join(one.devices)}" for name, one in models.items() if "cpu" in one.devices]
+    """Models that are where nobody wants them: on the CPU of a machine with accelerators. What is kept warm, or on its
+    way there, is in host memory and computes nothing.
+    """
+    return [
+        f"{name} is on {', '.join(one.devices)}"
+        for name, one in models.items()
+        if "cpu" in one.devices and one.state not in KEPT
+    ]
 
 
 def waiting(models: Mapping[str, ModelStatus]) -> dict[str, str]:
