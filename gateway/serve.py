@@ -64,7 +64,7 @@ class Generation:
         runtime = self._runtime
         key, tenant = runtime.keys.admit(exchange.headers, "use")
         raw = await read_body(receive, exchange.headers, runtime.config.max_body)
-        asked = self._dialect.parse(raw)
+        asked = self._dialect.parse(raw, key.digest.hex())
         del raw
         request = asked.request
         caller = _caller(exchange, key, tenant)

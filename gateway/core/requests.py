@@ -210,7 +210,7 @@ def schema(endpoint: Endpoint) -> dict[str, Any]:
 
 def parse(endpoint: Endpoint, raw: bytes) -> InferenceRequest:
     """The typed request in `raw`; raises RequestError (400) naming the field and what to write instead."""
-    body = _parse_json(raw)
+    body = parse_json(raw)
     known = _FIELDS[endpoint]
     for name in ("model", *_NEEDED[endpoint]):
         if body.get(name) is None:
@@ -226,6 +226,11 @@ def parse(endpoint: Endpoint, raw: bytes) -> InferenceRequest:
         if value is not None:
             check.run(value, name)
     _check_together(endpoint, body)
+    return typed(endpoint, body, len(raw))
+
+
+def typed(endpoint: Endpoint, body: Mapping[str, Any], size_bytes: int) -> InferenceRequest:
+    """The request of a checked `body`; `size_bytes` is what the caller sent."""
     options = body.get("stream_options") or {}
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     needs = needs_of_messages(body) if endpoint is Endpoint.CHAT else frozenset[str]()
@@ -237,7 +242,7 @@ def parse(endpoint: Endpoint, raw: bytes) -> InferenceRequest:
         body=body,
         needs=needs if endpoint.streams else frozenset({str(endpoint)}),
         max_tokens=limit,
-        size_bytes=len(raw),
+        size_bytes=size_bytes,
         is_plain=(body.get("n") or 1) == 1
         and not body.get("logprobs")
         and "tools" not in needs
@@ -267,7 +272,8 @@ def _check_together(endpoint: Endpoint, body: Mapping[str, Any]) -> None:
         f.refuse("best_of", "`best_of` must be at least `n`")
 
 
-def _parse_json(raw: bytes) -> dict[str, Any]:
+def parse_json(raw: bytes) -> dict[str, Any]:
+    """The object in `raw`; raises RequestError for what is none or nests too deep."""
     if not raw.strip():
         raise RequestError(Code.INVALID_JSON, "the body is empty; send a JSON object")
     if raw.count(b"[") + raw.count(b"{") > MAX_NESTING:

@@ -64,8 +64,8 @@ class Dialect(Protocol):
         """What is asked of the tiers."""
         ...
 
-    def parse(self, raw: bytes) -> Asked:
-        """The request in `raw`; raises RequestError."""
+    def parse(self, raw: bytes, owner: str) -> Asked:
+        """The request in `raw`; raises RequestError. What is kept of it is kept for `owner`, the asking key, alone."""
         ...
 
     def error(self, error: GatewayError) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class OpenAIDialect:
         """See `gateway.dialects.base.Dialect`."""
         return f"/v1/{self.endpoint}"
 
-    def parse(self, raw: bytes) -> _Asked:
+    def parse(self, raw: bytes, owner: str) -> _Asked:
         """See `gateway.dialects.base.Dialect`."""
         return _Asked(parse(self.endpoint, raw))
 
