@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from inference.relay import Relay
 from inference.routes import description, devices, dumps, holders, memory, models, operations, quarantine, service
 from inference.settings import InferenceConfig
 from inference.supervisor import WORKER_COMMAND, Supervisor
-from inference.unreached import Unreached
+from inference.unreached import Circumstances, Unreached
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +125,8 @@ async def serve(
     token = config.settings.token or state.secret(INFERENCE_TOKEN)
     await asyncio.to_thread(orphans.take_over, state, os.environ)
     running = Service(config, state, token)
-    unreached = Unreached(state)
+    unreached = Unreached(state, Circumstances.now(config.settings.devices))
+    cpu_asked = config.settings.force_cpu_mode or config.settings.devices == "cpu"
     server = _Server(
         uvicorn.Config(
             running.app,
@@ -141,15 +143,13 @@ async def serve(
     stopping = _handle_signals(running, server, lambda: _reload(running, config.config_dir, overrides))
     answering = asyncio.create_task(server.serve([sock]))
     try:
-        starting = asyncio.create_task(running.authority.start())
+        starting = asyncio.create_task(running.authority.start(partial(unreached.check, cpu_asked=cpu_asked)))
         await asyncio.wait({starting, answering}, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             starting.cancel()
         elif problems := starting.result():
             raise ConfigError(problems)
         else:
-            cpu_asked = config.settings.force_cpu_mode or config.settings.devices == "cpu"
-            unreached.check(len(running.authority.inventory.accelerators()), cpu_asked=cpu_asked)
             host, port = sock.getsockname()[:2]
             if idle := set_without_effect(environ):
                 log.warning("set, and without effect in this version: %s", ", ".join(idle))

@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -114,10 +114,14 @@ class Authority:
         bus.snapshot = self.teller.snapshot
 
     # --- life ------------------------------------------------------------------------------------------------------
-    async def start(self) -> list[Problem]:
-        """Finds the devices and opens their accounts; returns configuration problems that only show now."""
+    async def start(self, found: Callable[[int], None] = lambda accelerators: None) -> list[Problem]:
+        """Finds the devices and opens their accounts; returns configuration problems that only show now.
+
+        `found` hears how many accelerators there are before anything is planned with them, and may raise.
+        """
         self.loop = asyncio.get_running_loop()
         await self.inventory.start()
+        found(len(self.inventory.accelerators()))
         self.background.refreshed_at = self.loop.time()
         self.health.begin()
         self.observe()

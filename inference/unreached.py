@@ -1,20 +1,35 @@
 """Remembers over a restart of the service that accelerators were there; places no model.
 
-A service that ends because no process of it reaches its accelerators any more notes how many there were. The next one
-serves only if it finds as many again, or was told to use the CPU: models of a GPU never end there by a restart.
+Every start that finds accelerators keeps how many, and under which circumstances, in the state directory; a service
+that ends because no process of it reaches them any more marks that. The next one under the same circumstances serves
+only if it finds some, after a mark as many again, or if it was told to use the CPU: models of a GPU never end there by
+a restart, whatever ended the service.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from headgate.shared.errors import Exit, HeadgateError
 from headgate.shared.state import StateDir
+from inference.devices.base import HIDDEN
+from inference.devices.simgpu.server import package
+from inference.statefile import StateFiles
 
 log = logging.getLogger(__name__)
 
-NAME = "accelerators-out-of-reach"
+NAME = "accelerators.json"
+_VERSION = 1
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_SHOWN_BY = (*HIDDEN, "NVIDIA_VISIBLE_DEVICES")
+"""Variables that hide accelerators from a process, or from a container: who changes one means what it does."""
+_LIBRARY = re.compile(r"(?:lib)?ggml-([\w-]+)\.(?:so|dylib|dll)\b")
 
 
 class OutOfReachError(HeadgateError):
@@ -23,29 +38,89 @@ class OutOfReachError(HeadgateError):
     exit_code = Exit.RESTART_OUTSIDE
 
 
-class Unreached:
-    """The note in the state directory."""
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What says which accelerators a start may expect; where any of it changed, nothing is expected.
 
-    def __init__(self, state: StateDir) -> None:
+    `choice` is what was asked for: INFERENCE_DEVICES and the variables that hide devices. `boot` is the kernel's name
+    for the time since the machine was started, "" where it has none. `backends` are those llama.cpp was built with;
+    two builds may share a state directory (containers with and without CUDA).
+    """
+
+    choice: Mapping[str, str]
+    boot: str
+    backends: tuple[str, ...]
+
+    @classmethod
+    def now(
+        cls, devices: str, environ: Mapping[str, str] = os.environ, *, boot: Path = _BOOT, engine: Path | None = None
+    ) -> Circumstances:
+        """Those of this process; `engine` is the folder of llama-cpp-python, which is not imported."""
+        folder = engine or package()
+        libraries = () if folder is None else (_LIBRARY.match(path.name) for path in folder.rglob("*ggml-*"))
+        try:
+            booted = boot.read_text(encoding="ascii").strip()
+        except (OSError, ValueError):
+            booted = ""
+        return cls(
+            choice={"INFERENCE_DEVICES": devices, **{name: environ[name] for name in _SHOWN_BY if name in environ}},
+            boot=booted,
+            backends=tuple(sorted({found[1] for found in libraries if found})),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """How many accelerators the last good start found, and whether the service ended because of them."""
+
+    count: int
+    unreached: bool
+    under: Circumstances
+
+
+class Unreached:
+    """The record in the state directory; a damaged or foreign one counts as none."""
+
+    def __init__(self, state: StateDir, now: Circumstances) -> None:
         self._path: Path = state.root / NAME
+        self._files = StateFiles("how many accelerators there are")
+        self._now = now
 
     def note(self, accelerators: int) -> None:
-        """The service ends because of them."""
-        try:
-            self._path.write_text(f"{accelerators}\n", encoding="ascii")
-        except OSError as error:
-            log.warning("it cannot be noted that accelerators are out of reach: %s", error)
+        """The service ends because no process of it reaches them."""
+        self._keep(Record(accelerators, True, self._now))
 
-    def check(self, accelerators: int, *, cpu_asked: bool) -> None:
-        """The service found so many; raises OutOfReachError where that is too few."""
+    def check(self, found: int, *, cpu_asked: bool) -> None:
+        """The service found so many; raises OutOfReachError where that is too few. Keeps them where there are any."""
+        before = None if cpu_asked else self._read()
+        if before is not None and before.under == self._now:
+            if found < (before.count if before.unreached else 1):
+                raise OutOfReachError(self._refusal(before.count, found))
+        elif before is not None and not found and before.under.choice == self._now.choice:
+            changed = "the machine was restarted" if before.under.boot != self._now.boot else "llama.cpp was changed"
+            log.warning("%d accelerators were in use before %s, and none is found now", before.count, changed)
+        if found:
+            self._keep(Record(found, False, self._now))
+
+    def _refusal(self, before: int, found: int) -> str:
+        return (
+            f"{before} accelerators were in use and {found} can be reached. Models do not go to the CPU for it; what "
+            "heals this is mostly a restart of the container or the machine. If the CPU is meant, set "
+            "INFERENCE_FORCE_CPU_MODE=true; if accelerators were taken out for good, restart the machine or remove "
+            f"{self._path}"
+        )
+
+    def _keep(self, record: Record) -> None:
+        data = json.dumps({"version": _VERSION, **asdict(record)}).encode()
+        self._files.write(lambda: self._path, data)
+
+    def _read(self) -> Record | None:
         try:
-            before = int(self._path.read_text(encoding="ascii"))
-        except (OSError, ValueError):
-            return
-        if accelerators < before and not cpu_asked:
-            raise OutOfReachError(
-                f"{before} accelerators were in use and {accelerators} can be reached: what heals this is a restart of "
-                "the container or the machine. Models do not go to the CPU for it; to let them, set "
-                f"INFERENCE_FORCE_CPU_MODE=true, and after devices were taken out for good, remove {self._path}"
-            )
-        self._path.unlink(missing_ok=True)
+            said = json.loads(self._path.read_bytes())
+            under = said["under"]
+            if said["version"] != _VERSION or said["count"] < 1:
+                return None
+            circumstances = Circumstances(dict(under["choice"]), str(under["boot"]), tuple(under["backends"]))
+            return Record(int(said["count"]), bool(said["unreached"]), circumstances)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None

@@ -72,7 +72,7 @@ class GgmlProbe:
         try:
             found = [item for item in await self._list() if item["type"] not in _NO_HOST_ACCELERATOR]
         except HelperError as error:
-            log.warning("accelerators cannot be listed, only the CPU is used: %s", error)
+            log.warning("accelerators cannot be listed, and count as none: %s", error)
             return
         indices: dict[str, int] = {}
         readings: list[Reading] = []

@@ -1,8 +1,10 @@
-"""What no process of the service can heal ends it with status 70, and the next one does not turn GPUs into CPU."""
+"""What no process of the service can heal ends it with status 70, and no next one turns GPUs into CPU."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,19 +13,34 @@ import pytest
 
 from headgate.shared.errors import Exit
 from headgate.shared.state import StateDir
-from inference.unreached import NAME, OutOfReachError, Unreached
+from inference.unreached import NAME, Circumstances, OutOfReachError, Unreached
 from tests.rigs.processes import Service, inference_service
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+NOW = Circumstances({"INFERENCE_DEVICES": "auto"}, "boot-1", ("cpu", "cuda"))
+ELSE = [
+    replace(NOW, choice={"INFERENCE_DEVICES": "sim:600MiB"}),
+    replace(NOW, choice={**NOW.choice, "CUDA_VISIBLE_DEVICES": ""}),
+    replace(NOW, boot="boot-2"),
+    replace(NOW, backends=("cpu",)),
+]
 
 
-def service(root: Path, gpus: int) -> Service:
+def service(root: Path, gpus: int, **env: str) -> Service:
     """On the bundled models, with a GPU that cannot be reached if it is shown at all."""
     (root / "config").mkdir(exist_ok=True)
     (root / "config" / "models.yaml").write_text('models: {demo: {path: "bundled:demo"}}')
-    env = {"UNREACHABLE_GPUS": str(gpus), "PYTHONPATH": str(REPOSITORY)}
+    env = {"UNREACHABLE_GPUS": str(gpus), "PYTHONPATH": str(REPOSITORY), **env}
     made = inference_service(root, root / "config", env)
     return replace(made, argv=[sys.executable, "-m", "tests.rigs.unreachable_gpu", *made.argv[3:]])
+
+
+def refused(service: Service) -> str:
+    """The log of a service that ends with status 70."""
+    with contextlib.suppress(AssertionError):  # it may end before it was heard to answer
+        service.start()
+    assert service.wait() == Exit.RESTART_OUTSIDE
+    return service.log
 
 
 def test_the_service_asks_to_be_restarted_and_never_comes_back_on_the_cpu(tmp_path: Path) -> None:
@@ -32,27 +49,132 @@ def test_the_service_asks_to_be_restarted_and_never_comes_back_on_the_cpu(tmp_pa
         first.start()
         assert first.wait() == Exit.RESTART_OUTSIDE
         assert "only a restart of this service can help: no new process reaches gpu-0" in first.log
-        second = service(tmp_path, 0)
-        with contextlib.suppress(AssertionError):  # it may end before it was heard to answer
-            second.start()
-        assert second.wait() == Exit.RESTART_OUTSIDE
-        assert "1 accelerators were in use and 0 can be reached" in second.log
+        assert "1 accelerators were in use and 0 can be reached" in refused(service(tmp_path, 0))
     finally:
         first.kill()
 
 
-def test_the_note_ends_when_they_are_back_or_the_cpu_is_asked_for(tmp_path: Path) -> None:
-    note = Unreached(StateDir(tmp_path))
-    note.check(0, cpu_asked=False)
-    note.note(2)
-    with pytest.raises(OutOfReachError, match="2 accelerators were in use and 1 can be reached") as caught:
-        note.check(1, cpu_asked=False)
+def test_a_killed_service_never_comes_back_on_the_cpu_unless_it_is_told_to(tmp_path: Path) -> None:
+    killed = service(tmp_path, 1, GPUS_READ_WELL="1")
+    told = service(tmp_path, 0, INFERENCE_FORCE_CPU_MODE="true")
+    try:
+        killed.start(wait_for="/readyz")
+        killed.kill()
+        said = refused(service(tmp_path, 0))
+        assert "1 accelerators were in use and 0 can be reached" in said
+        assert "INFERENCE_FORCE_CPU_MODE=true" in said
+        told.start(wait_for="/readyz")
+    finally:
+        killed.kill()
+        told.kill()
+
+
+def start(root: Path, found: int, under: Circumstances = NOW, *, cpu_asked: bool = False) -> Unreached:
+    """What a start does that finds so many."""
+    unreached = Unreached(StateDir(root), under)
+    unreached.check(found, cpu_asked=cpu_asked)
+    return unreached
+
+
+def test_accelerators_that_were_there_are_expected(tmp_path: Path) -> None:
+    start(tmp_path, 0)  # never any: the CPU is what there is
+    assert not (tmp_path / NAME).exists()
+    start(tmp_path, 2)
+    for _ in range(2):
+        with pytest.raises(OutOfReachError, match="2 accelerators were in use and 0 can be reached") as caught:
+            start(tmp_path, 0)
     assert caught.value.exit_code == Exit.RESTART_OUTSIDE
-    note.check(0, cpu_asked=True)
-    note.check(0, cpu_asked=False)
-    note.note(2)
-    note.check(3, cpu_asked=False)
-    note.check(0, cpu_asked=False)
+    start(tmp_path, 1)  # one was taken out, or died for good: there is no surprise in that
+    with pytest.raises(OutOfReachError, match="1 accelerators"):
+        start(tmp_path, 0)
+
+
+def test_who_ended_because_of_them_expects_all_of_them(tmp_path: Path) -> None:
+    start(tmp_path, 2).note(2)
+    with pytest.raises(OutOfReachError, match="2 accelerators were in use and 1 can be reached"):
+        start(tmp_path, 1)
+    start(tmp_path, 3)
+    start(tmp_path, 1)  # they were back meanwhile
+
+
+def test_each_way_out_that_the_refusal_names_is_one(tmp_path: Path) -> None:
+    start(tmp_path, 2).note(2)
+    with pytest.raises(OutOfReachError) as caught:
+        start(tmp_path, 1)
+    message = str(caught.value)
+    assert "INFERENCE_FORCE_CPU_MODE=true" in message
+    start(tmp_path, 0, cpu_asked=True)
+    with pytest.raises(OutOfReachError):  # the CPU was meant for that one time
+        start(tmp_path, 1)
+    assert "restart the machine" in message
+    start(tmp_path, 0, replace(NOW, boot="boot-2"))
+    assert message.endswith(f"remove {tmp_path / NAME}")
+    (tmp_path / NAME).unlink()
+    start(tmp_path, 0)
+
+
+@pytest.mark.parametrize("under", ELSE, ids=["devices", "visible", "boot", "backends"])
+def test_under_other_circumstances_nothing_is_expected(tmp_path: Path, under: Circumstances) -> None:
+    start(tmp_path, 2)
+    start(tmp_path, 0, under)
+    with pytest.raises(OutOfReachError):  # what found none says nothing about those before
+        start(tmp_path, 0)
+    start(tmp_path, 1, under)
+    start(tmp_path, 0)
+
+
+@pytest.mark.parametrize(
+    ("under", "words"),
+    [
+        (ELSE[0], None),
+        (ELSE[2], "2 accelerators were in use before the machine was restarted, and none is found now"),
+        (ELSE[3], "2 accelerators were in use before llama.cpp was changed, and none is found now"),
+    ],
+    ids=["devices", "boot", "backends"],
+)
+def test_models_that_go_to_the_cpu_after_such_a_change_are_announced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, under: Circumstances, words: str | None
+) -> None:
+    start(tmp_path, 2)
+    with caplog.at_level(logging.WARNING):
+        start(tmp_path, 0, under)
+    assert caplog.messages == ([] if words is None else [words])
+
+
+@pytest.mark.parametrize("damage", ["", "[]", "{}", '{"version": 1, "count": 0}', '{"version": 2}', "\xff"])
+def test_a_damaged_record_counts_as_none(tmp_path: Path, damage: str) -> None:
+    (tmp_path / NAME).write_text(damage, encoding="latin-1")
+    start(tmp_path, 0)
+    start(tmp_path, 2)
+    with pytest.raises(OutOfReachError):
+        start(tmp_path, 0)
+
+
+def test_what_cannot_be_kept_stops_nobody(tmp_path: Path) -> None:
     (tmp_path / NAME).mkdir()
-    note.note(1)
-    note.check(0, cpu_asked=False)
+    start(tmp_path, 1).note(1)
+    start(tmp_path, 0)
+
+
+def test_circumstances_are_read_without_the_engine(tmp_path: Path) -> None:
+    boot, engine = tmp_path / "boot_id", tmp_path / "llama_cpp"
+    (engine / "lib").mkdir(parents=True)
+    for name in ("libggml-base.so", "libggml-cuda.so.0", "libggml-cuda.so", "libggml-cpu.dylib", "libllama.so"):
+        (engine / "lib" / name).touch()
+    environ = {"CUDA_VISIBLE_DEVICES": "1", "HOME": "/"}
+    unknown = Circumstances.now("auto", environ, boot=boot, engine=engine)
+    assert unknown == Circumstances(
+        {"INFERENCE_DEVICES": "auto", "CUDA_VISIBLE_DEVICES": "1"}, "", ("base", "cpu", "cuda")
+    )
+    boot.write_text("3c1f\n")
+    assert Circumstances.now("auto", environ, boot=boot, engine=engine) == replace(unknown, boot="3c1f")
+
+
+def test_this_process_has_circumstances(tmp_path: Path) -> None:
+    here = Circumstances.now("auto")
+    assert {"base", "cpu"} <= set(here.backends)
+    assert here == Circumstances.now("auto")
+    start(tmp_path, 1, here)
+    assert json.loads((tmp_path / NAME).read_bytes())["under"]["boot"] == here.boot
+    with pytest.raises(OutOfReachError):
+        start(tmp_path, 0, here)
