@@ -15,11 +15,13 @@ from typing import Any, TypeVar
 
 from gateway.attempt import Attempt, outcome_name
 from gateway.breakers import Breakers, Lease, Refused
+from gateway.choice import Choice
 from gateway.core.budget import Budget, Due, Limits, unary_deadline
-from gateway.core.chain import Candidate, Chain, Drop, Dropped, Facts, Found, Wants, expand, fold, passes_on
+from gateway.core.chain import Candidate, Chain, Drop, Dropped, Found, expand, passes_on
 from gateway.core.outcome import End, Failure, Ignore, Next, Observation, Reason, Verdict
 from gateway.core.refusal import Outcome, no_answer
 from gateway.core.requests import InferenceRequest
+from gateway.counting import Counter
 from gateway.errors import GatewayError, PassedOnError, UpstreamError
 from gateway.explain import Record
 from gateway.inference_view import InferenceView
@@ -65,6 +67,7 @@ class Tools:
     registry: Registry
     breakers: Breakers
     view: InferenceView
+    counter: Counter
     telemetry: Telemetry
 
 
@@ -90,6 +93,7 @@ class Request:
         )  # fmt: skip
         self.budget = Budget(limits, asyncio.get_running_loop().time())
         self.candidates = expand(self.route.chain, found.model)
+        self._choice = Choice(tools, request, self.route, self.candidates, cloud_allowed=caller.cloud_allowed)
         self.outcomes: list[Outcome] = []
         self._out_of_time = False
         self.answered_by: Candidate | None = None
@@ -261,34 +265,11 @@ class Request:
         return PassedOnError(error, status, param)
 
     def _fold(self) -> Chain:
-        wants = Wants(
-            capabilities=self.request.needs,
-            cloud_allowed=self.caller.cloud_allowed and self.route.cloud == "allowed",
-            fit_check=self.route.fit_check,
-        )
-        chain = fold(self.candidates, self._facts, wants)
+        chain = self._choice.fold()
         self.record.chain = [candidate.name for candidate in self.candidates]
         for dropped in chain.dropped:
             self._drop(dropped)
         return chain
-
-    def _facts(self, candidate: Candidate) -> Facts:
-        breakers, view = self.tools.breakers, self.tools.view
-        status = view.models.get(candidate.model) if candidate.is_local else None
-        provider = self.tools.registry.get(candidate.provider)
-        return Facts(
-            present=provider is not None,
-            unsupported=()
-            if provider is None
-            else provider.unsupported_params(self.request.endpoint, self.request.body, candidate.model),
-            closed_for=breakers.closed_for(candidate.provider, candidate.model),
-            held_for=breakers.held_for(candidate.provider, candidate.model),
-            capabilities=frozenset(status.capabilities) if status is not None and status.capabilities else None,
-            context_length=(status.context_length or None) if status is not None else None,
-            fits=status.fits if status is not None else None,
-            fit_reason=status.reason if status is not None else None,
-            fit_in=status.retry_after_seconds if status is not None else None,
-        )
 
     def _drop(self, dropped: Dropped) -> None:
         self.record.dropped[dropped.candidate.name] = f"{dropped.drop}: {dropped.said}"

@@ -20,6 +20,7 @@ from gateway.auth import Keys
 from gateway.breakers import Breakers
 from gateway.core.breaker import Rule, State
 from gateway.core.chain import LOCAL
+from gateway.counting import Counter as TokenCounter
 from gateway.explain import Ring
 from gateway.inference_view import InferenceView
 from gateway.presence import Presences
@@ -66,6 +67,7 @@ class Runtime:
         self.admission = Admission(config.admission, self.telemetry)
         self.is_draining = False
         self.view: InferenceView
+        self.counter: TokenCounter
         self.tools: Tools
         self._registry: registry.Registry
         self._patient_until = math.inf
@@ -79,6 +81,7 @@ class Runtime:
         """Builds the providers and begins to watch the inference service; raises what a wrong provider raises."""
         self._registry = await registry.build(self.config, self._token())
         self.view = InferenceView(self._registry.local.get_json, on_return=lambda: self.breakers.came_back(LOCAL))
+        self.counter = TokenCounter(self._registry.local.post_json)
         self.tools = self._make_tools()
         self._spawn(self.view.run(), "inference-view")
         self._patient_until = time.monotonic() + FIRST_CONTACT_SECONDS
@@ -137,6 +140,7 @@ class Runtime:
             gone = self._registry.gone(built)
             if built.local is not self._registry.local:
                 self.view.use(built.local.get_json)
+                self.counter.use(built.local.post_json)
             self.config, self.keys, self._registry = config, keys, built
             self.breakers.set_rule(_rule(config.breaker))
             self.admission.apply(config.admission)
@@ -154,7 +158,7 @@ class Runtime:
             self.view.doubt()
 
     def _make_tools(self) -> Tools:
-        return Tools(self.config, self._registry, self.breakers, self.view, self.telemetry)
+        return Tools(self.config, self._registry, self.breakers, self.view, self.counter, self.telemetry)
 
     def _token(self) -> str:
         return self._source.environ().get("INFERENCE_TOKEN") or self._state.secret(INFERENCE_TOKEN)

@@ -174,7 +174,7 @@ class Relay:
             model,
             priority=wish.priority,
             seconds=wish.seconds_left(now) if trial.crashes else wish.deadline_seconds,
-            counts=not wish.probe,
+            counts=not wish.probe and path not in vocabulary.PATHS,
             alone=trial.alone,
             again=trial.crashes > 0,
         ) as ticket:

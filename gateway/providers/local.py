@@ -26,7 +26,7 @@ from gateway.errors import UpstreamError, UpstreamKind
 from gateway.http import make_hop
 from gateway.providers.base import Call
 from headgate.shared.hop import Answer, BrokenError
-from inference.protocol import CODES, H_DEVICE, H_REQUEST_ID, RETRY_AFTER, Code, device_of
+from inference.protocol import CODES, H_DEADLINE, H_DEVICE, H_REQUEST_ID, RETRY_AFTER, Code, device_of
 
 log = logging.getLogger("gateway.providers.local")
 
@@ -127,19 +127,28 @@ class LocalProvider:
 
     async def get_json(self, path: str, seconds: float) -> Any:
         """The JSON at a GET path of the service within `seconds`; raises UpstreamError."""
+        return await self._json("GET", path, None, seconds)
+
+    async def post_json(self, path: str, body: bytes, seconds: float) -> Any:
+        """The JSON that answers a POST of `body` within `seconds`; raises UpstreamError in the service's own words."""
+        return await self._json("POST", path, body, seconds)
+
+    async def _json(self, method: str, path: str, body: bytes | None, seconds: float) -> Any:
+        headers = self._headers if body is None else {**self._headers, H_DEADLINE: str(max(1, int(seconds * 1000)))}
         try:
-            async with self._session.get(
-                self._url + path, headers=self._headers, timeout=aiohttp.ClientTimeout(total=seconds)
+            async with self._session.request(
+                method, self._url + path, data=body, headers=headers, timeout=aiohttp.ClientTimeout(total=seconds)
             ) as response:
+                answer = await response.read()
                 if response.status != 200:
-                    raise UpstreamError(UpstreamKind.STATUS, f"GET {path}: {response.status}", status=response.status)
-                return orjson.loads(await response.read())
+                    raise _not_given(f"{method} {path}: {response.status}", response.status, answer)
+                return orjson.loads(answer)
         except TimeoutError as error:
-            raise UpstreamError(UpstreamKind.TIMEOUT, f"GET {path}: nothing for {seconds:g} s") from error
+            raise UpstreamError(UpstreamKind.TIMEOUT, f"{method} {path}: nothing for {seconds:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise UpstreamError(UpstreamKind.CONNECT, _said(error)) from error
         except ValueError as error:
-            raise UpstreamError(UpstreamKind.MALFORMED, f"GET {path}: not JSON") from error
+            raise UpstreamError(UpstreamKind.MALFORMED, f"{method} {path}: not JSON") from error
 
     async def aclose(self) -> None:
         """Closes every connection."""
@@ -165,6 +174,15 @@ class LocalProvider:
             raise await _refusal(answer)
         finally:
             answer.close()
+
+
+def _not_given(asked: str, status: int, answer: bytes) -> UpstreamError:
+    """The error instead of an answer, in the envelope's words where it is one."""
+    with contextlib.suppress(ValueError):
+        raw = orjson.loads(answer)
+        if isinstance(raw, dict) and isinstance(raw.get("error"), dict):
+            return upstream_error(UpstreamKind.STATUS, raw, status, None)
+    return UpstreamError(UpstreamKind.STATUS, asked, status=status)
 
 
 async def _refusal(answer: Answer) -> UpstreamError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inference.protocol import Code
@@ -98,19 +98,11 @@ def chat(body: Any, facts: Facts) -> GenerateRequest:
         raise BadRequestError('this model only writes text: modalities must be ["text"]', "modalities")
     images = ImageParts(facts.image_marker) if facts.image_marker else None
     messages = messages_of(given.get("messages"), images)
-    continues = fields.boolean(given, "continue_final_message", False)
-    if continues and messages[-1]["role"] != "assistant":
-        raise BadRequestError(
-            "continue_final_message needs an assistant message at the end of messages", "continue_final_message"
-        )
-    if "add_generation_prompt" in given and fields.boolean(given, "add_generation_prompt", True) is continues:
-        raise BadRequestError(
-            "add_generation_prompt must be the opposite of continue_final_message", "add_generation_prompt"
-        )
+    continue_final = continues(given, messages)
     tools, choice = tool_fields.tools_of(given, facts)
     common = _common(given, facts)
     forced = common["form_param"] or ("tool_choice" if choice.mode in ("required", "named") else "")
-    if forced and continues:
+    if forced and continue_final:
         raise _not_together("continue_final_message", forced)
     if forced:
         _check_ending(given, forced)
@@ -125,8 +117,8 @@ def chat(body: Any, facts: Facts) -> GenerateRequest:
         messages=messages,
         logprobs=(top or 0) if wants_logprobs else None,
         max_tokens=newer if newer is not None else older,
-        template_arguments={**_effort(given), **template_arguments(given)},
-        continue_final=continues,
+        template_arguments=variables(given),
+        continue_final=continue_final,
         tools=tools,
         choice=choice,
         images=() if images is None else tuple(images.found),
@@ -194,8 +186,26 @@ def need_capability(facts: Facts, name: str) -> None:
     )
 
 
-def template_arguments(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The caller's own variables of the chat template; raises BadRequestError for one that is the renderer's."""
+def continues(given: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the answer goes on with the last message; raises BadRequestError where that is not the assistant's."""
+    found = fields.boolean(given, "continue_final_message", False)
+    if found and messages[-1]["role"] != "assistant":
+        raise BadRequestError(
+            "continue_final_message needs an assistant message at the end of messages", "continue_final_message"
+        )
+    if "add_generation_prompt" in given and fields.boolean(given, "add_generation_prompt", True) is found:
+        raise BadRequestError(
+            "add_generation_prompt must be the opposite of continue_final_message", "add_generation_prompt"
+        )
+    return found
+
+
+def variables(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the caller sets of the chat template's variables; raises BadRequestError for one that is the renderer's."""
+    return {**_effort(given), **_arguments(given)}
+
+
+def _arguments(given: Mapping[str, Any]) -> Mapping[str, Any]:
     said = fields.mapping(given, "chat_template_kwargs")
     for name, instead in _RENDERERS_OWN.items():
         if name in said:

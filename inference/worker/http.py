@@ -23,17 +23,16 @@ from inference.protocol import (
     Code,
     Progress,
 )
-from inference.worker import bodies, fields, responses, tool_fields
+from inference.worker import bodies, responses
 from inference.worker.backend import Constraint
 from inference.worker.constraints import Compiler, FormQueue
+from inference.worker.counting import Counting
 from inference.worker.embedder import Embedder
 from inference.worker.engine import Engine
 from inference.worker.errors import BadRequestError, GoneError, UnloadedError, WorkerError
 from inference.worker.exchange import Exchange, Receive, Scope, Send
 from inference.worker.generation import Output
-from inference.worker.images import ImageParts
 from inference.worker.intake import Intake
-from inference.worker.messages import messages_of
 from inference.worker.prompts import Prepared, Prompts
 from inference.worker.requests import Facts, GenerateRequest
 from inference.worker.reranking import Reranker
@@ -46,20 +45,10 @@ from inference.worker.work import Work
 
 log = logging.getLogger("headgate.worker.http")
 
-MAX_TOKENIZED_CHARS = 2**20
-MAX_DETOKENIZED = 2**20
 MAX_LOGPROBS_BYTES = 2**25
 """Of an answer that is not streamed: it is held until it is whole."""
 COMMIT_SECONDS = 1.0
 """How long a stream's status waits for the first output, so that a refusal can still be a status of its own."""
-_TOKENIZED = tool_fields.NAMES | {
-    "content",
-    "messages",
-    "add_special",
-    "parse_special",
-    "chat_template_kwargs",
-    "model",
-}
 _PROGRESS_SECONDS = PROGRESS_INTERVAL_SECONDS * 0.75
 
 
@@ -93,6 +82,7 @@ class App:
         self._engine = engine
         self._sight = sight
         self._intake = Intake(executor)
+        self._counting = Counting(facts, prompts, detokenize)
         vectors = Vectors(facts, prompts, self._intake, embedder, reranker)
         self._forms = None if compiler is None else FormQueue(compiler, executor, compiling)
         self._routes: Mapping[str, tuple[str, Callable[[Exchange], Awaitable[None]]]] = {
@@ -326,51 +316,10 @@ class App:
         return echoes
 
     async def _tokenize(self, exchange: Exchange) -> None:
-        await exchange.json(await self._intake.understood(exchange, self._tokens_of))
-
-    def _tokens_of(self, body: Any) -> bytes:
-        given = fields.known(body, _TOKENIZED)
-        if "messages" in given:
-            tokens = self._rendered(given)
-        else:
-            content = given.get("content")
-            if not isinstance(content, str):
-                raise BadRequestError("content must be a string (or send messages)", "content")
-            if len(content) > MAX_TOKENIZED_CHARS:
-                raise BadRequestError(
-                    f"content has {len(content)} characters; at most {MAX_TOKENIZED_CHARS} are tokenized at once",
-                    "content",
-                )
-            tokens = self._prompts.text(
-                content,
-                add_special=fields.boolean(given, "add_special", False),
-                parse_special=fields.boolean(given, "parse_special", True),
-            )
-        return orjson.dumps({"tokens": tokens, "count": len(tokens)})
-
-    def _rendered(self, given: Mapping[str, Any]) -> list[int]:
-        images = ImageParts(self._facts.image_marker) if self._facts.image_marker else None
-        messages = messages_of(given["messages"], images)
-        if images is not None and images.found:
-            raise BadRequestError(
-                "only text is counted without being answered; the usage of an answer counts images too",
-                "messages",
-                code=Code.UNSUPPORTED_PARAMETER,
-            )
-        tools, choice = tool_fields.tools_of(given, self._facts)
-        return self._prompts.chat(messages, bodies.template_arguments(given), tools=tools, choice=choice)
+        await exchange.json(await self._intake.understood(exchange, self._counting.tokens_of))
 
     async def _detokenized(self, exchange: Exchange) -> None:
-        await exchange.json(await self._intake.understood(exchange, self._text_of))
-
-    def _text_of(self, body: Any) -> bytes:
-        tokens = body.get("tokens") if isinstance(body, dict) else None
-        if not isinstance(tokens, list):
-            raise BadRequestError("tokens must be a list of token ids", "tokens")
-        if len(tokens) > MAX_DETOKENIZED:
-            raise BadRequestError(f"tokens has {len(tokens)} entries; at most {MAX_DETOKENIZED} are allowed", "tokens")
-        ids = bodies.prompts_of([tokens], "tokens", self._facts, 1)[0] if tokens else ()
-        return orjson.dumps({"content": self._detokenize(list(map(int, ids)))})
+        await exchange.json(await self._intake.understood(exchange, self._counting.text_of))
 
     async def _compiled(self, shape: Shape, ticket: Ticket[Output], deadline: float | None) -> Constraint | None:
         if shape.form is None or self._forms is None:

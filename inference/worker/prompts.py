@@ -109,10 +109,8 @@ class Prompts:
                 request.images,
             )
             prompts = [tokens]
-        elif request.suffix is not None:
-            prompts = [self._around(prompt, request.suffix) for prompt in request.prompts]
         else:
-            prompts = [self._plain(prompt) for prompt in request.prompts]
+            prompts = [self.completion(prompt, request.suffix) for prompt in request.prompts]
         longest = max(len(tokens) for tokens in prompts)
         room = self._facts.context_length - longest
         if room < 1:
@@ -211,6 +209,10 @@ class Prompts:
     def text(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Tokens of a text as they are."""
         return self._tokenizer.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    def completion(self, prompt: Prompt, suffix: str | None) -> list[int]:
+        """Tokens of a prompt to complete, or of the gap between it and `suffix`."""
+        return self._plain(prompt) if suffix is None else self._around(prompt, suffix)
 
     def _plain(self, prompt: Prompt) -> list[int]:
         """A completion prompt is the caller's alone: the texts of special tokens in it mean those tokens."""

@@ -89,6 +89,24 @@ def test_usage_counts_the_tokens_the_tokenizer_counts(worker: WorkerRig) -> None
     assert several["usage"]["completion_tokens"] == 2 * 2 * 5
 
 
+def test_a_count_is_the_one_that_the_same_body_is_computed_with(worker: WorkerRig) -> None:
+    """Also where the template's variables, an open last message, or several prompts make the difference."""
+    begun = [{"role": "user", "content": "what turns the mill?"}, {"role": "assistant", "content": "the wa"}]
+    for fields in (
+        {"messages": begun, "continue_final_message": True, "add_generation_prompt": False},
+        {"messages": begun[:1], "reasoning_effort": "low", "chat_template_kwargs": {"date": "today"}},
+    ):
+        counted = worker.post("/tokenize", fields)[1]["count"]
+        assert answer(worker, {**fields, "max_tokens": 1})["usage"]["prompt_tokens"] == counted
+    prompts = {"prompt": ["a", "the water of the mill", "the water"]}
+    counted = worker.post("/tokenize", prompts)[1]["count"]
+    longest = {"prompt": "the water of the mill", "max_tokens": 1}
+    assert answer(worker, longest, TEXT)["usage"]["prompt_tokens"] == counted
+    assert worker.post("/tokenize", {"prompt": [5, 6, 7]})[1]["tokens"] == [5, 6, 7]
+    status, refused = worker.post("/tokenize", {"messages": begun[:1], "continue_final_message": True})
+    assert (status, refused["error"]["param"]) == (400, "continue_final_message")
+
+
 def test_eight_streams_run_together(worker: WorkerRig) -> None:
     """Each begins before any other has ended, and each ends as it should."""
     bodies = [ask(f"stream {number}", max_tokens=900, ignore_eos=True) for number in range(8)]

@@ -1,0 +1,78 @@
+"""Prompt tokens are asked for once, with the fields that a prompt is made of, and errors are the service's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from gateway.core.frames import Endpoint
+from gateway.counting import REMEMBERED, Counter
+from gateway.errors import UpstreamError, UpstreamKind
+
+BODY = {"messages": [{"role": "user", "content": "the mill"}], "max_tokens": 7, "stream": True}
+
+
+class Service:
+    """Counts the bytes it is asked about; `answer` is said instead where there is one."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, Any, float]] = []
+        self.answer: Any = None
+
+    async def __call__(self, path: str, body: bytes, seconds: float) -> Any:
+        self.asked.append((path, orjson.loads(body), seconds))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return {"tokens": [], "count": len(body)} if self.answer is None else self.answer
+
+
+async def test_only_what_makes_the_prompt_is_asked_and_only_once() -> None:
+    service = Service()
+    counter = Counter(service)
+    body = {**BODY, "tools": [{"type": "function"}], "reasoning_effort": None, "temperature": 0.5}
+    count = await counter.count("demo", Endpoint.CHAT, body, 2.0)
+    assert service.asked == [
+        ("/tokenize", {"model": "demo", "messages": body["messages"], "tools": [{"type": "function"}]}, 2.0)
+    ]
+    assert await counter.count("demo", Endpoint.CHAT, {**body, "temperature": 1.0}, 2.0) == count
+    assert len(service.asked) == 1
+    await counter.count("demo-mini", Endpoint.CHAT, body, 2.0)
+    await counter.count("demo", Endpoint.COMPLETIONS, {"prompt": "the mill", "suffix": "."}, 1.0)
+    assert service.asked[-1][1] == {"model": "demo", "prompt": "the mill", "suffix": "."}
+    assert len(service.asked) == 3
+
+
+async def test_errors_are_passed_on_and_never_remembered() -> None:
+    service = Service()
+    counter = Counter(service)
+    service.answer = UpstreamError(UpstreamKind.TIMEOUT, "nothing for 2 s")
+    with pytest.raises(UpstreamError, match="nothing for 2 s"):
+        await counter.count("demo", Endpoint.CHAT, BODY, 2.0)
+    for junk in ({}, [], {"count": "7"}):
+        service.answer = junk
+        with pytest.raises(UpstreamError, match="no count"):
+            await counter.count("demo", Endpoint.CHAT, BODY, 2.0)
+    service.answer = {"count": 5}
+    assert await counter.count("demo", Endpoint.CHAT, BODY, 2.0) == 5
+
+
+async def test_another_service_counts_anew() -> None:
+    service, other = Service(), Service()
+    counter = Counter(service)
+    await counter.count("demo", Endpoint.CHAT, BODY, 2.0)
+    counter.use(other)
+    await counter.count("demo", Endpoint.CHAT, BODY, 2.0)
+    assert (len(service.asked), len(other.asked)) == (1, 1)
+
+
+async def test_what_was_not_asked_for_longest_is_forgotten() -> None:
+    service = Service()
+    counter = Counter(service)
+    for number in range(REMEMBERED + 1):
+        await counter.count("demo", Endpoint.COMPLETIONS, {"prompt": f"{number}"}, 1.0)
+        await counter.count("demo", Endpoint.COMPLETIONS, {"prompt": "0"}, 1.0)
+    assert len(service.asked) == REMEMBERED + 1
+    await counter.count("demo", Endpoint.COMPLETIONS, {"prompt": "1"}, 1.0)
+    assert len(service.asked) == REMEMBERED + 2
