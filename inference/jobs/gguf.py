@@ -49,10 +49,7 @@ def read_facts(path: Path) -> Facts:
     if path.exists() and not path.is_file():
         raise BadGgufError("it is no regular file")
     with path.open("rb") as file:
-        try:
-            metadata, lengths, tensors = _header(file)
-        except (struct.error, UnicodeDecodeError, OverflowError) as error:
-            raise BadGgufError(f"its header ends early or is damaged ({error})") from error
+        metadata, lengths, tensors = _header(file)
         data_begins = file.tell()
     size = path.stat().st_size
     alignment = _alignment(metadata)
@@ -67,7 +64,7 @@ def read_facts(path: Path) -> Facts:
         end = max(end, offset + here)
     begin = math.ceil(data_begins / alignment) * alignment
     if begin + end > size:
-        raise BadGgufError(f"it is cut short: {size} bytes, and its tensors end at {begin + end}")
+        raise BadGgufError(f"it is cut short: {size} bytes, and its tensors end at {begin + end}; copy it again")
     return _facts(metadata, lengths, weights, layers)
 
 
@@ -133,7 +130,7 @@ def _header(file: BinaryIO) -> tuple[dict[str, Any], dict[str, int], list[tuple[
         raise BadGgufError(
             f"it does not begin with GGUF but with {magic!r}" if magic else "it is empty, and does not begin with GGUF"
         )
-    version, tensor_count, entry_count = struct.unpack("<IQQ", file.read(20))
+    version, tensor_count, entry_count = _numbers(file, "<IQQ")
     if version not in (2, 3):
         raise BadGgufError(f"its GGUF version is {version}; 2 and 3 are known")
     if tensor_count > MOST_ENTRIES or entry_count > MOST_ENTRIES:
@@ -144,16 +141,16 @@ def _header(file: BinaryIO) -> tuple[dict[str, Any], dict[str, int], list[tuple[
     lengths: dict[str, int] = {}
     for _ in range(entry_count):
         key = _string(file)
-        (kind,) = struct.unpack("<I", file.read(4))
+        (kind,) = _numbers(file, "<I")
         metadata[key] = _value(file, kind, key, lengths)
     tensors = []
     for _ in range(tensor_count):
         name = _string(file)
-        (dimensions,) = struct.unpack("<I", file.read(4))
+        (dimensions,) = _numbers(file, "<I")
         if dimensions > 8:
             raise BadGgufError(f"tensor {_shown(name)} claims {dimensions} dimensions")
-        shape = struct.unpack(f"<{dimensions}Q", file.read(8 * dimensions))
-        kind, offset = struct.unpack("<IQ", file.read(12))
+        shape = _numbers(file, f"<{dimensions}Q")
+        kind, offset = _numbers(file, "<IQ")
         tensors.append((name, kind, math.prod(shape), offset))
     return metadata, lengths, tensors
 
@@ -163,7 +160,7 @@ def _value(file: BinaryIO, kind: int, key: str, lengths: dict[str, int]) -> Any:
         return _string(file)
     if kind != _ARRAY:
         return _scalar(file, kind)
-    inner, count = struct.unpack("<IQ", file.read(12))
+    inner, count = _numbers(file, "<IQ")
     if count > 100 * MOST_ENTRIES:
         raise BadGgufError(f"{_shown(key)} claims {count} values")
     lengths[key] = count
@@ -192,24 +189,30 @@ def _format(kind: int) -> str:
 
 
 def _scalar(file: BinaryIO, kind: int) -> Any:
-    form = _format(kind)
-    return struct.unpack(form, file.read(struct.calcsize(form)))[0]
+    return _numbers(file, _format(kind))[0]
 
 
 def _length(file: BinaryIO) -> int:
-    (length,) = struct.unpack("<Q", file.read(8))
+    (length,) = _numbers(file, "<Q")
     if length > MOST_STRING_BYTES:
         raise BadGgufError(f"a text of {length} bytes in its header")
     return int(length)
 
 
 def _string(file: BinaryIO) -> str:
-    length = _length(file)
-    data = file.read(length)
-    if len(data) < length:
-        raise BadGgufError("its header ends early")
-    return data.decode("utf-8", "replace")
+    return _bytes(file, _length(file)).decode("utf-8", "replace")
 
 
 def _skip_string(file: BinaryIO) -> None:
     file.seek(_length(file), 1)
+
+
+def _numbers(file: BinaryIO, form: str) -> tuple[Any, ...]:
+    return struct.unpack(form, _bytes(file, struct.calcsize(form)))
+
+
+def _bytes(file: BinaryIO, count: int) -> bytes:
+    data = file.read(count)
+    if len(data) < count:
+        raise BadGgufError("it ends inside its header: the file is incomplete, copy it again")
+    return data

@@ -73,8 +73,8 @@ def test_a_header_says_what_llama_cpp_says() -> None:
         (lambda data: b"", "begin with GGUF"),
         (lambda data: b"ZZZZ" + data[4:], "begin with GGUF"),
         (lambda data: data[:4] + b"\x09" + data[5:], "version is 9"),
-        (lambda data: data[:60], "ends early"),
-        (lambda data: data[:-2000], "cut short"),
+        (lambda data: data[:60], "ends inside its header: the file is incomplete, copy it again"),
+        (lambda data: data[:-2000], "cut short.*copy it again"),
         (lambda data: data[:8] + b"\xff" * 8 + data[16:], "claims"),
     ],
 )
@@ -84,6 +84,19 @@ def test_damaged_files_are_described(damage: object, word: str, tmp_path: Path) 
     with pytest.raises(BadGgufError, match=word):
         read_facts(path)
     assert str(path) in estimate.run({"path": str(path), "parameters": {"context_length": 16, "parallel": 1}})["error"]
+
+
+def test_a_copy_that_ended_anywhere_is_told_in_words(tmp_path: Path) -> None:
+    """Whatever of the header is missing: the middle of a number, of a text, of a list, of the tensors."""
+    whole = tiny_gguf.generative().read_bytes()
+    path = tmp_path / "cut.gguf"
+    said = set()
+    for length in [*range(4, 600), *range(600, len(whole) - 1, 997)]:
+        path.write_bytes(whole[:length])
+        with pytest.raises(BadGgufError) as caught:
+            read_facts(path)
+        said.add(str(caught.value).partition(":")[0])
+    assert said == {"it ends inside its header", "it is cut short"}
 
 
 def test_a_missing_file_is_told() -> None:
