@@ -5,40 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from inference.core.signs import Sign
 from inference.devices.ggml import GgmlProbe
 from inference.devices.nvml import NvmlReader
-from tests.rigs.nvml_stub import GIB, NvidiaGpu, NvmlStub
+from tests.rigs.nvml_stub import GIB, NvmlStub
+from tests.rigs.nvml_stub.two_cards import FIRST, SECOND, listing
 from tests.rigs.processes import children_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the NVML stub is a Linux library")
-
-FIRST, SECOND = "GPU-11111111-2222-3333-4444-555555555555", "GPU-66666666-7777-8888-9999-000000000000"
-
-
-@pytest.fixture
-def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NvmlStub:
-    gpus = [
-        NvidiaGpu(FIRST, "00000000:01:00.0", "NVIDIA First", 24 * GIB, GIB // 2, GIB),
-        NvidiaGpu(SECOND, "00000000:41:00.0", "NVIDIA Second", 16 * GIB, GIB // 4, 0),
-    ]
-    stub = NvmlStub(tmp_path, gpus)
-    for name, value in stub.env.items():
-        monkeypatch.setenv(name, value)
-    return stub
-
-
-@pytest.fixture
-async def reader(stub: NvmlStub) -> AsyncIterator[NvmlReader]:
-    reader = NvmlReader()
-    yield reader
-    await reader.close()
 
 
 def nvml_children() -> set[int]:
@@ -155,16 +133,6 @@ async def test_a_machine_without_nvml_is_no_error(tmp_path: Path, monkeypatch: p
 
 
 # --- the devices that llama.cpp and NVML describe together ------------------------------------------------------------
-def cuda(number: int, pci: str) -> dict[str, Any]:
-    return {"ggml_name": f"CUDA{number}", "backend": "CUDA", "name": "card", "type": "gpu", "pci": pci,
-            "total_bytes": 10, "free_bytes": 9}  # fmt: skip
-
-
-async def listing() -> list[dict[str, Any]]:
-    """llama.cpp counts the cards in another order than NVML."""
-    return [cuda(0, "0000:41:00.0"), cuda(1, "0000:01:00.0"), {"type": "cpu", "backend": "CPU"}]
-
-
 @pytest.mark.parametrize(
     ("outer", "pinned"),
     [({}, [SECOND, FIRST]), ({"CUDA_VISIBLE_DEVICES": "5,7"}, ["5", "7"])],

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -13,31 +11,12 @@ from inference.children import HelperError
 from inference.core.signs import Sign
 from inference.devices.ggml import GgmlProbe
 from inference.devices.nvml import NvmlReader
-from tests.contract.test_nvml_child import FIRST, SECOND, listing
-from tests.rigs.nvml_stub import GIB, NvidiaGpu, NvmlStub
+from tests.rigs.nvml_stub import NvmlStub
+from tests.rigs.nvml_stub.two_cards import FIRST, SECOND, listing
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the NVML stub is a Linux library")
 
 ONE, TWO = "0:1:0.0", "0:41:0.0"
-
-
-@pytest.fixture
-def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NvmlStub:
-    gpus = [
-        NvidiaGpu(FIRST, "00000000:01:00.0", "NVIDIA First", 24 * GIB, GIB // 2, GIB),
-        NvidiaGpu(SECOND, "00000000:41:00.0", "NVIDIA Second", 16 * GIB, GIB // 4, 0),
-    ]
-    stub = NvmlStub(tmp_path, gpus)
-    for name, value in stub.env.items():
-        monkeypatch.setenv(name, value)
-    return stub
-
-
-@pytest.fixture
-async def reader(stub: NvmlStub) -> AsyncIterator[NvmlReader]:
-    reader = NvmlReader()
-    yield reader
-    await reader.close()
 
 
 async def test_an_xid_is_noticed_unasked_and_told_by_the_next_reading_alone(stub: NvmlStub, reader: NvmlReader) -> None:
