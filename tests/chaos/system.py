@@ -12,13 +12,13 @@ from typing import Any
 import httpx2
 
 from headgate.shared import tether
-from headgate.shared.state import GATEWAY_KEY, INFERENCE_TOKEN, StateDir
+from headgate.shared.state import INFERENCE_TOKEN
 from inference.protocol import ModelStatus
 from tests.chaos.machine import Machine
 from tests.rigs import tiny_gguf
 from tests.rigs.fulldisk import FullDisk
 from tests.rigs.processes import Service, children_of, free_port, is_alive, private_env
-from tests.rigs.stack import REPOSITORY, fake_cloud
+from tests.rigs.stack import REPOSITORY, Clients, fake_cloud
 
 DEVICES = ("gpu-0", "gpu-1")
 DEVICE_MIB = 160
@@ -61,7 +61,7 @@ INFERENCE_ENV = {
 }
 
 
-class System:
+class System(Clients):
     """Everything below `root`. `plants` are names of defects (`tests.chaos.defects`)."""
 
     def __init__(self, root: Path, plants: Sequence[str] = ()) -> None:
@@ -128,21 +128,9 @@ class System:
 
     # --- asking ------------------------------------------------------------------------------------------------------
     @property
-    def state(self) -> StateDir:
-        """The state directory of both services."""
-        return StateDir(self.root / "state")
-
-    @property
-    def key(self) -> str:
-        """The gateway's key."""
-        key = self.state.read_secret(GATEWAY_KEY)
-        assert key is not None
-        return key
-
-    @property
-    def base_url(self) -> str:
-        """What an OpenAI client is given."""
-        return f"http://127.0.0.1:{self.gateway_port}/v1"
+    def gateway_url(self) -> str:
+        """Where the gateway answers."""
+        return f"http://127.0.0.1:{self.gateway_port}"
 
     async def inference(self, path: str, method: str = "GET", body: Any = None, seconds: float = 10.0) -> Any:
         """JSON of the inference service; raises httpx2.HTTPError for what is no answer, or an error."""
@@ -151,7 +139,7 @@ class System:
 
     async def gateway(self, path: str, method: str = "GET", body: Any = None, seconds: float = 10.0) -> Any:
         """JSON (or the text of /metrics) of the gateway; raises httpx2.HTTPError."""
-        return await self._ask(f"http://127.0.0.1:{self.gateway_port}{path}", self.key, method, body, seconds)
+        return await self._ask(f"{self.gateway_url}{path}", self.key, method, body, seconds)
 
     async def provider(self, path: str, method: str = "GET", body: Any = None) -> Any:
         """JSON of the fake cloud's controls."""

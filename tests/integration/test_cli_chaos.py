@@ -22,7 +22,7 @@ from inference.devices.simgpu.control import SOCKET_NAME
 from inference.osapi import socket_directory
 from inference.protocol import ModelState, ModelStatus
 from tests.rigs.canned_http import Canned, canned_service
-from tests.rigs.processes import free_port, wait_until
+from tests.rigs.processes import forget_own, free_port, wait_until
 from tests.rigs.sim_devices import SimDevices
 
 MIB = 2**20
@@ -34,9 +34,7 @@ SLEEPER = "import sys, time; print('inference.worker', file=sys.stderr, flush=Tr
 
 @pytest.fixture(autouse=True)
 def private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in list(os.environ):
-        if name.startswith(("GATEWAY_", "INFERENCE_", "HEADGATE_")):
-            monkeypatch.delenv(name)
+    forget_own(monkeypatch)
     monkeypatch.setenv("HEADGATE_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("INFERENCE_TOKEN", "token-of-a-test")
     monkeypatch.chdir(tmp_path)

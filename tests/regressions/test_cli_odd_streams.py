@@ -14,6 +14,7 @@ import pytest
 from headgate.cli.main import main
 from inference.protocol import ModelState, ModelStatus
 from tests.rigs.canned_http import Canned, CannedService, canned_service
+from tests.rigs.processes import forget_own
 
 STATUS = ModelStatus(id="demo", state=ModelState.READY)
 WORD = json.dumps({"choices": [{"index": 0, "delta": {"content": "word " * 4000}, "finish_reason": None}]})
@@ -26,8 +27,7 @@ def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[CannedS
         "POST /v1/chat/completions": Canned(frames=[f"data: {WORD}\n\n".encode()] * 200 + [b"data: [DONE]\n\n"]),
     }
     with canned_service(answers) as canned:
-        for name in [name for name in os.environ if name.startswith(("GATEWAY_", "INFERENCE_", "HEADGATE_"))]:
-            monkeypatch.delenv(name)
+        forget_own(monkeypatch)
         port = canned.url.rpartition(":")[2]
         for name in "GATEWAY_PORT", "INFERENCE_PORT":
             monkeypatch.setenv(name, port)

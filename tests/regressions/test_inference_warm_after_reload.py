@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from inference import settings
-from inference.app import Service
 from inference.protocol import ModelState
-from tests.rigs.authority_rig import FakeAccelerator, Start, rewrite, services, until
+from tests.rigs.authority_rig import FakeAccelerator, Start, reload, services, until
 
 S = ModelState
 
@@ -21,15 +18,6 @@ S = ModelState
 async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
     async with services(tmp_path, monkeypatch) as make:
         yield make
-
-
-def reload(service: Service, directory: Path, models: dict[str, dict[str, Any]], **environ: str) -> None:
-    """As an operator does it: the file of the models stays what it is."""
-    file = directory / "x.gguf"
-    before = file.stat()
-    rewrite(directory, models)
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    service.authority.reload(settings.load(directory, {f"INFERENCE_{key}": said for key, said in environ.items()}, {}))
 
 
 async def test_a_lowered_limit_is_kept_by_dropping_the_least_worthy(start: Start, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -110,6 +111,15 @@ def rewrite(directory: Path, models: dict[str, dict[str, Any]]) -> None:
     (directory / "x.gguf").write_bytes(b"GGUF")
     entries = {name: {"path": str(directory / "x.gguf"), "min_residency": 0, **more} for name, more in models.items()}
     (directory / "models.yaml").write_text(json.dumps({"models": entries}))
+
+
+def reload(service: Service, directory: Path, models: dict[str, dict[str, Any]], **environ: str) -> None:
+    """As an operator does it: the file of the models stays what it is; `environ` is INFERENCE_*."""
+    file = directory / "x.gguf"
+    before = file.stat()
+    rewrite(directory, models)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    service.authority.reload(settings.load(directory, {f"INFERENCE_{key}": said for key, said in environ.items()}, {}))
 
 
 @contextlib.asynccontextmanager

@@ -13,9 +13,15 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import pytest
 
 T = TypeVar("T")
+
+OWN = ("GATEWAY_", "INFERENCE_", "HEADGATE_")
+"""How the names of Headgate's own variables begin."""
 
 START_DEADLINE_SECONDS = 60.0
 
@@ -54,7 +60,7 @@ def private_env(root: Path, extra: Mapping[str, str] | None = None) -> dict[str,
     keep = {
         key: value
         for key, value in os.environ.items()
-        if not key.startswith(("GATEWAY_", "INFERENCE_", "HEADGATE_", "OPENAI_", "ANTHROPIC_", "GEMINI_", "XDG_"))
+        if not key.startswith((*OWN, "OPENAI_", "ANTHROPIC_", "GEMINI_", "XDG_"))
     }
     state = root / "state"
     locks = root / "locks"
@@ -66,6 +72,13 @@ def private_env(root: Path, extra: Mapping[str, str] | None = None) -> dict[str,
         "PYTHONUNBUFFERED": "1",
         **(extra or {}),
     }
+
+
+def forget_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for a test that runs a verb in its own process, and for as long: no variable of Headgate is set."""
+    for name in list(os.environ):
+        if name.startswith(OWN):
+            monkeypatch.delenv(name)
 
 
 def children_of(pid: int) -> list[int]:

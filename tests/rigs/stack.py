@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,8 +37,36 @@ routes:
 """
 
 
+class Clients(ABC):
+    """What clients of a Headgate with private state below `root` are given."""
+
+    root: Path
+
+    @property
+    @abstractmethod
+    def gateway_url(self) -> str:
+        """Base address of the gateway without a trailing slash."""
+
+    @property
+    def state(self) -> StateDir:
+        """The private state directory both services share."""
+        return StateDir(self.root / "state")
+
+    @property
+    def key(self) -> str:
+        """The generated API key."""
+        key = self.state.read_secret(GATEWAY_KEY)
+        assert key is not None
+        return key
+
+    @property
+    def base_url(self) -> str:
+        """What an OpenAI client is given."""
+        return self.gateway_url + "/v1"
+
+
 @dataclass
-class Stack:
+class Stack(Clients):
     """The services of one test; `inference_env` and `gateway_env` reach only that process."""
 
     root: Path
@@ -74,21 +103,9 @@ class Stack:
         self.inference.kill()
 
     @property
-    def state(self) -> StateDir:
-        """The private state directory both services share."""
-        return StateDir(self.root / "state")
-
-    @property
-    def key(self) -> str:
-        """The generated API key."""
-        key = self.state.read_secret(GATEWAY_KEY)
-        assert key is not None
-        return key
-
-    @property
-    def base_url(self) -> str:
-        """What an OpenAI client is given."""
-        return self.front.url + "/v1"
+    def gateway_url(self) -> str:
+        """Where the gateway answers."""
+        return self.front.url
 
     def ask(self, path: str, body: Any = None, *, direct: bool = False, seconds: float = 30.0) -> Any:
         """JSON from the gateway, or `direct` from the inference service; POST when there is a body.
@@ -97,7 +114,7 @@ class Stack:
         """
         secret = self.state.read_secret(INFERENCE_TOKEN) if direct else self.key
         request = urllib.request.Request(
-            (self.inference.url if direct else self.front.url) + path,
+            (self.inference.url if direct else self.gateway_url) + path,
             data=None if body is None else json.dumps(body).encode(),
             headers={"Authorization": f"Bearer {secret}", "Content-Type": "application/json"},
         )

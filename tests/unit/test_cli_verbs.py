@@ -22,7 +22,7 @@ from headgate.cli.main import main
 from headgate.shared.state import StateDir
 from inference.protocol import ModelState, ModelStatus
 from tests.rigs.canned_http import Canned, CannedService, canned_service
-from tests.rigs.processes import free_port
+from tests.rigs.processes import forget_own, free_port
 
 READY = ModelStatus(
     id="demo",
@@ -63,11 +63,7 @@ UNARY = {"model": "local/demo", "choices": [{"index": 0, "message": {"role": "as
 @pytest.fixture(autouse=True)
 def private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No configuration, key or running service of the developer's is seen."""
-    import os
-
-    for name in list(os.environ):
-        if name.startswith(("GATEWAY_", "INFERENCE_", "HEADGATE_")):
-            monkeypatch.delenv(name)
+    forget_own(monkeypatch)
     monkeypatch.setenv("HEADGATE_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.chdir(tmp_path)

@@ -12,6 +12,7 @@ import yaml
 from headgate.cli.config import FILES, GATEWAY, MASK, plain, render
 from headgate.cli.main import main
 from headgate.shared.units import Bytes, Duration
+from tests.rigs.processes import forget_own
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = """\
@@ -34,11 +35,7 @@ routes:
 @pytest.fixture(autouse=True)
 def directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A correct configuration in a directory of its own."""
-    import os
-
-    for name in list(os.environ):
-        if name.startswith(("GATEWAY_", "INFERENCE_", "HEADGATE_")):
-            monkeypatch.delenv(name)
+    forget_own(monkeypatch)
     monkeypatch.setenv("OPENAI_API_KEY", "sk-very-secret")
     monkeypatch.setenv("HEADGATE_CONFIG_DIR", str(tmp_path))
     (tmp_path / "mine.gguf").write_bytes(b"GGUF")
