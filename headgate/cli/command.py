@@ -48,6 +48,18 @@ def no_arguments(parser: argparse.ArgumentParser) -> None:
     """For verbs that take nothing but the common options."""
 
 
+def one_by_hand(action: str, does: str, metavar: str, names: str) -> Callable[[argparse.ArgumentParser], None]:
+    """Arguments of a verb that lists, or does `action` to the one that is named; both may be left out."""
+
+    def arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "action", metavar=action, nargs="?", choices=[action], help=f"{does}; without it they are listed"
+        )
+        parser.add_argument("name", metavar=metavar, nargs="?", help=names)
+
+    return arguments
+
+
 def at_least_one(text: str) -> int:
     """The type of an option that counts something."""
     number = int(text)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from typing import Any
 
 from headgate.cli import addresses
 from headgate.cli.client import segment
-from headgate.cli.command import Command, Session
+from headgate.cli.command import Command, Session, one_by_hand
 from headgate.shared.amounts import format_bytes, format_duration
 from headgate.shared.errors import Exit
 
@@ -18,17 +17,6 @@ ACCOUNTS = ("capacity", "free", "foreign", "reserved", "resident", "releasing")
 
 RECOVER_SECONDS = 120.0
 """A trial takes at most half a minute, and a fresh reading before it may take as long."""
-
-
-def _device_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "action",
-        metavar="recover",
-        nargs="?",
-        choices=["recover"],
-        help="read a device anew and let it compute something; without it they are listed",
-    )
-    parser.add_argument("name", metavar="DEVICE", nargs="?", help="the device to recover, such as gpu-0")
 
 
 def devices(session: Session) -> int:
@@ -80,17 +68,6 @@ def _bytes(accounts: Mapping[str, Any], name: str) -> str:
     return "-" if value is None else format_bytes(int(value))
 
 
-def _breaker_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "action",
-        metavar="reset",
-        nargs="?",
-        choices=["reset"],
-        help="close a breaker by hand; without it they are listed",
-    )
-    parser.add_argument("name", metavar="NAME", nargs="?", help="the breaker to reset, as the list names it")
-
-
 def breakers(session: Session) -> int:
     """Lists the breakers, or resets one."""
     api = addresses.gateway(session, admin=True)
@@ -129,4 +106,17 @@ def _seconds(value: Any) -> str:
     return "-" if value is None else format_duration(float(value))
 
 
-COMMANDS = {"devices": Command(_device_arguments, devices), "breakers": Command(_breaker_arguments, breakers)}
+COMMANDS = {
+    "devices": Command(
+        one_by_hand(
+            "recover",
+            "read a device anew and let it compute something",
+            "DEVICE",
+            "the device to recover, such as gpu-0",
+        ),
+        devices,
+    ),
+    "breakers": Command(
+        one_by_hand("reset", "close a breaker by hand", "NAME", "the breaker to reset, as the list names it"), breakers
+    ),
+}

@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 from headgate.cli import addresses
 from headgate.cli.client import segment
-from headgate.cli.command import Command, Session
+from headgate.cli.command import Command, Session, one_by_hand
 from headgate.shared.amounts import format_duration
 from headgate.shared.errors import Exit
 
 ALL = "all"
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "action",
-        metavar="clear",
-        nargs="?",
-        choices=["clear"],
-        help="allow one again; without it they are listed",
-    )
-    parser.add_argument("key", metavar="KEY", nargs="?", help=f"the request, as the list names it, or `{ALL}`")
-
-
 def quarantine(session: Session) -> int:
     """Lists the requests that are suspected or refused, or lets one go, or all."""
     api = addresses.inference(session)
     if session.args.action == "clear":
-        if not session.args.key:
+        if not session.args.name:
             session.terminal.say(
                 f"headgate: which one? `headgate quarantine` lists their keys; `{ALL}` means every one"
             )
             return Exit.USAGE
-        answer = api.delete("/quarantine" if session.args.key == ALL else f"/quarantine/{segment(session.args.key)}")
+        answer = api.delete("/quarantine" if session.args.name == ALL else f"/quarantine/{segment(session.args.name)}")
         if session.json:
             session.terminal.json(answer)
             return Exit.OK
@@ -63,4 +51,8 @@ def _row(entry: dict[str, Any]) -> list[str]:
     ]
 
 
-COMMANDS = {"quarantine": Command(_arguments, quarantine)}
+COMMANDS = {
+    "quarantine": Command(
+        one_by_hand("clear", "allow one again", "KEY", f"the request, as the list names it, or `{ALL}`"), quarantine
+    )
+}
