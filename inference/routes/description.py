@@ -116,6 +116,13 @@ _TOOLS: Mapping[str, Schema] = {
     "function_call": _either(_TEXT, _OBJECT),
 }
 
+_RENDERED: Mapping[str, Schema] = {
+    "reasoning_effort": _one_of("none", "minimal", "low", "medium", "high", "xhigh", "max"),
+    "chat_template_kwargs": _OBJECT,
+    "continue_final_message": _BOOLEAN,
+    "add_generation_prompt": _BOOLEAN,
+}
+
 
 def _body(fields: Mapping[str, Schema], *needed: str) -> Schema:
     """An object with these fields and no others; null counts as absent."""
@@ -136,14 +143,11 @@ BODIES: Mapping[str, Schema] = {
             "logprobs": _BOOLEAN,
             "top_logprobs": _integer(0, 20),
             "response_format": _OBJECT,
-            "reasoning_effort": _one_of("none", "minimal", "low", "medium", "high", "xhigh", "max"),
+            **_RENDERED,
             "modalities": _list(_one_of("text"), 1, 1),
             "audio": _ANY,
             "prediction": _ANY,
             "web_search_options": _ANY,
-            "chat_template_kwargs": _OBJECT,
-            "continue_final_message": _BOOLEAN,
-            "add_generation_prompt": _BOOLEAN,
         },
         "model",
         "messages",
@@ -187,12 +191,14 @@ BODIES: Mapping[str, Schema] = {
     "/tokenize": _body(
         {
             **_TOOLS,
+            **_RENDERED,
             "model": _MODEL,
             "content": _TEXT,
             "messages": _MESSAGES,
+            "prompt": _TEXTS,
+            "suffix": _TEXT,
             "add_special": _BOOLEAN,
             "parse_special": _BOOLEAN,
-            "chat_template_kwargs": _OBJECT,
         },
         "model",
     ),

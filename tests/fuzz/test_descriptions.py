@@ -14,7 +14,7 @@ from gateway.core.frames import Endpoint
 from inference.app import HOT_PATHS
 from inference.http import OPEN_PATHS
 from inference.routes.description import BODIES
-from inference.worker import bodies, http, reranking
+from inference.worker import bodies, counting, reranking
 from tests.rigs.asgi import ask, operations
 from tests.rigs.authority_rig import Start, services
 from tests.rigs.fake_inference import FakeInference
@@ -25,7 +25,7 @@ READ = {
     "/v1/completions": bodies._COMPLETION,
     "/v1/embeddings": bodies._EMBEDDING,
     "/v1/rerank": reranking._FIELDS,
-    "/tokenize": http._TOKENIZED,
+    "/tokenize": counting._KNOWN,
     "/detokenize": ("model", "tokens"),
 }
 """What a worker reads of each body; everything else it refuses by name."""
