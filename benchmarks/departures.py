@@ -1,0 +1,177 @@
+"""How soon nothing computes any more for a client that left: through the whole chain, and in a call to a cloud.
+
+    python -m benchmarks.departures      DEPARTURES=100; QUICK=1: 20 of each kind
+
+A worker has stopped when its process takes no more processor time; that is read from outside, so that the chain cannot
+flatter itself. The cloud is the upstream of the gateway's benchmark, which sees its connection end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import uvloop
+
+from benchmarks import gateway_report, upstream
+from benchmarks.asking import Connection, close, request
+from benchmarks.gateway_samples import STREAMED, WHOLE, Gone, Results
+from benchmarks.upstream import Upstream
+from tests.rigs.stack import Stack
+
+TIMES, QUICK_TIMES = 100, 20
+MODEL, CLOUD = "demo", "cloud"
+ANSWER_TOKENS = 1800
+"""More than anybody waits for."""
+STAY_SECONDS = (0.03, 0.15)
+"""How long clients stay: after the first token of a stream, after asking for a whole answer."""
+WATCH_SECONDS = 0.4
+"""How long the worker is watched after a departure."""
+LOOK_SECONDS = 0.001
+BUSY_SHARE = 0.3
+"""A worker that takes more of the time between two looks computes; its heartbeat takes a hundredth."""
+COMPUTED_SECONDS = 0.005
+"""A worker that took less until the client left was not at it, and its stopping would say nothing."""
+REST_SECONDS = 0.05
+
+Gateway = tuple[Stack, Upstream]
+
+
+@contextlib.asynccontextmanager
+async def running(root: Path) -> AsyncIterator[Gateway]:
+    """Gateway, inference service and worker on the demo model, and a cloud."""
+    async with Upstream() as cloud:
+        config = {
+            "providers": {CLOUD: {"kind": "openai", "api_key": "key", "base_url": f"{cloud.url}/v1"}},
+            "routes": {MODEL: {"chain": [f"local/{MODEL}"]}, CLOUD: {"chain": [f"{CLOUD}/{upstream.ENDLESS}"]}},
+        }
+        stack = Stack(root, gateway=json.dumps(config))
+        try:
+            await asyncio.to_thread(stack.start)
+            await asyncio.to_thread(stack.ask, f"/models/{MODEL}/load", {}, direct=True)
+            yield stack, cloud
+        finally:
+            stack.kill()
+
+
+def asked(stack: Stack, model: str, kind: str) -> bytes:
+    """A request that nobody means to see answered to its end."""
+    body: dict[str, Any] = {
+        "model": model, "messages": [{"role": "user", "content": "Tell a story without an end."}],
+        "max_tokens": ANSWER_TOKENS, "stream": kind == STREAMED, "temperature": 0,
+    }  # fmt: skip
+    if model == MODEL:
+        body["ignore_eos"] = True
+    return request(stack.front.port, body, {"authorization": f"Bearer {stack.key}"})
+
+
+async def leave(stack: Stack, model: str, kind: str) -> float:
+    """Asks, stays a while and leaves; returns when, on `time.perf_counter`."""
+    connection = await Connection.open(stack.front.port)
+    if kind == STREAMED:
+        await connection.begin(asked(stack, model, kind))
+    else:
+        connection.ask(asked(stack, model, kind), lambda _: None)
+    await asyncio.sleep(random.uniform(*STAY_SECONDS))
+    at = time.perf_counter()
+    connection.forget()
+    return at
+
+
+async def local(stack: Stack, kind: str, times: int) -> Gone:
+    """Departures from answers of the worker."""
+    pid = stack.worker_pid(MODEL)
+    step = await step_seconds(stack)
+    seconds = []
+    for _ in range(times):
+        before = _cpu_seconds(pid)
+        at = await leave(stack, MODEL, kind)
+        if _cpu_seconds(pid) - before < COMPUTED_SECONDS:
+            raise SystemExit(f"the worker computed nothing for a client that wanted a {kind} answer")
+        stopped = await asyncio.to_thread(last_busy, pid, at + WATCH_SECONDS)
+        seconds.append(max(0.0, stopped - at))
+        await asyncio.sleep(REST_SECONDS)
+    return Gone(f"worker, {kind}", seconds, step)
+
+
+def last_busy(pid: int, until: float) -> float:
+    """When the process was last seen to compute."""
+    at, used, found = time.perf_counter(), _cpu_seconds(pid), 0.0
+    while (now := time.perf_counter()) < until:
+        now_used = _cpu_seconds(pid)
+        if now_used - used > BUSY_SHARE * (now - at):
+            found = now
+        at, used = now, now_used
+        time.sleep(LOOK_SECONDS)
+    return found
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Processor time of all threads, to the nanosecond (Linux)."""
+    used = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            used += int((task / "schedstat").read_text().split()[0])
+    return used / 1e9
+
+
+async def step_seconds(stack: Stack) -> float:
+    """Between two tokens of one stream, median."""
+    body = json.loads(asked(stack, MODEL, STREAMED).partition(b"\r\n\r\n")[2]) | {"max_tokens": 200}
+    sent = request(stack.front.port, body, {"authorization": f"Bearer {stack.key}"})
+    connection = await Connection.open(stack.front.port, keeps_times=True)
+    try:
+        pieces = (await connection.answer(sent)).pieces
+    finally:
+        await close(connection)
+    return median(after - before for before, after in itertools.pairwise(pieces))
+
+
+async def cloud(stack: Stack, service: Upstream, kind: str, times: int) -> Gone:
+    """Departures from answers of the cloud."""
+    seconds = []
+    for _ in range(times):
+        left = asyncio.get_running_loop().create_future()
+        service.on_left = lambda left=left: None if left.done() else left.set_result(time.perf_counter())  # type: ignore[misc]
+        at = await leave(stack, CLOUD, kind)
+        async with asyncio.timeout(10):
+            seconds.append(max(0.0, await left - at))
+    return Gone(f"cloud, {kind}", seconds)
+
+
+async def measure(root: Path, times: int) -> list[Gone]:
+    """All kinds of departures."""
+    async with running(root) as (stack, service):
+        found = []
+        for kind in (STREAMED, WHOLE):
+            found += [await local(stack, kind, times), await cloud(stack, service, kind, times)]
+        return found
+
+
+def main(environ: Mapping[str, str] = os.environ) -> int:
+    """Departures alone."""
+    quick = environ.get("QUICK", "") not in ("", "0")
+    times = int(environ.get("DEPARTURES") or (QUICK_TIMES if quick else TIMES))
+    with tempfile.TemporaryDirectory(prefix="headgate-bench-") as root:
+        found = uvloop.run(measure(Path(root), times))
+    results = Results(gone=found)
+    for line in gateway_report.gone_lines(results):
+        print(line)
+    for bar in gateway_report.bars_gone(results):
+        print(bar.line())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,233 @@
+"""`make bench-gateway`: what the gateway costs, beside a bare hop, LiteLLM's proxy and Portkey's gateway.
+
+Upstream and generator share one core, in this process; whoever is measured has another. Every round asks all systems in
+a shuffled order, and ratios and differences are taken within a round. Ends with one BAR line per promise; raw samples
+go to benchmarks/results/gateway.json.
+
+Environment: QUICK=1 (at most five minutes), ROUNDS, PARTS (alone,crowds,paced,failover,memory,departures),
+HEADGATE_PEERS_DIR.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, AsyncExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from benchmarks import asking, departures, failover, gateway_peers, gateway_report, gateways, upstream
+from benchmarks.gateway_samples import STREAMED, WHOLE, Alone, Crowd, Paced, Results
+from benchmarks.gateways import DIRECT, GATEWAY, Door
+from benchmarks.upstream import Upstream
+from headgate.shared.percentiles import percentile
+
+RESULTS = Path(__file__).parent / "results" / "gateway.json"
+PARTS = ("alone", "crowds", "paced", "failover", "memory", "departures")
+ALONE_PER_SECOND = 250.0
+CONNECTIONS, STREAMS = 32, 256
+REST_SECONDS = 0.2
+"""Before every sample, for what the one before left behind."""
+WARM_UP_REQUESTS = 200
+STREAMS_APART_SECONDS = 0.003
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much is measured. `alone` and `crowd` are seconds per sample, `tokens` those of a paced stream."""
+
+    rounds: int = 9
+    alone: float = 4.0
+    crowd: float = 3.0
+    tokens: int = 250
+    requests: int = 100_000
+    failures: int = 40
+    departures: int = 100
+
+
+QUICK = Plan(rounds=3, alone=2.0, crowd=2.0, tokens=150, requests=20_000, failures=15, departures=20)
+
+
+class Bench:
+    """Everybody at one table: the upstream in this process, and who is asked."""
+
+    def __init__(self, plan: Plan, service: Upstream, found: Results) -> None:
+        self.plan = plan
+        self.found = found
+        self.direct = Door(DIRECT, service.port)
+        self.doors: dict[str, Door] = {}
+        self._random = random.Random(20261122)
+
+    def shuffled(self, doors: list[Door]) -> list[Door]:
+        """Another order for every round."""
+        return self._random.sample(doors, len(doors))
+
+    async def alone(self) -> None:
+        """One connection at a rate, whole answers and streams."""
+        for number in range(self.plan.rounds):
+            say(f"one connection: round {number + 1} of {self.plan.rounds}")
+            for kind in (WHOLE, STREAMED):
+                for door in self.shuffled([self.direct, self.doors[GATEWAY]]):
+                    await self._settle(door, kind, 1)
+                    spans = await asking.at_rate(door.port, chat(door, kind), ALONE_PER_SECOND, self.plan.alone)
+                    self.found.alone.append(Alone(door.name, kind, number, spans.first, spans.whole))
+
+    async def crowds(self) -> None:
+        """As many answers as there can be."""
+        for number in range(self.plan.rounds):
+            say(f"{CONNECTIONS} connections: round {number + 1} of {self.plan.rounds}")
+            for kind in (WHOLE, STREAMED):
+                who = [door for door in self.doors.values() if kind == WHOLE or door.name in (GATEWAY, "pass-through")]
+                for door in self.shuffled(who):
+                    await self._settle(door, kind, CONNECTIONS)
+                    self.found.crowds.append(await self._crowd(door, kind, number))
+        self.found.memory = {name: door.rss_bytes() for name, door in self.doors.items()}
+
+    async def _crowd(self, door: Door, kind: str, number: int) -> Crowd:
+        used, own = door.cpu_seconds(), time.process_time()
+        rush = await asking.as_they_come(door.port, chat(door, kind), CONNECTIONS, self.plan.crowd)
+        used, own = door.cpu_seconds() - used, time.process_time() - own
+        p50, p99 = (percentile(rush.whole, share) for share in (0.5, 0.99))
+        shares = (used / rush.seconds, own / rush.seconds)
+        return Crowd(door.name, kind, number, CONNECTIONS, len(rush.whole), rush.seconds, p50, p99, *shares)
+
+    async def paced(self) -> None:
+        """Many slow streams at once."""
+        for number in range(self.plan.rounds):
+            say(f"{STREAMS} streams: round {number + 1} of {self.plan.rounds}")
+            for door in self.shuffled([self.direct, self.doors[GATEWAY]]):
+                await asyncio.sleep(REST_SECONDS)
+                used, begun = door.cpu_seconds(), time.perf_counter()
+                sent = chat(door, STREAMED, upstream.PACED)
+                pieces = await asking.streams(door.port, sent, STREAMS, STREAMS_APART_SECONDS)
+                share = (door.cpu_seconds() - used) / (time.perf_counter() - begun)
+                self.found.paced.append(_paced(door.name, number, self.plan.tokens, pieces, share))
+
+    async def memory(self) -> None:
+        """What many requests leave behind, whole answers and streams in turn."""
+        door, tenth = self.doors[GATEWAY], self.plan.requests // 10
+        for number in range(11):  # the first tenth fills what is bounded: records, caches, the allocator's arenas
+            say(f"memory: {number * tenth:,} of {self.plan.requests:,} requests")
+            await asking.as_they_come(
+                door.port, chat(door, WHOLE), CONNECTIONS, 600.0, most=tenth, others=chat(door, STREAMED)
+            )
+            self.found.held.after.append((number * tenth, door.rss_bytes()))
+
+    async def _settle(self, door: Door, kind: str, connections: int) -> None:
+        await asyncio.sleep(REST_SECONDS)
+        most = WARM_UP_REQUESTS if door.name != gateway_peers.LITELLM else connections
+        await asking.as_they_come(door.port, chat(door, kind), connections, 0.5, most=most)
+        gc.collect()
+
+
+def _paced(name: str, number: int, tokens: int, pieces: list[list[float]], share: float) -> Paced:
+    gaps = [[after - before for before, after in itertools.pairwise(one)] for one in pieces]
+    every = [gap for one in gaps for gap in one]
+    longest = [max(one) for one in gaps]
+    p50, p99 = percentile(every, 0.5), percentile(every, 0.99)
+    return Paced(name, number, len(pieces), tokens, p50, p99, longest, share)
+
+
+def chat(door: Door, kind: str, model: str = upstream.AT_ONCE) -> bytes:
+    """The same question for everybody."""
+    body: dict[str, Any] = {
+        "model": model,
+        "messages": [
+            {"role": "system", "content": "You answer in one sentence."},
+            {"role": "user", "content": "What does a headgate do for the mill behind it?"},
+        ],
+        "max_tokens": 64,
+        "temperature": 0.7,
+    }
+    if kind == STREAMED:
+        body["stream"] = True
+    return asking.request(door.port, body, door.headers)
+
+
+async def run(plan: Plan, parts: tuple[str, ...], root: Path) -> Results:
+    """Everything."""
+    found = Results(load=[os.getloadavg()[0]])
+    own, core = gateways.cores()
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {own})
+    async with AsyncExitStack() as stack:
+        service = await stack.enter_async_context(Upstream(plan.tokens))
+        bench = Bench(plan, service, found)
+        starts = _who(service.url, root, core, found, with_peers="crowds" in parts)
+        for name, start in starts.items():
+            say(f"starting {name}")
+            bench.doors[name] = await asyncio.to_thread(stack.enter_context, start())
+            if name == GATEWAY:
+                await asyncio.sleep(2.0)  # what it does after its start is over
+                found.held.idle_bytes = bench.doors[name].rss_bytes()
+        gc.freeze()
+        for part in PARTS:
+            if part not in parts:
+                continue
+            if part == "failover":
+                found.failed = await failover.measure(service, root, core, plan.failures)
+            elif part != "departures":
+                await getattr(bench, part)()
+            found.write(RESULTS)
+    if "departures" in parts:
+        say("departures")
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, {own, core})  # a worker computes on both
+        found.gone = await departures.measure(root / "departures", plan.departures)
+    found.load.append(os.getloadavg()[0])
+    found.write(RESULTS)
+    return found
+
+
+def _who(
+    url: str, root: Path, core: int, found: Results, *, with_peers: bool
+) -> dict[str, Callable[[], AbstractContextManager[Door]]]:
+    """Who is measured, and how each starts."""
+    found.versions = {GATEWAY: version("headgate"), "fastapi": version("fastapi"), "aiohttp": version("aiohttp")}
+    starts: dict[str, Callable[[], AbstractContextManager[Door]]] = {
+        GATEWAY: lambda: gateways.headgate(url, root, core)
+    }
+    if not with_peers:
+        return starts
+    starts[gateways.PASS_THROUGH] = lambda: gateways.pass_through(url, root, core)
+    if (portkey := gateway_peers.portkey()) is not None:
+        found.versions[portkey.name] = portkey.version
+        starts[portkey.name] = lambda: gateways.portkey(portkey, url, root, core)
+    if (litellm := gateway_peers.litellm()) is not None:
+        found.versions[litellm.name] = litellm.version
+        starts[litellm.name] = lambda: gateways.litellm(litellm, url, root, core)
+    return starts
+
+
+def say(text: str) -> None:
+    """Progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(environ: Mapping[str, str] = os.environ) -> int:
+    """The whole run."""
+    plan = QUICK if environ.get("QUICK", "") not in ("", "0") else Plan()
+    if rounds := environ.get("ROUNDS"):
+        plan = Plan(**{**{name: getattr(plan, name) for name in Plan.__dataclass_fields__}, "rounds": int(rounds)})
+    parts = tuple((environ.get("PARTS") or ",".join(PARTS)).split(","))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended on the way out
+    with tempfile.TemporaryDirectory(prefix="headgate-bench-") as root, contextlib.suppress(KeyboardInterrupt):
+        gateway_report.show(uvloop.run(run(plan, parts, Path(root))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""What a run of the gateway's benchmark saw, raw, and how one number per round is read from it; judges nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from headgate.shared.percentiles import percentile
+
+WHOLE, STREAMED = "whole", "streamed"
+"""Kinds of answers."""
+
+FIRST_TOKEN_SECONDS = 0.2
+"""`deadlines.first_token` of a gateway that fails over: how long a silent tier is waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """One connection in one round, asked at a rate: seconds to the first content and to the end of every answer."""
+
+    system: str
+    kind: str
+    round: int
+    first: Sequence[float]
+    whole: Sequence[float]
+
+    def first_at(self, quantile: float) -> float:
+        """A percentile of the time to the first content."""
+        return percentile(self.first, quantile)
+
+    def whole_at(self, quantile: float) -> float:
+        """A percentile of the time to the end."""
+        return percentile(self.whole, quantile)
+
+
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """Many connections in one round, each asking as soon as it was answered. Shares are of one core."""
+
+    system: str
+    kind: str
+    round: int
+    connections: int
+    requests: int
+    seconds: float
+    p50: float
+    p99: float
+    system_share: float
+    field_share: float
+
+    @property
+    def per_second(self) -> float:
+        """Answers per second."""
+        return self.requests / self.seconds
+
+    @property
+    def per_core_second(self) -> float:
+        """Answers per second of processor time that the system took."""
+        return self.per_second / self.system_share if self.system_share else float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class Paced:
+    """Many paced streams at once in one round: seconds between their pieces; `longest` is one per stream."""
+
+    system: str
+    round: int
+    streams: int
+    tokens: int
+    gap_p50: float
+    gap_p99: float
+    longest: Sequence[float]
+    system_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Answers by the second tier because the first did not: seconds of each, and of those without a first tier.
+
+    `kind` is what the first tier does; with `is_open` its breaker is open and it is not asked.
+    """
+
+    kind: str
+    is_open: bool
+    seconds: Sequence[float]
+    without: Sequence[float]
+
+
+@dataclass(slots=True)
+class Held:
+    """What the gateway's process holds: idle after its start, and then after so many requests."""
+
+    idle_bytes: int = 0
+    after: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """Departures of clients: seconds until the upstream, or the worker, was rid of each. `step` is a decode step's."""
+
+    kind: str
+    seconds: Sequence[float]
+    step: float = 0.0
+
+
+@dataclass(slots=True)
+class Results:
+    """All raw samples of a run. `versions` names who was measured, `load` is the machine's own at start and end."""
+
+    versions: dict[str, str] = field(default_factory=dict)
+    load: list[float] = field(default_factory=list)
+    alone: list[Alone] = field(default_factory=list)
+    crowds: list[Crowd] = field(default_factory=list)
+    paced: list[Paced] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
+    held: Held = field(default_factory=Held)
+    memory: dict[str, int] = field(default_factory=dict)
+    gone: list[Gone] = field(default_factory=list)
+
+    def alone_of(self, system: str, kind: str) -> list[Alone]:
+        """In the order of rounds."""
+        found = [one for one in self.alone if (one.system, one.kind) == (system, kind)]
+        return sorted(found, key=lambda one: one.round)
+
+    def crowds_of(self, system: str, kind: str) -> list[Crowd]:
+        """In the order of rounds."""
+        found = [one for one in self.crowds if (one.system, one.kind) == (system, kind)]
+        return sorted(found, key=lambda one: one.round)
+
+    def paced_of(self, system: str) -> list[Paced]:
+        """In the order of rounds."""
+        return sorted((one for one in self.paced if one.system == system), key=lambda one: one.round)
+
+    def write(self, path: Path) -> None:
+        """As JSON, times to the microsecond."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(_rounded(asdict(self))))
+
+    @classmethod
+    def read(cls, path: Path) -> Results:
+        """What `write` wrote."""
+        said = json.loads(path.read_text())
+        held = Held(said["held"]["idle_bytes"], [(count, size) for count, size in said["held"]["after"]])
+        return cls(
+            said["versions"],
+            said["load"],
+            _each(said["alone"], Alone),
+            _each(said["crowds"], Crowd),
+            _each(said["paced"], Paced),
+            _each(said["failed"], Failed),
+            held,
+            said["memory"],
+            _each(said["gone"], Gone),
+        )
+
+
+T = TypeVar("T")
+
+
+def _each(rows: list[dict[str, object]], make: Callable[..., T]) -> list[T]:
+    return [make(**row) for row in rows]
+
+
+def _rounded(value: object) -> object:
+    if isinstance(value, float):
+        return round(value, 6)
+    if isinstance(value, dict):
+        return {name: _rounded(inner) for name, inner in value.items()}
+    return [_rounded(inner) for inner in value] if isinstance(value, list | tuple) else value

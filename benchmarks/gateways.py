@@ -1,0 +1,151 @@
+"""Starts Headgate's gateway and its peers on a core of their own, in front of the same upstream; measures nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import upstream
+from benchmarks.gateway_peers import Peer
+from tests.rigs.processes import Service, children_of, free_port, private_env
+
+DIRECT, GATEWAY, PASS_THROUGH = "direct", "headgate", "pass-through"
+KEY = "key-of-a-benchmark"
+ADMIN_KEY = "admin-of-a-benchmark"
+REPOSITORY = Path(__file__).resolve().parents[1]
+START_SECONDS = 180.0
+
+CONFIG: Mapping[str, Any] = {"routes": {"*": {"chain": ["local/*"]}}}
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Where a system answers. `pid` is its topmost process, 0 for the upstream itself."""
+
+    name: str
+    port: int
+    pid: int = 0
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def cpu_seconds(self) -> float:
+        """What its processes have used so far."""
+        return sum(_ticks(pid) for pid in _all(self.pid)) / os.sysconf("SC_CLK_TCK")
+
+    def rss_bytes(self) -> int:
+        """What its processes hold in memory."""
+        return sum(_rss(pid) for pid in _all(self.pid))
+
+
+def cores() -> tuple[int, int]:
+    """The core of upstream and generator, and that of the gateway; the same where there is only one."""
+    if not hasattr(os, "sched_getaffinity"):
+        return 0, 0
+    known = sorted(os.sched_getaffinity(0))
+    return known[0], known[-1]
+
+
+def pinned(argv: Sequence[str], core: int) -> list[str]:
+    """`argv` on one core, with all threads and children, where the system can."""
+    taskset = shutil.which("taskset")
+    return [taskset, "-c", str(core), *argv] if taskset else list(argv)
+
+
+@contextlib.contextmanager
+def headgate(
+    url: str, root: Path, core: int, config: Mapping[str, Any] = CONFIG, name: str = GATEWAY
+) -> Iterator[Door]:
+    """The gateway as `headgate gateway` runs it; `url` is the inference service's."""
+    place = root / name
+    (place / "config").mkdir(parents=True)
+    (place / "config" / "gateway.yaml").write_text(json.dumps(config))
+    port = free_port()
+    env = private_env(
+        place,
+        {
+            "GATEWAY_INFERENCE__URL": url, "GATEWAY_API_KEY": KEY, "GATEWAY_ADMIN_KEY": ADMIN_KEY,
+            "INFERENCE_TOKEN": "token-of-a-benchmark",
+        },
+    )  # fmt: skip
+    argv = [sys.executable, "-m", "gateway", "--config-dir", str(place / "config"), "--port", str(port)]
+    headers = {"authorization": f"Bearer {KEY}"}
+    with _running(Service(pinned(argv, core), env, place, port, name), "/readyz") as service:
+        yield Door(name, port, service.pid, headers)
+
+
+@contextlib.contextmanager
+def pass_through(url: str, root: Path, core: int) -> Iterator[Door]:
+    """The bare hop."""
+    port = free_port()
+    place = root / PASS_THROUGH
+    env = private_env(place, {"PYTHONPATH": str(REPOSITORY)})
+    argv = [sys.executable, "-m", "benchmarks.passthrough", url, str(port)]
+    with _running(Service(pinned(argv, core), env, place, port, PASS_THROUGH), "/livez") as service:
+        yield Door(PASS_THROUGH, port, service.pid)
+
+
+@contextlib.contextmanager
+def litellm(peer: Peer, url: str, root: Path, core: int) -> Iterator[Door]:
+    """LiteLLM's proxy with one worker, one model, and nothing to log to."""
+    port = free_port()
+    place = root / peer.name
+    env = private_env(
+        place, {"LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_TELEMETRY": "False"}
+    )
+    asked = {"model": f"openai/{upstream.AT_ONCE}", "api_base": f"{url}/v1", "api_key": KEY}
+    config = {"model_list": [{"model_name": upstream.AT_ONCE, "litellm_params": asked}]}
+    (place / "config.yaml").write_text(json.dumps(config))
+    options = ["--config", str(place / "config.yaml"), "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1"]
+    argv = [*peer.argv, *options, "--telemetry", "False"]
+    with _running(Service(pinned(argv, core), env, place, port, peer.name), "/health/liveliness") as service:
+        yield Door(peer.name, port, service.pid, {"authorization": f"Bearer {KEY}"})
+
+
+@contextlib.contextmanager
+def portkey(peer: Peer, url: str, root: Path, core: int) -> Iterator[Door]:
+    """Portkey's gateway; it learns from headers where to ask."""
+    port = free_port()
+    place = root / peer.name
+    env = private_env(place, {"NODE_ENV": "production"})
+    headers = {
+        "authorization": f"Bearer {KEY}",
+        "x-portkey-provider": "openai",
+        "x-portkey-custom-host": f"{url}/v1",
+    }
+    argv = [*peer.argv, f"--port={port}", "--headless"]
+    with _running(Service(pinned(argv, core), env, place, port, peer.name), "/") as service:
+        yield Door(peer.name, port, service.pid, headers)
+
+
+@contextlib.contextmanager
+def _running(service: Service, answers: str) -> Iterator[Service]:
+    try:
+        yield service.start(wait_for=answers, seconds=START_SECONDS)
+    finally:
+        service.kill()
+
+
+def _all(pid: int) -> list[int]:
+    return [pid, *children_of(pid)] if pid else [os.getpid()]
+
+
+def _ticks(pid: int) -> int:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[11]) + int(fields[12])
+
+
+def _rss(pid: int) -> int:
+    try:
+        said = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in said.splitlines() if line.startswith("VmRSS:")), 0)

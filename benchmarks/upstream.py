@@ -1,0 +1,234 @@
+"""A model service that computes nothing: answers at once, at a pace, badly or never, as it is asked; measures nothing.
+
+It speaks the wire of the inference service (chunks as a worker writes them, /v1/models, /events, /readyz) and, to
+whoever does not ask for a stream, OpenAI's. Raw protocols, because it shares its core with who asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+import httptools
+import orjson
+
+from inference.protocol import DONE, Code, ModelState, ModelStatus, error_body
+
+AT_ONCE, PACED, ENDLESS, BUSY, SILENT = "bench", "bench-paced", "bench-endless", "bench-busy", "bench-silent"
+"""Models: an answer at once, one at a pace, one that goes on until the client leaves, a 503, no answer at all."""
+
+PACE_SECONDS = 0.02
+"""Between two tokens of a paced stream: 50 tokens per second."""
+PHASES = 20
+"""Paced streams take turns within a pace, as sequences of different workers would."""
+ANSWER_TOKENS = 8
+_WORD = "water "
+
+_HEAD = {"id": "chatcmpl-0123456789abcdef01234567", "object": "chat.completion.chunk", "created": 1, "model": AT_ONCE}
+_BEGIN = b"data: " + orjson.dumps(_HEAD)[:-1]
+_USAGE = {"prompt_tokens": 12, "completion_tokens": ANSWER_TOKENS, "total_tokens": 12 + ANSWER_TOKENS}
+
+
+def _chunk(delta: bytes, finish: bytes = b"null") -> bytes:
+    """A chunk as the worker writes it when usage was asked for, in a chunk of HTTP."""
+    said = b'%b,"choices":[{"index":0,"delta":%b,"logprobs":null,"finish_reason":%b}],"usage":null}\n\n'
+    return _framed(said % (_BEGIN, delta, finish))
+
+
+def _framed(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+_ROLE = _chunk(b'{"role":"assistant","content":""}')
+TOKEN = _chunk(b'{"content":"%b"}' % _WORD.encode())
+_LAST = (
+    _chunk(b"{}", b'"stop"')
+    + _framed(_BEGIN + b',"choices":[],"usage":' + orjson.dumps(_USAGE) + b"}\n\n")
+    + _framed(DONE)
+    + b"0\r\n\r\n"
+)
+_STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\ndate: Sun, 01 Jan 2026 00:00:00 GMT\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+    b"cache-control: no-cache\r\nx-headgate-device: cpu\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+_STREAM = _STREAM_HEAD + _ROLE + TOKEN * ANSWER_TOKENS + _LAST
+
+
+def _json(status: bytes, body: object) -> bytes:
+    said = body if isinstance(body, bytes) else orjson.dumps(body)
+    return b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (status, len(said), said)
+
+
+_WHOLE = _json(
+    b"200 OK",
+    {
+        **_HEAD,
+        "object": "chat.completion",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": _WORD * ANSWER_TOKENS, "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": _USAGE,
+    },
+)
+_MODELS = [
+    ModelStatus(
+        name, ModelState.READY, context_length=4096, parallel=256, devices=("cpu",), fits=True,
+        capabilities=("chat", "completions", "tools"), loads=1, pid=1,
+    ).to_json()
+    for name in (AT_ONCE, PACED, ENDLESS, BUSY, SILENT)
+]  # fmt: skip
+_SNAPSHOT = orjson.dumps({"number": 1, "models": _MODELS, "devices": [], "ready": True})
+LISTED = orjson.dumps({"object": "list", "data": _MODELS})
+_OTHERS: Mapping[bytes, bytes] = {
+    b"/v1/models": _json(b"200 OK", LISTED),
+    b"/readyz": _json(b"200 OK", {"status": "ready"}),
+    b"/livez": _json(b"200 OK", {"status": "ok"}),
+    b"/events": _STREAM_HEAD + _framed(b"event: snapshot\ndata: " + _SNAPSHOT + b"\n\n"),
+}
+_NOTHING = _json(b"404 Not Found", error_body(Code.NOT_FOUND, "there is nothing here"))
+_REFUSAL = _json(b"503 Service Unavailable", error_body(Code.MODEL_FAILED, "the model failed"))
+_BEAT = _framed(b'event: beat\ndata: {"number":1}\n\n')
+BEAT_SECONDS = 5.0
+
+
+class Upstream:
+    """The service on a port of loopback; use as an async context. `on_left` is told when a stream's reader left."""
+
+    def __init__(self, tokens: int = 250) -> None:
+        """`tokens` are those of a paced answer."""
+        self.tokens = tokens
+        self.port = 0
+        self.on_left: Callable[[], None] = lambda: None
+        self.served = 0
+        self.connections: set[_Connection] = set()
+        self.listening: set[_Connection] = set()
+        self._phases: list[set[_Connection]] = [set() for _ in range(PHASES)]
+        self._joined = 0
+
+    async def __aenter__(self) -> Upstream:
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _Connection(self), "127.0.0.1", 0, backlog=1024)
+        self.port = self._server.sockets[0].getsockname()[1]
+        self._loop = loop
+        self._next = loop.time()
+        self._number = 0
+        self._ticker = loop.call_later(0, self._tick)
+        self._beats = loop.call_later(BEAT_SECONDS, self._beat)
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        self._ticker.cancel()
+        self._beats.cancel()
+        self._server.close()
+        for connection in tuple(self.connections):
+            connection.transport.abort()
+        await asyncio.sleep(0)  # then the sockets are closed
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def join(self, connection: _Connection) -> int:
+        """Gives a paced stream its turn; returns which."""
+        self._joined += 1
+        phase = self._joined % PHASES
+        self._phases[phase].add(connection)
+        return phase
+
+    def leave(self, connection: _Connection, phase: int) -> None:
+        """The stream is over."""
+        self._phases[phase].discard(connection)
+
+    def _tick(self) -> None:
+        now = self._loop.time()
+        while self._next <= now:  # late is late: what should have been said meanwhile is said now
+            for connection in tuple(self._phases[self._number % PHASES]):
+                connection.say_more()
+            self._number += 1
+            self._next += PACE_SECONDS / PHASES
+        self._ticker = self._loop.call_at(self._next, self._tick)
+
+    def _beat(self) -> None:
+        for connection in self.listening:
+            connection.write(_BEAT)
+        self._beats = self._loop.call_later(BEAT_SECONDS, self._beat)
+
+
+class _Connection(asyncio.Protocol):
+    """One connection; also what its parser calls."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+        self._parser = httptools.HttpRequestParser(self)
+        self._url = b""
+        self._body: list[bytes] = []
+        self._phase: int | None = None
+        self._left = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Somebody asks."""
+        self.transport = transport
+        self.write = transport.write
+        self._upstream.connections.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes came."""
+        self._parser.feed_data(data)
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        """They left."""
+        self._upstream.connections.discard(self)
+        self._upstream.listening.discard(self)
+        if self._phase is not None:
+            self._over()
+            self._upstream.on_left()
+
+    def on_url(self, url: bytes) -> None:
+        """A piece of the request line."""
+        self._url += url
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        """The request is whole."""
+        url, self._url = self._url, b""
+        body, self._body = b"".join(self._body), []
+        if not url.endswith(b"/chat/completions"):
+            self.write(_OTHERS.get(url, _NOTHING))
+            if url == b"/events":
+                self._upstream.listening.add(self)
+            return
+        self._upstream.served += 1
+        asked = orjson.loads(body)
+        model, streams = asked.get("model"), bool(asked.get("stream"))
+        if model == AT_ONCE:
+            self.write(_STREAM if streams else _WHOLE)
+        elif model == BUSY:
+            self.write(_REFUSAL)
+        elif model != SILENT:
+            self._left = self._upstream.tokens if model == PACED else 2**62
+            if streams:
+                self.write(_STREAM_HEAD + _ROLE + TOKEN)
+            self._phase = self._upstream.join(self)
+
+    def say_more(self) -> None:
+        """It is this stream's turn."""
+        self._left -= 1
+        if self._left > 0:
+            self.write(TOKEN)
+        else:
+            self._over()
+            self.write(_LAST)
+
+    def _over(self) -> None:
+        assert self._phase is not None
+        self._upstream.leave(self, self._phase)
+        self._phase = None

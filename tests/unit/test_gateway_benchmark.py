@@ -1,0 +1,132 @@
+"""The gateway's benchmark: its bars, its raw samples, what its upstream says and what its generator makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import orjson
+import pytest
+
+from benchmarks import asking, gateway_report, upstream
+from benchmarks.gateway_samples import STREAMED, WHOLE, Alone, Crowd, Failed, Gone, Held, Paced, Results
+from benchmarks.gateways import DIRECT, GATEWAY, PASS_THROUGH
+from benchmarks.upstream import Upstream
+from gateway.core.assemble import Assembly
+from gateway.core.frames import DeltaKind
+from gateway.core.sse import SseSplitter
+from gateway.providers.local import kind_of
+from inference.protocol import ModelStatus
+
+
+def _found() -> Results:
+    """Two rounds, of which the second ran on a machine half as fast."""
+    found = Results(versions={GATEWAY: "0"}, load=[1.0, 2.0])
+    for number, slow in enumerate((1.0, 2.0)):
+        for system, seconds in ((DIRECT, 0.0002), (GATEWAY, 0.0006)):
+            found.alone += [
+                Alone(system, kind, number, [seconds * slow] * 5, [seconds * slow] * 5) for kind in (WHOLE, STREAMED)
+            ]
+        for system, share in ((GATEWAY, 1.0), (PASS_THROUGH, 0.8), ("litellm", 1.0), ("portkey", 1.0)):
+            requests = {GATEWAY: 3000, PASS_THROUGH: 3200, "litellm": 100, "portkey": 2000}[system]
+            found.crowds.append(Crowd(system, WHOLE, number, 32, int(requests / slow), 1.0, 0.01, 0.02, share, 0.5))
+        found.paced.append(Paced(GATEWAY, number, 256, 250, 0.02, 0.03, [0.05, 0.1 * slow], 0.5))
+    found.failed = [Failed("silent", False, [0.21], [0.004]), Failed("silent", True, [0.005], [0.004])]
+    found.held = Held(60_000_000, [(0, 60_000_000), (1000, 66_000_000)])
+    found.gone = [Gone("worker, streamed", [0.01, 0.02], 0.002)]
+    return found
+
+
+def test_bars_follow_from_samples() -> None:
+    bars = {bar.name: (pytest.approx(bar.value), bar.reached) for bar in gateway_report.bars(_found())}
+    assert bars == {
+        "added_p50": (0.6, True),
+        "added_p99": (0.6, True),
+        "added_ttft_p99": (0.6, True),
+        f"throughput_per_core_over_{PASS_THROUGH}": (0.75, True),
+        "throughput_per_core_over_litellm": (30.0, True),
+        "throughput_per_core_over_portkey": (1.5, False),
+        "longest_gap_of_256_streams": (10.0, True),
+        "failover_silent": (6.0, True),
+        "failover_silent_open": (1.0, True),
+        "rss_idle": (60.0, True),
+        "rss_growth_after_1000": (10.0, False),
+        "gone_worker_streamed_p99_beyond_step": (17.9, True),
+    }
+
+
+def test_the_report_of_what_was_written_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = _found()
+    found.write(tmp_path / "raw.json")
+    gateway_report.show(found)
+    said = capsys.readouterr().out
+    gateway_report.show(Results.read(tmp_path / "raw.json"))
+    assert capsys.readouterr().out == said
+    assert "BAR added_p50" in said
+
+
+def test_a_peer_that_was_not_measured_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    found = _found()
+    found.crowds = [one for one in found.crowds if one.system != "portkey"]
+    gateway_report.show(found)
+    assert "portkey is not there and was not measured" in capsys.readouterr().out
+
+
+def _chat(service: Upstream, model: str, *, stream: bool) -> bytes:
+    return asking.request(service.port, {"model": model, "messages": [], "stream": stream}, {})
+
+
+async def test_the_upstream_speaks_as_the_inference_service_does() -> None:
+    async with Upstream() as service:
+        connection = await asking.Connection.open(service.port)
+        streamed = asking.check(await connection.answer(_chat(service, upstream.AT_ONCE, stream=True)))
+        whole = asking.check(await connection.answer(_chat(service, upstream.AT_ONCE, stream=False)))
+        models = await connection.answer(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+        busy = await connection.answer(_chat(service, upstream.BUSY, stream=True))
+        await asking.close(connection)
+    frames = [frame.data for frame in SseSplitter().feed(streamed.text) if frame.data]
+    kinds = [kind_of(data) for data in frames[:2]]
+    assert kinds == [DeltaKind.OTHER, DeltaKind.CONTENT]
+    assembly = Assembly()
+    assembly.add(orjson.loads(frames[1]))
+    assert assembly.result()["model"] == upstream.AT_ONCE
+    assert orjson.loads(whole.text)["object"] == "chat.completion"
+    assert busy.status == 503
+    assert models.status == 200
+    listed = [ModelStatus.from_json(item) for item in orjson.loads(upstream.LISTED)["data"]]
+    assert {model.id for model in listed} >= {upstream.AT_ONCE, upstream.PACED}
+
+
+async def test_every_paced_stream_is_whole_and_a_departure_is_seen() -> None:
+    left = asyncio.Event()
+    async with Upstream(tokens=3) as service:
+        service.on_left = left.set
+        paced = await asking.streams(service.port, _chat(service, upstream.PACED, stream=True), 5, 0.0)
+        assert [len(pieces) >= 2 for pieces in paced] == [True] * 5
+        assert not left.is_set()
+        connection = await asking.Connection.open(service.port)
+        begun = await connection.begin(_chat(service, upstream.ENDLESS, stream=True))
+        assert begun.first
+        connection.forget()
+        await left.wait()
+
+
+async def test_a_rush_stops_at_its_number_and_a_failure_ends_it() -> None:
+    async with Upstream() as service:
+        asked = _chat(service, upstream.AT_ONCE, stream=False)
+        rush = await asking.as_they_come(service.port, asked, 3, 60.0, most=20)
+        assert 20 <= len(rush.whole) <= 23
+        spans = await asking.at_rate(service.port, asked, 1000, 0.01)
+        assert len(spans.whole) == 10
+        with pytest.raises(asking.FailedError, match="status 503"):
+            await asking.as_they_come(service.port, _chat(service, upstream.BUSY, stream=False), 2, 60.0, most=5)
+
+
+def test_added_is_taken_within_rounds() -> None:
+    """A slow round of both is no slow gateway."""
+    found = Results()
+    found.alone = [Alone(DIRECT, WHOLE, 0, [0.001], [0.001]), Alone(GATEWAY, WHOLE, 0, [0.0015], [0.0015])]
+    found.alone += [replace(one, round=1, whole=[one.whole[0] + 1]) for one in found.alone]
+    added = next(bar for bar in gateway_report.bars(found) if bar.name == "added_p50")
+    assert added.value == pytest.approx(0.5)
