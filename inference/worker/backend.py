@@ -114,6 +114,10 @@ class TokenSampler(Protocol):
         """Draws and accepts from the logits at a batch index."""
         ...
 
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Tokens of the answer that were drawn elsewhere."""
+        ...
+
     def close(self) -> None:
         """Frees it; called once, on the engine's thread."""
         ...

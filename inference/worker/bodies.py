@@ -10,12 +10,15 @@ from inference.worker import fields, format_fields, sampling_fields, tool_fields
 from inference.worker.errors import BadRequestError
 from inference.worker.images import ImageParts
 from inference.worker.messages import messages_of
-from inference.worker.requests import EmbeddingRequest, Facts, GenerateRequest, Prompt
+from inference.worker.requests import EmbeddingRequest, Facts, GenerateRequest, Prompt, Said
 
 MAX_CHOICES = 16
 MAX_SEQUENCES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_INPUTS = 2048
+
+SO_FAR = "answer_so_far"
+"""How the answer begins already: another worker gave so much of it and broke off."""
 
 _IGNORED = frozenset(
     [
@@ -38,7 +41,7 @@ _COMMON = (
     _IGNORED
     | sampling_fields.SAMPLED
     | format_fields.EXTENSIONS
-    | frozenset(["max_tokens", "stop", "n", "stream", "stream_options", "logprobs"])
+    | frozenset(["max_tokens", "stop", "n", "stream", "stream_options", "logprobs", SO_FAR])
 )
 _CHAT = (
     _COMMON
@@ -106,7 +109,10 @@ def chat(body: Any, facts: Facts) -> GenerateRequest:
         raise _not_together("continue_final_message", forced)
     if forced:
         _check_ending(given, forced)
+    said = _said(given, common)
     wants_logprobs = fields.boolean(given, "logprobs", False)
+    if said is not None and (continue_final or tools or wants_logprobs):
+        raise _not_together(SO_FAR, "continue_final_message" if continue_final else "tools" if tools else "logprobs")
     top = fields.integer(given, "top_logprobs", None, 0, MAX_TOP_LOGPROBS)
     if top is not None and not wants_logprobs:
         raise BadRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
@@ -122,6 +128,7 @@ def chat(body: Any, facts: Facts) -> GenerateRequest:
         tools=tools,
         choice=choice,
         images=() if images is None else tuple(images.found),
+        said=said,
         **common,
     )
 
@@ -151,6 +158,9 @@ def completion(body: Any, facts: Facts) -> GenerateRequest:
     suffix = fields.text(given, "suffix")
     if suffix and echo:
         raise _not_together("suffix", "echo")
+    said = _said(given, common)
+    if said is not None:
+        _check_resumed(given, prompts, said)
     if common["form_param"]:
         _check_ending(given, common["form_param"])
     return GenerateRequest(
@@ -160,6 +170,7 @@ def completion(body: Any, facts: Facts) -> GenerateRequest:
         echo=echo,
         max_tokens=most,
         suffix=suffix or None,
+        said=said,
         **common,
     )
 
@@ -278,6 +289,25 @@ def _effort(given: Mapping[str, Any]) -> dict[str, Any]:
         raise BadRequestError(f"reasoning_effort must be one of {', '.join(_EFFORTS)}", "reasoning_effort")
     thinks = effort != "none"
     return {"enable_thinking": thinks, "thinking": thinks, **({"reasoning_effort": effort} if thinks else {})}
+
+
+def _said(given: Mapping[str, Any], common: Mapping[str, Any]) -> Said | None:
+    """How the answer begins already; only one answer, of any text, can be gone on with."""
+    if SO_FAR not in given:
+        return None
+    said = fields.known(fields.mapping(given, SO_FAR), ("content", "reasoning_content"))
+    if common["form_param"] or common["n"] != 1:
+        raise _not_together(SO_FAR, common["form_param"] or "n")
+    return Said(fields.text(said, "content") or "", fields.text(said, "reasoning_content") or "")
+
+
+def _check_resumed(given: Mapping[str, Any], prompts: Sequence[Prompt], said: Said) -> None:
+    """A completion that goes on is one text behind one prompt."""
+    if len(prompts) > 1 or said.reasoning:
+        raise _not_together(SO_FAR, "reasoning_content" if said.reasoning else "several prompts")
+    for name in ("logprobs", "echo", "suffix"):
+        if given.get(name) not in (None, False, ""):
+            raise _not_together(SO_FAR, name)
 
 
 def _choices(given: Mapping[str, Any]) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from inference.worker.backend import Backend, Mask, TokenSampler
 
 
@@ -20,6 +22,12 @@ class ConstrainedSampler:
         token = self._inner.sample(index)
         self._mask.accept(token)
         return token
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Tokens of the answer that were drawn elsewhere; raises ConstraintError."""
+        self._inner.accept(tokens)
+        for token in tokens:
+            self._mask.accept(token)
 
     def close(self) -> None:
         """Frees the inner sampler."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from inference.worker.backend import TokenSampler, Vocabulary
 from inference.worker.core.parts import AnswerParser, CallBegin, Content, Part, Reasoning
 from inference.worker.generation import Generation, Output, TokenLogprob
+from inference.worker.requests import Begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,12 @@ class DividedGeneration(Generation):
         self._reasoning_tokens = 0
         self._undecided = 0
 
+    def resume(self, said: Begun) -> None:
+        """Goes on behind an answer that broke off: inside its thought as long as it has no content."""
+        super().resume(said)
+        self._reasoning_tokens = said.reasoning
+        self._reasons = said.reasoning > 0 and not said.content
+
     def accept(self, token: int, logprob: float | None = None, top: Sequence[tuple[int, float]] = ()) -> Output | None:
         """What the token adds, or None while it is held back; an output with `finish` is the last."""
         self.tokens += 1
@@ -90,7 +97,7 @@ class DividedGeneration(Generation):
                 self._decoded += len(rest)
                 self._take(self._parser.push(rest), drops=drops)
             self._take(self._parser.flush(), drops=drops)
-            self._show(self._stops.flush())
+            self._show(self._unseen(self._stops.flush()))
             if self._reasons:
                 self._reasoning_tokens += self._undecided
         if self._stops.matched is not None:
@@ -113,9 +120,9 @@ class DividedGeneration(Generation):
                 self._content += len(part.text)
                 before = self._decoded - self._content
                 self._before = before if self._before is None else min(before, self._before)
-                self._show(self._stops.push(part.text))
+                self._show(self._unseen(self._stops.push(part.text)))
                 continue
-            self._show(self._stops.flush())
+            self._show(self._unseen(self._stops.flush()))
             self._before = None
             if isinstance(part, CallBegin):
                 self._begin(part)

@@ -220,7 +220,7 @@ class Engine:
             if running.started is None:
                 running.started = self._clock()
                 running.generation.cached = row.start
-            if running.generation.tokens == 0:
+            if running.generation.is_fresh:
                 self.pulse.prompt_tokens += len(row.tokens)
             if row.sample or row.every:
                 self._advance(running, row, index)
@@ -256,7 +256,8 @@ class Engine:
     def _sample(self, running: _Running, job: int, index: int) -> None:
         generation = running.generation
         if not running.answers:
-            self._finish(running, job, Output(generation.choice, "", 0, generation.cached or 0, finish="length"))
+            spent = Output(generation.choice, "", generation.tokens, generation.cached or 0, finish="length")
+            self._finish(running, job, spent)
             return
         if running.logprobs is None:
             output = generation.accept(token := generation.sampler.sample(index))
@@ -315,9 +316,12 @@ class Engine:
             generation = (
                 Generation(*common) if not reading or not parser else DividedGeneration(*common, reading, parser)
             )
+            if work.said.tokens:
+                sampler.accept(job.prompt[-work.said.tokens :])
+                generation.resume(work.said)
             scoring = Scoring(job.prompt, self._vocabulary, alternatives) if work.score_prompt else None
             self._running[job.id] = _Running(
-                ticket, generation, work.logprobs, most_unread, work.max_tokens > 0, scoring
+                ticket, generation, work.logprobs, most_unread, work.max_tokens > work.said.tokens, scoring
             )
 
     def _refuse(self, ticket: Ticket[Output], error: WorkerError) -> None:

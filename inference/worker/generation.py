@@ -10,6 +10,7 @@ from inference.worker.core.detokenize import Detokenizer
 from inference.worker.core.parts import Part
 from inference.worker.core.stops import StopFilter
 from inference.worker.errors import WorkerError
+from inference.worker.requests import Begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,18 @@ class Generation:
         self._decoded = 0
         self._shown = 0
         self._logprobs: list[TokenLogprob] = []
+        self._begun = 0
+        self._hidden = 0
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether no token was drawn yet."""
+        return self.tokens == self._begun
+
+    def resume(self, said: Begun) -> None:
+        """Goes on behind an answer that broke off; the caller has that much of it already."""
+        self.tokens = self._begun = said.tokens
+        self._hidden = len(said.content) - len(self._stops.push(said.content))
 
     def accept(self, token: int, logprob: float | None = None, top: Sequence[tuple[int, float]] = ()) -> Output | None:
         """What the token adds, or None while it is held back; an output with `finish` is the last."""
@@ -77,7 +90,7 @@ class Generation:
             self._logprobs.append(TokenLogprob(piece, logprob, named, self._decoded))
         decoded = self._detokenizer.push(piece)
         self._decoded += len(decoded)
-        text = self._stops.push(decoded)
+        text = self._unseen(self._stops.push(decoded))
         if self._stops.matched is not None:
             return self._output(text, "stop", cut=True)
         if self.tokens >= self._max_tokens:
@@ -90,7 +103,15 @@ class Generation:
 
     def _rest(self) -> str:
         text = self._stops.push(self._detokenizer.flush())
-        return text + self._stops.flush()
+        return self._unseen(text + self._stops.flush())
+
+    def _unseen(self, text: str) -> str:
+        """`text` without what the caller has had of it: the end of the answer so far may have begun a stop string."""
+        if not self._hidden:
+            return text
+        cut = min(self._hidden, len(text))
+        self._hidden -= cut
+        return text[cut:]
 
     def _output(self, text: str, finish: str | None, *, cut: bool = False) -> Output:
         self._shown += len(text)

@@ -207,6 +207,7 @@ class App:
             reading=prepared.shape.reading,
             constraint=constraint,
             score_prompt=request.score_prompt,
+            said=prepared.said,
         )
         ticket.held = prepared.images
         engine.submit(work, ticket)
@@ -331,10 +332,11 @@ class App:
 
 def _usage(work: Work, counts: Mapping[int, tuple[int, int, int]]) -> Usage:
     """Prompts count once each, answers all; `counts` are tokens, cached and reasoning tokens of each choice."""
+    prompt = sum(len(prompt) for prompt in work.prompts) - work.said.tokens
     return Usage(
-        prompt=sum(len(prompt) for prompt in work.prompts),
+        prompt=prompt,
         completion=sum(tokens for tokens, _cached, _reasoning in counts.values()),
-        cached=sum(counts[index * work.n][1] for index in range(len(work.prompts))),
+        cached=min(prompt, sum(counts[index * work.n][1] for index in range(len(work.prompts)))),
         reasoning=sum(reasoning for _tokens, _cached, reasoning in counts.values()),
     )
 

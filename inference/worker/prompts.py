@@ -11,7 +11,16 @@ from inference.protocol import Code
 from inference.worker.core.forms import Marker
 from inference.worker.core.parts import Tool, ToolChoice
 from inference.worker.errors import BadRequestError
-from inference.worker.requests import NO_TOOLS, EmbeddingRequest, Facts, GenerateRequest, Prompt
+from inference.worker.requests import (
+    NO_TOOLS,
+    NOTHING,
+    Begun,
+    EmbeddingRequest,
+    Facts,
+    GenerateRequest,
+    Prompt,
+    Said,
+)
 from inference.worker.shaping import Shape, Shaping
 from inference.worker.sight import Image
 from inference.worker.templates import ChatTemplate
@@ -60,13 +69,15 @@ class Tokenizer(Protocol):
 class Prepared:
     """A request in tokens: its prompts, how many tokens each answer may have, and the answers' shape.
 
-    `images` are to be held as long as anybody may compute the prompts.
+    `images` are to be held as long as anybody may compute the prompts. The only prompt ends in what was `said` of the
+    answer, which `most` counts too.
     """
 
     prompts: list[array[int]]
     most: int
     shape: Shape
     images: tuple[Image, ...] = ()
+    said: Begun = NOTHING
 
 
 class Prompts:
@@ -99,26 +110,33 @@ class Prompts:
             raise self._too_large(most)
         opened = ""
         images: list[Image] = []
+        said: list[int] = []
         if request.kind == "chat":
-            tokens, opened, images = self._chat(
+            tokens, opened, images, said = self._chat(
                 request.messages,
                 request.template_arguments,
                 request.continue_final,
                 request.tools,
                 request.choice,
                 request.images,
+                request.said,
             )
             prompts = [tokens]
         else:
+            if request.said is not None:
+                said = self._written(request.prompts[0], request.said.content)
             prompts = [self.completion(prompt, request.suffix) for prompt in request.prompts]
         longest = max(len(tokens) for tokens in prompts)
         room = self._facts.context_length - longest
         if room < 1:
             raise self._too_long(longest, "messages" if request.kind == "chat" else "prompt")
+        if len(said) > room:
+            raise self._too_long(longest + len(said), "answer_so_far")
         shape = self._shaping.shape(request, opened)
         # Held for as long as the answer takes: as a list a token takes 36 bytes, so four.
-        packed = [array("i", tokens) for tokens in prompts]
-        return Prepared(packed, room if most is None else min(most, room), shape, tuple(images))
+        packed = [array("i", [*tokens, *said]) for tokens in prompts]
+        begun = NOTHING if request.said is None else self._begun(request.said, len(said))
+        return Prepared(packed, room if most is None else min(most, room), shape, tuple(images), begun)
 
     def chat(
         self,
@@ -140,8 +158,9 @@ class Prompts:
         tools: Sequence[Tool],
         choice: ToolChoice,
         files: Sequence[bytes] = (),
-    ) -> tuple[list[int], str, list[Image]]:
-        """The prompt's tokens, the end of its text, and the images in it."""
+        said: Said | None = None,
+    ) -> tuple[list[int], str, list[Image], list[int]]:
+        """The prompt's tokens, the end of its text, the images in it, and the tokens of what was `said` behind it."""
         template = self._template
         if template is None:
             raise BadRequestError(
@@ -155,11 +174,8 @@ class Prompts:
         pieces = template.render(shown, {**arguments, **variables}, generate=True)
         opened = "".join(pieces)[-OPENED_CHARS:]
         if continue_final:
-            begun = template.dialect.begun(messages[-1], opened=opened)
-            opened = begun.opened[-OPENED_CHARS:]
-            for part in begun.parts:
-                first, *rest = [part.text] if isinstance(part, Marker) else template.defused(part.text)
-                pieces = [*pieces[:-1], pieces[-1] + first, *rest]
+            opened, begun = _opened(template, messages[-1], opened)
+            pieces = [*pieces[:-1], pieces[-1] + begun[0], *begun[1:]]
         bos = self._tokenizer.text_of(self._tokenizer.bos)
         if self._tokenizer.adds_bos and bos and pieces[0].startswith(bos):
             pieces[0] = pieces[0][len(bos) :]
@@ -183,7 +199,11 @@ class Prompts:
             raise BadRequestError("the rendered prompt is empty", "messages")
         if tokens[-1] < 0:
             raise BadRequestError("the rendered prompt ends in an image; let text follow it", "messages")
-        return tokens, opened, images
+        if said is None:
+            return tokens, opened, images, []
+        opened, begun = _opened(template, said.message(), opened)
+        before = pieces[-1].rpartition(self._facts.image_marker)[2] if files else pieces[-1]
+        return tokens, opened, images, self._behind(before, begun)
 
     def _image(self, files: Sequence[bytes], index: int) -> Image:
         if index >= len(files) or self._read_image is None:
@@ -247,6 +267,27 @@ class Prompts:
         begin = [bos] if self._tokenizer.adds_bos and bos is not None else []
         return [*begin, before, *prompt, after, *self._tokenizer.tokenize(suffix), middle]
 
+    def _begun(self, said: Said, tokens: int) -> Begun:
+        """`said`, which takes so many tokens; the mark that ends a thought belongs to it."""
+        content = len(self._tokenizer.tokenize(said.content)) if said.reasoning else tokens
+        return Begun(tokens, max(0, tokens - content), said.content)
+
+    def _written(self, prompt: Prompt, said: str) -> list[int]:
+        """Tokens of what was generated behind a completion's prompt, in which no text stands for a control token."""
+        tokens = self._tokenizer.tokenize(said)
+        is_plain = tokens == self._tokenizer.tokenize(said, parse_special=True)
+        return self._behind(prompt, [said]) if is_plain and isinstance(prompt, str) else tokens
+
+    def _behind(self, before: str, pieces: Sequence[str]) -> list[int]:
+        """Tokens of what was generated behind the text `before`, as it was then: no token reaches across."""
+        prompt = self._tokenizer.tokenize(before, parse_special=True)
+        both = self._tokenizer.tokenize(before + pieces[0], parse_special=True)
+        begins = both[: len(prompt)] == prompt
+        tokens = both[len(prompt) :] if begins else self._tokenizer.tokenize(pieces[0], parse_special=True)
+        for piece in pieces[1:]:
+            tokens += self._tokenizer.tokenize(piece, parse_special=True)
+        return tokens
+
     def _control_token(self, text: str) -> int | None:
         tokens = self._tokenizer.tokenize(text, parse_special=True)
         return tokens[0] if len(tokens) == 1 else None
@@ -277,3 +318,13 @@ class Prompts:
             code=Code.CONTEXT_LENGTH_EXCEEDED,
             details={"context_length": context, "prompt_tokens": None, "max_tokens": most},
         )
+
+
+def _opened(template: ChatTemplate, message: Mapping[str, Any], opened: str) -> tuple[str, list[str]]:
+    """What the assistant's message has opened by its end, and its text, in pieces to be tokenized apart."""
+    begun = template.dialect.begun(message, opened=opened)
+    pieces = [""]
+    for part in begun.parts:
+        first, *rest = [part.text] if isinstance(part, Marker) else template.defused(part.text)
+        pieces = [*pieces[:-1], pieces[-1] + first, *rest]
+    return begun.opened[-OPENED_CHARS:], pieces

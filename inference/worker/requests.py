@@ -46,12 +46,40 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Said:
+    """What an answer that broke off had said already, to be gone on with."""
+
+    content: str
+    reasoning: str = ""
+
+    def message(self) -> dict[str, str]:
+        """As an assistant's message."""
+        return {"role": "assistant", "content": self.content, "reasoning_content": self.reasoning}
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The beginning of an answer: how many tokens of the prompt's end it is, how many of these are no content, and its
+    content's text. The tokens count as drawn.
+    """
+
+    tokens: int = 0
+    reasoning: int = 0
+    content: str = ""
+
+
+NOTHING = Begun()
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """A validated chat or completion. `logprobs` is None or how many alternatives to name; `max_tokens` is the most
     that the caller wants, None as many as the context holds, 0 only with `echo`.
 
     `form` is what the answer must look like and `form_param` the parameter that says so. `suffix` is what follows the
-    gap that the answer fills. `images` are files, in the order of their markers in the messages.
+    gap that the answer fills. `images` are files, in the order of their markers in the messages. `said` is how the
+    answer begins, because another worker has given so much of it: limits, penalties, stop strings and usage are those
+    of the whole answer.
     """
 
     kind: Literal["chat", "completion"]
@@ -73,6 +101,7 @@ class GenerateRequest:
     form_param: str = ""
     suffix: str | None = None
     images: tuple[bytes, ...] = ()
+    said: Said | None = None
 
     @property
     def score_prompt(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -156,6 +156,11 @@ class ChainSampler:
                 return self._chain.sample_among(near, logits[near])
             self._look_elsewhere(found)
         return self._chain.sample(self._context, index)
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Tokens of the answer that were drawn elsewhere: penalties count them. How far a seed came is unknown."""
+        for token in tokens:
+            self._chain.accept(token)
 
     def close(self) -> None:
         """Frees the chain."""

@@ -9,7 +9,7 @@ from inference.protocol import Priority
 from inference.worker.backend import Constraint
 from inference.worker.core.steps import Job
 from inference.worker.divided import Reading
-from inference.worker.requests import Sampling
+from inference.worker.requests import NOTHING, Begun, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,8 @@ class Work:
     `score_prompt`: every choice first tells the log probabilities of its prompt (`Output.prompt_logprobs`, with
     `logprobs` alternatives); a prompt that is scored reuses nothing that was computed before. With `max_tokens` 0 a
     choice finishes with "length" as soon as its prompt is computed, and scored.
+
+    `said`: the only prompt ends in the beginning of its only answer, which was given before it broke off.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -35,6 +37,7 @@ class Work:
     reading: Reading | None = None
     constraint: Constraint | None = None
     score_prompt: bool = False
+    said: Begun = NOTHING
 
     @property
     def sequences(self) -> int:

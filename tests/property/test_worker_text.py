@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -82,6 +83,9 @@ class Letters:
 
 class NoSampler:
     def sample(self, index: int) -> int:
+        raise AssertionError
+
+    def accept(self, tokens: Sequence[int]) -> None:
         raise AssertionError
 
     def close(self) -> None:

@@ -93,6 +93,10 @@ class FakeSampler:
         self.drawn += 1
         return self.say[self.drawn - 1] if self.drawn <= len(self.say) else END
 
+    def accept(self, tokens: Sequence[int]) -> None:
+        """So many letters were drawn elsewhere."""
+        self.drawn += len(tokens)
+
     def close(self) -> None:
         """Must happen exactly once."""
         self.closed += 1

@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
@@ -446,6 +446,9 @@ class Greedy:
         for token, value in self._bias.items():
             row[token] += value
         return int(row.argmax())
+
+    def accept(self, tokens: Iterable[int]) -> None:
+        self.accepted = [*tokens]
 
     def close(self) -> None:
         self.closed += 1

@@ -66,6 +66,10 @@ class Sampler:
         _accept(self.handle, token)
         return token
 
+    def accept(self, token: int) -> None:
+        """Takes `token` as drawn."""
+        _accept(self.handle, token)
+
     def close(self) -> None:
         """Frees the chain; a second call does nothing."""
         if self.handle:

@@ -1,0 +1,159 @@
+"""An answer that broke off elsewhere goes on: limits, stop strings and counts are those of the whole answer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from inference.quarantine import key_of
+from inference.worker import bodies
+from inference.worker.core.steps import Limits
+from inference.worker.divided import DividedGeneration, Reading
+from inference.worker.engine import Engine
+from inference.worker.errors import BadRequestError, WorkerError
+from inference.worker.generation import Generation, Output
+from inference.worker.requests import Begun, Facts, Said, Sampling
+from inference.worker.tickets import Courier, Ticket
+from inference.worker.work import Work
+from tests.rigs.fake_backend import END, ByteVocabulary, FakeBackend, SamplerShop
+from tests.rigs.fake_dialect import MarkParser
+
+FACTS = Facts("tiny", 128, 300, 64, ("chat", "completions"))
+HELLO = [{"role": "user", "content": "hello"}]
+LIMITS = Limits(slots=2, context=100, batch=32, queue=4)
+
+
+def go_on(said: str, then: str, *, stops: tuple[str, ...] = (), most: int = 50) -> tuple[str, str | None, int]:
+    """Text, finish and tokens of a generation behind `said`, a token a letter."""
+    generation = Generation(0, SamplerShop()(Sampling(), 0, most), ByteVocabulary(), most, stops)
+    generation.resume(Begun(len(said), 0, said))
+    text = ""
+    for token in [*then.encode(), END]:
+        output = generation.accept(token)
+        text += output.text if output else ""
+        if output is not None and output.finish is not None:
+            return text, output.finish, output.tokens
+    raise AssertionError("an answer ends")
+
+
+def test_tokens_that_were_given_count() -> None:
+    assert go_on("abc", "defgh", most=5) == ("de", "length", 5)
+    assert go_on("abc", "de") == ("de", "stop", 6)
+
+
+@pytest.mark.parametrize(
+    ("said", "then", "stop", "rest"),
+    [
+        ("one tw", "o three", "two", ""),  # the stop string began in what the caller has
+        ("one tw", "enty", "two", "enty"),
+        ("one", " two three", "two", " "),
+        ("a", "aabc", "aab", ""),  # `a`, which was shown, and what looked like more of the stop string
+        ("one t", "", "two", ""),
+    ],
+)
+def test_a_stop_string_reaches_across_the_seam(said: str, then: str, stop: str, rest: str) -> None:
+    """What was given is neither said again nor lost."""
+    assert go_on(said, then, stops=(stop,))[0] == rest
+
+
+def test_every_seam_of_an_answer_with_stop_strings_gives_the_same_answer() -> None:
+    """Cut wherever the first worker had shown its text."""
+    whole, stops = "abacabadabacaba", ("bad", "caba!", "aca?")
+    first = Generation(0, SamplerShop()(Sampling(), 0, 50), ByteVocabulary(), 50, stops)
+    shown, seams = "", [""]
+    for token in whole.encode():
+        output = first.accept(token)
+        shown += output.text if output else ""
+        seams.append(shown)
+        if output is not None and output.finish is not None:
+            break
+    for seam in seams:
+        assert seam + go_on(seam, whole[len(seam) :], stops=stops)[0] == shown == "abaca"
+
+
+def test_an_answer_that_reasons_goes_on_where_it_was() -> None:
+    """Inside its thought it counts on; behind it the thought is over."""
+
+    def opened(begun: Begun, thinking: bool) -> DividedGeneration:
+        reading = Reading(lambda: MarkParser(thinking=thinking), lambda: "call")
+        made = DividedGeneration(
+            0, SamplerShop()(Sampling(), 0, 50), ByteVocabulary(), 50, ("xy",), reading, MarkParser(thinking=thinking)
+        )
+        made.resume(begun)
+        return made
+
+    def rest(generation: DividedGeneration, text: str) -> tuple[list[Any], int]:
+        outputs = [generation.accept(token) for token in [*text.encode(), END]]
+        found = [output for output in outputs if output is not None]
+        return [part for output in found for part in output.parts], found[-1].reasoning_tokens
+
+    parts, reasoning = rest(opened(Begun(3, 3), thinking=True), "ab)cd")
+    assert ("".join(part.text for part in parts), reasoning) == ("abcd", 6)
+    parts, reasoning = rest(opened(Begun(5, 4, "x"), thinking=False), "yz")
+    assert (parts, reasoning) == ([], 4)
+
+
+async def test_the_engine_goes_on_behind_what_was_said() -> None:
+    """Its sampler is told of the tokens; an answer that has all it may have ends at once."""
+    samplers = SamplerShop()
+    backend = FakeBackend()
+    engine = Engine(
+        backend, ByteVocabulary(), samplers, LIMITS, Courier(asyncio.get_running_loop()).deliver, lambda _said: None
+    )
+    engine.start()
+
+    async def ask(said: bytes, most: int) -> tuple[str, Output]:
+        ticket: Ticket[Output] = Ticket(asyncio.get_running_loop())
+        begun = Begun(len(said), 0, said.decode())
+        work = Work(prompts=[[*b"hi", *said]], n=1, sampling=Sampling(), max_tokens=most, said=begun)
+        engine.submit(work, ticket)
+        text = ""
+        while True:
+            for output in await ticket.take(10):
+                text += output.text
+                if output.finish is not None:
+                    return text, output
+
+    text, last = await ask(b"abc", 6)
+    assert (text, last.finish, last.tokens) == ("def", "length", 6)
+    text, last = await ask(b"abc", 3)
+    assert (text, last.finish, last.tokens) == ("", "length", 3)
+    assert await asyncio.to_thread(engine.stop, WorkerError(bodies.Code.MODEL_LOADING, "the end"))
+
+
+def test_what_was_said_is_read_from_a_body() -> None:
+    """With nothing that only a whole answer can have."""
+    so_far = {"content": "Hel", "reasoning_content": "hm"}
+    assert bodies.chat({"messages": HELLO, "answer_so_far": so_far}, FACTS).said == Said("Hel", "hm")
+    assert bodies.chat({"messages": HELLO, "answer_so_far": {}}, FACTS).said == Said("")
+    completion = {"prompt": "a", "answer_so_far": {"content": "b"}}
+    assert bodies.completion(completion, FACTS).said == Said("b")
+    assert bodies.completion({"prompt": "a"}, FACTS).said is None
+    tool = {"type": "function", "function": {"name": "f"}}
+    tooled = Facts("tiny", 128, 300, 64, ("chat", "completions", "tools"))
+    wrong: list[dict[str, Any]] = [
+        {"n": 2},
+        {"logprobs": True},
+        {"response_format": {"type": "json_object"}},
+        {"tools": [tool]},
+        {"continue_final_message": True, "messages": [*HELLO, {"role": "assistant", "content": "x"}]},
+        {"answer_so_far": {"text": "x"}},
+        {"answer_so_far": {"content": 5}},
+        {"answer_so_far": "x"},
+    ]
+    for more in wrong:
+        with pytest.raises(BadRequestError):
+            bodies.chat({"messages": HELLO, "answer_so_far": so_far, **more}, tooled)
+    for more in ({"n": 2}, {"logprobs": 1}, {"echo": True}, {"suffix": "x"}, {"prompt": ["a", "b"]}):
+        with pytest.raises(BadRequestError):
+            bodies.completion({**completion, **more}, FACTS)
+    with pytest.raises(BadRequestError):
+        bodies.completion({**completion, "answer_so_far": so_far}, FACTS)
+
+
+def test_an_answer_that_goes_on_is_the_same_request_to_the_quarantine() -> None:
+    """Or a request that ends its worker would be new each time that it is resumed."""
+    path = "/v1/completions"
+    assert key_of(path, b'{"prompt":"a"}') == key_of(path, b'{"prompt":"a","answer_so_far":{"content":"b"}}')
