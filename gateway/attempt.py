@@ -52,7 +52,9 @@ class Attempt:
         self._lease = lease
         self._began = time.monotonic()
         self.call = request.call_for(candidate, last)
-        self.listening = Listening(provider, self.call, request.budget, last=last)
+        meter = request.caller.meter
+        on_frame = None if meter is None else meter.note
+        self.listening = Listening(provider, self.call, request.budget, last=last, on_frame=on_frame)
         self.backlog: list[Frame] = []
         self._settled = False
         self._begun = False

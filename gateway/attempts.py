@@ -25,6 +25,7 @@ from gateway.counting import Counter
 from gateway.errors import GatewayError, PassedOnError, UpstreamError
 from gateway.explain import Record
 from gateway.inference_view import InferenceView
+from gateway.limits import Meter
 from gateway.listening import ExpiredError
 from gateway.providers.base import Call, Provider
 from gateway.providers.registry import Registry
@@ -46,7 +47,8 @@ class Caller:
     """Who asks, as far as an attempt must know. `silence_seconds` is the caller's own read time-out, of which
     `waited_seconds` passed before a tier could be asked.
 
-    `why_cancelled` says, inside a cancelled task, whether the caller left or the gateway stops.
+    `meter` counts what the answer takes, for a key with limits. `why_cancelled` says, inside a cancelled task, whether
+    the caller left or the gateway stops.
     """
 
     request_id: str
@@ -56,6 +58,7 @@ class Caller:
     silence_seconds: float | None = None
     waited_seconds: float = 0.0
     kv: str | None = None
+    meter: Meter | None = None
     why_cancelled: Callable[[], End] = field(default=lambda: End.CLIENT_LEFT)
 
 
@@ -163,6 +166,8 @@ class Request:
             except TimeoutError:
                 raise ExpiredError(deadline, deadline.at - now) from None
             attempt.succeed()
+            if self.caller.meter is not None:
+                self.caller.meter.note_whole(answer)
             return answer
 
         return await self._first(work)

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from gateway.core.limits import NO_LIMITS, Limits
 from gateway.errors import RequestError
-from gateway.settings import KeySettings
+from gateway.settings import KeySettings, LimitSettings
 from headgate.shared.state import GATEWAY_KEY, StateDir
 from inference.protocol import Code, Priority
 
@@ -29,6 +30,7 @@ class Key:
     digest: bytes
     scopes: frozenset[Scope]
     ceiling: Priority = Priority.HIGH
+    limits: Limits = NO_LIMITS
 
     def cap(self, asked: Priority) -> Priority:
         """`asked`, or the key's own ceiling when that is lower."""
@@ -51,30 +53,43 @@ class Keys:
         state: StateDir,
         *,
         one_tenant: bool = False,
+        limits: LimitSettings | None = None,
     ) -> Keys:
         """Keys of the environment and the file; with none at all, the one in the state directory, made on first use.
-        With `one_tenant` they all stand for the same one.
+        With `one_tenant` they all stand for the same one; `limits` are those of keys that name none.
 
         Raises HeadgateError when the state directory cannot be used.
         """
+        common = _limits(limits)
         found: list[Key] = []
         if use := environ.get("GATEWAY_API_KEY"):
-            found.append(Key("GATEWAY_API_KEY", _digest(use), frozenset({"use"})))
+            found.append(Key("GATEWAY_API_KEY", _digest(use), frozenset({"use"}), limits=common))
         if admin := environ.get("GATEWAY_ADMIN_KEY"):
-            found.append(Key("GATEWAY_ADMIN_KEY", _digest(admin), frozenset({"use", "admin"})))
+            found.append(Key("GATEWAY_ADMIN_KEY", _digest(admin), frozenset({"use", "admin"}), limits=common))
         found += [
-            Key(key.name, bytes.fromhex(key.hash.removeprefix("sha256:")), frozenset(key.scopes), key.priority)
+            Key(
+                key.name,
+                bytes.fromhex(key.hash.removeprefix("sha256:")),
+                frozenset(key.scopes),
+                key.priority,
+                common if key.limits is None else _limits(key.limits),
+            )
             for key in configured
         ]
         if not found:
             generated = state.secret(GATEWAY_KEY, "hg-")
-            found.append(Key(GENERATED, _digest(generated), frozenset({"use", "admin"})))
+            found.append(Key(GENERATED, _digest(generated), frozenset({"use", "admin"}), limits=common))
         return cls(found, state.secret("tenant.secret").encode(), one_tenant=one_tenant)
 
     @property
     def is_generated(self) -> bool:
         """Whether the only key is the one made at the first start."""
         return [key.name for key in self._keys] == [GENERATED]
+
+    @property
+    def all(self) -> tuple[Key, ...]:
+        """Every accepted key."""
+        return self._keys
 
     def identify(self, headers: Mapping[str, str]) -> tuple[Key, str] | None:
         """The key shown in `headers` (lower-case names) and the tenant it stands for; None when it is not ours."""
@@ -108,6 +123,10 @@ class Keys:
                 advice = "use another key"
             raise RequestError(Code.PERMISSION_DENIED, f"this key may not do that (scope `{scope}`); {advice}")
         return found
+
+
+def _limits(said: LimitSettings | None) -> Limits:
+    return NO_LIMITS if said is None else Limits(said.requests_per_minute, said.tokens_per_minute, said.concurrent)
 
 
 def _digest(key: str) -> bytes:

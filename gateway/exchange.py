@@ -61,6 +61,8 @@ class Exchange:
     attempts: int = 0
     reason: str = "none"
     device: str | None = None
+    limits: tuple[tuple[str, str], ...] = ()
+    """How the key stands with its limits, as headers."""
     waited_seconds: float = 0.0
     upstream_seconds: float = 0.0
     started: bool = False
@@ -82,6 +84,7 @@ class Exchange:
             (H_MODEL, self.model),
             (H_ATTEMPTS, str(self.attempts)),
             (H_REASON, self.reason),
+            *self.limits,
             (H_OVERHEAD, f"{self.overhead_seconds * 1000:.3f}"),
         )
         told = said if self.device is None else (*said, (H_DEVICE, self.device))

@@ -36,9 +36,17 @@ class ExpiredError(Exception):
 
 
 class Listening:
-    """One stream of `provider` under the deadlines of `budget`. Not for use by two tasks."""
+    """One stream of `provider` under the deadlines of `budget`; `on_frame` sees all its frames. Not for two tasks."""
 
-    def __init__(self, provider: Provider, call: Call, budget: Budget, *, last: bool) -> None:
+    def __init__(
+        self,
+        provider: Provider,
+        call: Call,
+        budget: Budget,
+        *,
+        last: bool,
+        on_frame: Callable[[Frame], None] | None = None,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._budget = budget
         self._provider = provider
@@ -48,6 +56,7 @@ class Listening:
         self._started = self._heard = self._loop.time()
         self._waiting = self._answered = self._sent = False
         self._last = last
+        self._on_frame = on_frame
         self._task: asyncio.Task[object] | None = None
         self._passed: Deadline | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -144,6 +153,8 @@ class Listening:
             self._timer = self._loop.call_at(self._deadline().at, self._fire)
 
     def _note(self, frame: Frame) -> None:
+        if self._on_frame is not None:
+            self._on_frame(frame)
         if isinstance(frame, Comment):
             progress = Progress.parse(frame.frame)
             waiting = progress is not None and progress.stage in ("queued", "loading")

@@ -23,6 +23,7 @@ from gateway.core.chain import LOCAL
 from gateway.counting import Counter as TokenCounter
 from gateway.explain import Ring
 from gateway.inference_view import InferenceView
+from gateway.limits import Limiter
 from gateway.presence import Presences
 from gateway.providers import registry
 from gateway.providers.base import Provider
@@ -65,6 +66,7 @@ class Runtime:
         self.ring = Ring()
         self.presences = Presences()
         self.admission = Admission(config.admission, self.telemetry)
+        self.limiter = Limiter(self.telemetry)
         self.is_draining = False
         self.view: InferenceView
         self.counter: TokenCounter
@@ -144,6 +146,7 @@ class Runtime:
             self.config, self.keys, self._registry = config, keys, built
             self.breakers.set_rule(_rule(config.breaker))
             self.admission.apply(config.admission)
+            self.limiter.apply(keys.all)
             self.tools = self._make_tools()
             self._retired += [(self._number, provider) for provider in gone]
             self._number += 1
@@ -193,7 +196,8 @@ async def _close(provider: Provider) -> None:
 
 
 def _keys(config: GatewayConfig, source: Source, state: StateDir) -> Keys:
-    return Keys.load(config.keys, source.environ(), state, one_tenant=config.share_prefixes == "all")
+    one_tenant = config.share_prefixes == "all"
+    return Keys.load(config.keys, source.environ(), state, one_tenant=one_tenant, limits=config.limits)
 
 
 def _rule(breaker: BreakerSettings) -> Rule:

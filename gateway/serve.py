@@ -24,6 +24,7 @@ from gateway.dialects.base import Asked, Dialect
 from gateway.errors import GatewayError, RefusedError, RequestError
 from gateway.exchange import ClientLeftError, Exchange, Receive, Scope, Send, exchange_of, read_body, send_bytes
 from gateway.explain import Record
+from gateway.limits import Meter
 from gateway.presence import Presence
 from gateway.runtime import Runtime
 from gateway.streaming import relay
@@ -63,11 +64,22 @@ class Generation:
     async def _serve(self, exchange: Exchange, record: Record, receive: Receive, send: Send) -> None:
         runtime = self._runtime
         key, tenant = runtime.keys.admit(exchange.headers, "use")
+        meter = runtime.limiter.enter(key, exchange)
+        with meter or contextlib.nullcontext():
+            caller = _caller(exchange, key, tenant, meter)
+            await self._admitted(key, caller, exchange, record, receive, send)
+
+    async def _admitted(
+        self, key: Key, caller: Caller, exchange: Exchange, record: Record, receive: Receive, send: Send
+    ) -> None:
+        """The way of a request whose key may make it."""
+        runtime = self._runtime
         raw = await read_body(receive, exchange.headers, runtime.config.max_body)
         asked = self._dialect.parse(raw, key.digest.hex())
         del raw
         request = asked.request
-        caller = _caller(exchange, key, tenant)
+        if caller.meter is not None:
+            caller.meter.reserve(request)
         record.asked, record.stream, record.key = request.model, request.stream, key.name
         record.priority = caller.priority
         found = await self._find(request, exchange)
@@ -174,7 +186,7 @@ class Generation:
         )  # fmt: skip
 
 
-def _caller(exchange: Exchange, key: Key, tenant: str) -> Caller:
+def _caller(exchange: Exchange, key: Key, tenant: str, meter: Meter | None) -> Caller:
     """Who asks, from the key and the headers; raises RequestError for header values that mean nothing."""
     headers = exchange.headers
     priority = _one_of(headers, H_PRIORITY, tuple(Priority), Priority.NORMAL)
@@ -186,6 +198,7 @@ def _caller(exchange: Exchange, key: Key, tenant: str) -> Caller:
         cloud_allowed=policy != "local-only",
         silence_seconds=_patience(headers.get(READ_TIMEOUT_HEADER)),
         kv=headers.get(H_KV),
+        meter=meter,
     )
 
 

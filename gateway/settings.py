@@ -138,13 +138,22 @@ class AdmissionSettings(_Model):
     queue_timeout: SomeTime = 30.0
 
 
+class LimitSettings(_Model):
+    """What one key may do; None is no limit."""
+
+    requests_per_minute: Positive | None = None
+    tokens_per_minute: Positive | None = None
+    concurrent: Positive | None = None
+
+
 class KeySettings(_Model):
-    """One key, as its hash. `priority` is the highest class its requests may ask for."""
+    """One key, as its hash. `priority` is the highest class its requests may ask for; `limits` replace those of all."""
 
     name: Annotated[str, Field(min_length=1)]
     hash: str
     scopes: Annotated[tuple[Literal["use", "admin"], ...], Field(min_length=1)] = ("use",)
     priority: Priority = Priority.HIGH
+    limits: LimitSettings | None = None
 
     @field_validator("hash")
     @classmethod
@@ -156,7 +165,8 @@ class KeySettings(_Model):
 
 class GatewayConfig(_Model):
     """Everything in gateway.yaml. `drain_seconds` bounds how long open streams may finish at shutdown. `share_prefixes`
-    says whose requests may skip what was computed for one before: those of the same key (`tenant`), or `all`.
+    says whose requests may skip what was computed for one before: those of the same key (`tenant`), or `all`. `limits`
+    are those of every key that names none of its own.
     """
 
     host: str = "127.0.0.1"
@@ -171,6 +181,7 @@ class GatewayConfig(_Model):
     attempts: AttemptSettings = AttemptSettings()
     admission: AdmissionSettings = AdmissionSettings()
     share_prefixes: Literal["tenant", "all"] = "tenant"
+    limits: LimitSettings = LimitSettings()
     keys: tuple[KeySettings, ...] = ()
 
 

@@ -53,6 +53,9 @@ class Telemetry:
         )
         self.in_flight = Gauge("gateway_in_flight", "Requests being served", registry=to)
         self.queue_depth = Gauge("gateway_queue_depth", "Requests waiting for a place", registry=to)
+        self.rate_limited = Counter(
+            "gateway_rate_limited_total", "Requests beyond what their key may do, by limit", ["limit"], registry=to
+        )
         self.disconnects = Counter("gateway_client_disconnect_total", "Callers who left before the end", registry=to)
 
     def on_breaker(self, provider: str, model: str, state: State | None) -> None:

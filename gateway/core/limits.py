@@ -1,0 +1,235 @@
+"""Decides whether a key may start one more request now, and when if not; holds no request and reads no clock.
+
+Requests and tokens are token buckets: what a key used drains at `limit / 60` per second, and a request starts while
+what is used and what it asks for fit the limit. So no stretch of t seconds holds more than `limit * (1 + t / 60)`, and
+over time the limit is exact: what an answer took beyond its estimate is owed and drains like everything else. Times
+are monotonic seconds. A limit that changes changes nothing that was used.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+BYTES_PER_TOKEN = 4
+"""What a token of a prompt is estimated at, in bytes of UTF-8 text."""
+IMAGE_TOKENS = 1000
+"""What anything sent as a data: URL is estimated at."""
+ANSWER_TOKENS = 500
+"""What an answer is estimated at when the request sets no bound."""
+UNKNOWN_SECONDS = 1.0
+"""When somebody ends of whom nothing is known."""
+
+_MEMORY = 8
+"""The mean duration follows the last so many requests."""
+_ROUNDING = 1e-6
+_TOTAL = re.compile(rb'"total_tokens"\s*:\s*(\d{1,15})')
+
+
+class Which(StrEnum):
+    """The three limits."""
+
+    REQUESTS = "requests"
+    TOKENS = "tokens"
+    CONCURRENT = "concurrent"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one key may do; None is no limit."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent: int | None = None
+
+    @property
+    def is_any(self) -> bool:
+        """Whether there is anything to watch."""
+        return self != NO_LIMITS
+
+
+NO_LIMITS = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """One request that has begun; `reserved` tokens are held for it."""
+
+    number: int
+    since: float
+    reserved: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What one key has used as of `at`, and what runs. `mean_seconds` is how long its requests take, once known."""
+
+    requests: float = 0.0
+    tokens: float = 0.0
+    at: float = 0.0
+    running: tuple[Running, ...] = ()
+    mean_seconds: float | None = None
+
+    def is_idle(self, limits: Limits, now: float) -> bool:
+        """Whether forgetting this account would change nothing that is limited."""
+        past = settled(self, limits, now)
+        return not past.running and past.requests == 0 and past.tokens == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """`which` limit, of `bound`, is reached; `wait` seconds from now a request may start."""
+
+    which: Which
+    bound: int
+    wait: float
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a key stands with one limit: how much is left of `bound`, and in how many seconds all of it is again."""
+
+    which: Which
+    bound: int
+    remaining: int
+    reset: float
+
+
+def settled(account: Account, limits: Limits, now: float) -> Account:
+    """The account as of `now`: what was used has drained since."""
+    passed = max(0.0, now - account.at)
+    return replace(
+        account,
+        requests=_drained(account.requests, limits.requests_per_minute, passed),
+        tokens=_drained(account.tokens, limits.tokens_per_minute, passed),
+        at=max(now, account.at),
+    )
+
+
+def enter(account: Account, limits: Limits, number: int, now: float) -> tuple[Account, Refusal | None]:
+    """Request `number` comes: it is counted and runs, or is refused and changes nothing."""
+    account = settled(account, limits, now)
+    refusals = [
+        refusal for refusal in (_too_many(account, limits, now), _too_often(account, limits)) if refusal is not None
+    ]
+    if refusals:
+        return account, max(refusals, key=lambda refusal: refusal.wait)
+    counted = account.requests + (1 if limits.requests_per_minute is not None else 0)
+    return replace(account, requests=counted, running=(*account.running, Running(number, now))), None
+
+
+def reserve(account: Account, limits: Limits, number: int, tokens: int, now: float) -> tuple[Account, Refusal | None]:
+    """Holds `tokens` for the running request `number`, at most the whole limit, or refuses them.
+
+    A request larger than the limit so starts with a full bucket, and what it takes beyond that is owed.
+    """
+    account = settled(account, limits, now)
+    bound = limits.tokens_per_minute
+    if bound is None:
+        return account, None
+    held = min(tokens, bound)
+    lacking = account.tokens + held - bound
+    if lacking > _ROUNDING:
+        often = _too_often(account, limits)
+        wait = max(lacking * 60 / bound, often.wait if often is not None else 0.0)
+        return account, Refusal(Which.TOKENS, bound, wait)
+    running = tuple(replace(one, reserved=held) if one.number == number else one for one in account.running)
+    return replace(account, tokens=account.tokens + held, running=running), None
+
+
+def leave(account: Account, limits: Limits, number: int, tokens: int, now: float) -> Account:
+    """The running request `number` ended and took `tokens`; what was held for it beyond that is given back."""
+    account = settled(account, limits, now)
+    ended = next((one for one in account.running if one.number == number), None)
+    if ended is None:
+        return account
+    took = now - ended.since
+    mean = took if account.mean_seconds is None else account.mean_seconds + (took - account.mean_seconds) / _MEMORY
+    owed = max(0.0, account.tokens + tokens - ended.reserved) if limits.tokens_per_minute is not None else 0.0
+    running = tuple(one for one in account.running if one.number != number)
+    return replace(account, tokens=owed, running=running, mean_seconds=mean)
+
+
+def standings(account: Account, limits: Limits, now: float) -> tuple[Standing, ...]:
+    """How the key stands with requests and tokens, as far as they are limited."""
+    account = settled(account, limits, now)
+    buckets = (
+        (Which.REQUESTS, limits.requests_per_minute, account.requests),
+        (Which.TOKENS, limits.tokens_per_minute, account.tokens),
+    )
+    return tuple(
+        Standing(which, bound, max(0, math.floor(bound - used + _ROUNDING)), used * 60 / bound)
+        for which, bound, used in buckets
+        if bound is not None
+    )
+
+
+def expected_end(since: float, mean_seconds: float | None, now: float) -> float:
+    """In how many seconds something that runs `since` then ends, going by how long its like took on the average.
+
+    Nothing is known of what is older than that, or has no like: then UNKNOWN_SECONDS.
+    """
+    return max(UNKNOWN_SECONDS, since + (mean_seconds or 0.0) - now)
+
+
+def duration(seconds: float) -> str:
+    """`seconds` as OpenAI writes the time to a reset: `0s`, `120ms`, `1.5s`, `6m0s`."""
+    milliseconds = math.ceil(seconds * 1000 - _ROUNDING)
+    if 0 < milliseconds < 1000:
+        return f"{milliseconds}ms"
+    minutes, rest = divmod(milliseconds, 60_000)
+    return f"{minutes}m{rest / 1000:g}s" if minutes else f"{rest / 1000:g}s"
+
+
+def total_tokens(answer: bytes) -> int | None:
+    """`usage.total_tokens` of an answer's JSON, or None. Inside a string the quotes would be escaped."""
+    found = _TOTAL.findall(answer)
+    return int(found[-1]) if found else None
+
+
+def prompt_tokens(body: Mapping[str, Any]) -> int:
+    """About how many tokens the prompt of a checked body has: its text by size, images at a flat rate."""
+    text = ids = images = 0
+    waiting: list[Any] = [body]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            if value.startswith("data:"):
+                images += 1
+            else:
+                text += len(value.encode("utf-8", "surrogatepass"))
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+        else:
+            ids += 1
+    return math.ceil(text / BYTES_PER_TOKEN) + ids + images * IMAGE_TOKENS
+
+
+def answer_tokens(body: Mapping[str, Any], max_tokens: int | None) -> int:
+    """About how many tokens an answer to a checked body may take, all its choices together."""
+    return (ANSWER_TOKENS if max_tokens is None else max_tokens) * (body.get("n") or 1)
+
+
+def _drained(used: float, per_minute: int | None, passed: float) -> float:
+    return 0.0 if per_minute is None else max(0.0, used - passed * per_minute / 60)
+
+
+def _too_often(account: Account, limits: Limits) -> Refusal | None:
+    bound = limits.requests_per_minute
+    if bound is None or (lacking := account.requests + 1 - bound) <= _ROUNDING:
+        return None
+    return Refusal(Which.REQUESTS, bound, lacking * 60 / bound)
+
+
+def _too_many(account: Account, limits: Limits, now: float) -> Refusal | None:
+    bound = limits.concurrent
+    if bound is None or len(account.running) < bound:
+        return None
+    first = min(expected_end(one.since, account.mean_seconds, now) for one in account.running)
+    return Refusal(Which.CONCURRENT, bound, first)

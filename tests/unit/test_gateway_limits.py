@@ -1,0 +1,184 @@
+"""What a key may do in a minute and at a time: counted, refused with the true wait, charged for what was taken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.core import limits as core
+from gateway.core.limits import Account, Limits, Refusal, Running, Standing, Which
+
+FREE = Account()
+
+
+def _entered(account: Account, limits: Limits, number: int, now: float) -> Account:
+    account, refusal = core.enter(account, limits, number, now)
+    assert refusal is None
+    return account
+
+
+def test_a_minutes_worth_may_come_at_once_and_the_next_waits_for_its_share() -> None:
+    limits = Limits(requests_per_minute=2)
+    account = _entered(_entered(FREE, limits, 1, 10.0), limits, 2, 10.0)
+    account, refusal = core.enter(account, limits, 3, 20.0)
+    assert refusal == Refusal(Which.REQUESTS, 2, pytest.approx(20.0))
+    assert [one.number for one in account.running] == [1, 2], "who is refused is not counted"
+    assert core.enter(account, limits, 3, 40.0)[1] is None
+
+
+def test_places_at_a_time_come_free_when_requests_end() -> None:
+    limits = Limits(concurrent=1)
+    account = core.leave(_entered(FREE, limits, 1, 0.0), limits, 1, 0, 8.0)
+    account = _entered(account, limits, 2, 10.0)
+    account, refusal = core.enter(account, limits, 3, 13.0)
+    assert refusal == Refusal(Which.CONCURRENT, 1, pytest.approx(5.0)), "its like took 8 s, it runs 3"
+    assert core.enter(core.leave(account, limits, 2, 0, 14.0), limits, 3, 14.0)[1] is None
+
+
+def test_the_longest_of_two_waits_is_said() -> None:
+    limits = Limits(requests_per_minute=1, concurrent=1)
+    account = _entered(FREE, limits, 1, 0.0)
+    assert core.enter(account, limits, 2, 0.0)[1] == Refusal(Which.REQUESTS, 1, pytest.approx(60.0))
+    account = replace(account, mean_seconds=100.0)
+    assert core.enter(account, limits, 2, 0.0)[1] == Refusal(Which.CONCURRENT, 1, pytest.approx(100.0))
+
+
+def test_tokens_are_held_and_what_was_not_taken_is_given_back() -> None:
+    limits = Limits(tokens_per_minute=100)
+    account, refusal = core.reserve(_entered(FREE, limits, 1, 0.0), limits, 1, 90, 0.0)
+    assert refusal is None
+    second = _entered(account, limits, 2, 0.0)
+    assert core.reserve(second, limits, 2, 40, 0.0)[1] == Refusal(Which.TOKENS, 100, pytest.approx(18.0))
+    account = core.leave(second, limits, 1, 30, 0.0)
+    assert account.tokens == 30
+    account, refusal = core.reserve(account, limits, 2, 40, 0.0)
+    assert (refusal, account.tokens) == (None, 70)
+
+
+def test_a_request_beyond_the_whole_limit_starts_with_a_full_bucket_and_owes_the_rest() -> None:
+    limits = Limits(tokens_per_minute=60)
+    account, refusal = core.reserve(_entered(FREE, limits, 1, 0.0), limits, 1, 5000, 0.0)
+    assert refusal is None
+    account = core.leave(account, limits, 1, 180, 0.0)
+    assert account.tokens == 180
+    account = _entered(account, limits, 2, 0.0)
+    assert core.reserve(account, limits, 2, 10, 0.0)[1] == Refusal(Which.TOKENS, 60, pytest.approx(130.0))
+    assert core.standings(account, limits, 0.0) == (Standing(Which.TOKENS, 60, 0, pytest.approx(180.0)),)
+
+
+def test_tokens_that_lack_wait_for_a_request_that_lacks_too() -> None:
+    limits = Limits(requests_per_minute=1, tokens_per_minute=600)
+    account, _ = core.reserve(_entered(FREE, limits, 1, 0.0), limits, 1, 600, 0.0)
+    assert core.reserve(account, limits, 1, 10, 0.0)[1] == Refusal(Which.TOKENS, 600, pytest.approx(60.0))
+
+
+def test_without_a_limit_nothing_is_kept_but_who_runs() -> None:
+    account = _entered(FREE, Limits(concurrent=2), 1, 5.0)
+    account, refusal = core.reserve(account, Limits(concurrent=2), 1, 10**9, 5.0)
+    assert (refusal, account.requests, account.tokens) == (None, 0.0, 0.0)
+    account = core.leave(account, Limits(concurrent=2), 1, 10**9, 7.0)
+    assert (account.tokens, account.mean_seconds, account.running) == (0.0, 2.0, ())
+    assert core.standings(account, Limits(concurrent=2), 7.0) == ()
+
+
+def test_the_mean_follows_and_strangers_change_nothing() -> None:
+    limits = Limits(concurrent=1)
+    account = replace(FREE, mean_seconds=8.0, running=(Running(1, 0.0),))
+    assert core.leave(account, limits, 1, 0, 16.0).mean_seconds == 9.0
+    assert core.leave(account, limits, 7, 0, 0.0) == account
+
+
+def test_a_limit_that_changes_keeps_what_was_used() -> None:
+    account = _entered(_entered(FREE, Limits(requests_per_minute=2), 1, 0.0), Limits(requests_per_minute=2), 2, 0.0)
+    assert core.enter(account, Limits(requests_per_minute=3), 3, 0.0)[1] is None
+    assert core.enter(account, Limits(requests_per_minute=1), 3, 0.0)[1] == Refusal(
+        Which.REQUESTS, 1, pytest.approx(120.0)
+    )
+
+
+def test_an_account_is_idle_once_nothing_it_holds_limits_anything() -> None:
+    limits = Limits(requests_per_minute=60)
+    account = _entered(FREE, limits, 1, 0.0)
+    assert not account.is_idle(limits, 30.0), "it runs"
+    account = core.leave(account, limits, 1, 0, 0.5)
+    assert not account.is_idle(limits, 0.6)
+    assert account.is_idle(limits, 2.0)
+    assert FREE.is_idle(core.NO_LIMITS, 0.0)
+    assert (limits.is_any, core.NO_LIMITS.is_any) == (True, False)
+
+
+def test_a_clock_that_stands_still_gives_nothing() -> None:
+    limits = Limits(requests_per_minute=1)
+    account = _entered(FREE, limits, 1, 10.0)
+    assert core.settled(account, limits, 9.0) == account
+
+
+def test_the_standing_is_what_is_left_and_when_all_is_back() -> None:
+    limits = Limits(requests_per_minute=10, tokens_per_minute=1000)
+    account, _ = core.reserve(_entered(FREE, limits, 1, 0.0), limits, 1, 250, 0.0)
+    assert core.standings(account, limits, 0.0) == (
+        Standing(Which.REQUESTS, 10, 9, pytest.approx(6.0)),
+        Standing(Which.TOKENS, 1000, 750, pytest.approx(15.0)),
+    )
+
+
+def test_nothing_is_known_of_what_is_older_than_its_like() -> None:
+    assert core.expected_end(0.0, None, 100.0) == core.UNKNOWN_SECONDS
+    assert core.expected_end(0.0, 30.0, 100.0) == core.UNKNOWN_SECONDS
+    assert core.expected_end(90.0, 30.0, 100.0) == 20.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0, "0s"), (0.0001, "1ms"), (0.12, "120ms"), (1, "1s"), (1.5, "1.5s"), (60, "1m0s"), (366.25, "6m6.25s")],
+)
+def test_a_duration_is_said_as_clients_know_it(seconds: float, said: str) -> None:
+    assert core.duration(seconds) == said
+
+
+def test_the_usage_of_an_answer_is_found_and_no_text_passes_for_it() -> None:
+    assert core.total_tokens(b'{"usage":{"prompt_tokens":3,"total_tokens": 7}}') == 7
+    assert core.total_tokens(rb'{"text":"\"total_tokens\": 9","usage":{"total_tokens":7}}') == 7
+    assert core.total_tokens(rb'{"text":"\"total_tokens\": 9"}') is None
+
+
+def test_a_prompt_is_estimated_by_its_text_its_ids_and_its_images() -> None:
+    image = {"image_url": {"url": "data:image/png;base64," + "A" * 10_000}}
+    assert core.prompt_tokens({"messages": [{"content": [{"text": "x" * 400}, image]}]}) == 100 + core.IMAGE_TOKENS
+    assert core.prompt_tokens({"input": [[1, 2, 3], [4]]}) == 4
+    assert core.answer_tokens({}, None) == core.ANSWER_TOKENS
+    assert core.answer_tokens({"n": 3}, 20) == 60
+
+
+@given(
+    limit=st.integers(1, 50),
+    arrivals=st.lists(st.tuples(st.floats(0, 30), st.integers(1, 80), st.integers(0, 120)), max_size=40),
+)
+def test_no_stretch_holds_more_than_its_share_and_every_wait_is_true(
+    limit: int, arrivals: list[tuple[float, int, int]]
+) -> None:
+    """Requests: never more than `limit * (1 + t / 60)` in t seconds. Tokens: a start only while nothing is owed."""
+    limits = Limits(requests_per_minute=limit, tokens_per_minute=limit)
+    account, now, starts = FREE, 0.0, []
+    for number, (pause, wanted, taken) in enumerate(arrivals):
+        now += pause
+        account, refusal = core.enter(account, limits, number, now)
+        if refusal is not None:
+            assert core.enter(account, limits, number, now + refusal.wait)[1] is None, "the wait was true"
+            continue
+        starts.append(now)
+        account, refusal = core.reserve(account, limits, number, wanted, now)
+        if refusal is not None:
+            later = now + refusal.wait
+            assert core.reserve(account, limits, number, wanted, later)[1] is None
+            assert core.enter(account, limits, -1, later)[1] is None, "then a request may start too"
+        else:
+            assert account.tokens <= limit + 1e-3
+        account = core.leave(account, limits, number, taken if refusal is None else 0, now)
+        assert account.tokens >= 0
+    for first, begin in enumerate(starts):
+        for last in range(first, len(starts)):
+            assert last - first + 1 <= limit * (1 + (starts[last] - begin) / 60) + 1e-3
