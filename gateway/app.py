@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from gateway.core.frames import Endpoint
 from gateway.dialects.base import Dialect
+from gateway.dialects.messages import MessagesDialect
 from gateway.dialects.openai import OpenAIDialect
 from gateway.edge import Edge
 from gateway.errors import GatewayError, RefusedError, RequestError
@@ -24,7 +25,7 @@ from gateway.runtime import Runtime
 from gateway.serve import Generation
 from inference.protocol import Code
 
-DIALECTS: tuple[Dialect, ...] = tuple(OpenAIDialect(endpoint) for endpoint in Endpoint)
+DIALECTS: tuple[Dialect, ...] = (*(OpenAIDialect(endpoint) for endpoint in Endpoint), MessagesDialect())
 """The public APIs; each has a path of its own."""
 
 

@@ -41,6 +41,8 @@ BODY_SECONDS = 120.0
 
 _SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _JSON = (b"content-type", b"application/json")
+_MESSAGES = "/v1/messages"
+_MESSAGES_ID = "request-id"
 
 
 class ClientLeftError(Exception):
@@ -70,11 +72,18 @@ class Exchange:
     """Where pieces of an answer that has begun can be written at once; None under a server that has none."""
     error_body: Callable[[GatewayError], dict[str, Any]] = GatewayError.body
     """How errors are told to clients of the path that was asked."""
+    is_messages: bool = False
+    """Whether the path is of Anthropic's API, whose clients look for the request's id in a header of their own."""
 
     @property
     def overhead_seconds(self) -> float:
         """Time spent in the gateway itself until now."""
         return max(0.0, time.monotonic() - self.began - self.waited_seconds - self.upstream_seconds)
+
+    def told(self, error: GatewayError) -> dict[str, Any]:
+        """The body for `error` on this path; an envelope that names the request gets its id."""
+        body = self.error_body(error)
+        return {**body, "request_id": self.request_id} if "request_id" in body else body
 
     def response_headers(self) -> list[tuple[bytes, bytes]]:
         """The headers that every response carries."""
@@ -88,6 +97,8 @@ class Exchange:
             (H_OVERHEAD, f"{self.overhead_seconds * 1000:.3f}"),
         )
         told = said if self.device is None else (*said, (H_DEVICE, self.device))
+        if self.is_messages:
+            told = (*told, (_MESSAGES_ID, self.request_id))
         return [(name.encode(), _header_value(value)) for name, value in told]
 
 
@@ -101,7 +112,7 @@ def new_exchange(scope: Scope) -> Exchange:
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     asked = headers.get(H_REQUEST_ID, "")
     request_id = asked if _SANE_ID.fullmatch(asked) else f"req_{secrets.token_hex(12)}"
-    return Exchange(request_id, headers, wire=wire.take(scope))
+    return Exchange(request_id, headers, wire=wire.take(scope), is_messages=scope["path"].startswith(_MESSAGES))
 
 
 def exchange_of(scope: Scope) -> Exchange:
@@ -174,4 +185,4 @@ async def send_bytes(
 
 async def send_error(send: Send, exchange: Exchange, error: GatewayError) -> None:
     """`error` as clients of the path know it."""
-    await send_bytes(send, error.status, orjson.dumps(exchange.error_body(error)), [_JSON, *error_headers(error)])
+    await send_bytes(send, error.status, orjson.dumps(exchange.told(error)), [_JSON, *error_headers(error)])

@@ -1,0 +1,139 @@
+"""Says in Anthropic's words how an inner answer ended, what it used and what it holds; knows no stream.
+
+What Anthropic alone knows and an inner choice cannot say travels beside it, put there by `core.anthropic_events` for
+requests that came in Anthropic's dialect: `thinking_blocks`, `native_finish_reason`, `stop_details`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+UNSIGNED = "headgate"
+"""The signature of thinking that Anthropic did not sign. Clients want one and send it back; it proves nothing, so such
+thinking is never shown to Anthropic."""
+
+STOP_REASONS: Mapping[str, str] = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "function_call": "tool_use",
+    "content_filter": "refusal",
+}
+"""OpenAI's `finish_reason` as Anthropic's `stop_reason`; one that is not listed here is `end_turn`."""
+
+_NO_USAGE: Mapping[str, Any] = {
+    "input_tokens": 0,
+    "cache_creation_input_tokens": 0,
+    "cache_read_input_tokens": 0,
+    "output_tokens": 0,
+}
+
+
+def message_id(id: Any) -> str:
+    """An id in Anthropic's style; one that a tier of Anthropic's gave is its own again."""
+    said = str(id or "").removeprefix("chatcmpl-")
+    return said if said.startswith("msg_") else f"msg_{said}"
+
+
+def anthropic_usage(usage: Any) -> dict[str, Any]:
+    """Anthropic's counts for OpenAI's usage object; zeros where a tier reports none.
+
+    Anthropic counts prompt tokens that were read from a cache, or written to one, beside `input_tokens`.
+    """
+    if not isinstance(usage, Mapping):
+        return dict(_NO_USAGE)
+    details = usage.get("prompt_tokens_details")
+    read, written = _count(details, "cached_tokens"), _count(details, "cache_write_tokens")
+    counts: dict[str, Any] = {
+        "input_tokens": max(0, _count(usage, "prompt_tokens") - read - written),
+        "cache_creation_input_tokens": written,
+        "cache_read_input_tokens": read,
+        "output_tokens": _count(usage, "completion_tokens"),
+    }
+    if thought := _count(usage.get("completion_tokens_details"), "reasoning_tokens"):
+        counts["output_tokens_details"] = {"thinking_tokens": thought}
+    return counts
+
+
+def _count(holder: Any, name: str) -> int:
+    value = holder.get(name) if isinstance(holder, Mapping) else None
+    return value if isinstance(value, int) and value > 0 else 0
+
+
+def stop_of(choice: Mapping[str, Any], *, stops: Sequence[str], has_calls: bool, refusal: str = "") -> dict[str, Any]:
+    """`stop_reason`, `stop_sequence` and `stop_details` of a finished choice.
+
+    `stops` are the stop sequences that were asked for: a tier that names the one it met says so in `stop_reason`.
+    """
+    reason = STOP_REASONS.get(str(choice.get("finish_reason")), "end_turn")
+    sequence = choice.get("stop_reason")
+    if reason == "end_turn" and has_calls:
+        reason = "tool_use"  # a call that was demanded by name ends with `stop` at some providers
+    if reason == "end_turn" and isinstance(sequence, str) and sequence in stops:
+        reason = "stop_sequence"
+    else:
+        sequence = None
+    if isinstance(native := choice.get("native_finish_reason"), str):
+        reason = native
+    details = choice.get("stop_details")
+    if details is None and reason == "refusal":
+        details = {"type": "refusal", "category": None, "explanation": refusal or None}
+    return {
+        "stop_reason": reason,
+        "stop_sequence": sequence,
+        **({"stop_details": details} if details is not None else {}),
+    }
+
+
+def arguments(text: str) -> dict[str, Any]:
+    """Arguments as an object; what a model wrote that is none travels whole under the key `arguments`."""
+    if not text.strip():
+        return {}
+    try:
+        parsed = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return {"arguments": text}
+    return parsed if isinstance(parsed, dict) else {"arguments": text}
+
+
+def call_id(given: Any, answer: str, position: int) -> str:
+    """The id of a tool call; one is made of the answer's id where a tier gave none."""
+    return given if isinstance(given, str) and given else f"toolu_{answer.removeprefix('msg_')}_{position}"
+
+
+def whole(answer: Mapping[str, Any], stops: Sequence[str]) -> dict[str, Any]:
+    """The message for a `chat.completion` object."""
+    id = message_id(answer.get("id"))
+    choice = answer["choices"][0]
+    said = choice["message"]
+    calls = [
+        {
+            "type": "tool_use",
+            "id": call_id(call.get("id"), id, position),
+            "name": call["function"]["name"],
+            "input": arguments(call["function"]["arguments"]),
+        }
+        for position, call in enumerate(said.get("tool_calls") or ())
+    ]
+    refusal = said.get("refusal") or ""
+    text = (said.get("content") or "") + refusal
+    return {
+        "id": id,
+        "type": "message",
+        "role": "assistant",
+        "model": answer.get("model"),
+        "content": [*_thoughts(said), *([{"type": "text", "text": text}] if text else []), *calls],
+        **stop_of(choice, stops=stops, has_calls=bool(calls), refusal=refusal),
+        "usage": anthropic_usage(answer.get("usage")),
+    }
+
+
+def _thoughts(said: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The thinking, as Anthropic signed it or, from any other tier, as one block of text."""
+    if signed := said.get("thinking_blocks"):
+        return list(signed)
+    text = said.get("reasoning_content") or said.get("reasoning")
+    return [{"type": "thinking", "thinking": text, "signature": UNSIGNED}] if text else []

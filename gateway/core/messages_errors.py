@@ -1,0 +1,51 @@
+"""Tells the gateway's errors in Anthropic's envelope; decides neither status nor message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gateway.core.provider_errors import STATUS_OF_TYPE
+from gateway.errors import GatewayError, PassedOnError
+from inference.protocol import CODES, Code
+
+_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+"""Anthropic's `error.type` by HTTP status. Another status below 500 is an `invalid_request_error`, another one from
+500 an `api_error`."""
+
+
+def envelope(error: GatewayError) -> dict[str, Any]:
+    """The body for `error`. `request_id` is filled in by whoever sends it.
+
+    Anthropic's `error.details` hold what its envelope has no other place for: the code, the field to blame, numbers.
+    """
+    code = error.upstream_code if isinstance(error, PassedOnError) else error.code
+    return {**_said(error.status, str(code), error.message, error.param, error.details), "request_id": None}
+
+
+def frame_error(code: str, message: str) -> dict[str, Any]:
+    """The error inside a stream that had begun. `code` is one of ours or a tier's own word."""
+    status = CODES[Code(code)].status if code in frozenset(Code) else STATUS_OF_TYPE.get(code, 500)
+    return _said(status, code, message)
+
+
+def _said(
+    status: int, code: str, message: str, param: str | None = None, more: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    type = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    details: dict[str, Any] = {"error_code": code}
+    if param is not None:
+        details["param"] = param
+    if more:
+        details["headgate"] = dict(more)
+    return {"type": "error", "error": {"type": type, "message": message, "details": details}}

@@ -1,0 +1,183 @@
+"""Turns the frames of one inner stream into Anthropic's events as they come; reads no socket or clock.
+
+The order is Anthropic's: message_start, the blocks one after the other (each with its start, deltas and stop), then
+message_delta with the stop reason and the usage, then message_stop. Comments become pings, wherever they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from gateway.core.frames import Data, Frame
+from gateway.core.messages_answer import UNSIGNED, anthropic_usage, call_id, message_id, stop_of
+from gateway.core.messages_errors import frame_error
+
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+
+def _event(name: str, payload: Mapping[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), orjson.dumps({"type": name, **payload}))
+
+
+@dataclass(slots=True)
+class _Call:
+    """A tool call that is being streamed: its block, and its arguments so far."""
+
+    index: int
+    pieces: list[str] = field(default_factory=list)
+    is_open: bool = True
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the arguments are a whole, so that the block can end before the answer does."""
+        try:
+            orjson.loads("".join(self.pieces))
+        except orjson.JSONDecodeError:
+            return False
+        return True
+
+
+class MessageEvents:
+    """One stream; see `gateway.dialects.base.Writer` for the contract. `stops` are the stop sequences asked for."""
+
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        self._stops = stops
+        self._id = ""
+        self._model: Any = None
+        self._blocks = 0
+        self._open: tuple[str, int] | None = None
+        """The kind and index of the block that text goes to; calls have their own."""
+        self._calls: dict[int, _Call] = {}
+        self._refusal: list[str] = []
+        self._finished: Mapping[str, Any] = {}
+        self._usage: Any = None
+
+    def write(self, frames: Sequence[Frame]) -> bytes:
+        """The events that `frames` become."""
+        out: list[bytes] = []
+        for frame in frames:
+            if isinstance(frame, Data):
+                self._chunk(orjson.loads(frame.payload), out)
+            else:
+                out.append(PING)
+        return b"".join(out)
+
+    def end(self) -> bytes:
+        """The end of a whole answer."""
+        out: list[bytes] = []
+        self._start({}, out)
+        self._close_all(out)
+        stop = stop_of(self._finished, stops=self._stops, has_calls=bool(self._calls), refusal="".join(self._refusal))
+        out.append(_event("message_delta", {"delta": stop, "usage": anthropic_usage(self._usage)}))
+        out.append(_event("message_stop", {}))
+        return b"".join(out)
+
+    def broke(self, code: str, message: str) -> bytes:
+        """The end of an answer that broke off: an error event, and no message_stop."""
+        return b"event: error\ndata: %b\n\n" % orjson.dumps(frame_error(code, message))
+
+    # --- one chunk ----------------------------------------------------------------------------------------------------
+    def _chunk(self, chunk: Mapping[str, Any], out: list[bytes]) -> None:
+        if chunk.get("usage") is not None:
+            self._usage = chunk["usage"]
+        self._start(chunk, out)
+        for choice in chunk.get("choices") or ():
+            self._delta(choice.get("delta") or {}, out)
+            if choice.get("finish_reason") is not None:
+                self._finished = choice
+
+    def _start(self, chunk: Mapping[str, Any], out: list[bytes]) -> None:
+        if self._id:
+            return
+        self._id = message_id(chunk.get("id"))
+        message: dict[str, Any] = {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": chunk.get("model") or "",
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": anthropic_usage(self._usage),
+        }
+        out.append(_event("message_start", {"message": message}))
+
+    def _delta(self, delta: Mapping[str, Any], out: list[bytes]) -> None:
+        if thought := delta.get("reasoning_content") or delta.get("reasoning"):
+            self._say("thinking", {"type": "thinking_delta", "thinking": thought}, out)
+        for block in delta.get("thinking_blocks") or ():
+            self._signed(block, out)
+        if text := delta.get("content"):
+            self._say("text", {"type": "text_delta", "text": text}, out)
+        if refusal := delta.get("refusal"):
+            self._refusal.append(refusal)
+            self._say("text", {"type": "text_delta", "text": refusal}, out)
+        for call in delta.get("tool_calls") or ():
+            self._call(call, out)
+
+    def _say(self, kind: str, delta: Mapping[str, Any], out: list[bytes]) -> None:
+        if self._open is None or self._open[0] != kind:
+            self._close(out)
+            empty = {"thinking": "", "signature": ""} if kind == "thinking" else {"text": ""}
+            self._open = kind, self._begin({"type": kind, **empty}, out)
+        self._add(self._open[1], delta, out)
+
+    def _signed(self, block: Mapping[str, Any], out: list[bytes]) -> None:
+        """The end of a block of thinking that Anthropic signed, or one that it keeps to itself."""
+        if block.get("type") != "thinking":
+            self._close(out)
+            out.append(_event("content_block_stop", {"index": self._begin(block, out)}))
+            return
+        if self._open is None or self._open[0] != "thinking":
+            self._close(out)
+            self._open = "thinking", self._begin({"type": "thinking", "thinking": "", "signature": ""}, out)
+        self._close(out, block.get("signature"))
+
+    def _call(self, piece: Mapping[str, Any], out: list[bytes]) -> None:
+        position = piece.get("index", 0)
+        function = piece.get("function") or {}
+        call = self._calls.get(position)
+        if call is None:
+            self._close(out)
+            id = call_id(piece.get("id"), self._id, position)
+            block: dict[str, Any] = {"type": "tool_use", "id": id, "name": function.get("name") or "", "input": {}}
+            call = self._calls[position] = _Call(self._begin(block, out))
+        text = function.get("arguments")
+        if text and call.is_open:
+            call.pieces.append(text)
+            self._add(call.index, {"type": "input_json_delta", "partial_json": text}, out)
+
+    # --- blocks -------------------------------------------------------------------------------------------------------
+    def _begin(self, block: Mapping[str, Any], out: list[bytes]) -> int:
+        index, self._blocks = self._blocks, self._blocks + 1
+        out.append(_event("content_block_start", {"index": index, "content_block": block}))
+        return index
+
+    def _add(self, index: int, delta: Mapping[str, Any], out: list[bytes]) -> None:
+        out.append(_event("content_block_delta", {"index": index, "delta": delta}))
+
+    def _close(self, out: list[bytes], signature: str | None = None) -> None:
+        """Ends what is open before another block begins. A call waits while more of its arguments must come."""
+        if self._open is not None:
+            kind, index = self._open
+            self._open = None
+            if kind == "thinking":
+                self._add(index, {"type": "signature_delta", "signature": signature or UNSIGNED}, out)
+            out.append(_event("content_block_stop", {"index": index}))
+        for call in self._calls.values():
+            if call.is_open and call.is_complete:
+                self._stop(call, out)
+
+    def _close_all(self, out: list[bytes]) -> None:
+        self._close(out)
+        for call in self._calls.values():
+            if call.is_open:
+                self._stop(call, out)
+
+    def _stop(self, call: _Call, out: list[bytes]) -> None:
+        call.is_open = False
+        out.append(_event("content_block_stop", {"index": call.index}))

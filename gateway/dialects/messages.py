@@ -1,0 +1,45 @@
+"""Anthropic's Messages API in front of the inner dialect; the translation itself is `gateway.core.messages_*`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from gateway.core import messages_answer, messages_errors, messages_request
+from gateway.core.frames import Endpoint
+from gateway.core.messages_events import MessageEvents
+from gateway.core.requests import InferenceRequest
+from gateway.errors import GatewayError
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    request: InferenceRequest
+
+    @property
+    def _stops(self) -> Sequence[str]:
+        return self.request.body.get("stop") or ()
+
+    def writer(self) -> MessageEvents:
+        return MessageEvents(self._stops)
+
+    def whole(self, answer: dict[str, Any]) -> bytes:
+        return orjson.dumps(messages_answer.whole(answer, self._stops))
+
+
+class MessagesDialect:
+    """`/v1/messages`; it keeps nothing between requests."""
+
+    path = "/v1/messages"
+    endpoint = Endpoint.CHAT
+
+    def parse(self, raw: bytes, owner: str) -> _Asked:
+        """See `gateway.dialects.base.Dialect`."""
+        return _Asked(messages_request.parse(raw))
+
+    def error(self, error: GatewayError) -> dict[str, Any]:
+        """See `gateway.dialects.base.Dialect`."""
+        return messages_errors.envelope(error)

@@ -1,0 +1,319 @@
+"""Inner streams and answers in Anthropic's words: byte-exact goldens, blocks in their order, ends that say why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from anthropic.types import Message, RawMessageStreamEvent
+from anthropic.types.shared import ErrorResponse
+
+from gateway.core import messages_answer
+from gateway.core.frames import Comment, Data, DeltaKind, Frame
+from gateway.core.messages_answer import anthropic_usage, message_id
+from gateway.core.messages_errors import envelope, frame_error
+from gateway.core.messages_events import MessageEvents
+from gateway.errors import GatewayError, PassedOnError, RefusedError, RequestError, UpstreamError, UpstreamKind
+from inference.protocol import Code
+from tests.rigs.fake_provider.strict import strictly
+
+GOLDEN = Path(__file__).with_name("golden") / "messages"
+HEAD = {"id": "chatcmpl-7", "object": "chat.completion.chunk", "created": 5, "model": "demo"}
+USAGE = {
+    "prompt_tokens": 12,
+    "completion_tokens": 5,
+    "total_tokens": 17,
+    "prompt_tokens_details": {"cached_tokens": 8},
+    "completion_tokens_details": {"reasoning_tokens": 2},
+}
+PING = Comment(b": ping\n\n")
+
+
+def chunk(delta: dict[str, Any] | None = None, finish: str | None = None, **more: Any) -> Data:
+    choice = {"index": 0, "delta": delta or {}, "logprobs": None, "finish_reason": finish, **more}
+    return Data(orjson.dumps({**HEAD, "choices": [choice]}), DeltaKind.OTHER)
+
+
+def usage(counts: dict[str, Any] | None = None) -> Data:
+    return Data(orjson.dumps({**HEAD, "choices": [], "usage": counts or USAGE}), DeltaKind.USAGE)
+
+
+def call(index: int, arguments: str | None = None, name: str | None = None, id: str | None = None) -> dict[str, Any]:
+    function = {key: value for key, value in (("name", name), ("arguments", arguments)) if value is not None}
+    piece = {"index": index, **({"id": id, "type": "function"} if id else {}), "function": function}
+    return {"tool_calls": [piece]}
+
+
+ROLE = chunk({"role": "assistant", "content": ""})
+
+STREAMS: dict[str, tuple[list[Frame], tuple[str, ...]]] = {
+    "text": ([ROLE, PING, chunk({"content": "Water"}), chunk({"content": " turns\nü"}), chunk(finish="stop")], ()),
+    "tools": (
+        [
+            ROLE,
+            chunk({"content": "I look:"}),
+            chunk(call(0, "", "look", "call_a")),
+            chunk(call(0, '{"at":')),
+            chunk(call(0, '"x"}')),
+            chunk(call(1, "{}", "hear", "call_b")),
+            chunk(finish="tool_calls"),
+        ],
+        (),
+    ),
+    "thinking": (
+        [
+            ROLE,
+            chunk({"reasoning_content": "2 + 2"}),
+            chunk({"reasoning_content": " is 4."}),
+            chunk({"content": "4"}),
+            chunk(finish="length"),
+        ],
+        (),
+    ),
+    "stop_sequence": ([ROLE, chunk({"content": "a"}), chunk(finish="stop", stop_reason="END")], ("END",)),
+    "refusal": ([ROLE, chunk({"refusal": "No."}), chunk(finish="content_filter")], ()),
+    "signed": (
+        [
+            Data(
+                orjson.dumps(
+                    {
+                        **HEAD,
+                        "id": "chatcmpl-msg_01",
+                        "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}],
+                        "usage": {"prompt_tokens": 9, "completion_tokens": 1},
+                    }
+                ),
+                DeltaKind.OTHER,
+            ),
+            chunk({"reasoning_content": "Hm."}),
+            chunk({"thinking_blocks": [{"type": "thinking", "signature": "c2ln"}]}),
+            chunk({"thinking_blocks": [{"type": "redacted_thinking", "data": "aGlk"}]}),
+            chunk({"thinking_blocks": [{"type": "thinking", "signature": "b21pdHRlZA"}]}),
+            chunk({"content": "Yes"}),
+            chunk(finish="length", native_finish_reason="pause_turn"),
+        ],
+        (),
+    ),
+}
+
+
+def written(frames: list[Frame], stops: tuple[str, ...] = ()) -> bytes:
+    """The whole stream, a frame at a time."""
+    writer = MessageEvents(stops)
+    return b"".join(writer.write([frame]) for frame in [*frames, usage()]) + writer.end()
+
+
+def events(raw: bytes) -> list[dict[str, Any]]:
+    """The events of a stream, each one that the official client knows."""
+    found = []
+    for frame in raw.decode().split("\n\n")[:-1]:
+        name, data = frame.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        if event["type"] != "ping":
+            strictly(RawMessageStreamEvent, event)
+            found.append(event)
+    return found
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_streams_byte_for_byte(name: str) -> None:
+    frames, stops = STREAMS[name]
+    raw = written(frames, stops)
+    assert raw.decode() == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
+    assert events(raw)[-1] == {"type": "message_stop"}
+    writer = MessageEvents(stops)
+    assert writer.write([*frames, usage()]) + writer.end() == raw
+
+
+def test_calls_whose_arguments_come_by_turns_stay_whole() -> None:
+    found = events(
+        written(
+            [
+                ROLE,
+                chunk(call(0, None, "a", "c0")),
+                chunk(call(1, '{"y":', "b", "c1")),
+                chunk(call(0, '{"x":1}')),
+                chunk(call(1, "2}")),
+                chunk(call(2, "", "c", "c2")),
+                chunk(call(0, " ")),
+                chunk(finish="tool_calls"),
+            ]
+        )
+    )
+    pieces: dict[int, str] = {}
+    open_blocks: set[int] = set()
+    for event in found:
+        if event["type"] == "content_block_start":
+            open_blocks.add(event["index"])
+        elif event["type"] == "content_block_delta":
+            assert event["index"] in open_blocks
+            pieces[event["index"]] = pieces.get(event["index"], "") + event["delta"]["partial_json"]
+        elif event["type"] == "content_block_stop":
+            open_blocks.remove(event["index"])
+    assert (pieces, open_blocks) == ({0: '{"x":1}', 1: '{"y":2}'}, set())
+
+
+def test_a_call_without_an_id_gets_one_and_a_named_one_that_ends_with_stop_is_tool_use() -> None:
+    found = events(written([ROLE, chunk(call(0, "{}", "a")), chunk(finish="stop")]))
+    block = next(event["content_block"] for event in found if event["type"] == "content_block_start")
+    assert (block["id"], block["name"]) == ("toolu_7_0", "a")
+    assert found[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+def test_text_after_a_call_is_a_block_of_its_own() -> None:
+    frames = [
+        ROLE, chunk(call(0, "{}", "a", "c")), chunk({"content": "So."}), chunk({"reasoning": "Hm."}),
+        chunk({"content": "Yes."}), chunk(finish="stop"),
+    ]  # fmt: skip
+    starts = [event for event in events(written(frames)) if event["type"] == "content_block_start"]
+    assert [start["content_block"]["type"] for start in starts] == ["tool_use", "text", "thinking", "text"]
+
+
+def test_an_empty_answer_is_an_answer() -> None:
+    found = events(written([ROLE, chunk(finish="stop")]))
+    assert [event["type"] for event in found] == ["message_start", "message_delta", "message_stop"]
+    writer = MessageEvents()
+    assert writer.write([Data(orjson.dumps({**HEAD, "choices": None}), DeltaKind.OTHER)]).count(b"event: ") == 1
+    assert b'"output_tokens":0' in writer.end()
+
+
+def test_a_broken_stream_ends_in_an_error_event() -> None:
+    writer = MessageEvents()
+    writer.write([ROLE])
+    raw = writer.broke(Code.MODEL_FAILED, "the answer of local/demo broke off").decode()
+    assert raw.startswith("event: error\ndata: ") and raw.endswith("}\n\n")
+    said = json.loads(raw.split("data: ")[1])
+    strictly(ErrorResponse, {**said, "error": {key: said["error"][key] for key in ("type", "message")}})
+    assert said["error"]["type"] == "overloaded_error"
+    assert said["error"]["details"] == {"error_code": "model_failed"}
+
+
+@pytest.mark.parametrize(
+    ("code", "type"),
+    [
+        (Code.DEADLINE_EXCEEDED, "timeout_error"),
+        (Code.QUEUE_FULL, "rate_limit_error"),
+        (Code.INTERNAL_ERROR, "api_error"),
+        (Code.CONTEXT_LENGTH_EXCEEDED, "invalid_request_error"),
+        ("overloaded_error", "overloaded_error"),
+        ("a cloud's own word", "api_error"),
+    ],
+)
+def test_codes_have_anthropics_types(code: str, type: str) -> None:
+    assert frame_error(code, "no")["error"]["type"] == type
+
+
+def test_errors_have_anthropics_envelope() -> None:
+    refused = RequestError(Code.UNSUPPORTED_PARAMETER, "no", param="tools[0].type")
+    assert envelope(refused) == {
+        "type": "error",
+        "error": {
+            "type": "invalid_request_error",
+            "message": "no",
+            "details": {"error_code": "unsupported_parameter", "param": "tools[0].type"},
+        },
+        "request_id": None,
+    }
+    full = RefusedError(Code.MEMORY_LIMIT_EXCEEDED, "no", details={"missing_bytes": 1})
+    assert envelope(full)["error"]["details"] == {
+        "error_code": "memory_limit_exceeded",
+        "headgate": {"missing_bytes": 1},
+    }
+    said = UpstreamError(UpstreamKind.STATUS, "too long", status=400, code="context_length_exceeded")
+    passed_on = envelope(PassedOnError(said, 400, "messages"))["error"]
+    assert passed_on["details"] == {"error_code": "context_length_exceeded", "param": "messages"}
+    types = {code: envelope(GatewayError(code, "x"))["error"]["type"] for code in Code}
+    assert types[Code.INVALID_API_KEY] == "authentication_error"
+    assert types[Code.PERMISSION_DENIED] == "permission_error"
+    assert types[Code.MODEL_NOT_FOUND] == types[Code.NOT_FOUND] == "not_found_error"
+    assert types[Code.BODY_TOO_LARGE] == "request_too_large"
+    assert types[Code.METHOD_NOT_ALLOWED] == types[Code.POISON_REQUEST] == "invalid_request_error"
+    assert types[Code.NO_TIER_AVAILABLE] == "overloaded_error"
+
+
+def completion(message: dict[str, Any], finish: str = "stop", **more: Any) -> dict[str, Any]:
+    choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": finish, **more}
+    return {**HEAD, "object": "chat.completion", "choices": [choice], "usage": USAGE}
+
+
+def whole(message: dict[str, Any], finish: str = "stop", stops: tuple[str, ...] = (), **more: Any) -> dict[str, Any]:
+    answer = messages_answer.whole(completion(message, finish, **more), stops)
+    strictly(Message, answer)
+    return answer
+
+
+def test_a_whole_answer() -> None:
+    assert whole({"content": "Hello", "refusal": None}) == {
+        "id": "msg_7",
+        "type": "message",
+        "role": "assistant",
+        "model": "demo",
+        "content": [{"type": "text", "text": "Hello"}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": 4,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 8,
+            "output_tokens": 5,
+            "output_tokens_details": {"thinking_tokens": 2},
+        },
+    }
+
+
+def test_a_whole_answer_with_everything() -> None:
+    function = {"name": "look", "arguments": '{"at":"x"}'}
+    broken = {"name": "say", "arguments": "not json"}
+    listed = {"name": "list", "arguments": "[1]"}
+    empty = {"name": "go", "arguments": ""}
+    calls = [
+        {"id": id, "type": "function", "function": function}
+        for id, function in (("c1", function), ("c2", broken), ("", listed), ("c4", empty))
+    ]
+    answer = whole({"content": None, "reasoning_content": "Hm.", "tool_calls": calls}, "tool_calls")
+    assert answer["stop_reason"] == "tool_use"
+    assert answer["content"] == [
+        {"type": "thinking", "thinking": "Hm.", "signature": "headgate"},
+        {"type": "tool_use", "id": "c1", "name": "look", "input": {"at": "x"}},
+        {"type": "tool_use", "id": "c2", "name": "say", "input": {"arguments": "not json"}},
+        {"type": "tool_use", "id": "toolu_7_2", "name": "list", "input": {"arguments": "[1]"}},
+        {"type": "tool_use", "id": "c4", "name": "go", "input": {}},
+    ]
+
+
+def test_ends_of_whole_answers() -> None:
+    said = {"content": "x"}
+    assert whole(said, "length")["stop_reason"] == "max_tokens"
+    met = whole(said, "stop", ("END",), stop_reason="END")
+    assert (met["stop_reason"], met["stop_sequence"]) == ("stop_sequence", "END")
+    assert whole(said, "stop", ("END",), stop_reason=2)["stop_reason"] == "end_turn"
+    assert whole(said, "length", native_finish_reason="pause_turn")["stop_reason"] == "pause_turn"
+    refused = whole({"content": None, "refusal": "No."}, "content_filter")
+    assert refused["content"] == [{"type": "text", "text": "No."}]
+    assert refused["stop_details"] == {"type": "refusal", "category": None, "explanation": "No."}
+    details = {"type": "refusal", "category": "bio", "explanation": None}
+    assert whole({"content": ""}, "content_filter", stop_details=details)["stop_details"] == details
+    assert whole({"content": ""}, "something new")["stop_reason"] == "end_turn"
+
+
+def test_signed_thinking_is_given_back_as_it_was() -> None:
+    signed = [{"type": "thinking", "thinking": "Hm.", "signature": "c2ln"}, {"type": "redacted_thinking", "data": "x"}]
+    answer = whole({"content": "y", "reasoning_content": "Hm.", "thinking_blocks": signed})
+    assert answer["content"] == [*signed, {"type": "text", "text": "y"}]
+
+
+def test_counts_that_are_no_counts_are_zeros() -> None:
+    zeros = {
+        "input_tokens": 0, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 0,
+    }  # fmt: skip
+    assert anthropic_usage(None) == anthropic_usage({"prompt_tokens": "x"}) == zeros
+    written = {"cached_tokens": 3, "cache_write_tokens": 4}
+    assert anthropic_usage({"prompt_tokens": 10, "completion_tokens": 1, "prompt_tokens_details": written}) == {
+        "input_tokens": 3, "cache_creation_input_tokens": 4, "cache_read_input_tokens": 3, "output_tokens": 1,
+    }  # fmt: skip
+    assert message_id(None) == "msg_"
+    assert message_id("chatcmpl-msg_01") == "msg_01"

@@ -1,0 +1,359 @@
+"""Anthropic Messages bodies as inner chat bodies: what becomes of every field, and which one a refusal names."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.core import messages_fields, messages_request, requests
+from gateway.core.frames import Endpoint
+from gateway.core.messages_request import parse, to_chat
+from gateway.core.origin import origin_of
+from gateway.errors import RequestError
+
+PNG = "iVBORw0KGgo="
+TOOL = {"name": "look", "description": "Looks.", "input_schema": {"properties": {"at": {"type": "string"}}}}
+ASKED = {"role": "user", "content": "Hi"}
+
+
+def body(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"model": "demo", "max_tokens": 50, "messages": list(messages) or [ASKED], **more}
+
+
+def use(id: str, name: str = "look", **input: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": id, "name": name, "input": input}
+
+
+def result(id: str, content: Any = "done", **more: Any) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": id, "content": content, **more}
+
+
+def chat(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """What the request becomes; the result passes the checks of the inner dialect."""
+    request = parse(json.dumps(body(*messages, **more)).encode())
+    requests.parse(Endpoint.CHAT, json.dumps(request.body).encode())
+    return dict(request.body)
+
+
+def refused(*messages: Any, **more: Any) -> str:
+    """The field that is to blame."""
+    with pytest.raises(RequestError) as caught:
+        parse(json.dumps(body(*messages, **more)).encode())
+    assert caught.value.status == 400
+    assert caught.value.param is not None
+    return caught.value.param
+
+
+def test_the_least_request() -> None:
+    assert chat() == {"model": "demo", "max_tokens": 50, "messages": [{"role": "user", "content": "Hi"}]}
+
+
+def test_parameters_have_their_inner_names() -> None:
+    said = chat(
+        stop_sequences=["END"], stream=True, temperature=0.5, top_p=0.9, top_k=20, metadata={"user_id": "u1"},
+        service_tier="standard_only",
+    )  # fmt: skip
+    assert {name: value for name, value in said.items() if name not in ("model", "messages", "max_tokens")} == {
+        "stop": ["END"], "stream": True, "temperature": 0.5, "top_p": 0.9, "top_k": 20, "user": "u1",
+        "service_tier": "default",
+    }  # fmt: skip
+    assert chat(service_tier="auto")["service_tier"] == "auto"
+    assert "user" not in chat(metadata={"user_id": "u" * 65})
+    assert "stop" not in chat(stop_sequences=[], metadata={})
+
+
+def test_the_request_is_typed_and_remembers_its_origin() -> None:
+    raw = json.dumps(body(tools=[TOOL], stream=True, cache_control={"type": "ephemeral"})).encode()
+    request = parse(raw)
+    assert (request.endpoint, request.model, request.stream, request.max_tokens) == (Endpoint.CHAT, "demo", True, 50)
+    assert (request.size_bytes, request.is_plain, request.needs) == (len(raw), False, {"tools"})
+    assert origin_of(request.body) == json.loads(raw)
+    assert origin_of({**request.body}) is None
+
+
+def test_counting_needs_no_max_tokens() -> None:
+    raw = json.dumps({"model": "demo", "messages": [ASKED]}).encode()
+    assert parse(raw, counting=True).max_tokens is None
+    with pytest.raises(RequestError, match="`max_tokens` is needed"):
+        parse(raw)
+
+
+def test_system_blocks_are_one_message_without_what_is_meant_for_anthropics_accounts() -> None:
+    blocks = [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=1a2b3;"},
+        {"type": "text", "text": "You mill.", "cache_control": {"type": "ephemeral", "ttl": "1h"}},
+        {"type": "text", "text": ""},
+        {"type": "text", "text": "Be brief."},
+    ]
+    assert chat(system=blocks)["messages"][0] == {"role": "system", "content": "You mill.\n\nBe brief."}
+    assert chat(system="You mill.")["messages"][0] == {"role": "system", "content": "You mill."}
+    assert [message["role"] for message in chat(system="")["messages"]] == ["user"]
+
+
+def test_neighbors_of_one_role_are_one_turn() -> None:
+    later = {"role": "system", "content": [{"type": "text", "text": "Now in verse."}]}
+    said = chat(ASKED, {"role": "user", "content": [{"type": "text", "text": "there"}]}, later, ASKED)["messages"]
+    texts = [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}]
+    assert said == [
+        {"role": "user", "content": texts},
+        {"role": "system", "content": "Now in verse."},
+        {"role": "user", "content": "Hi"},
+    ]
+
+
+def test_pictures_and_documents() -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}
+    pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}}
+    text = {
+        "type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "Water."}, "title": "Mills",
+        "context": None,
+    }  # fmt: skip
+    said = chat({"role": "user", "content": [image, pdf, {**pdf, "title": "a.pdf"}, text]})["messages"][0]["content"]
+    assert said == [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}},
+        {
+            "type": "file",
+            "file": {"filename": "document.pdf", "file_data": "data:application/pdf;base64,JVBERi0="},
+        },
+        {"type": "file", "file": {"filename": "a.pdf", "file_data": "data:application/pdf;base64,JVBERi0="}},
+        {"type": "text", "text": "Mills\nWater."},
+    ]
+
+
+def test_calls_and_their_results_in_the_order_of_the_calls() -> None:
+    said = chat(
+        ASKED,
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Two of them.", "signature": "abc"},
+                {"type": "redacted_thinking", "data": "hidden"},
+                {"type": "text", "text": "I look."},
+                use("a", at="x"),
+                use("b", "hear"),
+            ],
+        },
+        {"role": "user", "content": [result("b", "hum"), {"type": "text", "text": "Go on."}]},
+        {"role": "user", "content": [result("a", [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}])]},
+    )["messages"]
+    assert said[1:] == [
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning_content": "Two of them.",
+            "tool_calls": [
+                {"id": "a", "type": "function", "function": {"name": "look", "arguments": '{"at":"x"}'}},
+                {"id": "b", "type": "function", "function": {"name": "hear", "arguments": "{}"}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "a", "content": "1\n2"},
+        {"role": "tool", "tool_call_id": "b", "content": "hum"},
+        {"role": "user", "content": "Go on."},
+    ]
+
+
+def test_a_failed_result_says_so_and_pictures_of_results_are_the_users() -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}
+    empty = {"type": "tool_result", "tool_use_id": "b"}
+    said = chat(
+        ASKED,
+        {"role": "assistant", "content": [use("a"), use("b"), use("c")]},
+        {"role": "user", "content": [result("a", "no such file", is_error=True), empty, result("c", [image])]},
+    )["messages"]
+    assert said[1]["content"] is None
+    assert [message["content"] for message in said[2:5]] == ["Error: no such file", "", ""]
+    assert said[5] == {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "From the result of look:"},
+            {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}},
+        ],
+    }
+
+
+def test_a_last_assistant_turn_is_gone_on_with() -> None:
+    said = chat(ASKED, {"role": "assistant", "content": "The mill"})
+    assert said["continue_final_message"] is True
+    assert said["messages"][-1] == {"role": "assistant", "content": "The mill"}
+    hidden = {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}
+    assert chat(ASKED, hidden)["messages"][-1] == {"role": "assistant", "content": ""}
+
+
+@pytest.mark.parametrize(
+    ("choice", "inner"),
+    [
+        ({"type": "auto"}, {"tool_choice": "auto"}),
+        ({"type": "any"}, {"tool_choice": "required"}),
+        ({"type": "none"}, {"tool_choice": "none"}),
+        ({"type": "tool", "name": "look"}, {"tool_choice": {"type": "function", "function": {"name": "look"}}}),
+        (
+            {"type": "auto", "disable_parallel_tool_use": True},
+            {"tool_choice": "auto", "parallel_tool_calls": False},
+        ),
+        (None, {}),
+    ],
+    ids=["auto", "any", "none", "tool", "one-by-one", "nothing"],
+)
+def test_tool_choice(choice: Any, inner: dict[str, Any]) -> None:
+    said = chat(tools=[TOOL], tool_choice=choice)
+    assert {name: said[name] for name in ("tool_choice", "parallel_tool_calls") if name in said} == inner
+
+
+def test_tools() -> None:
+    bare = {
+        "type": "custom", "name": "go", "input_schema": {"type": "object"}, "strict": True, "defer_loading": False,
+        "eager_input_streaming": None, "input_examples": [{}], "allowed_callers": ["direct"],
+    }  # fmt: skip
+    assert chat(tools=[TOOL, bare])["tools"] == [
+        {
+            "type": "function",
+            "function": {
+                "name": "look",
+                "description": "Looks.",
+                "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+            },
+        },
+        {"type": "function", "function": {"name": "go", "parameters": {"type": "object"}, "strict": True}},
+    ]
+    assert "tools" not in chat(tools=[], tool_choice={"type": "none"})
+
+
+@pytest.mark.parametrize(
+    ("asked", "inner"),
+    [
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000}, True),
+        ({"thinking": {"type": "adaptive", "display": None}}, True),
+        ({"thinking": {"type": "between_tools"}}, True),
+        ({"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}}, False),
+    ],
+    ids=["enabled", "adaptive", "between_tools", "disabled"],
+)
+def test_whether_to_think_is_told_to_the_template_of_a_local_model(asked: dict[str, Any], inner: bool) -> None:
+    said = chat(**asked)
+    assert said["chat_template_kwargs"] == {"enable_thinking": inner, "thinking": inner}
+    assert "reasoning_effort" not in said
+
+
+def test_effort_and_format() -> None:
+    shape = {"type": "json_schema", "schema": {"type": "object"}}
+    said = chat(output_config={"effort": "high", "format": shape, "task_budget": {}}, thinking={"type": "adaptive"})
+    assert said["reasoning_effort"] == "high"
+    assert "chat_template_kwargs" not in said
+    inner = {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": {"type": "object"}, "strict": True},
+    }
+    assert said["response_format"] == chat(output_format=shape)["response_format"] == inner
+
+
+def test_fields_that_change_nothing_are_taken_and_lead_nowhere() -> None:
+    assert chat(**{name: {"any": "thing"} for name in messages_fields.IGNORED}) == chat()
+    assert all(messages_fields.IGNORED.values())
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"model": None}, "model"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"temprature": 1}, "temprature"),
+        ({"n": 2}, "n"),
+        ({"temperature": 1.5}, "temperature"),
+        ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"container": "c1"}, "container"),
+        ({"metadata": {"user_id": 5}}, "metadata.user_id"),
+        ({"system": [{"type": "image"}]}, "system[0].text"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+        ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
+        ({"tools": [{**TOOL, "colour": 1}]}, "tools[0].colour"),
+        ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+        ({"tools": [{**TOOL, "allowed_callers": ["code_execution_20260120"]}]}, "tools[0].allowed_callers"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "no"}}, "tool_choice.name"),
+        ({"tools": [TOOL], "tool_choice": {"type": "some"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
+        (
+            {
+                "output_config": {"format": {"type": "json_schema", "schema": {}}},
+                "output_format": {"type": "json_schema", "schema": {}},
+            },
+            "output_format",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_refusal_names_the_field(more: dict[str, Any], param: str) -> None:
+    assert refused(**more) == param
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([{"role": "robot", "content": "x"}], "messages[0].role"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": "x", "name": "y"}], "messages[0].name"),
+        ([{"role": "user", "content": [{"type": "text", "txt": "y"}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": [{"type": "text", "text": "y", "colour": 1}]}], "messages[0].content[0].colour"),
+        ([{"role": "user", "content": [{"type": "poem"}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "search_result"}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": [use("a")]}], "messages[0].content[0].type"),
+        ([ASKED, {"role": "assistant", "content": [{"type": "server_tool_use"}]}], "messages[1].content[0].type"),
+        (
+            [ASKED, {"role": "assistant", "content": [{"type": "web_search_tool_result"}]}],
+            "messages[1].content[0].type",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://x"}}]}],
+            "messages[0].content[0].source.type",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "document", "source": {"type": "file", "file_id": "f"}}]}],
+            "messages[0].content[0].source.type",
+        ),
+        ([{"role": "user", "content": [result("a")]}], "messages[0].content[0].tool_use_id"),
+        ([ASKED, {"role": "assistant", "content": [use("a")]}], "messages"),
+        ([ASKED, {"role": "assistant", "content": [use("a")]}, ASKED], "messages"),
+        ([ASKED, {"role": "assistant", "content": [use("a")]}, {"role": "system", "content": "x"}, ASKED], "messages"),
+        ([ASKED, {"role": "assistant", "content": [use("a"), use("a")]}], "messages[1].content[1].id"),
+        (
+            [
+                ASKED,
+                {"role": "assistant", "content": [use("a")]},
+                {"role": "user", "content": [result("a"), result("a")]},
+            ],
+            "messages[2].content[1].tool_use_id",
+        ),
+    ],
+    ids=[
+        "role", "no-content", "unknown-field", "no-text", "unknown-in-block", "unknown-type", "search-result",
+        "call-of-the-user", "server-tool", "its-result", "image-address", "document-file", "result-of-nothing",
+        "no-result-at-all", "no-result", "system-between", "one-id-twice", "two-results",
+    ],
+)  # fmt: skip
+def test_a_wrong_message_is_named_with_its_place(messages: list[dict[str, Any]], param: str) -> None:
+    assert refused(*messages) == param
+
+
+def test_the_old_name_of_a_field_is_suggested() -> None:
+    with pytest.raises(RequestError, match="did you mean `temperature`"):
+        parse(json.dumps(body(temprature=1)).encode())
+
+
+def test_the_schema_has_every_field_and_knows_what_is_needed() -> None:
+    schema = messages_fields.schema()
+    assert schema["required"] == ["model", "max_tokens", "messages"]
+    assert messages_fields.schema(counting=True)["required"] == ["model", "messages"]
+    assert set(schema["properties"]) == set(messages_fields.FIELDS)
+    json.dumps(schema)
+
+
+def test_to_chat_leaves_the_body_as_it_was() -> None:
+    asked = body(ASKED, {"role": "assistant", "content": [use("a", at=1)]}, {"role": "user", "content": [result("a")]})
+    before = json.dumps(asked)
+    to_chat(asked)
+    assert json.dumps(asked) == before
+    assert messages_request.ATTRIBUTION.endswith(":")
