@@ -64,23 +64,28 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
+class Unmeasured:
+    """There are no figures, and why."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """What the driver's checkpoint of the worker took, seconds, and what the device still showed of it, bytes."""
 
-    suspend_seconds: float = 0.0
-    resume_seconds: float = 0.0
-    rest_bytes: int = 0
-    failure: str = ""
+    suspend_seconds: float
+    resume_seconds: float
+    rest_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
     """Bytes per second of the driver's own copies to the device, and back into pinned memory."""
 
-    pinned: float = 0.0
-    pageable: float = 0.0
-    back: float = 0.0
-    failure: str = ""
+    pinned: float
+    pageable: float
+    back: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +103,7 @@ class Sample:
     name: str
     predicted_bytes: int
     observed_bytes: int
-    checkpoint: Checkpoint | None = None
+    checkpoint: Checkpoint | Unmeasured | None = None
     restore: Restore | None = None
 
     def error_bytes(self, context_bytes: int) -> int:
@@ -159,7 +164,7 @@ def _restored(folder: Path, grant: link.Grant, device: Reading) -> Restore:
     return Restore(seconds, weights)
 
 
-def link_rate(environment: Mapping[str, str], count_bytes: int = COUNT_BYTES) -> Link:
+def link_rate(environment: Mapping[str, str], count_bytes: int = COUNT_BYTES) -> Link | Unmeasured:
     """What the driver's own copies of so many bytes reach on the device that `environment` shows to a process."""
     try:
         done = subprocess.run(
@@ -171,11 +176,11 @@ def link_rate(environment: Mapping[str, str], count_bytes: int = COUNT_BYTES) ->
         )
         said = json.loads(done.stdout)
     except (subprocess.TimeoutExpired, ValueError) as error:
-        return Link(failure=f"the process that copies gave no answer ({type(error).__name__})")
-    return Link(failure=said["error"]) if "error" in said else Link(**said)
+        return Unmeasured(f"the process that copies gave no answer ({type(error).__name__})")
+    return Unmeasured(said["error"]) if "error" in said else Link(**said)
 
 
-async def _checkpointed(inventory: Inventory, device: Reading, rig: WorkerRig, before: int) -> Checkpoint:
+async def _checkpointed(inventory: Inventory, device: Reading, rig: WorkerRig, before: int) -> Checkpoint | Unmeasured:
     """Suspends and resumes the worker, which has to answer afterwards."""
     seconds: dict[str, float] = {}
     rest = 0
@@ -187,7 +192,7 @@ async def _checkpointed(inventory: Inventory, device: Reading, rig: WorkerRig, b
             answer = {"error": str(error)}
         if "error" in answer:
             rig.process.kill()
-            return Checkpoint(failure=f"{operation}: {answer['error']}")
+            return Unmeasured(f"{operation}: {answer['error']}")
         seconds[operation] = answer["seconds"]
         if operation == "suspend":
             rest = await _settled(inventory, device.id) - before
@@ -220,12 +225,13 @@ async def _settled(inventory: Inventory, device: str) -> int:
         await asyncio.sleep(0.3)
 
 
-def report(samples: Sequence[Sample], rate: Link | None = None) -> Bar:
+def report(samples: Sequence[Sample], rate: Link | Unmeasured | None = None) -> Bar:
     """Prints every load; the bar is the worst of them."""
     first, *others = samples
-    if rate is not None and rate.failure:
-        print(f"the link's own rate is not known: {rate.failure}")
-    elif rate is not None:
+    if isinstance(rate, Unmeasured):
+        print(f"the link's own rate is not known: {rate.why}")
+        rate = None
+    if rate is not None:
         print(
             f"the driver copies {rate.pinned / 1e9:.2f} GB/s to the device from pinned memory, "
             f"{rate.pageable / 1e9:.2f} from pageable, and {rate.back / 1e9:.2f} back"
@@ -247,14 +253,14 @@ def report(samples: Sequence[Sample], rate: Link | None = None) -> Bar:
 
 def _told_restore(done: Restore, rate: Link | None) -> str:
     reached = done.weights_bytes / done.seconds
-    share = f", {reached / rate.pinned:.2f} of the link's own rate" if rate is not None and rate.pinned else ""
+    share = f", {reached / rate.pinned:.2f} of the link's own rate" if rate is not None else ""
     said = f"{format_bytes(done.weights_bytes)} of weights in {done.seconds:.2f} s, {reached / 1e9:.2f} GB/s"
     return f"warm restore: {said}{share}"
 
 
-def _told(done: Checkpoint, count_bytes: int) -> str:
-    if done.failure:
-        return f"driver's checkpoint: {done.failure}"
+def _told(done: Checkpoint | Unmeasured, count_bytes: int) -> str:
+    if isinstance(done, Unmeasured):
+        return f"driver's checkpoint: {done.why}"
     away, back = (count_bytes / seconds / 1e9 for seconds in (done.suspend_seconds, done.resume_seconds))
     return (
         f"driver's checkpoint: suspended at {away:.2f} GB/s, resumed at {back:.2f} GB/s, "
@@ -264,7 +270,7 @@ def _told(done: Checkpoint, count_bytes: int) -> str:
 
 async def check(
     config: InferenceConfig, wanted: Callable[[], Sequence[Case]]
-) -> tuple[list[Sample], Link | None] | None:
+) -> tuple[list[Sample], Link | Unmeasured | None] | None:
     """The samples of the first device that can be measured, and its link; None where there is none."""
     inventory = Inventory.of(config.settings)
     await inventory.start()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu_check
-from benchmarks.gpu_check import Case, Checkpoint, Link, Restore, Sample
+from benchmarks.gpu_check import Case, Checkpoint, Link, Restore, Sample, Unmeasured
 from headgate.shared.units import MIB
 from inference import settings
 from tests.rigs import tiny_gguf
@@ -54,8 +54,8 @@ def test_an_error_is_a_share_of_what_is_allowed() -> None:
 
 def test_what_a_checkpoint_took_is_told_as_a_rate(capsys: pytest.CaptureFixture[str]) -> None:
     """Decimal gigabytes of what the worker held, or why there is no figure."""
-    done = Sample("done", 0, 2 * 10**9, Checkpoint(0.5, 0.25))
-    gpu_check.report([Sample("first", 0, 0), done, Sample("not", 0, 0, Checkpoint(failure="suspend: why"))])
+    done = Sample("done", 0, 2 * 10**9, Checkpoint(0.5, 0.25, 0))
+    gpu_check.report([Sample("first", 0, 0), done, Sample("not", 0, 0, Unmeasured("suspend: why"))])
     out = capsys.readouterr().out
     assert "suspended at 4.00 GB/s, resumed at 8.00 GB/s, 0.00 MiB stayed on the device" in out
     assert "driver's checkpoint: suspend: why" in out
@@ -67,7 +67,7 @@ def test_the_link_is_measured_by_the_driver_in_a_process_of_its_own(tmp_path: Pa
     stub = CudaStub(tmp_path / "cuda")
     stub.say("version 11040")
     found = gpu_check.link_rate(stub.env, 2 * MIB)
-    assert found.failure == ""
+    assert isinstance(found, Link)
     assert min(found.pinned, found.pageable, found.back) > 0
 
 
@@ -84,9 +84,10 @@ def test_a_link_that_cannot_be_measured_has_a_reason_and_no_rate(
 ) -> None:
     stub = CudaStub(tmp_path / "cuda")
     stub.say(fault)
-    assert gpu_check.link_rate(stub.env, 2 * MIB) == Link(failure=why)
+    assert gpu_check.link_rate(stub.env, 2 * MIB) == Unmeasured(why)
     monkeypatch.setattr(gpu_check, "LINK_SECONDS", 0.001)
-    assert gpu_check.link_rate(stub.env, 2 * MIB).failure == "the process that copies gave no answer (TimeoutExpired)"
+    late = "the process that copies gave no answer (TimeoutExpired)"
+    assert gpu_check.link_rate(stub.env, 2 * MIB) == Unmeasured(late)
 
 
 def test_a_restore_is_told_as_a_share_of_the_links_rate(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +97,7 @@ def test_a_restore_is_told_as_a_share_of_the_links_rate(capsys: pytest.CaptureFi
     out = capsys.readouterr().out
     assert "copies 16.00 GB/s to the device from pinned memory, 8.00 from pageable, and 10.00 back" in out
     assert "1.9 GiB of weights in 0.50 s, 4.00 GB/s, 0.25 of the link's own rate" in out
-    gpu_check.report(samples, Link(failure="why"))
+    gpu_check.report(samples, Unmeasured("why"))
     out = capsys.readouterr().out
     assert "the link's own rate is not known: why" in out
     assert "4.00 GB/s\n" in out
