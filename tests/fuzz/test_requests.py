@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -152,22 +154,33 @@ def test_a_defect_would_be_seen(status: int, content: bytes, is_fine: bool) -> N
 
 @pytest.mark.timeout(3600 if EXAMPLES else 300)
 @pytest.mark.parametrize("service", ["inference", "gateway"])
-def test_no_request_is_answered_with_a_defect(stack: Stack, service: str) -> None:
+def test_no_request_is_answered_with_a_defect(stack: Stack, service: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def tell(line: str) -> None:
+        """In a long run at once: who ends it knows what was found so far."""
+        if EXAMPLES:
+            with capsys.disabled():
+                sys.stdout.write(f"\n{line}")
+                sys.stdout.flush()
+
     is_direct = service == "inference"
     base = stack.inference.url if is_direct else stack.front.url
     key = stack.state.read_secret(INFERENCE_TOKEN) if is_direct else stack.key
     described = stack.ask("/openapi.json", direct=is_direct)
     models = [entry["id"] for entry in stack.ask("/v1/models", direct=True)["data"]]
-    found, count = [], 0
+    found, statuses, operations = [], Counter[int](), set()
     with requests.Session() as session:
         session.trust_env = False
         for case in cases(described, models, EXAMPLES or FEW):
             headers = {"Authorization": f"Bearer {key}"}
             answer = case.call(base_url=base, session=session, headers=headers, timeout=SECONDS)
-            count += 1
+            operations.add((case.method, case.path))
+            statuses[answer.status_code] += 1
             if (said := complaint(case, answer)) is not None:
+                tell(said)
                 found.append(said)
-    assert count >= len(described["paths"]) - len(ENDLESS)
+    told = ", ".join(f"{status}: {count}" for status, count in sorted(statuses.items()))
+    tell(f"{service}: {len(operations)} operations, {statuses.total()} requests; replies by status: {told}")
+    assert statuses.total() >= len(described["paths"]) - len(ENDLESS)
     assert not found, "\n".join(found)
     assert http_status(stack.inference.url + "/livez") == http_status(stack.front.url + "/livez") == 200
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 2}
