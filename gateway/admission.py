@@ -56,7 +56,7 @@ class Admission:
     def apply(self, settings: AdmissionSettings) -> None:
         """New bounds; nobody inside or waiting is turned away by them."""
         self._settings = settings
-        self._step(core.resize(self._door, self._bounds))
+        self._step(core.resize(self._door, self._bounds, asyncio.get_running_loop().time()))
 
     def enter(self, priority: Priority, patience: float | None = None) -> _Place:
         """A place for one request, taken on entering the context. See `take`."""
@@ -71,8 +71,8 @@ class Admission:
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         waiting = self._waiting[number] = _Waiting(turn, self._settings.queue_timeout, patience)
-        deadline = loop.time() + waiting.seconds
-        self._step(core.arrive(self._door, self._bounds, number, priority, deadline))
+        now = loop.time()
+        self._step(core.arrive(self._door, self._bounds, number, priority, now + waiting.seconds, now))
         try:
             await turn
         except BaseException:
@@ -84,7 +84,7 @@ class Admission:
 
     def leave(self, number: int) -> None:
         """The request of this place ended; the next one may start."""
-        self._step(core.leave(self._door, self._bounds, number))
+        self._step(core.leave(self._door, self._bounds, number, asyncio.get_running_loop().time()))
 
     def _step(self, outcome: tuple[core.Door, tuple[core.Effect, ...]]) -> None:
         self._door, effects = outcome
@@ -95,25 +95,25 @@ class Admission:
             if isinstance(effect, core.Admit):
                 waiting.turn.set_result(None)
             else:
-                waiting.turn.set_exception(self._refusal(effect.why, waiting))
+                waiting.turn.set_exception(self._refusal(effect, waiting))
         self._telemetry.in_flight.set(len(self._door.running))
         self._telemetry.queue_depth.set(len(self._door.waiting))
         self._arm()
 
-    def _refusal(self, why: core.Why, waiting: _Waiting) -> RefusedError:
+    def _refusal(self, turned: core.TurnAway, waiting: _Waiting) -> RefusedError:
         settings = self._settings
-        if why is core.Why.FULL:
+        if turned.why is core.Why.FULL:
             return RefusedError(
                 Code.QUEUE_FULL,
                 f"{settings.max_in_flight} requests are being served and {settings.queue} wait; try again shortly",
-                retry_after=1.0,
+                retry_after=turned.wait,
             )
         whose = "the caller's own time-out of " if waiting.is_own else ""
         return RefusedError(
             Code.DEADLINE_EXCEEDED,
             f"no place came free within {whose}{waiting.seconds:g} s; "
             f"{settings.max_in_flight} requests are being served",
-            retry_after=None if waiting.is_own else 1.0,
+            retry_after=None if waiting.is_own else turned.wait,
             should_retry=False if waiting.is_own else None,
         )
 
@@ -126,7 +126,7 @@ class Admission:
 
     def _expire(self) -> None:
         self._timer = None
-        self._step(core.expire(self._door, asyncio.get_running_loop().time()))
+        self._step(core.expire(self._door, self._bounds, asyncio.get_running_loop().time()))
 
 
 class _Place:
