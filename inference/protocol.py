@@ -70,6 +70,7 @@ class Code(StrEnum):
     INVALID_API_KEY = "invalid_api_key"
     PERMISSION_DENIED = "permission_denied"
     NOT_FOUND = "not_found"
+    PREVIOUS_RESPONSE_NOT_FOUND = "previous_response_not_found"
     METHOD_NOT_ALLOWED = "method_not_allowed"
     SHUTTING_DOWN = "shutting_down"
     INTERNAL_ERROR = "internal_error"
@@ -103,6 +104,7 @@ CODES: Mapping[Code, CodeSpec] = {
     Code.INVALID_API_KEY: CodeSpec(401, "authentication_error", False),
     Code.PERMISSION_DENIED: CodeSpec(403, "permission_error", False),
     Code.NOT_FOUND: CodeSpec(404, "invalid_request_error", False),
+    Code.PREVIOUS_RESPONSE_NOT_FOUND: CodeSpec(400, "invalid_request_error", False),
     Code.METHOD_NOT_ALLOWED: CodeSpec(405, "invalid_request_error", False),
     Code.SHUTTING_DOWN: CodeSpec(503, "service_unavailable_error", True),
     Code.INTERNAL_ERROR: CodeSpec(500, "server_error", False),

@@ -1,0 +1,158 @@
+"""Rewrites checked Responses input items as chat messages, in their order; loses no word a model is to read.
+
+What one turn of the assistant consists of (reasoning, a message, function calls) are items of their own in Responses
+and one message in chat. Reasoning that only another service can read stays with that service.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from gateway.core.responses_fields import kind_of
+
+SEALED = "headgate.1."
+"""Begins the `encrypted_content` of reasoning that was given here: the text itself, for clients that send nothing else
+of it back."""
+
+
+def seal(text: str) -> str:
+    """`text` as `encrypted_content`; for carrying, not for keeping a secret: the caller was given the text too."""
+    return SEALED + base64.b64encode(text.encode("utf-8", "surrogatepass")).decode()
+
+
+def unseal(content: str) -> str:
+    """The reasoning in an `encrypted_content`; empty for one of another service."""
+    if not content.startswith(SEALED):
+        return ""
+    try:
+        return base64.b64decode(content.removeprefix(SEALED), validate=True).decode("utf-8", "surrogatepass")
+    except (binascii.Error, ValueError):
+        return ""
+
+
+def function_name(name: str, namespace: str | None) -> str:
+    """The one name of a function that is in a namespace, as chat knows it."""
+    if not namespace:
+        return name
+    return f"{namespace}{name}" if namespace.endswith("_") else f"{namespace}__{name}"
+
+
+def messages_of(items: str | Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The chat messages of checked input items, or of one text, which is the user's."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    turns = _Turns()
+    for item in items:
+        _ADDS[kind_of(item)](turns, item)
+    turns.close()
+    return turns.messages
+
+
+def with_instructions(instructions: str | None, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """`messages` behind the instructions. System and developer messages that lead become one system message, because
+    many models' templates take only one and only at the beginning.
+    """
+    lead = 0
+    while lead < len(messages) and messages[lead]["role"] in ("system", "developer"):
+        lead += 1
+    told = [instructions] if instructions else []
+    for message in messages[:lead]:
+        content = message["content"]
+        if not isinstance(content, str):  # an image, or so: this message stays what it is
+            return [*_system(told), *messages]
+        told.append(content)
+    return [*_system(told), *messages[lead:]]
+
+
+def _system(told: Sequence[str]) -> list[Mapping[str, Any]]:
+    return [{"role": "system", "content": "\n\n".join(told)}] if told else []
+
+
+class _Turns:
+    """Messages so far; `turn` is the assistant's message that later items may still belong to."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.turn: dict[str, Any] | None = None
+
+    def close(self) -> None:
+        """Ends the assistant's turn; reasoning that nothing followed belongs to no message."""
+        turn, self.turn = self.turn, None
+        if turn is not None and len(turn) > (2 if "reasoning_content" in turn else 1):
+            self.messages.append({"role": "assistant", "content": None, **turn})
+
+    def assistant(self, *taken: str) -> dict[str, Any]:
+        """The assistant's turn, a new one where this one has one of the fields `taken` already."""
+        if self.turn is None or any(name in self.turn for name in taken):
+            self.close()
+            self.turn = {"role": "assistant"}
+        return self.turn
+
+
+def _add_message(turns: _Turns, item: Mapping[str, Any]) -> None:
+    role, content = item["role"], _content(item["content"])
+    if role == "assistant":
+        turns.assistant("content", "tool_calls")["content"] = content
+        return
+    turns.close()
+    turns.messages.append({"role": role, "content": content})
+
+
+def _add_reasoning(turns: _Turns, item: Mapping[str, Any]) -> None:
+    said = [part["text"] for part in item.get("content") or ()]
+    if not said:
+        said = [unseal(item.get("encrypted_content") or "")]
+    if not any(said):
+        said = [part["text"] for part in item.get("summary") or ()]
+    if text := "\n\n".join(said):
+        turns.assistant("reasoning_content", "content", "tool_calls")["reasoning_content"] = text
+
+
+def _add_call(turns: _Turns, item: Mapping[str, Any]) -> None:
+    function = {"name": function_name(item["name"], item.get("namespace")), "arguments": item["arguments"]}
+    call = {"id": item["call_id"], "type": "function", "function": function}
+    turns.assistant().setdefault("tool_calls", []).append(call)
+
+
+def _add_output(turns: _Turns, item: Mapping[str, Any]) -> None:
+    turns.close()
+    turns.messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _content(item["output"])})
+
+
+_ADDS = {
+    "message": _add_message,
+    "reasoning": _add_reasoning,
+    "function_call": _add_call,
+    "function_call_output": _add_output,
+}
+
+
+def _content(content: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
+    """Chat's content: a text where it is one, else its parts."""
+    if isinstance(content, str):
+        return content
+    if not content:
+        return ""
+    if len(content) == 1 and content[0]["type"] in ("input_text", "output_text"):
+        return str(content[0]["text"])
+    return [_part(part) for part in content]
+
+
+def _part(part: Mapping[str, Any]) -> dict[str, Any]:
+    match part["type"]:
+        case "refusal":
+            return {"type": "refusal", "refusal": part["refusal"]}
+        case "input_image":
+            image = {"url": part["image_url"]}
+            if detail := part.get("detail"):
+                image["detail"] = "high" if detail == "original" else detail
+            return {"type": "image_url", "image_url": image}
+        case "input_file":
+            file = {"file_data": part["file_data"]}
+            return {"type": "file", "file": file | ({"filename": part["filename"]} if part.get("filename") else {})}
+        case "input_audio":
+            return {"type": "input_audio", "input_audio": part["input_audio"]}
+    return {"type": "text", "text": part["text"]}

@@ -1,0 +1,215 @@
+"""Turns a Responses body into the chat request that stands for it, or a RequestError naming its field; asks nobody.
+
+What is asked for here exists in chat under another name, or it is refused in `responses_fields`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.core import fields as f
+from gateway.core.frames import Endpoint
+from gateway.core.requests import InferenceRequest, parse_json, typed
+from gateway.core.responses_fields import EXTENSIONS, INCLUDE_LOGPROBS, INCLUDE_REASONING, check
+from gateway.core.responses_items import function_name, messages_of, with_instructions
+from gateway.errors import RequestError
+from inference.protocol import Code
+
+Message = Mapping[str, Any]
+Names = Mapping[str, tuple[str, str]]
+"""By a function's name in chat: its own name and its namespace."""
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """The conversation up to an answer given before: its messages without instructions, and their size as JSON."""
+
+    messages: tuple[Message, ...]
+    size_bytes: int
+
+
+Recall = Callable[[str], Earlier | None]
+"""The conversation behind a `previous_response_id`; None when it is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesRequest:
+    """One Responses request. `echo` are the fields of the Response object that say what was asked.
+
+    `conversation` are the messages without instructions, as a later request may build on them; `size_bytes` is theirs.
+    `seals` is whether reasoning is wanted in a form that clients send back.
+    """
+
+    request: InferenceRequest
+    echo: Mapping[str, Any]
+    names: Names
+    conversation: tuple[Message, ...]
+    size_bytes: int
+    stored: bool
+    seals: bool
+
+
+def parse(raw: bytes, recall: Recall) -> ResponsesRequest:
+    """The request in `raw`; raises RequestError (400) naming the field and what to write instead."""
+    body = {name: value for name, value in parse_json(raw).items() if value is not None}
+    check(body)
+    earlier = _earlier(body.get("previous_response_id"), recall)
+    conversation = (*earlier.messages, *messages_of(body.get("input", ())))
+    if not conversation:
+        f.refuse("input", "`input` is needed and holds nothing to answer; send a text or items")
+    names, tools = _tools(body.get("tools") or ())
+    include = body.get("include") or ()
+    size_bytes = earlier.size_bytes + len(raw)
+    chat: dict[str, Any] = {
+        "model": body["model"],
+        "messages": with_instructions(body.get("instructions"), conversation),
+        **_stream(body),
+        **_tool_fields(body, tools),
+        **_shape(body.get("text") or {}),
+        **_sampling(body, INCLUDE_LOGPROBS in include),
+    }
+    return ResponsesRequest(
+        request=typed(Endpoint.CHAT, chat, size_bytes),
+        echo=_echo(body),
+        names=names,
+        conversation=conversation,
+        size_bytes=size_bytes,
+        stored=body.get("store", True),
+        seals=INCLUDE_REASONING in include,
+    )
+
+
+def _earlier(id: str | None, recall: Recall) -> Earlier:
+    if id is None:
+        return Earlier((), 0)
+    found = recall(id)
+    if found is None:
+        raise RequestError(
+            Code.PREVIOUS_RESPONSE_NOT_FOUND,
+            f"Previous response with id '{id[:80]}' not found: it was not stored, is of another key, or was forgotten "
+            "(they are kept in memory for a while); send the whole conversation as `input`",
+            param="previous_response_id",
+        )
+    return found
+
+
+# --- parts of the chat body -------------------------------------------------------------------------------------------
+def _stream(body: Mapping[str, Any]) -> dict[str, Any]:
+    return {"stream": True, "stream_options": {"include_usage": True}} if body.get("stream") else {}
+
+
+_OF_A_FUNCTION = ("description", "parameters", "strict")
+
+
+def _tools(tools: Sequence[Mapping[str, Any]]) -> tuple[dict[str, tuple[str, str]], list[dict[str, Any]]]:
+    """Functions by their name in chat, and chat's tools; those of a namespace carry its name before theirs."""
+    names: dict[str, tuple[str, str]] = {}
+    found: list[dict[str, Any]] = []
+    for index, tool in enumerate(tools):
+        namespace = tool["name"] if tool["type"] == "namespace" else ""
+        for function in tool["tools"] if namespace else (tool,):
+            name = function_name(function["name"], namespace)
+            if name in names:
+                f.refuse(
+                    f"tools[{index}].name", f"`tools` has two functions named {name[:80]!r}; give each its own name"
+                )
+            names[name] = (function["name"], namespace)
+            kept = {
+                key: function[key] for key in ("description", "parameters", "strict") if function.get(key) is not None
+            }
+            found.append({"type": "function", "function": {"name": name, **kept}})
+    return names, found
+
+
+def _tool_fields(body: Mapping[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any]:
+    """`tools`, `tool_choice` and `parallel_tool_calls`. Tools that are not allowed are not shown at all."""
+    choice = body.get("tool_choice", "auto")
+    if not tools:
+        if choice not in ("none", "auto"):
+            f.refuse("tool_choice", "`tool_choice` needs `tools`")
+        return {}
+    said: Any = choice
+    if isinstance(choice, Mapping) and choice["type"] == "function":
+        name = function_name(choice["name"], choice.get("namespace"))
+        _known(name, tools, "tool_choice.name")
+        said = {"type": "function", "function": {"name": name}}
+    elif isinstance(choice, Mapping):
+        allowed = [
+            _known(tool["name"], tools, f"tool_choice.tools[{index}].name")
+            for index, tool in enumerate(choice["tools"])
+        ]
+        tools = [tool for tool in tools if tool["function"]["name"] in allowed]
+        said = choice["mode"]
+    parallel = body.get("parallel_tool_calls")
+    fields = {"tools": tools, "tool_choice": said}
+    return fields if parallel is None else {**fields, "parallel_tool_calls": parallel}
+
+
+def _known(name: str, tools: Sequence[Mapping[str, Any]], path: str) -> str:
+    if all(tool["function"]["name"] != name for tool in tools):
+        f.refuse(path, f"`{path}` is {name[:80]!r}, which is no function in `tools`")
+    return name
+
+
+def _shape(text: Mapping[str, Any]) -> dict[str, Any]:
+    """`response_format` and `verbosity`."""
+    shape = text.get("format") or {}
+    fields: dict[str, Any] = {"verbosity": text["verbosity"]} if text.get("verbosity") else {}
+    match shape.get("type"):
+        case "json_object":
+            fields["response_format"] = {"type": "json_object"}
+        case "json_schema":
+            names = ("name", "schema", "strict", "description")
+            inner = {name: shape[name] for name in names if shape.get(name) is not None}
+            fields["response_format"] = {"type": "json_schema", "json_schema": inner}
+    return fields
+
+
+_SAME = (
+    "temperature", "top_p", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "user",
+    *EXTENSIONS,
+)  # fmt: skip
+"""Fields that are the same in chat."""
+
+
+def _sampling(body: Mapping[str, Any], logprobs: bool) -> dict[str, Any]:
+    fields = {name: body[name] for name in _SAME if name in body}
+    if "max_output_tokens" in body:
+        fields["max_completion_tokens"] = body["max_output_tokens"]
+    if effort := (body.get("reasoning") or {}).get("effort"):
+        fields["reasoning_effort"] = effort
+    top = body.get("top_logprobs", 0)
+    if logprobs or top:
+        fields |= {"logprobs": True, "top_logprobs": top}
+    return fields
+
+
+# --- what the Response object repeats ---------------------------------------------------------------------------------
+_REPEATED: Mapping[str, Any] = {
+    "background": False, "instructions": None, "max_output_tokens": None, "max_tool_calls": None, "metadata": {},
+    "parallel_tool_calls": True, "previous_response_id": None, "prompt_cache_key": None,
+    "prompt_cache_retention": None, "safety_identifier": None, "temperature": None,
+    "tool_choice": "auto", "top_logprobs": 0, "top_p": None, "truncation": "disabled", "user": None,
+}  # fmt: skip
+"""Fields of the body that stand in the Response object too, with what counts when they are absent."""
+
+
+def _echo(body: Mapping[str, Any]) -> dict[str, Any]:
+    reasoning, text = body.get("reasoning") or {}, body.get("text") or {}
+    said = {name: body.get(name, default) for name, default in _REPEATED.items()}
+    summary = reasoning.get("summary") or reasoning.get("generate_summary")
+    said["reasoning"] = {"effort": reasoning.get("effort"), "summary": None if summary == "none" else summary}
+    said["text"] = {"format": text.get("format") or {"type": "text"}}
+    if text.get("verbosity"):
+        said["text"]["verbosity"] = text["verbosity"]
+    said["tools"] = [_shown(tool) for tool in body.get("tools") or ()]
+    return said
+
+
+def _shown(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool["type"] == "namespace":
+        head = {"type": "namespace", "name": tool["name"], "description": tool.get("description") or ""}
+        return {**head, "tools": [_shown(inner) for inner in tool["tools"]]}
+    return {name: tool.get(name) for name in ("type", "name", "description", "parameters", "strict")}

@@ -1,0 +1,76 @@
+"""Keeps answers for later requests to build on, each for the key that asked, within bounds; writes nothing to disk.
+
+Over the bound the key that holds most loses its oldest, so that nobody can push out what others keep.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from gateway.core.responses_request import Earlier
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One answer: the Response as JSON, the conversation it ended, and until when it is kept, on the store's clock."""
+
+    response: bytes
+    conversation: Earlier
+    until: float
+
+    @property
+    def size_bytes(self) -> int:
+        """What it counts as: its JSON, and that of its whole conversation."""
+        return len(self.response) + self.conversation.size_bytes
+
+
+class Store:
+    """At most `limit_bytes` of answers, each for at most `seconds`. `now` is any clock that does not go back."""
+
+    def __init__(self, limit_bytes: int, seconds: float) -> None:
+        self._limit = limit_bytes
+        self._seconds = seconds
+        self._owners: dict[str, OrderedDict[str, Kept]] = {}
+        self._sizes: dict[str, int] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        """What is kept, in bytes."""
+        return sum(self._sizes.values())
+
+    def put(self, owner: str, id: str, response: bytes, conversation: Earlier, now: float) -> None:
+        """Keeps one answer; one that is larger than everything together may be is not kept."""
+        kept = Kept(response, conversation, now + self._seconds)
+        if kept.size_bytes > self._limit:
+            return
+        self._owners.setdefault(owner, OrderedDict())[id] = kept
+        self._sizes[owner] = self._sizes.get(owner, 0) + kept.size_bytes
+        self._expire(now)
+        while self.size_bytes > self._limit:
+            most = max(self._sizes, key=self._sizes.__getitem__)
+            self._drop(most, next(iter(self._owners[most])))
+
+    def get(self, owner: str, id: str, now: float) -> Kept | None:
+        """The answer `id` of `owner`, while it is kept."""
+        answers = self._owners.get(owner)
+        kept = None if answers is None else answers.get(id)
+        return kept if kept is not None and now < kept.until else None
+
+    def delete(self, owner: str, id: str, now: float) -> bool:
+        """Forgets the answer; whether it was there."""
+        found = self.get(owner, id, now) is not None
+        if found:
+            self._drop(owner, id)
+        return found
+
+    def _expire(self, now: float) -> None:
+        """Forgets what is over; every owner's answers stand in the order of their ends."""
+        for owner, answers in list(self._owners.items()):
+            while answers and answers[id := next(iter(answers))].until <= now:
+                self._drop(owner, id)
+
+    def _drop(self, owner: str, id: str) -> None:
+        self._sizes[owner] -= self._owners[owner].pop(id).size_bytes
+        if not self._owners[owner]:
+            del self._owners[owner], self._sizes[owner]

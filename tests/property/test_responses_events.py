@@ -1,0 +1,124 @@
+"""Whatever a tier says and however it is cut, the events are one valid, numbered sequence that adds up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.core.frames import Comment, Data, DeltaKind, Frame
+from gateway.core.responses_events import Head, Stream
+from gateway.core.responses_request import parse
+from gateway.core.sse import SseSplitter
+
+_ASKED = parse(b'{"model":"m","input":"x"}', lambda _: None)
+_HEAD = Head("ab", 1, "m", _ASKED.echo, _ASKED.names)
+_WORDS = st.text(max_size=5)
+_CALLS = st.lists(st.tuples(st.sampled_from(["f", "g"]), st.lists(_WORDS, max_size=3)), max_size=3)
+_ENDS = st.sampled_from(["stop", "tool_calls", "length", "content_filter"])
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> tuple[list[dict[str, Any]], str]:
+    """The deltas of one answer, in an order a tier could give them, and its finish reason."""
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    kinds = draw(st.lists(st.sampled_from(["content", "reasoning_content", "refusal"]), max_size=8))
+    deltas += [{kind: draw(_WORDS)} for kind in kinds]
+    for index, (name, pieces) in enumerate(draw(_CALLS)):
+        function = {"name": name, "arguments": ""}
+        deltas.append({"tool_calls": [{"index": index, "id": f"c{index}", "function": function}]})
+        deltas += [{"tool_calls": [{"index": index, "function": {"arguments": piece}}]} for piece in pieces]
+    return deltas, draw(_ENDS)
+
+
+def frames_of(deltas: Sequence[dict[str, Any]], finish: str) -> list[Frame]:
+    choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+    choices.append({"index": 0, "delta": {}, "finish_reason": finish})
+    payloads = [{"model": "m", "choices": [choice]} for choice in choices]
+    return [Data(json.dumps(payload).encode(), DeltaKind.OTHER) for payload in payloads]
+
+
+def events(body: bytes) -> list[dict[str, Any]]:
+    frames = [frame for frame in SseSplitter().feed(body) if not frame.is_comment]
+    found = [json.loads(frame.data or b"") for frame in frames]
+    assert [event["type"].encode() for event in found] == [frame.event for frame in frames]
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
+def check(said: Sequence[dict[str, Any]], ends: Sequence[str]) -> None:
+    """The order of the API: created, in progress, whole items one after another, one end."""
+    kinds = [event["type"] for event in said]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert tuple(kinds[-len(ends) :]) == tuple(ends)
+    assert not {*kinds[2 : -len(ends)]} & {"response.completed", "response.incomplete", "response.failed", "error"}
+    opened: int | None = None
+    deltas: dict[tuple[int, int | None], list[str]] = {}
+    count = 0
+    for event in said[2 : -len(ends)]:
+        kind, index = event["type"], event["output_index"]
+        if kind == "response.output_item.added":
+            assert opened is None
+            assert index == count
+            opened, count = index, count + 1
+        assert index == opened
+        place = (index, event.get("content_index"))
+        if kind.endswith(".delta"):
+            deltas.setdefault(place, []).append(event["delta"])
+        for name in ("text", "refusal", "arguments"):
+            if kind.endswith(".done") and name in event:
+                assert event[name] == "".join(deltas.get(place, []))
+        if kind == "response.output_item.done":
+            opened = None
+    assert opened is None or ends[0] == "response.failed"
+
+
+@given(answers(), st.data())
+def test_every_answer_is_a_valid_sequence_however_it_is_grouped(
+    answer: tuple[list[dict[str, Any]], str], data: st.DataObject
+) -> None:
+    frames = frames_of(*answer)
+    for place in sorted(data.draw(st.sets(st.integers(0, len(frames)), max_size=3)), reverse=True):
+        frames.insert(place, Comment(b": busy\n\n"))
+    one = Stream(_HEAD)
+    alone = b"".join([*(one.feed([frame]) for frame in frames), one.end(2)])
+    other = Stream(_HEAD)
+    cut = data.draw(st.integers(0, len(frames)))
+    assert other.feed(frames[:cut]) + other.feed(frames[cut:]) + other.end(2) == alone
+    said = events(alone)
+    is_cut = answer[1] in ("length", "content_filter")
+    check(said, ["response.incomplete" if is_cut else "response.completed"])
+    done = [event["item"] for event in said if event["type"] == "response.output_item.done"]
+    assert said[-1]["response"]["output"] == done
+    assert alone.count(b": busy\n\n") == sum(isinstance(frame, Comment) for frame in frames)
+
+
+@given(answers(), st.data())
+def test_an_answer_cut_anywhere_fails_and_never_completes(
+    answer: tuple[list[dict[str, Any]], str], data: st.DataObject
+) -> None:
+    frames = frames_of(*answer)
+    stream = Stream(_HEAD)
+    body = stream.feed(frames[: data.draw(st.integers(0, len(frames)))]) + stream.broke("model_failed", "gone")
+    check(events(body), ["response.failed", "error"])
+
+
+@given(answers())
+def test_no_word_is_lost(answer: tuple[list[dict[str, Any]], str]) -> None:
+    deltas, finish = answer
+    stream = Stream(_HEAD)
+    output = events(stream.feed(frames_of(deltas, finish)) + stream.end(2))[-1]["response"]["output"]
+    parts = [part for item in output if item["type"] != "function_call" for part in item["content"]]
+    for kind, field in (("output_text", "text"), ("reasoning_text", "text"), ("refusal", "refusal")):
+        name = {"output_text": "content", "reasoning_text": "reasoning_content", "refusal": "refusal"}[kind]
+        said = "".join(part[field] for part in parts if part["type"] == kind)
+        assert said == "".join(delta.get(name) or "" for delta in deltas)
+    calls = [item["arguments"] for item in output if item["type"] == "function_call"]
+    pieces: dict[int, str] = {}
+    for delta in deltas:
+        for call in delta.get("tool_calls", ()):
+            pieces[call["index"]] = pieces.get(call["index"], "") + call["function"]["arguments"]
+    assert calls == [pieces[index] for index in sorted(pieces)]

@@ -1,0 +1,413 @@
+"""A Responses body as the chat request that stands for it; what cannot stand in chat is refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from openai.types.responses import ResponseCreateParams
+
+from gateway.core.frames import Endpoint
+from gateway.core.requests import parse as parse_chat
+from gateway.core.responses_fields import FIELDS, schema
+from gateway.core.responses_items import seal, unseal
+from gateway.core.responses_request import Earlier, ResponsesRequest, parse
+from gateway.errors import RequestError
+from inference.protocol import Code
+
+PNG = "data:image/png;base64,iVBORw0KGgo="
+PDF = "data:application/pdf;base64,JVBERi0="
+ADD = {
+    "type": "function",
+    "name": "add",
+    "description": "Adds.",
+    "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
+    "strict": False,
+}
+
+
+def nothing(_: str) -> None:
+    """Nothing was asked before."""
+
+
+def asked(recall: Any = None, /, **body: Any) -> ResponsesRequest:
+    raw = json.dumps({"model": "demo", "input": "Hi", **body}).encode()
+    found = parse(raw, recall or nothing)
+    parse_chat(Endpoint.CHAT, json.dumps(found.request.body).encode())  # whatever comes out is a chat body
+    return found
+
+
+def chat(**body: Any) -> dict[str, Any]:
+    return dict(asked(**body).request.body)
+
+
+def messages(*items: dict[str, Any], **body: Any) -> list[dict[str, Any]]:
+    said: list[dict[str, Any]] = chat(input=list(items), **body)["messages"]
+    return said
+
+
+def refusal(recall: Any = None, /, **body: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        parse(json.dumps({"model": "demo", "input": "Hi", **body}).encode(), recall or nothing)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def test_a_text_is_what_the_user_says() -> None:
+    found = asked()
+    assert found.request.body == {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
+    assert (found.request.stream, found.request.is_plain, found.stored, found.seals) == (False, True, True, False)
+    assert found.conversation == ({"role": "user", "content": "Hi"},)
+
+
+def test_a_stream_always_asks_for_usage_because_the_last_event_tells_it() -> None:
+    body = chat(stream=True, stream_options={"include_obfuscation": False})
+    assert body["stream"] is True
+    assert body["stream_options"] == {"include_usage": True}
+
+
+def test_every_field_that_chat_has_gets_its_name_there() -> None:
+    body = chat(
+        max_output_tokens=50, temperature=0.5, top_p=0.9, user="u", safety_identifier="s", prompt_cache_key="k",
+        prompt_cache_retention="24h", service_tier="auto", reasoning={"effort": "high", "summary": "auto"},
+        text={"verbosity": "low", "format": {"type": "text"}}, top_k=5, seed=7, stop=["a"],
+        chat_template_kwargs={"x": 1}, metadata={"a": "b"}, truncation="disabled", background=False, store=False,
+        prompt_cache_options={"mode": "implicit"}, client_metadata={"x": "y"}, max_tool_calls=3,
+        include=["web_search_call.results"], parallel_tool_calls=True, tool_choice="auto", tools=[],
+    )  # fmt: skip
+    assert body == {
+        "model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_completion_tokens": 50,
+        "temperature": 0.5, "top_p": 0.9, "user": "u", "safety_identifier": "s", "prompt_cache_key": "k",
+        "prompt_cache_retention": "24h", "service_tier": "auto", "reasoning_effort": "high", "verbosity": "low",
+        "top_k": 5, "seed": 7, "stop": ["a"], "chat_template_kwargs": {"x": 1},
+    }  # fmt: skip
+
+
+def test_null_counts_as_absent() -> None:
+    absent: dict[str, Any] = dict.fromkeys(name for name in FIELDS if name not in ("model", "input"))
+    assert chat(**absent) == chat()
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({}, None),
+        ({"include": ["message.output_text.logprobs"]}, 0),
+        ({"top_logprobs": 3}, 3),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 5}, 5),
+    ],
+)
+def test_logprobs_come_when_they_are_included_or_counted(body: dict[str, Any], expected: int | None) -> None:
+    found = chat(**body)
+    assert found.get("top_logprobs") == expected
+    assert found.get("logprobs") == (None if expected is None else True)
+
+
+def test_shapes_of_the_answer() -> None:
+    assert chat(text={"format": {"type": "json_object"}})["response_format"] == {"type": "json_object"}
+    shape = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True, "description": None}
+    assert chat(text={"format": shape})["response_format"] == {
+        "type": "json_schema",
+        "json_schema": {"name": "n", "schema": {"type": "object"}, "strict": True},
+    }
+
+
+# --- items ------------------------------------------------------------------------------------------------------------
+def test_the_turns_of_an_agent_become_one_assistant_message_each() -> None:
+    said = messages(
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "List files"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "ls"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        {"type": "function_call", "call_id": "c1", "name": "shell", "arguments": '{"a":1}', "status": "completed"},
+        {"type": "function_call", "call_id": "c2", "name": "shell", "arguments": ""},
+        {"type": "function_call_output", "call_id": "c1", "output": "a.py"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "b.py"}]},
+        {"role": "assistant", "content": "Two files."},
+        {"role": "assistant", "content": "That is all."},
+        {"role": "user", "content": ""},
+        instructions="Be brief.",
+    )
+    calls = [
+        {"id": "c1", "type": "function", "function": {"name": "shell", "arguments": '{"a":1}'}},
+        {"id": "c2", "type": "function", "function": {"name": "shell", "arguments": ""}},
+    ]
+    assert said == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "List files"},
+        {"role": "assistant", "content": "I look.", "reasoning_content": "ls", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "a.py"},
+        {"role": "tool", "tool_call_id": "c2", "content": "b.py"},
+        {"role": "assistant", "content": "Two files."},
+        {"role": "assistant", "content": "That is all."},
+        {"role": "user", "content": ""},
+    ]
+
+
+def test_calls_without_a_word_have_no_content() -> None:
+    said = messages(
+        {"role": "user", "content": "x"},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+    )
+    assert said[1] == {
+        "role": "assistant", "content": None, "reasoning_content": "hm",
+        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+    }  # fmt: skip
+
+
+def test_reasoning_after_a_call_begins_a_turn_of_its_own() -> None:
+    said = messages(
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "b"}]},
+        {"role": "assistant", "content": "B"},
+    )
+    assert [message.get("reasoning_content") for message in said] == [None, "b"]
+
+
+def test_reasoning_that_nothing_followed_is_no_message() -> None:
+    said = messages({"role": "user", "content": "x"}, {"type": "reasoning", "summary": [{"text": "cut"}]})
+    assert said == [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize("text", ["ls", "", "half \ud83d emoji", "ä"])
+def test_sealed_reasoning_comes_back_and_foreign_does_not(text: str) -> None:
+    assert unseal(seal(text)) == text
+    assert unseal("gAAAAABo") == ""
+    assert unseal("headgate.1.***") == ""
+    said = messages(
+        {"type": "reasoning", "summary": [], "encrypted_content": seal("thought")},
+        {"role": "assistant", "content": "A"},
+        {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"},
+        {"role": "assistant", "content": "B"},
+    )
+    assert said == [
+        {"role": "assistant", "reasoning_content": "thought", "content": "A"},
+        {"role": "assistant", "content": "B"},
+    ]
+
+
+def test_parts_keep_what_they_are() -> None:
+    said = messages(
+        {
+            "role": "user",
+            "content": [
+                {"type": "input_text", "text": "See"},
+                {"type": "input_image", "image_url": PNG, "detail": "original"},
+                {"type": "input_image", "image_url": PNG},
+                {"type": "input_file", "file_data": PDF, "filename": "a.pdf"},
+                {"type": "input_file", "file_data": PDF},
+                {"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}},
+            ],
+        },
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        {"type": "function_call_output", "call_id": "c", "output": []},
+    )
+    assert said[0]["content"] == [
+        {"type": "text", "text": "See"},
+        {"type": "image_url", "image_url": {"url": PNG, "detail": "high"}},
+        {"type": "image_url", "image_url": {"url": PNG}},
+        {"type": "file", "file": {"file_data": PDF, "filename": "a.pdf"}},
+        {"type": "file", "file": {"file_data": PDF}},
+        {"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}},
+    ]
+    assert said[1]["content"] == [{"type": "refusal", "refusal": "No."}]
+    assert said[2]["content"] == ""
+    assert asked(input=[{"role": "user", "content": [{"type": "input_image", "image_url": PNG}]}]).request.needs == {
+        "vision"
+    }
+
+
+def test_leading_rules_become_one_system_message_and_later_ones_stay() -> None:
+    said = messages(
+        {"role": "developer", "content": "Use tabs."},
+        {"role": "system", "content": [{"type": "input_text", "text": "No emoji."}]},
+        {"role": "user", "content": "x"},
+        {"role": "developer", "content": "Now spaces."},
+        instructions="Be brief.",
+    )
+    assert said == [
+        {"role": "system", "content": "Be brief.\n\nUse tabs.\n\nNo emoji."},
+        {"role": "user", "content": "x"},
+        {"role": "developer", "content": "Now spaces."},
+    ]
+    parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    said = messages({"role": "system", "content": parts}, {"role": "user", "content": "x"})
+    assert [message["role"] for message in said] == ["system", "user"]
+    assert said[0]["content"] == [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+def test_functions_are_nested_and_may_stand_in_namespaces() -> None:
+    mcp = {"type": "namespace", "name": "mcp__git", "description": "Git.", "tools": [{**ADD, "name": "log"}]}
+    under = {"type": "namespace", "name": "web_", "tools": [{"type": "function", "name": "get"}]}
+    found = asked(tools=[ADD, mcp, under], parallel_tool_calls=False)
+    body = found.request.body
+    assert body["tools"][0] == {"type": "function", "function": {k: v for k, v in ADD.items() if k != "type"}}
+    assert [tool["function"]["name"] for tool in body["tools"]] == ["add", "mcp__git__log", "web_get"]
+    assert (body["tool_choice"], body["parallel_tool_calls"]) == ("auto", False)
+    assert found.names == {"add": ("add", ""), "mcp__git__log": ("log", "mcp__git"), "web_get": ("get", "web_")}
+    assert found.request.needs == {"tools"}
+    call = {"type": "function_call", "call_id": "c", "name": "log", "namespace": "mcp__git", "arguments": "{}"}
+    assert messages(call)[0]["tool_calls"][0]["function"]["name"] == "mcp__git__log"
+
+
+@pytest.mark.parametrize(
+    ("choice", "said", "shown"),
+    [
+        ("none", "none", ["add", "n__sub"]),
+        ("required", "required", ["add", "n__sub"]),
+        (
+            {"type": "function", "name": "sub", "namespace": "n"},
+            {"type": "function", "function": {"name": "n__sub"}},
+            ["add", "n__sub"],
+        ),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "add"}]},
+            "required",
+            ["add"],
+        ),
+    ],
+)
+def test_a_choice_of_tools(choice: Any, said: Any, shown: list[str]) -> None:
+    sub = {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "sub"}]}
+    body = chat(tools=[ADD, sub], tool_choice=choice)
+    assert body["tool_choice"] == said
+    assert [tool["function"]["name"] for tool in body["tools"]] == shown
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+HOSTED = ("web_search", "web_search_preview", "file_search", "code_interpreter", "computer", "mcp", "image_generation",
+          "local_shell", "shell", "apply_patch", "tool_search")  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HOSTED)
+def test_tools_that_run_elsewhere_are_refused_by_name(kind: str) -> None:
+    error = refusal(tools=[ADD, {"type": kind}])
+    assert (error.code, error.param) == (Code.UNSUPPORTED_PARAMETER, "tools[1].type")
+    assert kind in error.message
+
+
+@pytest.mark.parametrize(
+    "kind", ["custom_tool_call", "item_reference", "compaction", "web_search_call", "local_shell_call", "mcp_call"]
+)
+def test_items_that_no_model_here_could_read_are_refused_by_name(kind: str) -> None:
+    error = refusal(input=[{"role": "user", "content": "x"}, {"type": kind, "id": "x"}])
+    assert (error.code, error.param) == (Code.UNSUPPORTED_PARAMETER, "input[1]")
+    assert kind in error.message
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"model": None}, "model"),
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [5]}, "input[0]"),
+        ({"input": [{"id": "msg_1"}]}, "input[0]"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": ""}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call_output", "output": ""}]}, "input[0].call_id"),
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"context_management": [{"type": "compaction"}]}, "context_management"),
+        ({"moderation": {"model": "m"}}, "moderation"),
+        ({"image": {}}, "image"),
+        ({"access_programs": {}}, "access_programs"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "some"}, "truncation"),
+        ({"background": 1}, "background"),
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"xyzzy": 5}, "xyzzy"),
+        ({"n": 2}, "n"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"metadata": {str(number): "x" for number in range(17)}}, "metadata"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"metadata": {"": "x"}}, "metadata"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
+        ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
+        ({"include": ["everything"]}, "include[0]"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"tools": [{"type": "custom", "name": "patch"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools[0].tools[0].type"),
+        ({"tools": [ADD, ADD]}, "tools[1].name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+        ({"tools": [ADD], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name"),
+        ({"tools": [ADD], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        (
+            {
+                "tools": [ADD],
+                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
+            },
+            "tool_choice.tools[0].name",
+        ),
+    ],
+)
+def test_a_mistake_names_its_field(body: dict[str, Any], param: str) -> None:
+    error = refusal(**body)
+    assert error.param == param
+    assert f"`{param.split('.')[0].split('[')[0]}" in error.message or param == "tools[1].name"
+
+
+@pytest.mark.parametrize(
+    ("part", "param"),
+    [
+        ({"type": "input_image", "image_url": "https://example.com/a.png"}, "image_url"),
+        ({"type": "input_image", "file_id": "file_1"}, "file_id"),
+        ({"type": "input_image"}, "image_url"),
+        ({"type": "input_file", "file_url": "https://example.com/a.pdf"}, "file_url"),
+        ({"type": "input_file", "file_id": "file_1"}, "file_id"),
+        ({"type": "input_file"}, "file_data"),
+    ],
+)
+def test_nothing_is_fetched(part: dict[str, Any], param: str) -> None:
+    error = refusal(input=[{"role": "user", "content": [part]}])
+    assert error.param == f"input[0].content[0].{param}"
+
+
+def test_a_body_that_is_no_json_is_refused() -> None:
+    with pytest.raises(RequestError):
+        parse(b"{", nothing)
+
+
+# --- earlier answers --------------------------------------------------------------------------------------------------
+def test_an_earlier_answer_is_built_on_without_its_instructions() -> None:
+    before = ({"role": "user", "content": "One"}, {"role": "assistant", "content": "1"})
+    found = asked(
+        {"resp_1": Earlier(before, 500)}.get, previous_response_id="resp_1", instructions="Be brief.", input="Two"
+    )
+    assert found.request.body["messages"] == [
+        {"role": "system", "content": "Be brief."}, *before, {"role": "user", "content": "Two"},
+    ]  # fmt: skip
+    assert found.conversation == (*before, {"role": "user", "content": "Two"})
+    assert found.size_bytes > 500
+    assert found.echo["previous_response_id"] == "resp_1"
+
+
+def test_an_earlier_answer_that_is_not_there_says_so() -> None:
+    error = refusal(previous_response_id="resp_2")
+    assert (error.code, error.param) == (Code.PREVIOUS_RESPONSE_NOT_FOUND, "previous_response_id")
+    assert "resp_2" in error.message
+
+
+# --- completeness -----------------------------------------------------------------------------------------------------
+def test_every_field_of_the_official_client_has_a_rule() -> None:
+    """A field that a newer client can send is either taken or refused with a reason of its own."""
+    from gateway.core import responses_fields
+
+    documented = {name for variant in ResponseCreateParams.__args__ for name in variant.__annotations__}
+    assert documented <= {*FIELDS, *responses_fields.REFUSED}
+
+
+def test_the_schema_lists_every_field_that_is_taken() -> None:
+    described = schema()
+    assert described["additionalProperties"] is False
+    assert {*FIELDS} <= {*described["properties"]}

@@ -1,0 +1,58 @@
+"""Answers are kept for the key that asked, for a while, within a bound; the greediest key loses first."""
+
+from __future__ import annotations
+
+from gateway.core.responses_request import Earlier
+from gateway.core.responses_store import Store
+
+
+def put(store: Store, owner: str, id: str, size: int, now: float = 0.0) -> None:
+    store.put(owner, id, b"x" * size, Earlier((), 0), now)
+
+
+def test_an_answer_is_its_owners_alone_and_only_for_a_while() -> None:
+    store = Store(100, 60.0)
+    store.put("a", "r1", b"{}", Earlier(({"role": "user"},), 8), 0.0)
+    found = store.get("a", "r1", 59.9)
+    assert found is not None
+    assert (found.response, found.conversation.messages, found.size_bytes) == (b"{}", ({"role": "user"},), 10)
+    assert store.get("b", "r1", 0.0) is None
+    assert store.get("a", "r2", 0.0) is None
+    assert store.get("a", "r1", 60.0) is None
+
+
+def test_what_is_over_is_forgotten_at_the_next_answer() -> None:
+    store = Store(100, 60.0)
+    put(store, "a", "r1", 40)
+    put(store, "a", "r2", 40, 30.0)
+    put(store, "b", "r3", 10, 61.0)
+    assert store.size_bytes == 50
+    put(store, "b", "r4", 10, 200.0)
+    assert store.size_bytes == 10
+
+
+def test_over_the_bound_the_greediest_key_loses_its_oldest() -> None:
+    store = Store(100, 60.0)
+    put(store, "small", "s", 20)
+    for number in range(4):
+        put(store, "large", f"l{number}", 30)
+    assert [store.get("large", f"l{number}", 1.0) is not None for number in range(4)] == [False, False, True, True]
+    assert store.get("small", "s", 1.0) is not None
+    assert store.size_bytes == 80
+
+
+def test_an_answer_over_the_whole_bound_is_not_kept_and_pushes_nothing_out() -> None:
+    store = Store(100, 60.0)
+    put(store, "a", "r1", 60)
+    put(store, "a", "huge", 101)
+    assert store.get("a", "huge", 0.0) is None
+    assert store.get("a", "r1", 0.0) is not None
+
+
+def test_deleting_forgets() -> None:
+    store = Store(100, 60.0)
+    put(store, "a", "r1", 60)
+    assert not store.delete("b", "r1", 0.0)
+    assert store.delete("a", "r1", 0.0)
+    assert not store.delete("a", "r1", 0.0)
+    assert store.size_bytes == 0
