@@ -121,6 +121,8 @@ class Model:
     """What its last load from the file took."""
     restore_seconds: float | None = None
     """What its last return from the warm pool took."""
+    prefill_tokens_per_second: float | None = None
+    """At which its workers read prompts lately."""
     loads: int = 0
     uses: int = 0
     """Requests that were given to a worker; probes do not count."""

@@ -90,7 +90,14 @@ def status(model: Model, authority: Authority, now: float) -> ModelStatus:
         headroom_bytes=sum(estimate.headroom_bytes.values()) if estimate else 0,
         reduced=model.spec.changed(model.effective),
         fallback=authority.shortages.is_fallback(model),
+        load_seconds=_rounded(authority.waiting.load_seconds(model)),
+        queue_seconds=_rounded(authority.waiting.queue_seconds(model)),
+        prefill_tokens_per_second=_rounded(authority.waiting.prefill_rate(model)),
     )
+
+
+def _rounded(figure: float | None) -> float | None:
+    return None if figure is None else round(figure, 3)
 
 
 def _fits(model: Model, authority: Authority) -> tuple[bool | None, str | None, float | None]:
@@ -106,12 +113,21 @@ def _fits(model: Model, authority: Authority) -> tuple[bool | None, str | None, 
     return False, f"{outlook.reason}; {lost}" if lost else outlook.reason, seconds
 
 
+_QUIET = {
+    "idle_seconds": None,
+    "in_flight": 0,
+    "retry_after_seconds": None,
+    "load_seconds": None,
+    "queue_seconds": None,
+    "prefill_tokens_per_second": None,
+}
+
+
 def differs(now: ModelStatus, told: ModelStatus | None) -> bool:
-    """Whether listeners must hear of it: idle time and requests in flight alone are no news."""
+    """Whether listeners must hear of it: figures that move by themselves, and requests in flight, are no news."""
     if told is None:
         return True
-    quiet = {"idle_seconds": None, "in_flight": 0, "retry_after_seconds": None}
-    return replace(now, **quiet) != replace(told, **quiet)  # type: ignore[arg-type]
+    return replace(now, **_QUIET) != replace(told, **_QUIET)  # type: ignore[arg-type]
 
 
 def balance_json(balance: Balance) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from inference.core.comeback import expected_load_seconds, load_seconds_left, retry_after_seconds
+from inference.core.comeback import expected_load_seconds, load_seconds_left, queue_seconds, retry_after_seconds
 from inference.core.lifecycle import Event
 from inference.core.queue import ORDER
 from inference.errors import DeadlineExceeded, InferenceError, ModelLoading
@@ -70,6 +70,7 @@ class Waiting:
         if completed and lease.counts:
             now = self._authority.loop.time()
             model.pace, model.answered_at = model.pace.answered(now - model.answered_at), now
+            model.prefill_tokens_per_second = self.prefill_rate(model)
         if running.leases:
             return
         if model.state is _S.BUSY:
@@ -148,9 +149,30 @@ class Waiting:
         ahead = sum(ORDER.index(waiter.priority) <= ORDER.index(priority) for waiter in model.queue.waiters)
         return retry_after_seconds(*self._room_and_load(model), ahead, model.pace)
 
+    def load_seconds(self, model: Model) -> float | None:
+        """Seconds until the model could take a request, 0 when it is ready; None before anything was measured."""
+        if model.state in (_S.READY, _S.BUSY):
+            return 0.0
+        if not model.loads and (self._authority.loads.bytes_per_second is None or not model.estimates):
+            return None
+        room, load = self._room_and_load(model)
+        return max(0.0, room) + max(0.0, load)
+
+    def queue_seconds(self, model: Model) -> float | None:
+        """Seconds that somebody who comes now waits for others, once the model is ready; None while that is unknown."""
+        return queue_seconds(model.in_flight + len(model.queue), model.effective.parallel, model.pace)
+
+    @staticmethod
+    def prefill_rate(model: Model) -> float | None:
+        """Tokens per second at which its worker read prompts lately, or its last worker did; None before any."""
+        beat = model.running.worker.beat if model.running is not None else None
+        known = beat.prefill_tokens_per_second if beat is not None else None
+        return model.prefill_tokens_per_second if known is None else known
+
     def _room_and_load(self, model: Model) -> tuple[float, float]:
         now = self._authority.loop.time()
-        last = model.reload_seconds
+        is_kept = model.state in (_S.WARM, _S.RESTORING) and model.restore_seconds is not None
+        last = model.restore_seconds if is_kept and model.restore_seconds is not None else model.reload_seconds
         if not model.loads and (known := next(iter(model.estimates.values()), None)) is not None:
             last = expected_load_seconds(sum(known.need.values()), self._authority.loads.bytes_per_second)
         if model.running is not None and model.state in (_S.LOADING, _S.RESTORING):

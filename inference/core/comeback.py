@@ -48,6 +48,17 @@ def expected_load_seconds(count: int, bytes_per_second: float | None) -> float:
     return max(0.1, count / bytes_per_second) if bytes_per_second else 1.0
 
 
+def queue_seconds(ahead: int, places: int, pace: Pace) -> float | None:
+    """Seconds until one of `places` is free for somebody with `ahead` before him, those in a place included.
+
+    None when there is a wait and no pace was measured yet.
+    """
+    waits_for = ahead - places + 1
+    if waits_for <= 0:
+        return 0.0
+    return None if pace.seconds is None else waits_for * pace.seconds
+
+
 def retry_after_seconds(room: float, load: float, ahead: int = 0, pace: Pace | None = None) -> float:
     """Whole seconds, at least 1."""
     served = ahead * pace.seconds if pace is not None and pace.seconds is not None else 0.0

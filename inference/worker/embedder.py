@@ -169,11 +169,12 @@ class Embedder:
         except BaseException as error:
             log.exception("the step failed")
             vectors, failure = [], f"the engine failed ({type(error).__name__}: {error})"
-        self.pulse.end()
+        seconds = self.pulse.end()
         self.pulse.active = 0
         if failure is None:
             self._runner.succeeded()
             self.pulse.prompt_tokens += total
+            self.pulse.prefill = self.pulse.prefill.read(total, seconds)
         else:
             reason = WorkerError(Code.MODEL_FAILED, failure)
             vectors = [Vector(item.index, error=reason) for item in batch]

@@ -215,16 +215,19 @@ class Engine:
             return
         self._runner.succeeded()
         self._scheduler.computed()
+        reused = 0
         for row, index in zip(step.rows, last, strict=True):
             running = self._running[row.job]
             if running.started is None:
                 running.started = self._clock()
                 running.generation.cached = row.start
+                reused += row.start
             if running.generation.is_fresh:
                 self.pulse.prompt_tokens += len(row.tokens)
             if row.sample or row.every:
                 self._advance(running, row, index)
         seconds = self.pulse.end()
+        self.pulse.prefill = self.pulse.prefill.read(step.prefill + reused, seconds)
         self._pace = self._pace.observe(step.prefill, step.tokens, seconds, allowed, decoding=decoding, prompts=prompts)
 
     def _advance(self, running: _Running, row: Row, index: int) -> None:

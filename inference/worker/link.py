@@ -189,6 +189,8 @@ class Beat:
     """KV cells that hold something of a sequence that runs."""
     cells_retained: int = 0
     """KV cells that are kept for later requests that begin alike."""
+    prefill_tokens_per_second: float | None = None
+    """At which prompts were read lately, tokens that were there already included; None before the first."""
 
 
 @dataclass(frozen=True, slots=True)

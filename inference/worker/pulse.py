@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from inference.worker.core.prefill import UNKNOWN, PrefillRate
 from inference.worker.link import Beat
 
 STEP_PATIENCE_SECONDS = 10.0
@@ -25,6 +26,7 @@ class Pulse:
     generated_tokens: int = 0
     cells_used: int = 0
     cells_retained: int = 0
+    prefill: PrefillRate = UNKNOWN
 
     def begin(self, tokens: int) -> None:
         """A step of that many tokens starts."""
@@ -55,4 +57,5 @@ class Pulse:
             generated_tokens=self.generated_tokens,
             cells_used=self.cells_used,
             cells_retained=self.cells_retained,
+            prefill_tokens_per_second=self.prefill.tokens_per_second,
         )

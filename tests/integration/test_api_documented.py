@@ -23,7 +23,7 @@ from tests.rigs.authority_rig import FakeEstimator, SharedDevice, Start, service
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 _SECTION = re.compile(r"^### `(GET|POST) (/[^`]+)`", re.MULTILINE)
 _FIELD = re.compile(r"^\| (`[^|]+`) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
-UNITS = {"MiB", "bytes", "percent", "share", "seconds", "Unix seconds", "tokens", "cells", "number", "-"}
+UNITS = {"MiB", "bytes", "percent", "share", "seconds", "Unix seconds", "tokens", "tokens/s", "cells", "number", "-"}
 
 
 def sections() -> dict[tuple[str, str], set[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inference.core.comeback import Pace, expected_load_seconds, load_seconds_left, retry_after_seconds
+from inference.core.comeback import Pace, expected_load_seconds, load_seconds_left, queue_seconds, retry_after_seconds
 
 
 def test_all_three_parts_count_and_it_is_never_less_than_a_second() -> None:
@@ -34,3 +34,11 @@ def test_the_pace_follows_what_was_measured_last() -> None:
         pace = pace.answered(3.0)
     assert pace.seconds == pytest.approx(3, abs=0.01)
     assert Pace().answered(-1).seconds == 0
+
+
+def test_a_place_is_waited_for_only_behind_those_that_have_none() -> None:
+    assert queue_seconds(0, 4, Pace()) == 0
+    assert queue_seconds(3, 4, Pace()) == 0
+    assert queue_seconds(4, 4, Pace()) is None, "no answer was ever timed"
+    assert queue_seconds(4, 4, Pace(2.0)) == 2
+    assert queue_seconds(9, 4, Pace(2.0)) == 12

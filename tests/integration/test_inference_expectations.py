@@ -1,0 +1,62 @@
+"""What a model's status says of the wait for it: load and queue in measured seconds, and how fast it reads prompts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from inference import views
+from inference.protocol import ModelStatus
+from inference.worker.link import Beat
+from tests.rigs.authority_rig import Start, services
+from tests.rigs.instant_workers import InstantSupervisor
+
+
+@pytest.fixture
+async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
+    async with services(tmp_path, monkeypatch) as make:
+        yield make
+
+
+async def test_waits_are_told_once_they_were_measured(start: Start) -> None:
+    service = await start({"a": {"parallel": 2}, "b": {}})
+    authority, model = service.authority, service.authority.resolve("a")
+    authority.loads.supervisor = InstantSupervisor({"a": 0.2, "b": 30.0})
+
+    def told(name: str = "a") -> ModelStatus:
+        return views.status(authority.resolve(name), authority, authority.loop.time())
+
+    assert (told().load_seconds, told().queue_seconds, told().prefill_tokens_per_second) == (None, 0, None)
+    await authority.load(model)
+    assert told().load_seconds == 0
+    leases = [await authority.ask(model).wait(1) for _ in range(3)]
+    assert told().queue_seconds is None, "no answer was timed yet"
+    assert model.running is not None
+    model.running.worker.beat = Beat(None, 0, 0, 0, 0, 0, prefill_tokens_per_second=250.0)
+    assert told().prefill_tokens_per_second == 250
+    model.pace = model.pace.answered(4.0)
+    assert told().queue_seconds == 8, "two have to end before a third that waits has a place"
+    for lease in leases:
+        assert lease is not None
+        lease.release(completed=True)
+    await authority.unload(model)
+    seconds = told().load_seconds
+    assert seconds is not None
+    assert seconds >= 0.2
+    assert told().prefill_tokens_per_second == 250, "the next worker is expected to be as quick"
+
+
+async def test_a_load_that_runs_is_told_by_what_is_left_of_it(start: Start) -> None:
+    service = await start({"a": {}})
+    authority, model = service.authority, service.authority.resolve("a")
+    authority.loads.supervisor = InstantSupervisor({"a": 60.0})
+    model.loads, model.reload_seconds = 1, 60.0
+    with authority.ask(model):
+        left = views.status(model, authority, authority.loop.time()).load_seconds
+        assert left is not None
+        assert 50 < left <= 60
+        changed = views.status(model, authority, authority.loop.time())
+        assert not views.differs(changed, changed)
+    authority.quiesce()
