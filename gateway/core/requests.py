@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +17,12 @@ import orjson
 from gateway.core import fields as f
 from gateway.core.frames import Endpoint
 from gateway.core.messages import MESSAGES, TOOL, TOOL_CHOICE, needs_of_messages
+from gateway.core.shape import check_shape
 from gateway.errors import RequestError
 from inference.protocol import Code
 
-MAX_NESTING = 100
-"""Levels of arrays and objects; deeper bodies are attacks on a parser, not requests."""
-
-_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_BRACKETS = re.compile(rb"[\[{\]}]")
+_EXPLAINED_BYTES = 2**20
+"""A body that is no JSON is looked at a second time for a better explanation when it is no larger than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,8 +273,7 @@ def parse_json(raw: bytes) -> dict[str, Any]:
     """The object in `raw`; raises RequestError for what is none or nests too deep."""
     if not raw.strip():
         raise RequestError(Code.INVALID_JSON, "the body is empty; send a JSON object")
-    if raw.count(b"[") + raw.count(b"{") > MAX_NESTING:
-        _check_nesting(raw)
+    check_shape(raw)
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -289,16 +285,10 @@ def parse_json(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def _check_nesting(raw: bytes) -> None:
-    depth = 0
-    for match in _BRACKETS.finditer(_STRINGS.sub(b"", raw)):
-        depth += 1 if match[0] in b"[{" else -1
-        if depth > MAX_NESTING:
-            raise RequestError(Code.INVALID_JSON, f"the body is nested deeper than {MAX_NESTING} levels; flatten it")
-
-
 def _not_a_number(raw: bytes) -> str | None:
     """The top-level field that holds NaN or Infinity, which are not JSON though some writers send them."""
+    if len(raw) > _EXPLAINED_BYTES:
+        return None
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError):

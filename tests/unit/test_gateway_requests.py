@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from gateway.core.frames import Endpoint
-from gateway.core.requests import MAX_NESTING, parse, schema
+from gateway.core.requests import parse, schema
+from gateway.core.shape import MAX_NESTING
 from gateway.errors import RequestError
 from inference.protocol import Code
 
