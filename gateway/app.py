@@ -13,20 +13,22 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.core.frames import Endpoint
+from gateway.core.responses_store import Store
 from gateway.dialects.base import Dialect
 from gateway.dialects.messages import MessagesDialect
 from gateway.dialects.openai import OpenAIDialect
+from gateway.dialects.responses import KEPT_BYTES, KEPT_SECONDS, ResponsesDialect
 from gateway.edge import Edge
 from gateway.errors import GatewayError, RefusedError, RequestError
 from gateway.exchange import exchange_of
 from gateway.responses import error_response
-from gateway.routes import admin, description, health, models
+from gateway.routes import admin, description, health, models, responses
 from gateway.runtime import Runtime
 from gateway.serve import Generation
 from inference.protocol import Code
 
 DIALECTS: tuple[Dialect, ...] = (*(OpenAIDialect(endpoint) for endpoint in Endpoint), MessagesDialect())
-"""The public APIs; each has a path of its own."""
+"""The public APIs that keep nothing; each has a path of its own."""
 
 
 def make_app(runtime: Runtime) -> Edge:
@@ -41,17 +43,20 @@ def make_app(runtime: Runtime) -> Edge:
             await runtime.stop()
 
     app = FastAPI(title="Headgate gateway", openapi_url=None, redirect_slashes=False, lifespan=lifespan)
-    hot = {dialect.path: Generation(runtime, dialect) for dialect in DIALECTS}
+    store = Store(KEPT_BYTES, KEPT_SECONDS)
+    dialects = (*DIALECTS, ResponsesDialect(store))
+    hot = {dialect.path: Generation(runtime, dialect) for dialect in dialects}
     for path, endpoint in hot.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))  # for the 405 of other methods
     for part in (health, models, admin):
         app.include_router(part.router(runtime))
+    app.include_router(responses.router(runtime, store))
     app.include_router(description.router(runtime, app))
     app.add_exception_handler(GatewayError, _on_error)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(Exception, _on_defect)
-    return Edge(app, hot, {dialect.path: dialect.error for dialect in DIALECTS}, runtime.config.host)
+    return Edge(app, hot, {dialect.path: dialect.error for dialect in dialects}, runtime.config.host)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -7,8 +7,9 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
-from gateway.core import requests
+from gateway.core import requests, responses_fields
 from gateway.core.frames import Endpoint
+from gateway.dialects import responses
 from gateway.exchange import exchange_of
 from gateway.responses import json_response
 from gateway.runtime import Runtime
@@ -32,5 +33,7 @@ def router(runtime: Runtime, app: FastAPI) -> APIRouter:
 def description(app: FastAPI) -> dict[str, Any]:
     """The whole description of the gateway whose cold routes `app` has."""
     hot = {f"/v1/{endpoint}": requests.schema(endpoint) for endpoint in Endpoint}
+    hot[responses.PATH] = responses_fields.schema()
     streams = [f"/v1/{endpoint}" for endpoint in Endpoint if endpoint.streams]
+    streams.append(responses.PATH)
     return openapi.completed(app.openapi(), hot, OPEN_PATHS, streams)

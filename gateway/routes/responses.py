@@ -25,26 +25,26 @@ def router(runtime: Runtime, store: Store) -> APIRouter:
         key, _ = runtime.keys.admit(exchange_of(request.scope).headers, "use")
         return key
 
-    @routes.get(f"{PATH}/{{name}}")
-    async def one_response(request: Request, name: str) -> Response:
+    @routes.get(f"{PATH}/{{response_id}}")
+    async def one_response(request: Request, response_id: str) -> Response:
         owner = asking(request).digest.hex()
         if request.query_params.get("stream", "false").lower() not in ("false", "0"):
             said = "an answer that was given is not streamed again; leave `stream` out"
             raise RequestError(Code.UNSUPPORTED_PARAMETER, said, param="stream")
-        kept = store.get(owner, name, time.monotonic())
+        kept = store.get(owner, response_id, time.monotonic())
         if kept is None:
-            raise _not_there(name)
+            raise _not_there(response_id)
         return Response(kept.response, media_type="application/json")
 
-    @routes.delete(f"{PATH}/{{name}}")
-    async def forget_response(request: Request, name: str) -> Response:
+    @routes.delete(f"{PATH}/{{response_id}}")
+    async def forget_response(request: Request, response_id: str) -> Response:
         owner = asking(request).digest.hex()
-        if not store.delete(owner, name, time.monotonic()):
-            raise _not_there(name)
-        return json_response({"id": name, "object": "response", "deleted": True})
+        if not store.delete(owner, response_id, time.monotonic()):
+            raise _not_there(response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
 
     return routes
 
 
-def _not_there(name: str) -> RequestError:
-    return RequestError(Code.NOT_FOUND, f"Response with id '{name[:80]}' not found.", param="response_id")
+def _not_there(response_id: str) -> RequestError:
+    return RequestError(Code.NOT_FOUND, f"Response with id '{response_id[:80]}' not found.", param="response_id")
