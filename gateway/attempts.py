@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -98,6 +99,7 @@ class Request:
         self.candidates = expand(self.route.chain, found.model)
         self._choice = Choice(tools, request, self.route, self.candidates, cloud_allowed=caller.cloud_allowed)
         self.outcomes: list[Outcome] = []
+        self._put_off: set[Candidate] = set()
         self._out_of_time = False
         self.answered_by: Candidate | None = None
         self.device: str | None = None
@@ -187,7 +189,9 @@ class Request:
         """What `work` makes of the first candidate that lets it; raises GatewayError when none does."""
         chain = self._fold()
         loop = asyncio.get_running_loop()
-        for index, candidate in enumerate(chain.kept):
+        waiting = deque(chain.kept)
+        while waiting:
+            candidate = waiting.popleft()
             if not self.budget.allows_attempt(loop.time()):
                 self._out_of_time |= not self.budget.has_time(loop.time())
                 spent = "time was" if self._out_of_time else f"{self.budget.limits.attempts} attempts were"
@@ -195,13 +199,19 @@ class Request:
                 continue
             provider = self.tools.registry.get(candidate.provider)
             assert provider is not None, "the fold drops absent providers"
-            lease = self.tools.breakers.acquire(candidate.provider, candidate.model, self._permit_end())
+            forced = not waiting or candidate in self._put_off
+            lease = self.tools.breakers.acquire(candidate.provider, candidate.model, self._permit_end(), forced)
+            if isinstance(lease, Refused) and lease.recovering:
+                self._put_behind(Dropped(candidate, Drop.RECOVERING, f"{lease.by} takes only some requests yet"))
+                waiting.append(candidate)
+                continue
             if isinstance(lease, Refused):
                 said = f"breaker {lease.by} open for another {max(lease.retry_in, 0):.0f} s"
                 self._drop(Dropped(candidate, Drop.BREAKER, said, lease.retry_in))
                 continue
             self.budget = self.budget.spend()
-            last = index == len(chain.kept) - 1 or not self.budget.allows_attempt(loop.time())
+            last = not waiting or not self.budget.allows_attempt(loop.time())
+            self._take_up(candidate)
             result = await self._try(candidate, provider, lease, last, work)
             if result is not None:
                 return result
@@ -274,7 +284,19 @@ class Request:
         self.record.chain = [candidate.name for candidate in self.candidates]
         for dropped in chain.dropped:
             self._drop(dropped)
+        for put_off in chain.put_off:
+            self._put_behind(put_off)
         return chain
+
+    def _put_behind(self, dropped: Dropped) -> None:
+        """A candidate waits behind the others: it is told like one that was dropped, until its turn comes."""
+        self._put_off.add(dropped.candidate)
+        self._drop(dropped)
+
+    def _take_up(self, candidate: Candidate) -> None:
+        """A candidate is asked: what had put it behind the others is no outcome any more."""
+        if candidate in self._put_off:
+            self.outcomes = [outcome for outcome in self.outcomes if outcome.candidate != candidate]
 
     def _drop(self, dropped: Dropped) -> None:
         self.record.dropped[dropped.candidate.name] = f"{dropped.drop}: {dropped.said}"

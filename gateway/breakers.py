@@ -1,244 +1,37 @@
-"""Guards every provider and every PROVIDER/MODEL with a breaker and remembers what they asked for; never awaits.
+"""Keeps a breaker for every provider and every PROVIDER/MODEL and remembers what they asked for; never awaits.
 
-pybreaker is the state machine, the storage and the listener façade. Results reach it afterwards, in one synchronous
-call each, so its lock is never held across an await; who may pass is decided by `gateway.core.breaker`, because
-pybreaker admits everybody while half-open, counts a cancelled call, lets late results move a newer state and reads the
-wall clock.
+An attempt needs both permits: the provider's and the pair's. How one breaker works is in `gateway.guard`.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import pybreaker
-
-from gateway.core import breaker as core
-from gateway.core.breaker import Count, Permit, Refusal, Rule, State
+from gateway.core.breaker import Permit, Refusal, Rule, State
 from gateway.core.outcome import Failure, Ignore, Scope, Success, Verdict
+from gateway.guard import Clock, Guard, OnState
 
-log = logging.getLogger("gateway.breakers")
-
-_STATES = {
-    pybreaker.STATE_CLOSED: State.CLOSED,
-    pybreaker.STATE_HALF_OPEN: State.HALF_OPEN,
-    pybreaker.STATE_OPEN: State.OPEN,
-}
-
-Clock = Callable[[], float]
-OnState = Callable[[str, str, State | None], None]
-"""Called with provider, model (empty for the provider's own breaker) and the new state; None: it is forgotten."""
+OnFailure = Callable[[str, str, Failure], None]
+"""Called with provider, model and every failure of an attempt, after it was recorded."""
 
 MAX_GUARDS = 512
 """Names come from callers where a route is `*`: beyond so many breakers, old ones are forgotten. A breaker under which
 an attempt runs never is, so that the bound is this number and the requests in flight."""
 
 
-class _AttemptFailed(Exception):  # noqa: N818  # never leaves this module: it is how a failure is told to pybreaker
-    """The attempt failed; raised inside pybreaker's call and caught around it."""
-
-
-def _fail() -> None:
-    raise _AttemptFailed
-
-
-def _succeed() -> None:
-    return
-
-
-class _Watcher(pybreaker.CircuitBreakerListener):
-    """Hands pybreaker's state changes to the guard it belongs to."""
-
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
-
-    def state_change(self, cb: Any, old_state: Any, new_state: Any) -> None:
-        """One transition happened."""
-        self._guard.entered(_STATES[new_state.name])
-
-
-class Guard:
-    """One breaker: pybreaker's machine and our book of permits, kept in step."""
-
-    def __init__(self, provider: str, model: str, rule: Rule, clock: Clock, on_state: OnState) -> None:
-        self.provider = provider
-        self.model = model
-        self.name = f"{provider}/{model}" if model else provider
-        self.last_failure: str | None = None
-        self.outstanding = 0
-        self._tripped: str | None = None
-        self.book = core.Book()
-        self._rule = rule
-        self._clock = clock
-        self._on_state = on_state
-        self._machine = pybreaker.CircuitBreaker(
-            fail_max=rule.failures,
-            reset_timeout=rule.open,
-            success_threshold=rule.probes,
-            name=self.name,
-            listeners=[_Watcher(self)],
-            throw_new_error_on_trip=False,
-        )
-        on_state(provider, model, State.CLOSED)
-
-    def set_rule(self, rule: Rule) -> None:
-        """Applies a new rule; the present state and counts stay."""
-        self._rule = rule
-        self._machine.fail_max = rule.failures
-        self._machine.reset_timeout = rule.open
-        self._machine.success_threshold = rule.probes
-
-    def entered(self, state: State) -> None:
-        """pybreaker moved: the book begins a new epoch."""
-        before, now = self.book.state, self._clock()
-        failures = self._machine.fail_counter
-        self.book = core.entered(self.book, self._rule, state, now)
-        self._on_state(self.provider, self.model, state)
-        if state is before:
-            return
-        detail = ""
-        if state is State.OPEN:
-            pause = self.book.open_until - now
-            why = "its probe failed" if before is State.HALF_OPEN else self._tripped or f"{failures} failures in a row"
-            detail = f" for {pause:.3g} s after {why}: {self.last_failure or 'unknown'}"
-        log.log(
-            logging.WARNING if state is State.OPEN else logging.INFO,
-            "breaker %s: %s -> %s%s", self.name, before.label, state.label, detail,
-        )  # fmt: skip
-
-    def ask(self, expires: float) -> Permit | Refusal:
-        """A permit for one attempt, or the refusal; an open period that is over ends here."""
-        now = self._clock()
-        if core.is_due(self.book, now):
-            self._machine.half_open()
-        self.book, answer = core.ask(self.book, now, expires)
-        if isinstance(answer, Permit):
-            self.outstanding += 1
-        return answer
-
-    def give_back(self, permit: Permit) -> None:
-        """The attempt under `permit` says nothing about this tier, or nothing more."""
-        self.outstanding -= 1
-        self.book = core.give_back(self.book, permit)
-
-    def succeed(self, permit: Permit) -> None:
-        """The attempt under `permit` succeeded."""
-        self.outstanding -= 1
-        self._record_success(permit)
-
-    def prove(self, permit: Permit) -> Permit:
-        """The probe under `permit` has begun to answer, which is its success; the permit for the rest of the answer.
-
-        A late or ordinary permit is returned as it is: nothing is recorded before its end.
-        """
-        if not permit.is_probe or not core.counts(self.book, permit):
-            return permit
-        self._record_success(permit)
-        self.book, fresh = core.renew(self.book, permit)
-        return fresh
-
-    def _record_success(self, permit: Permit) -> None:
-        self.book, count = core.settle(self.book, self._rule, permit, True, self._clock())
-        self._tell(count)
-
-    def fail(self, permit: Permit, failure: Failure, why: str) -> None:
-        """The attempt under `permit` failed because of `why`."""
-        self.outstanding -= 1
-        if core.counts(self.book, permit):
-            self.last_failure = why
-        self.book, count = core.settle(
-            self.book, self._rule, permit, False, self._clock(), failure.retry_after, failure.opens, failure.broke
-        )
-        self._tell(count, failure.opens)
-
-    def _tell(self, count: Count, asked: bool = False) -> None:
-        """Moves pybreaker. It is never open here: every result of an older epoch counts for nothing.
-
-        `asked` is whether the tier itself said how long to stay away.
-        """
-        if count is Count.SUCCESS:
-            self._machine.call(_succeed)
-        elif count is not Count.NOTHING:
-            try:
-                self._machine.call(_fail)
-            except _AttemptFailed:
-                if count is Count.TRIP and self.book.state is not State.OPEN:
-                    self._tripped = "it asked to be left alone" if asked else self._share_of_failures()
-                    self._machine.open()
-                    self._tripped = None
-
-    def _share_of_failures(self) -> str:
-        failed = sum(tally.failed for tally in self.book.tallies)
-        seen = failed + sum(tally.succeeded for tally in self.book.tallies)
-        return f"{failed} of {seen} attempts within {self._rule.window:g} s failed"
-
-    def hasten(self) -> None:
-        """Ends an open period early."""
-        self.book = core.hasten(self.book, self._clock())
-
-    def reset(self) -> None:
-        """Closes the breaker by hand."""
-        self.last_failure = None
-        self._machine.close()
-
-    def retire(self) -> None:
-        """This breaker is forgotten: whatever still reaches it is told to nobody."""
-        self._on_state = lambda *_: None
-
-    @property
-    def is_blank(self) -> bool:
-        """Whether nothing would be lost if this breaker were made anew."""
-        return self.book.state is State.CLOSED and not any(tally.failed for tally in self.book.tallies)
-
-    @property
-    def may_be_forgotten(self) -> bool:
-        """Whether it is a pair's breaker under which no attempt runs; providers' are as few as the configuration's."""
-        return bool(self.model) and not self.outstanding
-
-    @property
-    def closed_for(self) -> float | None:
-        """Seconds until a probe may pass, None when an attempt may pass now. Advisory."""
-        now = self._clock()
-        if self.book.state is State.OPEN and not core.is_due(self.book, now):
-            return self.book.open_until - now
-        if self.book.state is State.HALF_OPEN and self.book.probe is not None and now < self.book.probe.expires:
-            return 1.0
-        return None
-
-    def describe(self) -> dict[str, Any]:
-        """What `/admin/breakers` shows."""
-        now = self._clock()
-        tallies = self.book.tallies
-        is_open = self.book.state is State.OPEN
-        remaining = max(0.0, self.book.open_until - now) if is_open else None
-        return {
-            "name": self.name,
-            "provider": self.provider,
-            "model": self.model or None,
-            "state": self.book.state.label,
-            "value": int(self.book.state),
-            "failures": self._machine.fail_counter,
-            "window": {
-                "succeeded": sum(tally.succeeded for tally in tallies),
-                "failed": sum(tally.failed for tally in tallies),
-            },
-            "epoch": self.book.epoch,
-            "probing": self.book.probe is not None,
-            "retry_after": None if remaining is None else round(remaining, 3),
-            "opens_until": None if remaining is None else round(time.time() + remaining, 3),
-            "last_failure": self.last_failure,
-        }
-
-
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """No attempt at this tier now: whose breaker said so, and in how many seconds asking again may help."""
+    """No attempt at this tier now: whose breaker said so, and in how many seconds asking again may help.
+
+    `recovering`: it is closed and lets only some pass yet; an attempt that has nowhere else to go may be forced.
+    """
 
     by: str
     retry_in: float
+    recovering: bool = False
 
 
 @dataclass(slots=True)
@@ -294,6 +87,8 @@ class Lease:
                 held.guard.succeed(held.permit)
             else:
                 held.guard.give_back(held.permit)
+        if isinstance(verdict, Failure):
+            self._breakers.on_failure(*self._key, verdict)
         if isinstance(verdict, Ignore) and verdict.hold:
             self._breakers.hold(*self._key, verdict.hold)
 
@@ -307,7 +102,9 @@ class Breakers:
         clock: Clock = time.monotonic,
         on_state: OnState = lambda *_: None,
         max_guards: int = MAX_GUARDS,
+        on_failure: OnFailure = lambda *_: None,
     ) -> None:
+        self.on_failure = on_failure
         self._rule = rule
         self._max_guards = max_guards
         self._clock = clock
@@ -341,16 +138,19 @@ class Breakers:
             self._guards.pop(key).retire()
             self._on_state(*key, None)
 
-    def acquire(self, provider: str, model: str, expires: float) -> Lease | Refused:
-        """Both permits for an attempt that ends by `expires` (monotonic seconds), or the refusal and neither."""
+    def acquire(self, provider: str, model: str, expires: float, forced: bool = False) -> Lease | Refused:
+        """Both permits for an attempt that ends by `expires` (monotonic seconds), or the refusal and neither.
+
+        An attempt that is `forced` has nowhere else to go: it passes whatever a ramp after a recovery says.
+        """
         outer, inner = self.guard(provider), self.guard(provider, model)
-        first = outer.ask(expires)
+        first = outer.ask(expires, forced)
         if isinstance(first, Refusal):
-            return Refused(outer.name, first.retry_in)
-        second = inner.ask(expires)
+            return Refused(outer.name, first.retry_in, first.state is State.CLOSED)
+        second = inner.ask(expires, forced)
         if isinstance(second, Refusal):
             outer.give_back(first)
-            return Refused(inner.name, second.retry_in)
+            return Refused(inner.name, second.retry_in, second.state is State.CLOSED)
         held = (_Held(Scope.PROVIDER, outer, first), _Held(Scope.PAIR, inner, second))
         return Lease(held, self, (provider, model))
 
@@ -379,10 +179,21 @@ class Breakers:
         del self._held[provider, model]
         return None
 
-    def came_back(self, provider: str) -> None:
-        """The provider was gone and answers again: its own open period ends now, by a probe as always."""
-        if (guard := self._guards.get((provider, ""))) is not None:
-            guard.hasten()
+    def of(self, provider: str) -> Mapping[str, Guard]:
+        """The breakers of a provider by model, its own under the empty name."""
+        return {model: guard for (name, model), guard in self._guards.items() if name == provider}
+
+    def kept(self) -> list[tuple[str, str, float]]:
+        """What a restart must not forget: provider, model and remaining seconds (0: half-open) of each not closed."""
+        return [
+            (provider, model, guard.remaining)
+            for (provider, model), guard in self._guards.items()
+            if guard.book.state is not State.CLOSED
+        ]
+
+    def restore(self, provider: str, model: str, seconds: float) -> None:
+        """Opens a breaker for what was left of its open period before a restart."""
+        self.guard(provider, model).restore(seconds)
 
     def reset(self, name: str) -> bool:
         """Closes the breaker called `name`; False when there is none."""

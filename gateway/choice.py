@@ -56,4 +56,5 @@ class Choice:
             fits=status.fits if status is not None else None,
             fit_reason=status.reason if status is not None else None,
             fit_in=status.retry_after_seconds if status is not None else None,
+            ailment=view.ailment(candidate.model) if candidate.is_local else None,
         )

@@ -1,6 +1,7 @@
 """Keeps the newest snapshot of the inference service's models; it advises, the service decides.
 
-A snapshot older than STALE_SECONDS is unknown, not down: nothing is concluded from silence.
+A snapshot older than STALE_SECONDS is unknown, not down: nothing is concluded from silence. What `/events` tells is
+taken over at once; polling goes on all the same, so that without events the view is only a little older.
 """
 
 from __future__ import annotations
@@ -8,32 +9,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from gateway.core import probing
+from gateway.core.ailing import Ailment, ailment
 from gateway.errors import UpstreamError
-from inference.protocol import ModelStatus
+from inference.protocol import DeviceState, ModelState, ModelStatus
 
 log = logging.getLogger("gateway.inference_view")
 
 POLL_SECONDS = 2.0
 MISSING_POLL_SECONDS = 0.5
 """While the service does not answer, it is looked for more often: a refused connection costs next to nothing."""
-DOUBT_SECONDS = 30.0
-"""A service that answers this question and breaks every other is doubted no more often than that."""
 STALE_SECONDS = 10.0
 FETCH_SECONDS = 1.0
 
 Fetch = Callable[[str, float], Awaitable[Any]]
 """Gets the JSON at a path within so many seconds or raises UpstreamError."""
 
+_ANSWERS = (ModelState.READY, ModelState.BUSY)
+
 
 class InferenceView:
     """The models of the service by id, refreshed by polling `/v1/models`.
 
-    `on_return` is called when the service answers that did not before, or that nobody had asked yet.
+    `on_return` is called when the service answers that did not before, or that nobody had asked yet; `on_missing` with
+    every question that it leaves unanswered once it was seen; `on_ready` with a model that is ready and was not.
     """
 
     def __init__(
@@ -41,15 +44,21 @@ class InferenceView:
         fetch: Fetch,
         clock: Callable[[], float] = time.monotonic,
         on_return: Callable[[], None] = lambda: None,
+        on_missing: Callable[[], None] = lambda: None,
+        on_ready: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._fetch = fetch
         self._on_return = on_return
+        self._on_missing = on_missing
+        self._on_ready = on_ready
         self._clock = clock
-        self._models: Mapping[str, ModelStatus] = {}
+        self._models: dict[str, ModelStatus] = {}
+        self._told_at: dict[str, float] = {}
+        """When each model's status was heard of."""
+        self._devices: dict[str, DeviceState] = {}
         self._aliases: Mapping[str, str] = {}
         self._seen_at: float | None = None
         self._reachable: bool | None = None
-        self._doubted_at = -math.inf
         self._wanted = asyncio.Event()
         self._refreshing: asyncio.Task[None] | None = None
 
@@ -58,7 +67,7 @@ class InferenceView:
         self._fetch = fetch
         self._seen_at = None
         self._reachable = None
-        self._models, self._aliases = {}, {}
+        self._models, self._aliases, self._devices, self._told_at = {}, {}, {}, {}
 
     @property
     def is_fresh(self) -> bool:
@@ -85,16 +94,37 @@ class InferenceView:
         """Model id by alias; kept while the service is silent, because names do not change with its health."""
         return self._aliases
 
-    def doubt(self) -> None:
-        """Others found the service gone: it is asked now, and its next answer is a return.
+    def ailment(self, model: str) -> Ailment | None:
+        """Why a request would likely fail at `model` now, None while nothing speaks against it. Advice only."""
+        status = self.models.get(model)
+        if status is None:
+            return None
+        return ailment(status, self._devices, self._clock() - self._told_at[model])
 
-        Otherwise a service that died and came back between two questions would never be seen to return.
-        """
-        now = self._clock()
-        if now - self._doubted_at >= DOUBT_SECONDS:
-            self._doubted_at = now
-            self._reachable = False
+    def look(self) -> None:
+        """Something happened: the service is asked now instead of at the next turn."""
         self._wanted.set()
+
+    def hear(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Takes over one event of the service; raises KeyError, TypeError or ValueError for one that makes no sense."""
+        now = self._clock()
+        if kind == "snapshot":
+            statuses = [ModelStatus.from_json(item) for item in data["models"]]
+            devices = {str(item["id"]): DeviceState(item["state"]) for item in data["devices"]}
+            self._devices, self._seen_at = devices, now
+            self._take(statuses, now, now)
+        elif kind == "model":
+            status = ModelStatus.from_json(data["model"])
+            known = {name: model for name, model in self._models.items() if name != status.id}
+            self._take([*known.values(), status], now, now, {status.id})
+        elif kind == "device":
+            self._devices[str(data["device"]["id"])] = DeviceState(data["device"]["state"])
+        elif kind == "removed" and "id" in data:
+            self._take([model for name, model in self._models.items() if name != data["id"]], now, now, set())
+        elif kind == "removed":
+            self._devices[str(data["device"])] = DeviceState.LOST
+        elif kind == "eviction":
+            self.look()
 
     async def refresh(self) -> None:
         """Asks the service once; callers at the same time share one question. Never raises for a silent service."""
@@ -120,7 +150,7 @@ class InferenceView:
                     await self._wanted.wait()
 
     async def _refresh(self) -> None:
-        fetch = self._fetch
+        fetch, began = self._fetch, self._clock()
         try:
             answer = await fetch("/v1/models", FETCH_SECONDS)
             models = [ModelStatus.from_json(item) for item in answer["data"]]
@@ -132,11 +162,27 @@ class InferenceView:
             return  # another service is asked meanwhile
         was_reachable, self._reachable = self._reachable, True
         self._seen_at = self._clock()
-        self._models = {model.id: model for model in models}
-        self._aliases = {alias: model.id for model in models for alias in model.aliases}
+        self._take(models, self._seen_at, began)
         if not was_reachable:
             log.info("the inference service answers: %d models", len(models))
             self._on_return()
+
+    def _take(self, models: list[ModelStatus], now: float, asked: float, fresh: set[str] | None = None) -> None:
+        """Replaces the models by what was asked for at `asked`; of `fresh` alone it is news, None: of all.
+
+        What was heard of a model since then is newer and stays.
+        """
+        before, told = self._models, self._told_at
+        self._models, self._told_at = {}, {}
+        for model in models:
+            is_news = fresh is None or model.id in fresh
+            newer = model.id in before and (told[model.id] > asked or not is_news)
+            self._models[model.id] = before[model.id] if newer else model
+            self._told_at[model.id] = told[model.id] if newer else now
+        self._aliases = {alias: model.id for model in self._models.values() for alias in model.aliases}
+        for name, model in self._models.items():
+            if model.state in _ANSWERS and (name not in before or before[name].state not in _ANSWERS):
+                self._on_ready(name)
 
     def _note_missing(self, error: Exception) -> None:
         """No answer, or one that makes no sense; told once, with the traceback when it is nothing foreseen."""
@@ -147,3 +193,5 @@ class InferenceView:
                 "the inference service does not tell its models: %s", said, exc_info=None if foreseen else error
             )
         self._reachable = False
+        if self.was_seen and isinstance(error, UpstreamError) and probing.is_down(error):
+            self._on_missing()

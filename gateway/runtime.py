@@ -20,11 +20,13 @@ from gateway.auth import Keys
 from gateway.breakers import Breakers
 from gateway.core.breaker import Rule, State
 from gateway.core.chain import LOCAL
+from gateway.core.outcome import Failure, Scope
 from gateway.counting import Counter as TokenCounter
 from gateway.explain import Ring
 from gateway.inference_view import InferenceView
 from gateway.limits import Limiter
 from gateway.presence import Presences
+from gateway.probes import Prober
 from gateway.providers import registry
 from gateway.providers.base import Provider
 from gateway.settings import BreakerSettings, GatewayConfig
@@ -62,7 +64,7 @@ class Runtime:
         self.config = config
         self.keys = _keys(config, source, state)
         self.telemetry = Telemetry()
-        self.breakers = Breakers(_rule(config.breaker), on_state=self._on_breaker)
+        self.breakers = Breakers(_rule(config.breaker), on_state=self._on_breaker, on_failure=self._on_failure)
         self.ring = Ring()
         self.presences = Presences()
         self.admission = Admission(config.admission, self.telemetry)
@@ -78,14 +80,21 @@ class Runtime:
         self._retired: list[tuple[int, Provider]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._reloading = asyncio.Lock()
+        self.prober = Prober(
+            self.breakers, lambda: self._registry.local, lambda: self.view.models, on_probe=self.telemetry.on_probe
+        )
 
     async def start(self) -> None:
         """Builds the providers and begins to watch the inference service; raises what a wrong provider raises."""
         self._registry = await registry.build(self.config, self._token())
-        self.view = InferenceView(self._registry.local.get_json, on_return=lambda: self.breakers.came_back(LOCAL))
+        prober = self.prober
+        self.view = InferenceView(
+            self._registry.local.get_json, on_return=prober.hint, on_missing=prober.suspect, on_ready=prober.hint
+        )
         self.counter = TokenCounter(self._registry.local.post_json)
         self.tools = self._make_tools()
         self._spawn(self.view.run(), "inference-view")
+        self._spawn(self.prober.run(), "prober")
         self._patient_until = time.monotonic() + FIRST_CONTACT_SECONDS
 
     @property
@@ -157,8 +166,14 @@ class Runtime:
 
     def _on_breaker(self, provider: str, model: str, state: State | None) -> None:
         self.telemetry.on_breaker(provider, model, state)
+        if provider == LOCAL:
+            self.prober.moved(model, state)
         if (provider, model, state) == (LOCAL, "", State.OPEN):
-            self.view.doubt()
+            self.view.look()
+
+    def _on_failure(self, provider: str, model: str, failure: Failure) -> None:
+        if provider == LOCAL and failure.scope is Scope.PROVIDER:
+            self.prober.suspect()
 
     def _make_tools(self) -> Tools:
         return Tools(self.config, self._registry, self.breakers, self.view, self.counter, self.telemetry)

@@ -35,6 +35,12 @@ class Telemetry:
         self.breaker_state = Gauge(
             "gateway_breaker_state", "0 closed, 1 half-open, 2 open", ["provider", "model"], registry=to
         )
+        self.probes = Counter(
+            "gateway_probes_total",
+            "Probes of our own service by what they were for and found",
+            ["purpose", "result"],
+            registry=to,
+        )
         self.fallback = Counter(
             "gateway_fallback_total",
             "Answers that did not come from the first choice",
@@ -65,6 +71,10 @@ class Telemetry:
         else:
             with contextlib.suppress(KeyError):  # it never had a sample
                 self.breaker_state.remove(provider, model)
+
+    def on_probe(self, purpose: str, finding: str) -> None:
+        """A probe of our own service came back."""
+        self.probes.labels(purpose, finding).inc()
 
     def render(self) -> bytes:
         """The text exposition of everything."""

@@ -3,7 +3,8 @@
 pybreaker is the state machine (consecutive failures, closed/open/half-open); this book adds what it lacks for
 concurrent, cancellable attempts: an epoch per state so that late results are known as such, exactly one permit while
 half-open, expiry of a permit that nobody returned, a failure ratio over a window, and an open period on a monotonic
-clock that a provider's Retry-After may set. All functions are `(book, ...) -> (book, answer)`.
+clock that a provider's Retry-After may set, probes of ours that may end it early, and a ramp after the recovery. All
+functions are `(book, ...) -> (book, answer)`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
+from gateway.core import ramp as ramps
+from gateway.core.ramp import Ramp
+
 _BUCKETS = 10  # the window moves in tenths of its length
+
+MOMENT_SECONDS = 1.0
+"""When to ask again where only a probe that is out decides, or the next step of a ramp."""
 
 ONE_EVENT_SECONDS = 1.0
 """Attempts that ran side by side and broke off within so long broke by one event, which counts once."""
@@ -58,7 +65,7 @@ class Permit:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """No attempt now; `retry_in` seconds until asking again may help."""
+    """No attempt now; `retry_in` seconds until asking again may help. While the state is closed the ramp is full."""
 
     retry_in: float
     state: State
@@ -85,7 +92,11 @@ class Count(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Book:
-    """Everything remembered about one breaker. `open_until` holds while it is open; `probe` while it is half-open."""
+    """Everything remembered about one breaker.
+
+    `open_until` holds while it is open, `ramp` while it is closed after a recovery. `probe` is the one permit of
+    half-open, or while it is open the one under which we ask ourselves.
+    """
 
     state: State = State.CLOSED
     epoch: int = 0
@@ -93,6 +104,7 @@ class Book:
     open_until: float = 0.0
     asked_pause: float | None = None
     probe: Permit | None = None
+    ramp: Ramp | None = None
     tallies: tuple[Tally, ...] = ()
     broke_at: float = 0.0
     broke_below: int = 0
@@ -100,13 +112,32 @@ class Book:
 
 
 def is_due(book: Book, now: float) -> bool:
-    """Whether the open period is over, so that the state machine should become half-open."""
-    return book.state is State.OPEN and now >= book.open_until
+    """Whether the open period is over, so that the state machine should become half-open. While we ask ourselves it is
+    not: there are never two probes at once."""
+    return book.state is State.OPEN and now >= book.open_until and not is_probed(book, now)
+
+
+def is_probed(book: Book, now: float) -> bool:
+    """Whether somebody, a user's attempt or we ourselves, finds out just now whether the tier is back."""
+    return book.probe is not None and now < book.probe.expires
+
+
+def scout(book: Book, now: float, expires: float) -> tuple[Book, Permit | None]:
+    """The permit to ask an open tier off the users' path until `expires`; None when it is not open or probed."""
+    if book.state is not State.OPEN or is_probed(book, now):
+        return book, None
+    permit = Permit(book.epoch, book.issued + 1, True, expires)
+    return replace(book, issued=book.issued + 1, probe=permit), permit
 
 
 def hasten(book: Book, now: float) -> Book:
     """The book with its open period over: somebody saw the tier come back. The next attempt still is a probe."""
     return replace(book, open_until=min(book.open_until, now)) if book.state is State.OPEN else book
+
+
+def postpone(book: Book, until: float) -> Book:
+    """The book with an open period that ends no sooner than `until`: the tier was just seen to be away."""
+    return replace(book, open_until=max(book.open_until, until)) if book.state is State.OPEN else book
 
 
 def entered(book: Book, rule: Rule, state: State, now: float) -> Book:
@@ -117,16 +148,31 @@ def entered(book: Book, rule: Rule, state: State, now: float) -> Book:
         epoch=book.epoch + 1,
         issued=book.issued,
         open_until=now + pause if state is State.OPEN else 0.0,
+        ramp=ramps.begun(now) if state is State.CLOSED and book.state is State.HALF_OPEN else None,
     )
 
 
-def ask(book: Book, now: float, expires: float) -> tuple[Book, Permit | Refusal]:
-    """A permit that is valid until `expires`, or the refusal. In half-open at most one unexpired permit exists."""
+def pausing(book: Book, seconds: float) -> Book:
+    """The book whose next open period lasts exactly `seconds`."""
+    return replace(book, asked_pause=seconds)
+
+
+def ask(
+    book: Book, now: float, expires: float, running: int = 0, forced: bool = False
+) -> tuple[Book, Permit | Refusal]:
+    """A permit that is valid until `expires`, or the refusal. In half-open at most one unexpired permit exists.
+
+    After a recovery the ramp refuses while `running` attempts fill it, unless the attempt is `forced`.
+    """
     if book.state is State.OPEN:
-        return book, Refusal(max(0.0, book.open_until - now), book.state)
+        return book, Refusal(max(MOMENT_SECONDS if is_probed(book, now) else 0.0, book.open_until - now), book.state)
     is_probe = book.state is State.HALF_OPEN
-    if is_probe and book.probe is not None and now < book.probe.expires:
-        return book, Refusal(1.0, book.state)
+    if is_probe and is_probed(book, now):
+        return book, Refusal(MOMENT_SECONDS, book.state)
+    if not forced and book.ramp is not None:
+        width = ramps.width(book.ramp, now)
+        if width is not None and running >= width:
+            return book, Refusal(MOMENT_SECONDS, book.state)
     permit = Permit(book.epoch, book.issued + 1, is_probe, expires)
     return replace(book, issued=book.issued + 1, probe=permit if is_probe else None), permit
 
@@ -171,13 +217,15 @@ def settle(
         return book, Count.NOTHING
     book = give_back(book, permit)
     if ok:
-        return replace(book, tallies=_tally(book, rule, now, succeeded=1)), Count.SUCCESS
+        climbed = None if book.ramp is None else ramps.won(book.ramp)
+        return replace(book, ramp=climbed, tallies=_tally(book, rule, now, succeeded=1)), Count.SUCCESS
     if broke:
         if permit.number <= book.broke_below and now - book.broke_at < ONE_EVENT_SECONDS:
             return book, Count.NOTHING
         book = replace(book, broke_at=now, broke_below=book.issued)
     asked = pause if pause is None or trip else max(pause, rule.open)
-    book = replace(book, tallies=_tally(book, rule, now, failed=1), asked_pause=asked)
+    anew = None if book.ramp is None else ramps.lost(book.ramp, now)
+    book = replace(book, ramp=anew, tallies=_tally(book, rule, now, failed=1), asked_pause=asked)
     return book, Count.TRIP if trip or _ratio_exceeded(book, rule) else Count.FAILURE
 
 

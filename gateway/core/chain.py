@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from gateway.core.ailing import Ailment
 from gateway.core.outcome import Ignore, Next, Reason
 from inference.protocol import Tier
 
@@ -61,6 +62,8 @@ class Facts:
     fit_reason: str | None = None
     fit_in: float | None = None
     """Seconds until what it needs may be there again, where the service knows."""
+    ailment: Ailment | None = None
+    """Why it would likely fail now: a reason to ask the others first, and none to drop it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,10 @@ class Drop(StrEnum):
     HELD = "held"
     NO_FIT = "cannot_fit"
     BUDGET = "budget_spent"
+    AILING = "ailing"
+    """put behind the others: it would likely fail"""
+    RECOVERING = "recovering"
+    """put behind the others: it was away and takes only some requests yet"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +109,11 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """What is left to try, in order, and what was dropped."""
+    """What is left to try, in order, and what was dropped. `put_off` says of some that are left why they come last."""
 
     kept: tuple[Candidate, ...]
     dropped: tuple[Dropped, ...]
+    put_off: tuple[Dropped, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,15 +147,20 @@ def expand(entries: Sequence[str], model: str) -> tuple[Candidate, ...]:
 
 
 def fold(candidates: Sequence[Candidate], facts: Callable[[Candidate], Facts], wants: Wants) -> Chain:
-    """`candidates` in order without those that `facts` or policy rule out."""
+    """`candidates` in order without those that `facts` or policy rule out, those that ail behind the others."""
     kept: list[Candidate] = []
     dropped: list[Dropped] = []
+    ailing: list[Dropped] = []
     for candidate in candidates:
-        if verdict := _drop(candidate, facts(candidate), wants):
+        known = facts(candidate)
+        if verdict := _drop(candidate, known, wants):
             dropped.append(verdict)
+        elif known.ailment is not None:
+            ailing.append(Dropped(candidate, Drop.AILING, known.ailment.said, known.ailment.retry_in))
         else:
             kept.append(candidate)
-    return Chain(tuple(kept), tuple(dropped))
+    last = tuple(item.candidate for item in ailing)
+    return Chain((*kept, *last), tuple(dropped), tuple(ailing) if kept else ())
 
 
 def _drop(candidate: Candidate, known: Facts, wants: Wants) -> Dropped | None:

@@ -115,8 +115,9 @@ class Failure:
 
     `opens`: the breaker opens at once, for `retry_after` (a 429 that says when). `reached`: the provider itself
     answered, which is a success in its scope. `pair_too`: it may as well be this model alone (a 5xx that names no
-    reason), so that it counts in both scopes; otherwise another model's successes would hide it. `broke`: the attempt
-    was running and something broke it off; one such event may break many.
+    reason, a stream that ended early), so that it counts in both scopes; otherwise another model's successes would
+    hide it. `broke`: the attempt was running and something broke it off; one such event may break many.
+    `needs_memory`: our own service refused it for lack of memory, so that a plan tells when that is over.
     """
 
     scope: Scope
@@ -125,6 +126,7 @@ class Failure:
     reached: bool = False
     pair_too: bool = False
     broke: bool = False
+    needs_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +210,8 @@ def judge(seen: Observation) -> Verdict:
     if isinstance(seen.kind, End):
         return _ENDS[seen.kind]
     if seen.kind in _TRANSPORT:
-        return Failure(_TRANSPORT[seen.kind], broke=seen.kind is UpstreamKind.READ)
+        cut = seen.kind is UpstreamKind.READ
+        return Failure(_TRANSPORT[seen.kind], pair_too=cut, broke=cut)
     return _judge_answer(seen)
 
 
@@ -225,7 +228,10 @@ def _judge_answer(seen: Observation) -> Verdict:
     throttled = seen.status == 429 and wait is not None
     named = ruling is Scope.PAIR or seen.code == Code.SHUTTING_DOWN
     broke = seen.is_local and (seen.code in _BREAKING or seen.cause == ExitCause.OOM_LOAD)
-    return Failure(ruling, wait, opens=throttled, reached=ruling is Scope.PAIR, pair_too=not named, broke=broke)
+    return Failure(
+        ruling, wait, opens=throttled, reached=ruling is Scope.PAIR, pair_too=not named, broke=broke,
+        needs_memory=seen.is_local and seen.code == Code.MEMORY_LIMIT_EXCEEDED,
+    )  # fmt: skip
 
 
 def _by_status(status: int | None) -> Scope | Reason:

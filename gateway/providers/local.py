@@ -129,12 +129,15 @@ class LocalProvider:
         """The JSON at a GET path of the service within `seconds`; raises UpstreamError."""
         return await self._json("GET", path, None, seconds)
 
-    async def post_json(self, path: str, body: bytes, seconds: float) -> Any:
+    async def post_json(self, path: str, body: bytes, seconds: float, headers: Mapping[str, str] | None = None) -> Any:
         """The JSON that answers a POST of `body` within `seconds`; raises UpstreamError in the service's own words."""
-        return await self._json("POST", path, body, seconds)
+        deadline = {H_DEADLINE: str(max(1, int(seconds * 1000)))}
+        return await self._json("POST", path, body, seconds, {**deadline, **(headers or {})})
 
-    async def _json(self, method: str, path: str, body: bytes | None, seconds: float) -> Any:
-        headers = self._headers if body is None else {**self._headers, H_DEADLINE: str(max(1, int(seconds * 1000)))}
+    async def _json(
+        self, method: str, path: str, body: bytes | None, seconds: float, more: Mapping[str, str] | None = None
+    ) -> Any:
+        headers = {**self._headers, **(more or {})}
         try:
             async with self._session.request(
                 method, self._url + path, data=body, headers=headers, timeout=aiohttp.ClientTimeout(total=seconds)

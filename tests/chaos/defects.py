@@ -70,13 +70,13 @@ def double_probe(service: str) -> None:
         return
     from dataclasses import replace
 
-    from gateway.breakers import Guard
     from gateway.core import breaker
+    from gateway.guard import Guard
 
     ask = breaker.ask
 
-    def generous(book: breaker.Book, now: float, expires: float) -> Any:
-        return ask(replace(book, probe=None), now, expires)
+    def generous(book: breaker.Book, now: float, expires: float, *more: Any) -> Any:
+        return ask(replace(book, probe=None), now, expires, *more)
 
     breaker.ask = generous
     closed_for = Guard.closed_for.fget

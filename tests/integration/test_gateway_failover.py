@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -291,13 +292,48 @@ async def test_a_dead_service_opens_the_providers_breaker_and_comes_back_by_a_pr
     await fake.stop()
     answers = [await gateway.chat() for _ in range(4)]
     assert {answer.status_code for answer in answers} == {503}
-    assert [answer.headers["x-headgate-attempts"] for answer in answers] == ["2", "2", "1", "0"]
+    assert answers[0].headers["x-headgate-attempts"] == "2"
+    assert answers[-1].headers["x-headgate-attempts"] == "0", "probes may have come before the third"
     assert answers[-1].headers["retry-after"] == "1"
-    assert (await gateway.breaker("local"))["state"] == "open"
     await fake.start()
     await until("the open period is over", lambda: gateway.runtime.breakers.closed_for("local", "demo") is None)
     assert (await gateway.chat()).json()["model"] == "demo"
     assert (await gateway.breaker("local"))["state"] == "closed"
+
+
+async def test_one_request_is_enough_to_find_out_that_the_service_is_dead(tmp_path: Path, fake: FakeInference) -> None:
+    async with Gateway(tmp_path, fake.url, 'routes: {"*": {chain: ["local/*"]}}') as gateway:
+        await gateway.chat()
+        await fake.stop()
+        assert (await gateway.chat()).headers["x-headgate-attempts"] == "1"
+
+        async def opened() -> bool:
+            return bool((await gateway.breaker("local"))["state"] == "open")
+
+        await until("probes opened it", opened)
+        entry = await gateway.breaker("local")
+        assert (entry["source"], entry["last_probe"]) == ("probes", "GET /readyz: connect: connection refused")
+        assert (await gateway.chat()).headers["x-headgate-attempts"] == "0"
+        await fake.start()
+        await until("its return was noticed", lambda: gateway.runtime.breakers.closed_for("local", "demo") is None)
+        answers = await asyncio.gather(*(gateway.chat() for _ in range(50)))
+        assert len(fake.seen) == 1 + [answer.status_code for answer in answers].count(200)
+        assert (await gateway.breaker("local"))["state"] == "closed"
+        assert 'gateway_probes_total{purpose="confirm",result="bad"}' in (await gateway.client.get("/metrics")).text
+
+
+async def test_a_model_that_recovered_is_found_by_a_probe(tmp_path: Path, fake: FakeInference) -> None:
+    async with Gateway(tmp_path, fake.url, CONFIG + "breaker: {open: 600s}\n") as gateway:
+        await gateway.look()
+        fake.answers["demo"] = Answer(refuse=Code.MODEL_FAILED)
+        for _ in range(5):
+            await gateway.chat()
+        assert (await gateway.breaker("local/demo"))["state"] == "open"
+        await until("it was asked for a token", lambda: fake.probes)
+        del fake.answers["demo"]
+        await until("its return was noticed", lambda: gateway.runtime.breakers.closed_for("local", "demo") is None)
+        assert (await gateway.chat()).json()["model"] == "demo"
+        assert len(fake.seen_for("demo")) == 6
 
 
 async def test_a_service_seen_coming_back_is_probed_before_its_time(tmp_path: Path, fake: FakeInference) -> None:
@@ -312,6 +348,44 @@ async def test_a_service_seen_coming_back_is_probed_before_its_time(tmp_path: Pa
         answers = await asyncio.gather(*(gateway.chat() for _ in range(8)))
         assert [answer.status_code for answer in answers].count(200) >= 1
         assert (await gateway.breaker("local"))["state"] == "closed"
+
+
+async def test_after_a_recovery_most_go_elsewhere_and_nobody_is_sent_away(
+    patient: Gateway, fake: FakeInference
+) -> None:
+    fake.queue["demo"] = [Answer(refuse=Code.MODEL_FAILED)] * 5
+    for _ in range(5):
+        await patient.chat()
+    await until("the open period is over", lambda: patient.runtime.breakers.closed_for("local", "demo") is None)
+    assert (await patient.chat()).json()["model"] == "demo"
+    gate = asyncio.Event()
+    fake.answers["demo"] = Answer(hold=gate)
+    clients = [asyncio.create_task(patient.chat()) for _ in range(30)]
+    await until("most went elsewhere", lambda: sum(client.done() for client in clients) >= 10)
+    fake.answers["demo-mini"] = Answer(status=500)
+    stubborn = asyncio.create_task(patient.chat())
+    await until("it was tried elsewhere first", lambda: len(fake.seen_for("demo-mini")) > 10)
+    gate.set()
+    answers = [await client for client in clients]
+    assert {answer.status_code for answer in answers} == {200}
+    spilled = {answer.headers["x-headgate-reason"] for answer in answers if answer.json()["model"] == "demo-mini"}
+    assert spilled == {"recovering"}
+    assert ((await stubborn).json()["model"], (await stubborn).headers["x-headgate-reason"]) == ("demo", "none")
+
+
+async def test_a_model_that_failed_is_asked_last_before_a_request_fails_at_it(
+    patient: Gateway, fake: FakeInference
+) -> None:
+    await patient.look()
+    fake.models["demo"] = replace(fake.models["demo"], state=ModelState.FAILED, retry_after_seconds=60.0)
+    await patient.look()
+    answer = await patient.chat()
+    assert (answer.json()["model"], answer.headers["x-headgate-reason"]) == ("demo-mini", "ailing")
+    record = (await patient.admin("GET", f"/admin/requests/{answer.headers['x-request-id']}")).json()
+    assert record["dropped"] == {"local/demo": "ailing: the model failed: no reason given"}
+    fake.answers["demo-mini"] = Answer(refuse=Code.MODEL_FAILED)
+    answer = await patient.chat()
+    assert (answer.json()["model"], answer.headers["x-headgate-attempts"]) == ("demo", "2")
 
 
 async def test_readiness_waits_a_moment_for_the_first_contact(tmp_path: Path, fake: FakeInference) -> None:

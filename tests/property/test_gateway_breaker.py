@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gateway.breakers import Guard
 from gateway.core.breaker import Permit, Refusal, Rule, State
 from gateway.core.outcome import Failure, Scope
+from gateway.guard import Guard
 
 LIFE = 40.0
 

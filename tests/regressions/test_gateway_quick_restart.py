@@ -7,7 +7,6 @@ from typing import Any
 
 from gateway import inference_view
 from gateway.core.breaker import State
-from gateway.inference_view import InferenceView
 from tests.rigs.fake_inference import FakeInference
 from tests.rigs.gateway_rig import MESSAGES, Gateway
 from tests.rigs.stack import until
@@ -19,12 +18,9 @@ routes:
 """
 
 
-async def _there(path: str, seconds: float) -> Any:
-    return {"data": []}
-
-
 async def test_a_return_that_no_poll_missed_ends_the_open_period(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(inference_view, "POLL_SECONDS", 600.0)
+    monkeypatch.setattr(inference_view, "MISSING_POLL_SECONDS", 600.0)
     async with FakeInference("token") as inference, Gateway(tmp_path, inference.url, CONFIG) as gateway:
         body = {"model": "demo", "messages": MESSAGES}
         await until("the service was seen", lambda: gateway.runtime.view.reachable)
@@ -40,28 +36,3 @@ async def test_a_return_that_no_poll_missed_ends_the_open_period(tmp_path: Path,
             return (await gateway.client.post("/v1/chat/completions", json=body)).status_code == 200
 
         await until("requests pass again", answered)
-
-
-async def test_a_doubted_service_that_answers_has_returned() -> None:
-    returned: list[bool] = []
-    view = InferenceView(_there, on_return=lambda: returned.append(True))
-    await view.refresh()
-    view.doubt()
-    await view.refresh()
-    assert len(returned) == 2
-
-
-async def test_a_service_that_answers_only_this_question_is_not_doubted_again_at_once() -> None:
-    """Otherwise a breaker that opens for broken answers would be half-open all the time."""
-    now = [1000.0]
-    returned: list[bool] = []
-    view = InferenceView(_there, lambda: now[0], lambda: returned.append(True))
-    for _ in range(5):
-        view.doubt()
-        await view.refresh()
-        now[0] += 1.0
-    assert len(returned) == 1
-    now[0] += inference_view.DOUBT_SECONDS
-    view.doubt()
-    await view.refresh()
-    assert len(returned) == 2

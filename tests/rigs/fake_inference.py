@@ -11,7 +11,17 @@ from typing import Any
 from aiohttp import web
 
 from inference.errors import InferenceError
-from inference.protocol import DONE, H_DEVICE, Code, ModelState, ModelStatus, Progress, device_frame, error_body
+from inference.protocol import (
+    DONE,
+    H_DEVICE,
+    H_PROBE,
+    Code,
+    ModelState,
+    ModelStatus,
+    Progress,
+    device_frame,
+    error_body,
+)
 
 
 @dataclass
@@ -57,7 +67,11 @@ class Seen:
 
 
 class FakeInference:
-    """Use as an async context. `answers` by model (default `Answer()`), `seen` every generation request."""
+    """Use as an async context. `answers` by model (default `Answer()`), `seen` every generation request but probes.
+
+    `probes` are the paths that probes asked. A probe of a model gets its state, or the refusal in `answers`.
+    `ready` is what `/readyz` says.
+    """
 
     def __init__(self, token: str | None = None) -> None:
         self.answers: dict[str, Answer] = {}
@@ -67,6 +81,8 @@ class FakeInference:
             for name in ("demo", "demo-mini")
         }
         self.seen: list[Seen] = []
+        self.probes: list[str] = []
+        self.ready = True
         self.token = token
         self.port = 0
         self._runner: web.AppRunner | None = None
@@ -95,6 +111,8 @@ class FakeInference:
             app.router.add_post(f"/v1/{path}", self._generate)
         app.router.add_post("/v1/embeddings", self._embed)
         app.router.add_post("/v1/rerank", self._rerank)
+        app.router.add_get("/readyz", self._readyz)
+        app.router.add_post("/memory/plan", self._plan)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.05)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", port or self.port)
@@ -110,6 +128,22 @@ class FakeInference:
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [model.to_json() for model in self.models.values()]})
+
+    async def _readyz(self, request: web.Request) -> web.Response:
+        self.probes.append(request.path)
+        return web.json_response({"status": "ready" if self.ready else "draining"}, status=200 if self.ready else 503)
+
+    async def _plan(self, request: web.Request) -> web.Response:
+        self.probes.append(request.path)
+        fits = self.models[(await request.json())["model"]].fits
+        return web.json_response({"result": "CANT_ACCOMMODATE" if fits is False else "FREE"})
+
+    def _probe(self, request: web.Request, model: str) -> web.Response:
+        self.probes.append(request.path)
+        answer = self.answers.get(model, Answer())
+        if answer.refuse is not None or answer.status is not None:
+            return _refusal(answer)
+        return web.json_response({"headgate": {"probe": str(self.models[model].state)}})
 
     def _note(self, request: web.Request, body: Mapping[str, Any]) -> tuple[Seen, Answer]:
         model = body["model"]
@@ -144,6 +178,8 @@ class FakeInference:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        if request.headers.get(H_PROBE) == "1":
+            return self._probe(request, body["model"])
         seen, answer = self._note(request, body)
         if self.token is not None and seen.headers.get("authorization") != f"Bearer {self.token}":
             return web.json_response(error_body(Code.INVALID_API_KEY, "wrong token"), status=401)

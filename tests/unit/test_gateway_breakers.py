@@ -7,8 +7,9 @@ import logging
 import pytest
 
 from gateway.breakers import Breakers, Lease, Refused
-from gateway.core.breaker import Rule, State
+from gateway.core.breaker import Permit, Rule, State
 from gateway.core.outcome import Failure, Ignore, Reason, Scope, Success
+from gateway.core.probing import Finding
 
 PAIR, PROVIDER = Failure(Scope.PAIR), Failure(Scope.PROVIDER)
 LEFT = Ignore(Reason.CLIENT_LEFT)
@@ -222,17 +223,130 @@ def test_reset_closes_by_name(breakers: Breakers, clock: Clock) -> None:
     assert not _lease(breakers).is_probe
 
 
+# --- probes of our own ------------------------------------------------------------------------------------------------
+def _scout(breakers: Breakers, finding: Finding, seconds: float = 2.0) -> Permit:
+    permit = breakers.guard("p").scout(breakers._clock() + seconds)
+    assert permit is not None
+    breakers.guard("p").scouted(permit, finding, f"it is {finding}")
+    return permit
+
+
 def test_a_provider_seen_coming_back_is_probed_at_once_and_still_by_one(breakers: Breakers) -> None:
-    breakers.came_back("p")
+    assert breakers.guard("p").scout(1e9) is None, "a closed breaker has nothing to find out"
     _fail(breakers, 5, PROVIDER)
-    breakers.came_back("p")
-    probe = _lease(breakers)
+    _scout(breakers, Finding.GOOD)
+    assert breakers.closed_for("p", "m") is None
+    clients = [breakers.acquire("p", "m", 1e9) for _ in range(50)]
+    (probe,) = [client for client in clients if isinstance(client, Lease)]
     assert probe.is_probe
-    assert isinstance(breakers.acquire("p", "m", 1e9), Refused)
-    breakers.came_back("p")
-    assert isinstance(breakers.acquire("p", "m", 1e9), Refused)
+    assert breakers.guard("p").scout(1e9) is None, "a user finds out"
     probe.settle(PROVIDER, "not quite")
     assert breakers.closed_for("p", "m") == 30.0
+
+
+def test_while_we_ask_ourselves_nobody_else_probes(breakers: Breakers, clock: Clock) -> None:
+    _fail(breakers, 5, PROVIDER)
+    clock.now += 29.5
+    permit = breakers.guard("p").scout(clock.now + 2)
+    assert permit is not None
+    assert breakers.guard("p").scout(clock.now + 2) is None
+    clock.now += 0.5
+    assert breakers.closed_for("p", "m") == 1.0
+    assert breakers.acquire("p", "m", 1e9) == Refused("p", 1.0)
+    breakers.guard("p").scouted(permit, Finding.UNKNOWN, "no answer")
+    assert _lease(breakers).is_probe
+
+
+def test_a_probe_that_failed_keeps_users_from_finding_out_the_same_and_a_lost_one_keeps_nobody(
+    breakers: Breakers, clock: Clock
+) -> None:
+    _fail(breakers, 5, PROVIDER)
+    clock.now += 29
+    _scout(breakers, Finding.BAD)
+    assert breakers.closed_for("p", "m") == 10.0
+    assert breakers.guard("p").scout(clock.now + 11) is not None
+    clock.now += 11
+    assert _lease(breakers).is_probe
+
+
+def test_an_open_period_is_never_shortened_by_a_failed_probe(breakers: Breakers) -> None:
+    _fail(breakers, 5, PROVIDER)
+    _scout(breakers, Finding.BAD)
+    assert breakers.closed_for("p", "m") == 30.0
+    entry = breakers.describe()[0]
+    assert (entry["source"], entry["last_probe"], entry["probing"]) == ("requests", "it is bad", False)
+
+
+def test_what_a_probe_finds_out_after_a_reset_counts_for_nothing(breakers: Breakers) -> None:
+    _fail(breakers, 5, PROVIDER)
+    permit = breakers.guard("p").scout(1e9)
+    assert permit is not None
+    breakers.reset("p")
+    breakers.guard("p").scouted(permit, Finding.BAD, "late")
+    assert breakers.closed_for("p", "m") is None
+    assert breakers.guard("p").outstanding == 0
+
+
+# --- the ramp ---------------------------------------------------------------------------------------------------------
+def _recovered(breakers: Breakers, clock: Clock) -> None:
+    _fail(breakers, 5)
+    clock.now += 30
+    _lease(breakers).settle(Success())
+
+
+def test_after_a_recovery_few_pass_at_once_and_with_each_success_one_more(breakers: Breakers, clock: Clock) -> None:
+    _recovered(breakers, clock)
+    first = [_lease(breakers), _lease(breakers)]
+    refused = breakers.acquire("p", "m", 1e9)
+    assert refused == Refused("p/m", 1.0, recovering=True)
+    assert breakers.guard("p").outstanding == 2, "the provider's permit was given back"
+    assert breakers.describe()[1]["ramp"] == 2
+    assert breakers.describe()[0]["ramp"] is None, "the provider was never away"
+    first.pop().settle(Success())
+    assert breakers.describe()[1]["ramp"] == 3
+    first += [_lease(breakers), _lease(breakers)]
+    assert isinstance(breakers.acquire("p", "m", 1e9), Refused)
+    clock.now += 1.0
+    assert isinstance(breakers.acquire("p", "m", 1e9), Lease)
+    clock.now += 6.0
+    assert all(isinstance(breakers.acquire("p", "m", 1e9), Lease) for _ in range(100))
+
+
+def test_who_has_nowhere_else_to_go_passes_the_ramp(breakers: Breakers, clock: Clock) -> None:
+    _recovered(breakers, clock)
+    leases = [breakers.acquire("p", "m", 1e9, forced=True) for _ in range(20)]
+    assert all(isinstance(lease, Lease) for lease in leases)
+    assert isinstance(breakers.acquire("p", "m", 1e9), Refused)
+
+
+def test_a_failure_begins_the_ramp_anew(breakers: Breakers, clock: Clock) -> None:
+    _recovered(breakers, clock)
+    clock.now += 3.0
+    assert breakers.describe()[1]["ramp"] == 16
+    _fail(breakers, 1)
+    assert breakers.describe()[1]["ramp"] == 2
+
+
+# --- a restart of the gateway -----------------------------------------------------------------------------------------
+def test_what_was_open_before_a_restart_stays_so_for_the_rest_of_its_period(
+    breakers: Breakers, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    _fail(breakers, 5)
+    clock.now += 12
+    assert breakers.kept() == [("p", "m", 18.0)]
+    again = Breakers(Rule(), clock)
+    again.restore("p", "m", 18.0)
+    assert again.closed_for("p", "m") == 18.0
+    entry = again.guard("p", "m").describe()
+    assert (entry["state"], entry["source"]) == ("open", "restart")
+    clock.now += 18
+    probe = _lease(again)
+    assert again.kept() == [("p", "m", 0.0)], "half-open"
+    probe.settle(PAIR, "still")
+    assert again.closed_for("p", "m") == 30.0
+    assert caplog.messages[1] == (
+        "breaker p/m: closed -> open for 18 s after a restart of the gateway: it was open before"
+    )
 
 
 def test_probes_in_a_row(clock: Clock) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from gateway.core.ailing import Ailment
 from gateway.core.chain import Candidate, Drop, Facts, Found, Wants, expand, find_route, fold, passes_on
 from gateway.core.frames import Endpoint
 from gateway.core.outcome import Ignore, Reason
@@ -192,3 +193,20 @@ def test_where_all_have_too_many_waiting_the_request_may_come_again() -> None:
         Outcome(CLOUD, "policy", "no", None, Drop.POLICY),
     )
     assert (error.status, error.code, error.retry_after) == (429, Code.QUEUE_FULL, 3.0)
+
+
+def test_what_ails_comes_last_and_is_still_asked() -> None:
+    ill = Facts(ailment=Ailment("the model failed: it aborted", 8.0))
+    known = {"local/demo": ill, "local/demo-mini": Facts(), "cloud/big": Facts()}
+    chain = fold(expand(tuple(known), "demo"), lambda candidate: known[candidate.name], Wants())
+    assert [candidate.name for candidate in chain.kept] == ["local/demo-mini", "cloud/big", "local/demo"]
+    assert chain.dropped == ()
+    (put_off,) = chain.put_off
+    assert (put_off.drop, put_off.said, put_off.retry_in) == (Drop.AILING, "the model failed: it aborted", 8.0)
+
+
+def test_when_everybody_ails_the_order_stays() -> None:
+    known = {"local/demo": Facts(ailment=Ailment("x")), "local/demo-mini": Facts(ailment=Ailment("y"))}
+    chain = fold(expand(tuple(known), "demo"), lambda candidate: known[candidate.name], Wants())
+    assert [candidate.name for candidate in chain.kept] == list(known)
+    assert chain.put_off == ()

@@ -1,0 +1,285 @@
+"""The probes of our own service with the real breakers, on a clock of the test's own; nothing sleeps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from gateway.breakers import Breakers, Lease, Refused
+from gateway.core.breaker import Rule, State
+from gateway.core.outcome import Failure, Observation, Scope, Success, judge
+from gateway.core.probing import Finding, Purpose
+from gateway.errors import UpstreamError, UpstreamKind
+from gateway.probes import Prober
+from inference.protocol import Code, ModelState, ModelStatus
+
+PROVIDER = Failure(Scope.PROVIDER)
+GONE = UpstreamError(UpstreamKind.CONNECT, "refused")
+
+
+class World:
+    """A service that answers what `says` holds by path, and a prober; `now` moves only by hand or by `work`."""
+
+    def __init__(self, rule: Rule = Rule()) -> None:  # noqa: B008 - it is frozen
+        self.now = 1000.0
+        self.says: dict[str, Any] = {"/readyz": {"status": "ready"}}
+        self.asked: list[tuple[float, str, Any]] = []
+        self.found: list[tuple[Purpose, Finding]] = []
+        self.models = {
+            "m": ModelStatus("m", ModelState.READY, capabilities=("chat",)),
+            "e": ModelStatus("e", ModelState.READY, capabilities=("embeddings",)),
+        }
+        self.gate: asyncio.Event | None = None
+        self.begun = asyncio.Event()
+        clock = lambda: self.now  # noqa: E731
+        self.breakers = Breakers(rule, clock, on_state=self._moved, on_failure=self._failed)
+        self.prober = Prober(
+            self.breakers, lambda: self, lambda: self.models, clock, lambda *found: self.found.append(found)
+        )
+
+    def _moved(self, provider: str, model: str, state: State | None) -> None:
+        if provider == "local":
+            self.prober.moved(model, state)
+
+    def _failed(self, provider: str, model: str, failure: Failure) -> None:
+        if provider == "local" and failure.scope is Scope.PROVIDER:
+            self.prober.suspect()
+
+    async def get_json(self, path: str, seconds: float) -> Any:
+        """What `says` holds."""
+        return await self._answer(path, None)
+
+    async def post_json(self, path: str, body: bytes, seconds: float, headers: Mapping[str, str] | None = None) -> Any:
+        """What `says` holds."""
+        return await self._answer(path, (body, headers))
+
+    async def _answer(self, path: str, sent: Any) -> Any:
+        self.asked.append((self.now, path, sent))
+        self.begun.set()
+        if self.gate is not None:
+            await self.gate.wait()
+        said = self.says[path]
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+    async def work(self, seconds: float) -> None:
+        """Everything that is due within so many seconds, in order."""
+        end = self.now + seconds
+        while (step := self.prober.next()) is not None and step.at <= end:
+            self.now = max(self.now, step.at)
+            await self.prober.ask(step)
+        self.now = end
+
+    def attempt(self, verdict: Any = PROVIDER, model: str = "m", provider: str = "local") -> bool:
+        """One request; whether it reached the tier."""
+        lease = self.breakers.acquire(provider, model, self.now + 300)
+        if isinstance(lease, Refused):
+            return False
+        lease.settle(verdict, "it broke")
+        return True
+
+    def state(self, model: str = "") -> State:
+        """Of a breaker of ours."""
+        return self.breakers.guard("local", model).book.state
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+async def test_one_failure_and_four_probes_open_the_breaker_of_a_dead_service(world: World) -> None:
+    world.says["/readyz"] = GONE
+    world.attempt()
+    await world.work(1.0)
+    assert [at for at, _, _ in world.asked] == [1000.25, 1000.5, 1000.75, 1001.0]
+    assert world.state() is State.OPEN
+    entry = world.breakers.guard("local").describe()
+    assert (entry["source"], entry["last_probe"]) == ("probes", "GET /readyz: connect: refused")
+    assert world.found == [(Purpose.CONFIRM, Finding.BAD)] * 4
+
+
+async def test_the_first_answer_ends_the_series_and_forgives_nothing(world: World) -> None:
+    for _ in range(4):
+        world.attempt()
+        await world.work(5.0)
+    assert len(world.asked) == 4
+    assert world.state() is State.CLOSED
+    world.attempt()
+    assert world.state() is State.OPEN
+
+
+async def test_clouds_are_never_probed(world: World) -> None:
+    for _ in range(9):
+        world.attempt(provider="cloud")
+    assert world.breakers.states()["cloud"] is State.OPEN
+    await world.work(120.0)
+    assert world.asked == []
+
+
+async def test_a_service_that_is_back_is_used_by_the_next_user(world: World) -> None:
+    world.says["/readyz"] = GONE
+    world.attempt()
+    await world.work(20.0)
+    assert not world.attempt(Success())
+    world.says["/readyz"] = {"status": "ready"}
+    await world.work(3.0)
+    count = len(world.asked)
+    await world.work(60.0)
+    assert len(world.asked) == count, "the rest is up to a user"
+    assert world.attempt(Success())
+    assert world.state() is State.CLOSED
+    assert world.prober.next() is None
+
+
+async def test_who_says_ready_and_fails_is_believed_less_and_less(world: World) -> None:
+    for _ in range(5):
+        world.attempt()
+    for pause, passes in ((0.5, True), (3.9, False), (0.1, True), (29.0, False), (1.0, True)):
+        await world.work(pause)
+        assert world.attempt() is passes
+
+
+async def test_a_failed_probe_is_as_good_as_a_failed_user_and_costs_nobody_anything(world: World) -> None:
+    world.says["/readyz"] = GONE
+    world.attempt()
+    reached = 0
+    for _ in range(100):
+        await world.work(4.0)
+        reached += world.attempt()
+    assert reached == 0
+    (entry,) = [entry for entry in world.breakers.describe() if entry["name"] == "local"]
+    assert 0 < entry["retry_after"] <= 10.0
+
+
+async def test_a_pair_is_asked_for_one_token_and_its_failure_keeps_users_away(world: World) -> None:
+    failed = judge(Observation(UpstreamKind.STATUS, 503, Code.MODEL_FAILED, is_local=True))
+    world.says["/v1/chat/completions"] = UpstreamError(UpstreamKind.STATUS, "no", 503, Code.MODEL_FAILED)
+    for _ in range(5):
+        world.attempt(failed)
+    await world.work(60.0)
+    assert not world.attempt(Success())
+    _at, path, (body, headers) = world.asked[-1]
+    assert (path, headers) == ("/v1/chat/completions", {"x-headgate-probe": "1"})
+    assert b'"max_tokens":1' in body
+    world.says["/v1/chat/completions"] = {"headgate": {"probe": "cold"}}
+    await world.work(5.0)
+    assert world.attempt(Success())
+    assert world.state("m") is State.CLOSED
+
+
+async def test_an_embedding_model_is_asked_for_an_embedding(world: World) -> None:
+    failed = judge(Observation(UpstreamKind.STATUS, 503, Code.MODEL_FAILED, is_local=True))
+    world.says["/v1/embeddings"] = {"data": []}
+    for _ in range(5):
+        world.attempt(failed, "e")
+    await world.work(1.0)
+    assert world.asked[-1][1] == "/v1/embeddings"
+    assert world.attempt(Success(), "e")
+
+
+async def test_after_a_refusal_of_memory_the_plan_is_asked_and_its_no_is_not_the_last_word(world: World) -> None:
+    refused = judge(Observation(UpstreamKind.STATUS, 503, Code.MEMORY_LIMIT_EXCEEDED, is_local=True))
+    world.says["/memory/plan"] = {"result": "CANT_ACCOMMODATE"}
+    for _ in range(5):
+        world.attempt(refused)
+    await world.work(29.9)
+    assert {path for _, path, _ in world.asked} == {"/memory/plan"}
+    assert not world.attempt(refused)
+    await world.work(0.2)
+    assert world.attempt(refused), "the open period is over"
+    world.says["/memory/plan"] = {"result": "FREE"}
+    await world.work(0.5)
+    assert world.attempt(Success())
+
+
+async def test_a_probe_of_a_model_that_finds_the_service_gone_asks_about_the_service(world: World) -> None:
+    failed = judge(Observation(UpstreamKind.STATUS, 503, Code.MODEL_FAILED, is_local=True))
+    world.says = {"/v1/chat/completions": GONE, "/readyz": GONE}
+    for _ in range(5):
+        world.attempt(failed)
+    await world.work(2.0)
+    assert world.state() is State.OPEN
+    assert [path for _, path, _ in world.asked][:2] == ["/v1/chat/completions", "/readyz"]
+
+
+async def test_names_that_the_service_does_not_know_are_not_asked_for(world: World) -> None:
+    failed = judge(Observation(UpstreamKind.STATUS, 503, Code.MODEL_FAILED, is_local=True))
+    for _ in range(5):
+        world.attempt(failed, "invented")
+    await world.work(29.0)
+    assert world.asked == []
+
+
+async def test_a_hint_asks_at_once(world: World) -> None:
+    world.says["/readyz"] = GONE
+    world.attempt()
+    await world.work(50.0)
+    world.says["/readyz"] = {}
+    world.prober.hint("never heard of")
+    world.prober.hint()
+    step = world.prober.next()
+    assert step is not None
+    assert step.at <= world.now
+    await world.work(0.0)
+    assert world.attempt(Success())
+
+
+async def test_while_a_probe_is_out_nobody_else_probes_and_a_cancelled_one_makes_room(world: World) -> None:
+    for _ in range(5):
+        world.attempt()
+    world.now += 29.9
+    world.gate = asyncio.Event()
+    step = world.prober.next()
+    assert step is not None
+    asking = asyncio.create_task(world.prober.ask(step))
+    await world.begun.wait()
+    world.now += 0.2
+    assert not any(world.attempt(Success()) for _ in range(50))
+    asking.cancel()
+    await asyncio.wait({asking})
+    clients = [world.breakers.acquire("local", "m", world.now + 300) for _ in range(50)]
+    assert sum(isinstance(client, Lease) for client in clients) == 1
+    assert world.prober.next() is None, "a user finds out"
+
+
+async def test_a_probe_that_became_needless_is_not_made(world: World) -> None:
+    world.attempt()
+    step = world.prober.next()
+    assert step is not None
+    for _ in range(4):
+        world.attempt()
+    await world.prober.ask(step)
+    recovering = world.prober.next()
+    world.breakers.reset("local")
+    assert recovering is not None
+    await world.prober.ask(recovering)
+    assert world.asked == []
+    assert world.breakers.guard("local").outstanding == 0
+
+
+async def test_the_task_asks_when_it_is_time_and_survives_a_defect(
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.probes.GRACE_SECONDS", 0.0)
+    world.says["/readyz"] = RuntimeError("a defect")
+    working = asyncio.create_task(world.prober.run())
+    await asyncio.sleep(0)
+    for _ in range(5):
+        world.attempt()
+    world.now += 1.0
+    world.prober.hint()
+    async with asyncio.timeout(5):
+        while "failed in the gateway itself" not in caplog.text:
+            await asyncio.sleep(0)
+        world.says["/readyz"] = {}
+        world.now += 10.0
+        world.prober.hint()
+        while world.breakers.closed_for("local", "m") is not None:
+            await asyncio.sleep(0)
+    working.cancel()
+    await asyncio.wait({working})
