@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import orjson
@@ -28,6 +29,9 @@ FINISH_REASONS: Mapping[str, str] = {
 }
 """Anthropic's `stop_reason` as OpenAI's `finish_reason`; one that is not listed here is `stop`."""
 
+_ONLY_HERE = frozenset({"model_context_window_exceeded", "pause_turn"})
+"""Reasons that OpenAI's words do not lead back to."""
+
 PING = b": ping\n\n"
 
 
@@ -44,7 +48,8 @@ class Tool:
 class State:
     """A stream so far. `created` is seconds since the epoch. `usage` holds the counts as last reported.
 
-    `complete` is whether the message's end was seen, so that nothing more is worth waiting for.
+    `complete` is whether the message's end was seen, so that nothing more is worth waiting for. `native`: the caller
+    asked in Anthropic's dialect, so the chunks carry what only that has words for (`core.messages_answer` names it).
     """
 
     created: int
@@ -56,6 +61,7 @@ class State:
     has_content: bool = False
     finished: bool = False
     complete: bool = False
+    native: bool = False
 
 
 Step = tuple[State, tuple[Frame, ...]]
@@ -145,7 +151,8 @@ def _start(state: State, event: Mapping[str, Any]) -> Step:
     state = replace(
         state, id=f"chatcmpl-{message['id']}", model=str(message.get("model", "")), usage=_merged({}, message)
     )
-    return state, (Data(_chunk(state, {"role": "assistant", "content": ""}), DeltaKind.OTHER),)
+    usage = openai_usage(state.usage) if state.native else None
+    return state, (Data(_chunk(state, {"role": "assistant", "content": ""}, usage=usage), DeltaKind.OTHER),)
 
 
 def _block_start(state: State, event: Mapping[str, Any]) -> Step:
@@ -165,7 +172,9 @@ def _block_start(state: State, event: Mapping[str, Any]) -> Step:
             function = {"name": str(block.get("name", "")), "arguments": ""}
             call = {"index": tool.position, "id": str(block.get("id", "")), "type": "function", "function": function}
             return state, (Data(_chunk(state, {"tool_calls": [call]}), DeltaKind.CONTENT),)
-    return state, ()  # thinking that was withheld, and results of tools that run at the provider
+        case "redacted_thinking":
+            return _thought(state, block)
+    return state, ()  # results of tools that run at the provider
 
 
 def _block_delta(state: State, event: Mapping[str, Any]) -> Step:
@@ -179,7 +188,17 @@ def _block_delta(state: State, event: Mapping[str, Any]) -> Step:
             return _said(state, "reasoning_content", delta.get("thinking"))
         case "input_json_delta":
             return _arguments(state, event.get("index"), delta.get("partial_json"))
-    return state, ()  # signatures and citations have no place in OpenAI's dialect
+        case "signature_delta":
+            return _thought(state, {"type": "thinking", "signature": delta.get("signature")})
+    return state, ()  # citations have no place in OpenAI's dialect
+
+
+def _thought(state: State, block: Mapping[str, Any]) -> Step:
+    """Thinking that was withheld, and the signature of what was shown: for callers that will send them back."""
+    if not state.native:
+        return state, ()
+    state = replace(state, has_content=True)
+    return state, (Data(_chunk(state, {"thinking_blocks": [block]}), DeltaKind.CONTENT),)
 
 
 def _arguments(state: State, index: Any, piece: Any) -> Step:
@@ -215,12 +234,19 @@ def _message_delta(state: State, event: Mapping[str, Any]) -> Step:
     if reason is None or state.finished:
         return state, ()
     frames: list[Frame] = []
-    details = delta.get("stop_details") if isinstance(delta, Mapping) else None
-    if reason == "refusal" and isinstance(details, Mapping) and isinstance(details.get("explanation"), str):
+    assert isinstance(delta, Mapping)
+    details = delta.get("stop_details")
+    told: dict[str, Any] = {}
+    if isinstance(delta.get("stop_sequence"), str):
+        told["stop_reason"] = delta["stop_sequence"]
+    if state.native:
+        told |= {"native_finish_reason": str(reason)} if reason in _ONLY_HERE else {}
+        told |= {"stop_details": details} if isinstance(details, Mapping) else {}
+    elif reason == "refusal" and isinstance(details, Mapping) and isinstance(details.get("explanation"), str):
         state, said = _said(state, "refusal", details["explanation"])
         frames += said
     state = replace(state, finished=True)
-    frames.append(Data(_chunk(state, {}, FINISH_REASONS.get(str(reason), "stop")), DeltaKind.FINISH))
+    frames.append(Data(_chunk(state, {}, FINISH_REASONS.get(str(reason), "stop"), told=told), DeltaKind.FINISH))
     return state, tuple(frames)
 
 
@@ -264,8 +290,9 @@ def _chunk(
     delta: Mapping[str, Any] | None = None,
     finish: str | None = None,
     usage: Mapping[str, Any] | None = None,
+    told: Mapping[str, Any] = MappingProxyType({}),
 ) -> bytes:
-    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish, **told}
     chunk = {
         "id": state.id,
         "object": "chat.completion.chunk",

@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from gateway.core.anthropic_models import effort_for, takes_prefill, takes_sampling, thinking_for
 from gateway.core.provider_fields import ANTHROPIC_CHAT, unsupported
 from gateway.errors import UpstreamError
 
@@ -25,16 +26,6 @@ OPENING = "(The conversation begins with the assistant's turn.)"
 
 SAMPLING_VERSION = "2023-06-01"
 """The API version that a request with `temperature`, `top_p` or `top_k` needs: later ones refuse all three."""
-
-_EARLY = re.compile(r"claude-(3|(opus|sonnet|haiku)-4(-[0-6])?(-\d{8}|-latest)?$)")
-"""Models up to 4.6. They take sampling parameters (under SAMPLING_VERSION) and no effort above high; later ones answer
-400 to any sampling parameter."""
-
-_NO_EFFORT = re.compile(r"claude-(3|(opus-4(-[01])?|(sonnet|haiku)-4(-[0-5])?)(-\d{8}|-latest)?$)")
-"""Models that have no `output_config.effort`."""
-
-_TAKES_PREFILL = re.compile(r"claude-(3|(opus|sonnet|haiku)-4(-[0-5])?(-\d{8}|-latest)?$)")
-"""Models up to 4.5: they go on with a last assistant message; later ones want the user to have the last word."""
 
 IMAGE_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 
@@ -52,11 +43,6 @@ _AUDIO = "it takes no audio"
 _FUNCTION_TOOLS = "it takes tools of type function"
 
 
-def takes_prefill(model: str) -> bool:
-    """Whether `model` goes on with a last assistant message, as resuming a broken answer needs."""
-    return _TAKES_PREFILL.match(model) is not None
-
-
 def unsupported_params(body: Mapping[str, Any], model: str | None = None) -> tuple[str, ...]:
     """The parameters of a checked chat body that Anthropic cannot honor, each once; empty when the tier is suitable.
 
@@ -67,6 +53,13 @@ def unsupported_params(body: Mapping[str, Any], model: str | None = None) -> tup
     return tuple(found)
 
 
+def check_supported(body: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """The fields of a checked chat body that mean something to Anthropic; raises as `to_anthropic` does."""
+    for error in _shape_errors(body, model):
+        raise error
+    return ANTHROPIC_CHAT.kept(body)
+
+
 def needs_sampling_version(request: Mapping[str, Any]) -> bool:
     """Whether a request made by `to_anthropic` must be sent with `anthropic-version: SAMPLING_VERSION`."""
     return any(name in request for name in ("temperature", "top_p", "top_k"))
@@ -74,9 +67,7 @@ def needs_sampling_version(request: Mapping[str, Any]) -> bool:
 
 def to_anthropic(body: Mapping[str, Any], model: str) -> dict[str, Any]:
     """The streaming Messages request for `body`; raises UpstreamError (400, `unsupported_parameter`) naming a param."""
-    for error in _shape_errors(body, model):
-        raise error
-    kept = ANTHROPIC_CHAT.kept(body)
+    kept = check_supported(body, model)
     system, messages = _conversation(kept["messages"])
     request: dict[str, Any] = {
         "model": model,
@@ -87,7 +78,7 @@ def to_anthropic(body: Mapping[str, Any], model: str) -> dict[str, Any]:
     if system:
         request["system"] = system
     request |= _tools(kept, messages)
-    request |= _sampling(kept, model)
+    request |= sampling(kept, model)
     request |= _output(kept, model)
     if kept.get("user"):
         request["metadata"] = {"user_id": kept["user"]}
@@ -160,7 +151,7 @@ def _conversation(messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[dict
     """
     system: list[str] = []
     turns: list[tuple[str, list[dict[str, Any]]]] = []
-    ids = _ToolIds()
+    ids = ToolIds()
     for message in messages:
         role = message["role"]
         if role in ("system", "developer"):
@@ -228,13 +219,14 @@ def _source(url: str) -> dict[str, str]:
 
 
 # --- tools -----------------------------------------------------------------------------------------------------------
-class _ToolIds:
+class ToolIds:
     """Tool call ids in the alphabet that Anthropic takes; one id stays one id and two stay two."""
 
     def __init__(self) -> None:
         self._ids: dict[str, str] = {}
 
     def __call__(self, id: str) -> str:
+        """`id`, or what stands for it."""
         if id not in self._ids:
             clean = base = _BAD_ID.sub("_", id)
             count = 1
@@ -245,17 +237,17 @@ class _ToolIds:
         return self._ids[id]
 
 
-def _tool_use(call: Mapping[str, Any], ids: _ToolIds) -> dict[str, Any]:
+def _tool_use(call: Mapping[str, Any], ids: ToolIds) -> dict[str, Any]:
     function = call.get("function") or {}
     return {
         "type": "tool_use",
         "id": ids(call["id"]),
         "name": function.get("name", ""),
-        "input": _arguments(function.get("arguments") or ""),
+        "input": arguments(function.get("arguments") or ""),
     }
 
 
-def _arguments(text: str) -> dict[str, Any]:
+def arguments(text: str) -> dict[str, Any]:
     """Arguments as an object; what a model once wrote that is none travels whole under the key `arguments`."""
     if not text.strip():
         return {}
@@ -266,7 +258,7 @@ def _arguments(text: str) -> dict[str, Any]:
     return parsed if isinstance(parsed, dict) else {"arguments": text}
 
 
-def _tool_result(message: Mapping[str, Any], ids: _ToolIds) -> dict[str, Any]:
+def _tool_result(message: Mapping[str, Any], ids: ToolIds) -> dict[str, Any]:
     result: dict[str, Any] = {"type": "tool_result", "tool_use_id": ids(message["tool_call_id"])}
     if content := _blocks(message.get("content")):
         result["content"] = content
@@ -309,24 +301,24 @@ def _tool_choice(choice: Any) -> dict[str, Any]:
 
 
 # --- the rest --------------------------------------------------------------------------------------------------------
-def _sampling(kept: Mapping[str, Any], model: str) -> dict[str, Any]:
+def sampling(kept: Mapping[str, Any], model: str) -> dict[str, Any]:
     """Stop sequences, and sampling for the models that take it. Anthropic's temperature ends at 1, OpenAI's at 2.
 
     Temperature and top_p are refused together: the temperature stays, unless it is the default.
     """
-    sampling: dict[str, Any] = {}
+    said: dict[str, Any] = {}
     if stop := kept.get("stop"):
-        sampling["stop_sequences"] = [stop] if isinstance(stop, str) else list(stop)
-    if not _EARLY.match(model):
-        return sampling
+        said["stop_sequences"] = [stop] if isinstance(stop, str) else list(stop)
+    if not takes_sampling(model):
+        return said
     temperature, top_p = kept.get("temperature"), kept.get("top_p")
     if top_p is not None and top_p < 1 and temperature in (None, 1):
-        sampling["top_p"] = top_p
+        said["top_p"] = top_p
     elif temperature is not None:
-        sampling["temperature"] = min(temperature, 1)
+        said["temperature"] = min(temperature, 1)
     if (kept.get("top_k") or 0) > 0:
-        sampling["top_k"] = kept["top_k"]
-    return sampling
+        said["top_k"] = kept["top_k"]
+    return said
 
 
 def _output(kept: Mapping[str, Any], model: str) -> dict[str, Any]:
@@ -336,9 +328,9 @@ def _output(kept: Mapping[str, Any], model: str) -> dict[str, Any]:
     if shape.get("type") == "json_schema":
         config["format"] = {"type": "json_schema", "schema": shape["json_schema"].get("schema") or {"type": "object"}}
     effort = kept.get("reasoning_effort")
-    if isinstance(effort, str) and effort in _EFFORTS and not _NO_EFFORT.match(model):
-        config["effort"] = "high" if effort in ("xhigh", "max") and _EARLY.match(model) else _EFFORTS[effort]
+    if isinstance(effort, str) and effort in _EFFORTS and (known := effort_for(_EFFORTS[effort], model)):
+        config["effort"] = known
     output: dict[str, Any] = {"output_config": config} if config else {}
-    if effort == "none":
-        output["thinking"] = {"type": "disabled"}
+    if effort == "none" and (thinking := thinking_for({"type": "disabled"}, model)):
+        output["thinking"] = thinking
     return output

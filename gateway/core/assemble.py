@@ -8,6 +8,8 @@ from typing import Any
 
 _JOINED = ("content", "reasoning_content", "reasoning", "refusal")
 _COPIED = ("id", "created", "model", "system_fingerprint", "service_tier")
+_TOLD = ("stop_reason", "native_finish_reason", "stop_details")
+"""What a choice may say about its end beside the finish reason."""
 _OBJECTS = {"chat.completion.chunk": "chat.completion", "text_completion": "text_completion"}
 
 
@@ -20,6 +22,9 @@ class _Choice:
     logprobs: dict[str, list[Any]] | None = None
     finish: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+    told: dict[str, Any] = field(default_factory=dict)
+    signed: int = 0
+    """How many pieces of the reasoning belong to blocks that have their signature."""
 
 
 class Assembly:
@@ -52,6 +57,7 @@ class Assembly:
     def _add_choice(self, choice: _Choice, part: Mapping[str, Any]) -> None:
         if part.get("finish_reason") is not None:
             choice.finish = part["finish_reason"]
+            choice.told = {name: part[name] for name in _TOLD if part.get(name) is not None}
         if isinstance(logprobs := part.get("logprobs"), dict):
             choice.logprobs = choice.logprobs or {}
             for name, values in logprobs.items():
@@ -76,6 +82,9 @@ class Assembly:
             elif name == "function_call" and isinstance(value, dict):
                 choice.function = choice.function or {"name": "", "arguments": ""}
                 _append(choice.function, value)
+            elif name == "thinking_blocks" and isinstance(value, list):
+                for block in value:
+                    _add_thought(choice, block)
             else:
                 choice.extra[name] = value
 
@@ -117,6 +126,17 @@ def _add_tool(tools: dict[int, dict[str, Any]], call: Any) -> None:
         _append(whole["function"], function)
 
 
+def _add_thought(choice: _Choice, block: Any) -> None:
+    """One block of thinking: the signature of what was thought since the last one, or one that is whole."""
+    if not isinstance(block, dict):
+        raise ValueError("a block of thinking that is no object")
+    if block.get("type") == "thinking" and "thinking" not in block:
+        pieces = choice.texts.get("reasoning_content", [])
+        block = {"type": "thinking", "thinking": "".join(pieces[choice.signed :]), **block}
+        choice.signed = len(pieces)
+    choice.extra.setdefault("thinking_blocks", []).append(block)
+
+
 def _append(whole: dict[str, str], piece: Mapping[str, Any]) -> None:
     for key in ("name", "arguments"):
         if isinstance(said := piece.get(key), str):
@@ -137,6 +157,7 @@ def _chat_choice(index: int, choice: _Choice) -> dict[str, Any]:
         "message": message | choice.extra,
         "logprobs": choice.logprobs,
         "finish_reason": choice.finish,
+        **choice.told,
     }
 
 
@@ -146,4 +167,5 @@ def _text_choice(index: int, choice: _Choice) -> dict[str, Any]:
         "text": "".join(choice.texts.get("text", ())),
         "logprobs": choice.logprobs,
         "finish_reason": choice.finish,
+        **choice.told,
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import orjson
+from gateway.core.anthropic_request import arguments
 
 UNSIGNED = "headgate"
 """The signature of thinking that Anthropic did not sign. Clients want one and send it back; it proves nothing, so such
@@ -86,17 +86,6 @@ def stop_of(choice: Mapping[str, Any], *, stops: Sequence[str], has_calls: bool,
         "stop_sequence": sequence,
         **({"stop_details": details} if details is not None else {}),
     }
-
-
-def arguments(text: str) -> dict[str, Any]:
-    """Arguments as an object; what a model wrote that is none travels whole under the key `arguments`."""
-    if not text.strip():
-        return {}
-    try:
-        parsed = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return {"arguments": text}
-    return parsed if isinstance(parsed, dict) else {"arguments": text}
 
 
 def call_id(given: Any, answer: str, position: int) -> str:

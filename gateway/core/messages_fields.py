@@ -120,13 +120,23 @@ _DOCUMENT_SOURCE = _by_kind(
     },
     {"url": _NO_FETCHING, "file": _NO_FILES, "content": "send its blocks themselves"},
 )
+
+
+def _check_citations(value: Any, path: str) -> None:
+    f.mapping({"enabled": f.boolean}).run(value, path)
+    if value.get("enabled"):
+        said = f"`{path}.enabled` must be false: most models behind the gateway cite nothing"
+        f.refuse(f"{path}.enabled", said, Code.UNSUPPORTED_PARAMETER)
+
+
+_NO_CITATIONS = f.Check(_check_citations, {"type": "object", "properties": {"enabled": {"enum": [False, None]}}})
 _DOCUMENT = closed(
     {
         **_MARKED,
         "source": _DOCUMENT_SOURCE,
         "title": f.string(),
         "context": f.string(),
-        "citations": f.mapping({"enabled": f.boolean}),
+        "citations": _NO_CITATIONS,
     },
     needed=("type", "source"),
 )

@@ -1,7 +1,8 @@
 """Anthropic through the official SDK, with OpenAI's dialect in and out; decides nothing about failover.
 
-The translation is `gateway.core.anthropic_request` and `gateway.core.anthropic_events`. The SDK's own retries are off:
-the chain is the only retry loop.
+The translation is `gateway.core.anthropic_request` and `gateway.core.anthropic_events`; a request that came in
+Anthropic's own dialect is not translated but sent as `gateway.core.anthropic_native` makes it. The SDK's own retries
+are off: the chain is the only retry loop.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import httpx2
 from anthropic import AsyncAnthropic, AsyncStream
 
 from gateway.core import anthropic_events, anthropic_request
-from gateway.core.anthropic_request import SAMPLING_VERSION, needs_sampling_version, to_anthropic
+from gateway.core.anthropic_native import to_native
+from gateway.core.anthropic_request import SAMPLING_VERSION, check_supported, needs_sampling_version, to_anthropic
 from gateway.core.frames import Endpoint, Frame
 from gateway.core.openai_request import no_endpoint
+from gateway.core.origin import origin_of
 from gateway.providers.base import Call
 from gateway.providers.sdk import SdkStream, timeout_of
 
@@ -46,7 +49,8 @@ class AnthropicProvider:
 
     def stream(self, call: Call) -> AbstractAsyncContextManager[AsyncIterator[Frame]]:
         """Opens `call` as a stream; see the contract in `gateway.providers.base`."""
-        state = anthropic_events.State(created=int(time.time()), secrets=self._secrets)
+        native = origin_of(call.body) is not None
+        state = anthropic_events.State(created=int(time.time()), secrets=self._secrets, native=native)
         return SdkStream(lambda: self._send(call), anthropic_events, state, self._host, self._secrets)
 
     async def unary(self, call: Call) -> bytes:
@@ -60,7 +64,7 @@ class AnthropicProvider:
     async def _send(self, call: Call) -> httpx2.Response:
         if call.endpoint is not Endpoint.CHAT:
             raise no_endpoint(call.endpoint)
-        body = to_anthropic(call.body, call.model)
+        body = _request(call.body, call.model)
         headers = {"Accept-Encoding": "identity"}  # a compressed stream comes in blocks instead of token by token
         if needs_sampling_version(body):
             headers["anthropic-version"] = SAMPLING_VERSION
@@ -74,3 +78,12 @@ class AnthropicProvider:
         )
         assert isinstance(response, httpx2.Response)
         return response
+
+
+def _request(body: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """What to send; raises UpstreamError for what Anthropic or `model` cannot do."""
+    origin = origin_of(body)
+    if origin is None:
+        return to_anthropic(body, model)
+    check_supported(body, model)
+    return to_native(origin, model)

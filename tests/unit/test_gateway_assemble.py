@@ -141,3 +141,29 @@ def test_completeness_needs_every_choice_to_finish() -> None:
     assert not assembly.is_complete
     assembly.add(_chunk(index=1, finish="stop"))
     assert assembly.is_complete
+
+
+def test_signatures_belong_to_what_was_thought_since_the_last_one() -> None:
+    hidden = {"type": "redacted_thinking", "data": "x"}
+    answer = _sum(
+        _chunk({"reasoning_content": "a"}),
+        _chunk({"reasoning_content": "b"}),
+        _chunk({"thinking_blocks": [{"type": "thinking", "signature": "s1"}, hidden]}),
+        _chunk({"thinking_blocks": [{"type": "thinking", "signature": "s2"}]}),
+        _chunk({"thinking_blocks": [{"type": "thinking", "thinking": "whole", "signature": "s3"}]}),
+        _chunk(finish="stop"),
+    )
+    assert answer["choices"][0]["message"]["thinking_blocks"] == [
+        {"type": "thinking", "thinking": "ab", "signature": "s1"},
+        hidden,
+        {"type": "thinking", "thinking": "", "signature": "s2"},
+        {"type": "thinking", "thinking": "whole", "signature": "s3"},
+    ]
+    with pytest.raises(ValueError, match="no object"):
+        _sum(_chunk({"thinking_blocks": ["x"]}))
+
+
+def test_what_a_choice_says_of_its_end_is_kept() -> None:
+    answer = _sum(_chunk({"content": "a"}), _chunk(finish="stop", stop_reason="END", stop_details=None))
+    assert answer["choices"][0]["stop_reason"] == "END"
+    assert "stop_details" not in answer["choices"][0]

@@ -108,7 +108,7 @@ def test_pictures_and_documents() -> None:
     pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}}
     text = {
         "type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "Water."}, "title": "Mills",
-        "context": None,
+        "context": None, "citations": {"enabled": False},
     }  # fmt: skip
     said = chat({"role": "user", "content": [image, pdf, {**pdf, "title": "a.pdf"}, text]})["messages"][0]["content"]
     assert said == [
@@ -314,6 +314,17 @@ def test_a_refusal_names_the_field(more: dict[str, Any], param: str) -> None:
             [{"role": "user", "content": [{"type": "document", "source": {"type": "file", "file_id": "f"}}]}],
             "messages[0].content[0].source.type",
         ),
+        (
+            [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "document", "source": {"type": "text", "data": "x"}, "citations": {"enabled": True}}
+                    ],
+                }
+            ],
+            "messages[0].content[0].citations.enabled",
+        ),
         ([{"role": "user", "content": [result("a")]}], "messages[0].content[0].tool_use_id"),
         ([ASKED, {"role": "assistant", "content": [use("a")]}], "messages"),
         ([ASKED, {"role": "assistant", "content": [use("a")]}, ASKED], "messages"),
@@ -330,7 +341,7 @@ def test_a_refusal_names_the_field(more: dict[str, Any], param: str) -> None:
     ],
     ids=[
         "role", "no-content", "unknown-field", "no-text", "unknown-in-block", "unknown-type", "search-result",
-        "call-of-the-user", "server-tool", "its-result", "image-address", "document-file", "result-of-nothing",
+        "call-of-the-user", "server-tool", "its-result", "image-address", "document-file", "citations", "result-of-nothing",
         "no-result-at-all", "no-result", "system-between", "one-id-twice", "two-results",
     ],
 )  # fmt: skip

@@ -1,0 +1,58 @@
+"""What the models of Anthropic take, by their names, as its documentation says; sends nothing and refuses nothing.
+
+A name that tells no generation is taken for the newest, because what the newest refuse is the smaller loss to leave
+out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_EARLY = re.compile(r"claude-(3|(opus|sonnet|haiku)-4(-[0-6])?(-\d{8}|-latest)?$)")
+"""Models up to 4.6. They take sampling parameters (under the older API version), thinking with a budget, and no effort
+above high; later ones answer 400 to any of them."""
+
+_NO_EFFORT = re.compile(r"claude-(3|(opus-4(-[01])?|(sonnet|haiku)-4(-[0-5])?)(-\d{8}|-latest)?$)")
+"""Models that have no `output_config.effort`."""
+
+_BEFORE_4_6 = re.compile(r"claude-(3|(opus|sonnet|haiku)-4(-[0-5])?(-\d{8}|-latest)?$)")
+"""Models up to 4.5. They go on with a last assistant message, and think with a budget or not at all."""
+
+_ALWAYS_THINKS = re.compile(r"claude-(fable|mythos)-")
+"""Models whose thinking cannot be turned off."""
+
+
+def takes_sampling(model: str) -> bool:
+    """Whether `model` takes `temperature`, `top_p` and `top_k`."""
+    return _EARLY.match(model) is not None
+
+
+def takes_prefill(model: str) -> bool:
+    """Whether `model` goes on with a last assistant message, as resuming a broken answer needs."""
+    return _BEFORE_4_6.match(model) is not None
+
+
+def effort_for(effort: str, model: str) -> str | None:
+    """`effort` as `model` takes it, the nearest that it has; None for a model that has none."""
+    if _NO_EFFORT.match(model):
+        return None
+    return "high" if effort in ("xhigh", "max") and _EARLY.match(model) else effort
+
+
+def thinking_for(thinking: Mapping[str, Any], model: str) -> Mapping[str, Any] | None:
+    """`thinking` as `model` takes it; None where the model's own way is the nearest to what was asked.
+
+    A budget becomes thinking as much as the model itself sees fit where there are no budgets any more.
+    """
+    kind = thinking["type"]
+    if kind == "disabled":
+        return None if _ALWAYS_THINKS.match(model) else thinking
+    if kind == "enabled" and not _EARLY.match(model):
+        return {"type": "adaptive", **({"display": thinking["display"]} if thinking.get("display") else {})}
+    if kind == "adaptive" and _BEFORE_4_6.match(model):
+        return None
+    if kind == "between_tools" and _EARLY.match(model):
+        return None
+    return thinking
