@@ -172,4 +172,5 @@ class DividedGeneration(Generation):
             None,
             parts,
             self._reasoning_tokens,
+            stop=self._stops.matched if finish is not None else None,
         )

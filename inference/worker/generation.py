@@ -35,6 +35,8 @@ class Output:
 
     `prompt_logprobs` continue those of the prompt, when it is scored. They come in outputs without text, all of them
     before the first output that has text or a finish.
+
+    `stop` is the stop string that ended the choice, where one did.
     """
 
     choice: int
@@ -47,6 +49,7 @@ class Output:
     parts: tuple[Part, ...] = ()
     reasoning_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    stop: str | None = None
 
 
 class Generation:
@@ -118,4 +121,5 @@ class Generation:
         # Log probabilities go out with their text; those of a stop string that was cut away are dropped with it.
         ready = [item for item in self._logprobs if item.offset < self._shown or (finish is not None and not cut)]
         self._logprobs = [] if finish is not None else self._logprobs[len(ready) :]
-        return Output(self.choice, text, self.tokens, self.cached or 0, tuple(ready), finish)
+        stop = self._stops.matched if finish is not None else None
+        return Output(self.choice, text, self.tokens, self.cached or 0, tuple(ready), finish, stop=stop)

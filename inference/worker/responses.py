@@ -121,7 +121,7 @@ class Stream:
             parts.append(self._chunk(output.choice, body, None, self._logprobs(output)))
         if output.finish is not None:
             body = b'"delta":{}' if self._chat else b'"text":""'
-            parts.append(self._chunk(output.choice, body, output.finish, b"null"))
+            parts.append(self._chunk(output.choice, body, output.finish, b"null", output.stop))
         return b"".join(parts)
 
     def _parts(self, output: Output) -> list[bytes]:
@@ -140,13 +140,15 @@ class Stream:
         """The last chunk, with usage and no choices."""
         return self._head + b',"choices":[],"usage":' + orjson.dumps(usage.to_json()) + b"}\n\n"
 
-    def _chunk(self, choice: int, body: bytes, finish: str | None, logprobs: bytes) -> bytes:
-        return b'%b,"choices":[{"index":%d,%b,"logprobs":%b,"finish_reason":%b}]%b' % (
+    def _chunk(self, choice: int, body: bytes, finish: str | None, logprobs: bytes, stop: str | None = None) -> bytes:
+        """`stop` is the stop string that ended the choice; it is told under the name that vLLM gave it."""
+        return b'%b,"choices":[{"index":%d,%b,"logprobs":%b,"finish_reason":%b%b}]%b' % (
             self._head,
             choice,
             body,
             logprobs,
             orjson.dumps(finish),
+            b"" if stop is None else b',"stop_reason":' + orjson.dumps(stop),
             self._tail,
         )
 
@@ -193,6 +195,7 @@ class Answer:
 
     def __init__(self, kind: Literal["chat", "completion"], echo: Echo = NO_ECHO) -> None:
         self.finish: str | None = None
+        self.stop: str | None = None
         self.tokens = 0
         self.cached = 0
         self.reasoning_tokens = 0
@@ -246,6 +249,7 @@ class Answer:
         self.cached = output.cached
         self.reasoning_tokens = output.reasoning_tokens
         self.finish = output.finish
+        self.stop = output.stop
 
 
 def whole(
@@ -265,6 +269,8 @@ def whole(
             choice["message"] = answer.message
         else:
             choice["text"] = answer.text
+        if answer.stop is not None:
+            choice["stop_reason"] = answer.stop
         if with_logprobs:
             choice["logprobs"] = orjson.Fragment(answer.logprobs.json())
         choices.append(choice)

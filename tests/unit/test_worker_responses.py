@@ -180,3 +180,10 @@ def test_ids_of_calls_differ() -> None:
     ids = {responses.new_call_id() for _ in range(100)}
     assert len(ids) == 100
     assert all(re.fullmatch(r"call_[0-9a-f]{24}", id) for id in ids)
+
+
+def test_the_stop_string_that_ended_an_answer_is_told() -> None:
+    ended = Output(0, "", 2, finish="stop", stop='"END"')
+    assert lines([ended], divided=False)[-1] == choice("{}", finish='"stop","stop_reason":"\\"END\\""')
+    assert whole(Output(0, "hi", 1), ended)["choices"][0]["stop_reason"] == '"END"'
+    assert "stop_reason" not in whole(Output(0, "hi", 1, finish="stop"))["choices"][0]
