@@ -17,6 +17,7 @@ from gateway import settings
 from gateway.admission import Admission
 from gateway.attempts import Tools
 from gateway.auth import Keys
+from gateway.breaker_file import BreakerFile
 from gateway.breakers import Breakers
 from gateway.core.breaker import Rule, State
 from gateway.core.chain import LOCAL
@@ -80,6 +81,7 @@ class Runtime:
         self._retired: list[tuple[int, Provider]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._reloading = asyncio.Lock()
+        self._breaker_file = BreakerFile(state, self.breakers, lambda: (LOCAL, *self.config.providers))
         self.prober = Prober(
             self.breakers, lambda: self._registry.local, lambda: self.view.models, on_probe=self.telemetry.on_probe
         )
@@ -94,7 +96,9 @@ class Runtime:
         self.counter = TokenCounter(self._registry.local.post_json)
         self.tools = self._make_tools()
         self._spawn(self.view.run(), "inference-view")
+        await self._breaker_file.restore()
         self._spawn(self.prober.run(), "prober")
+        self._spawn(self._breaker_file.run(), "breaker-file")
         self._patient_until = time.monotonic() + FIRST_CONTACT_SECONDS
 
     @property
@@ -119,6 +123,7 @@ class Runtime:
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._breaker_file.close()
         await asyncio.gather(
             *(_close(provider) for provider in self._registry.providers.values()),
             *(_close(provider) for _, provider in self._retired),
@@ -166,6 +171,7 @@ class Runtime:
 
     def _on_breaker(self, provider: str, model: str, state: State | None) -> None:
         self.telemetry.on_breaker(provider, model, state)
+        self._breaker_file.note()
         if provider == LOCAL:
             self.prober.moved(model, state)
         if (provider, model, state) == (LOCAL, "", State.OPEN):

@@ -388,6 +388,19 @@ async def test_a_model_that_failed_is_asked_last_before_a_request_fails_at_it(
     assert (answer.json()["model"], answer.headers["x-headgate-attempts"]) == ("demo", "2")
 
 
+async def test_a_restart_of_the_gateway_keeps_an_open_breaker_open(tmp_path: Path, fake: FakeInference) -> None:
+    fake.answers["demo"] = Answer(refuse=Code.MODEL_FAILED)
+    config = CONFIG + "breaker: {open: 600s}\n"
+    async with Gateway(tmp_path, fake.url, config) as gateway:
+        for _ in range(5):
+            await gateway.chat()
+    async with Gateway(tmp_path, fake.url, config) as gateway:
+        entry = await gateway.breaker("local/demo")
+        assert (entry["state"], entry["source"], entry["retry_after"] > 500) == ("open", "restart", True)
+        assert (await gateway.chat()).headers["x-headgate-reason"] == "breaker_open"
+    assert len(fake.seen_for("demo")) == 5
+
+
 async def test_readiness_waits_a_moment_for_the_first_contact(tmp_path: Path, fake: FakeInference) -> None:
     await fake.stop()
     async with Gateway(tmp_path, fake.url) as gateway:

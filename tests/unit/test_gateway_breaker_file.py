@@ -1,0 +1,157 @@
+"""What a restart of the gateway keeps of its breakers, and that no file can keep it from starting."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from gateway import breaker_file
+from gateway.breaker_file import MAX_BYTES, NAME, BreakerFile
+from gateway.breakers import MAX_GUARDS, Breakers, Lease
+from gateway.core.breaker import Rule, State
+from gateway.core.outcome import Failure, Scope
+from headgate.shared.state import StateDir
+from tests.rigs.stack import until
+
+
+class World:
+    """Two clocks that run side by side, and the gateways that follow each other."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.now = 500.0
+        self.wall = 1_700_000_000.0
+
+    def gateway(self) -> tuple[Breakers, BreakerFile]:
+        """A gateway that was just started."""
+        breakers = Breakers(Rule(), lambda: self.now)
+        return breakers, BreakerFile(StateDir(self.root), breakers, lambda: ("local", "cloud"), lambda: self.wall)
+
+    def pass_time(self, seconds: float) -> None:
+        """On the wall; a new process has a monotonic clock of its own."""
+        self.wall += seconds
+        self.now = 3.0
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def _open(breakers: Breakers, model: str, provider: str = "local", pause: float | None = None) -> None:
+    for _ in range(5):
+        lease = breakers.acquire(provider, model, 1e9)
+        assert isinstance(lease, Lease)
+        lease.settle(Failure(Scope.PAIR, pause, reached=True), "a secret of somebody's")
+
+
+async def test_a_restart_within_the_open_period_keeps_it_for_the_rest(world: World) -> None:
+    breakers, file = world.gateway()
+    _open(breakers, "m")
+    _open(breakers, "long", "cloud", pause=3000.0)
+    await file.close()
+    assert "secret" not in (world.root / NAME).read_text()
+    world.pass_time(12.0)
+    again, second = world.gateway()
+    await second.restore()
+    assert again.closed_for("local", "m") == pytest.approx(18.0, abs=0.01)
+    assert again.closed_for("cloud", "long") == pytest.approx(2988.0, abs=0.01)
+    assert again.states()["local/m"] is State.OPEN
+
+
+async def test_a_period_that_ended_meanwhile_leaves_one_probe_and_later_nothing(world: World) -> None:
+    breakers, file = world.gateway()
+    _open(breakers, "m")
+    await file.close()
+    world.pass_time(31.0)
+    again, second = world.gateway()
+    await second.restore()
+    clients = [again.acquire("local", "m", 1e9) for _ in range(50)]
+    assert sum(isinstance(client, Lease) for client in clients) == 1
+    await second.close()
+    world.pass_time(700.0)
+    last, third = world.gateway()
+    await third.restore()
+    assert last.states() == {}
+
+
+async def test_a_wall_clock_that_was_set_back_closes_nothing_for_longer_than_an_hour(world: World) -> None:
+    breakers, file = world.gateway()
+    _open(breakers, "m")
+    await file.close()
+    world.pass_time(-86400.0)
+    again, second = world.gateway()
+    await second.restore()
+    assert again.closed_for("local", "m") == 3600.0
+
+
+BAD = [
+    ("nothing", b""),
+    ("no JSON", b"{"),
+    ("no object", b"[]"),
+    ("another version", b'{"format": 2, "breakers": []}'),
+    ("no breakers", b'{"format": 1}'),
+    ("no list", b'{"format": 1, "breakers": {}}'),
+    ("a number for a name", b'{"format": 1, "breakers": [[1, "m", 2.0]]}'),
+    ("no time", b'{"format": 1, "breakers": [["local", "m", "soon"]]}'),
+    ("no end", b'{"format": 1, "breakers": [["local", "m", NaN]]}'),
+    ("not text", b"\xff\xfe\x00"),
+    ("nested", b"[" * 100_000),
+    ("too large", b" " * (MAX_BYTES + 1)),
+]
+
+
+@pytest.mark.parametrize("content", [case[1] for case in BAD], ids=[case[0] for case in BAD])
+async def test_a_file_that_is_none_of_ours_is_one_line_in_the_log(
+    world: World, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    (world.root / NAME).write_bytes(content)
+    breakers, file = world.gateway()
+    await file.restore()
+    assert breakers.states() == {}
+    (line,) = caplog.messages
+    assert line.startswith("breakers.json is ignored, breakers start closed: ")
+
+
+async def test_a_directory_in_its_place_harms_nothing(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    (world.root / NAME).mkdir()
+    breakers, file = world.gateway()
+    await file.restore()
+    _open(breakers, "m")
+    await file.close()
+    await file.close()
+    assert [line.partition(" (")[0] for line in caplog.messages if "kept" in line] == [
+        "open breakers cannot be kept for a restart"
+    ]
+
+
+async def test_breakers_of_providers_that_left_and_more_than_there_may_be_are_not_restored(world: World) -> None:
+    entries = [["gone", "m", world.wall + 20]] + [["local", f"m{index}", world.wall + 20] for index in range(1000)]
+    (world.root / NAME).write_text(json.dumps({"format": 1, "breakers": entries}))
+    breakers, file = world.gateway()
+    await file.restore()
+    assert len(breakers.states()) == MAX_GUARDS - 1
+    assert "gone" not in {name.partition("/")[0] for name in breakers.states()}
+
+
+async def test_changes_are_written_while_the_gateway_runs_and_a_closed_breaker_is_forgotten(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(breaker_file, "SETTLE_SECONDS", 0.0)
+    breakers, file = world.gateway()
+    await file.restore()
+    writing = asyncio.create_task(file.run())
+    path = world.root / NAME
+    file.note()
+    _open(breakers, "m")
+    file.note()
+    await until("it is written", lambda: path.exists() and b"local" in path.read_bytes())
+    breakers.reset("local/m")
+    file.note()
+    await until("it is forgotten", lambda: b"local" not in path.read_bytes())
+    assert path.stat().st_mode & 0o077 == 0
+    writing.cancel()
+    await asyncio.wait({writing})
