@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import logging
 import math
 import time
@@ -17,13 +16,13 @@ from dataclasses import replace
 from gateway.attempt import Attempt
 from gateway.attempts import Caller, Request
 from gateway.auth import Key
-from gateway.core.chain import LOCAL, Found, find_route
+from gateway.core.chain import Found
 from gateway.core.outcome import End
-from gateway.core.requests import InferenceRequest
 from gateway.dialects.base import Asked, Dialect
 from gateway.errors import GatewayError, RefusedError, RequestError
 from gateway.exchange import ClientLeftError, Exchange, Receive, Scope, Send, exchange_of, read_body, send_bytes
 from gateway.explain import Record
+from gateway.finding import find
 from gateway.limits import Meter
 from gateway.presence import Presence
 from gateway.runtime import Runtime
@@ -66,7 +65,7 @@ class Generation:
         key, tenant = runtime.keys.admit(exchange.headers, "use")
         meter = runtime.limiter.enter(key, exchange)
         with meter or contextlib.nullcontext():
-            caller = _caller(exchange, key, tenant, meter)
+            caller = caller_of(exchange, key, tenant, meter)
             await self._admitted(key, caller, exchange, record, receive, send)
 
     async def _admitted(
@@ -82,7 +81,7 @@ class Generation:
             caller.meter.reserve(request)
         record.asked, record.stream, record.key = request.model, request.stream, key.name
         record.priority = caller.priority
-        found = await self._find(request, exchange)
+        found = await find(runtime, request.model, exchange)
         record.route = found.route
         runtime.ring.add(record)
         presence = runtime.presences.watch(receive)
@@ -146,30 +145,6 @@ class Generation:
         record.overhead_seconds = exchange.overhead_seconds
         self._runtime.telemetry.overhead.observe(record.overhead_seconds)
 
-    async def _find(self, request: InferenceRequest, exchange: Exchange) -> Found:
-        """The route of the model asked for; raises RequestError 404 when neither routes nor the service know it."""
-        runtime, view = self._runtime, self._runtime.view
-        routes = runtime.config.routes
-        found = find_route(request.model, routes, view.aliases)
-        if found is None or self._seems_unknown(found):
-            began = time.monotonic()
-            await view.refresh()  # it may have been added a moment ago
-            exchange.waited_seconds += time.monotonic() - began
-            found = find_route(request.model, routes, view.aliases)
-        if found is not None and not self._seems_unknown(found):
-            return found
-        known = sorted({*(route for route in routes if route != "*"), *view.models})
-        near = difflib.get_close_matches(request.model, known, n=1)
-        advice = f"did you mean {near[0]!r}?" if near else f"known models: {', '.join(known[:20]) or 'none'}"
-        raise RequestError(Code.MODEL_NOT_FOUND, f"there is no model {request.model[:100]!r}; {advice}", param="model")
-
-    def _seems_unknown(self, found: Found) -> bool:
-        """Whether only the service could serve this name and its snapshot does not hold it."""
-        view = self._runtime.view
-        if found.route != "*" or not view.is_fresh or found.model in view.models:
-            return False
-        return all(entry.startswith(f"{LOCAL}/") for entry in self._runtime.config.routes["*"].chain)
-
     def _finish(self, exchange: Exchange, record: Record) -> None:
         if record.outcome == str(End.CLIENT_LEFT):
             self._runtime.telemetry.disconnects.inc()
@@ -186,7 +161,7 @@ class Generation:
         )  # fmt: skip
 
 
-def _caller(exchange: Exchange, key: Key, tenant: str, meter: Meter | None) -> Caller:
+def caller_of(exchange: Exchange, key: Key, tenant: str, meter: Meter | None) -> Caller:
     """Who asks, from the key and the headers; raises RequestError for header values that mean nothing."""
     headers = exchange.headers
     priority = _one_of(headers, H_PRIORITY, tuple(Priority), Priority.NORMAL)

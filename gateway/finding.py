@@ -1,0 +1,37 @@
+"""Finds the route of the model that is asked for, asking the service again before saying no; chooses no tier."""
+
+from __future__ import annotations
+
+import difflib
+import time
+
+from gateway.core.chain import LOCAL, Found, find_route
+from gateway.errors import RequestError
+from gateway.exchange import Exchange
+from gateway.runtime import Runtime
+from inference.protocol import Code
+
+
+async def find(runtime: Runtime, model: str, exchange: Exchange) -> Found:
+    """The route of `model`; raises RequestError 404 when neither routes nor the service know it."""
+    view, routes = runtime.view, runtime.config.routes
+    found = find_route(model, routes, view.aliases)
+    if found is None or _seems_unknown(runtime, found):
+        began = time.monotonic()
+        await view.refresh()  # it may have been added a moment ago
+        exchange.waited_seconds += time.monotonic() - began
+        found = find_route(model, routes, view.aliases)
+    if found is not None and not _seems_unknown(runtime, found):
+        return found
+    known = sorted({*(route for route in routes if route != "*"), *view.models})
+    near = difflib.get_close_matches(model, known, n=1)
+    advice = f"did you mean {near[0]!r}?" if near else f"known models: {', '.join(known[:20]) or 'none'}"
+    raise RequestError(Code.MODEL_NOT_FOUND, f"there is no model {model[:100]!r}; {advice}", param="model")
+
+
+def _seems_unknown(runtime: Runtime, found: Found) -> bool:
+    """Whether only the service could serve this name and its snapshot does not hold it."""
+    view = runtime.view
+    if found.route != "*" or not view.is_fresh or found.model in view.models:
+        return False
+    return all(entry.startswith(f"{LOCAL}/") for entry in runtime.config.routes["*"].chain)
