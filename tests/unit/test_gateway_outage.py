@@ -1,0 +1,222 @@
+"""An outage as users, breakers and probes live through it: the real ones, on a clock that leaps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.breakers import Breakers, Lease
+from gateway.core.breaker import Rule, State
+from gateway.core.outcome import End, Failure, Observation, Scope, judge
+from gateway.core.probing import Purpose, Step
+from gateway.errors import UpstreamError, UpstreamKind
+from gateway.inference_view import InferenceView
+from gateway.probes import Prober
+from inference.protocol import Code, ModelState, ModelStatus
+from tests.rigs import virtual_time
+
+OUTAGE, PERIOD, FIRST_TOKEN, ANSWER = 60.0, 4.0, 30.0, 0.1
+STATUS = ModelStatus("demo", ModelState.READY, capabilities=("chat",))
+
+ERRORS: Mapping[str, UpstreamError] = {
+    "refused": UpstreamError(UpstreamKind.CONNECT, "refused"),
+    "reset": UpstreamError(UpstreamKind.READ, "reset"),
+    "500": UpstreamError(UpstreamKind.STATUS, "500", status=500),
+    "529": UpstreamError(UpstreamKind.STATUS, "529", status=529),
+    "stopping": UpstreamError(UpstreamKind.STATUS, "503", status=503, code=Code.SHUTTING_DOWN),
+    "model failed": UpstreamError(UpstreamKind.STATUS, "503", status=503, code=Code.MODEL_FAILED),
+}
+
+
+@dataclass
+class Outage:
+    """A tier that is away, in the way that `how` says, between two moments; who reached it, and when it answered."""
+
+    provider: str
+    how: str
+    begins: float
+    ends: float
+    reached: list[float] = field(default_factory=list)
+    used: list[float] = field(default_factory=list)
+    probing: int = 0
+    most_probing: int = 0
+
+    def __post_init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.breakers = Breakers(Rule(), self.loop.time, on_state=self._moved, on_failure=self._failed)
+        self.prober = Prober(self.breakers, lambda: self, lambda: {"demo": STATUS}, self.loop.time)
+        self.view = InferenceView(
+            self.get_json, self.loop.time, self.prober.hint, self.prober.suspect, self.prober.hint
+        )
+        self._ask, self.prober.ask = self.prober.ask, self._watched  # type: ignore[method-assign]
+
+    def _moved(self, provider: str, model: str, state: State | None) -> None:
+        if provider == "local":
+            self.prober.moved(model, state)
+
+    def _failed(self, provider: str, model: str, failure: Failure) -> None:
+        if provider == "local" and failure.scope is Scope.PROVIDER:
+            self.prober.suspect()
+
+    async def _watched(self, step: Step) -> None:
+        with self._probe(step.purpose is Purpose.RECOVER):
+            await self._ask(step)
+
+    def _probe(self, counts: bool) -> _Count:
+        return _Count(self, counts)
+
+    async def get_json(self, path: str, seconds: float) -> Any:
+        """`/readyz` and `/v1/models`; a model that fails fails neither."""
+        if self.how != "model failed":
+            await self._be_away(seconds)
+        return {"data": [STATUS.to_json()]}
+
+    async def post_json(self, path: str, body: bytes, seconds: float, headers: Mapping[str, str] | None = None) -> Any:
+        """A request for one token."""
+        await self._be_away(seconds)
+        return {}
+
+    async def _be_away(self, seconds: float) -> None:
+        until = self.ends - self.loop.time()
+        if self.loop.time() < self.begins or until <= 0:
+            return
+        if self.how == "silent":
+            await asyncio.sleep(min(until, seconds))
+            if until > seconds:
+                raise UpstreamError(UpstreamKind.TIMEOUT, "silent")
+            return
+        raise ERRORS[self.how]
+
+    async def user(self) -> bool:
+        """One request; whether it reached the tier."""
+        lease = self.breakers.acquire(self.provider, "demo", self.loop.time() + 315, forced=True)
+        if not isinstance(lease, Lease):
+            return False
+        with self._probe(lease.is_probe):
+            if self.begins <= self.loop.time() < self.ends:
+                self.reached.append(self.loop.time())
+            try:
+                await self._be_away(FIRST_TOKEN)
+            except UpstreamError as error:
+                seen = Observation(error.kind, error.status, error.code, is_local=self.provider == "local")
+                lease.settle(judge(seen), str(error))
+            else:
+                self.used.append(self.loop.time())
+                await asyncio.sleep(ANSWER)
+                lease.settle(judge(Observation(End.FINISHED)))
+        return True
+
+    async def live(self, seconds: float, period: float = PERIOD, offset: float = 0.0, at_once: int = 1) -> None:
+        """Users come every `period` seconds; polling and probes run beside them."""
+        tasks = [asyncio.create_task(self.prober.run())]
+        if self.provider == "local":
+            tasks.append(asyncio.create_task(self.view.run()))
+        end = self.loop.time() + seconds
+        await asyncio.sleep(offset)
+        while self.loop.time() < end:
+            tasks += [asyncio.create_task(self.user()) for _ in range(at_once)]
+            await asyncio.sleep(period)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def back_after(self) -> float:
+        """Seconds from the tier's return to its next use."""
+        return min(moment for moment in self.used if moment >= self.ends) - self.ends
+
+
+@dataclass
+class _Count:
+    """While it is entered, somebody probes."""
+
+    outage: Outage
+    counts: bool
+
+    def __enter__(self) -> None:
+        self.outage.probing += self.counts
+        self.outage.most_probing = max(self.outage.most_probing, self.outage.probing)
+
+    def __exit__(self, *_: object) -> None:
+        self.outage.probing -= self.counts
+
+
+async def _outage(provider: str, how: str, offset: float, at_once: int = 1) -> Outage:
+    """Sixty seconds without the tier, then a minute and a half with it."""
+    start = asyncio.get_running_loop().time()
+    outage = Outage(provider, how, start + 20.0, start + 20.0 + OUTAGE)
+    await outage.live(170.0, offset=offset, at_once=at_once)
+    return outage
+
+
+@pytest.mark.parametrize("how", ["refused", "reset", "500", "stopping", "silent"])
+def test_in_an_outage_of_sixty_seconds_our_own_service_sees_at_most_four_requests_and_is_used_again_within_ten(
+    how: str,
+) -> None:
+    for offset in range(8):
+        outage = virtual_time.run(_outage("local", how, offset / 2))
+        assert len(outage.reached) <= 4
+        assert outage.back_after <= 10.0
+        assert outage.most_probing == 1
+
+
+@pytest.mark.parametrize("how", ["refused", "reset", "500", "529"])
+def test_a_paid_one_sees_at_most_six_and_is_used_again_within_the_open_period_and_one_request(how: str) -> None:
+    for offset in range(8):
+        outage = virtual_time.run(_outage("cloud", how, offset / 2))
+        assert len(outage.reached) <= 6
+        assert outage.back_after <= Rule().open + PERIOD
+        assert outage.most_probing == 1
+
+
+def test_a_model_of_ours_that_failed_is_used_again_within_ten_seconds() -> None:
+    for offset in range(8):
+        outage = virtual_time.run(_outage("local", "model failed", offset / 2))
+        assert len(outage.reached) <= 5, "every one is a failure; the service itself is well"
+        assert outage.back_after <= 10.0
+        assert outage.most_probing == 1
+
+
+@pytest.mark.parametrize("provider", ["local", "cloud"])
+def test_fifty_clients_at_half_open_send_one(provider: str) -> None:
+    outage = virtual_time.run(_outage(provider, "refused", 2.0, at_once=50))
+    crowds = [moment for moment in outage.reached if moment > outage.begins + 5]
+    assert len(crowds) == len(set(crowds)), "once it is open, one of them finds out what is the matter"
+    returned = min(moment for moment in outage.used if moment >= outage.ends)
+    assert outage.used.count(returned) == 1
+    assert next(outage.used.count(moment) for moment in sorted(set(outage.used)) if moment > returned) == 50
+    assert outage.most_probing == 1
+
+
+async def _any(provider: str, how: str, away: list[tuple[float, float]], at_once: int) -> Outage:
+    start = asyncio.get_running_loop().time()
+    outage = Outage(provider, how, start, start)
+    living = asyncio.create_task(outage.live(sum(map(sum, away)) + 120.0, period=2.7, at_once=at_once))
+    for well, ill in away:
+        await asyncio.sleep(well)
+        outage.begins, outage.ends = outage.loop.time(), outage.loop.time() + ill
+        await asyncio.sleep(ill)
+    await living
+    return outage
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    provider=st.sampled_from(["local", "cloud"]),
+    how=st.sampled_from([*ERRORS, "silent"]),
+    away=st.lists(st.tuples(st.floats(0.1, 20.0), st.floats(0.1, 90.0)), min_size=1, max_size=4),
+    at_once=st.sampled_from([1, 3]),
+)
+def test_however_a_tier_comes_and_goes_there_are_never_two_probes_and_it_is_used_again(
+    provider: str, how: str, away: list[tuple[float, float]], at_once: int
+) -> None:
+    outage = virtual_time.run(_any(provider, how, away, at_once))
+    assert outage.most_probing <= 1
+    assert outage.back_after <= (10.0 if provider == "local" else 34.0 + FIRST_TOKEN)
+    assert all(guard.outstanding == 0 for guard in outage.breakers.of(provider).values())
