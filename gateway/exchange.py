@@ -128,10 +128,14 @@ async def read_body(
     silence_seconds: float = BODY_SILENCE_SECONDS,
     total_seconds: float = BODY_SECONDS,
 ) -> bytes:
-    """The whole body; raises RequestError when it is longer than `limit` bytes, stops coming or comes too slowly.
+    """The whole body; raises RequestError when it is encoded, longer than `limit` bytes, stops or comes too slowly.
 
     Raises ClientLeftError when the client went away.
     """
+    encoding = headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        said = f"the body is encoded ({encoding[:40]}), and the gateway unpacks nothing; send it as it is"
+        raise RequestError(Code.UNSUPPORTED_MEDIA_TYPE, said, param="content-encoding")
     declared = headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(limit)

@@ -9,21 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
+import resource
 import signal
 import socket
 from collections.abc import Iterator
 from typing import Any
 
-import orjson
 import uvicorn
 
+from gateway.connection import MAX_CONNECTIONS, BoundedHttp
 from gateway.edge import Edge
-from gateway.exchange import Exchange
 from gateway.runtime import Runtime
 from headgate.shared.errors import HeadgateError
-from headgate.shared.wire import WiredHttp
-from inference.protocol import Code, error_body
 
 log = logging.getLogger("gateway.server")
 
@@ -35,113 +32,10 @@ LAST_WORDS_SECONDS = 3
 
 MAX_DRAIN_SECONDS = 86400.0
 
-MAX_HEADER_BYTES = 65536
-UNREAD_SECONDS = 30.0
-"""A client that leaves its answer unread for so long is gone."""
-
-HEAD_SECONDS = 30.0
-"""A connection that does not finish its request's head for so long is dropped; uvicorn watches idle ones."""
 KEEP_ALIVE_SECONDS = 75
 
-
-class _HeadersTooLong(Exception):  # noqa: N818  # the parser turns it into its own error
-    """A request line and headers beyond MAX_HEADER_BYTES."""
-
-
-class BoundedHttp(WiredHttp):
-    """uvicorn's HTTP with bounds: on the size of a request's head (then 400), on the time it takes to come, and on the
-    time a client leaves its answer unread.
-    """
-
-    head_seconds = HEAD_SECONDS
-    unread_seconds = UNREAD_SECONDS
-    _header_bytes = 0
-    _head_timer: asyncio.TimerHandle | None = None
-    _unread_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client connected: its first request is awaited."""
-        super().connection_made(transport)
-        self._await_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
-        self._head_came()
-        self._read_again()
-        super().connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        """More is unread than the connection buffers; a client that never reads may not hold its place for ever."""
-        super().pause_writing()
-        if self._unread_timer is None:
-            self._unread_timer = self.loop.call_later(self.unread_seconds, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        """The client reads."""
-        self._read_again()
-        super().resume_writing()
-
-    def _read_again(self) -> None:
-        if self._unread_timer is not None:
-            self._unread_timer.cancel()
-            self._unread_timer = None
-
-    def data_received(self, data: bytes) -> None:
-        """Bytes came; unless a request is being served now, they begin one."""
-        super().data_received(data)
-        if self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
-            self._await_head()
-
-    def on_headers_complete(self) -> None:
-        """A request's head is whole."""
-        self._head_came()
-        super().on_headers_complete()
-
-    def _await_head(self) -> None:
-        if not self.transport.is_closing():
-            self._head_timer = self.loop.call_later(self.head_seconds, self._drop)
-
-    def _head_came(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
-    def _drop(self) -> None:
-        self._head_timer = None
-        if not self.transport.is_closing():
-            self.transport.close()
-
-    def on_message_begin(self) -> None:
-        """A new request begins."""
-        self._header_bytes = 0
-        super().on_message_begin()
-
-    def on_url(self, url: bytes) -> None:
-        """A piece of the request line."""
-        self._count(len(url))
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """One header."""
-        self._count(len(name) + len(value) + 4)
-        super().on_header(name, value)
-
-    def send_400_response(self, msg: str) -> None:
-        """What the parser refuses has no request yet; it gets the envelope and the headers all the same."""
-        exchange = Exchange(f"req_{secrets.token_hex(12)}", {}, reason=Code.INVALID_REQUEST)
-        body = orjson.dumps(error_body(Code.INVALID_REQUEST, f"this is not HTTP as it should be: {msg}"))
-        head = [
-            b"HTTP/1.1 400 Bad Request", b"content-type: application/json", b"connection: close",
-            b"content-length: %d" % len(body),
-            *(name + b": " + value for name, value in exchange.response_headers()),
-        ]  # fmt: skip
-        self.transport.write(b"\r\n".join(head) + b"\r\n\r\n" + body)
-        self.transport.close()
-
-    def _count(self, more: int) -> None:
-        self._header_bytes += more
-        if self._header_bytes > MAX_HEADER_BYTES:
-            raise _HeadersTooLong
+OWN_DESCRIPTORS = 256
+"""Files, pipes and state that are no client's."""
 
 
 class QuietServer(uvicorn.Server):
@@ -201,7 +95,7 @@ def _drain_seconds(runtime: Runtime) -> float:
 async def serve(runtime: Runtime, app: Edge, sock: socket.socket) -> None:
     """Serves on `sock` until a signal stops it; returns after the last answer. Raises HeadgateError at a bad start."""
     options: dict[str, Any] = {
-        "http": BoundedHttp,
+        "http": _bounded_by(_descriptors()),
         "ws": "none",
         "lifespan": "on",
         "log_config": None,
@@ -222,6 +116,22 @@ async def serve(runtime: Runtime, app: Edge, sock: socket.socket) -> None:
         raise HeadgateError("the gateway could not start; its log says why") from error
     finally:
         await stopping.aclose()
+
+
+def _descriptors() -> int:
+    """How many descriptors this process may have: as many as it may allow itself."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * MAX_CONNECTIONS + OWN_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return wanted if soft == resource.RLIM_INFINITY else soft
+
+
+def _bounded_by(descriptors: int) -> type[BoundedHttp]:
+    """The protocol with as many connections as there are descriptors for: each may need one to a tier as well."""
+    most = max(1, min(MAX_CONNECTIONS, (descriptors - OWN_DESCRIPTORS) // 2))
+    return type("BoundedHttp", (BoundedHttp,), {"most_connections": most})
 
 
 _reloads: set[asyncio.Task[None]] = set()

@@ -66,6 +66,8 @@ class Code(StrEnum):
     INVALID_REQUEST = "invalid_request"
     INVALID_JSON = "invalid_json"
     BODY_TOO_LARGE = "body_too_large"
+    HEADERS_TOO_LARGE = "headers_too_large"
+    UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
     UNSUPPORTED_PARAMETER = "unsupported_parameter"
     INVALID_API_KEY = "invalid_api_key"
     PERMISSION_DENIED = "permission_denied"
@@ -100,6 +102,8 @@ CODES: Mapping[Code, CodeSpec] = {
     Code.INVALID_REQUEST: CodeSpec(400, "invalid_request_error", False),
     Code.INVALID_JSON: CodeSpec(400, "invalid_request_error", False),
     Code.BODY_TOO_LARGE: CodeSpec(413, "invalid_request_error", False),
+    Code.HEADERS_TOO_LARGE: CodeSpec(431, "invalid_request_error", False),
+    Code.UNSUPPORTED_MEDIA_TYPE: CodeSpec(415, "invalid_request_error", False),
     Code.UNSUPPORTED_PARAMETER: CodeSpec(400, "invalid_request_error", False),
     Code.INVALID_API_KEY: CodeSpec(401, "authentication_error", False),
     Code.PERMISSION_DENIED: CodeSpec(403, "permission_error", False),

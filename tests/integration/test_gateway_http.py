@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from gateway.connection import BoundedHttp
 from gateway.errors import RequestError
 from gateway.exchange import read_body
-from gateway.server import BoundedHttp
 from headgate.shared.state import packaged_defaults
 from inference.protocol import Code, ModelState, ModelStatus
 from tests.rigs.fake_inference import Answer, FakeInference
@@ -196,8 +196,37 @@ async def test_a_body_beyond_the_bound_is_413_whether_its_length_is_told_or_not(
 
 async def test_endless_headers_are_refused(gateway: Gateway) -> None:
     request = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n" + b"x-a: " + b"y" * 70_000 + b"\r\n\r\n"
-    assert (await _raw(gateway, request)).startswith(b"HTTP/1.1 400 ")
+    assert (await _raw(gateway, request)).startswith(b"HTTP/1.1 431 ")
     assert (await gateway.client.get("/livez")).status_code == 200
+
+
+@pytest.mark.parametrize(("encoding", "status"), [("gzip", 415), ("br, gzip", 415), ("identity", 200), ("", 200)])
+async def test_a_packed_body_is_refused_in_words(gateway: Gateway, encoding: str, status: int) -> None:
+    answer = await gateway.chat(headers={"content-encoding": encoding})
+    assert answer.status_code == status
+    if status == 415:
+        assert answer.json()["error"]["code"] == "unsupported_media_type"
+        assert answer.json()["error"]["param"] == "content-encoding"
+
+
+async def test_a_chunked_body_is_a_body_and_a_name_that_comes_twice_has_its_last_value(
+    gateway: Gateway, fake: FakeInference
+) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b'{"model": "demo", "messages": [{"role": "user", "content": "a", '
+        yield b'"content": "b"}], "temperature": 0, "temperature": 1}'
+
+    answer = await gateway.client.post("/v1/chat/completions", content=pieces())
+    assert answer.status_code == 200
+    assert fake.seen[0].body["messages"] == [{"role": "user", "content": "b"}]
+    assert fake.seen[0].body["temperature"] == 1
+
+
+async def test_names_that_come_twice_do_not_reach_a_tier(gateway: Gateway, fake: FakeInference) -> None:
+    """What is checked is what is sent: the tier gets the body written anew."""
+    raw = b'{"model": "demo-mini", "model": "demo", "messages": [{"role": "user", "content": "a"}]}'
+    assert (await gateway.client.post("/v1/chat/completions", content=raw)).status_code == 200
+    assert [seen.model for seen in fake.seen] == ["demo"]
 
 
 class _Hasty(BoundedHttp):
