@@ -95,12 +95,17 @@ def _translate_chat(request: dict[str, Any], flavor: Flavor) -> None:
     if flavor is Flavor.GOOGLE:
         effort = request.get("reasoning_effort")
         request |= {"reasoning_effort": _GOOGLE_EFFORTS[effort]} if effort in _GOOGLE_EFFORTS else {}
-    if flavor is not Flavor.COMPATIBLE:
-        request["messages"] = [_without_reasoning(message) for message in request["messages"]]
+    unknown = _ANSWERS_ONLY if flavor is Flavor.COMPATIBLE else _ANSWERS_ONLY | {"reasoning_content"}
+    request["messages"] = [_without(unknown, message) for message in request["messages"]]
 
 
-def _without_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Reasoning that another tier gave is in no field that OpenAI or Google know."""
-    if "reasoning_content" not in message:
+_ANSWERS_ONLY = frozenset({"annotations", "parsed"})
+"""Fields of answers that no request has: clients send whole messages back, with what their helpers wrote into them.
+OpenAI and Google know no reasoning that another tier gave either.
+"""
+
+
+def _without(names: frozenset[str], message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if names.isdisjoint(message):
         return message
-    return {name: value for name, value in message.items() if name != "reasoning_content"}
+    return {name: value for name, value in message.items() if name not in names}

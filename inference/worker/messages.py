@@ -40,6 +40,7 @@ _MESSAGE_FIELDS = frozenset(
         "function_call",
         "audio",
         "annotations",
+        "parsed",
         "reasoning_content",
     ]
 )

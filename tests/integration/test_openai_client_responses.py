@@ -1,0 +1,335 @@
+"""OpenAI's own client and the Responses API: every helper, against the local tier and against clouds behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+import pytest_asyncio
+from openai.types.responses import Response
+from pydantic import BaseModel
+
+from inference.protocol import Code
+from tests.rigs.fake_inference import Answer, FakeInference
+from tests.rigs.fake_provider import FakeProvider
+from tests.rigs.fake_provider import answers as fake_provider
+from tests.rigs.fake_provider.answers import ToolUse
+from tests.rigs.fake_provider.strict import strictly
+from tests.rigs.gateway_rig import ADMIN, KEY, Gateway
+from tests.rigs.openai_tiers import Tiers, tiers
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio(loop_scope="module")]
+
+ADD: Any = {
+    "type": "function",
+    "name": "add",
+    "description": "Adds two numbers.",
+    "parameters": {
+        "type": "object",
+        "properties": {"a": {"type": "number"}, "b": {"type": "number"}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+
+
+class Sum(BaseModel):
+    a: int
+    b: int
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Tiers]:
+    async with tiers(tmp_path_factory.mktemp("responses")) as running:
+        yield running
+
+
+@pytest.fixture
+def fake(running: Tiers) -> FakeInference:
+    running.forget()
+    return running.local
+
+
+@pytest.fixture
+def cloud(running: Tiers) -> FakeProvider:
+    running.forget()
+    return running.cloud
+
+
+@pytest.fixture
+def gateway(running: Tiers) -> Gateway:
+    running.forget()
+    return running.gateway
+
+
+@pytest.fixture
+def client(running: Tiers) -> openai.AsyncOpenAI:
+    running.forget()
+    return running.client
+
+
+async def said(client: openai.AsyncOpenAI, **body: Any) -> list[Any]:
+    """The events of one streamed request."""
+    body = {"model": "demo", "input": "Hi", **body}
+    stream: Any = await client.responses.create(stream=True, **body)
+    return [event async for event in stream]
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("model", ["demo", "gpt", "claude"])
+async def test_the_same_answer_comes_whole_and_streamed_from_every_tier(client: openai.AsyncOpenAI, model: str) -> None:
+    whole = await client.responses.create(model=model, input="Hi", instructions="Be brief.")
+    strictly(Response, whole.to_dict())
+    assert whole.status == "completed"
+    assert whole.usage is not None
+    assert whole.usage.output_tokens > 0
+    events = await said(client, model=model, instructions="Be brief.")
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert (events[0].type, events[1].type) == ("response.created", "response.in_progress")
+    assert events[-1].type == "response.completed"
+    assert events[-1].response.output_text == whole.output_text
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+
+
+@pytest.mark.parametrize("model", ["gpt", "claude"])
+async def test_functions_are_called_in_parallel_and_answered(
+    client: openai.AsyncOpenAI, cloud: FakeProvider, model: str
+) -> None:
+    """What an agent does: it sends back every item it was given, and the functions' outputs."""
+    tools = (ToolUse("add", {"a": 1, "b": 2}), ToolUse("add", {"a": 3, "b": 4}))
+    cloud.answers.set(fake_provider.Answer(text="Let me.", tools=tools, stop="tool_calls"))
+    asked: list[Any] = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Add."}]}]
+    options: dict[str, Any] = {
+        "model": model, "tools": [ADD], "store": False, "parallel_tool_calls": True, "tool_choice": "auto",
+        "include": ["reasoning.encrypted_content"], "prompt_cache_key": "c", "instructions": "You are an agent.",
+        "reasoning": {"effort": "medium", "summary": "auto"}, "extra_body": {"client_metadata": {"x": "y"}},
+    }  # fmt: skip
+    events = await said(client, input=asked, **options)
+    output = events[-1].response.output
+    calls = [item for item in output if item.type == "function_call"]
+    assert [json.loads(call.arguments) for call in calls] == [{"a": 1, "b": 2}, {"a": 3, "b": 4}]
+    assert [event.item for event in events if event.type == "response.output_item.done"] == output
+    cloud.answers.clear()
+    asked += [item.to_dict() for item in output]
+    asked += [{"type": "function_call_output", "call_id": call.call_id, "output": "3"} for call in calls]
+    answer = await client.responses.create(input=asked, **options)
+    assert answer.output_text
+    sent = json.dumps((await cloud.record()).body)
+    assert all(call.call_id in sent for call in calls)
+
+
+async def test_reasoning_is_an_item_that_comes_back_sealed(client: openai.AsyncOpenAI, cloud: FakeProvider) -> None:
+    cloud.answers.set(fake_provider.Answer(text="4", reasoning="2 and 2"))
+    include: Any = ["reasoning.encrypted_content"]
+    answer = await client.responses.create(model="claude", input="2+2?", include=include)
+    thought, message = answer.output
+    assert (thought.type, message.type, answer.output_text) == ("reasoning", "message", "4")
+    assert thought.type == "reasoning"
+    assert thought.content is not None
+    assert thought.content[0].text == "2 and 2"
+    assert thought.encrypted_content is not None
+    events = await said(client, model="claude", include=include)
+    assert "".join(event.delta for event in events if event.type == "response.reasoning_text.delta") == "2 and 2"
+
+
+async def test_structured_output_is_parsed_by_the_client(client: openai.AsyncOpenAI, fake: FakeInference) -> None:
+    fake.answers["demo"] = Answer(words=('{"a":', "1,", '"b":2}'))
+    parsed = await client.responses.parse(model="demo", input="Sum", text_format=Sum)
+    assert parsed.output_parsed == Sum(a=1, b=2)
+    body = fake.seen[-1].body["response_format"]
+    assert (body["type"], body["json_schema"]["strict"]) == ("json_schema", True)
+    async with client.responses.stream(model="demo", input="Sum", text_format=Sum) as stream:
+        snapshots = [event.snapshot async for event in stream if event.type == "response.output_text.delta"]
+        final = await stream.get_final_response()
+    assert snapshots[-1] == '{"a":1,"b":2}'
+    assert final.output_parsed == Sum(a=1, b=2)
+
+
+async def test_function_arguments_are_parsed_by_the_client(client: openai.AsyncOpenAI, cloud: FakeProvider) -> None:
+    tool: Any = openai.pydantic_function_tool(Sum, name="add")
+    flat: Any = {"type": "function", **tool["function"]}
+    async with client.responses.stream(model="gpt", input="Add", tools=[flat], tool_choice="required") as stream:
+        deltas = [event async for event in stream if event.type == "response.function_call_arguments.delta"]
+        final = await stream.get_final_response()
+    call = final.output[0]
+    assert call.type == "function_call"
+    assert json.loads(call.arguments) == {"a": 7, "b": 7}
+    assert deltas[-1].snapshot == call.arguments
+    assert (await cloud.record()).body["tool_choice"] == "required"
+
+
+async def test_log_probabilities_come_with_their_text(client: openai.AsyncOpenAI, cloud: FakeProvider) -> None:
+    include: Any = ["message.output_text.logprobs"]
+    answer = await client.responses.create(model="gpt", input="Hi", include=include, top_logprobs=2)
+    message = answer.output[0]
+    assert message.type == "message"
+    assert message.content[0].type == "output_text"
+    assert "".join(one.token for one in message.content[0].logprobs or ()) == answer.output_text
+    assert (await cloud.record()).body["top_logprobs"] == 2
+    events = await said(client, model="gpt", include=include)
+    assert all(event.logprobs for event in events if event.type == "response.output_text.delta")
+
+
+async def test_an_answer_cut_by_its_limit_is_incomplete(client: openai.AsyncOpenAI, fake: FakeInference) -> None:
+    fake.answers["demo"] = Answer(finish="length")
+    events = await said(client, max_output_tokens=3)
+    assert events[-1].type == "response.incomplete"
+    assert events[-1].response.incomplete_details.reason == "max_output_tokens"
+    assert fake.seen[-1].body["max_completion_tokens"] == 3
+
+
+async def test_an_image_reaches_the_tier_and_a_foreign_address_does_not(
+    client: openai.AsyncOpenAI, cloud: FakeProvider
+) -> None:
+    url = "data:image/png;base64,iVBORw0KGgo="
+    part: Any = [{"role": "user", "content": [{"type": "input_image", "image_url": url, "detail": "auto"}]}]
+    await client.responses.create(model="gpt", input=part)
+    assert url in json.dumps((await cloud.record()).body)
+    part[0]["content"][0]["image_url"] = "https://example.com/a.png"
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.responses.create(model="gpt", input=part)
+    assert caught.value.param == "input[0].content[0].image_url"
+
+
+# --- conversations ----------------------------------------------------------------------------------------------------
+async def test_an_answer_can_be_built_on_read_and_forgotten(
+    gateway: Gateway, client: openai.AsyncOpenAI, fake: FakeInference
+) -> None:
+    first = await client.responses.create(model="demo", input="One", instructions="Be brief.")
+    events = await said(client, input="Two", previous_response_id=first.id)
+    second = events[-1].response
+    assert second.previous_response_id == first.id
+    assert fake.seen[-1].body["messages"] == [
+        {"role": "user", "content": "One"},
+        {"role": "assistant", "content": "Hello there!"},
+        {"role": "user", "content": "Two"},
+    ]
+    assert await client.responses.retrieve(second.id) == second
+    other = client.with_options(api_key=ADMIN)
+    with pytest.raises(openai.NotFoundError):
+        await other.responses.retrieve(second.id)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await other.responses.create(model="demo", input="Three", previous_response_id=second.id)
+    assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
+    await client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(first.id)
+    third = await client.responses.create(model="demo", input="Three", previous_response_id=second.id)
+    assert len(fake.seen[-1].body["messages"]) == 5
+    assert third.id != second.id
+    with pytest.raises(openai.BadRequestError):
+        await client.responses.retrieve(second.id, stream=True)
+
+
+async def test_nothing_is_kept_of_what_is_not_to_be_stored(client: openai.AsyncOpenAI) -> None:
+    whole = await client.responses.create(model="demo", input="One", store=False)
+    streamed = (await said(client, store=False))[-1].response
+    for answer in (whole, streamed):
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(answer.id)
+
+
+async def test_no_word_of_a_conversation_reaches_log_or_record(
+    gateway: Gateway, client: openai.AsyncOpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    first = await client.responses.create(model="demo", input="canary-input", instructions="canary-rules")
+    raw = await client.responses.with_raw_response.create(
+        model="demo", input="canary-again", previous_response_id=first.id, metadata={"a": "canary-meta"}
+    )
+    record = (await gateway.admin("GET", f"/admin/requests/{raw.headers['x-request-id']}")).text
+    assert "canary" not in record
+    ours = [entry.getMessage() for entry in caplog.records if entry.name.startswith(("gateway", "headgate"))]
+    assert not [line for line in ours if "canary" in line]
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+async def test_a_stream_that_breaks_off_fails_for_who_follows_and_raises_for_who_collects(
+    client: openai.AsyncOpenAI, gateway: Gateway
+) -> None:
+    stream: Any = await client.responses.create(model="cut", input="one two three four", stream=True)
+    events = []
+    with pytest.raises(openai.APIError) as caught:
+        async for event in stream:
+            events.append(event)  # noqa: PERF401
+    assert "broke off" in caught.value.message
+    assert events[-1].type == "response.failed"
+    assert events[-1].response.status == "failed"
+    assert events[-1].response.error.code == "server_error"
+    assert any(event.type == "response.output_text.delta" for event in events)
+    with pytest.raises(openai.APIError):
+        async with client.responses.stream(model="cut", input="one two three four") as helper:
+            await helper.get_final_response()
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(events[-1].response.id)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "unsupported_parameter", "tools[0].type"),
+        ({"tools": [{"type": "custom", "name": "patch"}]}, "unsupported_parameter", "tools[0].type"),
+        ({"conversation": "conv_1"}, "unsupported_parameter", "conversation"),
+        ({"background": True}, "unsupported_parameter", "background"),
+        ({"truncation": "auto"}, "unsupported_parameter", "truncation"),
+        ({"temperature": 3}, "invalid_request", "temperature"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "unsupported_parameter", "input[0]"),
+    ],
+)
+async def test_what_cannot_be_is_refused_by_name(
+    client: openai.AsyncOpenAI, body: dict[str, Any], code: str, param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.responses.create(**{"model": "demo", "input": "Hi", **body})
+    assert (caught.value.code, caught.value.param) == (code, param)
+
+
+async def test_a_tiers_own_complaint_names_the_callers_field(client: openai.AsyncOpenAI, fake: FakeInference) -> None:
+    fake.answers["demo"] = Answer(refuse=Code.CONTEXT_LENGTH_EXCEEDED, message="too long")
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.responses.create(model="demo", input="Hi")
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")
+
+
+async def test_progress_comments_are_no_events(client: openai.AsyncOpenAI, fake: FakeInference) -> None:
+    fake.answers["demo"] = Answer(comments=2)
+    events = await said(client)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+async def test_the_synchronous_client_and_raw_answers(gateway: Gateway) -> None:
+    def work() -> None:
+        with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=KEY, max_retries=0, timeout=20) as client:
+            whole = client.responses.create(model="demo", input="Hi")
+            with client.responses.stream(model="demo", input="Hi") as stream:
+                for _ in stream:
+                    pass
+                assert stream.get_final_response().output_text == whole.output_text
+            assert client.responses.retrieve(whole.id).id == whole.id
+            raw = client.responses.with_raw_response.create(model="demo", input="Hi")
+            assert raw.headers["x-headgate-model"] == "local/demo"
+            assert raw.parse().output_text == whole.output_text
+            with client.responses.with_streaming_response.create(model="demo", input="Hi") as response:
+                assert response.parse().output_text == whole.output_text
+            beta = client.beta.responses.create(model="demo", input="Hi")
+            assert beta.status == "completed"
+
+    await asyncio.to_thread(work)
+
+
+async def test_the_shapes_of_the_wire(gateway: Gateway) -> None:
+    """Without the client in between: one event type and one line of data per frame."""
+    async with httpx2.AsyncClient(base_url=gateway.url, headers={"authorization": f"Bearer {KEY}"}) as plain:
+        answer = await plain.post("/v1/responses", json={"model": "demo", "input": "Hi", "stream": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["x-headgate-tier"] == "local"
+    for frame in answer.text.strip().split("\n\n"):
+        event, data = frame.split("\n")
+        assert json.loads(data.removeprefix("data: "))["type"] == event.removeprefix("event: ")
+    assert "[DONE]" not in answer.text
