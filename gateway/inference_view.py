@@ -113,6 +113,8 @@ class InferenceView:
             devices = {str(item["id"]): DeviceState(item["state"]) for item in data["devices"]}
             self._devices, self._seen_at = devices, now
             self._take(statuses, now, now)
+            if data["ready"]:
+                self._note_answer()
         elif kind == "model":
             status = ModelStatus.from_json(data["model"])
             known = {name: model for name, model in self._models.items() if name != status.id}
@@ -160,11 +162,15 @@ class InferenceView:
             return
         if fetch is not self._fetch:
             return  # another service is asked meanwhile
-        was_reachable, self._reachable = self._reachable, True
         self._seen_at = self._clock()
         self._take(models, self._seen_at, began)
+        self._note_answer()
+
+    def _note_answer(self) -> None:
+        """It is there; told once."""
+        was_reachable, self._reachable = self._reachable, True
         if not was_reachable:
-            log.info("the inference service answers: %d models", len(models))
+            log.info("the inference service answers: %d models", len(self._models))
             self._on_return()
 
     def _take(self, models: list[ModelStatus], now: float, asked: float, fresh: set[str] | None = None) -> None:

@@ -23,6 +23,7 @@ from gateway.core.breaker import Rule, State
 from gateway.core.chain import LOCAL
 from gateway.core.outcome import Failure, Scope
 from gateway.counting import Counter as TokenCounter
+from gateway.events import Events
 from gateway.explain import Ring
 from gateway.inference_view import InferenceView
 from gateway.limits import Limiter
@@ -91,12 +92,14 @@ class Runtime:
         self._registry = await registry.build(self.config, self._token())
         prober = self.prober
         self.view = InferenceView(
-            self._registry.local.get_json, on_return=prober.hint, on_missing=prober.suspect, on_ready=prober.hint
+            self._registry.local.get_json, on_return=self._on_return, on_missing=prober.suspect, on_ready=prober.hint
         )
+        self._events = Events(lambda: self._registry.local, self.view)
         self.counter = TokenCounter(self._registry.local.post_json)
         self.tools = self._make_tools()
         self._spawn(self.view.run(), "inference-view")
         await self._breaker_file.restore()
+        self._spawn(self._events.run(), "events")
         self._spawn(self.prober.run(), "prober")
         self._spawn(self._breaker_file.run(), "breaker-file")
         self._patient_until = time.monotonic() + FIRST_CONTACT_SECONDS
@@ -176,6 +179,10 @@ class Runtime:
             self.prober.moved(model, state)
         if (provider, model, state) == (LOCAL, "", State.OPEN):
             self.view.look()
+
+    def _on_return(self) -> None:
+        self.prober.hint()
+        self._events.retry()
 
     def _on_failure(self, provider: str, model: str, failure: Failure) -> None:
         if provider == LOCAL and failure.scope is Scope.PROVIDER:

@@ -153,6 +153,20 @@ class LocalProvider:
         except ValueError as error:
             raise UpstreamError(UpstreamKind.MALFORMED, f"{method} {path}: not JSON") from error
 
+    @contextlib.asynccontextmanager
+    async def events(self, silence_seconds: float) -> AsyncIterator[AsyncIterator[bytes]]:
+        """The bytes of the service's event stream as they come; raises UpstreamError, also after so long a silence."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=silence_seconds, sock_read=silence_seconds)
+        try:
+            async with self._session.get(self._url + "/events", headers=self._headers, timeout=timeout) as response:
+                if response.status != 200:
+                    raise UpstreamError(UpstreamKind.STATUS, "GET /events", status=response.status)
+                yield response.content.iter_any()
+        except TimeoutError as error:
+            raise UpstreamError(UpstreamKind.TIMEOUT, f"GET /events: nothing for {silence_seconds:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise UpstreamError(UpstreamKind.CONNECT, _said(error)) from error
+
     async def aclose(self) -> None:
         """Closes every connection."""
         self._hop.close()

@@ -128,3 +128,34 @@ async def test_the_view_holds_what_the_service_says_and_survives_its_silence(
 )
 def test_the_kind_of_a_chunk_is_read_from_its_bytes(payload: bytes, kind: DeltaKind) -> None:
     assert kind_of(payload) is kind
+
+
+async def _heard(provider: LocalProvider, seconds: float) -> None:
+    async with provider.events(seconds) as pieces:
+        async for piece in pieces:
+            assert piece.startswith(b"event: snapshot\n")
+
+
+async def test_events_end_in_an_error_when_they_are_silent_cut_refused_or_not_there(
+    fake: FakeInference, provider: LocalProvider
+) -> None:
+    with pytest.raises(UpstreamError) as caught:
+        await _heard(provider, 0.05)
+    assert caught.value.kind is UpstreamKind.TIMEOUT
+    hearing = asyncio.create_task(_heard(provider, 20.0))
+    async with asyncio.timeout(10):
+        while not fake.listeners:
+            await asyncio.sleep(0.01)
+        await fake.stop()
+        with pytest.raises(UpstreamError) as caught:
+            await hearing
+        assert caught.value.kind is UpstreamKind.CONNECT
+        with pytest.raises(UpstreamError) as caught:
+            await _heard(provider, 20.0)
+        assert caught.value.kind is UpstreamKind.CONNECT
+    await fake.start()
+    elsewhere = LocalProvider(fake.url + "/elsewhere", "token", make_local_session())
+    with pytest.raises(UpstreamError) as caught:
+        await _heard(elsewhere, 20.0)
+    assert caught.value.status == 404
+    await elsewhere.aclose()

@@ -388,6 +388,29 @@ async def test_a_model_that_failed_is_asked_last_before_a_request_fails_at_it(
     assert (answer.json()["model"], answer.headers["x-headgate-attempts"]) == ("demo", "2")
 
 
+async def test_what_the_service_tells_is_acted_upon_before_the_next_poll(
+    tmp_path: Path, fake: FakeInference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.inference_view.POLL_SECONDS", 600.0)
+    monkeypatch.setattr("gateway.core.probing.LEAST_PACE_SECONDS", 300.0)
+    async with Gateway(tmp_path, fake.url, CONFIG + "breaker: {open: 600s}\n") as gateway:
+        view, demo = gateway.runtime.view, fake.models["demo"]
+        await until("it listens", lambda: fake.listeners)
+        fake.tell("model", {"model": replace(demo, state=ModelState.FAILED, retry_after_seconds=60.0).to_json()})
+        await until("it heard of it", lambda: view.ailment("demo"))
+        answer = await gateway.chat()
+        assert (answer.json()["model"], answer.headers["x-headgate-reason"]) == ("demo-mini", "ailing")
+        fake.answers["demo"] = fake.answers["demo-mini"] = Answer(refuse=Code.MODEL_FAILED)
+        for _ in range(5):
+            await gateway.chat()
+        assert (await gateway.breaker("local/demo"))["state"] == "open"
+        fake.answers.clear()
+        monkeypatch.undo()
+        fake.tell("model", {"model": demo.to_json()})
+        await until("its return was noticed", lambda: gateway.runtime.breakers.closed_for("local", "demo") is None)
+        assert (await gateway.chat()).json()["model"] == "demo"
+
+
 async def test_a_restart_of_the_gateway_keeps_an_open_breaker_open(tmp_path: Path, fake: FakeInference) -> None:
     fake.answers["demo"] = Answer(refuse=Code.MODEL_FAILED)
     config = CONFIG + "breaker: {open: 600s}\n"

@@ -82,6 +82,9 @@ class FakeInference:
         }
         self.seen: list[Seen] = []
         self.probes: list[str] = []
+        self.listeners: list[asyncio.Queue[bytes]] = []
+        self.devices: list[dict[str, Any]] = [{"id": "cpu", "state": "healthy"}]
+        self._number = 0
         self.ready = True
         self.token = token
         self.port = 0
@@ -112,6 +115,7 @@ class FakeInference:
         app.router.add_post("/v1/embeddings", self._embed)
         app.router.add_post("/v1/rerank", self._rerank)
         app.router.add_get("/readyz", self._readyz)
+        app.router.add_get("/events", self._events)
         app.router.add_post("/memory/plan", self._plan)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.05)
         await self._runner.setup()
@@ -128,6 +132,26 @@ class FakeInference:
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [model.to_json() for model in self.models.values()]})
+
+    def tell(self, kind: str, data: Mapping[str, Any]) -> None:
+        """One event to everybody who listens."""
+        self._number += 1
+        for queue in self.listeners:
+            queue.put_nowait(_event(self._number, kind, data))
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        models = [model.to_json() for model in self.models.values()]
+        snapshot = {"models": models, "devices": self.devices, "ready": self.ready}
+        await response.write(_event(self._number, "snapshot", snapshot))
+        queue: asyncio.Queue[bytes] = asyncio.Queue()
+        self.listeners.append(queue)
+        try:
+            while True:
+                await response.write(await queue.get())
+        finally:
+            self.listeners.remove(queue)
 
     async def _readyz(self, request: web.Request) -> web.Response:
         self.probes.append(request.path)
@@ -240,6 +264,10 @@ class FakeInference:
         if answer.done:
             await response.write(DONE)
         return response
+
+
+def _event(number: int, kind: str, data: Mapping[str, Any]) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps({'number': number, **data})}\n\n".encode()
 
 
 def _refusal(answer: Answer) -> web.Response:

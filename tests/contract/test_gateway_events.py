@@ -1,0 +1,59 @@
+"""The view understands what the inference service really tells, from its own bus."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.events import Events
+from gateway.inference_view import InferenceView
+from inference.bus import Bus
+from inference.protocol import ModelState
+from tests.rigs.authority_rig import Start, services, until
+
+
+@pytest.fixture
+async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
+    async with services(tmp_path, monkeypatch) as make:
+        yield make
+
+
+class OnTheBus:
+    """The stream that `GET /events` would answer."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+
+    @asynccontextmanager
+    async def events(self, silence_seconds: float) -> AsyncIterator[AsyncIterator[bytes]]:
+        """The bus, from its snapshot on."""
+        yield self.bus.listen()
+
+
+async def _no_polls(path: str, seconds: float) -> Any:
+    raise AssertionError("nobody polls here")
+
+
+async def test_a_model_is_seen_through_its_whole_life_without_a_poll(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = await start({"a": {}, "broken": {}}, {"broken": {"abort": "GGML_ASSERT"}})
+    authority = service.authority
+    view = InferenceView(_no_polls)
+    source = OnTheBus(authority.bus)
+    listening = asyncio.create_task(Events(lambda: source, view).run())
+    await until("all is known", lambda: set(view.models) == {"a", "broken"})
+    lease = await authority.ask(authority.resolve("a")).wait(10)
+    assert lease is not None
+    await until("it is busy", lambda: view.models["a"].state is ModelState.BUSY)
+    lease.release()
+    await authority.unload(authority.resolve("a"))
+    await until("it is gone", lambda: view.models["a"].state is ModelState.COLD)
+    assert "makes no sense" not in caplog.text
+    listening.cancel()
+    await asyncio.wait({listening})

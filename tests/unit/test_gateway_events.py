@@ -1,0 +1,243 @@
+"""What the inference service tells by itself is in the view at once; what it does not tell changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gateway.errors import UpstreamError, UpstreamKind
+from gateway.events import Events
+from gateway.inference_view import InferenceView
+from inference.protocol import ModelState, ModelStatus
+from tests.rigs import virtual_time
+
+READY = ModelStatus("demo", ModelState.READY, devices=("gpu-0",), aliases=("d",))
+FAILED = replace(READY, state=ModelState.FAILED, devices=(), retry_after_seconds=30.0, reason="it aborted")
+
+
+def _event(number: int, kind: str, **data: Any) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps({'number': number, **data})}\n\n".encode()
+
+
+def _snapshot(number: int, *models: ModelStatus, state: str = "healthy", ready: bool = True) -> bytes:
+    devices = [{"id": "gpu-0", "state": state}]
+    return _event(number, "snapshot", models=[model.to_json() for model in models], devices=devices, ready=ready)
+
+
+class Service:
+    """Streams, one after the other; each is a list of pieces, an error in it is raised. Then it refuses for ever."""
+
+    def __init__(self, *streams: list[bytes | Exception]) -> None:
+        self.streams = list(streams)
+        self.opened: list[float] = []
+        self.polls = 0
+        self.models = [READY]
+        self.answers = True
+
+    @contextlib.asynccontextmanager
+    async def events(self, silence_seconds: float) -> AsyncIterator[AsyncIterator[bytes]]:
+        """The next stream."""
+        self.opened.append(asyncio.get_running_loop().time())
+        if not self.streams:
+            raise UpstreamError(UpstreamKind.STATUS, "no events", status=404)
+        yield self._pieces(self.streams.pop(0))
+
+    async def _pieces(self, pieces: list[bytes | Exception]) -> AsyncIterator[bytes]:
+        for piece in pieces:
+            await asyncio.sleep(0.1)
+            if isinstance(piece, Exception):
+                raise piece
+            yield piece
+
+    async def fetch(self, path: str, seconds: float) -> Any:
+        """`/v1/models`."""
+        self.polls += 1
+        if not self.answers:
+            raise UpstreamError(UpstreamKind.CONNECT, "refused")
+        return {"data": [model.to_json() for model in self.models]}
+
+
+async def _listen(service: Service, seconds: float = 0.95) -> tuple[InferenceView, list[str]]:
+    """The view after so long, and who was told to be ready or back (the empty name)."""
+    loop = asyncio.get_running_loop()
+    told: list[str] = []
+    view = InferenceView(
+        service.fetch, loop.time, on_return=lambda: told.append(""), on_ready=lambda model: told.append(model)
+    )
+    listening = asyncio.create_task(Events(lambda: service, view).run())
+    await asyncio.sleep(seconds)
+    listening.cancel()
+    await asyncio.wait({listening})
+    return view, told
+
+
+def test_a_snapshot_is_as_good_as_a_poll() -> None:
+    view, told = virtual_time.run(_listen(Service([_snapshot(7, READY), _event(7, "beat")])))
+    assert (view.is_fresh, view.reachable, view.models, view.aliases) == (True, True, {"demo": READY}, {"d": "demo"})
+    assert told == ["demo", ""]
+    assert view.ailment("demo") is None
+    unready, nobody = virtual_time.run(_listen(Service([_snapshot(7, ready=False)])))
+    assert (unready.reachable, nobody) == (None, [])
+
+
+def test_a_model_that_fails_ails_at_once_and_is_told_when_it_is_ready_again() -> None:
+    failed = _event(1, "model", model=FAILED.to_json())
+    view, _ = virtual_time.run(_listen(Service([_snapshot(0, READY), failed])))
+    ailment = view.ailment("demo")
+    assert ailment is not None
+    assert ailment.said == "the model failed: it aborted"
+    assert ailment.retry_in == pytest.approx(29.25, abs=0.1)
+    again = _event(2, "model", model=READY.to_json())
+    view, told = virtual_time.run(_listen(Service([_snapshot(0, READY), failed, again])))
+    assert (view.ailment("demo"), told) == (None, ["demo", "", "demo"])
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        (_event(1, "device", device={"id": "gpu-0", "state": "quarantined"}), "its device gpu-0 is quarantined"),
+        (_event(1, "device", device={"id": "gpu-0", "state": "suspect"}), None),
+        (_event(1, "removed", device="gpu-0"), "its device gpu-0 is lost"),
+        (_event(1, "load", id="demo", progress=0.5), None),
+        (_event(1, "pressure", anything="else"), None),
+        (b": a comment\n\nevent: nothing\n\n", None),
+    ],
+    ids=["quarantined", "suspect", "gone", "a load", "unknown", "no event"],
+)
+def test_a_device_that_may_not_be_used_ails_the_models_on_it(event: bytes, said: str | None) -> None:
+    view, _ = virtual_time.run(_listen(Service([_snapshot(0, READY), event])))
+    ailment = view.ailment("demo")
+    assert (None if ailment is None else ailment.said) == said
+
+
+def test_models_come_and_go() -> None:
+    other = replace(READY, id="other", aliases=())
+    service = Service([_snapshot(0, READY), _event(1, "model", model=other.to_json()), _event(2, "removed", id="demo")])
+    view, _ = virtual_time.run(_listen(service))
+    assert (view.models, view.aliases) == ({"other": other}, {})
+    assert view.ailment("demo") is None
+
+
+async def _poll_under_way() -> InferenceView:
+    loop = asyncio.get_running_loop()
+    gate = asyncio.Event()
+    service = Service([_snapshot(0, READY)])
+
+    async def slow(path: str, seconds: float) -> Any:
+        answer = await service.fetch(path, seconds)
+        await gate.wait()
+        return answer
+
+    view = InferenceView(slow, loop.time)
+    view.hear("snapshot", json.loads(_snapshot(0, READY).split(b"data: ")[1]))
+    asking = asyncio.create_task(view.refresh())
+    await asyncio.sleep(0.5)
+    view.hear("model", {"model": FAILED.to_json()})
+    gate.set()
+    await asking
+    return view
+
+
+def test_a_poll_that_was_asked_earlier_does_not_undo_an_event() -> None:
+    view = virtual_time.run(_poll_under_way())
+    assert view.models["demo"].state is ModelState.FAILED
+
+
+async def _polled(service: Service, seconds: float) -> int:
+    loop = asyncio.get_running_loop()
+    view = InferenceView(service.fetch, loop.time)
+    tasks = [asyncio.create_task(Events(lambda: service, view).run()), asyncio.create_task(view.run())]
+    await asyncio.sleep(seconds)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    return service.polls
+
+
+def test_what_events_cannot_say_is_asked_at_once() -> None:
+    calm = virtual_time.run(_polled(Service([_snapshot(0, READY), _event(0, "beat"), *[b""] * 20]), 1.0))
+    lost = virtual_time.run(
+        _polled(Service([_snapshot(0, READY), _event(5, "load", id="demo", progress=0.1), *[b""] * 20]), 1.0)
+    )
+    left = virtual_time.run(
+        _polled(Service([_snapshot(0, READY), _event(1, "eviction", eviction={}), *[b""] * 20]), 1.0)
+    )
+    ended = virtual_time.run(_polled(Service([_snapshot(0, READY)]), 1.0))
+    assert (calm, lost, left, ended) == (1, 2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [_event(1, "model", model=READY.to_json())],
+        [_snapshot(0, READY), b"event: model\ndata: {\n\n"],
+        [_snapshot(0, READY), b"event: model\ndata: []\n\n"],
+        [_snapshot(0, READY), _event(1, "model")],
+        [_snapshot(0, READY), _event(1, "model", model=7)],
+        [_snapshot(0, READY), _event(1, "device", device={"id": "gpu-0", "state": "odd"})],
+        [_snapshot(0, READY), RuntimeError("a defect")],
+        [_snapshot(0, READY), UpstreamError(UpstreamKind.TIMEOUT, "nothing for 15 s")],
+    ],
+    ids=["no snapshot", "no JSON", "no object", "no model", "a number", "an odd state", "a defect", "silence"],
+)
+def test_a_stream_that_makes_no_sense_is_opened_again_and_the_view_stays(pieces: list[bytes | Exception]) -> None:
+    service = Service(pieces, [_snapshot(9, READY)])
+    view, _ = virtual_time.run(_listen(service, 2.0))
+    assert len(service.opened) == 2
+    assert view.models == {"demo": READY}
+
+
+def test_without_events_there_are_ever_fewer_tries_and_polling_alone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    service = Service()
+    polls = virtual_time.run(_polled(service, 100.0))
+    gaps = [round(after - before) for before, after in zip(service.opened, service.opened[1:], strict=False)]
+    assert gaps == [1, 2, 4, 8, 16, 30, 30]
+    assert polls == 50
+    assert [line for line in caplog.messages if "events" in line] == [
+        "events of the inference service are not heard: status 404: no events; it is asked every few seconds as ever"
+    ]
+
+
+async def _return(service: Service) -> None:
+    loop = asyncio.get_running_loop()
+    view = InferenceView(service.fetch, loop.time)
+    listening = Events(lambda: service, view)
+    task = asyncio.create_task(listening.run())
+    await asyncio.sleep(40.0)
+    count = len(service.opened)
+    listening.retry()
+    await asyncio.sleep(0.1)
+    assert len(service.opened) == count + 1
+    task.cancel()
+    await asyncio.wait({task})
+
+
+def test_a_service_that_returned_is_listened_to_at_once() -> None:
+    virtual_time.run(_return(Service()))
+
+
+async def _reloaded() -> tuple[InferenceView, Service, Service]:
+    loop = asyncio.get_running_loop()
+    old, new = Service([_snapshot(0, READY), *[_event(1, "model", model=FAILED.to_json())] * 9]), Service()
+    services = [old]
+    view = InferenceView(old.fetch, loop.time)
+    task = asyncio.create_task(Events(lambda: services[-1], view).run())
+    await asyncio.sleep(0.15)
+    services.append(new)
+    await asyncio.sleep(2.0)
+    task.cancel()
+    await asyncio.wait({task})
+    return view, old, new
+
+
+def test_after_a_reload_another_service_is_listened_to() -> None:
+    view, old, new = virtual_time.run(_reloaded())
+    assert (len(old.opened), len(new.opened) > 0) == (1, True)
+    assert view.models["demo"].state is ModelState.READY
