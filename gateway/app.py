@@ -18,11 +18,11 @@ from gateway.dialects.base import Dialect
 from gateway.dialects.messages import MessagesDialect
 from gateway.dialects.openai import OpenAIDialect
 from gateway.dialects.responses import KEPT_BYTES, KEPT_SECONDS, ResponsesDialect
-from gateway.edge import Edge
+from gateway.edge import App, Edge
 from gateway.errors import GatewayError, RefusedError, RequestError
 from gateway.exchange import exchange_of
 from gateway.responses import error_response
-from gateway.routes import admin, description, health, models, responses
+from gateway.routes import admin, count_tokens, description, health, models, responses
 from gateway.runtime import Runtime
 from gateway.serve import Generation
 from inference.protocol import Code
@@ -44,8 +44,9 @@ def make_app(runtime: Runtime) -> Edge:
 
     app = FastAPI(title="Headgate gateway", openapi_url=None, redirect_slashes=False, lifespan=lifespan)
     store = Store(KEPT_BYTES, KEPT_SECONDS)
-    dialects = (*DIALECTS, ResponsesDialect(store))
-    hot = {dialect.path: Generation(runtime, dialect) for dialect in dialects}
+    dialects = (*DIALECTS, ResponsesDialect(store, lambda: runtime.config.hosted_tools == "leave_out"))
+    hot: dict[str, App] = {dialect.path: Generation(runtime, dialect) for dialect in dialects}
+    hot[count_tokens.PATH] = count_tokens.CountTokens(runtime)
     for path, endpoint in hot.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))  # for the 405 of other methods
     for part in (health, models, admin):

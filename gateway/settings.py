@@ -166,7 +166,8 @@ class KeySettings(_Model):
 class GatewayConfig(_Model):
     """Everything in gateway.yaml. `drain_seconds` bounds how long open streams may finish at shutdown. `share_prefixes`
     says whose requests may skip what was computed for one before: those of the same key (`tenant`), or `all`. `limits`
-    are those of every key that names none of its own.
+    are those of every key that names none of its own. `hosted_tools` says what becomes of tools in `/v1/responses` that
+    run at another provider: the request is refused, or they are left out.
     """
 
     host: str = "127.0.0.1"
@@ -182,6 +183,7 @@ class GatewayConfig(_Model):
     admission: AdmissionSettings = AdmissionSettings()
     share_prefixes: Literal["tenant", "all"] = "tenant"
     limits: LimitSettings = LimitSettings()
+    hosted_tools: Literal["refuse", "leave_out"] = "refuse"
     keys: tuple[KeySettings, ...] = ()
 
 

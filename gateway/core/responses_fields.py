@@ -134,7 +134,16 @@ _NAMESPACE = f.mapping(
     {"name": f.string(1, 256), "description": f.string(), "tools": f.array()}, needed=("name", "tools")
 )
 _CUSTOM = "takes free text; give it as a function whose parameter is that text"
-_HOSTED = "runs at another provider and not here; leave it out"
+_HOSTED = "runs at another provider and not here; leave it out (`hosted_tools: leave_out` in gateway.yaml does so)"
+_SHOWN = ("function", "namespace")
+"""Tools that a model behind this gateway can be shown."""
+
+
+def without_hosted(tools: Any) -> Any:
+    """`tools` without those that no model here can be shown; what is no list of tools stays as it is."""
+    if not isinstance(tools, list):
+        return tools
+    return [tool for tool in tools if not isinstance(tool, dict) or tool.get("type") in _SHOWN or "type" not in tool]
 
 
 def _check_tool(value: Any, path: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from gateway.core import fields as f
 from gateway.core.frames import Endpoint
 from gateway.core.requests import InferenceRequest, parse_json, typed
-from gateway.core.responses_fields import EXTENSIONS, INCLUDE_LOGPROBS, INCLUDE_REASONING, check
+from gateway.core.responses_fields import EXTENSIONS, INCLUDE_LOGPROBS, INCLUDE_REASONING, check, without_hosted
 from gateway.core.responses_items import function_name, messages_of, with_instructions
 from gateway.errors import RequestError
 from inference.protocol import Code
@@ -51,9 +51,14 @@ class ResponsesRequest:
     seals: bool
 
 
-def parse(raw: bytes, recall: Recall) -> ResponsesRequest:
-    """The request in `raw`; raises RequestError (400) naming the field and what to write instead."""
+def parse(raw: bytes, recall: Recall, *, leaves_out: bool = False) -> ResponsesRequest:
+    """The request in `raw`; raises RequestError (400) naming the field and what to write instead.
+
+    With `leaves_out` tools that run at another provider are left out; the Response's `tools` are those that are left.
+    """
     body = {name: value for name, value in parse_json(raw).items() if value is not None}
+    if leaves_out and "tools" in body:
+        body["tools"] = without_hosted(body["tools"])
     check(body)
     earlier = _earlier(body.get("previous_response_id"), recall)
     conversation = (*earlier.messages, *messages_of(body.get("input", ())))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gateway.core.frames import Endpoint, Frame
@@ -47,8 +47,10 @@ class ResponsesDialect:
     path = PATH
     endpoint = Endpoint.CHAT
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, leaves_out: Callable[[], bool]) -> None:
+        """`leaves_out` tells at any time whether tools that run at another provider are left out, not refused."""
         self._store = store
+        self._leaves_out = leaves_out
 
     def parse(self, raw: bytes, owner: str) -> _Asked:
         """See `gateway.dialects.base.Dialect`."""
@@ -57,7 +59,7 @@ class ResponsesDialect:
             kept = self._store.get(owner, id, time.monotonic())
             return None if kept is None else kept.conversation
 
-        return _Asked(parse(raw, recall), self._store, owner)
+        return _Asked(parse(raw, recall, leaves_out=self._leaves_out()), self._store, owner)
 
     def error(self, error: GatewayError) -> dict[str, Any]:
         """OpenAI's envelope; the field to blame has the caller's name."""

@@ -288,6 +288,24 @@ def test_tools_that_run_elsewhere_are_refused_by_name(kind: str) -> None:
     assert kind in error.message
 
 
+def test_tools_that_run_elsewhere_are_left_out_where_that_is_set() -> None:
+    """And the Response tells which tools were left."""
+    hosted = [{"type": kind} for kind in (*HOSTED, "custom")]
+    raw = json.dumps({"model": "demo", "input": "Hi", "tools": [*hosted, ADD]}).encode()
+    found = parse(raw, nothing, leaves_out=True)
+    assert [tool["function"]["name"] for tool in found.request.body["tools"]] == ["add"]
+    assert [tool["name"] for tool in found.echo["tools"]] == ["add"]
+    none_left = parse(b'{"model":"m","input":"x","tools":[{"type":"mcp"}]}', nothing, leaves_out=True)
+    assert "tools" not in none_left.request.body
+
+
+@pytest.mark.parametrize(("tools", "param"), [("x", "tools"), ([5], "tools[0]"), ([{"name": "f"}], "tools[0].type")])
+def test_what_is_no_tool_is_refused_also_where_some_are_left_out(tools: Any, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse(json.dumps({"model": "demo", "input": "Hi", "tools": tools}).encode(), nothing, leaves_out=True)
+    assert caught.value.param == param
+
+
 @pytest.mark.parametrize(
     "kind", ["custom_tool_call", "item_reference", "compaction", "web_search_call", "local_shell_call", "mcp_call"]
 )
