@@ -66,7 +66,7 @@ class Edge:
             await self._app(scope, receive, send)
             return
         exchange = new_exchange(scope)
-        exchange.error_body = self._errors.get(scope["path"], GatewayError.body)
+        exchange.error_body = self._errors.get(scope["path"], exchange.error_body)
         scope.setdefault("state", {})
         scope["state"]["exchange"] = exchange
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import orjson
 
+from gateway.core import messages_errors
 from gateway.errors import GatewayError, PassedOnError, RequestError
 from headgate.shared import wire
 from inference.protocol import (
@@ -112,7 +113,10 @@ def new_exchange(scope: Scope) -> Exchange:
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     asked = headers.get(H_REQUEST_ID, "")
     request_id = asked if _SANE_ID.fullmatch(asked) else f"req_{secrets.token_hex(12)}"
-    return Exchange(request_id, headers, wire=wire.take(scope), is_messages=scope["path"].startswith(_MESSAGES))
+    exchange = Exchange(request_id, headers, wire=wire.take(scope))
+    if scope["path"].startswith(_MESSAGES):
+        exchange.is_messages, exchange.error_body = True, messages_errors.envelope
+    return exchange
 
 
 def exchange_of(scope: Scope) -> Exchange:

@@ -23,14 +23,38 @@ _TYPES: Mapping[int, str] = {
 """Anthropic's `error.type` by HTTP status. Another status below 500 is an `invalid_request_error`, another one from
 500 an `api_error`."""
 
+_CODE_OF_PARAM: Mapping[str | None, str] = {"thread": "thread_unsupported_request"}
+"""Where Anthropic has a code of its own for what is refused, because its clients know what to do then: without threads
+they send the whole conversation."""
+
+ENVELOPE: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message", "details"],
+            "properties": {
+                "type": {"type": "string"},
+                "message": {"type": "string", "minLength": 1},
+                "details": {"type": "object", "required": ["error_code"]},
+            },
+        },
+        "request_id": {"type": "string"},
+    },
+}
+"""Every error on these paths, in JSON Schema."""
+
 
 def envelope(error: GatewayError) -> dict[str, Any]:
     """The body for `error`. `request_id` is filled in by whoever sends it.
 
     Anthropic's `error.details` hold what its envelope has no other place for: the code, the field to blame, numbers.
     """
-    code = error.upstream_code if isinstance(error, PassedOnError) else error.code
-    return {**_said(error.status, str(code), error.message, error.param, error.details), "request_id": None}
+    code = error.upstream_code if isinstance(error, PassedOnError) else str(error.code)
+    code = _CODE_OF_PARAM.get(error.param, code)
+    return {**_said(error.status, code, error.message, error.param, error.details), "request_id": None}
 
 
 def frame_error(code: str, message: str) -> dict[str, Any]:

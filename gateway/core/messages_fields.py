@@ -18,7 +18,6 @@ IGNORED: Mapping[str, str] = {
     "anthropic_version": "the version stands in a header; both versions that exist are understood",
     "betas": "names beta features; those that change an answer have fields of their own",
     "billing_policy": "concerns the bill of another provider's hosting",
-    "compaction": "shortens long conversations at Anthropic; here they stay whole",
     "context_management": "drops old tool results at Anthropic; here they stay",
     "diagnostics": "explains Anthropic's prompt cache",
     "fallback_credit_token": "concerns the bill of another provider's hosting",
@@ -30,6 +29,7 @@ IGNORED: Mapping[str, str] = {
 """Fields that clients send and that change nothing in what an answer means; they are checked for nothing."""
 
 _REFUSED: Mapping[str, str] = {
+    "compaction": "the gateway summarizes no conversations",
     "container": "containers and skills live at Anthropic",
     "inference_geo": "the gateway cannot promise a region; `x-headgate-policy: local-only` keeps a request here",
     "mcp_servers": "the gateway calls no MCP server; let the client call it and send its tools",
@@ -38,6 +38,7 @@ _REFUSED: Mapping[str, str] = {
 """Fields that would change the answer and that no tier behind the gateway can honor."""
 
 _BLOCKS_REFUSED: Mapping[str, str] = {
+    "compaction": "the gateway summarizes no conversations",
     "search_result": "send it as text",
     "container_upload": "the gateway keeps no files",
     "server_tool_use": "it is the work of a tool that runs at Anthropic, which no other tier has",

@@ -22,9 +22,12 @@ from gateway.core.frames import Endpoint, Frame
 from gateway.core.openai_request import no_endpoint
 from gateway.core.origin import origin_of
 from gateway.providers.base import Call
-from gateway.providers.sdk import SdkStream, timeout_of
+from gateway.providers.sdk import SdkStream, timeout_of, upstream_error
 
 BASE_URL = "https://api.anthropic.com"
+
+_COUNTED = ("model", "messages", "system", "tools", "tool_choice", "thinking", "output_config", "cache_control")
+"""What Anthropic counts, and takes where it only counts."""
 
 
 class AnthropicProvider:
@@ -56,6 +59,16 @@ class AnthropicProvider:
     async def unary(self, call: Call) -> bytes:
         """Anthropic answers nothing that has no stream; raises UpstreamError."""
         raise no_endpoint(call.endpoint)
+
+    async def count_tokens(self, call: Call) -> int:
+        """See `gateway.providers.base.CountsTokens`."""
+        body = _request(call.body, call.model)
+        counted: dict[str, Any] = {name: body[name] for name in _COUNTED if name in body}
+        try:
+            answer = await self._client.messages.count_tokens(**counted, timeout=timeout_of(call.connect_seconds))
+        except Exception as error:
+            raise upstream_error(error, self._host, self._secrets) from error
+        return answer.input_tokens
 
     async def aclose(self) -> None:
         """Closes every connection."""

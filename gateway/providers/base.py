@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from gateway.core.frames import Endpoint, Frame
 
@@ -65,4 +65,13 @@ class Provider(Protocol):
 
     async def aclose(self) -> None:
         """Closes every connection."""
+        ...
+
+
+@runtime_checkable
+class CountsTokens(Protocol):
+    """A provider that also tells how long a prompt is for one of its models."""
+
+    async def count_tokens(self, call: Call) -> int:
+        """Prompt tokens of a chat call; raises UpstreamError."""
         ...

@@ -7,11 +7,13 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
-from gateway.core import requests, responses_fields
+from gateway.core import messages_errors, messages_fields, requests, responses_fields
 from gateway.core.frames import Endpoint
 from gateway.dialects import responses
+from gateway.dialects.messages import MessagesDialect
 from gateway.exchange import exchange_of
 from gateway.responses import json_response
+from gateway.routes import count_tokens
 from gateway.runtime import Runtime
 from headgate.shared import openapi
 
@@ -34,6 +36,14 @@ def description(app: FastAPI) -> dict[str, Any]:
     """The whole description of the gateway whose cold routes `app` has."""
     hot = {f"/v1/{endpoint}": requests.schema(endpoint) for endpoint in Endpoint}
     hot[responses.PATH] = responses_fields.schema()
+    hot[MessagesDialect.path] = messages_fields.schema()
+    hot[count_tokens.PATH] = messages_fields.schema(counting=True)
     streams = [f"/v1/{endpoint}" for endpoint in Endpoint if endpoint.streams]
-    streams.append(responses.PATH)
-    return openapi.completed(app.openapi(), hot, OPEN_PATHS, streams)
+    streams += [responses.PATH, MessagesDialect.path]
+    found = openapi.completed(app.openapi(), hot, OPEN_PATHS, streams)
+    found["components"]["schemas"]["MessagesError"] = messages_errors.ENVELOPE
+    for path in (MessagesDialect.path, count_tokens.PATH):
+        found["paths"][path]["post"]["responses"]["default"]["content"] = {
+            "application/json": {"schema": {"$ref": "#/components/schemas/MessagesError"}}
+        }
+    return found

@@ -218,6 +218,8 @@ def test_errors_have_anthropics_envelope() -> None:
         },
         "request_id": None,
     }
+    threads = RequestError(Code.UNSUPPORTED_PARAMETER, "no", param="thread")
+    assert envelope(threads)["error"]["details"]["error_code"] == "thread_unsupported_request"
     full = RefusedError(Code.MEMORY_LIMIT_EXCEEDED, "no", details={"missing_bytes": 1})
     assert envelope(full)["error"]["details"] == {
         "error_code": "memory_limit_exceeded",

@@ -1,0 +1,394 @@
+"""The official Anthropic client's whole repertoire, against a local tier and against clouds of every dialect."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import pydantic
+import pytest
+from anthropic import AsyncAnthropic, beta_async_tool
+
+from inference.protocol import Code
+from tests.rigs.fake_inference import Answer, FakeInference
+from tests.rigs.fake_provider import KEY as CLOUD_KEY
+from tests.rigs.fake_provider import FakeProvider
+from tests.rigs.fake_provider.answers import Answer as Said
+from tests.rigs.fake_provider.answers import ToolUse
+from tests.rigs.gateway_rig import KEY, Gateway
+
+pytestmark = pytest.mark.timeout(60)
+
+CONFIG = """
+providers:
+  openai: {{kind: openai, api_key: "${{env:CLOUD}}", base_url: {url}/v1}}
+  google: {{kind: openai, api_key: "${{env:CLOUD}}", base_url: {url}/v1beta/openai/}}
+  anthropic: {{kind: anthropic, api_key: "${{env:CLOUD}}", base_url: {url}}}
+  nowhere: {{kind: anthropic, api_key: "${{env:CLOUD}}", base_url: "http://127.0.0.1:9"}}
+max_body: 100000
+routes:
+  demo: {{chain: [local/demo]}}
+  claude: {{chain: [anthropic/claude-opus-5]}}
+  haiku: {{chain: [anthropic/claude-haiku-4-5]}}
+  gpt: {{chain: [openai/gpt]}}
+  gemini: {{chain: [google/gemini]}}
+  nowhere: {{chain: [nowhere/claude-opus-5]}}
+  away: {{chain: [local/away, anthropic/claude-opus-5]}}
+"""
+MESSAGES: Any = [{"role": "user", "content": "Hello!"}]
+LOOK: Any = {
+    "name": "look",
+    "description": "Looks somewhere.",
+    "input_schema": {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]},
+}
+PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n").decode()
+HEAD = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 5, "model": "demo"}
+
+
+def raw(*deltas: dict[str, Any], finish: str = "stop", **more: Any) -> Answer:
+    """A local answer of these deltas."""
+    choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in ({"role": "assistant"}, *deltas)]
+    choices.append({"index": 0, "delta": {}, "finish_reason": finish, **more})
+    chunks = [{**HEAD, "choices": [choice]} for choice in choices]
+    usage = {"prompt_tokens": 20, "completion_tokens": 9, "prompt_tokens_details": {"cached_tokens": 16}}
+    chunks.append({**HEAD, "choices": [], "usage": usage})
+    frames = [b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks]
+    return Answer(raw=b"".join([*frames, b"data: [DONE]\n\n"]))
+
+
+def call(index: int, id: str, **arguments: Any) -> dict[str, Any]:
+    function = {"name": "look", "arguments": json.dumps(arguments)}
+    return {"tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]}
+
+
+@pytest.fixture
+async def local() -> AsyncIterator[FakeInference]:
+    async with FakeInference() as local:
+        for name, status in local.models.items():
+            local.models[name] = status.__class__(
+                **{**vars_of(status), "capabilities": ("chat", "completion", "tools", "vision")}
+            )
+        yield local
+
+
+def vars_of(status: Any) -> dict[str, Any]:
+    return {name: getattr(status, name) for name in status.__dataclass_fields__}
+
+
+@pytest.fixture
+async def cloud() -> AsyncIterator[FakeProvider]:
+    async with FakeProvider() as cloud:
+        yield cloud
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path, local: FakeInference, cloud: FakeProvider) -> AsyncIterator[Gateway]:
+    config = CONFIG.format(url=cloud.url)
+    async with Gateway(tmp_path, local.url, config, {"CLOUD": CLOUD_KEY}) as gateway:
+        await gateway.look()
+        yield gateway
+
+
+@pytest.fixture
+async def client(gateway: Gateway) -> AsyncIterator[AsyncAnthropic]:
+    async with AsyncAnthropic(base_url=gateway.url, api_key=KEY, max_retries=0, timeout=20) as client:
+        yield client
+
+
+# --- whole and streamed -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("model", ["demo", "claude", "gpt", "gemini"])
+async def test_every_tier_answers_whole_and_streamed(client: AsyncAnthropic, model: str) -> None:
+    whole = await client.messages.create(model=model, max_tokens=50, messages=MESSAGES, system="Be brief.")
+    assert (whole.type, whole.role, whole.stop_reason) == ("message", "assistant", "end_turn")
+    assert whole.id.startswith("msg_")
+    assert whole.usage.output_tokens > 0 and whole.usage.input_tokens > 0
+    async with client.messages.stream(model=model, max_tokens=50, messages=MESSAGES, system="Be brief.") as stream:
+        text = "".join([piece async for piece in stream.text_stream])
+        final = await stream.get_final_message()
+    said = "".join(block.text for block in whole.content if block.type == "text")
+    assert text == await stream.get_final_text() == said
+    assert final.usage == whole.usage
+    assert final.model == whole.model
+    assert final.stop_reason == "end_turn"
+
+
+async def test_the_plain_client_in_a_thread_and_raw_events(gateway: Gateway) -> None:
+    def ask() -> list[str]:
+        with anthropic.Anthropic(base_url=gateway.url, auth_token=KEY, max_retries=0) as client:
+            client.messages.create(model="demo", max_tokens=5, messages=MESSAGES)
+            return [event.type for event in client.messages.create(
+                model="demo", max_tokens=5, messages=MESSAGES, stream=True
+            )]  # fmt: skip
+
+    kinds = await asyncio.to_thread(ask)
+    assert kinds[:3] == ["message_start", "content_block_start", "content_block_delta"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+
+
+async def test_headers_tell_who_answered_and_ids_agree(client: AsyncAnthropic) -> None:
+    said = await client.messages.with_raw_response.create(model="demo", max_tokens=5, messages=MESSAGES)
+    assert said.headers["x-headgate-model"] == "local/demo"
+    assert said.headers["request-id"] == said.headers["x-request-id"] == (await said.parse())._request_id
+    async with client.messages.stream(model="demo", max_tokens=5, messages=MESSAGES) as stream:
+        await stream.until_done()
+        assert stream.request_id == stream.response.headers["x-request-id"]
+
+
+async def test_beta_calls_are_understood(client: AsyncAnthropic, local: FakeInference) -> None:
+    said = await client.beta.messages.create(
+        model="demo",
+        max_tokens=5,
+        messages=MESSAGES,
+        betas=["interleaved-thinking-2025-05-14", "context-management-2025-06-27"],
+        context_management={"edits": [{"type": "clear_tool_uses_20250919"}]},
+    )
+    assert said.content[0].type == "text"
+    assert set(local.seen[-1].body) == {"model", "max_tokens", "messages", "stream", "stream_options"}
+
+
+async def test_comments_are_pings_that_the_client_passes_over(client: AsyncAnthropic, local: FakeInference) -> None:
+    local.answers["demo"] = Answer(comments=2)
+    events = [event.type async for event in await client.messages.create(
+        model="demo", max_tokens=5, messages=MESSAGES, stream=True
+    )]  # fmt: skip
+    assert events[0] == "message_start"
+
+
+# --- agents -----------------------------------------------------------------------------------------------------------
+async def test_a_coding_agents_turn_with_parallel_calls_on_a_local_model(
+    client: AsyncAnthropic, local: FakeInference
+) -> None:
+    local.queue["demo"] = [
+        raw({"reasoning_content": "Both."}, {"content": "I look."}, call(0, "c1", at="a"), call(1, "c2", at="b"),
+            finish="tool_calls"),
+        raw({"content": "Done."}, stop_reason="END"),
+    ]  # fmt: skip
+    asked: dict[str, Any] = {
+        "model": "demo",
+        "max_tokens": 100,
+        "system": [
+            {"type": "text", "text": "x-anthropic-billing-header: cch=1;"},
+            {"type": "text", "text": "You mill.", "cache_control": {"type": "ephemeral"}},
+        ],
+        "tools": [{**LOOK, "cache_control": {"type": "ephemeral"}}],
+        "thinking": {"type": "adaptive"},
+        "output_config": {"effort": "medium"},
+        "metadata": {"user_id": "u1"},
+        "stop_sequences": ["END"],
+    }
+    async with client.messages.stream(messages=MESSAGES, **asked) as stream:
+        kinds = [event.type async for event in stream]
+        first = await stream.get_final_message()
+    assert {"thinking", "signature", "text", "input_json"} <= set(kinds)
+    assert first.stop_reason == "tool_use"
+    assert (first.usage.input_tokens, first.usage.cache_read_input_tokens) == (4, 16)
+    uses = [block for block in first.content if block.type == "tool_use"]
+    assert [(use.id, use.input) for use in uses] == [("c1", {"at": "a"}), ("c2", {"at": "b"})]
+    results: Any = [
+        {"type": "tool_result", "tool_use_id": "c2", "content": "dark", "is_error": True},
+        {
+            "type": "tool_result",
+            "tool_use_id": "c1",
+            "content": [
+                {"type": "text", "text": "a mill"},
+                {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}},
+            ],
+        },
+    ]
+    history = [*MESSAGES, first.to_param(), {"role": "user", "content": results}]
+    second = await client.messages.create(messages=history, **asked)
+    assert (second.stop_reason, second.stop_sequence) == ("stop_sequence", "END")
+    sent = local.seen[-1].body
+    assert sent["reasoning_effort"] == "medium"
+    assert [message["role"] for message in sent["messages"]] == ["system", "user", "assistant", "tool", "tool", "user"]
+    assert sent["messages"][0]["content"] == "You mill."
+    assert sent["messages"][2]["reasoning_content"] == "Both."
+    assert [message["content"] for message in sent["messages"][3:5]] == ["a mill", "Error: dark"]
+    assert sent["messages"][5]["content"][1]["type"] == "image_url"
+
+
+async def test_the_clients_own_tool_loop_runs_to_its_end(client: AsyncAnthropic, local: FakeInference) -> None:
+    looked: list[str] = []
+
+    @beta_async_tool
+    async def look(at: str) -> str:
+        """Looks somewhere.
+
+        Args:
+            at: where
+        """
+        looked.append(at)
+        return "a mill"
+
+    local.queue["demo"] = [
+        raw(call(0, "c1", at="the river"), finish="tool_calls"),
+        raw({"content": "There is a mill."}),
+    ]
+    runner = client.beta.messages.tool_runner(model="demo", max_tokens=50, messages=MESSAGES, tools=[look])
+    final = await runner.until_done()
+    assert looked == ["the river"]
+    assert final.content[0].type == "text"
+
+
+class Mill(pydantic.BaseModel):
+    """A mill."""
+
+    wheels: int
+
+
+async def test_a_format_is_parsed_by_the_client(client: AsyncAnthropic, local: FakeInference) -> None:
+    local.answers["demo"] = raw({"content": '{"wheels": 2}'})
+    parsed = await client.messages.parse(model="demo", max_tokens=50, messages=MESSAGES, output_format=Mill)
+    assert parsed.parsed_output == Mill(wheels=2)
+    shape = local.seen[-1].body["response_format"]
+    assert shape["json_schema"]["schema"]["properties"]["wheels"]["type"] == "integer"
+
+
+async def test_a_prefill_is_gone_on_with_where_the_tier_can(
+    client: AsyncAnthropic, local: FakeInference, cloud: FakeProvider
+) -> None:
+    begun: Any = [*MESSAGES, {"role": "assistant", "content": "The mill"}]
+    await client.messages.create(model="demo", max_tokens=5, messages=begun)
+    assert local.seen[-1].body["continue_final_message"] is True
+    await client.messages.create(model="haiku", max_tokens=5, messages=begun)
+    assert cloud.records[-1].body["messages"][-1] == {"role": "assistant", "content": "The mill"}
+    for model in ("claude", "gpt"):
+        with pytest.raises(anthropic.BadRequestError, match="can do what this request needs"):
+            await client.messages.create(model=model, max_tokens=5, messages=begun)
+
+
+# --- Anthropic behind -------------------------------------------------------------------------------------------------
+async def test_anthropics_own_thinking_survives_there_and_back(client: AsyncAnthropic, cloud: FakeProvider) -> None:
+    cloud.answers.set(
+        Said(text="I look.", reasoning="Hm. Yes.", tools=(ToolUse("look", {"at": "a"}),), stop="tool_calls")
+    )
+    asked: dict[str, Any] = {
+        "model": "claude",
+        "max_tokens": 100,
+        "tools": [LOOK],
+        "system": [{"type": "text", "text": "You mill.", "cache_control": {"type": "ephemeral"}}],
+        "thinking": {"type": "adaptive"},
+    }
+    whole = await client.messages.create(messages=MESSAGES, **asked)
+    async with client.messages.stream(messages=MESSAGES, **asked) as stream:
+        streamed = await stream.get_final_message()
+    assert [block.type for block in whole.content] == ["thinking", "text", "tool_use"]
+    assert [(block.type, getattr(block, "signature", "")) for block in streamed.content] == [
+        (block.type, getattr(block, "signature", "")) for block in whole.content
+    ]
+    use = next(block for block in whole.content if block.type == "tool_use")
+    results: Any = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "x"}]}
+    await client.messages.create(messages=[*MESSAGES, whole.to_param(), results], **asked)
+    sent = cloud.records[-1].body
+    assert sent["messages"][1]["content"][0] == whole.content[0].model_dump(exclude_none=True)
+    assert sent["system"] == asked["system"]
+    assert sent["thinking"] == {"type": "adaptive"}
+
+
+async def test_a_local_models_thinking_never_reaches_anthropic(
+    client: AsyncAnthropic, local: FakeInference, cloud: FakeProvider
+) -> None:
+    local.answers["demo"] = raw({"reasoning_content": "Mine."}, {"content": "Yes."})
+    first = await client.messages.create(model="demo", max_tokens=50, messages=MESSAGES)
+    assert first.content[0].type == "thinking"
+    await client.messages.create(model="claude", max_tokens=50, messages=[*MESSAGES, first.to_param(), *MESSAGES])
+    assert cloud.records[-1].body["messages"][1]["content"] == [{"type": "text", "text": "Yes."}]
+
+
+async def test_a_refusal_says_why(client: AsyncAnthropic, cloud: FakeProvider) -> None:
+    cloud.answers.set(Said(text="I", refusal="Not this.", stop="content_filter"))
+    whole = await client.messages.create(model="claude", max_tokens=50, messages=MESSAGES)
+    assert whole.stop_reason == "refusal"
+    assert whole.stop_details is not None and whole.stop_details.explanation == "Not this."
+    assert whole.stop_details.category == "general_harms"
+    other = await client.messages.create(model="gpt", max_tokens=50, messages=MESSAGES)
+    assert other.stop_reason == "refusal"
+
+
+# --- counting ---------------------------------------------------------------------------------------------------------
+async def test_anthropic_counts_for_its_own_models_and_other_clouds_do_not(
+    client: AsyncAnthropic, cloud: FakeProvider
+) -> None:
+    counted = await client.messages.count_tokens(model="claude", messages=MESSAGES, system="You mill.", tools=[LOOK])
+    assert counted.input_tokens > 0
+    assert cloud.records[-1].body["model"] == "claude-opus-5"
+    again = await client.beta.messages.count_tokens(model="claude", messages=MESSAGES, betas=["x"])
+    assert again.input_tokens > 0
+    with pytest.raises(anthropic.BadRequestError, match="counts no tokens") as caught:
+        await client.messages.count_tokens(model="gpt", messages=MESSAGES)
+    assert caught.value.error_code == "unsupported_parameter"
+    with pytest.raises(anthropic.APIStatusError) as unreachable:
+        await client.messages.count_tokens(model="nowhere", messages=MESSAGES)
+    assert (unreachable.value.status_code, unreachable.value.type) == (503, "overloaded_error")
+    passed = await client.messages.with_raw_response.count_tokens(model="away", messages=MESSAGES)
+    assert passed.headers["x-headgate-model"] == "anthropic/claude-opus-5"
+    with pytest.raises(anthropic.APIStatusError, match="can answer"):
+        await client.messages.count_tokens(
+            model="claude", messages=MESSAGES, extra_headers={"x-headgate-policy": "local-only"}
+        )
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+async def test_errors_are_the_clients_own_classes(client: AsyncAnthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError) as unknown:
+        await client.messages.create(model="nobody", max_tokens=5, messages=MESSAGES)
+    assert (unknown.value.type, unknown.value.error_code) == ("not_found_error", "model_not_found")
+    assert unknown.value.request_id is not None
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
+        await client.messages.create(model="demo", max_tokens=0, messages=MESSAGES)
+    wrong = client.with_options(api_key="wrong")
+    with pytest.raises(anthropic.AuthenticationError) as refused:
+        await wrong.messages.create(model="demo", max_tokens=5, messages=MESSAGES)
+    assert refused.value.type == "authentication_error"
+    with pytest.raises(anthropic.AuthenticationError):
+        await wrong.messages.count_tokens(model="demo", messages=MESSAGES)
+    long: Any = [{"role": "user", "content": "x" * 100_000}]
+    with pytest.raises(anthropic.APIStatusError) as large:
+        await client.messages.create(model="demo", max_tokens=5, messages=long)
+    assert (large.value.status_code, large.value.type) == (413, "request_too_large")
+    with pytest.raises(anthropic.NotFoundError) as none:
+        await client.messages.batches.list()
+    assert none.value.type == "not_found_error"
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_the_envelope_is_anthropics_on_every_refusal(gateway: Gateway, path: str) -> None:
+    method = await gateway.client.get(path)
+    host = await gateway.client.post(path, headers={"host": "evil.example"})
+    broken = await gateway.client.post(path, content=b"{")
+    for answer, status in ((method, 405), (host, 403), (broken, 400)):
+        said = answer.json()
+        assert answer.status_code == status
+        assert (said["type"], said["request_id"]) == ("error", answer.headers["request-id"])
+        assert set(said["error"]) == {"type", "message", "details"}
+    assert host.json()["error"]["type"] == "permission_error"
+
+
+async def test_a_full_tier_and_a_broken_stream(client: AsyncAnthropic, local: FakeInference) -> None:
+    local.answers["demo"] = Answer(error=Code.MODEL_FAILED)
+    with pytest.raises(anthropic.APIStatusError) as broken:
+        async with client.messages.stream(model="demo", max_tokens=5, messages=MESSAGES, tools=[LOOK]) as stream:
+            await stream.until_done()
+    assert broken.value.type == "overloaded_error"
+    assert broken.value.error_code == "model_failed"
+    local.answers["demo"] = Answer(refuse=Code.QUEUE_FULL, retry_after=3)
+    with pytest.raises(anthropic.RateLimitError) as full:
+        await client.messages.create(model="demo", max_tokens=5, messages=MESSAGES)
+    assert full.value.type == "rate_limit_error"
+    assert int(full.value.response.headers["retry-after"]) >= 1
+
+
+async def test_with_the_local_tier_away_anthropic_gets_what_was_asked(
+    client: AsyncAnthropic, cloud: FakeProvider
+) -> None:
+    marked: Any = [{"role": "user", "content": [
+        {"type": "text", "text": "Hello!", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    ]}]  # fmt: skip
+    said = await client.messages.with_raw_response.create(model="away", max_tokens=5, messages=marked)
+    assert said.headers["x-headgate-model"] == "anthropic/claude-opus-5"
+    assert cloud.records[-1].body["messages"] == marked
