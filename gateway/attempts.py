@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from gateway.attempt import Attempt, outcome_name
 from gateway.breakers import Breakers, Lease, Refused
 from gateway.choice import Choice
 from gateway.core.budget import Budget, Due, Limits, unary_deadline
-from gateway.core.chain import Candidate, Chain, Drop, Dropped, Found, expand, passes_on
+from gateway.core.chain import PUT_OFF, Candidate, Chain, Drop, Dropped, Found, expand, passes_on
 from gateway.core.outcome import End, Failure, Ignore, Next, Observation, Reason, Verdict
 from gateway.core.refusal import Outcome, no_answer
 from gateway.core.requests import InferenceRequest
@@ -97,7 +97,7 @@ class Request:
         )  # fmt: skip
         self.budget = Budget(limits, asyncio.get_running_loop().time())
         self.candidates = expand(self.route.chain, found.model)
-        self._choice = Choice(tools, request, self.route, self.candidates, cloud_allowed=caller.cloud_allowed)
+        self._choice = Choice(tools, request, self.route, self.candidates, record, cloud_allowed=caller.cloud_allowed)
         self.outcomes: list[Outcome] = []
         self._put_off: set[Candidate] = set()
         self._out_of_time = False
@@ -197,6 +197,13 @@ class Request:
                 spent = "time was" if self._out_of_time else f"{self.budget.limits.attempts} attempts were"
                 self._drop(Dropped(candidate, Drop.BUDGET, f"not asked, the request's {spent} spent"))
                 continue
+            if (verdict := await self._judge(candidate, waiting)) is not None:
+                if verdict.drop in PUT_OFF:
+                    self._put_behind(verdict)
+                    waiting.append(candidate)
+                else:
+                    self._drop(verdict)
+                continue
             provider = self.tools.registry.get(candidate.provider)
             assert provider is not None, "the fold drops absent providers"
             forced = not waiting or candidate in self._put_off
@@ -216,6 +223,14 @@ class Request:
             if result is not None:
                 return result
         raise self._failed()
+
+    async def _judge(self, candidate: Candidate, waiting: Collection[Candidate]) -> Dropped | None:
+        """What speaks against `candidate` now that its turn has come; nobody is put behind the others twice."""
+        began = time.monotonic()
+        verdict = await self._choice.judge(candidate, tuple(waiting), self.budget)
+        self.upstream_seconds += time.monotonic() - began
+        again = verdict is not None and verdict.drop in PUT_OFF and candidate in self._put_off
+        return None if again else verdict
 
     async def _try(
         self,
@@ -253,6 +268,8 @@ class Request:
         wait = verdict.retry_after if isinstance(verdict, Failure) else None
         if isinstance(verdict, Ignore):
             wait = verdict.hold
+            if wait is None and candidate.is_local and isinstance(error, UpstreamError):
+                wait = error.retry_after
             # the last tier was told of all the time there is: its own word that this was too short is ours
             self._out_of_time |= verdict.next is Next.STOP or (attempt.last and self._ended_with_time(verdict.reason))
             if isinstance(error, UpstreamError) and passes_on(verdict, candidate):
@@ -302,7 +319,13 @@ class Request:
         self.record.dropped[dropped.candidate.name] = f"{dropped.drop}: {dropped.said}"
         self.outcomes.append(
             Outcome(
-                dropped.candidate, str(dropped.drop), dropped.said, dropped.retry_in, dropped.drop, param=dropped.param
+                dropped.candidate,
+                str(dropped.drop),
+                dropped.said,
+                dropped.retry_in,
+                dropped.drop,
+                param=dropped.param,
+                details=dropped.details,
             )
         )
 
@@ -329,7 +352,7 @@ class Request:
         for outcome in sorted(self.outcomes, key=lambda outcome: outcome.candidate.position):
             name = outcome.candidate
             known = self.tools.breakers.closed_for(name.provider, name.model) if outcome.drop is None else None
-            waits.append(outcome if known is None else outcome.waiting(known))
+            waits.append(outcome.waiting(max(known or 0.0, self._choice.ready_in(name))))
         error = no_answer(self.request, waits, self._time_spent())
         self.record.reason = waits[0].name if waits else str(error.code)
         return error

@@ -1,16 +1,37 @@
-"""Gathers what is known about each candidate of one request and folds its chain; asks no tier for an answer."""
+"""Gathers what is known about each candidate of one request and judges it; asks no tier for an answer.
+
+Most is known beforehand (`fold`). What has to be looked into, the length of a prompt and the wait before its answer,
+is looked into when a candidate's turn comes (`judge`), and only where the verdict could change anything.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gateway.core.chain import Candidate, Chain, Facts, Wants, fold
+from gateway.core import length, prediction
+from gateway.core.budget import Budget
+from gateway.core.chain import Candidate, Chain, Dropped, Facts, Wants, fold
+from gateway.core.frames import Endpoint
+from gateway.core.length import Fit
+from gateway.core.prediction import Allowed, Prediction
 from gateway.core.requests import InferenceRequest
+from gateway.core.speed import UNKNOWN, Speed
+from gateway.errors import UpstreamError
+from gateway.explain import Considered, Record
 from gateway.settings import RouteSettings
+from inference.protocol import Code, ModelStatus
 
 if TYPE_CHECKING:
     from gateway.attempts import Tools
+
+COUNT_SECONDS = 2.0
+"""How long a count is waited for, and never longer than a quarter of the time that is left."""
+
+_ENDPOINT_NEEDS = {Endpoint.CHAT: frozenset(("chat",)), Endpoint.COMPLETIONS: frozenset(("completions",))}
+_UNCOUNTED = frozenset(("vision", "audio"))
+"""What else than text a prompt may hold; only the model itself knows its length then."""
 
 
 class Choice:
@@ -22,6 +43,7 @@ class Choice:
         request: InferenceRequest,
         route: RouteSettings,
         candidates: Sequence[Candidate],
+        record: Record,
         *,
         cloud_allowed: bool,
     ) -> None:
@@ -29,32 +51,137 @@ class Choice:
         self._tools = tools
         self._request = request
         self._candidates = candidates
+        self._record = record
+        self._any_vectors = route.same_vectors or request.endpoint.streams
         self._wants = Wants(
-            capabilities=request.needs,
+            capabilities=request.needs | _ENDPOINT_NEEDS.get(request.endpoint, frozenset()),
             cloud_allowed=cloud_allowed and route.cloud == "allowed",
             fit_check=route.fit_check,
         )
+        self._is_countable = request.endpoint.streams and not request.needs & _UNCOUNTED
+        self._counts: dict[str, int | None] = {}
 
     def fold(self) -> Chain:
         """The candidates in order, without those that facts or policy rule out."""
-        return fold(self._candidates, self.facts, self._wants)
+        considered = {candidate: Considered(self.facts(candidate)) for candidate in self._candidates}
+        self._record.considered = {candidate.name: found for candidate, found in considered.items()}
+        return fold(self._candidates, lambda candidate: considered[candidate].facts, self._wants)
 
     def facts(self, candidate: Candidate) -> Facts:
         """What is known about `candidate` now."""
-        breakers, view = self._tools.breakers, self._tools.view
-        status = view.models.get(candidate.model) if candidate.is_local else None
+        breakers = self._tools.breakers
+        status = self._status(candidate)
         provider = self._tools.registry.get(candidate.provider)
         return Facts(
             present=provider is not None,
             unsupported=()
             if provider is None
             else provider.unsupported_params(self._request.endpoint, self._request.body, candidate.model),
+            same_vectors=self._any_vectors or self._model(candidate) == self._model(self._candidates[0]),
             closed_for=breakers.closed_for(candidate.provider, candidate.model),
             held_for=breakers.held_for(candidate.provider, candidate.model),
             capabilities=frozenset(status.capabilities) if status is not None and status.capabilities else None,
             context_length=(status.context_length or None) if status is not None else None,
+            speed=_speed(status),
             fits=status.fits if status is not None else None,
             fit_reason=status.reason if status is not None else None,
             fit_in=status.retry_after_seconds if status is not None else None,
-            ailment=view.ailment(candidate.model) if candidate.is_local else None,
+            ailment=self._tools.view.ailment(candidate.model) if candidate.is_local else None,
         )
+
+    async def judge(self, candidate: Candidate, later: Sequence[Candidate], budget: Budget) -> Dropped | None:
+        """Why `candidate` is not asked now, with `later` still to come; None when it should be."""
+        if not candidate.is_local or not (later or self._counts):
+            return None
+        return await self._by_length(candidate, later, budget) or self._by_speed(candidate, later, budget)
+
+    def ready_in(self, candidate: Candidate) -> float:
+        """Seconds until `candidate` takes a request of somebody who comes now; 0 when nothing is known."""
+        return _speed(self._status(candidate)).ready_in
+
+    # --- length ------------------------------------------------------------------------------------------------------
+    async def _by_length(self, candidate: Candidate, later: Sequence[Candidate], budget: Budget) -> Dropped | None:
+        context = self._context(candidate)
+        most = self._request.max_tokens
+        if context is None or not self._is_countable or length.surely_fits(self._request.size_bytes, most, context):
+            return None
+        if not self._counts and not any(length.is_alternative(self._context(other), context) for other in later):
+            return None  # nobody else could do better: the model's own refusal says as much
+        tokens = await self._count(candidate, budget)
+        if tokens is None:
+            return None
+        match length.fit(tokens, most, context):
+            case Fit.NOTHING:
+                return length.too_long(candidate, tokens, most, context)
+            case Fit.PROMPT if most is not None:
+                better = await self._roomier(later, context, budget)
+                if better is not None:
+                    return length.little_room(candidate, tokens, most, context, better.name)
+        return None
+
+    async def _roomier(self, later: Sequence[Candidate], context: int, budget: Budget) -> Candidate | None:
+        """The next local candidate that is known to hold prompt and answer.
+
+        Clouds are not looked at: their contexts are not known here, and a bound that clients often set high is no
+        reason to pay for an answer.
+        """
+        most = self._request.max_tokens
+        for other in later:
+            room = self._context(other)
+            if room is None or room <= context:
+                continue
+            if length.surely_fits(self._request.size_bytes, most, room):
+                return other
+            tokens = await self._count(other, budget)
+            if tokens is not None and length.fit(tokens, most, room) is Fit.WHOLE:
+                return other
+        return None
+
+    async def _count(self, candidate: Candidate, budget: Budget) -> int | None:
+        """The prompt's tokens for `candidate`, at least; None when nobody could say in time."""
+        if candidate.model not in self._counts:
+            left = budget.commit_by - asyncio.get_running_loop().time()
+            self._counts[candidate.model] = await self._ask(candidate, min(COUNT_SECONDS, left / 4))
+            self._record.considered[candidate.name].prompt_tokens = self._counts[candidate.model]
+        return self._counts[candidate.model]
+
+    async def _ask(self, candidate: Candidate, seconds: float) -> int | None:
+        if seconds <= 0:
+            return None
+        request = self._request
+        try:
+            return await self._tools.counter.count(candidate.model, request.endpoint, request.body, seconds)
+        except UpstreamError as error:
+            least = (error.details or {}).get("prompt_tokens")
+            return least if error.code == Code.CONTEXT_LENGTH_EXCEEDED and isinstance(least, int) else None
+
+    # --- speed -------------------------------------------------------------------------------------------------------
+    def _by_speed(self, candidate: Candidate, later: Sequence[Candidate], budget: Budget) -> Dropped | None:
+        expected = self._expected(candidate)
+        if not expected.seconds:
+            return None
+        self._record.considered[candidate.name].expected = expected
+        allowed = Allowed.by(budget, asyncio.get_running_loop().time())
+        return prediction.put_off(candidate, expected, allowed, [(other, self._expected(other)) for other in later])
+
+    def _expected(self, candidate: Candidate) -> Prediction:
+        tokens = self._counts.get(candidate.model) or length.about_tokens(self._request.size_bytes)
+        return Prediction.of(_speed(self._status(candidate)), tokens)
+
+    # --- the service's snapshot --------------------------------------------------------------------------------------
+    def _model(self, candidate: Candidate) -> str:
+        """The model's own name: a local one may be written by an alias."""
+        return self._tools.view.aliases.get(candidate.model, candidate.model) if candidate.is_local else candidate.model
+
+    def _status(self, candidate: Candidate) -> ModelStatus | None:
+        return self._tools.view.models.get(self._model(candidate)) if candidate.is_local else None
+
+    def _context(self, candidate: Candidate) -> int | None:
+        status = self._status(candidate)
+        return status.context_length or None if status is not None else None
+
+
+def _speed(status: ModelStatus | None) -> Speed:
+    if status is None:
+        return UNKNOWN
+    return Speed(status.load_seconds, status.queue_seconds, status.prefill_tokens_per_second)

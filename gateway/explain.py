@@ -3,11 +3,41 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any
+
+from gateway.core.chain import Facts
+from gateway.core.prediction import Prediction
 
 KEPT = 1000
 """Records kept; the oldest leave first."""
+
+
+@dataclass(slots=True)
+class Considered:
+    """What was known of a candidate when the chain was folded, and what was found when its turn came.
+
+    `prompt_tokens` were counted with its vocabulary, `expected` is when it would have begun to answer.
+    """
+
+    facts: Facts
+    prompt_tokens: int | None = None
+    expected: Prediction | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """What is known of it; what is not is left out."""
+        said = {name: _plain(getattr(self.facts, name)) for name in self.facts.__dataclass_fields__}
+        said |= said.pop("speed")
+        said["prompt_tokens"] = self.prompt_tokens
+        if self.expected is not None:
+            said["expected_seconds"] = round(self.expected.seconds, 3)
+        return {name: value for name, value in said.items() if value is not None}
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return sorted(value) if isinstance(value, frozenset) else value
 
 
 @dataclass(slots=True)
@@ -33,6 +63,10 @@ class Record:
     key: str = ""
     priority: str = ""
     chain: list[str] = field(default_factory=list)
+    needs: list[str] = field(default_factory=list)
+    size_bytes: int = 0
+    max_tokens: int | None = None
+    considered: dict[str, Considered] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     attempts: list[Tried] = field(default_factory=list)
     answered_by: str | None = None
@@ -47,7 +81,10 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as JSON can hold it."""
-        return asdict(self)
+        said = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        said["considered"] = {name: found.to_json() for name, found in self.considered.items()}
+        said["attempts"] = [asdict(tried) for tried in self.attempts]
+        return said
 
 
 class Ring:

@@ -87,7 +87,8 @@ class ProviderSettings(_Model):
 
 
 class RouteSettings(_Model):
-    """What serves one model name: `chain` is ordered PROVIDER/MODEL; `load_wait` in seconds.
+    """What serves one model name: `chain` is ordered PROVIDER/MODEL; `load_wait` in seconds. `same_vectors` says that
+    all models of the chain give the same vectors (and scores), so that one may stand in for the other.
 
     `resume` is read and checked, and nothing acts on it yet: an answer that broke off ends in an error frame.
     """
@@ -97,6 +98,7 @@ class RouteSettings(_Model):
     cloud: Literal["allowed", "never"] = "allowed"
     load_wait: Duration = 120.0
     fit_check: bool = True
+    same_vectors: bool = False
 
     @field_validator("resume", mode="before")
     @classmethod

@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from gateway.core.ailing import Ailment
 from gateway.core.outcome import Ignore, Next, Reason
+from gateway.core.speed import UNKNOWN, Speed
 from inference.protocol import Tier
 
 LOCAL = "local"
@@ -57,7 +58,10 @@ class Facts:
     held_for: float | None = None
     capabilities: frozenset[str] | None = None
     unsupported: tuple[str, ...] = ()
+    same_vectors: bool = True
+    """Whether its numbers mean the same as the first choice's; only of interest where numbers are asked for."""
     context_length: int | None = None
+    speed: Speed = UNKNOWN
     fits: bool | None = None
     fit_reason: str | None = None
     fit_in: float | None = None
@@ -68,10 +72,9 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """What the request needs: capabilities, tokens of context if the count is known, and whether clouds are allowed."""
+    """What the request needs: capabilities, whether clouds are allowed, whether models that cannot fit are left out."""
 
     capabilities: frozenset[str] = frozenset()
-    tokens: int | None = None
     cloud_allowed: bool = True
     fit_check: bool = True
 
@@ -82,6 +85,8 @@ class Drop(StrEnum):
     ABSENT = "provider_absent"
     POLICY = "policy"
     CAPABILITY = "capability"
+    VECTORS = "other_vectors"
+    """what another model computes cannot be compared with what the caller has"""
     CONTEXT = "context_too_small"
     BREAKER = "breaker_open"
     HELD = "held"
@@ -91,13 +96,24 @@ class Drop(StrEnum):
     """put behind the others: it would likely fail"""
     RECOVERING = "recovering"
     """put behind the others: it was away and takes only some requests yet"""
+    ROOM = "little_room"
+    """put behind the others: the answer would have less room than it asks for"""
+    TOO_SLOW = "predicted_too_slow"
+    """put behind the others: one of them is expected to answer sooner"""
+
+
+PUT_OFF = frozenset((Drop.AILING, Drop.RECOVERING, Drop.ROOM, Drop.TOO_SLOW))
+"""Reasons to ask the others first; a candidate that has one is asked all the same when they have failed."""
+
+_ENDPOINTS = frozenset(("chat", "completions"))
+"""Capabilities that are a matter of which model is asked, not of what is asked of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
     """A candidate that is not tried; `said` explains it to people, `retry_in` (seconds) is when that may change.
 
-    `param` is the parameter of the request that this candidate cannot do.
+    `param` is the parameter of the request that this candidate cannot do, `details` the numbers behind `said`.
     """
 
     candidate: Candidate
@@ -105,6 +121,7 @@ class Dropped:
     said: str
     retry_in: float | None = None
     param: str | None = None
+    details: Mapping[str, int | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,15 +187,17 @@ def _drop(candidate: Candidate, known: Facts, wants: Wants) -> Dropped | None:
     if not known.present:
         return Dropped(candidate, Drop.ABSENT, f"provider {candidate.provider} has no API key")
     if known.capabilities is not None and (lacks := wants.capabilities - known.capabilities):
-        return Dropped(candidate, Drop.CAPABILITY, f"cannot do {', '.join(sorted(lacks))}")
+        param = "model" if lacks & _ENDPOINTS else None
+        return Dropped(candidate, Drop.CAPABILITY, f"cannot do {', '.join(sorted(lacks))}", param=param)
     if known.unsupported:
         names = ", ".join(known.unsupported)
         return Dropped(
             candidate, Drop.CAPABILITY, f"provider {candidate.provider} does not take {names}",
             param=known.unsupported[0],
         )  # fmt: skip
-    if known.context_length is not None and wants.tokens is not None and wants.tokens > known.context_length:
-        return Dropped(candidate, Drop.CONTEXT, f"{wants.tokens} tokens exceed its context of {known.context_length}")
+    if not known.same_vectors:
+        said = "another model's vectors or scores cannot be compared with the first choice's (same_vectors is not set)"
+        return Dropped(candidate, Drop.VECTORS, said)
     if known.closed_for is not None:
         return Dropped(
             candidate, Drop.BREAKER, f"breaker open for another {_seconds(known.closed_for)}", known.closed_for

@@ -111,6 +111,8 @@ def needs_of_messages(body: Mapping[str, Any]) -> frozenset[str]:
     needs: set[str] = set()
     if (body.get("tools") and body.get("tool_choice") != "none") or body.get("functions"):
         needs.add(TOOLS)
+    if body.get("audio") or "audio" in (body.get("modalities") or ()):
+        needs.add(AUDIO)
     for message in body["messages"]:
         if isinstance(parts := message.get("content"), list):
             needs |= {VISION for part in parts if part["type"] == "image_url"}

@@ -42,6 +42,10 @@ class Refusal:
     reason: str
     when: Callable[[Any], bool] = _given
 
+    def refuses(self, value: Any) -> bool:
+        """Whether it does for this value; null asks for nothing."""
+        return value is not None and self.when(value)
+
 
 @dataclass(frozen=True, slots=True)
 class Profile:
@@ -209,3 +213,22 @@ ANTHROPIC_CHAT = Profile(
         ),
     },
 )  # fmt: skip
+
+# What our own models never do, whichever it is. They say so themselves as well, but only once they are loaded.
+LOCAL_MOST_CHOICES = 16
+_LOCAL_REFUSES: Mapping[str, Refusal] = {
+    "audio": Refusal("local models answer in text"),
+    "functions": Refusal("superseded by `tools`", _truthy),
+    "modalities": Refusal("local models answer in text", _not_only_text),
+    "n": Refusal(
+        f"a local model gives at most {LOCAL_MOST_CHOICES} choices per request",
+        lambda value: isinstance(value, int) and value > LOCAL_MOST_CHOICES,
+    ),
+    "prediction": Refusal("local models take no predicted outputs"),
+    "web_search_options": Refusal("local models do not search the web"),
+}
+
+
+def refused_by_local(body: Mapping[str, Any]) -> tuple[str, ...]:
+    """The fields of a checked `body` that make every local model unsuitable."""
+    return tuple(name for name, refusal in _LOCAL_REFUSES.items() if name in body and refusal.refuses(body[name]))

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gateway.core.chain import Candidate, Drop
+from gateway.core.outcome import Reason
 from gateway.core.requests import InferenceRequest
 from gateway.errors import GatewayError, PassedOnError, RefusedError, RequestError
 from inference.protocol import Code
 
-_FOREVER = frozenset({Drop.ABSENT, Drop.POLICY, Drop.CAPABILITY, Drop.CONTEXT})
+_FOREVER = frozenset({Drop.ABSENT, Drop.POLICY, Drop.CAPABILITY, Drop.VECTORS, Drop.CONTEXT})
 """Drops that coming back with the same request does not change."""
 
 _FIT_SECONDS = 2.0
@@ -23,8 +24,8 @@ class Outcome:
     """What became of one candidate. `name` is short and bounded, `said` is for people.
 
     `retry_in` is in seconds, None when nothing is known; `drop` is set when no attempt was made, with the `param` that
-    the candidate cannot do if there is one. `own_words` is a 4xx
-    of the tier that other tiers may not share, such as a parameter that it does not support.
+    the candidate cannot do if there is one, and the numbers in `details`. `own_words` is a 4xx of the tier that other
+    tiers may not share, such as a parameter that it does not support.
     """
 
     candidate: Candidate
@@ -34,6 +35,7 @@ class Outcome:
     drop: Drop | None = None
     own_words: PassedOnError | None = None
     param: str | None = None
+    details: Mapping[str, int | None] | None = None
 
     def waiting(self, seconds: float) -> Outcome:
         """The same with a longer wait known meanwhile."""
@@ -54,8 +56,9 @@ def no_answer(request: InferenceRequest, outcomes: Sequence[Outcome], time_spent
             f"no model behind {request.model!r} can do what this request needs: {each}",
             param=param or _asked_by(request),
         )
-    if outcomes and drops == {Drop.CONTEXT}:
-        return RequestError(Code.CONTEXT_LENGTH_EXCEEDED, f"the prompt is too long: {each}", param="messages")
+    long = [outcome for outcome in outcomes if _is_too_long(outcome)]
+    if long and all(_is_too_long(outcome) or outcome.drop in _FOREVER for outcome in outcomes):
+        return _too_long(request, long, each)
     if outcomes and all(outcome.name == Code.MODEL_NOT_FOUND for outcome in outcomes):
         return RequestError(Code.MODEL_NOT_FOUND, f"no tier has the model {request.model!r}: {each}", param="model")
     refused = [outcome.own_words for outcome in outcomes if outcome.own_words is not None]
@@ -68,6 +71,24 @@ def no_answer(request: InferenceRequest, outcomes: Sequence[Outcome], time_spent
     if time_spent is not None:
         return RefusedError(Code.DEADLINE_EXCEEDED, f"no tier answered within {time_spent}: {each}", should_retry=False)
     return RefusedError(Code.NO_TIER_AVAILABLE, f"no tier could answer: {each}", retry_after=_soonest(outcomes))
+
+
+def _is_too_long(outcome: Outcome) -> bool:
+    """Whether the tier's context does not hold the request, as counted beforehand or in its own words."""
+    return outcome.drop is Drop.CONTEXT or outcome.name == Reason.CONTEXT_LENGTH
+
+
+def _too_long(request: InferenceRequest, outcomes: Sequence[Outcome], each: str) -> RequestError:
+    """The error with the numbers of the largest context among `outcomes`."""
+    known = [outcome for outcome in outcomes if outcome.details is not None]
+    largest = max(known, key=lambda outcome: (outcome.details or {}).get("context_length") or 0, default=outcomes[0])
+    prompt = next((name for name in ("messages", "prompt", "input", "documents") if name in request.body), None)
+    return RequestError(
+        Code.CONTEXT_LENGTH_EXCEEDED,
+        f"no context behind {request.model!r} holds this request: {each}",
+        param=largest.param or prompt,
+        details=largest.details,
+    )
 
 
 def _is_full(outcome: Outcome) -> bool:

@@ -21,6 +21,7 @@ import orjson
 
 from gateway.core.chain import LOCAL
 from gateway.core.frames import Comment, Data, DeltaKind, Done, Endpoint, Frame
+from gateway.core.provider_fields import refused_by_local
 from gateway.core.sse import SseFrame, SseSplitter
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.http import make_hop
@@ -106,8 +107,8 @@ class LocalProvider:
         self._hop, self._path = make_hop(self._url)
 
     def unsupported_params(self, endpoint: Endpoint, body: Mapping[str, Any], model: str) -> tuple[str, ...]:
-        """None: what a local model can do stands in the service's own snapshot."""
-        return ()
+        """What no local model takes; what the one asked for can do stands in the service's own snapshot."""
+        return refused_by_local(body) if endpoint.streams else ()
 
     def stream(self, call: Call) -> AbstractAsyncContextManager[AsyncIterator[Frame]]:
         """See `gateway.providers.base.Provider`."""

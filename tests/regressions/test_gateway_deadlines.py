@@ -76,7 +76,7 @@ async def test_an_embedding_model_that_loads_longer_than_load_wait_is_waited_for
 
 
 async def test_an_embedding_spills_after_load_wait_without_blame(tmp_path: Path, fake: FakeInference) -> None:
-    config = "routes: {embed: {chain: [local/slow, local/quick], load_wait: 100ms}}\n"
+    config = "routes: {embed: {chain: [local/slow, local/quick], load_wait: 100ms, same_vectors: true}}\n"
     for name in ("slow", "quick"):
         fake.models[name] = ModelStatus(id=name, state=ModelState.COLD, capabilities=("embeddings",))
     fake.answers["slow"] = Answer(hold=asyncio.Event())

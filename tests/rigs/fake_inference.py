@@ -77,9 +77,14 @@ class FakeInference:
         self.answers: dict[str, Answer] = {}
         self.queue: dict[str, list[Answer]] = {}
         self.models: dict[str, ModelStatus] = {
-            name: ModelStatus(id=name, state=ModelState.READY, context_length=4096, capabilities=("chat", "completion"))
+            name: ModelStatus(
+                id=name, state=ModelState.READY, context_length=4096, capabilities=("chat", "completions")
+            )
             for name in ("demo", "demo-mini")
         }
+        self.counts: dict[str, int] = {}
+        """What a prompt has in tokens, by model; one that is not named here cannot count."""
+        self.counted: list[Mapping[str, Any]] = []
         self.seen: list[Seen] = []
         self.probes: list[str] = []
         self.listeners: list[asyncio.Queue[bytes]] = []
@@ -114,6 +119,7 @@ class FakeInference:
             app.router.add_post(f"/v1/{path}", self._generate)
         app.router.add_post("/v1/embeddings", self._embed)
         app.router.add_post("/v1/rerank", self._rerank)
+        app.router.add_post("/tokenize", self._tokenize)
         app.router.add_get("/readyz", self._readyz)
         app.router.add_get("/events", self._events)
         app.router.add_post("/memory/plan", self._plan)
@@ -190,6 +196,14 @@ class FakeInference:
         return web.json_response(
             {"object": "list", "data": [vector], "model": seen.model, "usage": {"total_tokens": 1}}
         )
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.counted.append(body)
+        count = self.counts.get(body["model"])
+        if count is None:
+            return web.json_response(error_body(Code.UNSUPPORTED_PARAMETER, "this is not counted"), status=400)
+        return web.json_response({"tokens": [], "count": count})
 
     async def _rerank(self, request: web.Request) -> web.StreamResponse:
         seen, answer = self._note(request, await request.json())

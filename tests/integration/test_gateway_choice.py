@@ -1,0 +1,262 @@
+"""Which tier is asked: contexts, capabilities, memory, policy and the expected wait, over real sockets."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from inference.protocol import Code, ModelState, ModelStatus
+from tests.rigs.fake_inference import Answer, FakeInference
+from tests.rigs.fake_provider import FakeProvider
+from tests.rigs.gateway_rig import CONFIG, Gateway
+
+pytestmark = pytest.mark.timeout(60)
+
+CLOUD = """
+providers:
+  cloud: {kind: openai, api_key: fake-cloud-key, base_url: URL}
+routes:
+  demo: {chain: [local/demo, local/demo-mini, cloud/large]}
+  pair: {chain: [local/demo, cloud/large], load_wait: 20s}
+  home: {chain: [local/demo, cloud/large], cloud: never}
+  vectors: {chain: [local/embed, local/other, cloud/embed, local/twin]}
+  same: {chain: [local/embed, local/other], same_vectors: true}
+  "*": {chain: ["local/*"]}
+"""
+LONG = "the water of the mill turns the wheel " * 20
+"""760 bytes: with what a template may add, more than 1,000 tokens cannot be ruled out."""
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[FakeInference]:
+    async with FakeInference("token") as fake:
+        yield fake
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]:
+    async with Gateway(tmp_path, fake.url, CONFIG) as gateway:
+        yield gateway
+
+
+@pytest.fixture
+async def cloudy(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]:
+    async with FakeProvider() as cloud, Gateway(tmp_path, fake.url, CLOUD.replace("URL", cloud.openai_url)) as gateway:
+        yield gateway
+
+
+def _set(fake: FakeInference, name: str, **more: Any) -> None:
+    """Changes what the service says of a model."""
+    fake.models[name] = replace(fake.models[name], **more)
+
+
+async def _ask(gateway: Gateway, text: str = LONG, **more: Any) -> httpx2.Response:
+    await gateway.look()
+    return await gateway.chat(messages=[{"role": "user", "content": text}], **more)
+
+
+async def _explained(gateway: Gateway, answer: httpx2.Response) -> dict[str, Any]:
+    found: dict[str, Any] = (await gateway.admin("GET", f"/admin/requests/{answer.headers['x-request-id']}")).json()
+    return found
+
+
+# --- contexts ---------------------------------------------------------------------------------------------------------
+async def test_a_prompt_too_long_for_the_first_choice_goes_to_the_larger_context_without_an_attempt(
+    gateway: Gateway, fake: FakeInference
+) -> None:
+    _set(fake, "demo", context_length=1000)
+    fake.counts["demo"] = 1200
+    answer = await _ask(gateway)
+    assert (answer.json()["model"], answer.headers["x-headgate-reason"]) == ("demo-mini", "context_too_small")
+    assert (answer.headers["x-headgate-attempts"], fake.seen_for("demo")) == ("1", [])
+    record = await _explained(gateway, answer)
+    assert "1200 tokens, and its context holds 1000" in record["dropped"]["local/demo"]
+    assert record["considered"]["local/demo"]["prompt_tokens"] == 1200
+    assert "prompt_tokens" not in record["considered"]["local/demo-mini"], "it fits whatever its tokens are"
+    assert [body["model"] for body in fake.counted] == ["demo"]
+    await _ask(gateway)
+    assert len(fake.counted) == 1, "the same prompt is counted once"
+
+
+async def test_when_no_context_holds_the_prompt_it_is_a_400_with_the_lengths(
+    gateway: Gateway, fake: FakeInference
+) -> None:
+    _set(fake, "demo", context_length=1000)
+    _set(fake, "demo-mini", context_length=1100)
+    fake.counts |= {"demo": 1200, "demo-mini": 1150}
+    answer = await _ask(gateway, max_tokens=5)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
+    assert all(number in error["message"] for number in ("1200", "1000", "1150", "1100"))
+    assert error["headgate"] == {"context_length": 1100, "prompt_tokens": 1150, "max_tokens": 5}
+    assert fake.seen == []
+
+
+async def test_only_prompts_near_the_context_are_counted_and_only_where_another_tier_could_hold_them(
+    gateway: Gateway, fake: FakeInference
+) -> None:
+    fake.counts |= {"demo": 9000, "demo-mini": 9000}
+    assert (await _ask(gateway)).headers["x-headgate-model"] == "local/demo"
+    _set(fake, "demo", context_length=1000)
+    _set(fake, "demo-mini", context_length=1000)
+    assert (await _ask(gateway)).headers["x-headgate-model"] == "local/demo", "its own refusal would say as much"
+    assert (await _ask(gateway, model="demo-mini")).status_code == 200
+    assert fake.counted == []
+
+
+async def test_an_answer_that_may_need_more_room_goes_to_the_tier_that_holds_it_and_comes_back_when_that_fails(
+    gateway: Gateway, fake: FakeInference
+) -> None:
+    _set(fake, "demo", context_length=1000)
+    fake.counts["demo"] = 900
+    assert (await _ask(gateway, max_tokens=100)).headers["x-headgate-model"] == "local/demo"
+    answer = await _ask(gateway, max_tokens=101)
+    assert answer.headers["x-headgate-model"] == "local/demo-mini"
+    assert answer.headers["x-headgate-reason"] == "little_room"
+    fake.answers["demo-mini"] = Answer(refuse=Code.MODEL_FAILED)
+    answer = await _ask(gateway, max_tokens=101)
+    assert answer.headers["x-headgate-model"] == "local/demo", "the answer may end early, which is better than none"
+    _set(fake, "demo-mini", context_length=1001, state=ModelState.READY)
+    fake.counts["demo-mini"] = 950
+    fake.seen.clear()
+    assert (await _ask(gateway, max_tokens=101)).headers["x-headgate-model"] == "local/demo"
+    assert fake.seen_for("demo-mini") == []
+
+
+async def test_a_max_tokens_larger_than_the_context_is_no_reason_to_pay_but_one_to_go_on(
+    cloudy: Gateway, fake: FakeInference
+) -> None:
+    _set(fake, "demo", context_length=1000)
+    fake.counts["demo"] = 400
+    assert (await _ask(cloudy, model="pair", max_tokens=900)).headers["x-headgate-model"] == "local/demo"
+    answer = await _ask(cloudy, model="pair", max_tokens=1001)
+    assert answer.headers["x-headgate-model"] == "cloud/large", "the model would refuse it"
+    assert answer.headers["x-headgate-reason"] == "context_too_small"
+
+
+async def test_a_count_that_nobody_gives_drops_nobody(gateway: Gateway, fake: FakeInference) -> None:
+    _set(fake, "demo", context_length=1000)
+    assert (await _ask(gateway)).headers["x-headgate-model"] == "local/demo"
+    assert len(fake.counted) == 1
+
+
+# --- capabilities -----------------------------------------------------------------------------------------------------
+async def test_a_tier_that_would_degrade_the_request_is_skipped_with_the_reason(
+    cloudy: Gateway, fake: FakeInference
+) -> None:
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    image = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
+    _set(fake, "demo-mini", capabilities=("chat", "completions", "tools"))
+    answer = await _ask(cloudy, "x", tools=[tool])
+    assert answer.headers["x-headgate-model"] == "local/demo-mini"
+    assert "cannot do tools" in (await _explained(cloudy, answer))["dropped"]["local/demo"]
+    answer = await cloudy.chat(messages=[{"role": "user", "content": image}])
+    assert answer.headers["x-headgate-model"] == "cloud/large"
+    for field, value in (("n", 17), ("prediction", {"type": "content", "content": "x"}), ("web_search_options", {})):
+        answer = await _ask(cloudy, "x", **{field: value})
+        assert answer.headers["x-headgate-model"] == "cloud/large", field
+        assert f"does not take {field}" in (await _explained(cloudy, answer))["dropped"]["local/demo"]
+    _set(fake, "demo", capabilities=("completions",))
+    _set(fake, "demo-mini", capabilities=("embeddings",))
+    answer = await _ask(cloudy, "x", model="demo-mini")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+    assert (await _ask(cloudy, "x")).headers["x-headgate-model"] == "cloud/large"
+    assert all(seen.model == "demo-mini" for seen in fake.seen)
+
+
+async def test_vectors_of_different_models_are_never_mixed(cloudy: Gateway, fake: FakeInference) -> None:
+    for name in ("embed", "other"):
+        fake.models[name] = ModelStatus(
+            id=name,
+            state=ModelState.READY,
+            capabilities=("embeddings", "rerank"),
+            aliases=("twin",) * (name == "embed"),
+        )
+    fake.answers["embed"] = Answer(refuse=Code.MODEL_FAILED)
+    await cloudy.look()
+    for path, body in (("embeddings", {"input": "x"}), ("rerank", {"query": "x", "documents": ["y"]})):
+        answer = await cloudy.client.post(f"/v1/{path}", json={"model": "vectors", **body})
+        record = await _explained(cloudy, answer)
+        assert record["dropped"]["local/other"].startswith("other_vectors:")
+        assert "local/twin" not in record["dropped"]
+        assert fake.seen_for("other") == []
+        fake.seen.clear()
+    answer = await cloudy.client.post("/v1/embeddings", json={"model": "vectors", "input": "x"})
+    assert answer.headers["x-headgate-model"] == "cloud/embed", "the same model elsewhere gives the same vectors"
+    answer = await cloudy.client.post("/v1/embeddings", json={"model": "same", "input": "x"})
+    assert answer.headers["x-headgate-model"] == "local/other", "the operator said that they are the same"
+
+
+# --- memory and policy ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "asked", [{"model": "home"}, {"model": "pair", "headers": {"x-headgate-policy": "local-only"}}]
+)
+async def test_what_may_not_leave_is_told_truly_when_to_come_back(
+    cloudy: Gateway, fake: FakeInference, asked: dict[str, Any]
+) -> None:
+    _set(fake, "demo", state=ModelState.COLD, fits=False, reason="gpu-0 lacks 300 MiB", retry_after_seconds=41.5)
+    answer = await _ask(cloudy, "x", **asked)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "42")
+    assert "policy keeps this request local" in answer.json()["error"]["message"]
+    _set(fake, "demo", state=ModelState.LOADING, fits=True, reason=None, load_seconds=27.2, queue_seconds=3.0)
+    fake.answers["demo"] = Answer(refuse=Code.MODEL_LOADING)
+    answer = await _ask(cloudy, "x", **asked)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "31"), "what is left of the load, and the queue"
+    fake.answers["demo"] = Answer(refuse=Code.MODEL_LOADING, retry_after=50.0)
+    answer = await _ask(cloudy, "x", **asked)
+    assert answer.headers["retry-after"] == "50", "the service's own word is newer"
+    assert answer.headers["x-headgate-tier"] == "none"
+
+
+# --- the expected wait ------------------------------------------------------------------------------------------------
+async def test_a_wait_that_would_be_in_vain_is_not_begun(cloudy: Gateway, fake: FakeInference) -> None:
+    _set(fake, "demo", state=ModelState.COLD, fits=True, load_seconds=25.0, queue_seconds=0.0)
+    answer = await _ask(cloudy, "x", model="pair")
+    assert answer.headers["x-headgate-model"] == "cloud/large"
+    assert answer.headers["x-headgate-reason"] == "predicted_too_slow"
+    record = await _explained(cloudy, answer)
+    assert "25 s to load" in record["dropped"]["local/demo"]
+    assert "may keep it waiting 20 s" in record["dropped"]["local/demo"]
+    assert record["considered"]["local/demo"]["expected_seconds"] == 25
+    assert fake.seen == []
+    assert (await cloudy.breaker("local/demo"))["failures"] == 0
+    assert (await _ask(cloudy, "x", model="home")).headers["x-headgate-model"] == "local/demo", "nobody else may"
+    _set(fake, "demo", load_seconds=19.0)
+    assert (await _ask(cloudy, "x", model="pair")).headers["x-headgate-model"] == "local/demo"
+    _set(fake, "demo", load_seconds=None, queue_seconds=None)
+    assert (await _ask(cloudy, "x", model="pair")).headers["x-headgate-model"] == "local/demo", "nothing is known"
+
+
+async def test_the_slow_one_is_asked_when_the_quicker_one_failed(gateway: Gateway, fake: FakeInference) -> None:
+    gateway.write(CONFIG.replace("local/demo-mini]", "local/demo-mini], load_wait: 20s"))
+    await gateway.runtime.reload()
+    _set(fake, "demo", load_seconds=25.0, queue_seconds=0.0)
+    assert (await _ask(gateway, "x")).headers["x-headgate-model"] == "local/demo", "the other one is not known"
+    _set(fake, "demo-mini", load_seconds=0.0, queue_seconds=2.0)
+    assert (await _ask(gateway, "x")).headers["x-headgate-model"] == "local/demo-mini"
+    fake.answers["demo-mini"] = Answer(refuse=Code.MODEL_FAILED)
+    answer = await _ask(gateway, "x")
+    assert (answer.headers["x-headgate-model"], answer.headers["x-headgate-reason"]) == ("local/demo", "none")
+    record = await _explained(gateway, answer)
+    assert record["dropped"]["local/demo"].startswith("predicted_too_slow:")
+    assert [tried["name"] for tried in record["attempts"]] == ["local/demo-mini", "local/demo"]
+
+
+async def test_a_queue_that_outlasts_the_callers_patience_is_left_to_others(
+    cloudy: Gateway, fake: FakeInference
+) -> None:
+    _set(fake, "demo", load_seconds=0.0, queue_seconds=4.0, prefill_tokens_per_second=10.0)
+    patience = {"x-stainless-read-timeout": "6"}
+    assert (await _ask(cloudy, "x", model="pair")).headers["x-headgate-model"] == "local/demo"
+    answer = await _ask(cloudy, "x", model="pair", headers=patience)
+    assert answer.headers["x-headgate-model"] == "cloud/large"
+    assert "4 s in the queue" in (await _explained(cloudy, answer))["dropped"]["local/demo"]
+    _set(fake, "demo", queue_seconds=0.0)
+    answer = await _ask(cloudy, model="pair", headers=patience)
+    assert answer.headers["x-headgate-model"] == "cloud/large", "800 bytes are 20 s of reading"
+    assert "to read about" in (await _explained(cloudy, answer))["dropped"]["local/demo"]

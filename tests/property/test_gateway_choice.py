@@ -1,0 +1,60 @@
+"""Whatever is known of its candidates, a chain keeps no one that is ruled out, drops no one without a reason."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.core.ailing import Ailment
+from gateway.core.chain import PUT_OFF, Candidate, Facts, Wants, fold
+from gateway.core.speed import Speed
+
+CAPABILITIES = st.frozensets(st.sampled_from(("chat", "tools", "vision")))
+FACTS = st.builds(
+    Facts,
+    present=st.booleans(),
+    closed_for=st.none() | st.floats(0, 60),
+    held_for=st.none() | st.floats(0, 60),
+    capabilities=st.none() | CAPABILITIES,
+    unsupported=st.sampled_from(((), ("seed",))),
+    same_vectors=st.booleans(),
+    context_length=st.none() | st.integers(1, 9000),
+    speed=st.builds(Speed, st.none() | st.floats(0, 100)),
+    fits=st.none() | st.booleans(),
+    ailment=st.none() | st.just(Ailment("it failed")),
+)
+WANTS = st.builds(Wants, capabilities=CAPABILITIES, cloud_allowed=st.booleans(), fit_check=st.booleans())
+CHAINS = st.lists(st.tuples(st.sampled_from(("local", "openai")), FACTS), max_size=6)
+
+
+@given(CHAINS, WANTS)
+def test_a_fold_is_a_division_in_order(entries: list[tuple[str, Facts]], wants: Wants) -> None:
+    candidates = [Candidate(provider, f"m{at}", at) for at, (provider, _) in enumerate(entries)]
+    known = dict(zip(candidates, (facts for _, facts in entries), strict=True))
+    chain = fold(candidates, known.__getitem__, wants)
+    dropped = [item.candidate for item in chain.dropped]
+    put_off = [item.candidate for item in chain.put_off]
+    assert sorted((*chain.kept, *dropped), key=lambda one: one.position) == candidates, "each once"
+    assert dropped == sorted(dropped, key=lambda one: one.position)
+    first = [one for one in chain.kept if one not in put_off]
+    assert list(chain.kept) == [*first, *put_off], "who is put off comes last"
+    assert first == sorted(first, key=lambda one: one.position)
+    assert all(item.drop not in PUT_OFF and item.said for item in chain.dropped)
+    assert all(item.drop in PUT_OFF for item in chain.put_off)
+    for candidate in chain.kept:
+        facts = known[candidate]
+        assert facts.present
+        assert facts.same_vectors
+        assert facts.closed_for is None
+        assert facts.held_for is None
+        assert not facts.unsupported
+        assert candidate.is_local or wants.cloud_allowed
+        assert facts.capabilities is None or wants.capabilities <= facts.capabilities
+        assert not (candidate.is_local and wants.fit_check and facts.fits is False)
+
+
+@given(st.lists(st.sampled_from(("local", "openai")), max_size=6), WANTS)
+def test_what_is_unknown_drops_nobody_but_by_policy(providers: list[str], wants: Wants) -> None:
+    candidates = [Candidate(provider, f"m{at}", at) for at, provider in enumerate(providers)]
+    chain = fold(candidates, lambda _: Facts(), wants)
+    assert [one for one in candidates if one.is_local or wants.cloud_allowed] == list(chain.kept)

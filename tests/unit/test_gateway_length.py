@@ -1,0 +1,79 @@
+"""When a prompt has to be counted, and what the count means for a context."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.core.chain import Candidate, Drop
+from gateway.core.length import (
+    TEMPLATE_TOKENS,
+    Fit,
+    about_tokens,
+    fit,
+    is_alternative,
+    little_room,
+    surely_fits,
+    too_long,
+)
+
+LOCAL = Candidate("local", "a", 0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "context", "found"),
+    [
+        (100, None, 101, Fit.WHOLE),
+        (100, None, 100, Fit.NOTHING),
+        (101, 1, 100, Fit.NOTHING),
+        (60, 40, 100, Fit.WHOLE),
+        (60, 41, 100, Fit.PROMPT),
+        (99, 2, 100, Fit.PROMPT),
+        (99, 1, 100, Fit.WHOLE),
+        (1, 101, 100, Fit.NOTHING),
+        (1, 100, 100, Fit.PROMPT),
+        (100, 0, 101, Fit.WHOLE),
+    ],
+)
+def test_a_prompt_needs_room_for_one_token_and_an_answer_for_all_it_may_have(
+    tokens: int, most: int | None, context: int, found: Fit
+) -> None:
+    assert fit(tokens, most, context) is found
+
+
+def test_only_what_comes_near_the_context_is_counted() -> None:
+    assert surely_fits(1000, 100, 1000 + 100 + TEMPLATE_TOKENS)
+    assert not surely_fits(1000, 100, 1000 + 100 + TEMPLATE_TOKENS - 1)
+    assert surely_fits(1000, None, 1000 + 1 + TEMPLATE_TOKENS)
+
+
+@given(st.integers(0, 10**6), st.none() | st.integers(0, 10**6), st.integers(1, 10**6), st.data())
+def test_what_surely_fits_fits_whatever_its_tokens_are(
+    size: int, most: int | None, context: int, data: st.DataObject
+) -> None:
+    tokens = data.draw(st.integers(0, size + TEMPLATE_TOKENS))
+    if surely_fits(size, most, context):
+        assert fit(tokens, most, context) is Fit.WHOLE
+
+
+def test_somebody_with_a_larger_context_or_an_unknown_one_could_do_better() -> None:
+    assert is_alternative(None, 100)
+    assert is_alternative(101, 100)
+    assert not is_alternative(100, 100)
+
+
+def test_the_verdicts_hold_the_numbers() -> None:
+    prompt = too_long(LOCAL, 120, 30, 100)
+    assert (prompt.drop, prompt.param) == (Drop.CONTEXT, None)
+    assert prompt.said == "the prompt has 120 tokens, and its context holds 100"
+    assert prompt.details == {"context_length": 100, "prompt_tokens": 120, "max_tokens": 30}
+    answer = too_long(LOCAL, 20, 130, 100)
+    assert (answer.param, "max_tokens is 130" in answer.said) == ("max_tokens", True)
+    narrow = little_room(LOCAL, 80, 30, 100, "local/b")
+    assert narrow.drop is Drop.ROOM
+    assert "80 tokens and max_tokens of 30 exceed its context of 100; local/b holds both" in narrow.said
+
+
+def test_expectations_are_rather_too_few_tokens() -> None:
+    assert (about_tokens(0), about_tokens(7), about_tokens(4000)) == (0, 1, 1000)

@@ -1,0 +1,83 @@
+"""When a tier is expected to answer, and when that is a reason to ask another one first."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.core.budget import Budget, Limits
+from gateway.core.chain import Candidate, Drop
+from gateway.core.prediction import Allowed, Prediction, put_off, too_slow
+from gateway.core.speed import UNKNOWN, Speed
+
+LOCAL, MINI, CLOUD = Candidate("local", "a", 0), Candidate("local", "b", 1), Candidate("openai", "c", 2)
+COLD = Prediction.of(Speed(80.0, 10.0, 100.0), 1000)
+READY = Prediction.of(Speed(0.0, 0.0, 100.0), 1000)
+NOTHING_KNOWN = Prediction.of(UNKNOWN, 1000)
+ALLOWED = Allowed(60.0, 300.0)
+
+
+def test_load_queue_and_prompt_add_up() -> None:
+    assert (COLD.wait_seconds, COLD.seconds) == (90, 100)
+    assert str(COLD) == "100 s to the first token (80 s to load, 10 s in the queue, 10 s to read about 1000 tokens)"
+    assert (READY.wait_seconds, READY.seconds) == (0, 10)
+    assert Speed(80.0, None).ready_in == 80
+    assert UNKNOWN.ready_in == 0
+
+
+def test_what_is_not_known_speaks_against_nobody() -> None:
+    assert NOTHING_KNOWN.seconds == 0
+    assert too_slow(NOTHING_KNOWN, Allowed(0.0, 0.0)) is None
+    assert str(NOTHING_KNOWN) == "no wait is known of"
+    assert Prediction.of(Speed(0, 0, 0.0), 1000).prefill_seconds is None
+
+
+def test_waiting_and_reading_have_limits_of_their_own() -> None:
+    assert too_slow(COLD, ALLOWED) == f"{COLD}, and a tier before the last may keep it waiting 60 s"
+    assert too_slow(COLD, Allowed(120.0, 99.0)) == f"{COLD}, and 99 s are left"
+    assert too_slow(COLD, Allowed(120.0, -1.0)) == f"{COLD}, and 0 s are left"
+    assert too_slow(COLD, Allowed(120.0, 100.0)) is None
+
+
+def test_what_is_allowed_is_what_the_deadlines_would_allow() -> None:
+    limits = Limits(first_token=30, inter_token=15, total=300, load_wait=60, attempts=4)
+    assert Allowed.by(Budget(limits, 1000.0), 1010.0) == Allowed(60, 290)
+    hasty = Limits(first_token=30, inter_token=15, total=300, load_wait=60, attempts=4, caller_silence=20)
+    assert Allowed.by(Budget(hasty, 1000.0), 1010.0) == Allowed(5, 10)
+
+
+def test_only_a_quicker_tier_or_a_cloud_is_a_reason() -> None:
+    verdict = put_off(LOCAL, COLD, ALLOWED, [(MINI, READY)])
+    assert verdict is not None
+    assert (verdict.drop, verdict.retry_in) == (Drop.TOO_SLOW, 90)
+    assert verdict.said.endswith("; local/b is asked first")
+    assert put_off(LOCAL, COLD, ALLOWED, [(CLOUD, NOTHING_KNOWN)]) is not None
+    assert put_off(LOCAL, COLD, ALLOWED, [(MINI, NOTHING_KNOWN)]) is None
+    assert put_off(LOCAL, COLD, ALLOWED, [(MINI, COLD)]) is None
+    assert put_off(LOCAL, COLD, ALLOWED, []) is None
+    assert put_off(LOCAL, READY, ALLOWED, [(CLOUD, NOTHING_KNOWN)]) is None
+
+
+def test_a_tier_whose_reading_was_never_measured_is_compared_by_its_wait() -> None:
+    unread = Prediction.of(Speed(0.0, 0.0), 1000)
+    assert unread.is_quicker_than(COLD)
+    assert not unread.is_quicker_than(READY), "neither waits"
+    assert not Prediction.of(Speed(0.0, None, 100.0), 10).is_quicker_than(COLD)
+
+
+SECONDS = st.none() | st.floats(0, 1000)
+SPEEDS = st.builds(Speed, SECONDS, SECONDS, st.none() | st.floats(0.1, 1e5))
+
+
+@given(SPEEDS, st.lists(SPEEDS, max_size=4), st.floats(0, 500), st.floats(0, 500), st.integers(0, 10**5))
+def test_nobody_is_put_behind_one_that_is_not_quicker(
+    speed: Speed, others: list[Speed], wait: float, left: float, tokens: int
+) -> None:
+    expected = Prediction.of(speed, tokens)
+    later = [(MINI, Prediction.of(other, tokens)) for other in others]
+    verdict = put_off(LOCAL, expected, Allowed(wait, left), later)
+    if verdict is not None:
+        assert too_slow(expected, Allowed(wait, left)) is not None
+        assert any(other.is_quicker_than(expected) for _, other in later)
+    if speed == UNKNOWN:
+        assert verdict is None
