@@ -57,6 +57,10 @@ def load(grant: Grant, tail: LogTail, on_progress: Callable[[float], bool]) -> L
     # than cores, all of them sleep at every barrier, and a small model takes twice as long for a token.
     with ThreadPoolExecutor(1, thread_name_prefix="warm-up") as alone:
         step = alone.submit(context.warm_up)
+        if model.reads_text:
+            model.tokenize(
+                " "
+            )  # with the wrong kind of vocabulary llama.cpp aborts here, and no caller is blamed for it
         template, problem = template_of(model)  # walks over the vocabulary, for which nobody needs to wait
         step.result()
     capabilities = capabilities_of(grant, model, pooling, template)

@@ -235,6 +235,11 @@ class Model:
         """The text of a special token, empty for None."""
         return "" if token is None else self.piece(token, special=True).decode("utf-8", "replace")
 
+    @property
+    def reads_text(self) -> bool:
+        """Whether it has a vocabulary; without one llama.cpp would abort where text is tokenized."""
+        return bool(lib.llama_vocab_type(self.vocab) != lib.LLAMA_VOCAB_TYPE_NONE)
+
     def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
         """Token ids of `text`; `add_special` adds what the vocabulary wants around a text (BOS, CLS, SEP, EOS)."""
         if len(text) <= _PART_CHARS or not parse_special:
