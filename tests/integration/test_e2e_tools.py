@@ -155,3 +155,30 @@ def test_what_no_tier_can_do_is_told_as_such(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="demo", messages=MESSAGES, response_format=unenforceable)  # type: ignore[call-overload]
     assert caught.value.param == "response_format"
+
+
+def test_an_agent_speaks_responses_with_a_local_model(client: openai.OpenAI) -> None:
+    """One turn calls a function, the next builds on it, a third holds to a format; streamed and whole say the same."""
+    schema = openai.pydantic_function_tool(Bring)["function"]
+    asked: Any = {
+        "model": "demo", "instructions": "You bring water.", "tools": [{"type": "function", **schema}],
+        "tool_choice": {"type": "function", "name": "Bring"}, "temperature": 0,
+    }  # fmt: skip
+    question: Any = [{"type": "message", "role": "user", "content": MESSAGES[0]["content"]}]
+    whole = client.responses.create(input=question, **asked)
+    with client.responses.stream(input=question, **asked) as stream:
+        numbers = [event.sequence_number for event in stream]
+        streamed = stream.get_final_response()
+    assert numbers == list(range(len(numbers)))
+    call, same = whole.output[-1], streamed.output[-1]
+    assert call.type == same.type == "function_call"
+    assert call.arguments == same.arguments
+    Bring.model_validate_json(call.arguments)
+    output: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "done"}]
+    after = client.responses.create(model="demo", input=output, previous_response_id=whole.id, max_output_tokens=16)
+    assert after.status in ("completed", "incomplete")
+    assert after.usage is not None
+    assert whole.usage is not None
+    assert after.usage.input_tokens > whole.usage.input_tokens
+    parsed = client.responses.parse(model="demo", input=question, text_format=Bring)
+    assert isinstance(parsed.output_parsed, Bring)
