@@ -5,17 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from gateway.breakers import Lease
-from gateway.core.assemble import Assembly
-from gateway.core.budget import Due
+from gateway.core.budget import Budget, Due
 from gateway.core.chain import Candidate
-from gateway.core.frames import Comment, Data, Done, Frame
+from gateway.core.frames import Comment, Frame
 from gateway.core.outcome import End, Failure, Ignore, Next, Observation, Reason, Success, Verdict, judge
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.explain import Tried
@@ -44,17 +40,28 @@ _ENDS: Mapping[Due, End | UpstreamKind] = {
 class Attempt:
     """One try of one candidate. `settle` is called exactly once by whoever sees its end."""
 
-    def __init__(self, request: Request, candidate: Candidate, provider: Provider, lease: Lease, last: bool) -> None:
+    def __init__(
+        self,
+        request: Request,
+        candidate: Candidate,
+        provider: Provider,
+        lease: Lease,
+        last: bool,
+        budget: Budget | None = None,
+        body: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`budget` and `body` stand for the request's own where they are given."""
         self.candidate = candidate
         self.provider = provider
         self.last = last
         self._request = request
         self._lease = lease
         self._began = time.monotonic()
-        self.call = request.call_for(candidate, last)
+        budget = budget or request.budget
+        self.call = request.call_for(candidate, last, budget, body)
         meter = request.caller.meter
         on_frame = None if meter is None else meter.note
-        self.listening = Listening(provider, self.call, request.budget, last=last, on_frame=on_frame)
+        self.listening = Listening(provider, self.call, budget, last=last, on_frame=on_frame)
         self.backlog: list[Frame] = []
         self._settled = False
         self._begun = False
@@ -86,23 +93,6 @@ class Attempt:
         patience = self._request.caller.silence_seconds
         grace = COMMENT_GRACE_SECONDS if patience is None else min(COMMENT_GRACE_SECONDS, patience / 3)
         return time.monotonic() - self._request.began >= grace
-
-    async def collect(self) -> dict[str, Any]:
-        """The whole answer as one object; a stream that ends early raises UpstreamError."""
-        assembly = Assembly()
-        frames = deque((*self.backlog, *self.listening.ready()))
-        while True:
-            if not frames:
-                frames.append(await self.listening.next())
-                frames += self.listening.ready()
-            frame = frames.popleft()
-            if isinstance(frame, Data):
-                try:
-                    assembly.add(orjson.loads(frame.payload))
-                except ValueError as error:
-                    raise UpstreamError(UpstreamKind.MALFORMED, f"not a chunk: {error}") from error
-            elif isinstance(frame, Done):
-                return assembly.result()
 
     def settle(self, observation: Observation, said: str = "") -> Verdict:
         """Records the end of the attempt; the first call counts."""

@@ -10,13 +10,14 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from gateway.attempt import Attempt, outcome_name
 from gateway.breakers import Breakers, Lease, Refused
 from gateway.choice import Choice
+from gateway.core.anthropic_models import takes_prefill
 from gateway.core.budget import Budget, Due, Limits, unary_deadline
 from gateway.core.chain import PUT_OFF, Candidate, Chain, Drop, Dropped, Found, expand, passes_on
 from gateway.core.outcome import End, Failure, Ignore, Next, Observation, Reason, Verdict
@@ -30,6 +31,7 @@ from gateway.limits import Meter
 from gateway.listening import ExpiredError
 from gateway.providers.base import Call, Provider
 from gateway.providers.registry import Registry
+from gateway.resume import Answer, assemble
 from gateway.settings import GatewayConfig, RouteSettings
 from gateway.telemetry import Telemetry
 from inference.protocol import H_DEADLINE, H_DEVICE, H_KV, H_PRIORITY, H_TENANT, Priority
@@ -109,11 +111,11 @@ class Request:
         """The candidate's model as a metric label: names that callers invent share one."""
         return candidate.model if candidate.named or candidate.model in self.tools.view.models else "*"
 
-    def call_for(self, candidate: Candidate, last: bool) -> Call:
+    def call_for(self, candidate: Candidate, last: bool, budget: Budget, body: Mapping[str, Any] | None = None) -> Call:
         """What the provider is asked; the local hop also learns who asks and how long the answer may take."""
         headers: dict[str, str] = {}
         if candidate.is_local:
-            wait = self.budget.commit_by - asyncio.get_running_loop().time()
+            wait = budget.commit_by - asyncio.get_running_loop().time()
             if not last:
                 wait = min(wait, self.route.load_wait)
             headers = {
@@ -126,7 +128,7 @@ class Request:
         return Call(
             endpoint=self.request.endpoint,
             model=candidate.model,
-            body=self.request.body,
+            body=self.request.body if body is None else body,
             request_id=self.caller.request_id,
             connect_seconds=self.tools.config.deadlines.connect,
             headers=headers,
@@ -149,10 +151,17 @@ class Request:
 
         async def work(attempt: Attempt) -> dict[str, Any]:
             await attempt.open(forward_comments=False)
-            answer = await attempt.collect()
-            attempt.succeed()
-            await attempt.close()
-            return answer
+            answer = Answer(self, attempt, whole=True)
+            try:
+                assembled = await assemble(answer)
+            except BaseException as error:
+                answer.attempt.settle_error(error)
+                raise
+            finally:
+                await answer.attempt.close()
+            answer.attempt.succeed()
+            answer.note_end()
+            return assembled
 
         return await self._first(work)
 
@@ -173,6 +182,35 @@ class Request:
             return answer
 
         return await self._first(work)
+
+    def choose_again(self) -> Sequence[Candidate]:
+        """Who is worth an attempt as things are now."""
+        return self._choice.again()
+
+    def attempt_again(
+        self, candidate: Candidate, body: Mapping[str, Any], budget: Budget, *, last: bool
+    ) -> Attempt | None:
+        """An attempt to go on with an answer that broke off; None where a breaker refuses it."""
+        provider = self.tools.registry.get(candidate.provider)
+        lease = self.tools.breakers.acquire(candidate.provider, candidate.model, self._permit_end())
+        if provider is None or isinstance(lease, Refused):
+            return None
+        try:
+            return Attempt(self, candidate, provider, lease, last, budget, body)
+        except BaseException:
+            lease.release()
+            raise
+
+    def prefills(self, candidate: Candidate) -> bool:
+        """Whether the candidate's model goes on with an assistant's message at the end."""
+        found = self.tools.config.providers.get(candidate.provider)
+        return found is not None and found.kind == "anthropic" and takes_prefill(candidate.model)
+
+    @property
+    def stops(self) -> Sequence[str]:
+        """The request's stop strings."""
+        said = self.request.body.get("stop") or ()
+        return (said,) if isinstance(said, str) else tuple(said)
 
     def note_committed(self, attempt: Attempt) -> None:
         """The caller's status is decided: `attempt` answers."""

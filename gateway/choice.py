@@ -67,6 +67,10 @@ class Choice:
         self._record.considered = {candidate.name: found for candidate, found in considered.items()}
         return fold(self._candidates, lambda candidate: considered[candidate].facts, self._wants)
 
+    def again(self) -> Sequence[Candidate]:
+        """Who is left as things are now, for an answer that broke off; what was considered first stays on record."""
+        return fold(self._candidates, self.facts, self._wants).kept
+
     def facts(self, candidate: Candidate) -> Facts:
         """What is known about `candidate` now."""
         breakers = self._tools.breakers

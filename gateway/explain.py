@@ -71,6 +71,8 @@ class Record:
     attempts: list[Tried] = field(default_factory=list)
     answered_by: str | None = None
     tier: str = "none"
+    hops: list[str] = field(default_factory=list)
+    """Who went on with the answer when it broke off, where in it, and why."""
     reason: str = "none"
     outcome: str = "running"
     status: int | None = None

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from gateway.attempt import Attempt
 from gateway.attempts import Caller, Request
 from gateway.auth import Key
 from gateway.core.chain import Found
@@ -25,6 +24,7 @@ from gateway.explain import Record
 from gateway.finding import find
 from gateway.limits import Meter
 from gateway.presence import Presence
+from gateway.resume import Answer
 from gateway.runtime import Runtime
 from gateway.streaming import relay
 from inference.protocol import H_KV, H_POLICY, H_PRIORITY, Code, Priority, Tier
@@ -117,7 +117,7 @@ class Generation:
                     except BaseException as error:
                         await attempt.abandon(error)
                         raise
-                    record.outcome = await self._relay(attempt, asked, presence, exchange, send)
+                    record.outcome = await self._relay(Answer(job, attempt), asked, presence, exchange, send)
                     return
                 with _timed(job, exchange):
                     body = asked.whole(await job.whole()) if request.endpoint.streams else await job.unary()
@@ -132,8 +132,8 @@ class Generation:
             if presence.reason is End.SHUTTING_DOWN and not exchange.started:
                 raise RefusedError(Code.SHUTTING_DOWN, "the gateway stops; ask again", retry_after=1.0) from None
 
-    async def _relay(self, attempt: Attempt, asked: Asked, presence: Presence, exchange: Exchange, send: Send) -> str:
-        return await relay(attempt, send, presence, self._runtime.telemetry, asked.writer(), exchange.wire)
+    async def _relay(self, answer: Answer, asked: Asked, presence: Presence, exchange: Exchange, send: Send) -> str:
+        return await relay(answer, send, presence, self._runtime.telemetry, asked.writer(), exchange.wire)
 
     def _note(self, job: Request, exchange: Exchange, record: Record) -> None:
         """Fills what the response's headers tell."""

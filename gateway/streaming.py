@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 
-from gateway.attempt import Attempt
 from gateway.core.frames import Comment, Done, Frame
 from gateway.core.outcome import End
 from gateway.dialects.base import Writer
@@ -16,6 +15,7 @@ from gateway.errors import UpstreamError, UpstreamKind
 from gateway.exchange import Send
 from gateway.listening import ExpiredError
 from gateway.presence import Presence
+from gateway.resume import Answer
 from gateway.telemetry import Telemetry
 from headgate.shared.wire import Wire
 from inference.protocol import Code
@@ -28,14 +28,14 @@ _HEADERS = [
 
 
 async def relay(
-    attempt: Attempt,
+    answer: Answer,
     send: Send,
     presence: Presence,
     telemetry: Telemetry,
     writer: Writer,
     wire: Wire | None = None,
 ) -> str:
-    """Sends status, headers and the rest of `attempt`, settles it and closes it; returns the outcome's name.
+    """Sends status, headers and the rest of `answer`, settles it and closes it; returns the outcome's name.
 
     With a `wire` a frame leaves as it comes, and this task sleeps until there is more to do than to pass it on.
     Returns `client_left` quietly when the client did; a cancellation from elsewhere propagates.
@@ -53,27 +53,26 @@ async def relay(
         if wire is None or not wire.is_free or isinstance(frames[-1], Done):
             return False
         observe(frames[0])
-        attempt.note_begun()
+        answer.attempt.note_begun()
         wire.write(writer.write(frames))
         return True
 
     try:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-        frames = [*attempt.backlog, *attempt.listening.ready()]
+        frames = answer.begin()
         before = time.perf_counter()
-        attempt.listening.pass_on(pass_on)
+        answer.pass_on(pass_on)
         while not isinstance(frames[-1], Done):
             if body := writer.write(frames):
                 await send({"type": "http.response.body", "body": body, "more_body": True})
-            frames = [await attempt.listening.next()]
+            frames = await answer.next()
             observe(frames[0])
-            frames += attempt.listening.ready()
-            attempt.note_begun()
-        attempt.succeed()
+        answer.attempt.succeed()
+        answer.note_end()
         presence.release()
         await send({"type": "http.response.body", "body": writer.write(frames[:-1]) + writer.end()})
     except asyncio.CancelledError as error:
-        attempt.settle_error(error)
+        answer.attempt.settle_error(error)
         if not presence.absorb():
             raise
         if presence.reason is End.CLIENT_LEFT:
@@ -82,16 +81,15 @@ async def relay(
         await _end_honestly(send, presence, writer.broke(Code.SHUTTING_DOWN, said))
         return str(End.SHUTTING_DOWN)
     except (UpstreamError, ExpiredError) as error:
-        _, _, said = attempt.settle_error(error)
-        telemetry.resume.labels("not_tried").inc()
-        name = attempt.candidate.name
+        _, _, said = answer.attempt.settle_error(error)
+        name = answer.attempt.candidate.name
         await _end_honestly(send, presence, writer.broke(_code_of(error), f"the answer of {name} broke off: {said}"))
         return "broken"
     except BaseException as error:
-        attempt.settle_error(error)
+        answer.attempt.settle_error(error)
         raise
     finally:
-        await attempt.close()
+        await answer.attempt.close()
     return "success"
 
 

@@ -84,6 +84,14 @@ class Budget:
         """
         return (self.commit_by - started) / 2 if self.commit_due is Due.CALLER else math.inf
 
+    def renewed(self, now: float) -> Budget:
+        """The budget for going on with an answer that broke off: as long again as its beginning had.
+
+        Its caller got something at the break, and is left without a byte no longer than it said.
+        """
+        silence = min(self.limits.first_token, self._caller_silence)
+        return Budget(replace(self.limits, first_token=silence, caller_silence=None), now)
+
     def spend(self) -> Budget:
         """The budget after one more attempt began."""
         return replace(self, attempts=self.attempts + 1)

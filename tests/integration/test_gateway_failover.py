@@ -35,6 +35,13 @@ async def gateway(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]
 
 
 @pytest.fixture
+async def honest(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]:
+    """A gateway that resumes nothing."""
+    async with Gateway(tmp_path, fake.url, FAST.replace("demo-mini]}", "demo-mini], resume: off}")) as gateway:
+        yield gateway
+
+
+@pytest.fixture
 async def patient(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]:
     """A gateway whose breakers are quick and whose deadlines are not: for tests that hold an answer back."""
     async with Gateway(tmp_path, fake.url, CONFIG + "breaker: {open: 500ms}\n") as gateway:
@@ -461,17 +468,18 @@ async def test_a_breaker_is_reset_by_hand(gateway: Gateway, fake: FakeInference)
     ids=["cut", "no finish", "no finish, no DONE", "stall", "error frame", "garbage"],
 )
 async def test_after_the_first_token_a_failure_ends_in_an_error_frame_and_never_in_done(
-    gateway: Gateway, fake: FakeInference, answer: Answer, code: str
+    honest: Gateway, fake: FakeInference, answer: Answer, code: str
 ) -> None:
+    """Where the route does not resume."""
     fake.answers["demo"] = answer
-    got = await gateway.chat(stream=True)
+    got = await honest.chat(stream=True)
     assert got.status_code == 200
     assert _text(got.text) == "one two "
     assert "[DONE]" not in got.text
     assert _error_of(got.text)["code"] == code
     assert fake.seen_for("demo-mini") == []
     breaker = "local" if code == "model_failed" and answer.cut else "local/demo"
-    counted = (await gateway.breaker(breaker))["failures"]
+    counted = (await honest.breaker(breaker))["failures"]
     assert counted == 1 or answer.finish is None
 
 

@@ -13,13 +13,15 @@ from tests.rigs.stack import until
 
 pytestmark = pytest.mark.timeout(60)
 
+NO_RESUME = CONFIG.replace("demo-mini]}", "demo-mini], resume: off}")
+
 
 async def test_others_pass_as_soon_as_the_probe_began_to_answer_and_its_cut_is_an_ordinary_failure(
     tmp_path: Path,
 ) -> None:
     async with (
         FakeInference("token") as fake,
-        Gateway(tmp_path, fake.url, CONFIG + "breaker: {open: 200ms}\n") as gateway,
+        Gateway(tmp_path, fake.url, NO_RESUME + "breaker: {open: 200ms}\n") as gateway,
     ):
         fake.queue["demo"] = [Answer(refuse=Code.MODEL_FAILED)] * 5
         for _ in range(5):

@@ -28,13 +28,15 @@ from inference.protocol import (
 class Answer:
     """How one request is answered, in this order of events.
 
-    `comments` progress comments `pause` seconds apart come first; then `words` one delta each, `pause` apart. `hold`
-    is awaited before the first word. `refuse` answers with an error status instead, `error` with an error frame after
-    the words; `cut` drops the connection after the words, `stall` goes silent after them, `finish` None leaves the
-    finish reason out, `done` False the `[DONE]`. `garbage` is sent as a frame after the words.
+    `comments` progress comments `pause` seconds apart come first; then `words` one delta each, `pause` apart, behind
+    `thoughts`, which are reasoning. A request that goes on with an answer (`answer_so_far`) gets the words that are
+    not in it yet. `hold` is awaited before the first word. `refuse` answers with an error status instead, `error` with
+    an error frame after the words; `cut` drops the connection after the words, `stall` goes silent after them, `finish`
+    None leaves the finish reason out, `done` False the `[DONE]`. `garbage` is sent as a frame after the words.
     """
 
     words: tuple[str, ...] = ("Hello", " there", "!")
+    thoughts: tuple[str, ...] = ()
     comments: int = 0
     pause: float = 0.0
     hold: asyncio.Event | None = None
@@ -253,12 +255,14 @@ class FakeInference:
             await response.write(answer.raw)
             return response
         chat = seen.path.endswith("chat/completions")
-        if chat and answer.words:
+        if chat and (answer.words or answer.thoughts):
             await response.write(_chunk(seen.model, chat, role="assistant"))
-        for word in answer.words:
-            await response.write(_chunk(seen.model, chat, text=word))
-            if answer.pause:
-                await asyncio.sleep(answer.pause)
+        so_far = seen.body.get("answer_so_far") or {}
+        for name, words in (("reasoning_content", answer.thoughts), ("content", answer.words)):
+            for word in _unsaid(words, so_far.get(name) or ""):
+                await response.write(_chunk(seen.model, chat, text=word, field=name))
+                if answer.pause:
+                    await asyncio.sleep(answer.pause)
         if answer.garbage is not None:
             await response.write(answer.garbage)
         if answer.stall:
@@ -273,7 +277,8 @@ class FakeInference:
             return response
         if answer.finish is not None:
             await response.write(_chunk(seen.model, chat, finish=answer.finish))
-            usage = {"prompt_tokens": 3, "completion_tokens": len(answer.words), "total_tokens": 3 + len(answer.words)}
+            count = len(answer.words) + len(answer.thoughts)
+            usage = {"prompt_tokens": 3, "completion_tokens": count, "total_tokens": 3 + count}
             await response.write(_chunk(seen.model, chat, usage=usage))
         if answer.done:
             await response.write(DONE)
@@ -282,6 +287,19 @@ class FakeInference:
 
 def _event(number: int, kind: str, data: Mapping[str, Any]) -> bytes:
     return f"event: {kind}\ndata: {json.dumps({'number': number, **data})}\n\n".encode()
+
+
+def _unsaid(words: tuple[str, ...], said: str) -> list[str]:
+    """The words of an answer that follow what was said of it."""
+    text = "".join(words)
+    if not said or not text.startswith(said):
+        return [*words]
+    cut, rest = 0, []
+    for word in words:
+        cut += len(word)
+        if cut > len(said):
+            rest.append(word[-min(len(word), cut - len(said)) :])
+    return rest
 
 
 def _refusal(answer: Answer) -> web.Response:
@@ -301,10 +319,11 @@ def _chunk(
     text: str | None = None,
     finish: str | None = None,
     usage: Mapping[str, int] | None = None,
+    field: str = "content",
 ) -> bytes:
     choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish}
     if chat:
-        choice["delta"] = {"role": role, "content": ""} if role else {"content": text} if text is not None else {}
+        choice["delta"] = {"role": role, "content": ""} if role else {field: text} if text is not None else {}
     else:
         choice["text"] = text or ""
     chunk: dict[str, Any] = {

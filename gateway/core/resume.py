@@ -1,0 +1,138 @@
+"""Decides whether an answer that broke off may go on, with whom, and what they are asked; opens no stream.
+
+Only what is one text can be gone on with: the second half of a JSON text is no JSON text. The same local model goes on
+to the token (`answer_so_far`, which counts as its own); another local one goes on with the same text; a cloud goes on
+behind a prefilled message where its model takes one, and is asked in words otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from gateway.core.chain import Candidate
+from gateway.core.frames import Endpoint
+from gateway.core.outcome import Failure, Ignore, Next, Verdict
+from gateway.core.requests import InferenceRequest
+
+MAX_HOPS = 2
+"""An answer is of three pieces at most."""
+
+CHARACTERS_PER_TOKEN = 4
+"""Of English text, about: for clouds, whose tokens nobody here counts."""
+
+_COMPLETION_TOKENS = 16
+"""OpenAI's `max_tokens` of a completion that names none."""
+
+GO_ON = (
+    "The connection broke while you were answering. Your answer above is cut off at its end. Go on with it from the "
+    "very next character. Write only what follows: repeat nothing of it, and say nothing about the interruption."
+)
+
+
+class Policy(StrEnum):
+    """What a route lets resume (`routes.*.resume`)."""
+
+    ANY = "any"
+    LOCAL = "local"
+    OFF = "off"
+
+
+class How(StrEnum):
+    """How a candidate is made to go on."""
+
+    AGAIN = "again"
+    """nothing was said, so it is asked as the first one was"""
+    SO_FAR = "so_far"
+    """our own service: behind the text, counted as one answer"""
+    PREFILL = "prefill"
+    """behind a last assistant message, or a longer prompt"""
+    ASKED = "asked"
+    """by a user's message, in words"""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What the caller has of an answer. `tokens` is how many those are, about: exact for nobody."""
+
+    content: str = ""
+    reasoning: str = ""
+    tokens: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no text yet."""
+        return not (self.content or self.reasoning)
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """What a candidate is sent, and how its answer joins on."""
+
+    body: Mapping[str, Any]
+    how: How
+
+
+def why_not(request: InferenceRequest, policy: str) -> str | None:
+    """Why an answer to `request` cannot go on once some of it was said; None when it can."""
+    if policy == Policy.OFF:
+        return "off"
+    body = request.body
+    prompt = body.get("prompt")
+    several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+    joined = any(body.get(name) for name in ("echo", "suffix", "continue_final_message", "audio"))
+    best = (body.get("best_of") or 1) > 1
+    return None if request.is_plain and not (several or joined or best) else "shape"
+
+
+def may_go_on(verdict: Verdict) -> bool:
+    """Whether how an attempt ended is a reason to ask somebody else: not a refusal of the request itself."""
+    return isinstance(verdict, Failure) or (isinstance(verdict, Ignore) and verdict.next is Next.NEXT_TIER)
+
+
+def ladder(
+    candidates: Sequence[Candidate], broken: Candidate, verdict: Verdict, policy: str, said: Said
+) -> tuple[Candidate, ...]:
+    """Who is asked to go on, in order: the same local model, other local ones, then clouds, each as in the chain.
+
+    Whoever only refused is not asked again. With no content said there is nothing that a cloud could not begin anew.
+    """
+    again = isinstance(verdict, Failure)
+    found = [candidate for candidate in candidates if again or candidate != broken]
+    if policy != Policy.ANY and not said.is_empty:
+        found = [candidate for candidate in found if candidate.is_local]
+    return tuple(sorted(found, key=lambda other: (not other.is_local, other != broken, other.position)))
+
+
+def continuation(request: InferenceRequest, said: Said, candidate: Candidate, *, prefills: bool) -> Continuation | None:
+    """What `candidate` is asked; None where it cannot go on. `prefills`: its model goes on with a last message."""
+    body = request.body
+    if said.is_empty:
+        return Continuation(body, How.AGAIN)
+    if candidate.is_local:
+        so_far = {"content": said.content} | ({"reasoning_content": said.reasoning} if said.reasoning else {})
+        return Continuation({**body, "answer_so_far": so_far}, How.SO_FAR)
+    if not said.content:  # no cloud goes on with another's thought: it thinks for itself
+        return Continuation(_shortened(body, said), How.AGAIN)
+    if request.endpoint is Endpoint.COMPLETIONS:
+        prompt = body["prompt"]
+        text = prompt[0] if isinstance(prompt, list) and prompt else prompt
+        if not isinstance(text, str):
+            return None
+        limit = body.get("max_tokens") or _COMPLETION_TOKENS
+        return Continuation(_shortened({**body, "prompt": text + said.content, "max_tokens": limit}, said), How.PREFILL)
+    messages = [*body["messages"], {"role": "assistant", "content": said.content}]
+    if prefills and not body.get("reasoning_effort"):
+        return Continuation(
+            _shortened({**body, "messages": messages, "continue_final_message": True}, said), How.PREFILL
+        )
+    messages.append({"role": "user", "content": GO_ON})
+    return Continuation(_shortened({**body, "messages": messages}, said), How.ASKED)
+
+
+def _shortened(body: Mapping[str, Any], said: Said) -> Mapping[str, Any]:
+    """`body` with as many tokens fewer as were said already, and at least one."""
+    limits = {name: body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None}
+    return {**body, **{name: max(1, limit - said.tokens) for name, limit in limits.items()}}

@@ -1,0 +1,264 @@
+"""Makes one stream of the pieces of an answer that broke off: keeps what was said, joins what follows; opens none.
+
+On the token path a payload is only put on a list. Every `FOLD` payloads, and when a stream broke, they are parsed, and
+what stays is the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from gateway.core.frames import Comment, Data, DeltaKind, Done, Frame
+from gateway.core.resume import CHARACTERS_PER_TOKEN, How, Said
+
+FOLD = 64
+MAX_SAID_CHARACTERS = 2**20
+"""An answer longer than this is not kept, and so not resumed."""
+
+LEAST_OVERLAP = 8
+"""Fewer characters that an answer seems to repeat may be chance: `ee` can go on with `e`."""
+MOST_OVERLAP = 400
+"""How far back a repetition is looked for."""
+
+_REASONING = ("reasoning_content", "reasoning")
+_TEXTS = frozenset({"role", "content", *_REASONING})
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What every chunk of one answer says alike."""
+
+    id: Any = None
+    created: Any = None
+
+
+class Kept:
+    """What the caller has of one answer. `why_not` is None, or why it cannot go on once it has begun."""
+
+    def __init__(self, why_not: str | None = None) -> None:
+        self.why_not = why_not
+        self.has_begun = False
+        self.head = Head()
+        self.has_role = False
+        self._pending: list[bytes] = []
+        self._finished = False
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._characters = 0
+        self._frames = 0
+
+    def note(self, frames: Iterable[Frame]) -> None:
+        """Frames that the caller gets."""
+        if self.why_not is not None:
+            self.has_begun = self.has_begun or any(isinstance(frame, Data) for frame in frames)
+            return
+        pending = self._pending
+        for frame in frames:
+            if isinstance(frame, Data):
+                pending.append(frame.payload)
+        if pending:
+            self.has_begun = True
+            if len(pending) >= FOLD:
+                self._fold()
+
+    @property
+    def said(self) -> Said:
+        """The text so far."""
+        self._fold()
+        tokens = max(self._frames, -(-self._characters // CHARACTERS_PER_TOKEN))
+        return Said("".join(self._content), "".join(self._reasoning), tokens)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the caller has the finish reason, and so the whole answer."""
+        self._fold()
+        return self._finished
+
+    def _fold(self) -> None:
+        payloads, self._pending = self._pending, []
+        for payload in payloads:
+            if self.why_not is None:
+                self._read(payload)
+
+    def _read(self, payload: bytes) -> None:
+        chunk = _chunk_in(payload)
+        if chunk is None:
+            self._give_up("malformed")
+            return
+        if self.head.id is None:
+            self.head = Head(chunk.get("id"), chunk.get("created"))
+        if choices := chunk["choices"]:
+            self._read_choice(choices[0])
+
+    def _read_choice(self, choice: Mapping[str, Any]) -> None:
+        delta = choice.get("delta") or {}
+        if any(value for name, value in delta.items() if name not in _TEXTS):
+            self._give_up("shape")  # a refusal or a call, which nobody goes on with
+            return
+        self.has_role = self.has_role or "role" in delta
+        self._finished = self._finished or choice.get("finish_reason") is not None
+        content = choice.get("text") or delta.get("content") or ""
+        reasoning = next((delta[name] for name in _REASONING if delta.get(name)), "")
+        self._content.append(content)
+        self._reasoning.append(reasoning)
+        self._frames += bool(content or reasoning)
+        self._characters += len(content) + len(reasoning)
+        if self._characters > MAX_SAID_CHARACTERS:
+            self._give_up("too_long")
+
+    def _give_up(self, why_not: str) -> None:
+        self.why_not = why_not
+        self._content, self._reasoning = [], []
+
+
+class Splice:
+    """Rewrites the frames of one continuation so that they follow what was `said`. Never raises on chunks."""
+
+    def __init__(self, kept: Kept, said: Said, how: How, stops: Sequence[str]) -> None:
+        """`stops` are the request's stop strings: a cloud does not know that one may have begun before it."""
+        self._head = kept.head
+        self._has_role = kept.has_role
+        self._said = said
+        self._how = how
+        self._stops = () if how is How.SO_FAR else tuple(stops)
+        self._held: str | None = None if how in (How.AGAIN, How.SO_FAR) else ""
+        """Text whose place is not known yet; None once it is."""
+        self._over = False
+
+    def join(self, frames: Iterable[Frame]) -> list[Frame]:
+        """What the caller gets of `frames`; may be nothing. After a Done nothing follows."""
+        joined: list[Frame] = []
+        for frame in frames:
+            if self._over:
+                break
+            if isinstance(frame, Data):
+                joined += self._chunk(frame)
+            else:
+                joined.append(frame)
+        return joined
+
+    def _chunk(self, frame: Data) -> list[Frame]:
+        chunk = _chunk_in(frame.payload)
+        if chunk is None:
+            return [frame]
+        if self._head.id is not None:
+            chunk["id"], chunk["created"] = self._head.id, self._head.created
+        if isinstance(usage := chunk.get("usage"), dict):
+            chunk["usage"] = self._whole(usage)
+        if not chunk["choices"]:
+            return [Data(orjson.dumps(chunk), frame.kind)]
+        return self._choice(chunk, chunk["choices"][0])
+
+    def _choice(self, chunk: dict[str, Any], choice: dict[str, Any]) -> list[Frame]:
+        delta = choice.get("delta")
+        place, name = (choice, "text") if delta is None else (delta, "content")
+        if delta is not None:
+            if self._has_role:
+                delta.pop("role", None)
+            self._has_role = self._has_role or "role" in delta
+            if self._said.content:  # a thought about going on is no thought about the question
+                for reasoning in _REASONING:
+                    delta.pop(reasoning, None)
+        finishes = choice.get("finish_reason") is not None
+        text = self._placed(place.get(name) or "", finishes)
+        if text is None:
+            choice["finish_reason"], finishes = "stop", True
+            self._over = True
+        if text or place.get(name) is not None:
+            place[name] = text or ""
+        says = bool(text) or any(delta.get(reasoning) for reasoning in _REASONING if delta)
+        if not (says or finishes or chunk.get("usage") or (delta and "role" in delta)):
+            return []
+        kind = DeltaKind.FINISH if finishes else DeltaKind.CONTENT if says else DeltaKind.OTHER
+        return [Data(orjson.dumps(chunk), kind), *([Done()] if self._over else [])]
+
+    def _placed(self, text: str, final: bool) -> str | None:
+        """What of `text`, and of what was held, can be shown now; None when a stop string ends the answer here."""
+        if self._held is None:
+            return text
+        text = self._held + text
+        self._held = text
+        repeated = self._repeated(text, final)
+        if repeated is None:
+            return ""
+        new = text[repeated:]
+        met = across(self._said.content, new, self._stops)
+        if met is True:
+            return None
+        if met is None and not final:
+            return ""
+        self._held = None
+        return new
+
+    def _repeated(self, text: str, final: bool) -> int | None:
+        """How many characters of `text` the caller has already; None as long as more may tell."""
+        if self._how is How.PREFILL:
+            return white_space(self._said.content, text, final)
+        return overlap(self._said.content, text, final)
+
+    def _whole(self, usage: Mapping[str, Any]) -> dict[str, Any]:
+        """The usage of the whole answer: what a cloud read of it counts as written."""
+        prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
+        if self._how is How.SO_FAR or not isinstance(prompt, int) or not isinstance(completion, int):
+            return dict(usage)
+        written = completion + self._said.tokens
+        if self._how is not How.AGAIN:
+            prompt = max(1, prompt - self._said.tokens)
+        return {
+            **usage, "prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written,
+        }  # fmt: skip
+
+
+def overlap(said: str, text: str, final: bool) -> int | None:
+    """How many characters at the beginning of `text` repeat the end of `said`; None as long as more may tell.
+
+    An answer that begins all over is one long repetition.
+    """
+    tail = said[-MOST_OVERLAP:]
+    if not final and (text in tail or said.startswith(text)):
+        return None
+    if text.startswith(said):
+        return len(said)
+    sizes = range(min(len(tail), len(text)), LEAST_OVERLAP - 1, -1)
+    return next((size for size in sizes if tail.endswith(text[:size])), 0)
+
+
+def white_space(said: str, text: str, final: bool) -> int | None:
+    """The same where `text` goes on behind `said` without the white space at its end, which no prefill may have."""
+    space = said[len(said.rstrip()) :]
+    if not final and len(text) < len(space) and space.startswith(text):
+        return None
+    return len(space) if text.startswith(space) else 0
+
+
+def across(said: str, text: str, stops: Sequence[str]) -> bool | None:
+    """Whether a stop string that begins in `said` ends in `text`; None as long as it may."""
+    may = False
+    for stop in stops:
+        for size in range(1, len(stop)):
+            if said.endswith(stop[:size]):
+                if text.startswith(stop[size:]):
+                    return True
+                may = may or stop[size:].startswith(text)
+    return None if may else False
+
+
+def hop_comment(name: str, characters: int, why: str) -> Comment:
+    """Tells people who read the stream where another piece begins, who gives it, and why."""
+    return Comment(f": headgate resumed on {name} after {characters} characters ({why})\n\n".encode())
+
+
+def _chunk_in(payload: bytes) -> dict[str, Any] | None:
+    """The chunk of one choice at most, or None. Half an emoji in an escape is none: no text can be made of it."""
+    try:
+        chunk = orjson.loads(payload)
+    except orjson.JSONDecodeError:
+        return None
+    choices = chunk.get("choices") if isinstance(chunk, dict) else None
+    if not isinstance(choices, list) or len(choices) > 1 or not all(isinstance(choice, dict) for choice in choices):
+        return None
+    return dict(chunk)

@@ -1,0 +1,175 @@
+"""Follows one answer over the attempts that give its pieces: opens the next when one breaks; decides by `core.resume`.
+
+A break after the commit is settled like every other end of an attempt; then whoever may go on is asked, each once and
+all within one deadline, and what they say is joined on. When nobody can, the break itself is raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from gateway.attempt import Attempt, outcome_name
+from gateway.core import resume
+from gateway.core.assemble import Assembly
+from gateway.core.budget import Budget
+from gateway.core.chain import Candidate
+from gateway.core.frames import Data, Done, Frame
+from gateway.core.outcome import Verdict
+from gateway.core.resume import Said
+from gateway.core.splice import Kept, Splice, hop_comment
+from gateway.errors import UpstreamError, UpstreamKind
+from gateway.listening import ExpiredError
+
+if TYPE_CHECKING:
+    from gateway.attempts import Request
+
+log = logging.getLogger("gateway.resume")
+
+Sink = Callable[[list[Frame]], bool]
+
+
+class Answer:
+    """The frames of one committed answer. `attempt` gives them now; whoever reads settles it and closes it.
+
+    `whole`: nobody has seen anything of it yet, so only the same model goes on with it, in the request's own time.
+    """
+
+    def __init__(self, request: Request, attempt: Attempt, *, whole: bool = False) -> None:
+        self.attempt = attempt
+        self._request = request
+        self._whole = whole
+        self._kept = Kept(resume.why_not(request.request, request.route.resume))
+        self._splice: Splice | None = None
+        self._sink: Sink | None = None
+        self._hops = 0
+        self._budget: Budget | None = None
+        self._tried: set[Candidate] = set()
+        """Whoever was asked since somebody said something new."""
+
+    def begin(self) -> list[Frame]:
+        """The frames that are here already; at least one."""
+        return self._join([*self.attempt.backlog, *self.attempt.listening.ready()])
+
+    async def next(self) -> list[Frame]:
+        """What comes next; at least one frame. Raises the UpstreamError or ExpiredError that ends the answer."""
+        while True:
+            try:
+                frames = [await self.attempt.listening.next()]
+            except (UpstreamError, ExpiredError) as error:
+                return await self._after(error)
+            frames += self.attempt.listening.ready()
+            self.attempt.note_begun()
+            if joined := self._join(frames):
+                return joined
+
+    def pass_on(self, sink: Sink) -> None:
+        """Offers `sink` the frames that come while `next` waits, as `Listening.pass_on` does."""
+        self._sink = sink
+        self.attempt.listening.pass_on(self._passes)
+
+    def _passes(self, frames: list[Frame]) -> bool:
+        assert self._sink is not None
+        if self._splice is not None or not self._sink(frames):
+            return False  # of what is joined there may be nothing left, or the end: that is for the loop
+        self._kept.note(frames)
+        return True
+
+    def _join(self, frames: list[Frame]) -> list[Frame]:
+        joined = frames if self._splice is None else self._splice.join(frames)
+        self._kept.note(joined)
+        return joined
+
+    def note_end(self) -> None:
+        """The answer reached its true end."""
+        if self._splice is not None:
+            self._count("resumed")
+
+    # --- after a break -----------------------------------------------------------------------------------------------
+    async def _after(self, error: UpstreamError | ExpiredError) -> list[Frame]:
+        """What follows a break: a comment before the next piece, the end of an answer that was whole, or the error."""
+        broken, kept = self.attempt, self._kept
+        verdict, seen, why = broken.settle_error(error)
+        await broken.close()
+        if kept.is_finished:
+            self._count("complete")
+            return [Done()]
+        if broken.listening.answered:
+            self._hops += self._splice is not None
+            self._tried.clear()
+            self._budget = None
+        result = self._why_not(verdict)
+        if result is None:
+            said = kept.said
+            if await self._climb(self._rungs(verdict, said), said):
+                name = self.attempt.candidate.name
+                characters = len(said.content) + len(said.reasoning)
+                self._request.record.hops.append(f"{name} after {characters} characters: {why[:300]}")
+                log.info("request %s: %s goes on after %d characters", self._request.record.id, name, characters)
+                return [hop_comment(name, characters, outcome_name(verdict, seen))]
+            self.attempt = broken
+        self._count("failed" if result is None or self._splice is not None else result)
+        raise error
+
+    def _why_not(self, verdict: Verdict) -> str | None:
+        """Why nobody is asked to go on."""
+        if self._kept.has_begun and self._kept.why_not is not None:
+            return self._kept.why_not
+        if not resume.may_go_on(verdict):
+            return "refused"
+        return "failed" if self._hops >= resume.MAX_HOPS else None
+
+    def _rungs(self, verdict: Verdict, said: Said) -> list[Candidate]:
+        request, broken = self._request, self.attempt.candidate
+        rungs = resume.ladder(request.choose_again(), broken, verdict, request.route.resume, said)
+        if self._whole:
+            rungs = tuple(rung for rung in rungs if rung == broken and rung.is_local)
+        return [rung for rung in rungs if rung not in self._tried]
+
+    async def _climb(self, rungs: list[Candidate], said: Said) -> bool:
+        """Whether one of them has opened a stream, which is the current attempt's then."""
+        request, loop = self._request, asyncio.get_running_loop()
+        if self._budget is None:
+            self._budget = request.budget if self._whole else request.budget.renewed(loop.time())
+        for candidate in rungs:
+            if not self._budget.has_time(loop.time()):
+                return False
+            self._tried.add(candidate)
+            plan = resume.continuation(request.request, said, candidate, prefills=request.prefills(candidate))
+            last = candidate == rungs[-1]
+            attempt = None if plan is None else request.attempt_again(candidate, plan.body, self._budget, last=last)
+            if plan is None or attempt is None:
+                continue
+            self.attempt = attempt
+            try:
+                await attempt.listening.open()
+            except (UpstreamError, ExpiredError) as error:
+                attempt.settle_error(error)
+                await attempt.close()
+                continue
+            self._splice = Splice(self._kept, said, plan.how, request.stops)
+            return True
+        return False
+
+    def _count(self, result: str) -> None:
+        self._request.tools.telemetry.resume.labels(result).inc()
+
+
+async def assemble(answer: Answer) -> dict[str, Any]:
+    """The whole answer as one object; raises UpstreamError or ExpiredError for one that ends early."""
+    assembly = Assembly()
+    frames = answer.begin()
+    while True:
+        for frame in frames:
+            if isinstance(frame, Done):
+                return assembly.result()
+            if isinstance(frame, Data):
+                try:
+                    assembly.add(orjson.loads(frame.payload))
+                except ValueError as error:
+                    raise UpstreamError(UpstreamKind.MALFORMED, f"not a chunk: {error}") from error
+        frames = await answer.next()

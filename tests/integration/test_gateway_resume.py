@@ -1,0 +1,277 @@
+"""Answers that break off in the middle go on: on the same model, another one, a cloud; or they end honestly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.protocol import Code
+from tests.rigs.fake_inference import Answer, FakeInference
+from tests.rigs.fake_provider import KEY as CLOUD_KEY
+from tests.rigs.fake_provider import FakeProvider
+from tests.rigs.gateway_rig import MESSAGES, Gateway
+from tests.rigs.stack import until
+
+pytestmark = pytest.mark.timeout(60)
+
+CONFIG = """
+routes:
+  demo: {chain: [local/demo, local/demo-mini]}
+  alone: {chain: [local/demo]}
+  "*": {chain: ["local/*"]}
+deadlines: {connect: 1s, first_token: 800ms, inter_token: 600ms, total: 8s}
+"""
+CLOUDS = """
+providers:
+  openai: {{kind: openai, api_key: "${{env:CLOUD}}", base_url: {url}/v1}}
+  anthropic: {{kind: anthropic, api_key: "${{env:CLOUD}}", base_url: {url}}}
+routes:
+  demo: {{chain: [local/demo, openai/gpt]}}
+  near: {{chain: [local/demo, openai/gpt], resume: local}}
+  claude: {{chain: [local/demo, anthropic/claude-3-5-haiku-latest]}}
+"""
+WORDS = ("one ", "two ", "three ", "four")
+WHOLE = Answer(words=WORDS)
+BREAKS = {
+    "cut": Answer(words=WORDS[:2], cut=True),
+    "stall": Answer(words=WORDS[:2], stall=True),
+    "error frame": Answer(words=WORDS[:2], error=Code.MODEL_FAILED),
+    "no finish": Answer(words=WORDS[:2], finish=None),
+    "garbage": Answer(words=WORDS[:2], garbage=b"data: oops\n\n"),
+}
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[FakeInference]:
+    async with FakeInference("token") as fake:
+        yield fake
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]:
+    async with Gateway(tmp_path, fake.url, CONFIG) as gateway:
+        yield gateway
+
+
+def chunks_of(stream: str) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+
+
+def text_of(stream: str, name: str = "content") -> str:
+    choices = [choice for chunk in chunks_of(stream) for choice in chunk.get("choices", [])]
+    return "".join((choice["delta"].get(name) if "delta" in choice else choice["text"]) or "" for choice in choices)
+
+
+def resumed(gateway: Gateway) -> dict[str, float]:
+    """`gateway_resume_total` by result."""
+    samples = [s for metric in gateway.runtime.telemetry.resume.collect() for s in metric.samples]
+    return {sample.labels["result"]: sample.value for sample in samples}
+
+
+@pytest.mark.parametrize("kind", BREAKS)
+async def test_the_same_model_goes_on_and_the_client_sees_one_answer(
+    gateway: Gateway, fake: FakeInference, kind: str
+) -> None:
+    """One id, one role, one finish reason, true usage; a comment is all there is to see of the seam."""
+    fake.queue["demo"] = [BREAKS[kind], WHOLE]
+    got = await gateway.chat(stream=True, stream_options={"include_usage": True}, max_tokens=9)
+    assert text_of(got.text) == "one two three four"
+    assert got.text.endswith("data: [DONE]\n\n")
+    assert got.text.count(": headgate resumed on local/demo after 8 characters") == 1
+    chunks = chunks_of(got.text)
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert {(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks} == {("chatcmpl-fake", 1, "demo")}
+    assert sum("role" in choice["delta"] for choice in choices) == 1
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["stop"]
+    assert [chunk["usage"] for chunk in chunks if chunk.get("usage")] == [
+        {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    ]
+    again = fake.seen_for("demo")[1].body
+    assert (again["answer_so_far"], again["max_tokens"], again["messages"]) == ({"content": "one two "}, 9, MESSAGES)
+    assert resumed(gateway) == {"resumed": 1}
+    record = (await gateway.admin("GET", f"/admin/requests/{got.headers['x-request-id']}")).json()
+    assert record["outcome"] == "success"
+    assert [hop.split(":")[0] for hop in record["hops"]] == ["local/demo after 8 characters"]
+    assert [attempt["outcome"] == "success" for attempt in record["attempts"]] == [False, True]
+
+
+async def test_a_completion_goes_on_too(gateway: Gateway, fake: FakeInference) -> None:
+    fake.queue["demo"] = [BREAKS["cut"], WHOLE]
+    body = {"model": "demo", "prompt": "Count.", "stream": True}
+    got = await gateway.client.post("/v1/completions", json=body)
+    assert text_of(got.text) == "one two three four"
+    assert got.text.endswith("data: [DONE]\n\n")
+
+
+async def test_a_thought_goes_on_as_a_thought(gateway: Gateway, fake: FakeInference) -> None:
+    """Nothing of it is said twice, and none is lost."""
+    fake.queue["demo"] = [
+        Answer(words=(), thoughts=("hm ",), cut=True),
+        Answer(words=WORDS[:1], thoughts=("hm ", "yes"), cut=True),
+        Answer(words=WORDS, thoughts=("hm ", "yes")),
+    ]
+    got = await gateway.chat(stream=True)
+    assert (text_of(got.text, "reasoning_content"), text_of(got.text)) == ("hm yes", "one two three four")
+    assert [seen.body.get("answer_so_far") for seen in fake.seen] == [
+        None,
+        {"content": "", "reasoning_content": "hm "},
+        {"content": "one ", "reasoning_content": "hm yes"},
+    ]
+
+
+async def test_another_local_model_goes_on_where_the_same_one_cannot(gateway: Gateway, fake: FakeInference) -> None:
+    """Its chunks say who wrote them; the answer keeps its id."""
+    fake.queue["demo"] = [BREAKS["cut"], Answer(refuse=Code.MODEL_FAILED)]
+    fake.answers["demo-mini"] = WHOLE
+    got = await gateway.chat(stream=True)
+    assert text_of(got.text) == "one two three four"
+    assert {(chunk["id"], chunk["model"]) for chunk in chunks_of(got.text)} == {
+        ("chatcmpl-fake", "demo"),
+        ("chatcmpl-fake", "demo-mini"),
+    }
+    assert resumed(gateway) == {"resumed": 1}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"n": 2},
+        {"logprobs": True},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"messages": [*MESSAGES, {"role": "assistant", "content": "x"}], "continue_final_message": True},
+    ],
+    ids=["json", "n", "logprobs", "tools", "continued"],
+)
+async def test_what_has_a_shape_ends_in_an_error_frame(
+    gateway: Gateway, fake: FakeInference, more: dict[str, Any]
+) -> None:
+    fake.models["demo"] = replace(fake.models["demo"], capabilities=())
+    await gateway.look()
+    fake.answers["demo"] = BREAKS["cut"]
+    got = await gateway.chat(stream=True, **more)
+    assert chunks_of(got.text)[-1]["error"]["code"] == "model_failed"
+    assert "[DONE]" not in got.text
+    assert len(fake.seen) == 1
+    assert resumed(gateway) == {"shape": 1}
+
+
+async def test_an_answer_is_of_three_pieces_at_most(gateway: Gateway, fake: FakeInference) -> None:
+    fake.queue["demo"] = [Answer(words=WORDS[:count], cut=True) for count in (1, 2, 3)] + [WHOLE]
+    got = await gateway.chat(stream=True)
+    assert text_of(got.text) == "one two three "
+    assert chunks_of(got.text)[-1]["error"]["code"] == "model_failed"
+    assert "[DONE]" not in got.text
+    assert resumed(gateway) == {"failed": 1}
+
+
+async def test_when_nobody_can_go_on_the_end_is_an_error_frame(gateway: Gateway, fake: FakeInference) -> None:
+    """Each rung is asked once."""
+    fake.queue["demo"] = [BREAKS["cut"], Answer(refuse=Code.MODEL_FAILED)]
+    fake.answers["demo-mini"] = Answer(refuse=Code.QUEUE_FULL)
+    got = await gateway.chat(stream=True)
+    assert text_of(got.text) == "one two "
+    assert "local/demo broke off" in chunks_of(got.text)[-1]["error"]["message"]
+    assert "[DONE]" not in got.text
+    assert [seen.model for seen in fake.seen] == ["demo", "demo", "demo-mini"]
+    assert resumed(gateway) == {"failed": 1}
+
+
+async def test_a_cut_behind_the_finish_reason_is_the_end(gateway: Gateway, fake: FakeInference) -> None:
+    """The client has the whole answer; asking again could only add to it."""
+    whole = (await gateway.chat(stream=True)).text
+    fake.answers["demo"] = Answer(raw=whole.replace("data: [DONE]", "data: oops").encode())
+    got = await gateway.chat(stream=True)
+    assert text_of(got.text) == "Hello there!"
+    assert got.text.endswith("data: [DONE]\n\n")
+    assert resumed(gateway) == {"complete": 1}
+
+
+async def test_a_client_that_leaves_while_another_is_asked_leaves_nothing_behind(
+    gateway: Gateway, fake: FakeInference
+) -> None:
+    fake.queue["demo"] = [BREAKS["cut"], Answer(words=WORDS, hold=asyncio.Event())]
+    body = {"model": "demo", "messages": MESSAGES, "stream": True}
+    async with gateway.client.stream("POST", "/v1/chat/completions", json=body) as stream:
+        await until("the second was asked", lambda: len(fake.seen) == 2)
+        await stream.aclose()
+    async with asyncio.timeout(5):
+        await fake.seen[1].closed.wait()
+    await until("nothing is left", lambda: not len(gateway.runtime.presences))
+
+
+async def test_comments_of_a_restarting_worker_keep_the_client(gateway: Gateway, fake: FakeInference) -> None:
+    """A model that loads for longer than any silence may last."""
+    fake.queue["demo"] = [BREAKS["cut"], Answer(words=WORDS, comments=8, pause=0.15)]
+    got = await gateway.chat("alone", stream=True)
+    assert text_of(got.text) == "one two three four"
+    assert got.text.count(": headgate loading") == 8
+
+
+async def test_an_answer_that_is_not_streamed_goes_on_with_the_same_model(
+    gateway: Gateway, fake: FakeInference
+) -> None:
+    fake.queue["demo"] = [BREAKS["cut"], WHOLE]
+    got = await gateway.chat()
+    assert got.json()["choices"][0]["message"]["content"] == "one two three four"
+    assert got.headers["x-headgate-model"] == "local/demo"
+    assert fake.seen[1].body["answer_so_far"] == {"content": "one two "}
+
+
+async def test_a_whole_answer_starts_anew_elsewhere(gateway: Gateway, fake: FakeInference) -> None:
+    """Nobody has seen anything of it, so two models need not share it."""
+    fake.queue["demo"] = [BREAKS["cut"], Answer(refuse=Code.MODEL_FAILED)]
+    got = await gateway.chat()
+    assert got.json()["choices"][0]["message"]["content"] == "Hello there!"
+    assert got.headers["x-headgate-model"] == "local/demo-mini"
+    assert "answer_so_far" not in fake.seen[-1].body
+
+
+# --- clouds -----------------------------------------------------------------------------------------------------------
+@pytest.fixture
+async def cloud() -> AsyncIterator[FakeProvider]:
+    async with FakeProvider() as cloud:
+        yield cloud
+
+
+@pytest.fixture
+async def cloudy(tmp_path: Path, fake: FakeInference, cloud: FakeProvider) -> AsyncIterator[Gateway]:
+    async with Gateway(tmp_path, fake.url, CLOUDS.format(url=cloud.url), {"CLOUD": CLOUD_KEY}) as gateway:
+        yield gateway
+
+
+async def test_a_cloud_is_asked_in_words_to_go_on(cloudy: Gateway, fake: FakeInference, cloud: FakeProvider) -> None:
+    fake.queue["demo"] = [BREAKS["cut"], Answer(refuse=Code.MODEL_FAILED)]
+    got = await cloudy.chat(stream=True, max_tokens=20)
+    assert text_of(got.text).startswith("one two ")
+    assert len(text_of(got.text)) > len("one two ")
+    assert got.text.endswith("data: [DONE]\n\n")
+    asked = cloud.records[-1].body
+    assert [message["role"] for message in asked["messages"]] == ["user", "assistant", "user"]
+    assert asked["messages"][1]["content"] == "one two "
+    assert asked["max_tokens"] == 18
+    assert resumed(cloudy) == {"resumed": 1}
+
+
+async def test_a_model_that_takes_it_gets_the_answer_as_its_own_beginning(
+    cloudy: Gateway, fake: FakeInference, cloud: FakeProvider
+) -> None:
+    fake.queue["demo"] = [BREAKS["cut"], Answer(refuse=Code.MODEL_FAILED)]
+    got = await cloudy.chat("claude", stream=True)
+    assert text_of(got.text).startswith("one two ")
+    assert got.text.endswith("data: [DONE]\n\n")
+    roles = [message["role"] for message in cloud.records[-1].body["messages"]]
+    assert roles == ["user", "assistant"]
+
+
+async def test_a_route_may_keep_the_rest_local(cloudy: Gateway, fake: FakeInference, cloud: FakeProvider) -> None:
+    fake.queue["demo"] = [BREAKS["cut"], Answer(refuse=Code.MODEL_FAILED)]
+    got = await cloudy.chat("near", stream=True)
+    assert chunks_of(got.text)[-1]["error"]["code"] == "model_failed"
+    assert cloud.records == []

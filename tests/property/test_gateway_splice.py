@@ -1,0 +1,66 @@
+"""However an answer is cut into pieces, who reads their splice reads the whole of it once."""
+
+from __future__ import annotations
+
+import json
+
+import orjson
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.core.frames import Data, DeltaKind, Frame
+from gateway.core.resume import How
+from gateway.core.splice import LEAST_OVERLAP, Kept, Splice
+
+TEXTS = st.text("ab \n", min_size=1, max_size=60)
+
+
+def frames_of(text: str, cuts: list[int], name: str) -> list[Frame]:
+    """`text` in chunks that end at `cuts`, then the finish."""
+    ends = sorted({min(cut, len(text)) for cut in cuts} | {len(text)})
+    pieces = [text[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    deltas = [
+        ({"role": "assistant", "content": ""}, None),
+        *(({"content": piece}, None) for piece in pieces),
+        ({}, "stop"),
+    ]
+    return [
+        Data(
+            orjson.dumps(
+                {"id": name, "created": 1, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
+            ),
+            DeltaKind.FINISH if finish else DeltaKind.CONTENT,
+        )
+        for delta, finish in deltas
+    ]
+
+
+def text_of(frames: list[Frame]) -> str:
+    choices = [json.loads(frame.payload)["choices"][0] for frame in frames if isinstance(frame, Data)]
+    return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+
+@given(TEXTS, st.lists(st.integers(0, 60), max_size=6), st.lists(st.integers(0, 60), max_size=6), st.integers(0, 60))
+def test_two_exact_pieces_are_the_whole(text: str, cuts: list[int], more: list[int], at: int) -> None:
+    kept = Kept()
+    first = [frame for frame in frames_of(text, cuts, "a") if b'"stop"' not in frame.payload][: at + 1]  # type: ignore[union-attr]
+    kept.note(first)
+    said = kept.said
+    joint = Splice(kept, said, How.SO_FAR, ())
+    rest = joint.join(frames_of(text[len(said.content) :], more, "b"))
+    kept.note(rest)
+    assert said.content + text_of(rest) == text == kept.said.content
+    assert kept.is_finished
+
+
+@given(TEXTS, TEXTS, st.integers(0, 60), st.lists(st.integers(0, 120), max_size=8))
+def test_what_is_repeated_is_said_once(text: str, rest: str, back: int, cuts: list[int]) -> None:
+    """At least as much as is known to be a repetition; otherwise everything that a cloud said is shown."""
+    kept = Kept()
+    kept.note([frame for frame in frames_of(text, [], "a") if b'"stop"' not in frame.payload])  # type: ignore[union-attr]
+    again = text[-back:] if back else ""
+    shown = text_of(Splice(kept, kept.said, How.ASKED, ()).join(frames_of(again + rest, cuts, "b")))
+    assert (again + rest).endswith(shown)
+    cut = len(again + rest) - len(shown)
+    assert text.endswith((again + rest)[:cut])
+    assert cut >= len(again) or len(again) < LEAST_OVERLAP

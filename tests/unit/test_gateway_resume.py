@@ -1,0 +1,334 @@
+"""Who goes on with an answer that broke off, with what, and how its pieces become one stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+import pytest
+
+from gateway.core.budget import Budget, Due, Limits
+from gateway.core.chain import Candidate
+from gateway.core.frames import Comment, Data, DeltaKind, Done, Endpoint, Frame
+from gateway.core.outcome import Failure, Ignore, Reason, Scope, Success
+from gateway.core.requests import InferenceRequest, parse
+from gateway.core.resume import GO_ON, How, Said, continuation, ladder, may_go_on, why_not
+from gateway.core.splice import FOLD, MAX_SAID_CHARACTERS, Kept, Splice, across, hop_comment, overlap, white_space
+
+MESSAGES = [{"role": "user", "content": "Hello!"}]
+DEMO, MINI = Candidate("local", "demo", 0), Candidate("local", "demo-mini", 1)
+GPT, CLAUDE = Candidate("openai", "gpt", 2), Candidate("anthropic", "claude", 3)
+CHAIN = (DEMO, MINI, GPT, CLAUDE)
+BROKE = Failure(Scope.PAIR)
+SAID = Said("one two ", tokens=2)
+
+
+def chat(**more: Any) -> InferenceRequest:
+    return parse(Endpoint.CHAT, orjson.dumps({"model": "m", "messages": MESSAGES, "stream": True, **more}))
+
+
+def completion(**more: Any) -> InferenceRequest:
+    return parse(Endpoint.COMPLETIONS, orjson.dumps({"model": "m", "prompt": "a", "stream": True, **more}))
+
+
+def chunk(
+    content: str | None = None, *, finish: str | None = None, kind: DeltaKind = DeltaKind.CONTENT, **delta: Any
+) -> Data:
+    said = {**delta, **({} if content is None else {"content": content})}
+    choice = {"index": 0, "delta": said, "finish_reason": finish}
+    payload = {"id": "b", "object": "chat.completion.chunk", "created": 2, "model": "m2", "choices": [choice]}
+    return Data(orjson.dumps(payload), DeltaKind.FINISH if finish else kind)
+
+
+def usage(prompt: int, completion: int) -> Data:
+    counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return Data(orjson.dumps({"id": "b", "created": 2, "choices": [], "usage": counts}), DeltaKind.USAGE)
+
+
+def kept(*frames: Frame) -> Kept:
+    """What a caller has who saw `frames` of an answer `a`."""
+    found = Kept()
+    for frame in frames:
+        found.note([Data(frame.payload.replace(b'"b"', b'"a"'), frame.kind) if isinstance(frame, Data) else frame])
+    return found
+
+
+def splice(said: str, how: How, *, stops: Sequence[str] = (), reasoning: str = "") -> Splice:
+    before = kept(chunk("", role="assistant"), chunk(said or None, **({"reasoning": reasoning} if reasoning else {})))
+    return Splice(before, before.said, how, stops)
+
+
+def shown(frames: Sequence[Frame]) -> str:
+    choices = [choice for frame in frames if isinstance(frame, Data) for choice in json.loads(frame.payload)["choices"]]
+    return "".join(
+        (choice["delta"].get("content") if "delta" in choice else choice["text"]) or "" for choice in choices
+    )
+
+
+# --- may it, and with whom --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("request_", "policy", "reason"),
+    [
+        (chat(), "any", None),
+        (chat(), "local", None),
+        (chat(), "off", "off"),
+        (chat(n=2), "any", "shape"),
+        (chat(logprobs=True), "any", "shape"),
+        (chat(response_format={"type": "json_object"}), "any", "shape"),
+        (chat(continue_final_message=True), "any", "shape"),
+        (completion(), "any", None),
+        (completion(prompt=["a"]), "any", None),
+        (completion(prompt=[1, 2]), "any", None),
+        (completion(prompt=["a", "b"]), "any", "shape"),
+        (completion(echo=True), "any", "shape"),
+        (completion(suffix="x"), "any", "shape"),
+        (completion(best_of=2), "any", "shape"),
+    ],
+)
+def test_only_one_text_can_go_on(request_: InferenceRequest, policy: str, reason: str | None) -> None:
+    assert why_not(request_, policy) == reason
+
+
+def test_a_refusal_of_the_request_itself_is_no_reason_to_ask_others() -> None:
+    assert may_go_on(BROKE)
+    assert may_go_on(Ignore(Reason.QUEUE_FULL))
+    assert not may_go_on(Ignore(Reason.CONTENT_POLICY))
+    assert not may_go_on(Ignore(Reason.CLIENT_LEFT))
+    assert not may_go_on(Success())
+
+
+def test_the_same_model_comes_first_then_local_ones_then_clouds() -> None:
+    assert ladder(CHAIN, MINI, BROKE, "any", SAID) == (MINI, DEMO, GPT, CLAUDE)
+    assert ladder(CHAIN, MINI, BROKE, "local", SAID) == (MINI, DEMO)
+    assert ladder(CHAIN, CLAUDE, BROKE, "any", SAID) == (DEMO, MINI, CLAUDE, GPT)
+    assert ladder(CHAIN, DEMO, Ignore(Reason.QUEUE_FULL), "any", SAID) == (MINI, GPT, CLAUDE)
+    assert ladder(CHAIN, DEMO, BROKE, "local", Said()) == CHAIN
+
+
+# --- what they are asked ----------------------------------------------------------------------------------------------
+def test_nothing_said_is_asked_again_as_it_was() -> None:
+    request = chat(tools=[{"type": "function", "function": {"name": "f"}}])
+    plan = continuation(request, Said(), GPT, prefills=False)
+    assert plan is not None
+    assert (plan.body, plan.how) == (request.body, How.AGAIN)
+
+
+def test_our_own_service_counts_the_answer_as_one() -> None:
+    plan = continuation(chat(max_tokens=9), Said("one", "hm", 3), MINI, prefills=False)
+    assert plan is not None
+    assert plan.how is How.SO_FAR
+    assert plan.body["answer_so_far"] == {"content": "one", "reasoning_content": "hm"}
+    assert plan.body["max_tokens"] == 9
+    plan = continuation(completion(), Said("one", "", 1), DEMO, prefills=False)
+    assert plan is not None
+    assert plan.body["answer_so_far"] == {"content": "one"}
+
+
+def test_a_cloud_goes_on_behind_a_message_or_is_asked_to() -> None:
+    asked = continuation(chat(max_tokens=9, max_completion_tokens=2), SAID, GPT, prefills=False)
+    assert asked is not None
+    assert asked.how is How.ASKED
+    assert asked.body["messages"] == [
+        *MESSAGES, {"role": "assistant", "content": "one two "}, {"role": "user", "content": GO_ON},
+    ]  # fmt: skip
+    assert (asked.body["max_tokens"], asked.body["max_completion_tokens"]) == (7, 1)
+    filled = continuation(chat(), SAID, CLAUDE, prefills=True)
+    assert filled is not None
+    assert (filled.how, filled.body["continue_final_message"]) == (How.PREFILL, True)
+    assert filled.body["messages"] == [*MESSAGES, {"role": "assistant", "content": "one two "}]
+    thinking = continuation(chat(reasoning_effort="high"), SAID, CLAUDE, prefills=True)
+    assert thinking is not None
+    assert thinking.how is How.ASKED
+
+
+def test_a_cloud_thinks_for_itself() -> None:
+    plan = continuation(chat(max_tokens=9), Said("", "hm", 4), GPT, prefills=False)
+    assert plan is not None
+    assert (plan.how, plan.body["messages"], plan.body["max_tokens"]) == (How.AGAIN, MESSAGES, 5)
+
+
+@pytest.mark.parametrize(("prompt", "sent"), [("a ", "a one two "), (["a "], "a one two "), ([1, 2], None)])
+def test_a_completion_goes_on_behind_a_longer_prompt(prompt: Any, sent: str | None) -> None:
+    """Token ids are one model's own."""
+    plan = continuation(completion(prompt=prompt), SAID, GPT, prefills=False)
+    assert (plan and plan.body["prompt"]) == sent
+    assert plan is None or (plan.how, plan.body["max_tokens"]) == (How.PREFILL, 14)
+
+
+# --- what the caller has ----------------------------------------------------------------------------------------------
+def test_what_was_said_is_read_from_the_payloads() -> None:
+    found = kept(
+        chunk("", role="assistant"), Comment(b": x\n\n"), chunk(reasoning_content="hm"), chunk("one "), chunk("two"),
+    )  # fmt: skip
+    assert (found.said, found.has_begun, found.has_role) == (Said("one two", "hm", 3), True, True)
+    assert (found.head.id, found.head.created, found.is_finished) == ("a", 2, False)
+    found.note([chunk(finish="stop"), usage(1, 2)])
+    assert found.is_finished
+    assert kept(chunk("word " * 8)).said.tokens == 10
+
+
+def test_nothing_is_kept_of_what_cannot_go_on() -> None:
+    found = Kept("shape")
+    found.note([Comment(b": x\n\n")])
+    assert not found.has_begun
+    found.note([chunk("x")])
+    assert (found.has_begun, found.said.is_empty) == (True, True)
+    assert not Kept().has_begun
+
+
+@pytest.mark.parametrize(
+    ("frame", "reason"),
+    [
+        (chunk(tool_calls=[{"index": 0}]), "shape"),
+        (chunk(refusal="no"), "shape"),
+        (Data(b"{oops", DeltaKind.CONTENT), "malformed"),
+        (Data(b"[]", DeltaKind.CONTENT), "malformed"),
+        (Data(b'{"choices":[{},{}]}', DeltaKind.CONTENT), "malformed"),
+        (Data(b'{"choices":[1]}', DeltaKind.CONTENT), "malformed"),
+        (chunk("x" * (MAX_SAID_CHARACTERS + 1)), "too_long"),
+    ],
+)
+def test_answers_that_cannot_go_on_are_told_apart(frame: Data, reason: str) -> None:
+    found = kept(chunk("x"), frame, chunk("y"))
+    assert found.said.is_empty
+    assert (found.why_not, found.has_begun) == (reason, True)
+
+
+def test_payloads_become_text_every_so_often() -> None:
+    """What is held of a long answer is its text, not its frames."""
+    found = Kept()
+    for _ in range(3 * FOLD):
+        found.note([chunk("x")])
+        assert len(found._pending) < FOLD
+    assert found.said.content == "x" * 3 * FOLD
+
+
+# --- joining ----------------------------------------------------------------------------------------------------------
+def test_a_continuation_of_our_own_is_renamed_and_says_its_role_once() -> None:
+    joined = splice("one ", How.SO_FAR).join(
+        [
+            Comment(b": x\n\n"),
+            chunk("", role="assistant", kind=DeltaKind.OTHER),
+            chunk("two", role="assistant"),
+            chunk(finish="stop"),
+            usage(3, 4),
+            Done(),
+        ]
+    )
+    assert [frame.kind if isinstance(frame, Data) else type(frame) for frame in joined] == [
+        Comment, DeltaKind.CONTENT, DeltaKind.FINISH, DeltaKind.USAGE, Done,
+    ]  # fmt: skip
+    chunks = [json.loads(frame.payload) for frame in joined if isinstance(frame, Data)]
+    assert {(item["id"], item["created"]) for item in chunks} == {("a", 2)}
+    assert chunks[0]["model"] == "m2"
+    assert chunks[0]["choices"][0]["delta"] == {"content": "two"}
+    assert chunks[2]["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+
+
+def test_an_answer_asked_again_keeps_its_role_and_thoughts() -> None:
+    fresh = Splice(Kept(), Said(), How.AGAIN, ())
+    first, second = fresh.join([chunk("", role="assistant"), chunk(reasoning="hm")])
+    assert isinstance(first, Data) and isinstance(second, Data)
+    assert json.loads(first.payload)["id"] == "b"
+    assert json.loads(first.payload)["choices"][0]["delta"]["role"] == "assistant"
+    assert json.loads(second.payload)["choices"][0]["delta"] == {"reasoning": "hm"}
+    assert fresh.join([chunk("", role="assistant")]) == []
+
+
+def test_a_thought_about_going_on_is_not_shown() -> None:
+    """But one that the answer had not got over is gone on with."""
+    assert splice("one ", How.SO_FAR).join([chunk(reasoning_content="Let me see.")]) == []
+    assert len(splice("", How.SO_FAR, reasoning="hm").join([chunk(reasoning_content=" yes")])) == 1
+
+
+def test_what_a_cloud_read_of_the_answer_counts_as_written() -> None:
+    def counted(how: How, said: str, *counts: int) -> list[int]:
+        (frame,) = splice(said, how).join([usage(*counts)])
+        assert isinstance(frame, Data)
+        return list(json.loads(frame.payload)["usage"].values())
+
+    assert counted(How.ASKED, "12345678", 20, 5) == [18, 7, 25]
+    assert counted(How.AGAIN, "12345678", 20, 5) == [20, 7, 27]
+    odd = Data(b'{"choices":[],"usage":{"prompt_tokens":null}}', DeltaKind.USAGE)
+    (frame,) = splice("x", How.ASKED).join([odd])
+    assert isinstance(frame, Data)
+    assert json.loads(frame.payload)["usage"] == {"prompt_tokens": None}
+
+
+def test_what_is_no_chunk_is_left_to_others() -> None:
+    oops = Data(b"oops", DeltaKind.CONTENT)
+    assert splice("x", How.ASKED).join([oops]) == [oops]
+
+
+def test_a_repetition_is_cut_once_it_is_known() -> None:
+    joint = splice("The wheel turns the stone", How.ASKED)
+    assert joint.join([chunk("turns the"), chunk(" stone")]) == []
+    assert shown(joint.join([chunk(" and grinds"), chunk(" corn.")])) == " and grinds corn."
+    joint = splice("The wheel turns the stone", How.ASKED)
+    last = joint.join([chunk("the stone"), chunk(finish="length")])
+    assert [shown(last), len(last)] == ["", 1]
+    text = splice("one two ", How.PREFILL)
+    choice = {"index": 0, "text": " three", "finish_reason": None}
+    assert shown(text.join([Data(orjson.dumps({"choices": [choice]}), DeltaKind.CONTENT)])) == "three"
+
+
+@pytest.mark.parametrize(
+    ("said", "text", "final", "size"),
+    [
+        ("The wheel turns", " and", False, 0),
+        ("The wheel turns", "wheel turns and", False, 11),
+        ("The wheel turns", "wheel tu", False, None),
+        ("The wheel turns", "wheel tu", True, 0),
+        ("bee", "e", True, 0),
+        ("The wheel", "The wh", False, None),
+        ("The wheel", "The wheel turns", False, 9),
+        ("a", "ab", False, 1),
+    ],
+)
+def test_how_much_is_repeated(said: str, text: str, final: bool, size: int | None) -> None:
+    assert overlap(said, text, final) == size
+
+
+@pytest.mark.parametrize(
+    ("said", "text", "final", "size"),
+    [("one ", " two", False, 1), ("one ", "two", False, 0), ("one\n\n", "\n", False, None), ("one\n\n", "\n", True, 0)],
+)
+def test_white_space_that_a_prefill_may_not_end_in(said: str, text: str, final: bool, size: int | None) -> None:
+    assert white_space(said, text, final) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "met"), [("o three", True), ("", None), ("enty", False)], ids=["met", "not known yet", "missed"]
+)
+def test_a_stop_string_across_the_seam(text: str, met: bool | None) -> None:
+    assert across("one tw", text, ("two", "x")) is met
+
+
+def test_a_cloud_does_not_know_of_a_stop_string_that_had_begun() -> None:
+    joint = splice("one t", How.ASKED, stops=("two",))
+    assert joint.join([chunk("w")]) == []
+    frames = joint.join([chunk("o three"), chunk(" four"), Done()])
+    assert [frame.kind if isinstance(frame, Data) else type(frame) for frame in frames] == [DeltaKind.FINISH, Done]
+    assert shown(frames) == ""
+    assert isinstance(frames[0], Data)
+    assert json.loads(frames[0].payload)["choices"][0]["finish_reason"] == "stop"
+    missed = splice("one t", How.ASKED, stops=("two",))
+    assert missed.join([chunk("w")]) == []
+    assert shown(missed.join([chunk("enty")])) == "wenty"
+    cut = splice("one t", How.ASKED, stops=("two",))
+    assert shown(cut.join([chunk("w", finish="length")])) == "w"
+
+
+def test_the_seam_is_told_in_a_comment() -> None:
+    assert (
+        hop_comment("local/demo", 7, "read").frame == b": headgate resumed on local/demo after 7 characters (read)\n\n"
+    )
+
+
+def test_going_on_has_a_time_of_its_own() -> None:
+    """As long as the beginning had; its caller's patience bounds silence, not the whole."""
+    limits = Limits(first_token=30, inter_token=15, total=300, load_wait=120, attempts=4, caller_silence=10)
+    again = Budget(limits, 0.0, attempts=4).renewed(500.0)
+    assert (again.commit_by, again.commit_due, again.limits.first_token) == (800.0, Due.TOTAL, 10)
