@@ -105,6 +105,8 @@ class Exchange:
 
 def _header_value(value: str) -> bytes:
     """`value` as a header may hold it: a model's name is text of the caller's."""
+    if value.isascii() and value.isprintable() and len(value) <= 512:
+        return value.encode("ascii")
     return re.sub(r"[^\x20-\x7e]", "?", value)[:512].encode("ascii")
 
 
@@ -131,10 +133,11 @@ async def read_body(
     limit: int,
     silence_seconds: float = BODY_SILENCE_SECONDS,
     total_seconds: float = BODY_SECONDS,
+    wire: wire.Wire | None = None,
 ) -> bytes:
     """The whole body; raises RequestError when it is encoded, longer than `limit` bytes, stops or comes too slowly.
 
-    Raises ClientLeftError when the client went away.
+    Raises ClientLeftError when the client went away. What came with its head is taken from the `wire`, if there is one.
     """
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
@@ -143,6 +146,10 @@ async def read_body(
     declared = headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(limit)
+    if wire is not None and (whole := wire.take_body()) is not None:
+        if len(whole) > limit:
+            raise _too_large(limit)
+        return whole
     pieces: list[bytes] = []
     size = 0
     loop = asyncio.get_running_loop()

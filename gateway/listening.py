@@ -135,6 +135,9 @@ class Listening:
             return
         frames, self._frames = self._frames, None
         context, self._context = self._context, None
+        if (leave := getattr(frames, "leave", None)) is not None:
+            leave()  # nothing in it is awaited, so nothing has to be timed
+            return
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 if (aclose := getattr(frames, "aclose", None)) is not None:

@@ -7,6 +7,7 @@ from types import TracebackType
 
 from gateway.core.outcome import End
 from gateway.exchange import Receive
+from headgate.shared.wire import Wire
 
 
 class Presences:
@@ -18,9 +19,9 @@ class Presences:
     def __len__(self) -> int:
         return len(self._all)
 
-    def watch(self, receive: Receive) -> Presence:
-        """A context for the running task; its body must have been read."""
-        return Presence(receive, self._all)
+    def watch(self, receive: Receive, wire: Wire | None = None) -> Presence:
+        """A context for the running task; its body must have been read. Without a `wire` it receives."""
+        return Presence(receive, self._all, wire)
 
     def interrupt_all(self) -> int:
         """Ends every request honestly; returns how many there were."""
@@ -32,17 +33,21 @@ class Presences:
 class Presence:
     """While the context is open, the client's leaving cancels the task. `reason` says why a cancellation came."""
 
-    def __init__(self, receive: Receive, everyone: set[Presence]) -> None:
+    def __init__(self, receive: Receive, everyone: set[Presence], wire: Wire | None) -> None:
         self.reason: End | None = None
         self._receive = receive
+        self._wire = wire
         self._everyone = everyone
         self._task: asyncio.Task[object] | None = None
         self._listener: asyncio.Task[None] | None = None
 
     def __enter__(self) -> Presence:
         self._task = asyncio.current_task()
-        self._listener = asyncio.create_task(self._listen(), name="presence")
         self._everyone.add(self)
+        if self._wire is not None:
+            self._wire.when_left(self._left)
+        else:
+            self._listener = asyncio.create_task(self._listen(), name="presence")
         return self
 
     def __exit__(
@@ -54,6 +59,8 @@ class Presence:
         """Stops watching. Called before the last byte: the end of a response looks like the client's leaving."""
         self._task = None
         self._everyone.discard(self)
+        if self._wire is not None:
+            self._wire.when_left(None)
         if self._listener is not None:
             self._listener.cancel()
             self._listener = None
@@ -76,4 +83,7 @@ class Presence:
     async def _listen(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             continue
+        self._left()
+
+    def _left(self) -> None:
         self.interrupt(End.CLIENT_LEFT)

@@ -11,8 +11,6 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from gateway.attempt import Attempt, outcome_name
 from gateway.core import resume
 from gateway.core.assemble import Assembly
@@ -169,7 +167,7 @@ async def assemble(answer: Answer) -> dict[str, Any]:
                 return assembly.result()
             if isinstance(frame, Data):
                 try:
-                    assembly.add(orjson.loads(frame.payload))
+                    assembly.read(frame.payload)
                 except ValueError as error:
                     raise UpstreamError(UpstreamKind.MALFORMED, f"not a chunk: {error}") from error
         frames = await answer.next()

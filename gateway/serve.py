@@ -73,7 +73,7 @@ class Generation:
     ) -> None:
         """The way of a request whose key may make it."""
         runtime = self._runtime
-        raw = await read_body(receive, exchange.headers, runtime.config.max_body)
+        raw = await read_body(receive, exchange.headers, runtime.config.max_body, wire=exchange.wire)
         asked = self._dialect.parse(raw, key.digest.hex())
         del raw
         request = asked.request
@@ -84,7 +84,7 @@ class Generation:
         found = await find(runtime, request.model, exchange)
         record.route = found.route
         runtime.ring.add(record)
-        presence = runtime.presences.watch(receive)
+        presence = runtime.presences.watch(receive, exchange.wire)
         with presence:
             await self._answer(asked, found, caller, presence, exchange, record, send)
 

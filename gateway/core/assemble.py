@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
+
 _JOINED = ("content", "reasoning_content", "reasoning", "refusal")
 _COPIED = ("id", "created", "model", "system_fingerprint", "service_tier")
 _TOLD = ("stop_reason", "native_finish_reason", "stop_details")
@@ -27,14 +29,76 @@ class _Choice:
     """How many pieces of the reasoning belong to blocks that have their signature."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Mold:
+    """The bytes around the text of a chunk that has nothing else to say; `texts` is where that text goes."""
+
+    before: bytes
+    after: bytes
+    texts: list[str]
+
+    def text_of(self, payload: bytes) -> str | None:
+        """The text of a chunk from this mold; None when it is from another."""
+        begin, end = len(self.before), len(payload) - len(self.after)
+        if end < begin + 2 or not payload.startswith(self.before) or not payload.endswith(self.after):
+            return None
+        try:
+            text = orjson.loads(payload[begin:end])
+        except orjson.JSONDecodeError:
+            return None
+        return text if isinstance(text, str) else None
+
+
+_MOLDS_TRIED = 4
+"""Chunks that are looked at for a mold; a stream that has none by then writes them in another way."""
+
+
 class Assembly:
-    """Collects chunks of a chat or text completion. `add` raises ValueError for what is no chunk of one stream."""
+    """Collects chunks of a chat or text completion. `read` and `add` raise ValueError for what is no chunk of one
+    stream.
+
+    Chunks of text differ in their text alone. One is taken apart, and the text of those that have the same bytes
+    around theirs is cut out: a JSON value between bytes that were proven to surround one means the same as before.
+    """
 
     def __init__(self) -> None:
+        self._mold: _Mold | None = None
+        self._molds_tried = 0
         self._head: dict[str, Any] = {}
         self._object: str | None = None
         self._choices: dict[int, _Choice] = {}
         self._usage: Mapping[str, Any] | None = None
+
+    def read(self, payload: bytes) -> None:
+        """The JSON of one chunk, in the order of the stream."""
+        if self._mold is not None and (text := self._mold.text_of(payload)) is not None:
+            self._mold.texts.append(text)
+            return
+        chunk = orjson.loads(payload)
+        self.add(chunk)
+        if self._mold is None and self._molds_tried < _MOLDS_TRIED:
+            self._mold = self._mold_of(payload, chunk)
+
+    def _mold_of(self, payload: bytes, chunk: Mapping[str, Any]) -> _Mold | None:
+        """What surrounds the text of `payload`, when that is all it adds."""
+        choices = chunk["choices"]
+        if len(choices) != 1 or isinstance(chunk.get("usage"), dict):
+            return None
+        choice = choices[0]
+        if choice.get("finish_reason") is not None or choice.get("logprobs") is not None:
+            return None
+        name, holder = ("text", choice) if "text" in choice else ("content", choice.get("delta"))
+        if not isinstance(holder, dict) or (holder is not choice and list(holder) != [name]):
+            return None
+        if not holder[name] or not isinstance(holder[name], str):
+            return None
+        self._molds_tried += 1
+        key = b'"%b":' % name.encode()
+        before, found, after = payload.partition(key + orjson.dumps(holder[name]))
+        mold = _Mold(before + key, after, self._choices[choice.get("index", 0)].texts[name])
+        probe = orjson.loads(mold.before + b'""' + after) if found else None
+        holder[name] = ""
+        return mold if probe == chunk else None
 
     def add(self, chunk: Any) -> None:
         """One parsed chunk, in the order of the stream."""

@@ -34,7 +34,7 @@ log = logging.getLogger("gateway.providers.local")
 MAX_ERROR_BYTES = 65536
 ERROR_BODY_SECONDS = 5.0
 CLOSE_SECONDS = 0.2
-"""How long the end of a finished response is awaited so that its connection can serve again."""
+"""How long the end of a finished response may take to come so that its connection can serve again."""
 
 _FINISH = re.compile(rb'"finish_reason"\s*:\s*"')
 _NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
@@ -245,7 +245,6 @@ class _Stream(AbstractAsyncContextManager["_Stream"], AsyncIterator[Frame]):
         self._answered = False
         self._whole = False
         self._over = False
-        self._at_eof = False
 
     async def __aenter__(self) -> _Stream:
         answer = await self._provider._ask(self._call, self._body)
@@ -260,16 +259,13 @@ class _Stream(AbstractAsyncContextManager["_Stream"], AsyncIterator[Frame]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Closes the connection; one whose answer came whole is used again once its end came, which nobody awaits."""
         answer, self._answer = self._answer, None
-        if answer is None:
-            return
-        try:
-            if self._whole and kind is None and not self._at_eof:
-                with contextlib.suppress(TimeoutError):  # then it is not used again
-                    async with asyncio.timeout(CLOSE_SECONDS):
-                        await self._changed()
-        finally:
-            answer.close()
+        if answer is not None:
+            answer.close(CLOSE_SECONDS if self._whole else 0.0)
 
     def __aiter__(self) -> _Stream:
         return self
@@ -330,7 +326,6 @@ class _Stream(AbstractAsyncContextManager["_Stream"], AsyncIterator[Frame]):
 
     def _on_end(self, error: BrokenError | None) -> None:
         """The answer is over."""
-        self._at_eof = error is None
         if not self._over:
             if error is None:
                 self._take_all(self._splitter.end())

@@ -15,6 +15,9 @@ import httptools
 
 MAX_HEAD_BYTES = 65536
 
+_FEW = 16
+"""Idle connections up to which nobody looks for closed ones among them."""
+
 Connector = Callable[[Callable[[], asyncio.Protocol]], Awaitable[Any]]
 """Opens a connection for a protocol; raises OSError."""
 
@@ -43,6 +46,7 @@ class Hop:
         self._host = host
         self._idle_seconds = idle_seconds
         self._idle: list[_Connection] = []
+        self._many = _FEW
         self._closed = False
 
     async def post(
@@ -55,9 +59,9 @@ class Hop:
         lines += [f"{name}: {value}" for name, value in headers.items()]
         if not self._idle_seconds:
             lines.append("connection: close")
-        if any("\r" in line or "\n" in line for line in lines):
-            raise ValueError("a header of a request holds a line break")
         head = "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n"
+        if head.count(b"\n") != len(lines) + 1 or head.count(b"\r") != len(lines) + 1:
+            raise ValueError("a header of a request holds a line break")
         connection = self._used_before() or await self._connected(connect_seconds)
         return await connection.ask(head + body)
 
@@ -84,7 +88,9 @@ class Hop:
         return connection
 
     def _keep(self, connection: _Connection) -> None:
-        self._idle = [kept for kept in self._idle if not kept.is_closed]
+        if len(self._idle) >= self._many:  # the newest are used first, so what is closed lies below
+            self._idle = [kept for kept in self._idle if not kept.is_closed]
+            self._many = max(_FEW, 2 * len(self._idle))
         self._idle.append(connection)
         if self._closed:
             self.close()
@@ -133,9 +139,11 @@ class Answer:
         await done
         return b"".join(pieces)
 
-    def close(self) -> None:
-        """Ends the connection, unless the answer came whole and it can be used again."""
-        self._connection.let_go()
+    def close(self, linger_seconds: float = 0.0) -> None:
+        """Ends the connection, unless the answer came whole and it can be used again; its end may still come within
+        `linger_seconds`, for which nobody waits.
+        """
+        self._connection.let_go(linger_seconds)
 
 
 class _Connection(asyncio.Protocol):
@@ -192,9 +200,19 @@ class _Connection(asyncio.Protocol):
             else:
                 self._transport.pause_reading()
 
-    def let_go(self) -> None:
+    def let_go(self, linger_seconds: float = 0.0) -> None:
         """The answer is not needed any more."""
         self._on_piece = self._on_end = None
+        if linger_seconds and self._keep is not None and not self._complete and not self.is_closed:
+            timer = self._loop.call_later(linger_seconds, self.close)
+
+            def on_end(_error: BrokenError | None) -> None:
+                timer.cancel()
+                self.let_go()
+
+            self.flow(True)
+            self.listen(lambda _: None, on_end)
+            return
         if self._complete and self._keeps and self._keep is not None and not self.is_closed:
             self._renew()
             self.flow(True)
