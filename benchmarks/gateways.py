@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -95,8 +96,9 @@ def litellm(peer: Peer, url: str, root: Path, core: int) -> Iterator[Door]:
     """LiteLLM's proxy with one worker, one model, and nothing to log to."""
     port = free_port()
     place = root / peer.name
+    key = f"sk-{secrets.token_hex(32)}"
     env = private_env(
-        place, {"LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_TELEMETRY": "False"}
+        place, {"LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": key}
     )
     asked = {"model": f"openai/{upstream.AT_ONCE}", "api_base": f"{url}/v1", "api_key": KEY}
     config = {"model_list": [{"model_name": upstream.AT_ONCE, "litellm_params": asked}]}
@@ -104,7 +106,7 @@ def litellm(peer: Peer, url: str, root: Path, core: int) -> Iterator[Door]:
     options = ["--config", str(place / "config.yaml"), "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1"]
     argv = [*peer.argv, *options, "--telemetry", "False"]
     with _running(Service(pinned(argv, core), env, place, port, peer.name), "/health/liveliness") as service:
-        yield Door(peer.name, port, service.pid, {"authorization": f"Bearer {KEY}"})
+        yield Door(peer.name, port, service.pid, {"authorization": f"Bearer {key}"})
 
 
 @contextlib.contextmanager
