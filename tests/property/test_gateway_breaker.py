@@ -8,8 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from gateway.core import ramp as ramps
 from gateway.core.breaker import Permit, Refusal, Rule, State
 from gateway.core.outcome import Failure, Scope
+from gateway.core.probing import Finding
 from gateway.guard import Guard
 
 LIFE = 40.0
@@ -25,6 +27,7 @@ class Breaker(RuleBasedStateMachine):
         self.moves: list[State] = []
         self.guard = Guard("p", "m", self.rule, lambda: self.now, lambda _p, _m, state: self._moved(state))
         self.out: list[tuple[Permit, State]] = []
+        self.scouts: list[Permit] = []
         self.in_a_row = 0
         self.proven: set[int] = set()
 
@@ -32,19 +35,57 @@ class Breaker(RuleBasedStateMachine):
         assert state is not None
         self.moves.append(state)
 
-    @rule()
-    def ask(self) -> None:
-        before = self.guard.book.state
-        answer = self.guard.ask(self.now + LIFE)
+    @rule(forced=st.booleans())
+    def ask(self, forced: bool) -> None:
+        before, running = self.guard.book.state, self.guard.outstanding
+        ramp = self.guard.book.ramp
+        width = None if ramp is None else ramps.width(ramp, self.now)
+        answer = self.guard.ask(self.now + LIFE, forced)
         if isinstance(answer, Refusal):
-            assert before is not State.CLOSED, "a closed breaker refuses nobody"
+            if before is State.CLOSED:
+                assert not forced, "who has nowhere else to go is refused by no closed breaker"
+                assert width is not None
+                assert running >= width, "only a full ramp refuses while it is closed"
             assert math.isfinite(answer.retry_in), "a refusal ends some day"
             assert answer.retry_in >= 0
             return
         if answer.is_probe:
-            alive = [permit for permit, _ in self.out if permit.is_probe and self._counts(permit)]
-            assert not alive, "two probes at once"
+            self._is_the_only_one()
         self.out.append((answer, self.guard.book.state))
+
+    def _is_the_only_one(self) -> None:
+        permits = [permit for permit, _ in self.out] + self.scouts
+        assert not [permit for permit in permits if permit.is_probe and self._is_alive(permit)], "two probes at once"
+
+    def _is_alive(self, permit: Permit) -> bool:
+        """Whether `permit` was given in this epoch and neither came back nor ran out."""
+        return permit.epoch == self.guard.book.epoch and self.now < permit.expires
+
+    @rule(life=st.sampled_from([1.0, 50.0]))
+    def scout(self, life: float) -> None:
+        """We ask the tier ourselves, if it is open and nobody else does."""
+        permit = self.guard.scout(self.now + life)
+        if permit is not None:
+            assert self.guard.book.state is State.OPEN
+            self._is_the_only_one()
+            self.scouts.append(permit)
+
+    @precondition(lambda self: self.scouts)
+    @rule(finding=st.sampled_from(Finding))
+    def find_out(self, finding: Finding) -> None:
+        permit = self.scouts.pop()
+        counts, before = self._counts(permit) or self.guard.book.probe == permit, self.guard.book
+        self.guard.scouted(permit, finding, "said")
+        after = self.guard.book
+        assert (after.state, after.epoch) == (before.state, before.epoch), "only attempts move the breaker"
+        if not counts:
+            assert after is before
+        elif finding is Finding.GOOD:
+            assert self.guard.closed_for is None
+        elif finding is Finding.BAD:
+            assert (self.guard.closed_for or 0.0) >= 10.0
+        else:
+            assert after.open_until == before.open_until
 
     def _counts(self, permit: Permit) -> bool:
         """Whether `permit` may still move the breaker and has not run out."""
@@ -118,7 +159,7 @@ class Breaker(RuleBasedStateMachine):
     def it_is_never_stuck(self) -> None:
         if not hasattr(self, "guard"):
             return
-        assert self.guard.outstanding == len(self.out)
+        assert self.guard.outstanding == len(self.out) + len(self.scouts)
         closed_for = self.guard.closed_for
         assert closed_for is None or closed_for <= 100.0
         if self.guard.book.state is not State.CLOSED:
