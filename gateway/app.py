@@ -27,8 +27,8 @@ from gateway.runtime import Runtime
 from gateway.serve import Generation
 from inference.protocol import Code
 
-DIALECTS: tuple[Dialect, ...] = (*(OpenAIDialect(endpoint) for endpoint in Endpoint), MessagesDialect())
-"""The public APIs that keep nothing; each has a path of its own."""
+DIALECTS: tuple[Dialect, ...] = tuple(OpenAIDialect(endpoint) for endpoint in Endpoint)
+"""The public APIs that need nothing but the request; each has a path of its own."""
 
 
 def make_app(runtime: Runtime) -> Edge:
@@ -44,7 +44,11 @@ def make_app(runtime: Runtime) -> Edge:
 
     app = FastAPI(title="Headgate gateway", openapi_url=None, redirect_slashes=False, lifespan=lifespan)
     store = Store(KEPT_BYTES, KEPT_SECONDS)
-    dialects = (*DIALECTS, ResponsesDialect(store, lambda: runtime.config.hosted_tools == "leave_out"))
+
+    def leaves_out() -> bool:
+        return runtime.config.hosted_tools == "leave_out"
+
+    dialects = (*DIALECTS, MessagesDialect(leaves_out), ResponsesDialect(store, leaves_out))
     hot: dict[str, App] = {dialect.path: Generation(runtime, dialect) for dialect in dialects}
     hot[count_tokens.PATH] = count_tokens.CountTokens(runtime)
     for path, endpoint in hot.items():

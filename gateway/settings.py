@@ -168,8 +168,8 @@ class KeySettings(_Model):
 class GatewayConfig(_Model):
     """Everything in gateway.yaml. `drain_seconds` bounds how long open streams may finish at shutdown. `share_prefixes`
     says whose requests may skip what was computed for one before: those of the same key (`tenant`), or `all`. `limits`
-    are those of every key that names none of its own. `hosted_tools` says what becomes of tools in `/v1/responses` that
-    run at another provider: the request is refused, or they are left out.
+    are those of every key that names none of its own. `hosted_tools` says what becomes of tools in `/v1/responses` and
+    `/v1/messages` that run at another provider: the request is refused, or they are left out.
     """
 
     host: str = "127.0.0.1"

@@ -226,6 +226,11 @@ def _check_tool(value: Any, path: str) -> None:
     _OWN_TOOL.run(value, path)
 
 
+def is_hosted(tool: Any) -> bool:
+    """Whether a tool is one of Anthropic's own, which runs there or that only its models know."""
+    return isinstance(tool, dict) and tool.get("type") not in (None, "custom")
+
+
 _TOOL = f.Check(_check_tool, {"allOf": [_OWN_TOOL.schema, {"properties": {"type": {"enum": ["custom", None]}}}]})
 _ONE_BY_ONE = {**_TYPE, "disable_parallel_tool_use": f.boolean}
 _CHOICE = _by_kind(

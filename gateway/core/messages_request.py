@@ -32,12 +32,15 @@ SCHEMA_NAME = "answer"
 """The inner dialect gives every schema a name, Anthropic none."""
 
 
-def parse(raw: bytes, *, counting: bool = False) -> InferenceRequest:
+def parse(raw: bytes, *, counting: bool = False, leaves_out: bool = False) -> InferenceRequest:
     """The typed request in `raw`; raises RequestError (400) naming the field and what to write instead.
 
-    With `counting` it is a request to count the tokens of, which needs no `max_tokens`.
+    With `counting` it is a request to count the tokens of, which needs no `max_tokens`. With `leaves_out` tools that
+    run at Anthropic are left out of it instead of refused.
     """
     origin = parse_json(raw)
+    if leaves_out and isinstance(origin.get("tools"), list):
+        origin["tools"] = [tool for tool in origin["tools"] if not messages_fields.is_hosted(tool)]
     messages_fields.check(origin, counting=counting)
     _check_together(origin)
     body = Translated(to_chat(origin), origin)
@@ -78,7 +81,7 @@ def _check_together(body: Mapping[str, Any]) -> None:
         if "direct" not in (tool.get("allowed_callers") or ("direct",)):
             f.refuse(f"tools[{index}].allowed_callers", "a tool must be one that the model may call: `direct`")
     choice = body.get("tool_choice") or {}
-    if choice and choice["type"] != "none" and not names:
+    if choice.get("type") in ("any", "tool") and not names:
         f.refuse("tool_choice", "`tool_choice` needs `tools`")
     if choice.get("type") == "tool" and choice["name"] not in seen:
         f.refuse("tool_choice.name", f"there is no tool {choice['name'][:64]!r} in `tools`")

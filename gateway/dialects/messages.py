@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +36,13 @@ class MessagesDialect:
     path = "/v1/messages"
     endpoint = Endpoint.CHAT
 
+    def __init__(self, leaves_out: Callable[[], bool]) -> None:
+        """`leaves_out` tells at any time whether tools that run at Anthropic are left out, not refused."""
+        self._leaves_out = leaves_out
+
     def parse(self, raw: bytes, owner: str) -> _Asked:
         """See `gateway.dialects.base.Dialect`."""
-        return _Asked(messages_request.parse(raw))
+        return _Asked(messages_request.parse(raw, leaves_out=self._leaves_out()))
 
     def error(self, error: GatewayError) -> dict[str, Any]:
         """See `gateway.dialects.base.Dialect`."""

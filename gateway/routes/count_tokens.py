@@ -38,7 +38,7 @@ class CountTokens:
             key, tenant = runtime.keys.admit(exchange.headers, "use")
             caller = caller_of(exchange, key, tenant, None)
             raw = await read_body(receive, exchange.headers, runtime.config.max_body)
-            request = messages_request.parse(raw, counting=True)
+            request = messages_request.parse(raw, counting=True, leaves_out=runtime.config.hosted_tools == "leave_out")
             found = await find(runtime, request.model, exchange)
             route = runtime.config.routes[found.route]
             clouds = caller.cloud_allowed and route.cloud == "allowed"

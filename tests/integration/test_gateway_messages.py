@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -38,6 +39,7 @@ routes:
   gpt: {{chain: [openai/gpt]}}
   gemini: {{chain: [google/gemini]}}
   nowhere: {{chain: [nowhere/claude-opus-5]}}
+  toolless: {{chain: [local/demo-mini, anthropic/claude-opus-5]}}
   away: {{chain: [local/away, anthropic/claude-opus-5]}}
 """
 MESSAGES: Any = [{"role": "user", "content": "Hello!"}]
@@ -69,15 +71,9 @@ def call(index: int, id: str, **arguments: Any) -> dict[str, Any]:
 @pytest.fixture
 async def local() -> AsyncIterator[FakeInference]:
     async with FakeInference() as local:
-        for name, status in local.models.items():
-            local.models[name] = status.__class__(
-                **{**vars_of(status), "capabilities": ("chat", "completion", "tools", "vision")}
-            )
+        can = ("chat", "completions", "tools", "vision")
+        local.models["demo"] = dataclasses.replace(local.models["demo"], capabilities=can)
         yield local
-
-
-def vars_of(status: Any) -> dict[str, Any]:
-    return {name: getattr(status, name) for name in status.__dataclass_fields__}
 
 
 @pytest.fixture
@@ -325,12 +321,26 @@ async def test_anthropic_counts_for_its_own_models_and_other_clouds_do_not(
     with pytest.raises(anthropic.APIStatusError) as unreachable:
         await client.messages.count_tokens(model="nowhere", messages=MESSAGES)
     assert (unreachable.value.status_code, unreachable.value.type) == (503, "overloaded_error")
-    passed = await client.messages.with_raw_response.count_tokens(model="away", messages=MESSAGES)
+    passed = await client.messages.with_raw_response.count_tokens(model="toolless", messages=MESSAGES, tools=[LOOK])
     assert passed.headers["x-headgate-model"] == "anthropic/claude-opus-5"
     with pytest.raises(anthropic.APIStatusError, match="can answer"):
         await client.messages.count_tokens(
             model="claude", messages=MESSAGES, extra_headers={"x-headgate-policy": "local-only"}
         )
+
+
+async def test_a_local_model_counts_exactly_what_it_would_be_asked(
+    client: AsyncAnthropic, local: FakeInference
+) -> None:
+    local.counts["demo"] = 42
+    counted = await client.messages.count_tokens(model="demo", messages=MESSAGES, system="You mill.", tools=[LOOK])
+    assert counted.input_tokens == 42
+    await client.messages.create(model="demo", max_tokens=5, messages=MESSAGES, system="You mill.", tools=[LOOK])
+    asked = local.seen[-1].body
+    assert local.counted[-1] == {name: asked[name] for name in ("model", "messages", "tools")}
+    del local.counts["demo"]
+    with pytest.raises(anthropic.BadRequestError, match="not counted"):
+        await client.messages.count_tokens(model="demo", messages=MESSAGES)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -248,6 +248,18 @@ def test_effort_and_format() -> None:
     assert said["response_format"] == chat(output_format=shape)["response_format"] == inner
 
 
+def test_tools_that_run_at_anthropic_are_left_out_where_that_is_configured() -> None:
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    asked = json.dumps(body(tools=[search, TOOL, "x"], tool_choice={"type": "auto"})).encode()
+    with pytest.raises(RequestError, match=r"tools\[1\]"):
+        parse(asked, leaves_out=True)
+    kept = parse(json.dumps(body(tools=[search, TOOL], tool_choice={"type": "auto"})).encode(), leaves_out=True)
+    assert [tool["function"]["name"] for tool in kept.body["tools"]] == ["look"]
+    none = parse(json.dumps(body(tools=[search], tool_choice={"type": "auto"})).encode(), leaves_out=True)
+    assert not {"tools", "tool_choice"} & set(none.body)
+    assert parse(json.dumps(body()).encode(), leaves_out=True).body == chat()
+
+
 def test_fields_that_change_nothing_are_taken_and_lead_nowhere() -> None:
     assert chat(**{name: {"any": "thing"} for name in messages_fields.IGNORED}) == chat()
     assert all(messages_fields.IGNORED.values())
@@ -344,8 +356,8 @@ def test_a_refusal_names_the_field(more: dict[str, Any], param: str) -> None:
     ],
     ids=[
         "role", "no-content", "unknown-field", "no-text", "unknown-in-block", "unknown-type", "search-result",
-        "call-of-the-user", "server-tool", "its-result", "image-address", "document-file", "citations", "result-of-nothing",
-        "no-result-at-all", "no-result", "system-between", "one-id-twice", "two-results",
+        "call-of-the-user", "server-tool", "its-result", "image-address", "document-file", "citations",
+        "result-of-nothing", "no-result-at-all", "no-result", "system-between", "one-id-twice", "two-results",
     ],
 )  # fmt: skip
 def test_a_wrong_message_is_named_with_its_place(messages: list[dict[str, Any]], param: str) -> None:
