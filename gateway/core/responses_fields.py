@@ -123,7 +123,8 @@ def _check_item(value: Any, path: str) -> None:
     ITEMS[kind].run(value, path)
 
 
-_ITEM = f.Check(_check_item, {"anyOf": [check.schema for check in ITEMS.values()]})
+_UNTAGGED = {"allOf": [_MESSAGE.schema, {"not": {"required": ["type"]}}]}
+_ITEM = f.Check(_check_item, {"anyOf": [_UNTAGGED, *(_tagged(kind, inner) for kind, inner in ITEMS.items())]})
 
 # --- tools ------------------------------------------------------------------------------------------------------------
 _FUNCTION = f.mapping(
@@ -161,7 +162,7 @@ def _check_tool(value: Any, path: str) -> None:
         f.refuse(f"{path}.type", f"`{path}` is a tool of type {kind}, which {why}", Code.UNSUPPORTED_PARAMETER)
 
 
-_TOOL = f.Check(_check_tool, {"anyOf": [_FUNCTION.schema, _NAMESPACE.schema]})
+_TOOL = f.Check(_check_tool, {"anyOf": [_tagged("function", _FUNCTION), _tagged("namespace", _NAMESPACE)]})
 _CHOICES: Mapping[str, f.Check] = {
     "function": f.mapping({"name": f.string(1), "namespace": f.string(1)}, needed=("name",)),
     "allowed_tools": f.mapping(
@@ -275,7 +276,8 @@ _KNOWN = {**FIELDS, **EXTENSIONS}
 
 def schema() -> dict[str, Any]:
     """The body in JSON Schema; rules between fields are not in it."""
-    return {**f.object_schema(_KNOWN, ("model",)), "additionalProperties": False}
+    asked = [{"required": [name]} for name in ("input", "instructions", "previous_response_id")]
+    return {**f.object_schema(_KNOWN, ("model",)), "anyOf": asked, "additionalProperties": False}
 
 
 def check(body: Mapping[str, Any]) -> None:

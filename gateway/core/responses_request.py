@@ -62,7 +62,7 @@ def parse(raw: bytes, recall: Recall, *, leaves_out: bool = False) -> ResponsesR
     check(body)
     earlier = _earlier(body.get("previous_response_id"), recall)
     conversation = (*earlier.messages, *messages_of(body.get("input", ())))
-    if not conversation:
+    if not conversation and not body.get("instructions"):
         f.refuse("input", "`input` is needed and holds nothing to answer; send a text or items")
     names, tools = _tools(body.get("tools") or ())
     include = body.get("include") or ()

@@ -61,6 +61,10 @@ def test_a_text_is_what_the_user_says() -> None:
     assert found.conversation == ({"role": "user", "content": "Hi"},)
 
 
+def test_instructions_alone_are_something_to_answer() -> None:
+    assert messages(instructions="Greet.") == [{"role": "system", "content": "Greet."}]
+
+
 def test_a_stream_always_asks_for_usage_because_the_last_event_tells_it() -> None:
     body = chat(stream=True, stream_options={"include_obfuscation": False})
     assert body["stream"] is True
