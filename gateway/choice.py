@@ -90,7 +90,7 @@ class Choice:
             fits=status.fits if status is not None else None,
             fit_reason=status.reason if status is not None else None,
             fit_in=status.retry_after_seconds if status is not None else None,
-            ailment=self._tools.view.ailment(candidate.model) if candidate.is_local else None,
+            ailment=self._tools.view.ailment(self._model(candidate)) if candidate.is_local else None,
         )
 
     async def judge(self, candidate: Candidate, later: Sequence[Candidate], budget: Budget) -> Dropped | None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.core.frames import Endpoint
+from gateway.core.provider_fields import refused_by_local
 from gateway.core.requests import parse, schema
 from gateway.core.shape import MAX_NESTING
 from gateway.errors import RequestError
@@ -219,3 +220,17 @@ def test_what_a_body_may_hold_is_described() -> None:
         assert sorted(described["required"]) == sorted(fields)
         assert set(fields) <= set(described["properties"])
         assert described["additionalProperties"] is False
+
+
+def test_a_spoken_answer_is_a_need_like_a_spoken_question() -> None:
+    asked = b'{"model":"a","messages":[{"role":"user","content":"x"}],"modalities":["text","audio"],"audio":{}}'
+    assert parse(Endpoint.CHAT, asked).needs == {"audio"}
+
+
+def test_what_no_local_model_takes_is_known_without_asking_it() -> None:
+    assert refused_by_local({"n": 16, "modalities": ["text"], "functions": [], "audio": None}) == ()
+    assert refused_by_local({"n": 17, "modalities": ["text", "audio"], "prediction": {}, "seed": 1}) == (
+        "modalities",
+        "n",
+        "prediction",
+    )
