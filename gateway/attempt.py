@@ -13,6 +13,7 @@ from gateway.core.budget import Budget, Due
 from gateway.core.chain import Candidate
 from gateway.core.frames import Comment, Frame
 from gateway.core.outcome import End, Failure, Ignore, Next, Observation, Reason, Success, Verdict, judge
+from gateway.core.quotes import without_quotes
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.explain import Tried
 from gateway.listening import ExpiredError, Listening
@@ -100,9 +101,10 @@ class Attempt:
         if self._settled:
             return verdict
         self._settled = True
+        request, candidate = self._request, self.candidate
+        said = without_quotes(said, request.request.body)
         self._lease.settle(verdict, said)
         outcome = outcome_name(verdict, observation)
-        request, candidate = self._request, self.candidate
         request.tools.telemetry.attempts.labels(candidate.provider, request.label(candidate), outcome).inc()
         request.record.attempts.append(
             Tried(candidate.name, outcome, said[:500], round(time.monotonic() - self._began, 6))

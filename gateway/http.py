@@ -40,9 +40,13 @@ def make_hop(url: str) -> tuple[hop.Hop, str]:
 
 
 def make_sdk_client(connect_seconds: float) -> httpx2.AsyncClient:
-    """The client a cloud SDK sends with: only connecting has a deadline, the attempt measures silence itself."""
+    """The client a cloud SDK sends with: only connecting has a deadline, the attempt measures silence itself.
+
+    Certificates are verified, and nothing turns that off. A redirect is not followed: prompts and keys go to the
+    address in the configuration and nowhere else. Proxies of the environment (`HTTPS_PROXY`) are used.
+    """
     return httpx2.AsyncClient(
         timeout=httpx2.Timeout(None, connect=connect_seconds, pool=connect_seconds),
         limits=httpx2.Limits(max_connections=SDK_CONNECTIONS, max_keepalive_connections=64, keepalive_expiry=30.0),
-        follow_redirects=True,
+        follow_redirects=False,
     )

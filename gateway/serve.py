@@ -17,6 +17,7 @@ from gateway.attempts import Caller, Request
 from gateway.auth import Key
 from gateway.core.chain import Found
 from gateway.core.outcome import End
+from gateway.core.quotes import without_quotes
 from gateway.dialects.base import Asked, Dialect
 from gateway.errors import GatewayError, RefusedError, RequestError
 from gateway.exchange import ClientLeftError, Exchange, Receive, Scope, Send, exchange_of, read_body, send_bytes
@@ -50,7 +51,8 @@ class Generation:
             with self._runtime.generation():
                 await self._serve(exchange, record, receive, send)
         except GatewayError as error:
-            record.outcome, record.error, record.status = str(error.code), error.message, error.status
+            record.outcome, record.status = str(error.code), error.status
+            record.error = record.error or error.message
             exchange.reason = record.reason if record.reason != "none" else str(error.code)
             exchange.attempts = len(record.attempts)
             raise
@@ -125,6 +127,9 @@ class Generation:
             presence.release()
             record.outcome = "success"
             await send_bytes(send, 200, body)
+        except GatewayError as error:
+            record.error = without_quotes(error.message, request.body)
+            raise
         except asyncio.CancelledError:
             if not presence.absorb():
                 raise

@@ -36,13 +36,15 @@ class _Model(BaseModel):
 
 
 def _http_url(value: str) -> str:
+    if "@" in value:
+        raise ValueError("an address holds no name and no password; credentials have settings of their own")
     try:
         parts = urlsplit(value)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         usable = False
     if not usable or re.search(r"\s", value):
-        raise ValueError(f"{value!r} is not an address; write for example http://127.0.0.1:8085")
+        raise ValueError("this is not an address; write for example http://127.0.0.1:8085")
     return value
 
 

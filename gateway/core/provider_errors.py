@@ -63,6 +63,8 @@ _BAD_KEY = re.compile(r"API_KEY_INVALID|API key not valid|API key expired", re.I
 _NO_CREDIT = re.compile(r"credit balance is too low", re.IGNORECASE)
 _KEY_LIKE = re.compile(r"\b(sk-|AIza)[\w*.-]{6,}")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)s")
+_NAME = re.compile(r"[\w.:/-]{1,64}")
+_PARAM = re.compile(r"[\w.:/\[\]-]{1,128}")
 
 
 def scrub(text: str, secrets: Sequence[str] = ()) -> str:
@@ -166,11 +168,16 @@ def _build(
         kind,
         scrub(message, secrets),
         status=status,
-        code=str(code) if code is not None else None,
-        type=type,
-        param=_string(error.get("param")),
+        code=_named(_NAME, code, secrets),
+        type=_named(_NAME, type, secrets),
+        param=_named(_PARAM, _string(error.get("param")), secrets),
         retry_after=wait if wait is not None else _retry_info(details),
     )
+
+
+def _named(form: re.Pattern[str], value: str | None, secrets: Sequence[str]) -> str | None:
+    """`value` where a name belongs; None for what is no name, or one that holds a secret."""
+    return value if value is not None and form.fullmatch(value) and scrub(value, secrets) == value else None
 
 
 def _string(value: Any) -> str | None:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import re
+import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -218,6 +219,8 @@ def _said(error: BaseException) -> str:
         return "the connection was closed"
     cause = getattr(error, "os_error", error)
     number = getattr(cause, "errno", None)
+    if isinstance(cause, ssl.SSLError):
+        return (cause.reason or "a broken handshake").replace("_", " ").lower()
     return os.strerror(number).lower() if isinstance(number, int) and number > 0 else type(cause).__name__
 
 

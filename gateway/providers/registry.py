@@ -15,6 +15,7 @@ from gateway.providers.base import Provider
 from gateway.providers.local import LocalProvider
 from gateway.settings import GatewayConfig, ProviderSettings
 from headgate.shared.configfile import unset_name
+from headgate.shared.log import quiet
 
 log = logging.getLogger("gateway.providers")
 
@@ -78,6 +79,7 @@ async def build(config: GatewayConfig, token: str | None, old: Registry | None =
 async def _build_sdk(name: str, settings: ProviderSettings, connect_seconds: float) -> Provider:
     module_name, class_name = _SDKS[settings.kind]
     module = await asyncio.to_thread(importlib.import_module, module_name)
+    quiet()  # a variable of the SDK's own (OPENAI_LOG) may just have made it tell bodies
     provider: Provider = getattr(module, class_name)(
         name, api_key=settings.api_key, base_url=settings.base_url, http=make_sdk_client(connect_seconds)
     )

@@ -57,7 +57,7 @@ def upstream_error(error: BaseException, host: str, secrets: Sequence[str] = ())
     if isinstance(error, UpstreamError):
         return error
     response = getattr(error, "response", None)
-    if isinstance(response, httpx2.Response) and response.status_code >= 400:
+    if isinstance(response, httpx2.Response) and response.status_code >= 300:
         try:
             body = response.content
         except httpx2.ResponseNotRead:

@@ -40,5 +40,16 @@ def set_up(environ: Mapping[str, str]) -> None:
     level = environ.get("HEADGATE_LOG_LEVEL", "info").upper()
     known = logging.getLevelNamesMapping()
     logging.basicConfig(level=known.get(level, logging.INFO), handlers=[handler], force=True)
-    for noisy in ("uvicorn", "uvicorn.access", "httpx", "httpx2", "openai", "anthropic", "aiohttp.access", "asyncio"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    quiet()
+
+
+def quiet() -> None:
+    """Silences what libraries tell below a warning: their lines hold addresses, headers and bodies of requests."""
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+_NOISY = (
+    "uvicorn", "uvicorn.access", "httpx", "httpx2", "httpcore", "httpcore2", "openai", "anthropic", "aiohttp",
+    "aiohttp.access", "asyncio",
+)  # fmt: skip

@@ -1,0 +1,224 @@
+"""Where requests go is the configuration's word alone, and who answers there proves its name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from gateway.core.frames import Endpoint
+from gateway.core.provider_errors import status_error
+from gateway.errors import UpstreamError, UpstreamKind
+from gateway.http import make_local_session, make_sdk_client
+from gateway.providers.anthropic_sdk import AnthropicProvider
+from gateway.providers.base import Call, Provider
+from gateway.providers.local import LocalProvider
+from gateway.providers.openai_sdk import OpenAIProvider
+from tests.rigs.fake_inference import FakeInference
+from tests.rigs.gateway_rig import KEY, MESSAGES, Gateway
+from tests.rigs.tls import CERTIFICATE, server_context
+
+SECRET = "key-of-the-provider"
+
+
+def _openai(url: str) -> Provider:
+    return OpenAIProvider("openai", api_key=SECRET, base_url=f"{url}/v1", http=make_sdk_client(2.0))
+
+
+def _anthropic(url: str) -> Provider:
+    return AnthropicProvider("anthropic", api_key=SECRET, base_url=url, http=make_sdk_client(2.0))
+
+
+def _local(url: str) -> Provider:
+    return LocalProvider(url, SECRET, make_local_session())
+
+
+every_provider = pytest.mark.parametrize("make", [_openai, _anthropic, _local], ids=["openai", "anthropic", "local"])
+
+
+@asynccontextmanager
+async def _server(answer: Callable[[web.Request], web.Response], *, tls: bool = False) -> AsyncIterator[str]:
+    async def handle(request: web.Request) -> web.Response:
+        await request.read()
+        return answer(request)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handle)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=server_context() if tls else None)
+    await site.start()
+    yield f"{'https' if tls else 'http'}://localhost:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+async def _failure(provider: Provider) -> UpstreamError:
+    call = Call(Endpoint.CHAT, "m", {"messages": MESSAGES}, "req-1", connect_seconds=5.0)
+    try:
+        with pytest.raises(UpstreamError) as caught:
+            async with asyncio.timeout(10), provider.stream(call) as frames:
+                async for _ in frames:
+                    pass
+    finally:
+        await provider.aclose()
+    return caught.value
+
+
+@every_provider
+async def test_a_redirect_is_a_failure_and_is_not_followed(make: Callable[[str], Provider]) -> None:
+    """It would carry the prompt, and one dialect's key too, to wherever an answer says."""
+    met: list[str] = []
+
+    def note(request: web.Request) -> web.Response:
+        met.append(request.path)
+        return web.json_response({})
+
+    async with _server(note) as elsewhere:
+
+        def redirect(_: web.Request) -> web.Response:
+            return web.Response(status=307, headers={"location": elsewhere})
+
+        async with _server(redirect) as url:
+            error = await _failure(make(url))
+    assert (error.kind, error.status) == (UpstreamKind.STATUS, 307)
+    assert met == []
+
+
+@every_provider
+@pytest.mark.parametrize(
+    "environ",
+    [{}, {"SSL_CERT_FILE": ""}, {"PYTHONHTTPSVERIFY": "0", "REQUESTS_CA_BUNDLE": "", "CURL_CA_BUNDLE": ""},
+     {"NODE_TLS_REJECT_UNAUTHORIZED": "0", "SSL_VERIFY": "false"}],
+    ids=["as it is", "no file", "no verification", "elsewhere's words"],
+)  # fmt: skip
+async def test_a_server_that_proves_no_name_gets_no_request(
+    make: Callable[[str], Provider], environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    met: list[str] = []
+
+    def note(request: web.Request) -> web.Response:
+        met.append(request.path)
+        return web.json_response({})
+
+    async with _server(note, tls=True) as url:
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # the server's side of the broken handshake
+        error = await _failure(make(url))
+    assert error.kind is UpstreamKind.CONNECT
+    assert "certificate verify failed" in error.message.lower()
+    assert met == []
+
+
+@every_provider
+async def test_who_is_trusted_may_be_said(make: Callable[[str], Provider], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`SSL_CERT_FILE` names the authorities; it turns nothing off."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
+    met: list[str] = []
+
+    def refuse(request: web.Request) -> web.Response:
+        met.append(request.path)
+        return web.json_response({"error": {"message": "no"}}, status=418)
+
+    async with _server(refuse, tls=True) as url:
+        assert (await _failure(make(url))).status == 418
+        wrong_name = await _failure(make(url.replace("localhost", "127.0.0.1")))
+    assert wrong_name.kind is UpstreamKind.CONNECT
+    assert len(met) == 1
+
+
+async def test_no_request_says_where_it_goes(tmp_path: Path) -> None:
+    """Neither headers, nor fields of the body, nor the form of the target, nor the model's name choose an address."""
+    with socket.socket() as trap:
+        trap.bind(("127.0.0.1", 0))
+        trap.listen()
+        trap.setblocking(False)
+        address = f"http://127.0.0.1:{trap.getsockname()[1]}"
+        names = (
+            "forwarded",
+            "x-forwarded-host",
+            "x-original-url",
+            "x-rewrite-url",
+            "x-upstream",
+            "x-base-url",
+            "proxy",
+        )
+        headers = dict.fromkeys(names, address)
+        async with FakeInference("token") as fake, Gateway(tmp_path, fake.url) as gateway:
+            assert (await gateway.chat(headers=headers)).status_code == 200
+            for name in ("base_url", "api_base", "url", "upstream", "extra_headers"):
+                answer = await gateway.chat(**{name: address})
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+            for model in (address, f"local/{address}", "openai/gpt", "../demo", "demo\r\nhost: x"):
+                assert (await gateway.chat(model)).status_code == 404
+            assert (await _absolute(gateway, f"{address}/v1/chat/completions"))[:12] == b"HTTP/1.1 200"
+            assert len(fake.seen) == 2
+            assert all(seen.model == "demo" for seen in fake.seen)
+            assert all(seen.headers["host"] == fake.url.removeprefix("http://") for seen in fake.seen)
+            sent = set().union(*(seen.headers for seen in fake.seen))
+            assert not sent & set(headers)
+        with pytest.raises(BlockingIOError):
+            trap.accept()
+
+
+async def _absolute(gateway: Gateway, target: str) -> bytes:
+    """The answer to a request whose target is a whole address, as to a proxy."""
+    body = json.dumps({"model": "demo", "messages": MESSAGES}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
+    writer.write(
+        f"POST {target} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\nConnection: close\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n".encode()
+        + body
+    )
+    async with asyncio.timeout(10):
+        answer = await reader.read()
+    writer.close()
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("LOCALHOST", 200), ("LocalHost:8080", 200), ("[::1]", 200), ("[::1]:8080", 200), ("127.8.8.8:1", 200),
+        ("[0:0:0:0:0:0:0:1]", 200), ("localhost.", 403), ("0.0.0.0", 403), ("[::]", 403),
+        ("::1", 403), ("127.0.0.1:", 200), ("127.0.0.1:80:80", 403), ("127.1", 403), ("2130706433", 403),
+        ("[::1].evil.example", 403), ("evil.example:127.0.0.1", 403), ("localhost, evil.example", 403), ("", 403),
+        (None, 403),
+    ],
+)  # fmt: skip
+async def test_on_loopback_the_host_is_loopback_in_whatever_form(
+    loopback: Gateway, host: str | None, status: int
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(loopback.url.rpartition(":")[2]))
+    line = "" if host is None else f"Host: {host}\r\n"
+    writer.write(f"GET /livez HTTP/1.1\r\n{line}Connection: close\r\n\r\n".encode())
+    async with asyncio.timeout(10):
+        answer = await reader.read()
+    writer.close()
+    assert int(answer.split(b" ", 2)[1]) == status
+
+
+@pytest.fixture
+async def loopback(tmp_path: Path) -> AsyncIterator[Gateway]:
+    async with FakeInference("token") as fake, Gateway(tmp_path, fake.url) as gateway:
+        yield gateway
+
+
+@pytest.mark.parametrize("said", [SECRET, f"x-{SECRET}", "a code of words", "x" * 65, 7, ["x"], ""])
+def test_what_is_no_name_is_no_code_of_an_error(said: Any) -> None:
+    """Codes, types and params reach headers, metrics' labels and logs: they are names, and hold no key."""
+    error = status_error(
+        400,
+        {},
+        json.dumps({"error": {"message": "m", "code": said, "type": said, "param": said}}).encode(),
+        now=0.0,
+        secrets=(SECRET,),
+    )
+    assert (error.code, error.type, error.param) == (None, None, None) if said != "x" * 65 else (None, None, said)

@@ -1,0 +1,37 @@
+"""What an error repeats of a request is not kept."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.core.quotes import LEFT_OUT, MOST_CHARS, QUOTE_CHARS, WITHHELD, without_quotes
+
+SECRET = "the mill by the river has a name"
+
+
+def _body(text: str) -> dict[str, object]:
+    return {"model": "a-model-with-a-long-name", "messages": [{"role": "user", "content": [{"text": text}]}], "n": 1}
+
+
+def test_quotes_are_left_out_and_the_rest_stays() -> None:
+    said = f"invalid value: '{SECRET}' for a-model-with-a-long-name, and again {SECRET[4:]}!"
+    left = f"invalid value: '{LEFT_OUT}' for a-model-with-a-long-name, and again{LEFT_OUT}!"
+    assert without_quotes(said, _body(f"I say: {SECRET}.")) == left
+
+
+def test_a_word_in_common_is_no_quote() -> None:
+    assert without_quotes("the mill by accident is closed", _body(SECRET)) == "the mill by accident is closed"
+    assert without_quotes(SECRET[: QUOTE_CHARS - 1], _body(SECRET)) == SECRET[: QUOTE_CHARS - 1]
+
+
+def test_of_an_error_about_a_very_long_request_no_word_is_kept() -> None:
+    assert without_quotes("invalid value somewhere", _body("x" * (MOST_CHARS + 1))) == WITHHELD
+
+
+@given(before=st.text(max_size=40), quote=st.text(min_size=QUOTE_CHARS, max_size=60), after=st.text(max_size=40))
+def test_no_quote_of_that_length_is_ever_kept(before: str, quote: str, after: str) -> None:
+    kept = without_quotes(before + quote + after, _body(quote))
+    pieces = [piece for part in kept.split(LEFT_OUT) for piece in (part[i:] for i in range(len(part)))]
+    whole = quote if LEFT_OUT not in quote else ""
+    assert not any(piece[:QUOTE_CHARS] in whole for piece in pieces if len(piece) >= QUOTE_CHARS)
