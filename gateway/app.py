@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway.core import messages_request
 from gateway.core.frames import Endpoint
 from gateway.core.responses_store import Store
 from gateway.dialects.base import Dialect
@@ -48,9 +49,15 @@ def make_app(runtime: Runtime) -> Edge:
     def leaves_out() -> bool:
         return runtime.config.hosted_tools == "leave_out"
 
-    dialects = (*DIALECTS, MessagesDialect(leaves_out), ResponsesDialect(store, leaves_out))
+    responding = ResponsesDialect(store, leaves_out)
+    dialects = (*DIALECTS, MessagesDialect(leaves_out), responding)
     hot: dict[str, App] = {dialect.path: Generation(runtime, dialect) for dialect in dialects}
-    hot[count_tokens.PATH] = count_tokens.CountTokens(runtime)
+    hot[count_tokens.PATH] = count_tokens.CountTokens(
+        runtime, lambda raw, _: messages_request.parse(raw, counting=True, leaves_out=leaves_out())
+    )
+    hot[count_tokens.INPUT_TOKENS_PATH] = count_tokens.CountTokens(
+        runtime, lambda raw, owner: responding.parse(raw, owner).request, {"object": "response.input_tokens"}
+    )
     for path, endpoint in hot.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))  # for the 405 of other methods
     for part in (health, models, admin):

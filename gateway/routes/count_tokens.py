@@ -1,12 +1,15 @@
-"""`POST /v1/messages/count_tokens`: how many tokens a Messages request has for the tier that would be asked first."""
+"""`POST /v1/messages/count_tokens` and `/v1/responses/input_tokens`: how many tokens a request has for the tier that
+would be asked first; computes nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import orjson
 
-from gateway.core import messages_request
 from gateway.core.chain import Candidate, expand
 from gateway.core.requests import InferenceRequest
 from gateway.errors import PassedOnError, RefusedError, UpstreamError, UpstreamKind
@@ -18,6 +21,10 @@ from gateway.serve import caller_of
 from inference.protocol import Code
 
 PATH = "/v1/messages/count_tokens"
+INPUT_TOKENS_PATH = "/v1/responses/input_tokens"
+
+Parse = Callable[[bytes, str], InferenceRequest]
+"""The request in a body, of the owner of the key; raises RequestError."""
 
 SECONDS = 30.0
 """Counting computes nothing, but a model that is not loaded needs a helper that reads its vocabulary first."""
@@ -26,10 +33,12 @@ _RETRY_SECONDS = 2.0
 
 
 class CountTokens:
-    """The ASGI application behind the path."""
+    """The ASGI application behind one path. `said` is what the answer holds beside the count."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, parse: Parse, said: Mapping[str, Any] | None = None) -> None:
         self._runtime = runtime
+        self._parse = parse
+        self._said = said or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One question."""
@@ -38,7 +47,7 @@ class CountTokens:
             key, tenant = runtime.keys.admit(exchange.headers, "use")
             caller = caller_of(exchange, key, tenant, None)
             raw = await read_body(receive, exchange.headers, runtime.config.max_body)
-            request = messages_request.parse(raw, counting=True, leaves_out=runtime.config.hosted_tools == "leave_out")
+            request = self._parse(raw, key.digest.hex())
             found = await find(runtime, request.model, exchange)
             route = runtime.config.routes[found.route]
             clouds = caller.cloud_allowed and route.cloud == "allowed"
@@ -47,7 +56,7 @@ class CountTokens:
                     request, expand(route.chain, found.model), clouds, caller.request_id
                 )
         exchange.tier, exchange.model = candidate.tier, candidate.name
-        await send_bytes(send, 200, orjson.dumps({"input_tokens": count}))
+        await send_bytes(send, 200, orjson.dumps({**self._said, "input_tokens": count}))
 
     async def _count(
         self, request: InferenceRequest, candidates: tuple[Candidate, ...], clouds: bool, request_id: str

@@ -35,7 +35,7 @@ def router(runtime: Runtime, app: FastAPI) -> APIRouter:
 def description(app: FastAPI) -> dict[str, Any]:
     """The whole description of the gateway whose cold routes `app` has."""
     hot = {f"/v1/{endpoint}": requests.schema(endpoint) for endpoint in Endpoint}
-    hot[responses.PATH] = responses_fields.schema()
+    hot[responses.PATH] = hot[count_tokens.INPUT_TOKENS_PATH] = responses_fields.schema()
     hot[MessagesDialect.path] = messages_fields.schema()
     hot[count_tokens.PATH] = messages_fields.schema(counting=True)
     streams = [f"/v1/{endpoint}" for endpoint in Endpoint if endpoint.streams]

@@ -227,6 +227,18 @@ async def test_an_answer_can_be_built_on_read_and_forgotten(
         await client.responses.retrieve(second.id, stream=True)
 
 
+async def test_input_tokens_are_counted_as_they_would_be_asked(client: openai.AsyncOpenAI, fake: FakeInference) -> None:
+    fake.counts["demo"] = 42
+    first = await client.responses.create(model="demo", input="One")
+    asked: dict[str, Any] = {"model": "demo", "input": "Two", "previous_response_id": first.id}
+    counted = await client.responses.input_tokens.count(**asked)
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", 42)
+    await client.responses.create(**asked)
+    assert fake.counted[-1]["messages"] == fake.seen[-1].body["messages"]
+    counted = await client.responses.input_tokens.count(model="claude", input="Two")
+    assert counted.input_tokens > 0
+
+
 async def test_nothing_is_kept_of_what_is_not_to_be_stored(client: openai.AsyncOpenAI) -> None:
     whole = await client.responses.create(model="demo", input="One", store=False)
     streamed = (await said(client, store=False))[-1].response
