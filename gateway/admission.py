@@ -69,10 +69,16 @@ class Admission:
         """
         number = next(self._numbers)
         loop = asyncio.get_running_loop()
-        turn: asyncio.Future[None] = loop.create_future()
-        waiting = self._waiting[number] = _Waiting(turn, self._settings.queue_timeout, patience)
+        timeout = self._settings.queue_timeout
         now = loop.time()
-        self._step(core.arrive(self._door, self._bounds, number, priority, now + waiting.seconds, now))
+        deadline = now + (timeout if patience is None else min(patience, timeout))
+        outcome = core.arrive(self._door, self._bounds, number, priority, deadline, now)
+        if number in outcome[0].running:
+            self._step(outcome)
+            return number
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting[number] = _Waiting(turn, timeout, patience)
+        self._step(outcome)
         try:
             await turn
         except BaseException:

@@ -43,7 +43,9 @@ class Keys:
     def __init__(self, keys: Sequence[Key], tenant_secret: bytes, *, one_tenant: bool = False) -> None:
         self._keys = tuple(keys)
         self._one_tenant = one_tenant
-        self._tenant_secret = tenant_secret
+        self._tenants = {
+            key.digest: hmac.new(tenant_secret, key.digest, hashlib.sha256).hexdigest()[:32] for key in self._keys
+        }
 
     @classmethod
     def load(
@@ -103,7 +105,7 @@ class Keys:
             return None
         if self._one_tenant:
             return found, EVERYBODY
-        return found, hmac.new(self._tenant_secret, digest, hashlib.sha256).hexdigest()[:32]
+        return found, self._tenants[found.digest]
 
     def admit(self, headers: Mapping[str, str], scope: Scope) -> tuple[Key, str]:
         """The key and tenant of a caller that may do `scope`; raises RequestError (401, 403)."""

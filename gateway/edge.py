@@ -5,6 +5,7 @@ Plain ASGI on purpose: a middleware that wraps responses in streams of its own h
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import logging
 import re
@@ -33,6 +34,12 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
+
+
+@functools.lru_cache(maxsize=64)
+def _host_is_ours(header: str) -> bool:
+    match = _HOST.fullmatch(header)
+    return match is not None and is_loopback(match[1])
 
 
 def _repeated(scope: Scope) -> str | None:
@@ -79,7 +86,7 @@ class Edge:
         try:
             if name := _repeated(scope):
                 raise RequestError(Code.INVALID_REQUEST, f"the header {name} came more than once", param=name)
-            if self._check_host and not self._host_is_ours(exchange.headers.get("host", "")):
+            if self._check_host and not _host_is_ours(exchange.headers.get("host", "")):
                 raise RequestError(
                     Code.PERMISSION_DENIED,
                     "the Host header does not name this machine; use http://127.0.0.1 or http://localhost",
@@ -97,7 +104,3 @@ class Edge:
             if not exchange.started:
                 said = f"the gateway failed at this request; its log has the reason under {exchange.request_id}"
                 await send_error(send_on, exchange, GatewayError(Code.INTERNAL_ERROR, said))
-
-    def _host_is_ours(self, header: str) -> bool:
-        match = _HOST.fullmatch(header)
-        return match is not None and is_loopback(match[1])

@@ -171,7 +171,8 @@ class Guard:
         `asked` is whether the tier itself said how long to stay away.
         """
         if count is Count.SUCCESS:
-            self._machine.call(_succeed)
+            if self.book.state is not State.CLOSED or self._machine.fail_counter:
+                self._machine.call(_succeed)  # to a closed one without failures it says nothing
         elif count is not Count.NOTHING:
             try:
                 self._machine.call(_fail)

@@ -102,13 +102,12 @@ class Generation:
     ) -> None:
         """Waits for a place, runs the chain and sends what comes; the client's leaving ends it quietly."""
         runtime, request = self._runtime, asked.request
-        caller = replace(caller, why_cancelled=presence.why_cancelled)
         queued = time.monotonic()
         try:
             async with runtime.admission.enter(caller.priority, caller.silence_seconds):
                 waited = time.monotonic() - queued
                 exchange.waited_seconds += waited
-                caller = replace(caller, waited_seconds=waited)
+                caller = replace(caller, waited_seconds=waited, why_cancelled=presence.why_cancelled)
                 job = Request(runtime.tools, request, found, caller, record, exchange.began)
                 if request.stream:
                     with _timed(job, exchange):

@@ -17,6 +17,7 @@ from typing import Any
 
 import uvicorn
 
+from gateway import heap
 from gateway.connection import MAX_CONNECTIONS, BoundedHttp
 from gateway.edge import Edge
 from gateway.runtime import Runtime
@@ -45,6 +46,13 @@ class QuietServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leaves the signals to `Stopping`."""
         yield
+
+
+class _Server(QuietServer):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts to serve. What is there by then stays."""
+        await super().startup(sockets)
+        heap.settle()
 
 
 class Stopping:
@@ -104,7 +112,7 @@ async def serve(runtime: Runtime, app: Edge, sock: socket.socket) -> None:
         "server_header": False,
         "timeout_keep_alive": KEEP_ALIVE_SECONDS,
     }
-    server = QuietServer(uvicorn.Config(app, **options))
+    server = _Server(uvicorn.Config(app, **options))
     stopping = Stopping(runtime, server)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -82,7 +82,7 @@ def arrive(
 ) -> tuple[Door, tuple[Effect, ...]]:
     """A request comes. It starts, waits, or is turned away; a full queue gives way from its lowest class only."""
     if len(door.running) < bounds.in_flight and not door.waiting:
-        return replace(door, running={**door.running, number: now}), (Admit(number),)
+        return Door({**door.running, number: now}, (), door.turns, door.mean_seconds), (Admit(number),)
     waiter = Waiter(number, priority, deadline)
     if len(door.waiting) < bounds.queue:
         return replace(door, waiting=(*door.waiting, waiter)), ()
@@ -99,11 +99,9 @@ def leave(door: Door, bounds: Bounds, number: int, now: float) -> tuple[Door, tu
     since = door.running.get(number)
     if since is not None:
         took, mean = now - since, door.mean_seconds
-        door = replace(
-            door,
-            running={other: began for other, began in door.running.items() if other != number},
-            mean_seconds=took if mean is None else mean + (took - mean) / _MEMORY,
-        )
+        running = {**door.running}
+        del running[number]
+        door = Door(running, door.waiting, door.turns, took if mean is None else mean + (took - mean) / _MEMORY)
     elif door.waiting:
         door = replace(door, waiting=tuple(waiter for waiter in door.waiting if waiter.number != number))
     return _fill(door, bounds, now)

@@ -174,7 +174,15 @@ def ask(
         if width is not None and running >= width:
             return book, Refusal(MOMENT_SECONDS, book.state)
     permit = Permit(book.epoch, book.issued + 1, is_probe, expires)
-    return replace(book, issued=book.issued + 1, probe=permit if is_probe else None), permit
+    return _changed(book, book.issued + 1, permit if is_probe else None, book.ramp, book.tallies), permit
+
+
+def _changed(book: Book, issued: int, probe: Permit | None, ramp: Ramp | None, tallies: tuple[Tally, ...]) -> Book:
+    """What every good request changes; `replace` takes three times as long, four times per request."""
+    return Book(
+        book.state, book.epoch, issued, book.open_until, book.asked_pause, probe, ramp, tallies,
+        book.broke_at, book.broke_below,
+    )  # fmt: skip
 
 
 def renew(book: Book, permit: Permit) -> tuple[Book, Permit]:
@@ -218,7 +226,8 @@ def settle(
     book = give_back(book, permit)
     if ok:
         climbed = None if book.ramp is None else ramps.won(book.ramp)
-        return replace(book, ramp=climbed, tallies=_tally(book, rule, now, succeeded=1)), Count.SUCCESS
+        tallies = _tally(book, rule, now, succeeded=1)
+        return _changed(book, book.issued, book.probe, climbed, tallies), Count.SUCCESS
     if broke:
         if permit.number <= book.broke_below and now - book.broke_at < ONE_EVENT_SECONDS:
             return book, Count.NOTHING
@@ -232,10 +241,13 @@ def settle(
 def _tally(book: Book, rule: Rule, now: float, succeeded: int = 0, failed: int = 0) -> tuple[Tally, ...]:
     """The window's tallies with one more result; tenths that left the window are dropped."""
     slot = int(now * _BUCKETS / rule.window)
-    kept = tuple(tally for tally in book.tallies if slot - tally.slot < _BUCKETS)
-    last = kept[-1] if kept and kept[-1].slot == slot else Tally(slot)
-    others = kept[:-1] if kept and kept[-1].slot == slot else kept
-    return (*others, Tally(slot, last.succeeded + succeeded, last.failed + failed))
+    kept = book.tallies
+    if kept and slot - kept[0].slot >= _BUCKETS:
+        kept = tuple(tally for tally in kept if slot - tally.slot < _BUCKETS)
+    if kept and kept[-1].slot == slot:
+        last = kept[-1]
+        return (*kept[:-1], Tally(slot, last.succeeded + succeeded, last.failed + failed))
+    return (*kept, Tally(slot, succeeded, failed))
 
 
 def _ratio_exceeded(book: Book, rule: Rule) -> bool:
