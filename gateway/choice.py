@@ -59,13 +59,16 @@ class Choice:
             fit_check=route.fit_check,
         )
         self._is_countable = request.endpoint.streams and not request.needs & _UNCOUNTED
+        self._considered: list[Considered] = []
         self._counts: dict[str, int | None] = {}
 
     def fold(self) -> Chain:
         """The candidates in order, without those that facts or policy rule out."""
-        considered = {candidate: Considered(self.facts(candidate)) for candidate in self._candidates}
-        self._record.considered = {candidate.name: found for candidate, found in considered.items()}
-        return fold(self._candidates, lambda candidate: considered[candidate].facts, self._wants)
+        self._considered = [Considered(self.facts(candidate)) for candidate in self._candidates]
+        self._record.considered = {
+            candidate.name: found for candidate, found in zip(self._candidates, self._considered, strict=True)
+        }
+        return fold(self._candidates, self._known, self._wants)
 
     def again(self) -> Sequence[Candidate]:
         """Who is left as things are now, for an answer that broke off; what was considered first stays on record."""
@@ -74,24 +77,36 @@ class Choice:
     def facts(self, candidate: Candidate) -> Facts:
         """What is known about `candidate` now."""
         breakers = self._tools.breakers
-        status = self._status(candidate)
+        status = self._tools.view.models.get(self._model(candidate)) if candidate.is_local else None
         provider = self._tools.registry.get(candidate.provider)
+        present = provider is not None
+        unsupported = (
+            () if provider is None
+            else provider.unsupported_params(self._request.endpoint, self._request.body, candidate.model)
+        )  # fmt: skip
+        same_vectors = self._any_vectors or self._model(candidate) == self._model(self._candidates[0])
+        closed_for = breakers.closed_for(candidate.provider, candidate.model)
+        held_for = breakers.held_for(candidate.provider, candidate.model)
+        if status is None:
+            return Facts(present, closed_for, held_for, unsupported=unsupported, same_vectors=same_vectors)
         return Facts(
-            present=provider is not None,
-            unsupported=()
-            if provider is None
-            else provider.unsupported_params(self._request.endpoint, self._request.body, candidate.model),
-            same_vectors=self._any_vectors or self._model(candidate) == self._model(self._candidates[0]),
-            closed_for=breakers.closed_for(candidate.provider, candidate.model),
-            held_for=breakers.held_for(candidate.provider, candidate.model),
-            capabilities=frozenset(status.capabilities) if status is not None and status.capabilities else None,
-            context_length=(status.context_length or None) if status is not None else None,
+            present=present,
+            unsupported=unsupported,
+            same_vectors=same_vectors,
+            closed_for=closed_for,
+            held_for=held_for,
+            capabilities=frozenset(status.capabilities) if status.capabilities else None,
+            context_length=status.context_length or None,
             speed=_speed(status),
-            fits=status.fits if status is not None else None,
-            fit_reason=status.reason if status is not None else None,
-            fit_in=status.retry_after_seconds if status is not None else None,
-            ailment=self._tools.view.ailment(self._model(candidate)) if candidate.is_local else None,
+            fits=status.fits,
+            fit_reason=status.reason,
+            fit_in=status.retry_after_seconds,
+            ailment=self._tools.view.ailment(status.id),
         )
+
+    def _known(self, candidate: Candidate) -> Facts:
+        """What was known of it when the chain was folded."""
+        return self._considered[candidate.position].facts
 
     async def judge(self, candidate: Candidate, later: Sequence[Candidate], budget: Budget) -> Dropped | None:
         """Why `candidate` is not asked now, with `later` still to come; None when it should be."""
@@ -101,15 +116,18 @@ class Choice:
 
     def ready_in(self, candidate: Candidate) -> float:
         """Seconds until `candidate` takes a request of somebody who comes now; 0 when nothing is known."""
-        return _speed(self._status(candidate)).ready_in
+        status = self._tools.view.models.get(self._model(candidate)) if candidate.is_local else None
+        return 0.0 if status is None else _speed(status).ready_in
 
     # --- length ------------------------------------------------------------------------------------------------------
     async def _by_length(self, candidate: Candidate, later: Sequence[Candidate], budget: Budget) -> Dropped | None:
-        context = self._context(candidate)
+        context = self._known(candidate).context_length
         most = self._request.max_tokens
         if context is None or not self._is_countable or length.surely_fits(self._request.size_bytes, most, context):
             return None
-        if not self._counts and not any(length.is_alternative(self._context(other), context) for other in later):
+        if not self._counts and not any(
+            length.is_alternative(self._known(other).context_length, context) for other in later
+        ):
             return None  # nobody else could do better: the model's own refusal says as much
         tokens = await self._count(candidate, budget)
         if tokens is None:
@@ -131,7 +149,7 @@ class Choice:
         """
         most = self._request.max_tokens
         for other in later:
-            room = self._context(other)
+            room = self._known(other).context_length
             if room is None or room <= context:
                 continue
             if length.surely_fits(self._request.size_bytes, most, room):
@@ -146,7 +164,7 @@ class Choice:
         if candidate.model not in self._counts:
             left = budget.commit_by - asyncio.get_running_loop().time()
             self._counts[candidate.model] = await self._ask(candidate, min(COUNT_SECONDS, left / 4))
-            self._record.considered[candidate.name].prompt_tokens = self._counts[candidate.model]
+            self._considered[candidate.position].prompt_tokens = self._counts[candidate.model]
         return self._counts[candidate.model]
 
     async def _ask(self, candidate: Candidate, seconds: float) -> int | None:
@@ -161,31 +179,22 @@ class Choice:
 
     # --- speed -------------------------------------------------------------------------------------------------------
     def _by_speed(self, candidate: Candidate, later: Sequence[Candidate], budget: Budget) -> Dropped | None:
-        expected = self._expected(candidate)
-        if not expected.seconds:
+        if self._known(candidate).speed == UNKNOWN:
             return None
-        self._record.considered[candidate.name].expected = expected
+        expected = self._considered[candidate.position].expected = self._expected(candidate)
         allowed = Allowed.by(budget, asyncio.get_running_loop().time())
+        if prediction.too_slow(expected, allowed) is None:
+            return None
         return prediction.put_off(candidate, expected, allowed, [(other, self._expected(other)) for other in later])
 
     def _expected(self, candidate: Candidate) -> Prediction:
         tokens = self._counts.get(candidate.model) or length.about_tokens(self._request.size_bytes)
-        return Prediction.of(_speed(self._status(candidate)), tokens)
+        return Prediction.of(self._known(candidate).speed, tokens)
 
-    # --- the service's snapshot --------------------------------------------------------------------------------------
     def _model(self, candidate: Candidate) -> str:
         """The model's own name: a local one may be written by an alias."""
         return self._tools.view.aliases.get(candidate.model, candidate.model) if candidate.is_local else candidate.model
 
-    def _status(self, candidate: Candidate) -> ModelStatus | None:
-        return self._tools.view.models.get(self._model(candidate)) if candidate.is_local else None
 
-    def _context(self, candidate: Candidate) -> int | None:
-        status = self._status(candidate)
-        return status.context_length or None if status is not None else None
-
-
-def _speed(status: ModelStatus | None) -> Speed:
-    if status is None:
-        return UNKNOWN
+def _speed(status: ModelStatus) -> Speed:
     return Speed(status.load_seconds, status.queue_seconds, status.prefill_tokens_per_second)
