@@ -114,7 +114,9 @@ class Request:
     def call_for(self, candidate: Candidate, last: bool, budget: Budget, body: Mapping[str, Any] | None = None) -> Call:
         """What the provider is asked; the local hop also learns who asks and how long the answer may take."""
         headers: dict[str, str] = {}
+        asked = self.request.body if body is None else body
         if candidate.is_local:
+            asked = self._bounded(asked, candidate)
             wait = budget.commit_by - asyncio.get_running_loop().time()
             if not last:
                 wait = min(wait, self.route.load_wait)
@@ -128,11 +130,20 @@ class Request:
         return Call(
             endpoint=self.request.endpoint,
             model=candidate.model,
-            body=self.request.body if body is None else body,
+            body=asked,
             request_id=self.caller.request_id,
             connect_seconds=self.tools.config.deadlines.connect,
             headers=headers,
         )
+
+    def _bounded(self, body: Mapping[str, Any], candidate: Candidate) -> Mapping[str, Any]:
+        """`body` with a `max_tokens` that the model takes, where the caller only had to name one."""
+        status = self.tools.view.models.get(candidate.model)
+        asked = body.get("max_tokens")
+        if not self.request.is_only_bounded or asked is None or status is None or not status.context_length:
+            return body
+        most = min(asked, status.context_length)
+        return body if most == asked else {**body, "max_tokens": most}
 
     async def stream(self) -> Attempt:
         """An attempt whose answer has begun; raises GatewayError when no tier began one.

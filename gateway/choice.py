@@ -116,18 +116,17 @@ class Choice:
 
     def ready_in(self, candidate: Candidate) -> float:
         """Seconds until `candidate` takes a request of somebody who comes now; 0 when nothing is known."""
-        status = self._tools.view.models.get(self._model(candidate)) if candidate.is_local else None
-        return 0.0 if status is None else _speed(status).ready_in
+        return _speed(self._status(candidate)).ready_in
 
     # --- length ------------------------------------------------------------------------------------------------------
     async def _by_length(self, candidate: Candidate, later: Sequence[Candidate], budget: Budget) -> Dropped | None:
-        context = self._known(candidate).context_length
-        most = self._request.max_tokens
-        if context is None or not self._is_countable or length.surely_fits(self._request.size_bytes, most, context):
+        context = self._context(candidate)
+        if context is None:
             return None
-        if not self._counts and not any(
-            length.is_alternative(self._known(other).context_length, context) for other in later
-        ):
+        most = self._request.most_tokens(context)
+        if not self._is_countable or length.surely_fits(self._request.size_bytes, most, context):
+            return None
+        if not self._counts and not any(length.is_alternative(self._context(other), context) for other in later):
             return None  # nobody else could do better: the model's own refusal says as much
         tokens = await self._count(candidate, budget)
         if tokens is None:
@@ -147,11 +146,11 @@ class Choice:
         Clouds are not looked at: their contexts are not known here, and a bound that clients often set high is no
         reason to pay for an answer.
         """
-        most = self._request.max_tokens
         for other in later:
             room = self._known(other).context_length
             if room is None or room <= context:
                 continue
+            most = self._request.most_tokens(room)
             if length.surely_fits(self._request.size_bytes, most, room):
                 return other
             tokens = await self._count(other, budget)

@@ -29,9 +29,6 @@ FINISH_REASONS: Mapping[str, str] = {
 }
 """Anthropic's `stop_reason` as OpenAI's `finish_reason`; one that is not listed here is `stop`."""
 
-_ONLY_HERE = frozenset({"model_context_window_exceeded", "pause_turn"})
-"""Reasons that OpenAI's words do not lead back to."""
-
 PING = b": ping\n\n"
 
 
@@ -240,7 +237,7 @@ def _message_delta(state: State, event: Mapping[str, Any]) -> Step:
     if isinstance(delta.get("stop_sequence"), str):
         told["stop_reason"] = delta["stop_sequence"]
     if state.native:
-        told |= {"native_finish_reason": str(reason)} if reason in _ONLY_HERE else {}
+        told["native_finish_reason"] = str(reason)
         told |= {"stop_details": details} if isinstance(details, Mapping) else {}
     elif reason == "refusal" and isinstance(details, Mapping) and isinstance(details.get("explanation"), str):
         state, said = _said(state, "refusal", details["explanation"])

@@ -7,6 +7,7 @@ requests that came in Anthropic's dialect: `thinking_blocks`, `native_finish_rea
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from gateway.core.anthropic_request import arguments
@@ -63,19 +64,32 @@ def _count(holder: Any, name: str) -> int:
     return value if isinstance(value, int) and value > 0 else 0
 
 
-def stop_of(choice: Mapping[str, Any], *, stops: Sequence[str], has_calls: bool, refusal: str = "") -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Where the caller wanted an answer to end: at one of these texts, or after so many tokens."""
+
+    stops: Sequence[str] = ()
+    max_tokens: int | None = None
+
+
+def stop_of(
+    choice: Mapping[str, Any], bounds: Bounds, *, output_tokens: int, has_calls: bool, refusal: str = ""
+) -> dict[str, Any]:
     """`stop_reason`, `stop_sequence` and `stop_details` of a finished choice.
 
-    `stops` are the stop sequences that were asked for: a tier that names the one it met says so in `stop_reason`.
+    A tier that met one of the stop sequences names it in `stop_reason`. An answer that ended for its length before
+    `max_tokens` had no more room.
     """
     reason = STOP_REASONS.get(str(choice.get("finish_reason")), "end_turn")
     sequence = choice.get("stop_reason")
     if reason == "end_turn" and has_calls:
         reason = "tool_use"  # a call that was demanded by name ends with `stop` at some providers
-    if reason == "end_turn" and isinstance(sequence, str) and sequence in stops:
+    if reason == "end_turn" and isinstance(sequence, str) and sequence in bounds.stops:
         reason = "stop_sequence"
     else:
         sequence = None
+    if reason == "max_tokens" and 0 < output_tokens < (bounds.max_tokens or 0):
+        reason = "model_context_window_exceeded"
     if isinstance(native := choice.get("native_finish_reason"), str):
         reason = native
     details = choice.get("stop_details")
@@ -93,7 +107,7 @@ def call_id(given: Any, answer: str, position: int) -> str:
     return given if isinstance(given, str) and given else f"toolu_{answer.removeprefix('msg_')}_{position}"
 
 
-def whole(answer: Mapping[str, Any], stops: Sequence[str]) -> dict[str, Any]:
+def whole(answer: Mapping[str, Any], bounds: Bounds) -> dict[str, Any]:
     """The message for a `chat.completion` object."""
     id = message_id(answer.get("id"))
     choice = answer["choices"][0]
@@ -109,14 +123,15 @@ def whole(answer: Mapping[str, Any], stops: Sequence[str]) -> dict[str, Any]:
     ]
     refusal = said.get("refusal") or ""
     text = (said.get("content") or "") + refusal
+    usage = anthropic_usage(answer.get("usage"))
     return {
         "id": id,
         "type": "message",
         "role": "assistant",
         "model": answer.get("model"),
         "content": [*_thoughts(said), *([{"type": "text", "text": text}] if text else []), *calls],
-        **stop_of(choice, stops=stops, has_calls=bool(calls), refusal=refusal),
-        "usage": anthropic_usage(answer.get("usage")),
+        **stop_of(choice, bounds, output_tokens=usage["output_tokens"], has_calls=bool(calls), refusal=refusal),
+        "usage": usage,
     }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from gateway.core.frames import Data, Frame
-from gateway.core.messages_answer import UNSIGNED, anthropic_usage, call_id, message_id, stop_of
+from gateway.core.messages_answer import UNSIGNED, Bounds, anthropic_usage, call_id, message_id, stop_of
 from gateway.core.messages_errors import frame_error
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -42,10 +42,10 @@ class _Call:
 
 
 class MessageEvents:
-    """One stream; see `gateway.dialects.base.Writer` for the contract. `stops` are the stop sequences asked for."""
+    """One stream; see `gateway.dialects.base.Writer` for the contract. `bounds` are the caller's."""
 
-    def __init__(self, stops: Sequence[str] = ()) -> None:
-        self._stops = stops
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
         self._id = ""
         self._model: Any = None
         self._blocks = 0
@@ -71,8 +71,15 @@ class MessageEvents:
         out: list[bytes] = []
         self._start({}, out)
         self._close_all(out)
-        stop = stop_of(self._finished, stops=self._stops, has_calls=bool(self._calls), refusal="".join(self._refusal))
-        out.append(_event("message_delta", {"delta": stop, "usage": anthropic_usage(self._usage)}))
+        usage = anthropic_usage(self._usage)
+        stop = stop_of(
+            self._finished,
+            self._bounds,
+            output_tokens=usage["output_tokens"],
+            has_calls=bool(self._calls),
+            refusal="".join(self._refusal),
+        )
+        out.append(_event("message_delta", {"delta": stop, "usage": usage}))
         out.append(_event("message_stop", {}))
         return b"".join(out)
 

@@ -42,6 +42,15 @@ class InferenceRequest:
     max_tokens: int | None
     size_bytes: int
     is_plain: bool
+    is_only_bounded: bool = False
+    """Whether `max_tokens` stands there because the API demands one: callers then name more than some models hold, and
+    mean as much as there is room for."""
+
+    def most_tokens(self, context_length: int) -> int | None:
+        """`max_tokens`, as a model with this context is asked."""
+        if self.max_tokens is None or not self.is_only_bounded:
+            return self.max_tokens
+        return min(self.max_tokens, context_length)
 
 
 _SAMPLING: Mapping[str, f.Check] = {

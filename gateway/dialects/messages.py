@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import orjson
 
 from gateway.core import messages_answer, messages_errors, messages_request
 from gateway.core.frames import Endpoint
+from gateway.core.messages_answer import Bounds
 from gateway.core.messages_events import MessageEvents
 from gateway.core.requests import InferenceRequest
 from gateway.errors import GatewayError
@@ -20,14 +21,14 @@ class _Asked:
     request: InferenceRequest
 
     @property
-    def _stops(self) -> Sequence[str]:
-        return self.request.body.get("stop") or ()
+    def _bounds(self) -> Bounds:
+        return Bounds(self.request.body.get("stop") or (), self.request.max_tokens)
 
     def writer(self) -> MessageEvents:
-        return MessageEvents(self._stops)
+        return MessageEvents(self._bounds)
 
     def whole(self, answer: dict[str, Any]) -> bytes:
-        return orjson.dumps(messages_answer.whole(answer, self._stops))
+        return orjson.dumps(messages_answer.whole(answer, self._bounds))
 
 
 class MessagesDialect:

@@ -208,6 +208,17 @@ async def test_a_coding_agents_turn_with_parallel_calls_on_a_local_model(
     assert sent["messages"][5]["content"][1]["type"] == "image_url"
 
 
+async def test_max_tokens_beyond_a_local_context_is_as_much_as_there_is_room_for(
+    client: AsyncAnthropic, local: FakeInference
+) -> None:
+    local.answers["demo"] = dataclasses.replace(Answer(), finish="length")
+    said = await client.messages.create(model="demo", max_tokens=32_000, messages=MESSAGES, timeout=20)
+    assert local.seen[-1].body["max_tokens"] == local.models["demo"].context_length == 4096
+    assert said.stop_reason == "model_context_window_exceeded"
+    asked = await client.messages.create(model="demo", max_tokens=3, messages=MESSAGES)
+    assert (local.seen[-1].body["max_tokens"], asked.stop_reason) == (3, "max_tokens")
+
+
 async def test_the_clients_own_tool_loop_runs_to_its_end(client: AsyncAnthropic, local: FakeInference) -> None:
     looked: list[str] = []
 

@@ -17,6 +17,7 @@ from gateway.core import messages_answer, messages_request, requests
 from gateway.core.anthropic_native import to_native
 from gateway.core.assemble import Assembly
 from gateway.core.frames import Comment, Data, DeltaKind, Endpoint, Frame
+from gateway.core.messages_answer import Bounds
 from gateway.core.messages_events import MessageEvents
 from gateway.core.origin import origin_of
 from tests.rigs.fake_provider import rules
@@ -66,7 +67,7 @@ def answers(draw: st.DrawFn) -> list[Frame]:
 
 def written(frames: list[Frame], sizes: list[int]) -> bytes:
     """The stream, frames taken together in groups of these sizes."""
-    writer, out, at = MessageEvents(), b"", 0
+    writer, out, at = MessageEvents(Bounds()), b"", 0
     for size in [*sizes, len(frames)]:
         out += writer.write(frames[at : at + size])
         at += size
@@ -111,7 +112,7 @@ def test_events_are_valid_and_say_the_same_however_the_answer_comes(frames: list
     for frame in frames:
         if isinstance(frame, Data):
             assembly.add(json.loads(frame.payload))
-    whole = messages_answer.whole(assembly.result(), ())
+    whole = messages_answer.whole(assembly.result(), Bounds())
     for kind, field in (("text", "text"), ("thinking", "thinking")):
         streamed = "".join(getattr(block, field) for block in message.content if block.type == kind)
         assert streamed == "".join(block[field] for block in whole["content"] if block["type"] == kind)

@@ -13,7 +13,7 @@ from anthropic.types.shared import ErrorResponse
 
 from gateway.core import messages_answer
 from gateway.core.frames import Comment, Data, DeltaKind, Frame
-from gateway.core.messages_answer import anthropic_usage, message_id
+from gateway.core.messages_answer import Bounds, anthropic_usage, message_id
 from gateway.core.messages_errors import envelope, frame_error
 from gateway.core.messages_events import MessageEvents
 from gateway.errors import GatewayError, PassedOnError, RefusedError, RequestError, UpstreamError, UpstreamKind
@@ -102,7 +102,7 @@ STREAMS: dict[str, tuple[list[Frame], tuple[str, ...]]] = {
 
 def written(frames: list[Frame], stops: tuple[str, ...] = ()) -> bytes:
     """The whole stream, a frame at a time."""
-    writer = MessageEvents(stops)
+    writer = MessageEvents(Bounds(stops))
     return b"".join(writer.write([frame]) for frame in [*frames, usage()]) + writer.end()
 
 
@@ -125,7 +125,7 @@ def test_streams_byte_for_byte(name: str) -> None:
     raw = written(frames, stops)
     assert raw.decode() == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
     assert events(raw)[-1] == {"type": "message_stop"}
-    writer = MessageEvents(stops)
+    writer = MessageEvents(Bounds(stops))
     assert writer.write([*frames, usage()]) + writer.end() == raw
 
 
@@ -176,13 +176,13 @@ def test_text_after_a_call_is_a_block_of_its_own() -> None:
 def test_an_empty_answer_is_an_answer() -> None:
     found = events(written([ROLE, chunk(finish="stop")]))
     assert [event["type"] for event in found] == ["message_start", "message_delta", "message_stop"]
-    writer = MessageEvents()
+    writer = MessageEvents(Bounds())
     assert writer.write([Data(orjson.dumps({**HEAD, "choices": None}), DeltaKind.OTHER)]).count(b"event: ") == 1
     assert b'"output_tokens":0' in writer.end()
 
 
 def test_a_broken_stream_ends_in_an_error_event() -> None:
-    writer = MessageEvents()
+    writer = MessageEvents(Bounds())
     writer.write([ROLE])
     raw = writer.broke(Code.MODEL_FAILED, "the answer of local/demo broke off").decode()
     assert raw.startswith("event: error\ndata: ") and raw.endswith("}\n\n")
@@ -242,8 +242,10 @@ def completion(message: dict[str, Any], finish: str = "stop", **more: Any) -> di
     return {**HEAD, "object": "chat.completion", "choices": [choice], "usage": USAGE}
 
 
-def whole(message: dict[str, Any], finish: str = "stop", stops: tuple[str, ...] = (), **more: Any) -> dict[str, Any]:
-    answer = messages_answer.whole(completion(message, finish, **more), stops)
+def whole(
+    message: dict[str, Any], finish: str = "stop", stops: tuple[str, ...] = (), limit: int | None = None, **more: Any
+) -> dict[str, Any]:
+    answer = messages_answer.whole(completion(message, finish, **more), Bounds(stops, limit))
     strictly(Message, answer)
     return answer
 
@@ -289,7 +291,8 @@ def test_a_whole_answer_with_everything() -> None:
 
 def test_ends_of_whole_answers() -> None:
     said = {"content": "x"}
-    assert whole(said, "length")["stop_reason"] == "max_tokens"
+    assert whole(said, "length")["stop_reason"] == whole(said, "length", limit=5)["stop_reason"] == "max_tokens"
+    assert whole(said, "length", limit=6)["stop_reason"] == "model_context_window_exceeded"
     met = whole(said, "stop", ("END",), stop_reason="END")
     assert (met["stop_reason"], met["stop_sequence"]) == ("stop_sequence", "END")
     assert whole(said, "stop", ("END",), stop_reason=2)["stop_reason"] == "end_turn"

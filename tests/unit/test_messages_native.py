@@ -15,6 +15,7 @@ from gateway.core.anthropic_native import to_native
 from gateway.core.anthropic_request import needs_sampling_version
 from gateway.core.assemble import Assembly
 from gateway.core.frames import Data, Done, Frame
+from gateway.core.messages_answer import Bounds
 from gateway.core.messages_events import MessageEvents
 from gateway.core.messages_request import parse
 from gateway.core.origin import origin_of
@@ -225,7 +226,7 @@ def there_and_back(answer: Answer) -> tuple[list[dict[str, Any]], list[dict[str,
     raw = b"".join(frame for _, frame in anthropic_wire.stream(1, {"model": "claude-opus-5"}, answer, 9))
     frames = frames_of(raw)
     assert isinstance(frames[-1], Done)
-    writer = MessageEvents([answer.stop_sequence] if answer.stop_sequence else [])
+    writer = MessageEvents(Bounds([answer.stop_sequence] if answer.stop_sequence else [], 10**6))
     back = writer.write(frames[:-1]) + writer.end()
     return _events(raw), _events(back)
 
@@ -277,7 +278,7 @@ def test_a_whole_answer_of_anthropics_comes_back_as_it_was() -> None:
     for frame in frames_of(raw):
         if isinstance(frame, Data):
             assembly.add(json.loads(frame.payload))
-    got = messages_answer.whole(assembly.result(), ())
+    got = messages_answer.whole(assembly.result(), Bounds())
     strictly(Message, got)
     counted, usage = sent.pop("usage"), got.pop("usage")
     assert got == sent
@@ -298,7 +299,7 @@ def test_thinking_that_is_withheld_comes_back_too() -> None:
         {"type": "message_stop"},
     ]
     raw = b"".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode() for event in events)
-    writer = MessageEvents()
+    writer = MessageEvents(Bounds())
     got = _events(writer.write(frames_of(raw)[:-1]) + writer.end())
     assert got[1]["content_block"] == hidden
     plain = anthropic_events.State(created=5)

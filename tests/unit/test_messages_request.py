@@ -73,6 +73,13 @@ def test_the_request_is_typed_and_remembers_its_origin() -> None:
     assert origin_of({**request.body}) is None
 
 
+def test_an_agents_max_tokens_is_a_bound_and_no_wish() -> None:
+    request = parse(json.dumps(body(max_tokens=32_000)).encode())
+    assert (request.most_tokens(8192), request.most_tokens(64_000)) == (8192, 32_000)
+    plain = requests.typed(Endpoint.CHAT, {**request.body}, 1)
+    assert plain.most_tokens(8192) == 32_000
+
+
 def test_counting_needs_no_max_tokens() -> None:
     raw = json.dumps({"model": "demo", "messages": [ASKED]}).encode()
     assert parse(raw, counting=True).max_tokens is None
