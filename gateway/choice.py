@@ -116,17 +116,20 @@ class Choice:
 
     def ready_in(self, candidate: Candidate) -> float:
         """Seconds until `candidate` takes a request of somebody who comes now; 0 when nothing is known."""
-        return _speed(self._status(candidate)).ready_in
+        status = self._tools.view.models.get(self._model(candidate)) if candidate.is_local else None
+        return 0.0 if status is None else _speed(status).ready_in
 
     # --- length ------------------------------------------------------------------------------------------------------
     async def _by_length(self, candidate: Candidate, later: Sequence[Candidate], budget: Budget) -> Dropped | None:
-        context = self._context(candidate)
+        context = self._known(candidate).context_length
         if context is None:
             return None
         most = self._request.most_tokens(context)
         if not self._is_countable or length.surely_fits(self._request.size_bytes, most, context):
             return None
-        if not self._counts and not any(length.is_alternative(self._context(other), context) for other in later):
+        if not self._counts and not any(
+            length.is_alternative(self._known(other).context_length, context) for other in later
+        ):
             return None  # nobody else could do better: the model's own refusal says as much
         tokens = await self._count(candidate, budget)
         if tokens is None:
