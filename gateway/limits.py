@@ -117,7 +117,7 @@ class Meter:
         if self._key.limits.tokens_per_minute is None:
             return
         self._prompt_tokens = core.prompt_tokens(request.body)
-        wanted = self._prompt_tokens + core.answer_tokens(request.body, request.max_tokens)
+        wanted = self._prompt_tokens + core.answer_tokens(request.body, request.most_tokens(core.ANSWER_TOKENS))
         self._limiter.reserve(self._key, self._exchange, self._number, wanted)
 
     def note(self, frame: Frame) -> None:
