@@ -1,7 +1,8 @@
 """Writes the events of one Response from the chunks of one chat stream; reads no clock, asks nobody, raises nothing.
 
-`response.created` and `response.in_progress` come first, then the items one after another, each whole before the next,
-then exactly one of `response.completed`, `response.incomplete` and `response.failed`. Events are numbered from 0.
+`response.created` and `response.in_progress` come first, then the items one after another, each whole before the next
+(calls whose arguments a tier gives in turns end together), then exactly one of `response.completed`,
+`response.incomplete` and `response.failed`. Events are numbered from 0.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Answer:
         self._head = head
         self._items: list[Item] = []
         self._open: Item | None = None
+        self._left: list[Call] = []
         self._reason: str | None = None
         self._logprobs: list[dict[str, Any]] = []
         self._usage: Mapping[str, Any] | None = None
@@ -122,8 +124,9 @@ class Answer:
         function = function if isinstance(function, dict) else {}
         arguments, name = _text(function, "arguments"), _text(function, "name")
         key, call_id = call.get("index"), _text(call, "id")
-        if isinstance(item := self._open, Call) and key in (None, item.key) and call_id in ("", item.call_id):
-            return item.add(arguments) if arguments else []
+        for item in (self._open, *self._left):
+            if isinstance(item, Call) and key in (None, item.key) and call_id in ("", item.call_id):
+                return item.add(arguments) if arguments else []
         if not name:
             self._early_id = call_id or self._early_id
             self._astray = bool(arguments)
@@ -138,12 +141,17 @@ class Answer:
         return f"{kind}_{self._head.id}{len(self._items):02d}"
 
     def _turn_to(self, item: Item) -> list[Event]:
-        closed = self._close_item(COMPLETED)
+        left = self._open
+        if isinstance(left, Call) and not left.is_whole:
+            self._left.append(left)
+            closed = []
+        else:
+            closed = self._close_open(COMPLETED)
         self._items.append(item)
         self._open = item
         return [*closed, *item.opened()]
 
-    def _close_item(self, status: str) -> list[Event]:
+    def _close_open(self, status: str) -> list[Event]:
         item, self._open = self._open, None
         if item is None:
             return []
@@ -159,11 +167,16 @@ class Answer:
         events: list[Event] = []
         if not self._items and not self._cut_because:
             events = self._add_text("")  # an empty answer is an answer
-        events += self._close_item(INCOMPLETE if self._cut_because else COMPLETED)
+        status = self._status
+        for call in self._left:
+            events += call.closed(COMPLETED if call.is_whole else status)
+        events += self._close_open(status)
         return [*events, (f"response.{self._status}", {"response": self.object(self._status, now)})]
 
     def fail(self, code: str, message: str) -> list[Event]:
         """The last event of an answer that broke off; items that were not done stay so."""
+        for item in self._items:
+            item.status = COMPLETED if item.status == COMPLETED else INCOMPLETE
         error = {"code": _error_code(code), "message": message}
         return [("response.failed", {"response": {**self.object("failed"), "error": error}})]
 
@@ -173,10 +186,8 @@ class Answer:
 
     @property
     def output(self) -> list[dict[str, Any]]:
-        """The items once `close` was called."""
-        last = len(self._items) - 1
-        cut = bool(self._cut_because)
-        return [item.object(INCOMPLETE if cut and item.index == last else COMPLETED) for item in self._items]
+        """The items so far."""
+        return [item.object() for item in self._items]
 
     @property
     def _cut_because(self) -> str | None:
@@ -197,15 +208,12 @@ class Answer:
             "error": None,
             "incomplete_details": {"reason": self._cut_because} if status == INCOMPLETE else None,
             "model": self._model or self._head.model,
-            "output": self.output if is_over else self._unfinished(),
+            "output": self.output,
             **self._head.echo,
             "service_tier": self._tier,
             "usage": _usage(self._usage) if is_over else None,
         }
         return {**found, "completed_at": now} if status == COMPLETED else found
-
-    def _unfinished(self) -> list[dict[str, Any]]:
-        return [item.object(INCOMPLETE if item is self._open else COMPLETED) for item in self._items]
 
 
 class Stream:

@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import orjson
+
 from gateway.core.responses_items import seal
 
 Event = tuple[str, dict[str, Any]]
@@ -19,23 +21,24 @@ IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"
 
 
 class Item(ABC):
-    """One output item. `index` is its place in the output; `object(status)` what it is so far."""
+    """One output item. `index` is its place in the output; `object` what it is so far; `status` says whether that is all."""
 
     def __init__(self, id: str, index: int) -> None:
         self.id = id
         self.index = index
+        self.status = IN_PROGRESS
 
     def opened(self) -> list[Event]:
         """The item is there, with nothing in it."""
-        return [("response.output_item.added", {"output_index": self.index, "item": self.object(IN_PROGRESS)})]
+        return [("response.output_item.added", {"output_index": self.index, "item": self.object()})]
 
     def closed(self, status: str) -> list[Event]:
         """Everything in it is done, and so is the item."""
-        done = ("response.output_item.done", {"output_index": self.index, "item": self.object(status)})
-        return [*self._ended(), done]
+        self.status = status
+        return [*self._ended(), ("response.output_item.done", {"output_index": self.index, "item": self.object()})]
 
     @abstractmethod
-    def object(self, status: str) -> dict[str, Any]:
+    def object(self) -> dict[str, Any]:
         """The item as it stands in the output."""
 
     @abstractmethod
@@ -65,7 +68,7 @@ class Reasoning(Item):
         self._pieces.append(text)
         return [("response.reasoning_text.delta", {**self._at(0), "delta": text})]
 
-    def object(self, status: str) -> dict[str, Any]:
+    def object(self) -> dict[str, Any]:
         """See `Item`."""
         text = "".join(self._pieces)
         found = {
@@ -73,7 +76,7 @@ class Reasoning(Item):
             "type": "reasoning",
             "summary": [],
             "content": [{"type": "reasoning_text", "text": text}] if text else [],
-            "status": status,
+            "status": self.status,
         }
         return {**found, "encrypted_content": seal(text)} if self._seals and text else found
 
@@ -127,10 +130,10 @@ class Message(Item):
         """Tokens that made no character yet; they count to the text."""
         return self.add_text("", logprobs) if logprobs else []
 
-    def object(self, status: str) -> dict[str, Any]:
+    def object(self) -> dict[str, Any]:
         """See `Item`."""
         content = [part.object() for part in self._parts]
-        return {"id": self.id, "type": "message", "role": "assistant", "status": status, "content": content}
+        return {"id": self.id, "type": "message", "role": "assistant", "status": self.status, "content": content}
 
     def _turn_to(self, kind: str) -> list[Event]:
         if self._parts and self._parts[-1].kind == kind:
@@ -163,17 +166,26 @@ class Call(Item):
         self._namespace = namespace
         self._pieces: list[str] = []
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the arguments are JSON by now: some tiers give those of several calls in turns."""
+        try:
+            orjson.loads("".join(self._pieces))
+        except orjson.JSONDecodeError:
+            return False
+        return True
+
     def add(self, arguments: str) -> list[Event]:
         """More of the arguments."""
         self._pieces.append(arguments)
         return [("response.function_call_arguments.delta", {**self._at(), "delta": arguments})]
 
-    def object(self, status: str) -> dict[str, Any]:
+    def object(self) -> dict[str, Any]:
         """See `Item`."""
         found = {
             "id": self.id,
             "type": "function_call",
-            "status": status,
+            "status": self.status,
             "arguments": "".join(self._pieces),
             "call_id": self.call_id,
             "name": self._name,

@@ -254,10 +254,26 @@ def test_tokens_of_thoughts_and_calls_are_no_logprobs_of_the_text() -> None:
     assert [entry["token"] for entry in items[1]["content"][0]["logprobs"]] == ["c"]
 
 
+def test_calls_whose_arguments_come_in_turns_are_told_side_by_side() -> None:
+    frames = [
+        ROLE, chunk(call(0, id="a", name="add", arguments="")), chunk(call(1, id="b", name="add", arguments='{"b"')),
+        chunk(call(0, arguments="{}")), chunk(call(1, arguments=":1}")), chunk({"content": "Done."}),
+    ]  # fmt: skip
+    said = events(streamed(head(tools=TOOLS), [*frames, chunk({}, "tool_calls")]))
+    items = said[-1]["response"]["output"]
+    assert [(item["type"], item.get("arguments")) for item in items] == [
+        ("function_call", "{}"), ("function_call", '{"b":1}'), ("message", None),
+    ]  # fmt: skip
+    done = [event["item"] for event in said if event["type"] == "response.output_item.done"]
+    assert sorted(done, key=lambda item: str(item["id"])[-2:]) == items
+    cut = events(streamed(head(tools=TOOLS), [*frames[:3], chunk({}, "length")]))[-1]["response"]
+    assert [item["status"] for item in cut["output"]] == ["incomplete", "incomplete"]
+
+
 def test_arguments_of_a_call_that_had_ended_end_the_answer_as_failed() -> None:
     stream = Stream(head(tools=TOOLS))
     body = stream.feed(
-        [ROLE, chunk(call(0, id="a", name="add", arguments="{")), chunk(call(1, id="b", name="add", arguments="{}")),
+        [ROLE, chunk(call(0, id="a", name="add", arguments="{}")), chunk(call(1, id="b", name="add", arguments="{}")),
          chunk(call(0, arguments="}")), chunk({}, "tool_calls")]
     ) + stream.end(1)  # fmt: skip
     said = events(body)
