@@ -21,7 +21,7 @@ IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"
 
 
 class Item(ABC):
-    """One output item. `index` is its place in the output; `object` what it is so far; `status` says whether that is all."""
+    """One output item: `index` is its place in the output, `object` what it is, `status` whether that is all."""
 
     def __init__(self, id: str, index: int) -> None:
         self.id = id
