@@ -104,3 +104,5 @@ class Edge:
             if not exchange.started:
                 said = f"the gateway failed at this request; its log has the reason under {exchange.request_id}"
                 await send_error(send_on, exchange, GatewayError(Code.INTERNAL_ERROR, said))
+        finally:
+            exchange.wire = None  # it leads back to the scope, and so to here: a circle that nothing else would undo

@@ -82,6 +82,10 @@ class Answer:
         self._kept.note(joined)
         return joined
 
+    def forget_sink(self) -> None:
+        """Nothing is passed on any more. A sink mostly knows its answer: a circle that nothing else would undo."""
+        self._sink = None
+
     def note_end(self) -> None:
         """The answer reached its true end."""
         if self._splice is not None:

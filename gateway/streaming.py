@@ -89,6 +89,7 @@ async def relay(
         answer.attempt.settle_error(error)
         raise
     finally:
+        answer.forget_sink()
         await answer.attempt.close()
     return "success"
 

@@ -267,6 +267,7 @@ class _Stream(AbstractAsyncContextManager["_Stream"], AsyncIterator[Frame]):
     def leave(self) -> None:
         """Closes the connection; one whose answer came whole is used again once its end came, which nobody awaits."""
         answer, self._answer = self._answer, None
+        self._sink = None
         if answer is not None:
             answer.close(CLOSE_SECONDS if self._whole else 0.0)
 
