@@ -163,6 +163,11 @@ class Breakers:
         ]
         return max(waits, default=None)
 
+    def outstanding(self, provider: str, model: str) -> int:
+        """Attempts at the pair that run now."""
+        guard = self._guards.get((provider, model))
+        return 0 if guard is None else guard.outstanding
+
     def hold(self, provider: str, model: str, seconds: float) -> None:
         """The pair asked to be left alone for so long."""
         now = self._clock()

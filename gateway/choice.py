@@ -17,7 +17,7 @@ from gateway.core.frames import Endpoint
 from gateway.core.length import Fit
 from gateway.core.prediction import Allowed, Prediction
 from gateway.core.requests import InferenceRequest
-from gateway.core.speed import UNKNOWN, Speed
+from gateway.core.speed import UNKNOWN, Speed, queue_seconds
 from gateway.errors import UpstreamError
 from gateway.explain import Considered, Record
 from gateway.settings import RouteSettings
@@ -97,7 +97,7 @@ class Choice:
             held_for=held_for,
             capabilities=frozenset(status.capabilities) if status.capabilities else None,
             context_length=status.context_length or None,
-            speed=_speed(status),
+            speed=self._speed(candidate, status),
             fits=status.fits,
             fit_reason=status.reason,
             fit_in=status.retry_after_seconds,
@@ -117,7 +117,7 @@ class Choice:
     def ready_in(self, candidate: Candidate) -> float:
         """Seconds until `candidate` takes a request of somebody who comes now; 0 when nothing is known."""
         status = self._tools.view.models.get(self._model(candidate)) if candidate.is_local else None
-        return 0.0 if status is None else _speed(status).ready_in
+        return 0.0 if status is None else self._speed(candidate, status).ready_in
 
     # --- length ------------------------------------------------------------------------------------------------------
     async def _by_length(self, candidate: Candidate, later: Sequence[Candidate], budget: Budget) -> Dropped | None:
@@ -197,6 +197,7 @@ class Choice:
         """The model's own name: a local one may be written by an alias."""
         return self._tools.view.aliases.get(candidate.model, candidate.model) if candidate.is_local else candidate.model
 
-
-def _speed(status: ModelStatus) -> Speed:
-    return Speed(status.load_seconds, status.queue_seconds, status.prefill_tokens_per_second)
+    def _speed(self, candidate: Candidate, status: ModelStatus) -> Speed:
+        outstanding = self._tools.breakers.outstanding(candidate.provider, candidate.model)
+        queue = queue_seconds(status.queue_seconds, outstanding, status.parallel, status.answer_seconds)
+        return Speed(status.load_seconds, queue, status.prefill_tokens_per_second)

@@ -193,8 +193,9 @@ class ModelStatus:
     the predicted ones, were learned when memory ran out. `reduced` names the settings that are smaller
     than configured (`oom_policy: reduce`); `fallback` says that it is on the CPU although it is configured for
     accelerators (`oom_policy: cpu`). `load_seconds` is expected to pass until it could take a request (0 once it is
-    ready), `queue_seconds` until somebody who comes then has a place; both and the prefill rate (which tokens that need
-    not be computed again are part of) come from what was measured lately and are None before.
+    ready), `queue_seconds` until somebody who comes then has a place, `answer_seconds` between two answers while there
+    are requests; these and the prefill rate (which tokens that need not be computed again are part of) come from what
+    was measured lately and are None before.
     """
 
     id: str
@@ -220,6 +221,7 @@ class ModelStatus:
     fallback: bool = False
     load_seconds: float | None = None
     queue_seconds: float | None = None
+    answer_seconds: float | None = None
     prefill_tokens_per_second: float | None = None
 
     def to_json(self) -> dict[str, Any]:

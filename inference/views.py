@@ -92,6 +92,7 @@ def status(model: Model, authority: Authority, now: float) -> ModelStatus:
         fallback=authority.shortages.is_fallback(model),
         load_seconds=_rounded(authority.waiting.load_seconds(model)),
         queue_seconds=_rounded(authority.waiting.queue_seconds(model)),
+        answer_seconds=_rounded(model.pace.seconds),
         prefill_tokens_per_second=_rounded(authority.waiting.prefill_rate(model)),
     )
 
@@ -119,6 +120,7 @@ _QUIET = {
     "retry_after_seconds": None,
     "load_seconds": None,
     "queue_seconds": None,
+    "answer_seconds": None,
     "prefill_tokens_per_second": None,
 }
 

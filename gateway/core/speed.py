@@ -1,4 +1,4 @@
-"""How quick the inference service says that a model is; measured there, concluded from elsewhere."""
+"""How quick a model is, as the inference service measured it and our own requests may change it; measures nothing."""
 
 from __future__ import annotations
 
@@ -19,6 +19,19 @@ class Speed:
     def ready_in(self) -> float:
         """Seconds until it takes a request of somebody who comes now, as far as known."""
         return (self.load_seconds or 0.0) + (self.queue_seconds or 0.0)
+
+
+def queue_seconds(
+    told_seconds: float | None, outstanding: int, parallel: int, answer_seconds: float | None
+) -> float | None:
+    """The wait behind others: as the service told it last, or more by the `outstanding` requests of our own.
+
+    The service is asked every few seconds; in between many may come at once, and only the gateway knows of them.
+    """
+    waits_for = outstanding - parallel + 1
+    if waits_for <= 0 or answer_seconds is None:
+        return told_seconds
+    return max(told_seconds or 0.0, waits_for * answer_seconds)
 
 
 UNKNOWN = Speed()

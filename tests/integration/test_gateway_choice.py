@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from inference.protocol import Code, ModelState, ModelStatus
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.fake_provider import FakeProvider
 from tests.rigs.gateway_rig import CONFIG, Gateway
+from tests.rigs.stack import until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -75,6 +78,7 @@ async def test_a_prompt_too_long_for_the_first_choice_goes_to_the_larger_context
     assert (answer.json()["model"], answer.headers["x-headgate-reason"]) == ("demo-mini", "context_too_small")
     assert (answer.headers["x-headgate-attempts"], fake.seen_for("demo")) == ("1", [])
     record = await _explained(gateway, answer)
+    assert LONG.strip() not in json.dumps(record)
     assert "1200 tokens, and its context holds 1000" in record["dropped"]["local/demo"]
     assert record["considered"]["local/demo"]["prompt_tokens"] == 1200
     assert "prompt_tokens" not in record["considered"]["local/demo-mini"], "it fits whatever its tokens are"
@@ -260,3 +264,23 @@ async def test_a_queue_that_outlasts_the_callers_patience_is_left_to_others(
     answer = await _ask(cloudy, model="pair", headers=patience)
     assert answer.headers["x-headgate-model"] == "cloud/large", "800 bytes are 20 s of reading"
     assert "to read about" in (await _explained(cloudy, answer))["dropped"]["local/demo"]
+
+
+async def test_a_burst_is_not_sent_into_a_queue_that_was_empty_a_moment_ago(
+    cloudy: Gateway, fake: FakeInference
+) -> None:
+    """The service tells its queue every two seconds; what came since is known here."""
+    gate = asyncio.Event()
+    _set(fake, "demo", parallel=1, load_seconds=0.0, queue_seconds=0.0, answer_seconds=9.0)
+    fake.answers["demo"] = Answer(hold=gate)
+    await cloudy.look()
+    asking = []
+    for number in range(1, 4):
+        asking.append(asyncio.create_task(cloudy.chat("pair")))
+        await until("it is under way", lambda number=number: len(fake.seen) == number)
+    spilled = await cloudy.chat("pair")
+    assert spilled.headers["x-headgate-model"] == "cloud/large"
+    assert "27 s in the queue" in (await _explained(cloudy, spilled))["dropped"]["local/demo"]
+    gate.set()
+    assert {(await answer).headers["x-headgate-model"] for answer in asking} == {"local/demo"}
+    assert (await cloudy.chat("pair")).headers["x-headgate-model"] == "local/demo"

@@ -37,6 +37,7 @@ async def test_waits_are_told_once_they_were_measured(start: Start) -> None:
     model.running.worker.beat = Beat(None, 0, 0, 0, 0, 0, prefill_tokens_per_second=250.0)
     assert told().prefill_tokens_per_second == 250
     model.pace = model.pace.answered(4.0)
+    assert told().answer_seconds == 4
     assert told().queue_seconds == 8, "two have to end before a third that waits has a place"
     for lease in leases:
         assert lease is not None

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from gateway.core.budget import Budget, Limits
 from gateway.core.chain import Candidate, Drop
 from gateway.core.prediction import Allowed, Prediction, put_off, too_slow
-from gateway.core.speed import UNKNOWN, Speed
+from gateway.core.speed import UNKNOWN, Speed, queue_seconds
 
 LOCAL, MINI, CLOUD = Candidate("local", "a", 0), Candidate("local", "b", 1), Candidate("openai", "c", 2)
 COLD = Prediction.of(Speed(80.0, 10.0, 100.0), 1000)
@@ -63,6 +63,15 @@ def test_a_tier_whose_reading_was_never_measured_is_compared_by_its_wait() -> No
     assert unread.is_quicker_than(COLD)
     assert not unread.is_quicker_than(READY), "neither waits"
     assert not Prediction.of(Speed(0.0, None, 100.0), 10).is_quicker_than(COLD)
+
+
+def test_our_own_requests_lengthen_the_queue_that_was_told_before_they_came() -> None:
+    assert queue_seconds(3.0, 3, 4, 2.0) == 3
+    assert queue_seconds(None, 3, 4, 2.0) is None
+    assert queue_seconds(3.0, 9, 4, None) == 3
+    assert queue_seconds(None, 4, 4, 2.0) == 2
+    assert queue_seconds(3.0, 9, 4, 2.0) == 12
+    assert queue_seconds(30.0, 9, 4, 2.0) == 30
 
 
 SECONDS = st.none() | st.floats(0, 1000)
