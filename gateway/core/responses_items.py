@@ -55,16 +55,24 @@ def with_instructions(instructions: str | None, messages: Sequence[Mapping[str, 
     """`messages` behind the instructions. System and developer messages that lead become one system message, because
     many models' templates take only one and only at the beginning.
     """
-    lead = 0
-    while lead < len(messages) and messages[lead]["role"] in ("system", "developer"):
-        lead += 1
     told = [instructions] if instructions else []
-    for message in messages[:lead]:
-        content = message["content"]
-        if not isinstance(content, str):  # an image, or so: this message stays what it is
-            return [*_system(told), *messages]
-        told.append(content)
+    lead = 0
+    for message in messages:
+        text = _all_text(message["content"]) if message["role"] in ("system", "developer") else None
+        if text is None:
+            break
+        told.append(text)
+        lead += 1
     return [*_system(told), *messages[lead:]]
+
+
+def _all_text(content: str | Sequence[Mapping[str, Any]]) -> str | None:
+    """A content as one text; None where it has parts of another kind."""
+    if isinstance(content, str):
+        return content
+    if any(part["type"] != "text" for part in content):
+        return None
+    return "\n\n".join(part["text"] for part in content)
 
 
 def _system(told: Sequence[str]) -> list[Mapping[str, Any]]:

@@ -236,9 +236,12 @@ def test_leading_rules_become_one_system_message_and_later_ones_stay() -> None:
         {"role": "developer", "content": "Now spaces."},
     ]
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
-    said = messages({"role": "system", "content": parts}, {"role": "user", "content": "x"})
-    assert [message["role"] for message in said] == ["system", "user"]
-    assert said[0]["content"] == [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    said = messages({"role": "system", "content": "0"}, {"role": "developer", "content": parts}, instructions="I")
+    assert said == [{"role": "system", "content": "I\n\n0\n\na\n\nb"}]
+    shown = [*parts, {"type": "input_image", "image_url": PNG}]
+    said = messages({"role": "system", "content": "0"}, {"role": "developer", "content": shown}, instructions="I")
+    assert [message["role"] for message in said] == ["system", "developer"]
+    assert said[0]["content"] == "I\n\n0"
 
 
 # --- tools ------------------------------------------------------------------------------------------------------------
