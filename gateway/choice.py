@@ -58,6 +58,8 @@ class Choice:
             cloud_allowed=cloud_allowed and route.cloud == "allowed",
             fit_check=route.fit_check,
         )
+        record.needs = sorted(self._wants.capabilities)
+        record.size_bytes, record.max_tokens = request.size_bytes, request.max_tokens
         self._is_countable = request.endpoint.streams and not request.needs & _UNCOUNTED
         self._considered: list[Considered] = []
         self._counts: dict[str, int | None] = {}

@@ -79,6 +79,9 @@ async def test_a_prompt_too_long_for_the_first_choice_goes_to_the_larger_context
     assert (answer.headers["x-headgate-attempts"], fake.seen_for("demo")) == ("1", [])
     record = await _explained(gateway, answer)
     assert LONG.strip() not in json.dumps(record)
+    assert (record["needs"], record["max_tokens"]) == (["chat"], None)
+    assert record["size_bytes"] > len(LONG)
+    assert record["considered"]["local/demo"]["context_length"] == 1000
     assert "1200 tokens, and its context holds 1000" in record["dropped"]["local/demo"]
     assert record["considered"]["local/demo"]["prompt_tokens"] == 1200
     assert "prompt_tokens" not in record["considered"]["local/demo-mini"], "it fits whatever its tokens are"
