@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from ssl import SSLContext
 from urllib.parse import urlsplit
 
 import aiohttp
 import httpx2
+from aiohttp.abc import AbstractResolver
 
 from headgate.shared import hop
 
@@ -28,6 +30,23 @@ def make_local_session() -> aiohttp.ClientSession:
         trust_env=False,
         skip_auto_headers=("User-Agent", "Accept-Encoding"),
         read_bufsize=2**18,
+    )
+
+
+def make_image_session(resolver: AbstractResolver, trust: SSLContext | None = None) -> aiohttp.ClientSession:
+    """The session for images of others' hosts: each connection is made anew to what `resolver` says, by no proxy.
+
+    `trust` replaces the system's authorities. Create it inside the running loop.
+    """
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(
+            limit=64, force_close=True, use_dns_cache=False, resolver=resolver, ssl=True if trust is None else trust
+        ),
+        timeout=aiohttp.ClientTimeout(total=None),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+        trust_env=False,
+        headers={"User-Agent": "headgate", "Accept": "image/*", "Accept-Encoding": "identity"},
     )
 
 

@@ -25,6 +25,7 @@ from gateway.core.outcome import Failure, Scope
 from gateway.counting import Counter as TokenCounter
 from gateway.events import Events
 from gateway.explain import Ring
+from gateway.images import Images
 from gateway.inference_view import InferenceView
 from gateway.limits import Limiter
 from gateway.presence import Presences
@@ -71,6 +72,7 @@ class Runtime:
         self.presences = Presences()
         self.admission = Admission(config.admission, self.telemetry)
         self.limiter = Limiter(self.telemetry)
+        self.images = Images(config.images)
         self.is_draining = False
         self.view: InferenceView
         self.counter: TokenCounter
@@ -126,6 +128,7 @@ class Runtime:
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.images.aclose()
         await self._breaker_file.close()
         await asyncio.gather(
             *(_close(provider) for provider in self._registry.providers.values()),
@@ -164,6 +167,7 @@ class Runtime:
             self.breakers.set_rule(_rule(config.breaker))
             self.admission.apply(config.admission)
             self.limiter.apply(keys.all)
+            self.images.apply(config.images)
             self.tools = self._make_tools()
             self._retired += [(self._number, provider) for provider in gone]
             self._number += 1

@@ -105,6 +105,7 @@ class Generation:
         queued = time.monotonic()
         try:
             async with runtime.admission.enter(caller.priority, caller.silence_seconds):
+                request = await runtime.images.inlined(request, runtime.config.max_body)
                 waited = time.monotonic() - queued
                 exchange.waited_seconds += waited
                 caller = replace(caller, waited_seconds=waited, why_cancelled=presence.why_cancelled)

@@ -18,6 +18,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from gateway.core.chain import LOCAL
+from gateway.core.images import is_host_entry
 from headgate.shared.configfile import Path_, problems_of, read_yaml, unset_name
 from headgate.shared.errors import ConfigError, Problem
 from headgate.shared.units import Bytes, Duration
@@ -142,6 +143,28 @@ class AdmissionSettings(_Model):
     queue_timeout: SomeTime = 30.0
 
 
+class ImageSettings(_Model):
+    """Which https hosts images are fetched from: NAME, *.NAME, either with :PORT, or * for all. None: nothing is.
+
+    `max_bytes` of one image; `timeout` in seconds.
+    """
+
+    hosts: tuple[str, ...] = ()
+    max_bytes: Bytes = 10_000_000
+    timeout: SomeTime = 10.0
+
+    @field_validator("hosts")
+    @classmethod
+    def _are_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        hosts = tuple(host.lower() for host in value)
+        for host in hosts:
+            if not is_host_entry(host):
+                raise ValueError(
+                    f"{host!r} is no name of a host; write example.org, *.example.org, or either with :PORT"
+                )
+        return hosts
+
+
 class LimitSettings(_Model):
     """What one key may do; None is no limit."""
 
@@ -186,6 +209,7 @@ class GatewayConfig(_Model):
     attempts: AttemptSettings = AttemptSettings()
     admission: AdmissionSettings = AdmissionSettings()
     share_prefixes: Literal["tenant", "all"] = "tenant"
+    images: ImageSettings = ImageSettings()
     limits: LimitSettings = LimitSettings()
     hosted_tools: Literal["refuse", "leave_out"] = "refuse"
     keys: tuple[KeySettings, ...] = ()

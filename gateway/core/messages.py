@@ -7,6 +7,7 @@ from typing import Any
 
 from gateway.core import fields as f
 
+MAX_URL_CHARS = 2048
 VISION = "vision"
 TOOLS = "tools"
 AUDIO = "audio"
@@ -14,16 +15,16 @@ AUDIO = "audio"
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-def _check_data_url(value: Any, path: str) -> None:
+def _check_image_url(value: Any, path: str) -> None:
     f.string(1)(value, path)
-    if not value.startswith("data:"):
-        f.refuse(path, f"`{path}` must be a data: URL; the gateway fetches nothing, so send the image itself as base64")
+    if not value.startswith("data:") and not (value.startswith("https://") and len(value) <= MAX_URL_CHARS):
+        f.refuse(path, f"`{path}` must be a data: URL, or a short https: one; send the image itself as base64")
 
 
-_DATA_URL = f.Check(_check_data_url, {"type": "string", "pattern": "^data:"})
-"""An address the gateway lets through: content that came with the request, never one to be fetched."""
+_IMAGE_URL = f.Check(_check_image_url, {"type": "string", "pattern": "^(data:|https://)"})
+"""An image that came with the request, or one to be fetched where `core.images` allows that; tiers see the former."""
 _IMAGE = f.mapping(
-    {"url": _DATA_URL, "detail": f.one_of("auto", "low", "high")},
+    {"url": _IMAGE_URL, "detail": f.one_of("auto", "low", "high")},
     needed=("url",),
 )
 _PARTS: Mapping[str, f.Check] = {
