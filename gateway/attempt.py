@@ -70,6 +70,7 @@ class Attempt:
     async def open(self, *, forward_comments: bool) -> None:
         """Reads until there is something to commit to; the frames so far are in `backlog`."""
         await self.listening.open()
+        self._lease.heard()
         while True:
             frame = await self.listening.next()
             if isinstance(frame, Comment):

@@ -41,6 +41,9 @@ log = logging.getLogger("gateway.attempts")
 T = TypeVar("T")
 
 
+_SILENT = (Drop.SILENT, "has several waiting for a first word")
+_RECOVERING = (Drop.RECOVERING, "takes only some requests yet")
+
 NEARLY_OVER_SECONDS = 0.1
 """The service counts whole milliseconds on a clock of its own, and so refuses a little before our time is over."""
 
@@ -260,8 +263,9 @@ class Request:
             assert provider is not None, "the fold drops absent providers"
             forced = not waiting or candidate in self._put_off
             lease = self.tools.breakers.acquire(candidate.provider, candidate.model, self._permit_end(), forced)
-            if isinstance(lease, Refused) and lease.recovering:
-                self._put_behind(Dropped(candidate, Drop.RECOVERING, f"{lease.by} takes only some requests yet"))
+            if isinstance(lease, Refused) and (lease.recovering or lease.silent):
+                drop, said = _SILENT if lease.silent else _RECOVERING
+                self._put_behind(Dropped(candidate, drop, f"{lease.by} {said}"))
                 waiting.append(candidate)
                 continue
             if isinstance(lease, Refused):

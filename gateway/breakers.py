@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.core.breaker import Permit, Refusal, Rule, State
+from gateway.core.chain import LOCAL
 from gateway.core.outcome import Failure, Ignore, Scope, Success, Verdict
 from gateway.guard import Clock, Guard, OnState
 
@@ -26,12 +27,14 @@ an attempt runs never is, so that the bound is this number and the requests in f
 class Refused:
     """No attempt at this tier now: whose breaker said so, and in how many seconds asking again may help.
 
-    `recovering`: it is closed and lets only some pass yet; an attempt that has nowhere else to go may be forced.
+    `recovering`: it is closed and lets only some pass yet. `silent`: it is closed, and too many wait for a first word.
+    An attempt that either keeps off and that has nowhere else to go may be forced.
     """
 
     by: str
     retry_in: float
     recovering: bool = False
+    silent: bool = False
 
 
 @dataclass(slots=True)
@@ -42,6 +45,12 @@ class _Held:
     guard: Guard
     permit: Permit
     proven: bool = False
+
+    def prove(self) -> None:
+        """What is known already is the success of a probe; nothing else changes."""
+        fresh = self.guard.prove(self.permit)
+        self.proven |= fresh is not self.permit
+        self.permit = fresh
 
 
 @dataclass(slots=True)
@@ -58,12 +67,20 @@ class Lease:
         """Whether the attempt decides over a half-open breaker."""
         return any(held.permit.is_probe for held in self._held)
 
+    def heard(self) -> None:
+        """The tier said its first word under this lease.
+
+        Our own service says it while a model loads, which may take minutes: that the service itself is there is proven.
+        """
+        for held in () if self._settled else self._held:
+            held.guard.heard()
+            if held.scope is Scope.PROVIDER and held.guard.provider == LOCAL:
+                held.prove()
+
     def prove(self) -> None:
         """The answer has begun: a probe's success is recorded now, so that others need not wait for its end."""
         for held in () if self._settled else self._held:
-            fresh = held.guard.prove(held.permit)
-            held.proven |= fresh is not held.permit
-            held.permit = fresh
+            held.prove()
 
     def release(self) -> None:
         """Gives both permits back: no attempt was made."""
@@ -91,6 +108,11 @@ class Lease:
             self._breakers.on_failure(*self._key, verdict)
         if isinstance(verdict, Ignore) and verdict.hold:
             self._breakers.hold(*self._key, verdict.hold)
+
+
+def _refused(guard: Guard, refusal: Refusal) -> Refused:
+    is_closed = refusal.state is State.CLOSED
+    return Refused(guard.name, refusal.retry_in, is_closed and not refusal.silent, refusal.silent)
 
 
 class Breakers:
@@ -146,11 +168,11 @@ class Breakers:
         outer, inner = self.guard(provider), self.guard(provider, model)
         first = outer.ask(expires, forced)
         if isinstance(first, Refusal):
-            return Refused(outer.name, first.retry_in, first.state is State.CLOSED)
+            return _refused(outer, first)
         second = inner.ask(expires, forced)
         if isinstance(second, Refusal):
             outer.give_back(first)
-            return Refused(inner.name, second.retry_in, second.state is State.CLOSED)
+            return _refused(inner, second)
         held = (_Held(Scope.PROVIDER, outer, first), _Held(Scope.PAIR, inner, second))
         return Lease(held, self, (provider, model))
 

@@ -18,6 +18,7 @@ import pybreaker
 from gateway.core import breaker as core
 from gateway.core import ramp as ramps
 from gateway.core.breaker import Count, Permit, Refusal, Rule, State
+from gateway.core.chain import LOCAL
 from gateway.core.outcome import Failure
 from gateway.core.probing import POSTPONE_SECONDS, Finding
 
@@ -73,6 +74,8 @@ class Guard:
         """Whether its last failure was a refusal of memory by our own service."""
         self.source: str | None = None
         self.outstanding = 0
+        self._unanswered: dict[int, tuple[float, float]] = {}
+        """Begin and last moment of the attempts that had no word yet, since the tier last said one to anybody."""
         self._tripped: str | None = None
         self.book = core.Book()
         self._rule = rule
@@ -100,6 +103,7 @@ class Guard:
         before, now = self.book.state, self._clock()
         failures = self._machine.fail_counter
         self.book = core.entered(self.book, self._rule, state, now)
+        self._unanswered.clear()
         if state is State.CLOSED:
             self.source = None
         self._on_state(self.provider, self.model, state)
@@ -123,18 +127,34 @@ class Guard:
         now = self._clock()
         if core.is_due(self.book, now):
             self._machine.half_open()
+        if not forced and self._is_silent(now):
+            return Refusal(core.MOMENT_SECONDS, self.book.state, silent=True)
         self.book, answer = core.ask(self.book, now, expires, self.outstanding, forced)
         if isinstance(answer, Permit):
             self.outstanding += 1
+            self._unanswered[answer.number] = now, expires
         return answer
+
+    def _is_silent(self, now: float) -> bool:
+        """Whether others had better be asked; our own service is asked itself instead, and says when it is busy."""
+        if self.provider == LOCAL or self.book.state is not State.CLOSED:
+            return False
+        waiting = (began for began, expires in self._unanswered.values() if now < expires)
+        return core.is_silent(waiting, self._machine.fail_counter, self._rule, now)
+
+    def heard(self) -> None:
+        """The tier said a word: who waits since before does not wait for one that is gone."""
+        self._unanswered.clear()
 
     def give_back(self, permit: Permit) -> None:
         """The attempt under `permit` says nothing about this tier, or nothing more."""
+        self._unanswered.pop(permit.number, None)
         self.outstanding -= 1
         self.book = core.give_back(self.book, permit)
 
     def succeed(self, permit: Permit) -> None:
         """The attempt under `permit` succeeded."""
+        self.heard()
         self.outstanding -= 1
         self._record_success(permit)
 
@@ -143,6 +163,7 @@ class Guard:
 
         A late or ordinary permit is returned as it is: nothing is recorded before its end.
         """
+        self.heard()
         if not permit.is_probe or not core.counts(self.book, permit):
             return permit
         self._record_success(permit)
@@ -155,6 +176,7 @@ class Guard:
 
     def fail(self, permit: Permit, failure: Failure, why: str, source: str = REQUESTS) -> None:
         """The attempt under `permit`, whose was `source`, failed because of `why`."""
+        self._unanswered.pop(permit.number, None)
         self.outstanding -= 1
         if core.counts(self.book, permit):
             self.last_failure, self.needs_memory, self.source = why, failure.needs_memory, source

@@ -9,6 +9,7 @@ functions are `(book, ...) -> (book, answer)`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -22,6 +23,10 @@ MOMENT_SECONDS = 1.0
 
 ONE_EVENT_SECONDS = 1.0
 """Attempts that ran side by side and broke off within so long broke by one event, which counts once."""
+
+
+SILENT_SECONDS = 7.5
+"""From then on an attempt that nobody has answered speaks against a tier, long before it has failed."""
 
 
 class State(IntEnum):
@@ -65,10 +70,14 @@ class Permit:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """No attempt now; `retry_in` seconds until asking again may help. While the state is closed the ramp is full."""
+    """No attempt now; `retry_in` seconds until asking again may help.
+
+    While the state is closed either the ramp is full, or the tier is `silent`.
+    """
 
     retry_in: float
     state: State
+    silent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +159,22 @@ def entered(book: Book, rule: Rule, state: State, now: float) -> Book:
         open_until=now + pause if state is State.OPEN else 0.0,
         ramp=ramps.begun(now) if state is State.CLOSED and book.state is State.HALF_OPEN else None,
     )
+
+
+def is_silent(waiting: Iterable[float], failures: int, rule: Rule, now: float) -> bool:
+    """Whether a tier is likely to be gone although it has not failed often enough yet.
+
+    `waiting` is when the attempts began that had no word since, oldest first, and since the tier last said a word to
+    anybody. With the `failures` in a row they have to be as many as open a breaker.
+    """
+    lacking = rule.failures - failures
+    for began in waiting:
+        if now - began < SILENT_SECONDS:
+            return False
+        lacking -= 1
+        if lacking <= 0:
+            return True
+    return False
 
 
 def pausing(book: Book, seconds: float) -> Book:

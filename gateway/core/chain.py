@@ -94,6 +94,8 @@ class Drop(StrEnum):
     BUDGET = "budget_spent"
     AILING = "ailing"
     """put behind the others: it would likely fail"""
+    SILENT = "silent"
+    """put behind the others: several wait there for a first word"""
     RECOVERING = "recovering"
     """put behind the others: it was away and takes only some requests yet"""
     ROOM = "little_room"
@@ -102,7 +104,7 @@ class Drop(StrEnum):
     """put behind the others: one of them is expected to answer sooner"""
 
 
-PUT_OFF = frozenset((Drop.AILING, Drop.RECOVERING, Drop.ROOM, Drop.TOO_SLOW))
+PUT_OFF = frozenset((Drop.AILING, Drop.RECOVERING, Drop.SILENT, Drop.ROOM, Drop.TOO_SLOW))
 """Reasons to ask the others first; a candidate that has one is asked all the same when they have failed."""
 
 _ENDPOINTS = frozenset(("chat", "completions"))

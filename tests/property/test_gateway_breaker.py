@@ -44,6 +44,9 @@ class Breaker(RuleBasedStateMachine):
         if isinstance(answer, Refusal):
             if before is State.CLOSED:
                 assert not forced, "who has nowhere else to go is refused by no closed breaker"
+                if answer.silent:
+                    assert len(self.out) + self.in_a_row >= self.rule.failures, "silence speaks as failures do"
+                    return
                 assert width is not None
                 assert running >= width, "only a full ramp refuses while it is closed"
             assert math.isfinite(answer.retry_in), "a refusal ends some day"

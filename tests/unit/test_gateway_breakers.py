@@ -104,6 +104,7 @@ def test_cancelled_attempts_and_late_results_move_nothing(breakers: Breakers, cl
     for lease in old[:5]:
         lease.settle(LEFT)
     assert breakers.guard("p", "m").describe()["failures"] == 0
+    old[9].heard()
     _fail(breakers, 5)
     clock.now += 30
     probe = _lease(breakers)
@@ -325,6 +326,61 @@ def test_a_failure_begins_the_ramp_anew(breakers: Breakers, clock: Clock) -> Non
     assert breakers.describe()[1]["ramp"] == 16
     _fail(breakers, 1)
     assert breakers.describe()[1]["ramp"] == 2
+
+
+# --- silence ----------------------------------------------------------------------------------------------------------
+def test_a_cloud_at_which_many_wait_for_a_first_word_is_asked_last(breakers: Breakers, clock: Clock) -> None:
+    waiting = [_lease(breakers) for _ in range(4)]
+    clock.now += 7.4
+    waiting.append(_lease(breakers))
+    clock.now += 7.5
+    assert breakers.acquire("p", "m", 1e9) == Refused("p", 1.0, silent=True)
+    assert isinstance(breakers.acquire("p", "m", 1e9, forced=True), Lease)
+    waiting[0].settle(Failure(Scope.PAIR), "it stayed silent")
+    assert breakers.acquire("p", "m", 1e9) == Refused("p/m", 1.0, silent=True), "a failure is no sign of life"
+    waiting[1].heard()
+    assert isinstance(breakers.acquire("p", "m", 1e9), Lease)
+
+
+def test_who_left_a_silent_cloud_speaks_against_it_no_more(breakers: Breakers, clock: Clock) -> None:
+    waiting = [_lease(breakers) for _ in range(5)]
+    clock.now += 8.0
+    waiting[0].settle(LEFT)
+    assert isinstance(breakers.acquire("p", "m", 1e9), Lease)
+
+
+def test_attempts_that_were_lost_wait_for_nothing(breakers: Breakers, clock: Clock) -> None:
+    for _ in range(5):
+        _lease(breakers, expires=clock.now + 20.0)
+    clock.now += 19.0
+    assert isinstance(breakers.acquire("p", "m", 1e9), Refused)
+    clock.now += 1.0
+    assert isinstance(breakers.acquire("p", "m", 1e9), Lease)
+
+
+def test_a_first_word_proves_our_own_service_and_not_yet_its_model(breakers: Breakers, clock: Clock) -> None:
+    """Everybody was refused while one request waited for its model to load, which may take minutes."""
+    for provider in ("local", "cloud"):
+        for _ in range(5):
+            lease = breakers.acquire(provider, "m", 1e9)
+            assert isinstance(lease, Lease)
+            lease.settle(Failure(Scope.PROVIDER, pair_too=True), "it broke")
+    clock.now += 30
+    for provider, others in (("local", True), ("cloud", False)):
+        probe = breakers.acquire(provider, "m", 1e9)
+        assert isinstance(probe, Lease)
+        probe.heard()
+        assert isinstance(breakers.acquire(provider, "other", 1e9), Lease) is others
+        assert isinstance(breakers.acquire(provider, "m", 1e9), Refused)
+        probe.settle(Success())
+        probe.heard()
+        assert isinstance(breakers.acquire(provider, "m", 1e9), Lease)
+
+
+def test_our_own_service_says_itself_that_it_is_busy(breakers: Breakers, clock: Clock) -> None:
+    assert all(isinstance(breakers.acquire("local", "m", 1e9), Lease) for _ in range(9))
+    clock.now += 60.0
+    assert isinstance(breakers.acquire("local", "m", 1e9), Lease)
 
 
 # --- a restart of the gateway -----------------------------------------------------------------------------------------

@@ -95,7 +95,8 @@ class Outage:
 
     async def user(self) -> bool:
         """One request; whether it reached the tier."""
-        lease = self.breakers.acquire(self.provider, "demo", self.loop.time() + 315, forced=True)
+        forced = self.provider == "local"  # it is all there is; a cloud has another tier behind it
+        lease = self.breakers.acquire(self.provider, "demo", self.loop.time() + 315, forced)
         if not isinstance(lease, Lease):
             return False
         with self._probe(lease.is_probe):
@@ -166,7 +167,7 @@ def test_in_an_outage_of_sixty_seconds_our_own_service_sees_at_most_four_request
         assert outage.most_probing == 1
 
 
-@pytest.mark.parametrize("how", ["refused", "reset", "500", "529"])
+@pytest.mark.parametrize("how", ["refused", "reset", "500", "529", "silent"])
 def test_a_paid_one_sees_at_most_six_and_is_used_again_within_the_open_period_and_one_request(how: str) -> None:
     for offset in range(8):
         outage = virtual_time.run(_outage("cloud", how, offset / 2))
@@ -190,7 +191,8 @@ def test_fifty_clients_at_half_open_send_one(provider: str) -> None:
     assert len(crowds) == len(set(crowds)), "once it is open, one of them finds out what is the matter"
     returned = min(moment for moment in outage.used if moment >= outage.ends)
     assert outage.used.count(returned) == 1
-    assert next(outage.used.count(moment) for moment in sorted(set(outage.used)) if moment > returned) == 50
+    following = next(outage.used.count(moment) for moment in sorted(set(outage.used)) if moment > returned)
+    assert (following == 50) is (provider == "local"), "who has another tier goes there at first"
     assert outage.most_probing == 1
 
 
