@@ -197,8 +197,8 @@ class Request:
 
         return await self._first(work)
 
-    def choose_again(self) -> Sequence[Candidate]:
-        """Who is worth an attempt as things are now."""
+    def choose_again(self) -> Chain:
+        """The candidates as things are now."""
         return self._choice.again()
 
     def attempt_again(

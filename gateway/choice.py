@@ -72,9 +72,9 @@ class Choice:
         }
         return fold(self._candidates, self._known, self._wants)
 
-    def again(self) -> Sequence[Candidate]:
-        """Who is left as things are now, for an answer that broke off; what was considered first stays on record."""
-        return fold(self._candidates, self.facts, self._wants).kept
+    def again(self) -> Chain:
+        """The same as things are now, for an answer that broke off; what was considered first stays on record."""
+        return fold(self._candidates, self.facts, self._wants)
 
     def facts(self, candidate: Candidate) -> Facts:
         """What is known about `candidate` now."""

@@ -127,7 +127,10 @@ class Answer:
 
     def _rungs(self, verdict: Verdict, said: Said) -> list[Candidate]:
         request, broken = self._request, self.attempt.candidate
-        rungs = resume.ladder(request.choose_again(), broken, verdict, request.route.resume, said)
+        chain = request.choose_again()
+        for dropped in chain.dropped:
+            log.info("request %s: %s cannot go on: %s", request.record.id, dropped.candidate.name, dropped.said)
+        rungs = resume.ladder(chain.kept, broken, verdict, request.route.resume, said)
         if self._whole:
             rungs = tuple(rung for rung in rungs if rung == broken and rung.is_local)
         return [rung for rung in rungs if rung not in self._tried]

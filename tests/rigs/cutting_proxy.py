@@ -129,11 +129,12 @@ class _Connection:
             return True
         caller.write(head + b"\r\n\r\n")
         frames, pending, text = _Chunks(rest, service), b"", 0
-        killed = False
+        killed = told = False
         while (piece := await frames.next()) is not None:
             *whole, pending = (pending + piece).split(b"\n\n")
             for frame in whole:
-                if not killed or b'"error"' in frame:
+                told = told or (killed and b'"error"' in frame)
+                if not killed or told:
                     caller.write(_chunk(frame + b"\n\n"))
                 text += _has_text(frame)
                 if text == plan.frames and not killed:
@@ -143,14 +144,11 @@ class _Connection:
                         return False
                     await asyncio.to_thread(plan.kill)
                     killed = True
-                if killed and b'"error"' in frame:
-                    caller.write(b"0\r\n\r\n")
-                    self._break = None
-                    return True
-        if not killed:
-            caller.write(b"0\r\n\r\n")
-            self._break = None
-        return not killed
+        if killed and not told:
+            return False
+        caller.write(b"0\r\n\r\n")
+        self._break = None
+        return True
 
 
 class _Chunks:
