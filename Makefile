@@ -3,7 +3,7 @@
 #   make test ARGS="-k breaker"         options for pytest
 #   CMAKE_ARGS="-DGGML_CUDA=ON" make serve      a llama.cpp backend (CUDA, HIP, VULKAN, ...); kept once it was built
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types cover bench-engine bench-gateway bench-planner bench-estimates bench-switching bench-colocation bench-turns bench-schema gpu-check chaos fuzz soak lock schema reference clean ready
+.PHONY: help serve test lint types cover bench-engine bench-gateway bench-planner bench-estimates bench-switching bench-colocation bench-turns bench-schema gpu-check chaos fuzz soak resume-proof lock schema reference clean ready
 
 # The first interpreter that is new enough; `make PYTHON=... serve` chooses another.
 PYTHON ?= $(shell for p in .venv/bin/python python3 python3.13 python3.12 python3.11; do \
@@ -84,6 +84,9 @@ fuzz: ready ## damaged model files and made-up requests, all of them: EXAMPLES=1
 
 soak: ready ## a long run under load, and what every process holds by then: MINUTES=20 or HOURS=24; QUICK=1
 	@exec $(RUN) benchmarks.soak
+
+resume-proof: ready ## greedy answers cut at every token, by the connection and by kill -9, against the uncut ones: QUESTIONS=20 EVERY=1 MODELS=demo WAYS=cut,kill TOKENS=32
+	@exec $(RUN) benchmarks.resume_proof
 
 lock: ready ## write what is installed now into requirements.lock
 	@$(RUN) headgate.lockfile

@@ -10,6 +10,7 @@ with nothing but the one model, because another model's end of an answer is anot
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -127,7 +128,7 @@ class Proof:
         for frame in range(1, whole.frames + 1, every):
             began = time.monotonic()
             pid = self._stack.worker_pid(model)
-            self._proxy.plan(Break(frame, (lambda pid=pid: _kill(pid)) if way == "kill" else None))
+            self._proxy.plan(Break(frame, functools.partial(_kill, pid) if way == "kill" else None))
             found = self.ask(model, question)
             assert found.resumed, "nothing was broken off"
             assert (self._stack.worker_pid(model) != pid) == (way == "kill")

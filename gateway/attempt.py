@@ -62,7 +62,9 @@ class Attempt:
         self.call = request.call_for(candidate, last, budget, body)
         meter = request.caller.meter
         on_frame = None if meter is None else meter.note
-        self.listening = Listening(provider, self.call, budget, last=last, on_frame=on_frame)
+        self.listening = Listening(
+            provider, self.call, budget, last=last, on_frame=on_frame, whole=not request.request.stream
+        )
         self.backlog: list[Frame] = []
         self._settled = False
         self._begun = False

@@ -51,7 +51,7 @@ NEARLY_OVER_SECONDS = 0.1
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Who asks, as far as an attempt must know. `silence_seconds` is the caller's own read time-out, of which
-    `waited_seconds` passed before a tier could be asked.
+    `waited_seconds` passed before a tier could be asked. `retries`: it asks the same for the so manieth time again.
 
     `meter` counts what the answer takes, for a key with limits. `why_cancelled` says, inside a cancelled task, whether
     the caller left or the gateway stops.
@@ -63,6 +63,7 @@ class Caller:
     cloud_allowed: bool = True
     silence_seconds: float | None = None
     waited_seconds: float = 0.0
+    retries: int = 0
     kv: str | None = None
     meter: Meter | None = None
     why_cancelled: Callable[[], End] = field(default=lambda: End.CLIENT_LEFT)
@@ -409,7 +410,7 @@ class Request:
             name = outcome.candidate
             known = self.tools.breakers.closed_for(name.provider, name.model) if outcome.drop is None else None
             waits.append(outcome.waiting(max(known or 0.0, self._choice.ready_in(name))))
-        error = no_answer(self.request, waits, self._time_spent())
+        error = no_answer(self.request, waits, self._time_spent(), asks_again=self.caller.retries > 0)
         self.record.reason = waits[0].name if waits else str(error.code)
         return error
 

@@ -62,6 +62,7 @@ class Record:
     route: str = ""
     key: str = ""
     priority: str = ""
+    retries: int = 0
     chain: list[str] = field(default_factory=list)
     needs: list[str] = field(default_factory=list)
     size_bytes: int = 0

@@ -46,6 +46,7 @@ class Listening:
         *,
         last: bool,
         on_frame: Callable[[Frame], None] | None = None,
+        whole: bool = False,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._budget = budget
@@ -57,6 +58,7 @@ class Listening:
         self._waiting = self._answered = self._sent = False
         self._last = last
         self._on_frame = on_frame
+        self._whole = whole
         self._task: asyncio.Task[object] | None = None
         self._passed: Deadline | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -175,7 +177,7 @@ class Listening:
         self._timer = None
 
     def _deadline(self) -> Deadline:
-        phase = Phase(self._started, self._heard, self._waiting, self._answered, self._sent, self._last)
+        phase = Phase(self._started, self._heard, self._waiting, self._answered, self._sent, self._last, self._whole)
         return next_deadline(self._budget, phase)
 
     def _fire(self) -> None:

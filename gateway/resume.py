@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gateway.attempt import Attempt, outcome_name
@@ -137,7 +138,7 @@ class Answer:
 
     async def _climb(self, rungs: list[Candidate], said: Said) -> bool:
         """Whether one of them has opened a stream, which is the current attempt's then."""
-        request, loop = self._request, asyncio.get_running_loop()
+        request, broken, loop = self._request, self.attempt.candidate, asyncio.get_running_loop()
         if self._budget is None:
             self._budget = request.budget if self._whole else request.budget.renewed(loop.time())
         for candidate in rungs:
@@ -145,20 +146,32 @@ class Answer:
                 return False
             self._tried.add(candidate)
             plan = resume.continuation(request.request, said, candidate, prefills=request.prefills(candidate))
-            last = candidate == rungs[-1]
-            attempt = None if plan is None else request.attempt_again(candidate, plan.body, self._budget, last=last)
-            if plan is None or attempt is None:
+            if plan is None:
                 continue
-            self.attempt = attempt
-            try:
-                await attempt.listening.open()
-            except (UpstreamError, ExpiredError) as error:
-                attempt.settle_error(error)
-                await attempt.close()
-                continue
-            self._splice = Splice(self._kept, said, plan.how, request.stops)
-            return True
+            again_in = await self._open(candidate, plan.body, last=candidate == rungs[-1])
+            if again_in is not None and candidate == broken and again_in <= resume.MOST_PAUSE_SECONDS:
+                await asyncio.sleep(again_in)  # the same model is worth a rest between two starts of its worker
+                again_in = await self._open(candidate, plan.body, last=candidate == rungs[-1])
+            if again_in is None:
+                self._splice = Splice(self._kept, said, plan.how, request.stops)
+                return True
         return False
+
+    async def _open(self, candidate: Candidate, body: Mapping[str, Any], *, last: bool) -> float | None:
+        """None once `candidate` has opened a stream; otherwise in how many seconds it may, as far as it said so."""
+        assert self._budget is not None
+        attempt = self._request.attempt_again(candidate, body, self._budget, last=last)
+        if attempt is None:
+            return math.inf
+        self.attempt = attempt
+        try:
+            await attempt.listening.open()
+        except (UpstreamError, ExpiredError) as error:
+            attempt.settle_error(error)
+            await attempt.close()
+            known = error.retry_after if isinstance(error, UpstreamError) else None
+            return math.inf if known is None else known
+        return None
 
     def _count(self, result: str) -> None:
         self._request.tools.telemetry.resume.labels(result).inc()

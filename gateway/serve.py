@@ -35,6 +35,9 @@ log = logging.getLogger("gateway.requests")
 READ_TIMEOUT_HEADER = "x-stainless-read-timeout"
 """The official clients tell how long they wait for each read, in seconds."""
 
+RETRY_COUNT_HEADER = "x-stainless-retry-count"
+"""And how often they have sent the same before."""
+
 
 class Generation:
     """The ASGI application behind the path of one public API."""
@@ -82,7 +85,7 @@ class Generation:
         if caller.meter is not None:
             caller.meter.reserve(request)
         record.asked, record.stream, record.key = request.model, request.stream, key.name
-        record.priority = caller.priority
+        record.priority, record.retries = caller.priority, caller.retries
         found = await find(runtime, request.model, exchange)
         record.route = found.route
         runtime.ring.add(record)
@@ -177,6 +180,7 @@ def caller_of(exchange: Exchange, key: Key, tenant: str, meter: Meter | None) ->
         priority=key.cap(Priority(priority)),
         cloud_allowed=policy != "local-only",
         silence_seconds=_patience(headers.get(READ_TIMEOUT_HEADER)),
+        retries=_count(headers.get(RETRY_COUNT_HEADER)),
         kv=headers.get(H_KV),
         meter=meter,
     )
@@ -211,3 +215,9 @@ def _patience(header: str | None) -> float | None:
     if not 0 < said < math.inf:
         return None
     return said - min(0.5, said * 0.1)
+
+
+def _count(header: str | None) -> int:
+    """A whole number in a header; 0 when it says nothing usable."""
+    said = header or ""
+    return int(said) if said.isascii() and said.isdigit() and len(said) < 6 else 0

@@ -49,11 +49,15 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """One request's allowance across all its attempts."""
+    """One request's allowance across all its attempts.
+
+    `patience` is how long its caller, who has had a part of the answer, may be left without another byte.
+    """
 
     limits: Limits
     started: float
     attempts: int = 0
+    patience: float = math.inf
 
     @property
     def commit_by(self) -> float:
@@ -87,10 +91,9 @@ class Budget:
     def renewed(self, now: float) -> Budget:
         """The budget for going on with an answer that broke off: as long again as its beginning had.
 
-        Its caller got something at the break, and is left without a byte no longer than it said.
+        Its caller has had a byte, and is told what goes on: only silence can be too long for it.
         """
-        silence = min(self.limits.first_token, self._caller_silence)
-        return Budget(replace(self.limits, first_token=silence, caller_silence=None), now)
+        return Budget(replace(self.limits, caller_silence=None), now, self.attempts, self._caller_silence)
 
     def spend(self) -> Budget:
         """The budget after one more attempt began."""
@@ -103,7 +106,7 @@ class Phase:
 
     `heard` is when the last frame or comment came (at first: when the attempt started). `waiting` is whether its last
     sign of life said that it queues or loads. `answered` is whether content came; `sent` whether the caller got
-    anything of it; `last` whether no tier is left after it.
+    anything of it; `last` whether no tier is left after it; `whole` whether the caller gets nothing before the end.
     """
 
     started: float
@@ -112,16 +115,21 @@ class Phase:
     answered: bool = False
     sent: bool = False
     last: bool = False
+    whole: bool = False
 
 
 def next_deadline(budget: Budget, phase: Phase) -> Deadline:
     """The earliest deadline that applies in `phase`; silence wins a tie, for then the provider had its full time.
 
-    A tier that used up its share of an impatient caller's time is left without blame: a spill, not a failure.
+    A tier that used up its share of an impatient caller's time is left without blame: a spill, not a failure. The time
+    to commit ends with the first token, but who waits for a whole answer goes on waiting for its first byte.
     """
     limits = budget.limits
     if phase.answered:
-        return Deadline(phase.heard + limits.inter_token, Due.SILENCE)
+        silence = Deadline(phase.heard + limits.inter_token, Due.SILENCE)
+        if not phase.whole or budget.commit_due is not Due.CALLER:
+            return silence
+        return min(silence, Deadline(budget.commit_by, Due.CALLER), key=lambda deadline: deadline.at)
     found = [Deadline(phase.heard + limits.first_token, Due.SILENCE)]
     if not phase.last:
         share = budget.share(phase.started)
@@ -130,6 +138,8 @@ def next_deadline(budget: Budget, phase: Phase) -> Deadline:
             found.append(Deadline(phase.started + min(limits.load_wait, share), Due.LOAD_WAIT))
     if not phase.sent:
         found.append(Deadline(budget.commit_by, budget.commit_due))
+    if budget.patience < math.inf:
+        found.append(Deadline(phase.heard + budget.patience, Due.CALLER if phase.last else Due.LOAD_WAIT))
     return min(found, key=lambda deadline: deadline.at)
 
 

@@ -42,10 +42,13 @@ class Outcome:
         return replace(self, retry_in=max(seconds, self.retry_in or 0.0))
 
 
-def no_answer(request: InferenceRequest, outcomes: Sequence[Outcome], time_spent: str | None) -> GatewayError:
+def no_answer(
+    request: InferenceRequest, outcomes: Sequence[Outcome], time_spent: str | None, *, asks_again: bool = False
+) -> GatewayError:
     """The error for a request that every candidate dropped, refused or failed.
 
     `time_spent` says whose time is over, None while some is left: then the tiers are to blame and not the clock.
+    `asks_again`: the caller was refused before; it is told to leave it at that.
     """
     each = "; ".join(f"{outcome.candidate.name}: {outcome.said}" for outcome in outcomes)
     drops = {outcome.drop for outcome in outcomes}
@@ -70,7 +73,13 @@ def no_answer(request: InferenceRequest, outcomes: Sequence[Outcome], time_spent
         return RefusedError(Code.QUEUE_FULL, f"too many requests wait already: {each}", retry_after=_soonest(outcomes))
     if time_spent is not None:
         return RefusedError(Code.DEADLINE_EXCEEDED, f"no tier answered within {time_spent}: {each}", should_retry=False)
-    return RefusedError(Code.NO_TIER_AVAILABLE, f"no tier could answer: {each}", retry_after=_soonest(outcomes))
+    spent = asks_again or Drop.BUDGET in drops  # once more would be the same attempts once more
+    return RefusedError(
+        Code.NO_TIER_AVAILABLE,
+        f"no tier could answer: {each}",
+        retry_after=_soonest(outcomes),
+        should_retry=False if spent else None,
+    )
 
 
 def _is_too_long(outcome: Outcome) -> bool:

@@ -20,6 +20,9 @@ from gateway.core.requests import InferenceRequest
 MAX_HOPS = 2
 """An answer is of three pieces at most."""
 
+MOST_PAUSE_SECONDS = 5.0
+"""A model that says it is back so soon is waited for, before another one goes on."""
+
 CHARACTERS_PER_TOKEN = 4
 """Of English text, about: for clouds, whose tokens nobody here counts."""
 

@@ -183,6 +183,16 @@ async def test_when_nobody_can_go_on_the_end_is_an_error_frame(gateway: Gateway,
     assert resumed(gateway) == {"failed": 1}
 
 
+async def test_the_same_model_is_waited_for_when_it_says_that_it_is_back_soon(
+    gateway: Gateway, fake: FakeInference
+) -> None:
+    """A worker's death is known a moment before its rest is over."""
+    fake.queue["demo"] = [BREAKS["cut"], Answer(refuse=Code.MODEL_FAILED, retry_after=0.1), WHOLE]
+    got = await gateway.chat(stream=True)
+    assert text_of(got.text) == "one two three four"
+    assert [seen.model for seen in fake.seen] == ["demo"] * 3
+
+
 async def test_a_cut_behind_the_finish_reason_is_the_end(gateway: Gateway, fake: FakeInference) -> None:
     """The client has the whole answer; asking again could only add to it."""
     whole = (await gateway.chat(stream=True)).text

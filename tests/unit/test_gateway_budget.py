@@ -44,6 +44,26 @@ def test_a_shorter_time_out_of_the_caller_ends_the_wait_and_is_nobodys_fault() -
     assert next_deadline(budget, Phase(0, 4, answered=True)) == Deadline(19.0, Due.SILENCE)
 
 
+def test_who_waits_for_a_whole_answer_waits_for_its_first_byte() -> None:
+    """Our own total ends with the first token even so: a long answer is no slow one."""
+    budget = Budget(Limits(30, 15, 300, 120, 2, caller_silence=5.0), started=0.0)
+    assert next_deadline(budget, Phase(0, 4, answered=True, whole=True)) == Deadline(5.0, Due.CALLER)
+    impatient = Budget(Limits(30, 0.5, 300, 120, 2, caller_silence=5.0), started=0.0)
+    assert next_deadline(impatient, Phase(0, 4, answered=True, whole=True)) == Deadline(4.5, Due.SILENCE)
+    assert next_deadline(BUDGET, Phase(1000, 1400, answered=True, whole=True)) == Deadline(1415, Due.SILENCE)
+
+
+def test_going_on_has_a_time_of_its_own() -> None:
+    """As long as the beginning had. What its caller would not stand any longer is nobody's fault."""
+    limits = Limits(first_token=30, inter_token=15, total=300, load_wait=120, attempts=4, caller_silence=10)
+    again = Budget(limits, 0.0, attempts=4).renewed(500.0)
+    assert (again.commit_by, again.commit_due) == (800.0, Due.TOTAL)
+    assert next_deadline(again, Phase(500, 510)) == Deadline(520.0, Due.LOAD_WAIT)
+    assert next_deadline(again, Phase(500, 510, last=True)) == Deadline(520.0, Due.CALLER)
+    patient = Budget(LIMITS, 0.0).renewed(500.0)
+    assert next_deadline(patient, Phase(500, 510)) == Deadline(540.0, Due.SILENCE)
+
+
 def test_an_impatient_callers_time_is_shared_between_the_tiers() -> None:
     budget = Budget(Limits(30, 15, 300, 120, 2, caller_silence=20.0), started=0.0)
     assert next_deadline(budget, Phase(0, 0)) == Deadline(10.0, Due.LOAD_WAIT)

@@ -9,7 +9,6 @@ from typing import Any
 import orjson
 import pytest
 
-from gateway.core.budget import Budget, Due, Limits
 from gateway.core.chain import Candidate
 from gateway.core.frames import Comment, Data, DeltaKind, Done, Endpoint, Frame
 from gateway.core.outcome import Failure, Ignore, Reason, Scope, Success
@@ -325,10 +324,3 @@ def test_the_seam_is_told_in_a_comment() -> None:
     assert (
         hop_comment("local/demo", 7, "read").frame == b": headgate resumed on local/demo after 7 characters (read)\n\n"
     )
-
-
-def test_going_on_has_a_time_of_its_own() -> None:
-    """As long as the beginning had; its caller's patience bounds silence, not the whole."""
-    limits = Limits(first_token=30, inter_token=15, total=300, load_wait=120, attempts=4, caller_silence=10)
-    again = Budget(limits, 0.0, attempts=4).renewed(500.0)
-    assert (again.commit_by, again.commit_due, again.limits.first_token) == (800.0, Due.TOTAL, 10)

@@ -1,0 +1,67 @@
+"""One budget of time and attempts: whole answers and their callers' patience, callers who ask again, spent attempts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.fake_inference import Answer, FakeInference
+from tests.rigs.gateway_rig import Gateway
+
+pytestmark = pytest.mark.timeout(60)
+
+CONFIG = """
+routes:
+  demo: {chain: [local/demo, local/demo-mini]}
+  "*": {chain: ["local/*"]}
+attempts: {max: 1}
+"""
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[FakeInference]:
+    async with FakeInference("token") as fake:
+        yield fake
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]:
+    async with Gateway(tmp_path, fake.url, CONFIG) as gateway:
+        yield gateway
+
+
+async def test_a_whole_answer_that_its_caller_will_not_wait_for_ends_in_time(
+    gateway: Gateway, fake: FakeInference
+) -> None:
+    """It came token by token, and nobody failed; who streams has had the first of them."""
+    fake.answers["demo"] = Answer(words=("word ",) * 60, pause=0.02)
+    headers = {"x-stainless-read-timeout": "0.5"}
+    late = await gateway.chat(headers=headers)
+    assert (late.status_code, late.headers["x-should-retry"]) == (504, "false")
+    assert "the caller's own time-out" in late.json()["error"]["message"]
+    await fake.seen[0].closed.wait()
+    streamed = await gateway.chat(headers=headers, stream=True)
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    assert (await gateway.breaker("local/demo"))["failures"] == 0
+
+
+async def test_who_spent_the_attempts_is_told_not_to_ask_at_once(gateway: Gateway, fake: FakeInference) -> None:
+    fake.answers["demo"] = Answer(status=500)
+    refused = await gateway.chat()
+    assert (refused.status_code, refused.headers["x-should-retry"]) == (503, "false")
+    assert "attempts were spent" in refused.json()["error"]["message"]
+    assert fake.seen_for("demo-mini") == []
+
+
+@pytest.mark.parametrize(("header", "retries"), [("1", 1), ("0", 0), ("-1", 0), ("many", 0), ("9999999", 0)])
+async def test_a_caller_who_asks_again_is_noted_and_told_to_leave_it_at_that(
+    gateway: Gateway, fake: FakeInference, header: str, retries: int
+) -> None:
+    """Each time it asks costs every tier an attempt."""
+    fake.answers["demo-mini"] = Answer(status=500)
+    refused = await gateway.chat("demo-mini", headers={"x-stainless-retry-count": header})
+    assert (refused.status_code, "x-should-retry" in refused.headers) == (503, retries > 0)
+    record = (await gateway.admin("GET", f"/admin/requests/{refused.headers['x-request-id']}")).json()
+    assert record["retries"] == retries
