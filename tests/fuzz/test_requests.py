@@ -33,6 +33,9 @@ ENDLESS = {"/events"}
 """Never over, so never read to its end."""
 BUSY = {503, 504}
 """What a 5xx may be: a model that cannot be had says so; anything else is a defect."""
+ANTHROPICS = "/v1/messages"
+CODES = {*Code, "thread_unsupported_request"}
+"""Ours, and the one of Anthropic's that its clients act upon."""
 SECONDS = 60
 FEW = 1
 """Requests per operation and kind with all other tests, which ask one model."""
@@ -120,34 +123,55 @@ def complaint(case: Case | SimpleNamespace, answer: Any) -> str | None:
         return None
     if answer.status_code == 401 or (answer.status_code >= 500 and answer.status_code not in BUSY):
         return shown
+    is_whole = _is_anthropics if case.path.startswith(ANTHROPICS) else _is_openais
     try:
-        error = json.loads(answer.content)["error"]
-        is_whole = bool(error["message"]) and error["code"] in set(Code) and "param" in error and bool(error["type"])
+        is_known = is_whole(json.loads(answer.content))
     except (ValueError, KeyError, TypeError):
-        is_whole = False
-    return None if is_whole else f"no envelope: {shown}"
+        is_known = False
+    return None if is_known else f"no envelope: {shown}"
+
+
+def _is_openais(body: Any) -> bool:
+    error = body["error"]
+    return bool(error["message"]) and error["code"] in CODES and "param" in error and bool(error["type"])
+
+
+def _is_anthropics(body: Any) -> bool:
+    error = body["error"]
+    said = body["type"], body["request_id"], error["type"], error["message"]
+    return body["type"] == "error" and all(said) and error["details"]["error_code"] in CODES
 
 
 ENVELOPE = b'{"error": {"message": "no", "type": "invalid_request_error", "param": null, "code": "invalid_request"}}'
+THEIRS = (
+    b'{"type": "error", "error": {"type": "invalid_request_error", "message": "no", '
+    b'"details": {"error_code": "invalid_request"}}, "request_id": "req_1"}'
+)
+NAMELESS = THEIRS.replace(b"req_1", b"")
 NAKED = b'{"detail": "no"}'
 
 
 JUDGED = {
-    "answered": (200, b"", True),
-    "refused": (400, ENVELOPE, True),
-    "busy": (503, ENVELOPE, True),
-    "crashed": (500, ENVELOPE, False),
-    "cut off": (502, ENVELOPE, False),
-    "locked out": (401, ENVELOPE, False),
-    "naked": (400, NAKED, False),
-    "unprocessable": (422, NAKED, False),
-    "no JSON": (404, b"Not Found", False),
+    "answered": ("/v1/x", 200, b"", True),
+    "refused": ("/v1/x", 400, ENVELOPE, True),
+    "busy": ("/v1/x", 503, ENVELOPE, True),
+    "crashed": ("/v1/x", 500, ENVELOPE, False),
+    "cut off": ("/v1/x", 502, ENVELOPE, False),
+    "locked out": ("/v1/x", 401, ENVELOPE, False),
+    "naked": ("/v1/x", 400, NAKED, False),
+    "unprocessable": ("/v1/x", 422, NAKED, False),
+    "no JSON": ("/v1/x", 404, b"Not Found", False),
+    "anthropic": ("/v1/messages", 400, THEIRS, True),
+    "anthropic crashed": ("/v1/messages", 500, THEIRS, False),
+    "anthropic without a name": ("/v1/messages", 400, NAMELESS, False),
+    "openai's to anthropic's": ("/v1/messages", 400, ENVELOPE, False),
+    "anthropic's to openai's": ("/v1/x", 400, THEIRS, False),
 }
 
 
-@pytest.mark.parametrize(("status", "content", "is_fine"), JUDGED.values(), ids=JUDGED)
-def test_a_defect_would_be_seen(status: int, content: bytes, is_fine: bool) -> None:
-    case = SimpleNamespace(method="POST", path="/v1/x", formatted_path="/v1/x", query=None, body=None)
+@pytest.mark.parametrize(("path", "status", "content", "is_fine"), JUDGED.values(), ids=JUDGED)
+def test_a_defect_would_be_seen(path: str, status: int, content: bytes, is_fine: bool) -> None:
+    case = SimpleNamespace(method="POST", path=path, formatted_path=path, query=None, body=None)
     answer = SimpleNamespace(status_code=status, content=content, headers={})
     assert (complaint(case, answer) is None) is is_fine
 
