@@ -21,10 +21,10 @@ def _check_image_url(value: Any, path: str) -> None:
         f.refuse(path, f"`{path}` must be a data: URL, or a short https: one; send the image itself as base64")
 
 
-_IMAGE_URL = f.Check(_check_image_url, {"type": "string", "pattern": "^(data:|https://)"})
+IMAGE_URL = f.Check(_check_image_url, {"type": "string", "pattern": "^(data:|https://)"})
 """An image that came with the request, or one to be fetched where `core.images` allows that; tiers see the former."""
 _IMAGE = f.mapping(
-    {"url": _IMAGE_URL, "detail": f.one_of("auto", "low", "high")},
+    {"url": IMAGE_URL, "detail": f.one_of("auto", "low", "high")},
     needed=("url",),
 )
 _PARTS: Mapping[str, f.Check] = {

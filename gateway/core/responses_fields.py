@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gateway.core import fields as f
+from gateway.core.messages import IMAGE_URL
 from inference.protocol import Code
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
@@ -54,7 +55,7 @@ def _check_image(value: Any, path: str) -> None:
     f.mapping({"detail": f.one_of("auto", "low", "high", "original")})(value, path)
     if value.get("file_id") is not None:
         f.refuse(f"{path}.file_id", f"`{path}.file_id` names a file this gateway does not keep; send a data: URL")
-    f.mapping({"image_url": _DATA_URL}, needed=("image_url",))(value, path)
+    f.mapping({"image_url": IMAGE_URL}, needed=("image_url",))(value, path)
 
 
 def _check_file(value: Any, path: str) -> None:
@@ -74,7 +75,7 @@ _PARTS: Mapping[str, f.Check] = {
     "input_text": _TEXT,
     "output_text": _TEXT,
     "refusal": f.mapping({"refusal": f.string()}, needed=("refusal",)),
-    "input_image": f.Check(_check_image, f.mapping({"image_url": _DATA_URL}, needed=("image_url",)).schema),
+    "input_image": f.Check(_check_image, f.mapping({"image_url": IMAGE_URL}, needed=("image_url",)).schema),
     "input_file": f.Check(_check_file, f.mapping({"file_data": _DATA_URL}, needed=("file_data",)).schema),
     "input_audio": _AUDIO,
 }

@@ -222,6 +222,12 @@ def test_parts_keep_what_they_are() -> None:
     }
 
 
+def test_the_address_of_an_image_is_told_on_to_who_decides_about_fetching() -> None:
+    url = "https://example.com/a.png"
+    said = messages({"role": "user", "content": [{"type": "input_image", "image_url": url}]})
+    assert said[0]["content"] == [{"type": "image_url", "image_url": {"url": url}}]
+
+
 def test_leading_rules_become_one_system_message_and_later_ones_stay() -> None:
     said = messages(
         {"role": "developer", "content": "Use tabs."},
@@ -385,7 +391,7 @@ def test_a_mistake_names_its_field(body: dict[str, Any], param: str) -> None:
 @pytest.mark.parametrize(
     ("part", "param"),
     [
-        ({"type": "input_image", "image_url": "https://example.com/a.png"}, "image_url"),
+        ({"type": "input_image", "image_url": "http://example.com/a.png"}, "image_url"),
         ({"type": "input_image", "file_id": "file_1"}, "file_id"),
         ({"type": "input_image"}, "image_url"),
         ({"type": "input_file", "file_url": "https://example.com/a.pdf"}, "file_url"),
@@ -393,7 +399,7 @@ def test_a_mistake_names_its_field(body: dict[str, Any], param: str) -> None:
         ({"type": "input_file"}, "file_data"),
     ],
 )
-def test_nothing_is_fetched(part: dict[str, Any], param: str) -> None:
+def test_what_cannot_be_fetched_is_refused(part: dict[str, Any], param: str) -> None:
     error = refusal(input=[{"role": "user", "content": [part]}])
     assert error.param == f"input[0].content[0].{param}"
 
