@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from gateway.core.origin import Translated, origin_of
 from gateway.errors import RequestError
 from inference.protocol import Code
 
@@ -123,7 +124,10 @@ def data_url(remote: Remote, content: bytes) -> str:
 
 
 def inlined(body: Mapping[str, Any], urls: Mapping[Remote, str]) -> dict[str, Any]:
-    """`body` with what was fetched in the place of its addresses; the rest is shared, nothing is changed."""
+    """`body` with what was fetched in the place of its addresses; the rest is shared, nothing is changed.
+
+    An origin stays with it: the tier that is given that may fetch for itself what this machine was let fetch.
+    """
     messages = list(body["messages"])
     for remote, url in urls.items():
         message = messages[remote.message]
@@ -131,7 +135,9 @@ def inlined(body: Mapping[str, Any], urls: Mapping[Remote, str]) -> dict[str, An
         part = parts[remote.part]
         parts[remote.part] = {**part, "image_url": {**part["image_url"], "url": url}}
         messages[remote.message] = {**message, "content": parts}
-    return {**body, "messages": messages}
+    found = {**body, "messages": messages}
+    origin = origin_of(body)
+    return found if origin is None else Translated(found, origin)
 
 
 def refusal(remote: Remote, said: str) -> RequestError:

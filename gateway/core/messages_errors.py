@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,20 @@ _TYPES: Mapping[int, str] = {
 _CODE_OF_PARAM: Mapping[str | None, str] = {"thread": "thread_unsupported_request"}
 """Where Anthropic has a code of its own for what is refused, because its clients know what to do then: without threads
 they send the whole conversation."""
+
+_OWN_NAMES: Mapping[str, str] = {
+    "chat_template_kwargs": "thinking",
+    "continue_final_message": "messages",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "reasoning_effort": "output_config.effort",
+    "response_format": "output_config.format",
+    "stop": "stop_sequences",
+    "user": "metadata.user_id",
+}
+"""The caller's own name for what a tier calls otherwise."""
+
+_FIRST_WORD = re.compile(r"\w*")
+_FUNCTION = re.compile(r"(tools\[\d+\])\.function\.(\w+)")
 
 ENVELOPE: Mapping[str, Any] = {
     "type": "object",
@@ -54,7 +69,22 @@ def envelope(error: GatewayError) -> dict[str, Any]:
     """
     code = error.upstream_code if isinstance(error, PassedOnError) else str(error.code)
     code = _CODE_OF_PARAM.get(error.param, code)
-    return {**_said(error.status, code, error.message, error.param, error.details), "request_id": None}
+    param = _own_name(error)
+    return {**_said(error.status, code, error.message, param, error.details), "request_id": None}
+
+
+def _own_name(error: GatewayError) -> str | None:
+    """The field to blame as the caller wrote it. What a tier says of one message is said of all: it saw others."""
+    param = error.param
+    if param is None:
+        return None
+    if found := _FUNCTION.match(param):
+        return f"{found[1]}.{'input_schema' if found[2] == 'parameters' else found[2]}"
+    word = _FIRST_WORD.match(param)
+    assert word is not None
+    if word[0] == "messages" and (isinstance(error, PassedOnError) or ".image_url" in param):
+        return "messages"
+    return _OWN_NAMES.get(word[0], param)
 
 
 def frame_error(code: str, message: str) -> dict[str, Any]:

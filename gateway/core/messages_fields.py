@@ -11,6 +11,7 @@ from typing import Any
 
 from gateway.core import fields as f
 from gateway.core.anthropic_request import IMAGE_TYPES
+from gateway.core.messages import MAX_URL_CHARS
 from inference.protocol import Code
 
 IGNORED: Mapping[str, str] = {
@@ -101,15 +102,26 @@ _TYPE = {"type": f.string(1)}
 _MARKED = {**_TYPE, "cache_control": _CACHE}
 
 _TEXT = closed({**_MARKED, "text": f.string(), "citations": f.anything}, needed=("type", "text"))
-_NO_FETCHING = "the gateway fetches nothing, so send the data itself as base64"
+_NO_FETCHING = "the gateway fetches no documents, so send the data itself as base64"
+
+
+def _check_address(value: Any, path: str) -> None:
+    f.string(1).run(value, path)
+    if not value.startswith("https://") or len(value) > MAX_URL_CHARS:
+        f.refuse(path, f"`{path}` must be a short https: address; send the image itself as base64")
+
+
+_ADDRESS = f.Check(_check_address, {"type": "string", "pattern": "^https://", "maxLength": MAX_URL_CHARS})
+"""Fetched where `core.images` allows that."""
 _NO_FILES = "the gateway keeps no files, so send the data itself as base64"
 _IMAGE_SOURCE = _by_kind(
     {
         "base64": closed(
             {**_TYPE, "media_type": f.one_of(*IMAGE_TYPES), "data": f.string(1)}, needed=("media_type", "data")
         ),
+        "url": closed({**_TYPE, "url": _ADDRESS}, needed=("url",)),
     },
-    {"url": _NO_FETCHING, "file": _NO_FILES},
+    {"file": _NO_FILES},
 )
 _IMAGE = closed({**_MARKED, "source": _IMAGE_SOURCE, "transformations": f.anything}, needed=("type", "source"))
 _DOCUMENT_SOURCE = _by_kind(

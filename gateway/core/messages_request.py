@@ -212,7 +212,8 @@ def _part(block: Mapping[str, Any]) -> dict[str, Any]:
     if source["type"] == "text":
         heads = [block[name] for name in ("title", "context") if block.get(name)]
         return {"type": "text", "text": "\n".join([*heads, source["data"]])}
-    url = f"data:{source['media_type']};base64,{source['data']}"
+    is_address = source["type"] == "url"
+    url = source["url"] if is_address else f"data:{source['media_type']};base64,{source['data']}"
     if block["type"] == "image":
         return {"type": "image_url", "image_url": {"url": url}}
     return {"type": "file", "file": {"filename": block.get("title") or "document.pdf", "file_data": url}}

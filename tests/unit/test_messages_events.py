@@ -237,6 +237,30 @@ def test_errors_have_anthropics_envelope() -> None:
     assert types[Code.NO_TIER_AVAILABLE] == "overloaded_error"
 
 
+@pytest.mark.parametrize(
+    ("param", "own"),
+    [
+        ("stop", "stop_sequences"),
+        ("response_format.json_schema", "output_config.format"),
+        ("tools[3].function.parameters", "tools[3].input_schema"),
+        ("tools[3].function.name", "tools[3].name"),
+        ("messages[4].content", "messages"),
+        ("max_tokens", "max_tokens"),
+        ("", ""),
+        (None, None),
+    ],
+)
+def test_a_tiers_word_for_a_field_becomes_the_callers(param: str | None, own: str | None) -> None:
+    said = UpstreamError(UpstreamKind.STATUS, "no", status=400)
+    assert envelope(PassedOnError(said, 400, param))["error"]["details"].get("param") == own
+
+
+def test_the_callers_own_places_stay() -> None:
+    for param, own in (("messages[1].content[0].type",) * 2, ("messages[1].content[0].image_url.url", "messages")):
+        refused = RequestError(Code.INVALID_REQUEST, "no", param=param)
+        assert envelope(refused)["error"]["details"]["param"] == own
+
+
 def completion(message: dict[str, Any], finish: str = "stop", **more: Any) -> dict[str, Any]:
     choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": finish, **more}
     return {**HEAD, "object": "chat.completion", "choices": [choice], "usage": USAGE}

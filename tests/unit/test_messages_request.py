@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.core import messages_fields, messages_request, requests
+from gateway.core import images, messages_fields, messages_request, requests
 from gateway.core.frames import Endpoint
 from gateway.core.messages_request import parse, to_chat
 from gateway.core.origin import origin_of
@@ -112,14 +112,18 @@ def test_neighbors_of_one_role_are_one_turn() -> None:
 
 def test_pictures_and_documents() -> None:
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}
+    address = {"type": "image", "source": {"type": "url", "url": "https://a.example/b.png"}}
     pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}}
     text = {
         "type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "Water."}, "title": "Mills",
         "context": None, "citations": {"enabled": False},
     }  # fmt: skip
-    said = chat({"role": "user", "content": [image, pdf, {**pdf, "title": "a.pdf"}, text]})["messages"][0]["content"]
+    said = chat({"role": "user", "content": [image, address, pdf, {**pdf, "title": "a.pdf"}, text]})["messages"][0][
+        "content"
+    ]
     assert said == [
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}},
+        {"type": "image_url", "image_url": {"url": "https://a.example/b.png"}},
         {
             "type": "file",
             "file": {"filename": "document.pdf", "file_data": "data:application/pdf;base64,JVBERi0="},
@@ -127,6 +131,15 @@ def test_pictures_and_documents() -> None:
         {"type": "file", "file": {"filename": "a.pdf", "file_data": "data:application/pdf;base64,JVBERi0="}},
         {"type": "text", "text": "Mills\nWater."},
     ]
+
+
+def test_an_image_that_was_fetched_leaves_the_origin_as_it_was() -> None:
+    address = {"type": "image", "source": {"type": "url", "url": "https://a.example/b.png"}}
+    asked = parse(json.dumps(body({"role": "user", "content": [address]})).encode()).body
+    remotes = images.remote_images(asked)
+    found = images.inlined(asked, {remotes[0]: f"data:image/png;base64,{PNG}"})
+    assert found["messages"][0]["content"][0]["image_url"]["url"].startswith("data:")
+    assert origin_of(found) == origin_of(asked) is not None
 
 
 def test_calls_and_their_results_in_the_order_of_the_calls() -> None:
@@ -330,7 +343,7 @@ def test_a_refusal_names_the_field(more: dict[str, Any], param: str) -> None:
         ),
         (
             [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://x"}}]}],
-            "messages[0].content[0].source.type",
+            "messages[0].content[0].source.url",
         ),
         (
             [{"role": "user", "content": [{"type": "document", "source": {"type": "file", "file_id": "f"}}]}],
