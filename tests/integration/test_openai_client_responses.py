@@ -282,6 +282,20 @@ async def test_a_stream_that_breaks_off_fails_for_who_follows_and_raises_for_who
         await client.responses.retrieve(events[-1].response.id)
 
 
+async def test_an_answer_that_breaks_off_and_goes_on_is_one_sequence(
+    client: openai.AsyncOpenAI, fake: FakeInference
+) -> None:
+    words = ("one ", "two ", "three ", "four")
+    fake.queue["demo"] = [Answer(words=words[:2], cut=True), Answer(words=words)]
+    async with client.responses.stream(model="demo", input="Count") as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert final.output_text == "one two three four"
+    assert len(final.output) == 1
+    assert [event.type for event in events].count("response.output_item.added") == 1
+
+
 @pytest.mark.parametrize(
     ("body", "code", "param"),
     [
