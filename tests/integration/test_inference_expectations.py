@@ -10,7 +10,7 @@ import pytest
 from inference import views
 from inference.protocol import ModelStatus
 from inference.worker.link import Beat
-from tests.rigs.authority_rig import Start, services
+from tests.rigs.authority_rig import FakeAccelerator, FakeEstimator, Start, services
 from tests.rigs.instant_workers import InstantSupervisor
 
 
@@ -61,3 +61,32 @@ async def test_a_load_that_runs_is_told_by_what_is_left_of_it(start: Start) -> N
         changed = views.status(model, authority, authority.loop.time())
         assert not views.differs(changed, changed)
     authority.quiesce()
+
+
+async def test_what_cannot_fit_is_told_by_what_the_policy_leaves_to_try(start: Start) -> None:
+    """A gateway skips only what is sure to be refused: what may be reduced, or may go to the CPU, is asked for."""
+    estimator = FakeEstimator()
+    estimator.sizes = dict.fromkeys(("fast", "reduce", "cpu"), 2000) | {"small": 500}
+    service = await start(
+        {
+            "fast": {},
+            "reduce": {"oom_policy": "reduce"},
+            "cpu": {"oom_policy": "cpu"},
+            "small": {},
+        },
+        accelerator=FakeAccelerator(),
+        estimator=estimator,
+    )
+    authority = service.authority
+    authority.loads.supervisor = InstantSupervisor({})
+
+    def told(name: str) -> ModelStatus:
+        return views.status(authority.resolve(name), authority, authority.loop.time())
+
+    for name in ("fast", "reduce", "cpu", "small"):
+        await authority.background.measure(authority.resolve(name))
+    assert told("fast").fits is False
+    assert "gpu-0" in (told("fast").reason or "")
+    assert told("reduce").fits is None, "with a smaller context it may"
+    assert told("cpu").fits is True
+    assert told("small").fits is True
