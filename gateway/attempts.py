@@ -103,7 +103,10 @@ class Request:
         )  # fmt: skip
         self.budget = Budget(limits, asyncio.get_running_loop().time())
         self.candidates = expand(self.route.chain, found.model)
-        self._choice = Choice(tools, request, self.route, self.candidates, record, cloud_allowed=caller.cloud_allowed)
+        self._choice = Choice(
+            tools, request, self.route, self.candidates, record,
+            cloud_allowed=caller.cloud_allowed, priority=caller.priority,
+        )  # fmt: skip
         self.outcomes: list[Outcome] = []
         self._put_off: set[Candidate] = set()
         self._out_of_time = False

@@ -21,7 +21,7 @@ from gateway.core.speed import UNKNOWN, Speed, queue_seconds
 from gateway.errors import UpstreamError
 from gateway.explain import Considered, Record
 from gateway.settings import RouteSettings
-from inference.protocol import Code, ModelStatus
+from inference.protocol import Code, ModelStatus, Priority
 
 if TYPE_CHECKING:
     from gateway.attempts import Tools
@@ -46,12 +46,14 @@ class Choice:
         record: Record,
         *,
         cloud_allowed: bool,
+        priority: Priority = Priority.NORMAL,
     ) -> None:
         """`cloud_allowed`: whether the caller lets clouds answer; the route may still forbid it."""
         self._tools = tools
         self._request = request
         self._candidates = candidates
         self._record = record
+        self._is_first = priority is Priority.HIGH
         self._any_vectors = route.same_vectors or request.endpoint.streams
         self._wants = Wants(
             capabilities=request.needs | _ENDPOINT_NEEDS.get(request.endpoint, frozenset()),
@@ -201,5 +203,7 @@ class Choice:
 
     def _speed(self, candidate: Candidate, status: ModelStatus) -> Speed:
         outstanding = self._tools.breakers.outstanding(candidate.provider, candidate.model)
-        queue = queue_seconds(status.queue_seconds, outstanding, status.parallel, status.answer_seconds)
+        queue = queue_seconds(
+            status.queue_seconds, outstanding, status.parallel, status.answer_seconds, first=self._is_first
+        )
         return Speed(status.load_seconds, queue, status.prefill_tokens_per_second)

@@ -22,16 +22,19 @@ class Speed:
 
 
 def queue_seconds(
-    told_seconds: float | None, outstanding: int, parallel: int, answer_seconds: float | None
+    told_seconds: float | None, outstanding: int, parallel: int, answer_seconds: float | None, *, first: bool = False
 ) -> float | None:
     """The wait behind others: as the service told it last, or more by the `outstanding` requests of our own.
 
-    The service is asked every few seconds; in between many may come at once, and only the gateway knows of them.
+    The service is asked every few seconds; in between many may come at once, and only the gateway knows of them. Who
+    is served `first` has the next place that is free, whoever else waits.
     """
     waits_for = outstanding - parallel + 1
-    if waits_for <= 0 or answer_seconds is None:
-        return told_seconds
-    return max(told_seconds or 0.0, waits_for * answer_seconds)
+    if waits_for > 0 and answer_seconds is not None:
+        told_seconds = max(told_seconds or 0.0, waits_for * answer_seconds)
+    if first and told_seconds is not None and answer_seconds is not None:
+        return min(told_seconds, answer_seconds)
+    return told_seconds
 
 
 UNKNOWN = Speed()

@@ -283,6 +283,9 @@ async def test_a_burst_is_not_sent_into_a_queue_that_was_empty_a_moment_ago(
         await until("it is under way", lambda number=number: len(fake.seen) == number)
     spilled = await cloudy.chat("pair")
     assert spilled.headers["x-headgate-model"] == "cloud/large"
+    urgent = asyncio.create_task(cloudy.chat("pair", headers={"x-headgate-priority": "high"}))
+    await until("who is served first is not sent away", lambda: len(fake.seen) == 4)
+    asking.append(urgent)
     assert "27 s in the queue" in (await _explained(cloudy, spilled))["dropped"]["local/demo"]
     gate.set()
     assert {(await answer).headers["x-headgate-model"] for answer in asking} == {"local/demo"}

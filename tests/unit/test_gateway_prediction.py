@@ -74,6 +74,13 @@ def test_our_own_requests_lengthen_the_queue_that_was_told_before_they_came() ->
     assert queue_seconds(30.0, 9, 4, 2.0) == 30
 
 
+def test_who_is_served_first_waits_for_one_place_only() -> None:
+    assert queue_seconds(30.0, 9, 4, 2.0, first=True) == 2
+    assert queue_seconds(1.0, 0, 4, 2.0, first=True) == 1
+    assert queue_seconds(30.0, 9, 4, None, first=True) == 30
+    assert queue_seconds(None, 0, 4, 2.0, first=True) is None
+
+
 SECONDS = st.none() | st.floats(0, 1000)
 SPEEDS = st.builds(Speed, SECONDS, SECONDS, st.none() | st.floats(0.1, 1e5))
 
