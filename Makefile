@@ -3,7 +3,7 @@
 #   make test ARGS="-k breaker"         options for pytest
 #   CMAKE_ARGS="-DGGML_CUDA=ON" make serve      a llama.cpp backend (CUDA, HIP, VULKAN, ...); kept once it was built
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types cover bench-engine bench-gateway bench-planner bench-estimates bench-switching bench-colocation bench-turns bench-schema gpu-check chaos fuzz soak resume-proof lock schema reference clean ready
+.PHONY: help serve test lint types cover bench-engine bench-gateway bench-outage bench-planner bench-estimates bench-switching bench-colocation bench-turns bench-schema gpu-check chaos fuzz soak resume-proof lock schema reference clean ready
 
 # The first interpreter that is new enough; `make PYTHON=... serve` chooses another.
 PYTHON ?= $(shell for p in .venv/bin/python python3 python3.13 python3.12 python3.11; do \
@@ -53,6 +53,9 @@ bench-engine: ready ## the worker beside llama.cpp's servers: MODELS=15m,135m,1b
 
 bench-gateway: ready ## what the gateway costs, beside a bare hop, LiteLLM and Portkey: PARTS=alone,crowds,...; QUICK=1
 	@exec $(RUN) benchmarks.gateway
+
+bench-outage: ready ## a minute without the inference service, and without a cloud: OUTAGE=60 SITUATIONS=gone,silent; QUICK=1
+	@exec $(RUN) benchmarks.outage
 
 bench-planner: ready ## how long one decision takes, 100 models on 8 devices and 1,000 on 64; QUICK=1 for fewer states
 	@exec $(RUN) benchmarks.planner
