@@ -20,6 +20,7 @@ from gateway.core.frames import Comment, Data, DeltaKind, Endpoint, Frame
 from gateway.core.messages_answer import Bounds
 from gateway.core.messages_events import MessageEvents
 from gateway.core.origin import origin_of
+from gateway.errors import RequestError
 from tests.rigs.fake_provider import rules
 from tests.rigs.fake_provider.strict import strictly
 
@@ -167,3 +168,34 @@ def test_what_is_asked_is_a_request_of_the_inner_dialect_and_anthropics_own(aske
     sent = to_native(origin, "claude-opus-5")
     rules.anthropic(sent, "2026-10-21")
     assert sent == {**asked, "model": "claude-opus-5", "stream": True}
+
+
+def _places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every place in a body."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [at, *(place for key, item in inner for place in _places(item, (*at, key)))][at == () :]
+
+
+@settings(max_examples=150, deadline=None)
+@given(conversations(), st.data())
+def test_a_damaged_request_is_refused_by_name_or_still_one_of_the_inner_dialect(
+    asked: dict[str, Any], data: st.DataObject
+) -> None:
+    words = st.sampled_from(["text", "tool_use", "tool_result", "thinking", "image", "user", "assistant", "auto"])
+    place = data.draw(st.sampled_from(_places(asked)))
+    holder: Any = asked
+    for key in place[:-1]:
+        holder = holder[key]
+    if data.draw(st.booleans()) or isinstance(holder, list):
+        holder[place[-1]] = data.draw(JSON | words)
+    else:
+        holder[data.draw(WORD | words)] = data.draw(JSON)
+    try:
+        inner = messages_request.parse(orjson.dumps(asked))
+    except RequestError as error:
+        assert error.param is not None and error.status == 400
+        return
+    requests.parse(Endpoint.CHAT, orjson.dumps(inner.body))
+    origin = origin_of(inner.body)
+    assert origin is not None
+    orjson.dumps(to_native(origin, "claude-haiku-4-5"))
