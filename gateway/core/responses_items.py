@@ -103,7 +103,7 @@ class _Turns:
 def _add_message(turns: _Turns, item: Mapping[str, Any]) -> None:
     role, content = item["role"], _content(item["content"])
     if role == "assistant":
-        turns.assistant("content", "tool_calls")["content"] = content
+        turns.assistant("content")["content"] = content
         return
     turns.close()
     turns.messages.append({"role": role, "content": content})
@@ -126,8 +126,23 @@ def _add_call(turns: _Turns, item: Mapping[str, Any]) -> None:
 
 
 def _add_output(turns: _Turns, item: Mapping[str, Any]) -> None:
+    """An output stands right behind the calls, as chat wants it, whatever was said in between."""
     turns.close()
-    turns.messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _content(item["output"])})
+    messages, call_id = turns.messages, item["call_id"]
+    end = len(messages)
+    behind = range(end, max(0, end - _SOON), -1)
+    at = next((place for place in behind if _calls(messages[place - 1], call_id)), end)
+    while at < end and messages[at]["role"] == "tool":
+        at += 1
+    messages.insert(at, {"role": "tool", "tool_call_id": call_id, "content": _content(item["output"])})
+
+
+_SOON = 64
+"""Messages that may stand between a call and its output; behind more it stays where it is."""
+
+
+def _calls(message: Mapping[str, Any], call_id: str) -> bool:
+    return any(call["id"] == call_id for call in message.get("tool_calls") or ())
 
 
 _ADDS = {

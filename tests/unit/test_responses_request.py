@@ -160,6 +160,22 @@ def test_calls_without_a_word_have_no_content() -> None:
     }  # fmt: skip
 
 
+def test_outputs_stand_right_behind_their_calls_whatever_was_said_in_between() -> None:
+    said = messages(
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+        {"type": "message", "role": "assistant", "content": "I call."},
+        {"type": "function_call", "call_id": "c2", "name": "f", "arguments": "{}"},
+        {"role": "user", "content": "Hurry."},
+        {"type": "function_call_output", "call_id": "c1", "output": "1"},
+        {"type": "function_call_output", "call_id": "c2", "output": "2"},
+        {"type": "function_call_output", "call_id": "unknown", "output": "3"},
+    )
+    assert [(message["role"], message["content"]) for message in said] == [
+        ("assistant", "I call."), ("tool", "1"), ("tool", "2"), ("user", "Hurry."), ("tool", "3"),
+    ]  # fmt: skip
+    assert [call["id"] for call in said[0]["tool_calls"]] == ["c1", "c2"]
+
+
 def test_reasoning_after_a_call_begins_a_turn_of_its_own() -> None:
     said = messages(
         {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
@@ -397,6 +413,7 @@ def test_a_mistake_names_its_field(body: dict[str, Any], param: str) -> None:
         ({"type": "input_file", "file_url": "https://example.com/a.pdf"}, "file_url"),
         ({"type": "input_file", "file_id": "file_1"}, "file_id"),
         ({"type": "input_file"}, "file_data"),
+        ({"type": "input_file", "file_data": "JVBERi0="}, "file_data"),
     ],
 )
 def test_what_cannot_be_fetched_is_refused(part: dict[str, Any], param: str) -> None:
