@@ -6,6 +6,7 @@ a request with this body would be computed with. What is remembered are numbers 
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from hashlib import blake2b
@@ -20,6 +21,9 @@ REMEMBERED = 1024
 """Counts kept; the one not asked for longest leaves first."""
 
 PATH = "/tokenize"
+
+_LARGE_BYTES = 2**20
+"""What is longer is digested in a thread, because other streams would wait for it."""
 
 Ask = Callable[[str, bytes, float], Awaitable[Any]]
 """Posts a JSON body to a path of the service and returns the answer's JSON within so many seconds; raises
@@ -58,7 +62,7 @@ class Counter:
             {"model": model, **{name: body[name] for name in _COUNTED[endpoint] if body.get(name) is not None}},
             option=orjson.OPT_SORT_KEYS,
         )
-        key = blake2b(asked, digest_size=16).digest()
+        key = await _digest(asked)
         if (known := self._known.get(key)) is not None:
             self._known.move_to_end(key)
             return known
@@ -72,3 +76,13 @@ class Counter:
             if len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
         return count
+
+
+async def _digest(asked: bytes) -> bytes:
+    if len(asked) > _LARGE_BYTES:
+        return await asyncio.to_thread(_digest_of, asked)
+    return _digest_of(asked)
+
+
+def _digest_of(asked: bytes) -> bytes:
+    return blake2b(asked, digest_size=16).digest()

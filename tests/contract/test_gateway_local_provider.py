@@ -91,6 +91,24 @@ async def test_frames_that_came_together_can_be_taken_together(fake: FakeInferen
             await anext(stream)
 
 
+async def test_what_else_the_service_is_asked_is_json_or_an_error_in_its_own_words(
+    fake: FakeInference, provider: LocalProvider
+) -> None:
+    fake.counts["demo"] = 7
+    assert await provider.post_json("/tokenize", b'{"model":"demo","prompt":"x"}', 1.5) == {"tokens": [], "count": 7}
+    assert fake.counted == [{"model": "demo", "prompt": "x"}]
+    with pytest.raises(UpstreamError, match="this is not counted") as refused:
+        await provider.post_json("/tokenize", b'{"model":"demo-mini"}', 1.5)
+    assert (refused.value.status, refused.value.code) == (400, Code.UNSUPPORTED_PARAMETER)
+    with pytest.raises(UpstreamError, match="GET /nowhere: 404") as missing:
+        await provider.get_json("/nowhere", 1.0)
+    assert missing.value.status == 404
+    await fake.stop()
+    with pytest.raises(UpstreamError) as gone:
+        await provider.post_json("/tokenize", b"{}", 1.0)
+    assert gone.value.kind is UpstreamKind.CONNECT
+
+
 async def test_the_view_holds_what_the_service_says_and_survives_its_silence(
     fake: FakeInference, provider: LocalProvider
 ) -> None:

@@ -76,3 +76,11 @@ async def test_what_was_not_asked_for_longest_is_forgotten() -> None:
     assert len(service.asked) == REMEMBERED + 1
     await counter.count("demo", Endpoint.COMPLETIONS, {"prompt": "1"}, 1.0)
     assert len(service.asked) == REMEMBERED + 2
+
+
+async def test_a_large_prompt_is_remembered_like_a_small_one() -> None:
+    service = Service()
+    counter = Counter(service)
+    for _ in range(2):
+        await counter.count("demo", Endpoint.COMPLETIONS, {"prompt": "mill " * 2**18}, 1.0)
+    assert len(service.asked) == 1
