@@ -40,6 +40,7 @@ routes:
   gemini: {{chain: [google/gemini]}}
   nowhere: {{chain: [nowhere/claude-opus-5]}}
   toolless: {{chain: [local/demo-mini, anthropic/claude-opus-5]}}
+  breaking: {{chain: [anthropic/fault-cut=2, local/demo]}}
   away: {{chain: [local/away, anthropic/claude-opus-5]}}
 """
 MESSAGES: Any = [{"role": "user", "content": "Hello!"}]
@@ -402,6 +403,22 @@ async def test_a_full_tier_and_a_broken_stream(client: AsyncAnthropic, local: Fa
         await client.messages.create(model="demo", max_tokens=5, messages=MESSAGES)
     assert full.value.type == "rate_limit_error"
     assert int(full.value.response.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize("model", ["demo", "breaking"])
+async def test_an_answer_that_broke_off_goes_on_as_one_message(
+    client: AsyncAnthropic, local: FakeInference, model: str
+) -> None:
+    words = ("one ", "two ", "three")
+    if model == "demo":
+        local.queue["demo"] = [Answer(words=words[:2], cut=True), Answer(words=words)]
+    async with client.messages.stream(model=model, max_tokens=50, messages=MESSAGES) as stream:
+        kinds = [event.type async for event in stream]
+        final = await stream.get_final_message()
+    assert (kinds.count("message_start"), kinds.count("message_stop"), kinds.count("content_block_start")) == (1, 1, 1)
+    assert final.stop_reason == "end_turn"
+    said = await stream.get_final_text()
+    assert said == "one two three" if model == "demo" else said.startswith("[anthropic")
 
 
 async def test_with_the_local_tier_away_anthropic_gets_what_was_asked(
