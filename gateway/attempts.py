@@ -10,14 +10,13 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from gateway.attempt import Attempt, outcome_name
 from gateway.breakers import Breakers, Lease, Refused
 from gateway.choice import Choice
-from gateway.core.anthropic_models import takes_prefill
 from gateway.core.budget import Budget, Due, Limits, unary_deadline
 from gateway.core.chain import PUT_OFF, Candidate, Chain, Drop, Dropped, Found, expand, passes_on
 from gateway.core.outcome import End, Failure, Ignore, Next, Observation, Reason, Verdict
@@ -172,12 +171,12 @@ class Request:
             answer = Answer(self, attempt, whole=True)
             try:
                 assembled = await assemble(answer)
+                answer.attempt.succeed()
             except BaseException as error:
                 answer.attempt.settle_error(error)
                 raise
             finally:
                 await answer.attempt.close()
-            answer.attempt.succeed()
             answer.note_end()
             return assembled
 
@@ -221,17 +220,6 @@ class Request:
         except BaseException:
             lease.release()
             raise
-
-    def prefills(self, candidate: Candidate) -> bool:
-        """Whether the candidate's model goes on with an assistant's message at the end."""
-        found = self.tools.config.providers.get(candidate.provider)
-        return found is not None and found.kind == "anthropic" and takes_prefill(candidate.model)
-
-    @property
-    def stops(self) -> Sequence[str]:
-        """The request's stop strings."""
-        said = self.request.body.get("stop") or ()
-        return (said,) if isinstance(said, str) else tuple(said)
 
     def note_committed(self, attempt: Attempt) -> None:
         """The caller's status is decided: `attempt` answers."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gateway.attempt import Attempt, outcome_name
 from gateway.core import resume
+from gateway.core.anthropic_models import takes_prefill
 from gateway.core.assemble import Assembly
 from gateway.core.budget import Budget
 from gateway.core.chain import Candidate
@@ -145,7 +146,7 @@ class Answer:
             if not self._budget.has_time(loop.time()):
                 return False
             self._tried.add(candidate)
-            plan = resume.continuation(request.request, said, candidate, prefills=request.prefills(candidate))
+            plan = resume.continuation(request.request, said, candidate, prefills=_prefills(request, candidate))
             if plan is None:
                 continue
             again_in = await self._open(candidate, plan.body, last=candidate == rungs[-1])
@@ -153,7 +154,7 @@ class Answer:
                 await asyncio.sleep(again_in)  # the same model is worth a rest between two starts of its worker
                 again_in = await self._open(candidate, plan.body, last=candidate == rungs[-1])
             if again_in is None:
-                self._splice = Splice(self._kept, said, plan.how, request.stops)
+                self._splice = Splice(self._kept, said, plan.how, _stops(request))
                 return True
         return False
 
@@ -175,6 +176,18 @@ class Answer:
 
     def _count(self, result: str) -> None:
         self._request.tools.telemetry.resume.labels(result).inc()
+
+
+def _prefills(request: Request, candidate: Candidate) -> bool:
+    """Whether the candidate's model goes on with an assistant's message at the end."""
+    found = request.tools.config.providers.get(candidate.provider)
+    return found is not None and found.kind == "anthropic" and takes_prefill(candidate.model)
+
+
+def _stops(request: Request) -> Sequence[str]:
+    """The request's stop strings."""
+    said = request.request.body.get("stop") or ()
+    return (said,) if isinstance(said, str) else tuple(said)
 
 
 async def assemble(answer: Answer) -> dict[str, Any]:

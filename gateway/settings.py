@@ -93,7 +93,8 @@ class RouteSettings(_Model):
     """What serves one model name: `chain` is ordered PROVIDER/MODEL; `load_wait` in seconds. `same_vectors` says that
     all models of the chain give the same vectors (and scores), so that one may stand in for the other.
 
-    `resume` is read and checked, and nothing acts on it yet: an answer that broke off ends in an error frame.
+    `resume` says where an answer that broke off goes on: anywhere, on local models only, or nowhere, and then it ends
+    in an error frame.
     """
 
     chain: Annotated[tuple[str, ...], Field(min_length=1)]

@@ -1,7 +1,7 @@
 """Makes one stream of the pieces of an answer that broke off: keeps what was said, joins what follows; opens none.
 
-On the token path a payload is only put on a list. Every `FOLD` payloads, and when a stream broke, they are parsed, and
-what stays is the text.
+On the token path a payload is only put on a list. Every `FOLD` payloads, and when a stream broke, their text is taken
+out; most differ from one another in their text alone, and need not be parsed for it.
 """
 
 from __future__ import annotations
@@ -50,6 +50,11 @@ class Kept:
         self._reasoning: list[str] = []
         self._characters = 0
         self._frames = 0
+        self._least = 0
+        self._usual: tuple[bytes, bytes] | None = None
+        """What stands before and behind the text in a frame of plain text."""
+        self._cut_out: list[bytes] = []
+        """Texts of such frames, still as JSON has them."""
 
     def note(self, frames: Iterable[Frame]) -> None:
         """Frames that the caller gets."""
@@ -81,8 +86,36 @@ class Kept:
     def _fold(self) -> None:
         payloads, self._pending = self._pending, []
         for payload in payloads:
+            if self._usual is not None and len(payload) > self._least:
+                before, behind = self._usual
+                if payload.startswith(before) and payload.endswith(behind):
+                    self._cut_out.append(payload[len(before) : -len(behind)])
+                    continue
+            self._settle()
             if self.why_not is None:
                 self._read(payload)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Makes text of what was cut out of frames."""
+        pieces, self._cut_out = self._cut_out, []
+        if not pieces or self.why_not is not None:
+            return
+        try:
+            text = orjson.loads(b'"' + b"".join(pieces) + b'"')
+        except orjson.JSONDecodeError:
+            self._give_up("malformed")
+            return
+        self._add(text, "", len(pieces))
+
+    def _learn(self, payload: bytes, name: str, text: str) -> None:
+        """Learns what is usual from a frame of plain text."""
+        field = b'"%b":"' % name.encode()
+        said = orjson.dumps(text)[1:-1]
+        before, found, behind = payload.partition(field + said + b'"')
+        if found:
+            self._usual = before + field, b'"' + behind
+            self._least = len(payload) - len(said)
 
     def _read(self, payload: bytes) -> None:
         chunk = _chunk_in(payload)
@@ -92,9 +125,9 @@ class Kept:
         if self.head.id is None:
             self.head = Head(chunk.get("id"), chunk.get("created"))
         if choices := chunk["choices"]:
-            self._read_choice(choices[0])
+            self._read_choice(payload, choices[0])
 
-    def _read_choice(self, choice: Mapping[str, Any]) -> None:
+    def _read_choice(self, payload: bytes, choice: Mapping[str, Any]) -> None:
         delta = choice.get("delta") or {}
         if any(value for name, value in delta.items() if name not in _TEXTS):
             self._give_up("shape")  # a refusal or a call, which nobody goes on with
@@ -103,9 +136,14 @@ class Kept:
         self._finished = self._finished or choice.get("finish_reason") is not None
         content = choice.get("text") or delta.get("content") or ""
         reasoning = next((delta[name] for name in _REASONING if delta.get(name)), "")
+        if content and self._usual is None and choice.get("finish_reason") is None and len(delta) < 2:
+            self._learn(payload, "content" if delta else "text", content)
+        self._add(content, reasoning, bool(content or reasoning))
+
+    def _add(self, content: str, reasoning: str, frames: int) -> None:
         self._content.append(content)
         self._reasoning.append(reasoning)
-        self._frames += bool(content or reasoning)
+        self._frames += frames
         self._characters += len(content) + len(reasoning)
         if self._characters > MAX_SAID_CHARACTERS:
             self._give_up("too_long")

@@ -204,6 +204,26 @@ def test_payloads_become_text_every_so_often() -> None:
     assert found.said.content == "x" * 3 * FOLD
 
 
+def test_frames_that_differ_in_their_text_alone_are_read_without_parsing() -> None:
+    """Escapes come whole, even half an emoji each; what only looks like such a frame is seen through."""
+
+    def plain(said: str) -> Data:
+        payload = (
+            '{"id":"a","created":2,"choices":[{"index":0,"delta":{"content":"' + said + '"},"finish_reason":null}]}'
+        )
+        return Data(payload.encode(), DeltaKind.CONTENT)
+
+    found = kept(plain("one"), plain(' \\"two\\"'), plain("\\ud83d"), plain("\\ude00"), chunk("!"), plain(" é"))
+    assert found.said == Said('one "two"\U0001f600! é', "", 6)
+    sly = kept(plain("one"), plain('two","refusal":"no'), plain("three"), plain("four"))
+    assert (sly.said.content, sly.why_not) == ("", "malformed")
+    escaped = kept(plain("\\u0041"), plain("\\u0042"))
+    assert (escaped.said.content, escaped._usual) == ("AB", None)
+    long = kept(plain("one"), plain("x" * MAX_SAID_CHARACTERS), chunk("two"), chunk("three"))
+    assert (long.said.content, long.why_not) == ("", "too_long")
+    assert not kept(Comment(b": x\n\n")).has_begun
+
+
 # --- joining ----------------------------------------------------------------------------------------------------------
 def test_a_continuation_of_our_own_is_renamed_and_says_its_role_once() -> None:
     joined = splice("one ", How.SO_FAR).join(
