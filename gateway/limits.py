@@ -99,7 +99,8 @@ def _headers(standings: Sequence[core.Standing]) -> tuple[tuple[str, str], ...]:
 class Meter:
     """What one request of a limited key takes. It counts while the context is open.
 
-    An answer that ends with a usage is charged that. One that was cut, or whose caller left, is charged the estimate of
+    An answer that ends with a usage is charged that, and a token for every piece at least: the usage of a resumed one
+    is its last tier's. One that was cut, or whose caller left, is charged the estimate of
     its prompt and a token for every piece that came. Who gets an error instead of an answer is charged no tokens.
     """
 
@@ -145,4 +146,4 @@ class Meter:
         if self._key.limits.tokens_per_minute is None:
             return 0
         said = None if self._usage is None else core.total_tokens(self._usage)
-        return self._prompt_tokens + self._pieces if said is None else said
+        return self._prompt_tokens + self._pieces if said is None else max(said, self._pieces)

@@ -17,6 +17,7 @@ from gateway import settings
 from gateway.admission import Admission
 from gateway.attempts import Tools
 from gateway.auth import Keys
+from gateway.bodies import Bodies
 from gateway.breaker_file import BreakerFile
 from gateway.breakers import Breakers
 from gateway.core.breaker import Rule, State
@@ -72,6 +73,7 @@ class Runtime:
         self.presences = Presences()
         self.admission = Admission(config.admission, self.telemetry)
         self.limiter = Limiter(self.telemetry)
+        self.bodies = Bodies()
         self.images = Images(config.images)
         self.is_draining = False
         self.view: InferenceView

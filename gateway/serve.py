@@ -69,7 +69,7 @@ class Generation:
         runtime = self._runtime
         key, tenant = runtime.keys.admit(exchange.headers, "use")
         meter = runtime.limiter.enter(key, exchange)
-        with meter or contextlib.nullcontext():
+        with meter or contextlib.nullcontext(), runtime.bodies.hold(exchange.headers, runtime.config.max_body):
             caller = caller_of(exchange, key, tenant, meter)
             await self._admitted(key, caller, exchange, record, receive, send)
 

@@ -5,6 +5,7 @@ would be asked first; computes nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,8 +44,11 @@ class CountTokens:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One question."""
         runtime, exchange = self._runtime, exchange_of(scope)
-        with runtime.generation():
+        with runtime.generation(), contextlib.ExitStack() as held:
             key, tenant = runtime.keys.admit(exchange.headers, "use")
+            if (meter := runtime.limiter.enter(key, exchange)) is not None:
+                held.enter_context(meter)
+            held.enter_context(runtime.bodies.hold(exchange.headers, runtime.config.max_body))
             caller = caller_of(exchange, key, tenant, None)
             raw = await read_body(receive, exchange.headers, runtime.config.max_body)
             request = self._parse(raw, key.digest.hex())

@@ -77,7 +77,7 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
         ),
         Verb("chaos", "chaos", "inject a fault; on simulated devices only", "headgate chaos device-cut --seconds 10"),
         Verb("config", "config", "check, show or describe the configuration", "headgate config check"),
-        Verb("key", "key", "the gateway's API key", "headgate key show"),
+        Verb("key", "key", "the gateway's API key, or a new one", "headgate key show"),
         Verb(
             "bench", "bench", "a small load on the running gateway, and what it gave", "headgate bench demo --streams 8"
         ),

@@ -110,7 +110,7 @@ async def test_answers_without_a_stream_are_charged_too(tmp_path: Path, fake: Fa
 
 
 async def test_a_cut_and_an_abandoned_answer_are_charged_what_came(tmp_path: Path, fake: FakeInference) -> None:
-    config = _config("tokens_per_minute: 200") + "attempts: {max: 1}\n"
+    config = _config("tokens_per_minute: 200").replace("local/demo-mini]", "local/demo-mini], resume: 'off'")
     async with Gateway(tmp_path, fake.url, config) as gateway:
         fake.answers["demo"] = Answer(words=("a",) * 60, cut=True)
         await gateway.chat(stream=True, headers=AS_TEAM)

@@ -134,6 +134,27 @@ async def test_who_is_trusted_may_be_said(make: Callable[[str], Provider], monke
     assert len(met) == 1
 
 
+async def test_clouds_are_reached_by_the_proxy_of_the_environment_and_the_service_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    met: list[str] = []
+
+    def note(request: web.Request) -> web.Response:
+        met.append(request.headers["host"])
+        return web.json_response({"error": {"message": "no"}}, status=418)
+
+    for name in ("NO_PROXY", "no_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    async with _server(note) as proxy:
+        monkeypatch.setenv("http_proxy", proxy)
+        assert (await _failure(_openai("http://cloud.example"))).status == 418
+        assert (await _failure(_anthropic("http://cloud.example"))).status == 418
+        assert (await _failure(_local("http://127.0.0.1:9"))).kind is UpstreamKind.CONNECT
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        assert (await _failure(_openai("http://127.0.0.1:9"))).kind is UpstreamKind.CONNECT
+    assert met == ["cloud.example"] * 2
+
+
 async def test_no_request_says_where_it_goes(tmp_path: Path) -> None:
     """Neither headers, nor fields of the body, nor the form of the target, nor the model's name choose an address."""
     with socket.socket() as trap:

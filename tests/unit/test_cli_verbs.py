@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import re
@@ -17,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from gateway import settings
+from gateway.auth import Keys
 from headgate.cli.addresses import Record
 from headgate.cli.main import main
 from headgate.shared.state import StateDir
@@ -591,6 +594,25 @@ def test_key_show_prints_only_the_key_to_stdout(capsys: Any, tmp_path: Path, mon
     monkeypatch.setenv("GATEWAY_API_KEY", "chosen")
     assert main(["key", "show", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"key": "chosen", "source": "the variable GATEWAY_API_KEY"}
+
+
+@pytest.mark.parametrize("admin", [False, True])
+def test_key_new_prints_a_key_and_the_line_that_makes_it_one(capsys: Any, tmp_path: Path, admin: bool) -> None:
+    assert main(["key", "new", 'team "a"', *(["--admin"] if admin else [])]) == 0
+    said = capsys.readouterr()
+    key = said.out.strip()
+    assert key.startswith("hg-")
+    assert key not in said.err
+    (tmp_path / "new").mkdir(mode=0o700)
+    (tmp_path / "new" / "gateway.yaml").write_text("keys:\n" + said.err.partition("reload:\n")[2])
+    keys = Keys.load(settings.load(tmp_path / "new", {}).keys, {}, StateDir(tmp_path / "new"))
+    found = keys.identify({"x-api-key": key})
+    assert found is not None
+    assert (found[0].name, "admin" in found[0].scopes) == ('team "a"', admin)
+    assert main(["key", "new", "b", "--json"]) == 0
+    other = json.loads(capsys.readouterr().out)
+    assert other["key"] != key
+    assert other["entry"]["hash"] == "sha256:" + hashlib.sha256(other["key"].encode()).hexdigest()
 
 
 def test_key_show_does_not_show_a_key_that_is_not_accepted(capsys: Any, tmp_path: Path) -> None:

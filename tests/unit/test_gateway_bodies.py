@@ -1,0 +1,41 @@
+"""Large bodies are bounded together: by what is told of them before they come."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from gateway.bodies import LARGEST_AT_A_TIME, SMALL_BYTES, Bodies
+from gateway.errors import RefusedError
+from inference.protocol import Code
+
+LIMIT = 1_000_000
+
+
+def _of(size: int) -> dict[str, str]:
+    return {"content-length": str(size)}
+
+
+def test_so_many_of_the_largest_are_held_and_no_more() -> None:
+    bodies = Bodies()
+    with contextlib.ExitStack() as held:
+        for headers in (_of(LIMIT), _of(10 * LIMIT), {"transfer-encoding": "chunked"}):
+            held.enter_context(bodies.hold(headers, LIMIT))
+        assert bodies.held_bytes == 3 * LIMIT
+        for _ in range(LARGEST_AT_A_TIME - 3):
+            held.enter_context(bodies.hold(_of(LIMIT), LIMIT))
+        with pytest.raises(RefusedError) as caught, bodies.hold(_of(SMALL_BYTES + 1), LIMIT):
+            pass
+        assert (caught.value.code, caught.value.status, caught.value.retry_after) == (Code.QUEUE_FULL, 429, 1.0)
+        for small in (_of(SMALL_BYTES), {}, _of(0)):
+            with bodies.hold(small, LIMIT):
+                assert bodies.held_bytes == LARGEST_AT_A_TIME * LIMIT
+    assert bodies.held_bytes == 0
+
+
+def test_what_fails_gives_its_share_back() -> None:
+    bodies = Bodies()
+    with pytest.raises(ValueError, match="it"), bodies.hold(_of(LIMIT), LIMIT):
+        raise ValueError("it")
+    assert bodies.held_bytes == 0
