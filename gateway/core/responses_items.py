@@ -80,17 +80,22 @@ def _system(told: Sequence[str]) -> list[Mapping[str, Any]]:
 
 
 class _Turns:
-    """Messages so far; `turn` is the assistant's message that later items may still belong to."""
+    """Messages so far; `turn` is the assistant's message that later items may still belong to, `callers` the messages
+    with calls, by the calls' ids.
+    """
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
+        self.callers: dict[str, dict[str, Any]] = {}
         self.turn: dict[str, Any] | None = None
 
     def close(self) -> None:
         """Ends the assistant's turn; reasoning that nothing followed belongs to no message."""
         turn, self.turn = self.turn, None
         if turn is not None and len(turn) > (2 if "reasoning_content" in turn else 1):
-            self.messages.append({"role": "assistant", "content": None, **turn})
+            message = {"role": "assistant", "content": None, **turn}
+            self.messages.append(message)
+            self.callers |= {call["id"]: message for call in turn.get("tool_calls") or ()}
 
     def assistant(self, *taken: str) -> dict[str, Any]:
         """The assistant's turn, a new one where this one has one of the fields `taken` already."""
@@ -129,9 +134,9 @@ def _add_output(turns: _Turns, item: Mapping[str, Any]) -> None:
     """An output stands right behind the calls, as chat wants it, whatever was said in between."""
     turns.close()
     messages, call_id = turns.messages, item["call_id"]
-    end = len(messages)
-    behind = range(end, max(0, end - _SOON), -1)
-    at = next((place for place in behind if _calls(messages[place - 1], call_id)), end)
+    caller, end = turns.callers.get(call_id), len(messages)
+    behind = range(end, max(0, end - _SOON) if caller else end, -1)
+    at = next((place for place in behind if messages[place - 1] is caller), end)
     while at < end and messages[at]["role"] == "tool":
         at += 1
     messages.insert(at, {"role": "tool", "tool_call_id": call_id, "content": _content(item["output"])})
@@ -139,10 +144,6 @@ def _add_output(turns: _Turns, item: Mapping[str, Any]) -> None:
 
 _SOON = 64
 """Messages that may stand between a call and its output; behind more it stays where it is."""
-
-
-def _calls(message: Mapping[str, Any], call_id: str) -> bool:
-    return any(call["id"] == call_id for call in message.get("tool_calls") or ())
 
 
 _ADDS = {

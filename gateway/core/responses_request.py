@@ -136,26 +136,27 @@ def _tool_fields(body: Mapping[str, Any], tools: list[dict[str, Any]]) -> dict[s
             f.refuse("tool_choice", "`tool_choice` needs `tools`")
         return {}
     said: Any = choice
-    if isinstance(choice, Mapping) and choice["type"] == "function":
-        name = function_name(choice["name"], choice.get("namespace"))
-        _known(name, tools, "tool_choice.name")
-        said = {"type": "function", "function": {"name": name}}
-    elif isinstance(choice, Mapping):
-        allowed = [
-            _known(tool["name"], tools, f"tool_choice.tools[{index}].name")
-            for index, tool in enumerate(choice["tools"])
-        ]
-        tools = [tool for tool in tools if tool["function"]["name"] in allowed]
-        said = choice["mode"]
+    if isinstance(choice, Mapping):
+        wanted = choice["tools"] if choice["type"] == "allowed_tools" else (choice,)
+        path = "tool_choice.tools" if choice["type"] == "allowed_tools" else "tool_choice"
+        allowed = _known_functions(wanted, {tool["function"]["name"] for tool in tools}, path)
+        if choice["type"] == "allowed_tools":
+            tools = [tool for tool in tools if tool["function"]["name"] in allowed]
+            said = choice["mode"]
+        else:
+            said = {"type": "function", "function": {"name": allowed.pop()}}
     parallel = body.get("parallel_tool_calls")
     fields = {"tools": tools, "tool_choice": said}
     return fields if parallel is None else {**fields, "parallel_tool_calls": parallel}
 
 
-def _known(name: str, tools: Sequence[Mapping[str, Any]], path: str) -> str:
-    if all(tool["function"]["name"] != name for tool in tools):
-        f.refuse(path, f"`{path}` is {name[:80]!r}, which is no function in `tools`")
-    return name
+def _known_functions(wanted: Sequence[Mapping[str, Any]], known: set[str], path: str) -> set[str]:
+    """The names in chat of the functions `wanted`; raises RequestError for one that is not among `known`."""
+    names = [function_name(function["name"], function.get("namespace")) for function in wanted]
+    for name in names:
+        if name not in known:
+            f.refuse(path, f"`{path}` names {name[:80]!r}, which is no function in `tools`")
+    return set(names)
 
 
 def _shape(text: Mapping[str, Any]) -> dict[str, Any]:

@@ -387,14 +387,14 @@ def test_items_that_no_model_here_could_read_are_refused_by_name(kind: str) -> N
         ({"tools": [ADD, ADD]}, "tools[1].name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
-        ({"tools": [ADD], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name"),
+        ({"tools": [ADD], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
         ({"tools": [ADD], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         (
             {
                 "tools": [ADD],
                 "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
             },
-            "tool_choice.tools[0].name",
+            "tool_choice.tools",
         ),
     ],
 )
