@@ -44,6 +44,9 @@ _SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _JSON = (b"content-type", b"application/json")
 _MESSAGES = "/v1/messages"
 _MESSAGES_ID = "request-id"
+_MODELS = "/v1/models"
+_VERSION = "anthropic-version"
+"""Every client of Anthropic's sends it; there is a listing of models in both APIs, under one path."""
 
 
 class ClientLeftError(Exception):
@@ -74,7 +77,7 @@ class Exchange:
     error_body: Callable[[GatewayError], dict[str, Any]] = GatewayError.body
     """How errors are told to clients of the path that was asked."""
     is_messages: bool = False
-    """Whether the path is of Anthropic's API, whose clients look for the request's id in a header of their own."""
+    """Whether Anthropic's API is asked, whose clients look for the request's id in a header of their own."""
 
     @property
     def overhead_seconds(self) -> float:
@@ -116,7 +119,7 @@ def new_exchange(scope: Scope) -> Exchange:
     asked = headers.get(H_REQUEST_ID, "")
     request_id = asked if _SANE_ID.fullmatch(asked) else f"req_{secrets.token_hex(12)}"
     exchange = Exchange(request_id, headers, wire=wire.take(scope))
-    if scope["path"].startswith(_MESSAGES):
+    if scope["path"].startswith(_MESSAGES) or (_VERSION in headers and scope["path"].startswith(_MODELS)):
         exchange.is_messages, exchange.error_body = True, messages_errors.envelope
     return exchange
 

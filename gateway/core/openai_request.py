@@ -37,8 +37,12 @@ _OTHER: Mapping[Endpoint, Profile] = {
     Endpoint.EMBEDDINGS: OPENAI_EMBEDDINGS,
 }
 """OpenAI's dialect knows no reranking."""
-_GOOGLE_EFFORTS = {"xhigh": "high", "max": "high"}
-"""Efforts beyond the highest that Google's address knows."""
+_EFFORTS: Mapping[Flavor, Mapping[str, str]] = {
+    Flavor.OPENAI: {"max": "xhigh"},
+    Flavor.GOOGLE: {"xhigh": "high", "max": "high"},
+    Flavor.COMPATIBLE: {},
+}
+"""Efforts beyond the highest that an address knows, as that one."""
 _STREAM_OPTIONS = ("include_obfuscation",)
 
 
@@ -92,9 +96,9 @@ def _translate_chat(request: dict[str, Any], flavor: Flavor) -> None:
     if flavor is Flavor.OPENAI and "max_tokens" in request:
         limit = request.pop("max_tokens")  # OpenAI's newer models refuse the old name, all take the new one
         request.setdefault("max_completion_tokens", limit)
-    if flavor is Flavor.GOOGLE:
-        effort = request.get("reasoning_effort")
-        request |= {"reasoning_effort": _GOOGLE_EFFORTS[effort]} if effort in _GOOGLE_EFFORTS else {}
+    effort = request.get("reasoning_effort", "")
+    if effort in _EFFORTS[flavor]:
+        request["reasoning_effort"] = _EFFORTS[flavor][effort]
     unknown = _ANSWERS_ONLY if flavor is Flavor.COMPATIBLE else _ANSWERS_ONLY | {"reasoning_content"}
     request["messages"] = [_without(unknown, message) for message in request["messages"]]
 

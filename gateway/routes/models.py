@@ -1,12 +1,16 @@
-"""`GET /v1/models` and `/v1/models/{id}`: the routes of the configuration and what the service says it has."""
+"""`GET /v1/models` and `/v1/models/{id}`: the routes of the configuration and what the service says it has, for
+Anthropic's clients in their API's form.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from gateway.core import messages_models
 from gateway.errors import RequestError
 from gateway.exchange import exchange_of
 from gateway.responses import json_response
@@ -23,13 +27,16 @@ def router(runtime: Runtime) -> APIRouter:
 
     @routes.get("/v1/models")
     async def list_models(request: Request) -> Response:
-        runtime.keys.admit(exchange_of(request.scope).headers, "use")
+        exchange = exchange_of(request.scope)
+        runtime.keys.admit(exchange.headers, "use")
         await runtime.view.ensure(VIEW_SECONDS)
-        return json_response({"object": "list", "data": list(_models(runtime).values())})
+        found = list(_models(runtime).values())
+        return json_response(messages_models.listing(found) if exchange.is_messages else _listed(found))
 
     @routes.get("/v1/models/{name:path}")
     async def one_model(request: Request, name: str) -> Response:
-        runtime.keys.admit(exchange_of(request.scope).headers, "use")
+        exchange = exchange_of(request.scope)
+        runtime.keys.admit(exchange.headers, "use")
         await runtime.view.ensure(VIEW_SECONDS)
         models = _models(runtime)
         found = models.get(name) or models.get(runtime.view.aliases.get(name, ""))
@@ -38,9 +45,13 @@ def router(runtime: Runtime) -> APIRouter:
             raise RequestError(
                 Code.MODEL_NOT_FOUND, f"there is no model {name[:100]!r}; known models: {known}", param="model"
             )
-        return json_response(found)
+        return json_response(messages_models.entry(found) if exchange.is_messages else found)
 
     return routes
+
+
+def _listed(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {"object": "list", "data": found}
 
 
 def _models(runtime: Runtime) -> dict[str, dict[str, Any]]:

@@ -14,6 +14,7 @@ import anthropic
 import pydantic
 import pytest
 from anthropic import AsyncAnthropic, beta_async_tool
+from anthropic.types import ModelInfo
 
 from inference.protocol import Code
 from tests.rigs.fake_inference import Answer, FakeInference
@@ -21,6 +22,7 @@ from tests.rigs.fake_provider import KEY as CLOUD_KEY
 from tests.rigs.fake_provider import FakeProvider
 from tests.rigs.fake_provider.answers import Answer as Said
 from tests.rigs.fake_provider.answers import ToolUse
+from tests.rigs.fake_provider.strict import strictly
 from tests.rigs.gateway_rig import KEY, Gateway
 
 pytestmark = pytest.mark.timeout(60)
@@ -353,6 +355,18 @@ async def test_a_local_model_counts_exactly_what_it_would_be_asked(
     del local.counts["demo"]
     with pytest.raises(anthropic.BadRequestError, match="not counted"):
         await client.messages.count_tokens(model="demo", messages=MESSAGES)
+
+
+async def test_models_are_listed_as_anthropics_clients_read_them(client: AsyncAnthropic, gateway: Gateway) -> None:
+    listed = {model.id: model async for model in client.models.list()}
+    assert {"demo", "claude", "gpt"} <= set(listed)
+    assert (listed["demo"].type, listed["demo"].lifecycle, listed["demo"].max_input_tokens) == ("model", "active", 4096)
+    strictly(ModelInfo, {**(await client.models.retrieve("demo")).model_dump(exclude_none=True)})
+    with pytest.raises(anthropic.NotFoundError) as unknown:
+        await client.models.retrieve("nobody")
+    assert unknown.value.type == "not_found_error"
+    plain = (await gateway.client.get("/v1/models")).json()
+    assert plain["object"] == "list"
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

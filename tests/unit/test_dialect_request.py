@@ -515,3 +515,9 @@ def test_text_is_streamed_and_vectors_are_not() -> None:
     assert said == {"model": "m", "prompt": "Once", "stream": True, "stream_options": {"include_usage": True}}
     vectors = to_openai(Endpoint.EMBEDDINGS, {"model": "a", "input": "Once"}, "m", Flavor.OPENAI)
     assert vectors == {"model": "m", "input": "Once"}
+
+
+def test_efforts_beyond_the_highest_of_an_address_are_that_one() -> None:
+    body = {"messages": [user()], "reasoning_effort": "max"}
+    sent = {flavor: to_openai(Endpoint.CHAT, body, "m", flavor)["reasoning_effort"] for flavor in Flavor}
+    assert sent == {Flavor.OPENAI: "xhigh", Flavor.GOOGLE: "high", Flavor.COMPATIBLE: "max"}
