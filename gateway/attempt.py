@@ -105,7 +105,7 @@ class Attempt:
             return verdict
         self._settled = True
         request, candidate = self._request, self.candidate
-        said = without_quotes(said, request.request.body)
+        said = without_quotes(said, self.call.body)
         self._lease.settle(verdict, said)
         outcome = outcome_name(verdict, observation)
         request.tools.telemetry.attempts.labels(candidate.provider, request.label(candidate), outcome).inc()

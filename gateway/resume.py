@@ -20,6 +20,7 @@ from gateway.core.budget import Budget
 from gateway.core.chain import Candidate
 from gateway.core.frames import Data, Done, Frame
 from gateway.core.outcome import Verdict
+from gateway.core.quotes import without_quotes
 from gateway.core.resume import Said
 from gateway.core.splice import Kept, Splice, hop_comment
 from gateway.errors import UpstreamError, UpstreamKind
@@ -112,7 +113,8 @@ class Answer:
             if await self._climb(self._rungs(verdict, said), said):
                 name = self.attempt.candidate.name
                 characters = len(said.content) + len(said.reasoning)
-                self._request.record.hops.append(f"{name} after {characters} characters: {why[:300]}")
+                kept_why = without_quotes(why, broken.call.body)
+                self._request.record.hops.append(f"{name} after {characters} characters: {kept_why[:300]}")
                 log.info("request %s: %s goes on after %d characters", self._request.record.id, name, characters)
                 return [hop_comment(name, characters, outcome_name(verdict, seen))]
             self.attempt = broken

@@ -119,6 +119,17 @@ async def _drive(service: Service, fake: FakeInference) -> tuple[list[str], list
             await ask("demo", False, **more)
         for key in (SHOWN, "team-secret", "team-secret"):
             await ask("demo", False, key=key)
+        use = _bearer(SECRETS["GATEWAY_API_KEY"])
+        for model in ("demo", "400", "401", "500", "frame"):
+            for path, more in (
+                ("messages", {"max_tokens": 9, "messages": [{"role": "user", "content": PROMPT}]}),
+                ("messages/count_tokens", {"messages": [{"role": "user", "content": PROMPT}]}),
+                ("responses", {"input": PROMPT, "stream": True}),
+                ("embeddings", {"input": PROMPT}),
+            ):
+                answer = await client.post(f"/v1/{path}", json={"model": model, **more}, headers=use)
+                said.append(f"{answer.headers} {answer.text}")
+                ids.append(answer.headers["x-request-id"])
         raw = await client.post("/v1/chat/completions", content=b"{" + PROMPT.encode())
         said.append(f"{raw.headers} {raw.text}")
         for path in ("/health", "/metrics", "/v1/models", "/readyz", f"/nothing?key={SHOWN}"):
