@@ -235,7 +235,7 @@ class Stream:
             if isinstance(frame, Comment):
                 out.append(frame.frame)
             elif isinstance(frame, Data) and not self._over:
-                chunk = _loads(frame.payload)
+                chunk = loads(frame.payload)
                 events = [] if self.answer.has_begun else self.answer.begin(chunk.get("model"))
                 out.append(self._written([*events, *self.answer.add(chunk)]))
                 if self.answer.is_astray:
@@ -299,12 +299,12 @@ def dumps(value: Any) -> bytes:
         return json.dumps(value, separators=(",", ":")).encode()
 
 
-def _loads(payload: bytes) -> dict[str, Any]:
+def loads(payload: bytes) -> Any:
+    """What `payload` says; half an emoji in it is only JSON to the standard parser."""
     try:
-        chunk: dict[str, Any] = orjson.loads(payload)
+        return orjson.loads(payload)
     except orjson.JSONDecodeError:
-        chunk = json.loads(payload)
-    return chunk
+        return json.loads(payload)
 
 
 def _text(holder: Mapping[str, Any], name: str) -> str:

@@ -38,15 +38,14 @@ Recall = Callable[[str], Earlier | None]
 class ResponsesRequest:
     """One Responses request. `echo` are the fields of the Response object that say what was asked.
 
-    `conversation` are the messages without instructions, as a later request may build on them; `size_bytes` is theirs.
-    `seals` is whether reasoning is wanted in a form that clients send back.
+    `conversation` are the messages without instructions, as a later request may build on them. `seals` is whether
+    reasoning is wanted in a form that clients send back.
     """
 
     request: InferenceRequest
     echo: Mapping[str, Any]
     names: Names
     conversation: tuple[Message, ...]
-    size_bytes: int
     stored: bool
     seals: bool
 
@@ -66,7 +65,6 @@ def parse(raw: bytes, recall: Recall, *, leaves_out: bool = False) -> ResponsesR
         f.refuse("input", "`input` is needed and holds nothing to answer; send a text or items")
     names, tools = _tools(body.get("tools") or ())
     include = body.get("include") or ()
-    size_bytes = earlier.size_bytes + len(raw)
     chat: dict[str, Any] = {
         "model": body["model"],
         "messages": with_instructions(body.get("instructions"), conversation),
@@ -76,11 +74,10 @@ def parse(raw: bytes, recall: Recall, *, leaves_out: bool = False) -> ResponsesR
         **_sampling(body, INCLUDE_LOGPROBS in include),
     }
     return ResponsesRequest(
-        request=typed(Endpoint.CHAT, chat, size_bytes),
+        request=typed(Endpoint.CHAT, chat, earlier.size_bytes + len(raw)),
         echo=_echo(body),
         names=names,
         conversation=conversation,
-        size_bytes=size_bytes,
         stored=body.get("store", True),
         seals=INCLUDE_REASONING in include,
     )

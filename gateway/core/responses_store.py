@@ -8,21 +8,21 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from gateway.core.responses_request import Earlier
-
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One answer: the Response as JSON, the conversation it ended, and until when it is kept, on the store's clock."""
+    """One answer: the Response and the conversation it ended, both as JSON, because that is what memory holds best; and
+    until when it is kept, on the store's clock.
+    """
 
     response: bytes
-    conversation: Earlier
+    conversation: bytes
     until: float
 
     @property
     def size_bytes(self) -> int:
-        """What it counts as: its JSON, and that of its whole conversation."""
-        return len(self.response) + self.conversation.size_bytes
+        """What it takes."""
+        return len(self.response) + len(self.conversation)
 
 
 class Store:
@@ -39,7 +39,7 @@ class Store:
         """What is kept, in bytes."""
         return sum(self._sizes.values())
 
-    def put(self, owner: str, id: str, response: bytes, conversation: Earlier, now: float) -> None:
+    def put(self, owner: str, id: str, response: bytes, conversation: bytes, now: float) -> None:
         """Keeps one answer; one that is larger than everything together may be is not kept."""
         kept = Kept(response, conversation, now + self._seconds)
         if kept.size_bytes > self._limit:

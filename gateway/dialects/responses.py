@@ -13,7 +13,7 @@ from typing import Any
 
 from gateway.core.frames import Endpoint, Frame
 from gateway.core.requests import InferenceRequest
-from gateway.core.responses_events import Answer, Head, Stream, answered, dumps
+from gateway.core.responses_events import Answer, Head, Stream, answered, dumps, loads
 from gateway.core.responses_items import messages_of
 from gateway.core.responses_request import Earlier, ResponsesRequest, parse
 from gateway.core.responses_store import Store
@@ -57,7 +57,7 @@ class ResponsesDialect:
 
         def recall(id: str) -> Earlier | None:
             kept = self._store.get(owner, id, time.monotonic())
-            return None if kept is None else kept.conversation
+            return None if kept is None else Earlier(tuple(loads(kept.conversation)), len(kept.conversation))
 
         return _Asked(parse(raw, recall, leaves_out=self._leaves_out()), self._store, owner)
 
@@ -93,9 +93,8 @@ class _Asked:
         response = answer.whole(now)
         body = dumps(response)
         if self._asked.stored:
-            conversation = (*self._asked.conversation, *messages_of(answer.output))
-            earlier = Earlier(conversation, self._asked.size_bytes + len(body))
-            self._store.put(self._owner, response["id"], body, earlier, time.monotonic())
+            conversation = dumps([*self._asked.conversation, *messages_of(answer.output)])
+            self._store.put(self._owner, response["id"], body, conversation, time.monotonic())
         return body
 
 

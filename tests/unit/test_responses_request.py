@@ -436,7 +436,7 @@ def test_an_earlier_answer_is_built_on_without_its_instructions() -> None:
         {"role": "system", "content": "Be brief."}, *before, {"role": "user", "content": "Two"},
     ]  # fmt: skip
     assert found.conversation == (*before, {"role": "user", "content": "Two"})
-    assert found.size_bytes > 500
+    assert found.request.size_bytes > 500
     assert found.echo["previous_response_id"] == "resp_1"
 
 

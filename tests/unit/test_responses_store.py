@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from gateway.core.responses_request import Earlier
 from gateway.core.responses_store import Store
 
 
 def put(store: Store, owner: str, id: str, size: int, now: float = 0.0) -> None:
-    store.put(owner, id, b"x" * size, Earlier((), 0), now)
+    store.put(owner, id, b"x" * (size - 2), b"[]", now)
 
 
 def test_an_answer_is_its_owners_alone_and_only_for_a_while() -> None:
     store = Store(100, 60.0)
-    store.put("a", "r1", b"{}", Earlier(({"role": "user"},), 8), 0.0)
+    store.put("a", "r1", b"{}", b"[1]", 0.0)
     found = store.get("a", "r1", 59.9)
     assert found is not None
-    assert (found.response, found.conversation.messages, found.size_bytes) == (b"{}", ({"role": "user"},), 10)
+    assert (found.response, found.conversation, found.size_bytes) == (b"{}", b"[1]", 5)
     assert store.get("b", "r1", 0.0) is None
     assert store.get("a", "r2", 0.0) is None
     assert store.get("a", "r1", 60.0) is None
