@@ -16,7 +16,7 @@ import orjson
 
 from gateway.breakers import Breakers
 from gateway.core import probing
-from gateway.core.breaker import Permit, State
+from gateway.core.breaker import Permit, Refusal, State
 from gateway.core.chain import LOCAL
 from gateway.core.outcome import Failure, Scope
 from gateway.core.probing import ASK_SECONDS, Finding, Purpose, Question, Step, Watch
@@ -113,21 +113,31 @@ class Prober:
     async def ask(self, step: Step) -> None:
         """Makes one probe, under a permit that keeps everybody else from probing, and records what it proves."""
         guard = self._breakers.guard(LOCAL, step.model)
-        permit = self._permit(guard, step)
-        if permit is None:
-            return  # the breaker moved meanwhile
+        expires = self._clock() + ASK_SECONDS[step.question] + GRACE_SECONDS
+        service = self._breakers.guard(LOCAL)
+        outer = service.ask(expires) if step.model and service.book.state is not State.CLOSED else None
+        if isinstance(outer, Refusal):
+            self._note(step, Finding.UNKNOWN)  # a user finds out about the service just now
+            return
+        permit = self._permit(guard, step, expires)
         finding, said = Finding.UNKNOWN, "it was not asked"
         try:
-            finding, said = await self._find_out(step)
+            if permit is not None:  # else the breaker moved meanwhile
+                finding, said = await self._find_out(step)
         finally:
-            watch = self._watches.get(step.model)
-            if watch is not None:
-                self._watches[step.model] = probing.asked(watch, step.purpose, finding, self._clock())
-            self._settle(guard, permit, step, finding, said)
-        self._on_probe(step.purpose, finding)
+            if outer is not None:
+                service.give_back(outer)
+            if permit is not None:
+                self._note(step, finding)
+                self._settle(guard, permit, step, finding, said)
+        if permit is not None:
+            self._on_probe(step.purpose, finding)
 
-    def _permit(self, guard: Guard, step: Step) -> Permit | None:
-        expires = self._clock() + ASK_SECONDS[step.question] + GRACE_SECONDS
+    def _note(self, step: Step, finding: Finding) -> None:
+        if (watch := self._watches.get(step.model)) is not None:
+            self._watches[step.model] = probing.asked(watch, step.purpose, finding, self._clock())
+
+    def _permit(self, guard: Guard, step: Step, expires: float) -> Permit | None:
         if step.purpose is Purpose.RECOVER:
             return guard.scout(expires)
         if guard.book.state is not State.CLOSED:
@@ -154,8 +164,8 @@ class Prober:
         except UpstreamError as error:
             if step.model and probing.is_down(error):
                 self.suspect()
-            return probing.found(step.question, error), f"{_NAMES[step.question]}: {error}"
-        finding = probing.found(step.question, answer if isinstance(answer, dict) else {})
+            return probing.found(step.purpose, step.question, error), f"{_NAMES[step.question]}: {error}"
+        finding = probing.found(step.purpose, step.question, answer if isinstance(answer, dict) else {})
         return finding, f"{asked} {'was answered' if finding is Finding.GOOD else 'refuses'}"
 
     async def _question(self, step: Step, seconds: float) -> Any:

@@ -134,14 +134,13 @@ def due_at(watch: Watch, state: State) -> float | None:
 def choose(watches: Mapping[str, Watch], states: Mapping[str, State]) -> Step | None:
     """The probe that is due first, None when there is nothing to find out. Keys are models, empty for the service.
 
-    While the service itself is in doubt, nothing is asked about its models: the answer would be about the service.
+    While the service itself is in doubt, nothing is asked about its models: the answer would be about the service. Once
+    it answers, they are asked for even before a user has come: none could pass where the model's breaker is open too.
     """
     if (own := watches.get("")) is not None:
         state = states.get("", State.CLOSED)
         if (at := due_at(own, state)) is not None:
             return Step("", _purpose(state), Question.READY, at)
-        if state is not State.CLOSED:
-            return None
     steps = [
         Step(model, _purpose(states[model]), Question.PLAN if watch.needs_memory else Question.TOKEN, at)
         for model, watch in watches.items()
@@ -154,14 +153,18 @@ def _purpose(state: State) -> Purpose:
     return Purpose.CONFIRM if state is State.CLOSED else Purpose.RECOVER
 
 
-def found(question: Question, said: UpstreamError | Mapping[str, Any]) -> Finding:
+def found(purpose: Purpose, question: Question, said: UpstreamError | Mapping[str, Any]) -> Finding:
     """What an answer, or the error instead of one, proves.
 
-    The service is there as soon as it answers anything but a 5xx. A plan that refuses proves nothing, because a load
-    may bend its settings; nor does silence of a model, which may only be busy.
+    The service is there as soon as it answers anything but a 5xx. One that answers a 5xx may serve users all the same,
+    so that this alone never keeps them away. A plan that refuses proves nothing, because a load may bend its settings;
+    nor does silence of a model, which may only be busy.
     """
     if question is Question.READY:
-        return _found_ready(said) if isinstance(said, UpstreamError) else Finding.GOOD
+        finding = _found_ready(said) if isinstance(said, UpstreamError) else Finding.GOOD
+        answered = isinstance(said, UpstreamError) and said.status is not None
+        undecided = finding is Finding.BAD and answered and purpose is Purpose.RECOVER
+        return Finding.UNKNOWN if undecided else finding
     if question is Question.PLAN:
         fits = isinstance(said, Mapping) and said.get("result") != "CANT_ACCOMMODATE"
         return Finding.GOOD if fits else Finding.UNKNOWN

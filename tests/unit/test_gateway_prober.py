@@ -215,6 +215,37 @@ async def test_names_that_the_service_does_not_know_are_not_asked_for(world: Wor
     assert world.asked == []
 
 
+async def test_when_the_model_is_kept_from_users_too_the_service_is_not_waiting_for_one(world: World) -> None:
+    """A service that answered again waited for a user, whom the model's own breaker kept away for its whole period."""
+    broken = judge(Observation(UpstreamKind.STATUS, 500, is_local=True))
+    world.says = {"/readyz": GONE, "/v1/chat/completions": {"headgate": {"probe": "cold"}}}
+    for _ in range(5):
+        world.attempt(broken)
+    assert (world.state(), world.state("m")) == (State.OPEN, State.OPEN)
+    await world.work(10.0)
+    world.says["/readyz"] = {}
+    await world.work(5.0)
+    assert [path for _, path, _ in world.asked][-2:] == ["/readyz", "/v1/chat/completions"]
+    assert world.attempt(Success())
+    assert (world.state(), world.state("m")) == (State.CLOSED, State.CLOSED)
+
+
+async def test_while_a_user_finds_out_about_the_service_its_models_are_not_asked(world: World) -> None:
+    broken = judge(Observation(UpstreamKind.STATUS, 500, is_local=True))
+    world.says["/v1/chat/completions"] = {}
+    for model in ("m", "e"):
+        for _ in range(5):
+            world.attempt(broken, model)
+    world.breakers.reset("local/m")
+    await world.work(0.5)
+    assert world.state() is State.OPEN
+    user = world.breakers.acquire("local", "m", world.now + 300)
+    assert isinstance(user, Lease)
+    await world.work(3.0)
+    assert [path for _, path, _ in world.asked] == ["/readyz"]
+    assert world.breakers.guard("local").outstanding == 1
+
+
 async def test_a_hint_asks_at_once(world: World) -> None:
     world.says["/readyz"] = GONE
     world.attempt()

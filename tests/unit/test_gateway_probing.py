@@ -71,7 +71,8 @@ def test_the_service_itself_comes_before_its_models() -> None:
     states = {"": CLOSED, "big": OPEN, "ill": OPEN}
     assert probing.choose(watches, states) == Step("", CONFIRM, Question.READY, 100.25)
     assert probing.choose(watches, {**states, "": OPEN}) == Step("", RECOVER, Question.READY, 0.5)
-    assert probing.choose({**watches, "": replace(own, hastened=True)}, {**states, "": OPEN}) is None
+    answers = {**watches, "": replace(own, hastened=True)}
+    assert probing.choose(answers, {**states, "": OPEN}) == Step("ill", RECOVER, Question.TOKEN, 49.5)
     calm = {**watches, "": Watch()}
     assert probing.choose(calm, states) == Step("ill", RECOVER, Question.TOKEN, 49.5)
     del calm["ill"]
@@ -108,7 +109,13 @@ CASES = [
 
 @pytest.mark.parametrize(("question", "said", "finding"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_what_an_answer_proves(question: Question, said: UpstreamError | dict[str, str], finding: Finding) -> None:
-    assert probing.found(question, said) is finding
+    assert probing.found(CONFIRM, question, said) is finding
+
+
+def test_a_service_that_answers_an_error_keeps_nobody_away_by_that() -> None:
+    assert probing.found(RECOVER, Question.READY, _error(Kind.STATUS, 502)) is UNKNOWN
+    assert probing.found(RECOVER, Question.READY, _error(Kind.CONNECT)) is BAD
+    assert probing.found(RECOVER, Question.READY, {}) is GOOD
 
 
 def test_what_speaks_against_the_whole_service() -> None:
