@@ -108,6 +108,7 @@ class Request:
         )  # fmt: skip
         self.outcomes: list[Outcome] = []
         self._put_off: set[Candidate] = set()
+        self._waiting: Collection[Candidate] = ()
         self._out_of_time = False
         self.answered_by: Candidate | None = None
         self.device: str | None = None
@@ -236,7 +237,7 @@ class Request:
         """What `work` makes of the first candidate that lets it; raises GatewayError when none does."""
         chain = self._fold()
         loop = asyncio.get_running_loop()
-        waiting = deque(chain.kept)
+        waiting = self._waiting = deque(chain.kept)
         while waiting:
             candidate = waiting.popleft()
             if not self.budget.allows_attempt(loop.time()):
@@ -320,7 +321,8 @@ class Request:
                 wait = error.retry_after
             # the last tier was told of all the time there is: its own word that this was too short is ours
             self._out_of_time |= verdict.next is Next.STOP or (attempt.last and self._ended_with_time(verdict.reason))
-            if isinstance(error, UpstreamError) and passes_on(verdict, candidate):
+            wider_left = candidate.is_local and self._choice.could_hold_more(candidate, self._waiting)
+            if isinstance(error, UpstreamError) and passes_on(verdict, candidate, wider_left=wider_left):
                 self.record.reason = str(verdict.reason)
                 raise self._pass_on(verdict, error) from error
         unsupported = isinstance(verdict, Ignore) and verdict.reason is Reason.UNSUPPORTED

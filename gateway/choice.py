@@ -7,7 +7,7 @@ is looked into when a candidate's turn comes (`judge`), and only where the verdi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from gateway.core import length, prediction
@@ -129,11 +129,9 @@ class Choice:
         if context is None:
             return None
         most = self._request.most_tokens(context)
-        if not self._is_countable or length.surely_fits(self._request.size_bytes, most, context):
+        if not self._is_countable or length.is_far(self._request.size_bytes, most, context):
             return None
-        if not self._counts and not any(
-            length.is_alternative(self._known(other).context_length, context) for other in later
-        ):
+        if not self._counts and not self.could_hold_more(candidate, later):
             return None  # nobody else could do better: the model's own refusal says as much
         tokens = await self._count(candidate, budget)
         if tokens is None:
@@ -147,6 +145,13 @@ class Choice:
                     return length.little_room(candidate, tokens, most, context, better.name)
         return None
 
+    def could_hold_more(self, candidate: Candidate, later: Iterable[Candidate]) -> bool:
+        """Whether one of `later` may hold what the local `candidate` cannot."""
+        context = self._known(candidate).context_length
+        if context is None:
+            return False
+        return any(length.is_alternative(self._known(other).context_length, context) for other in later)
+
     async def _roomier(self, later: Sequence[Candidate], context: int, budget: Budget) -> Candidate | None:
         """The next local candidate that is known to hold prompt and answer.
 
@@ -158,7 +163,7 @@ class Choice:
             if room is None or room <= context:
                 continue
             most = self._request.most_tokens(room)
-            if length.surely_fits(self._request.size_bytes, most, room):
+            if length.is_far(self._request.size_bytes, most, room):
                 return other
             tokens = await self._count(other, budget)
             if tokens is not None and length.fit(tokens, most, room) is Fit.WHOLE:

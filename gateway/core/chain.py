@@ -216,14 +216,14 @@ def _seconds(amount: float) -> str:
     return f"{amount:.0f} s" if amount >= 1 else "a moment"
 
 
-def passes_on(verdict: Ignore, candidate: Candidate) -> bool:
+def passes_on(verdict: Ignore, candidate: Candidate, *, wider_left: bool = False) -> bool:
     """Whether the caller gets the tier's own 4xx instead of another tier's answer.
 
-    A prompt that only a fallback finds too long, or a model name that the route's author wrote, is not the caller's
-    fault.
+    A prompt that only a fallback finds too long, or one that a tier still to come may hold (`wider_left`), or a model
+    name that the route's author wrote, is not the caller's fault.
     """
     if verdict.reason is Reason.CONTEXT_LENGTH:
-        return candidate.position == 0
+        return candidate.position == 0 and not wider_left
     if verdict.reason is Reason.NOT_FOUND:
         return not candidate.named
     return verdict.next is Next.PASS_ON

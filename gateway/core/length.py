@@ -1,8 +1,8 @@
 """Decides when a prompt has to be counted, and what its count means for a context; counts nothing itself.
 
-A token stands for at least one byte of text, and the JSON of a body is at least as long as the texts in it. So a body
-whose bytes, with what a template writes around them, and `max_tokens` fit together needs no count; any other may be
-counted, if somebody could do better with it.
+A body whose bytes would fit at LEAST_BYTES_PER_TOKEN, with what a template writes around them and `max_tokens`, is far
+from the context and is not counted. Ordinary text has twice as many bytes per token; what has fewer than that is
+refused by the model itself, and another tier is asked then.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from gateway.core.chain import Candidate, Drop, Dropped
 TEMPLATE_TOKENS = 512
 """What a chat template may add beside the messages: a system message of its own, the way to call tools. The marks
 around each message are shorter than the JSON around it."""
+
+LEAST_BYTES_PER_TOKEN = 2
+"""Of a body, whose JSON is longer than the texts in it. Only odd texts have fewer, such as long rows of digits."""
 
 BYTES_PER_TOKEN = 4
 """Of ordinary text; only for expectations, never for whether something fits."""
@@ -29,9 +32,9 @@ class Fit(Enum):
     NOTHING = "nothing"
 
 
-def surely_fits(size_bytes: int, max_tokens: int | None, context_length: int) -> bool:
-    """Whether a body of `size_bytes` fits whole, whatever its tokens are."""
-    return size_bytes + TEMPLATE_TOKENS + (max_tokens or 1) <= context_length
+def is_far(size_bytes: int, max_tokens: int | None, context_length: int) -> bool:
+    """Whether a body of `size_bytes` is so far from the context that its tokens need not be counted."""
+    return size_bytes / LEAST_BYTES_PER_TOKEN + TEMPLATE_TOKENS + (max_tokens or 1) <= context_length
 
 
 def fit(prompt_tokens: int, max_tokens: int | None, context_length: int) -> Fit:

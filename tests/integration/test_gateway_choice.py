@@ -31,8 +31,8 @@ routes:
   same: {chain: [local/embed, local/other], same_vectors: true}
   "*": {chain: ["local/*"]}
 """
-LONG = "the water of the mill turns the wheel " * 20
-"""760 bytes: with what a template may add, more than 1,000 tokens cannot be ruled out."""
+LONG = "the water of the mill turns the wheel " * 40
+"""1,520 bytes: with what a template may add, near to 1,000 tokens."""
 
 
 @pytest.fixture
@@ -114,6 +114,24 @@ async def test_only_prompts_near_the_context_are_counted_and_only_where_another_
     assert (await _ask(gateway)).headers["x-headgate-model"] == "local/demo", "its own refusal would say as much"
     assert (await _ask(gateway, model="demo-mini")).status_code == 200
     assert fake.counted == []
+
+
+async def test_a_prompt_of_very_short_tokens_is_refused_by_the_model_and_asked_of_the_next(
+    gateway: Gateway, fake: FakeInference
+) -> None:
+    """It seemed far from the context, so nobody counted it."""
+    _set(fake, "demo", context_length=1500)
+    fake.answers["demo"] = Answer(refuse=Code.CONTEXT_LENGTH_EXCEEDED)
+    answer = await _ask(gateway)
+    assert (answer.headers["x-headgate-model"], answer.headers["x-headgate-attempts"]) == ("local/demo-mini", "2")
+    assert answer.headers["x-headgate-reason"] == "context_length"
+    assert fake.counted == []
+    fake.answers["demo-mini"] = Answer(refuse=Code.CONTEXT_LENGTH_EXCEEDED)
+    answer = await _ask(gateway)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    _set(fake, "demo", context_length=4096)
+    answer = await _ask(gateway)
+    assert (answer.status_code, answer.headers["x-headgate-attempts"]) == (400, "1"), "no other context is larger"
 
 
 async def test_an_answer_that_may_need_more_room_goes_to_the_tier_that_holds_it_and_comes_back_when_that_fails(
@@ -265,7 +283,7 @@ async def test_a_queue_that_outlasts_the_callers_patience_is_left_to_others(
     assert "4 s in the queue" in (await _explained(cloudy, answer))["dropped"]["local/demo"]
     _set(fake, "demo", queue_seconds=0.0)
     answer = await _ask(cloudy, model="pair", headers=patience)
-    assert answer.headers["x-headgate-model"] == "cloud/large", "800 bytes are 20 s of reading"
+    assert answer.headers["x-headgate-model"] == "cloud/large", "1,600 bytes are 40 s of reading"
     assert "to read about" in (await _explained(cloudy, answer))["dropped"]["local/demo"]
 
 

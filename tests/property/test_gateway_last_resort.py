@@ -26,7 +26,7 @@ from gateway.settings import GatewayConfig
 from gateway.telemetry import Telemetry
 from inference.protocol import Code, ModelState, ModelStatus
 
-TEXT = "the water of the mill " * 40
+TEXT = "the water of the mill " * 60
 SECONDS = st.none() | st.sampled_from((0.0, 1.0, 30.0, 500.0))
 
 

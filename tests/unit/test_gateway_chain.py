@@ -87,6 +87,7 @@ def test_the_order_stays_and_every_drop_has_its_reason() -> None:
 def test_what_is_the_callers_fault_depends_on_who_says_it() -> None:
     assert passes_on(Ignore(Reason.CONTEXT_LENGTH), LOCAL)
     assert not passes_on(Ignore(Reason.CONTEXT_LENGTH), MINI)
+    assert not passes_on(Ignore(Reason.CONTEXT_LENGTH), LOCAL, wider_left=True)
     assert not passes_on(Ignore(Reason.NOT_FOUND), LOCAL)
     assert passes_on(Ignore(Reason.NOT_FOUND), Candidate("local", "x", 0, named=False))
     assert passes_on(Ignore(Reason.BAD_REQUEST), MINI)

@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 
 from gateway.core.chain import Candidate, Drop
 from gateway.core.length import (
+    LEAST_BYTES_PER_TOKEN,
     TEMPLATE_TOKENS,
     Fit,
     about_tokens,
     fit,
     is_alternative,
+    is_far,
     little_room,
-    surely_fits,
     too_long,
 )
 
@@ -43,17 +44,18 @@ def test_a_prompt_needs_room_for_one_token_and_an_answer_for_all_it_may_have(
 
 
 def test_only_what_comes_near_the_context_is_counted() -> None:
-    assert surely_fits(1000, 100, 1000 + 100 + TEMPLATE_TOKENS)
-    assert not surely_fits(1000, 100, 1000 + 100 + TEMPLATE_TOKENS - 1)
-    assert surely_fits(1000, None, 1000 + 1 + TEMPLATE_TOKENS)
+    assert is_far(1000, 100, 500 + 100 + TEMPLATE_TOKENS)
+    assert not is_far(1000, 100, 500 + 100 + TEMPLATE_TOKENS - 1)
+    assert not is_far(1001, 100, 500 + 100 + TEMPLATE_TOKENS)
+    assert is_far(1000, None, 500 + 1 + TEMPLATE_TOKENS)
 
 
 @given(st.integers(0, 10**6), st.none() | st.integers(0, 10**6), st.integers(1, 10**6), st.data())
-def test_what_surely_fits_fits_whatever_its_tokens_are(
+def test_what_is_far_from_the_context_fits_unless_its_tokens_are_very_short(
     size: int, most: int | None, context: int, data: st.DataObject
 ) -> None:
-    tokens = data.draw(st.integers(0, size + TEMPLATE_TOKENS))
-    if surely_fits(size, most, context):
+    tokens = data.draw(st.integers(0, size // LEAST_BYTES_PER_TOKEN + TEMPLATE_TOKENS))
+    if is_far(size, most, context):
         assert fit(tokens, most, context) is Fit.WHOLE
 
 
