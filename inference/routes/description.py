@@ -67,6 +67,11 @@ _GENERATED: Mapping[str, Schema] = {
     "frequency_penalty": _number(-2, 2),
     "presence_penalty": _number(-2, 2),
     "logit_bias": {"type": "object", "additionalProperties": _number(-100, 100), "maxProperties": 1024},
+    "answer_so_far": {
+        "type": "object",
+        "properties": {name: _either(_TEXT, {"type": "null"}) for name in ("content", "reasoning_content")},
+        "additionalProperties": False,
+    },
     "seed": _integer(-(2**63), 2**64 - 1),
     "ignore_eos": _BOOLEAN,
     "max_tokens": _integer(0),
