@@ -38,11 +38,12 @@ class Admission:
 
     def __init__(self, settings: AdmissionSettings, telemetry: Telemetry) -> None:
         self._settings = settings
-        self._telemetry = telemetry
         self._door = core.Door()
         self._numbers = itertools.count(1)
         self._waiting: dict[int, _Waiting] = {}
         self._timer: asyncio.TimerHandle | None = None
+        telemetry.in_flight.set_function(lambda: len(self._door.running))
+        telemetry.queue_depth.set_function(lambda: len(self._door.waiting))
 
     @property
     def _bounds(self) -> core.Bounds:
@@ -102,8 +103,6 @@ class Admission:
                 waiting.turn.set_result(None)
             else:
                 waiting.turn.set_exception(self._refusal(effect, waiting))
-        self._telemetry.in_flight.set(len(self._door.running))
-        self._telemetry.queue_depth.set(len(self._door.waiting))
         self._arm()
 
     def _refusal(self, turned: core.TurnAway, waiting: _Waiting) -> RefusedError:

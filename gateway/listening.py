@@ -59,6 +59,7 @@ class Listening:
         self._last = last
         self._on_frame = on_frame
         self._whole = whole
+        self._owner: asyncio.Task[object] | None = None
         self._task: asyncio.Task[object] | None = None
         self._passed: Deadline | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -73,7 +74,8 @@ class Listening:
         self._sent = True
 
     async def open(self) -> None:
-        """Opens the stream; raises UpstreamError or ExpiredError."""
+        """Opens the stream for the running task; raises UpstreamError or ExpiredError."""
+        self._owner = asyncio.current_task()
         self._begin()
         try:
             context = self._provider.stream(self._call)
@@ -105,8 +107,7 @@ class Listening:
         """Frames that came together with the last one; empty for a provider that hands them out one by one."""
         take = getattr(self._frames, "take_ready", None)
         frames: list[Frame] = take() if take is not None else []
-        for frame in frames:
-            self._note(frame)
+        self._note_all(frames)
         return frames
 
     def pass_on(self, sink: Callable[[list[Frame]], bool]) -> None:
@@ -119,8 +120,7 @@ class Listening:
             offer(lambda frames: self._passes(frames, sink))
 
     def _passes(self, frames: list[Frame], sink: Callable[[list[Frame]], bool]) -> bool:
-        for frame in frames:
-            self._note(frame)
+        self._note_all(frames)
         if not sink(frames):
             return False
         self._heard = self._loop.time()
@@ -153,9 +153,14 @@ class Listening:
     def _begin(self) -> None:
         """Starts to listen: silence is counted from here."""
         self._heard = self._loop.time()
-        self._task = asyncio.current_task()
+        self._task = self._owner
         if self._timer is None:
             self._timer = self._loop.call_at(self._deadline().at, self._fire)
+
+    def _note_all(self, frames: list[Frame]) -> None:
+        for frame in frames:
+            if not self._answered or not isinstance(frame, Data):  # chunks of an answer that has begun say nothing new
+                self._note(frame)
 
     def _note(self, frame: Frame) -> None:
         if self._on_frame is not None:

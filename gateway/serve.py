@@ -32,6 +32,8 @@ from inference.protocol import H_KV, H_POLICY, H_PRIORITY, Code, Priority, Tier
 
 log = logging.getLogger("gateway.requests")
 
+_PRIORITIES = tuple(Priority)
+
 READ_TIMEOUT_HEADER = "x-stainless-read-timeout"
 """The official clients tell how long they wait for each read, in seconds."""
 
@@ -159,7 +161,7 @@ class Generation:
         record.total_seconds = time.monotonic() - exchange.began
         route = record.route or "none"
         tier = record.tier if record.outcome in ("success", "broken") else str(Tier.NONE)
-        self._runtime.telemetry.requests.labels(route, tier, record.outcome).inc()
+        self._runtime.telemetry.count_request(route, tier, record.outcome)
         ordinary = record.outcome == "success" and record.reason == "none"
         log.log(
             logging.DEBUG if ordinary else logging.INFO,
@@ -172,7 +174,7 @@ class Generation:
 def caller_of(exchange: Exchange, key: Key, tenant: str, meter: Meter | None) -> Caller:
     """Who asks, from the key and the headers; raises RequestError for header values that mean nothing."""
     headers = exchange.headers
-    priority = _one_of(headers, H_PRIORITY, tuple(Priority), Priority.NORMAL)
+    priority = _one_of(headers, H_PRIORITY, _PRIORITIES, Priority.NORMAL)
     policy = _one_of(headers, H_POLICY, ("local-only", "any"), "any")
     return Caller(
         request_id=exchange.request_id,

@@ -62,7 +62,16 @@ class Telemetry:
         self.rate_limited = Counter(
             "gateway_rate_limited_total", "Requests beyond what their key may do, by limit", ["limit"], registry=to
         )
+        self._known: dict[tuple[str, str, str], Counter] = {}
+        """Counters of requests by their labels: to look one up takes longer than to count."""
         self.disconnects = Counter("gateway_client_disconnect_total", "Callers who left before the end", registry=to)
+
+    def count_request(self, route: str, tier: str, outcome: str) -> None:
+        """A request ended."""
+        counter = self._known.get((route, tier, outcome))
+        if counter is None:
+            counter = self._known[route, tier, outcome] = self.requests.labels(route, tier, outcome)
+        counter.inc()
 
     def on_breaker(self, provider: str, model: str, state: State | None) -> None:
         """A breaker moved, or was forgotten (None)."""

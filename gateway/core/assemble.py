@@ -71,8 +71,9 @@ class Assembly:
 
     def read(self, payload: bytes) -> None:
         """The JSON of one chunk, in the order of the stream."""
-        if self._mold is not None and (text := self._mold.text_of(payload)) is not None:
-            self._mold.texts.append(text)
+        mold = self._mold
+        if mold is not None and (text := mold.text_of(payload)) is not None:
+            mold.texts.append(text)
             return
         chunk = orjson.loads(payload)
         self.add(chunk)

@@ -97,7 +97,7 @@ class Budget:
 
     def spend(self) -> Budget:
         """The budget after one more attempt began."""
-        return replace(self, attempts=self.attempts + 1)
+        return Budget(self.limits, self.started, self.attempts + 1, self.patience)
 
 
 @dataclass(frozen=True, slots=True)

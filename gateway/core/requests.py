@@ -259,7 +259,9 @@ def typed(endpoint: Endpoint, body: Mapping[str, Any], size_bytes: int) -> Infer
 def _is_shaped(body: Mapping[str, Any]) -> bool:
     """Whether the answer has to have a shape, which its second half alone has not."""
     said = (body.get("response_format") or {}).get("type", "text")
-    return said != "text" or any(body.get(name) is not None for name in _SHAPES)
+    return said != "text" or (
+        not _SHAPES.keys().isdisjoint(body) and any(body.get(name) is not None for name in _SHAPES)
+    )
 
 
 def _check_together(endpoint: Endpoint, body: Mapping[str, Any]) -> None:

@@ -67,6 +67,18 @@ class SseSplitter:
             raise ValueError(f"a frame of the stream exceeds {self._limit} bytes")
         return frames
 
+    def plain(self, piece: bytes) -> list[bytes] | None:
+        """The data of the frames in `piece` if it is nothing but whole frames of one `data: ` line each, as a model
+        writes them, and no beginning of a frame waits for it. None otherwise: then `feed` takes it.
+        """
+        if self._rest or piece[:6] != b"data: " or piece[-2:] != b"\n\n" or b"\r" in piece:
+            return None
+        lines = piece[6:-2].split(b"\n\ndata: ")
+        if piece.count(b"\n") != 2 * len(lines):
+            return None
+        self._at_start = False
+        return lines
+
     def end(self) -> list[SseFrame]:
         """The frame that only the end of the stream completes (a final bare CR); what is unfinished is dropped."""
         rest, self._rest = self._rest, b""

@@ -314,12 +314,15 @@ class _Stream(AbstractAsyncContextManager["_Stream"], AsyncIterator[Frame]):
         """Bytes came: queues the frames in them, and the error that ends them, unless they can be passed on."""
         if self._over:
             return  # nothing counts after [DONE] or an error
-        try:
-            frames = self._splitter.feed(piece)
-        except ValueError as error:
-            self._fail(UpstreamError(UpstreamKind.MALFORMED, str(error)))
+        if (payloads := self._splitter.plain(piece)) is not None:
+            self._take_payloads(payloads)
         else:
-            self._take_all(frames)
+            try:
+                frames = self._splitter.feed(piece)
+            except ValueError as error:
+                self._fail(UpstreamError(UpstreamKind.MALFORMED, str(error)))
+            else:
+                self._take_all(frames)
         if not self._ready or self._passes():
             return
         if self._waiter is None:
@@ -363,14 +366,22 @@ class _Stream(AbstractAsyncContextManager["_Stream"], AsyncIterator[Frame]):
             if self._over:
                 return  # nothing counts after [DONE] or an error
 
+    def _take_payloads(self, payloads: list[bytes]) -> None:
+        for payload in payloads:
+            self._take_payload(payload)
+            if self._over:
+                return  # as above
+
     def _take(self, frame: SseFrame) -> None:
-        payload = frame.data
-        if payload is None:
-            if frame.is_comment:
-                if device := device_of(frame.raw):
-                    self._call.heard[H_DEVICE] = device
-                self._ready.append(Comment(frame.raw))
-        elif payload.startswith(b"{") and payload.endswith(b"}"):
+        if frame.data is not None:
+            self._take_payload(frame.data)
+        elif frame.is_comment:
+            if device := device_of(frame.raw):
+                self._call.heard[H_DEVICE] = device
+            self._ready.append(Comment(frame.raw))
+
+    def _take_payload(self, payload: bytes) -> None:
+        if payload.startswith(b"{") and payload.endswith(b"}"):
             if b'"error"' in payload and b'"choices"' not in payload:
                 self._refuse(payload)
                 return

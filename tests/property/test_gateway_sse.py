@@ -51,6 +51,40 @@ def test_arbitrary_bytes_never_break_it_and_cutting_never_matters(stream: bytes,
     assert _split([stream[:cut], stream[cut:]]) == _split([stream])
 
 
+def _split_quickly(pieces: list[bytes]) -> list[bytes | None]:
+    """What every frame says, by `plain` where it says something."""
+    splitter = SseSplitter()
+    found: list[bytes | None] = []
+    for piece in pieces:
+        payloads = splitter.plain(piece)
+        found += [frame.data for frame in splitter.feed(piece)] if payloads is None else payloads
+    return found + [frame.data for frame in splitter.end()]
+
+
+@given(st.lists(_streams() | _TEXT.map(lambda text: b"data: " + text + b"\n\n"), max_size=4))
+def test_plain_pieces_say_what_their_frames_say(pieces: list[bytes]) -> None:
+    assert _split_quickly(pieces) == [frame.data for frame in _split(pieces)]
+
+
+@pytest.mark.parametrize(
+    ("before", "piece", "payloads"),
+    [
+        (b"", b"data: {}\n\n", [b"{}"]),
+        (b"", b"data: {}\n\ndata: [DONE]\n\n", [b"{}", b"[DONE]"]),
+        (b"data", b"data: {}\n\n", None),
+        (b"", b"data: {}\n", None),
+        (b"", b"data:{}\n\n", None),
+        (b"", b"data: {}\r\n\n\n", None),
+        (b"", b"data: {}\n\n: comment\n\n", None),
+        (b"", b"data: a\ndata: b\n\n", None),
+    ],
+)
+def test_only_whole_frames_of_one_line_are_plain(before: bytes, piece: bytes, payloads: list[bytes] | None) -> None:
+    splitter = SseSplitter()
+    splitter.feed(before)
+    assert splitter.plain(piece) == payloads
+
+
 @given(st.lists(st.tuples(_TEXT, _EOLS), max_size=6))
 def test_every_frame_keeps_its_raw_bytes_and_its_data(items: list[tuple[bytes, bytes]]) -> None:
     raws = [b"data: " + text + eol + eol for text, eol in items]
