@@ -62,6 +62,7 @@ class Choice:
         )
         record.needs = sorted(self._wants.capabilities)
         record.size_bytes, record.max_tokens = request.size_bytes, request.max_tokens
+        record.cloud_allowed = self._wants.cloud_allowed
         self._is_countable = request.endpoint.streams and not request.needs & _UNCOUNTED
         self._considered: list[Considered] = []
         self._counts: dict[str, int | None] = {}

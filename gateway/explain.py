@@ -67,6 +67,7 @@ class Record:
     needs: list[str] = field(default_factory=list)
     size_bytes: int = 0
     max_tokens: int | None = None
+    cloud_allowed: bool = True
     considered: dict[str, Considered] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     attempts: list[Tried] = field(default_factory=list)

@@ -228,6 +228,7 @@ async def test_what_may_not_leave_is_told_truly_when_to_come_back(
     answer = await _ask(cloudy, "x", **asked)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "42")
     assert "policy keeps this request local" in answer.json()["error"]["message"]
+    assert (await _explained(cloudy, answer))["cloud_allowed"] is False
     _set(fake, "demo", state=ModelState.LOADING, fits=True, reason=None, load_seconds=27.2, queue_seconds=3.0)
     fake.answers["demo"] = Answer(refuse=Code.MODEL_LOADING)
     answer = await _ask(cloudy, "x", **asked)
