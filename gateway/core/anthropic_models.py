@@ -24,6 +24,15 @@ _ALWAYS_THINKS = re.compile(r"claude-(fable|mythos)-")
 """Models whose thinking cannot be turned off."""
 
 
+_NO_FORMAT = re.compile(r"claude-(3|(opus|sonnet)-4(-0)?(-\d{8}|-latest)?$)")
+"""Models that have no `output_config.format`."""
+
+
+def takes_format(model: str) -> bool:
+    """Whether `model` can be held to a JSON schema."""
+    return _NO_FORMAT.match(model) is None
+
+
 def takes_sampling(model: str) -> bool:
     """Whether `model` takes `temperature`, `top_p` and `top_k`."""
     return _EARLY.match(model) is not None
@@ -39,6 +48,15 @@ def effort_for(effort: str, model: str) -> str | None:
     if _NO_EFFORT.match(model):
         return None
     return "high" if effort in ("xhigh", "max") and _EARLY.match(model) else effort
+
+
+def thinking_by_effort(model: str) -> Mapping[str, Any] | None:
+    """The thinking of somebody who only said how much; None for a model that needs a budget or does not think.
+
+    Models that show none of their thinking by default are asked for its summary: a long silence looks like a failure.
+    """
+    display = {} if _EARLY.match(model) else {"display": "summarized"}
+    return thinking_for({"type": "adaptive", **display}, model)
 
 
 def thinking_for(thinking: Mapping[str, Any], model: str) -> Mapping[str, Any] | None:

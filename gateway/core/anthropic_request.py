@@ -12,7 +12,14 @@ from typing import Any
 
 import orjson
 
-from gateway.core.anthropic_models import effort_for, takes_prefill, takes_sampling, thinking_for
+from gateway.core.anthropic_models import (
+    effort_for,
+    takes_format,
+    takes_prefill,
+    takes_sampling,
+    thinking_by_effort,
+    thinking_for,
+)
 from gateway.core.provider_fields import ANTHROPIC_CHAT, unsupported
 from gateway.errors import UpstreamError
 
@@ -36,6 +43,9 @@ _BAD_ID = re.compile(r"[^a-zA-Z0-9_-]")
 _EFFORTS: Mapping[str, str] = {
     "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "max",
 }  # fmt: skip
+
+_THINKING_EFFORTS = frozenset(_EFFORTS) - {"minimal"}
+"""Efforts that ask for thinking also where a model does not think by itself."""
 
 _STOPS = "its stop sequences need a character that is not white space"
 _JSON_OBJECT = "it has no free JSON mode; give a json_schema"
@@ -109,6 +119,12 @@ def _shape_errors(body: Mapping[str, Any], model: str | None) -> Iterator[Upstre
     said = [message for message in body.get("messages") or () if _says_something(message)]
     if not said:
         yield unsupported("messages", "it needs a message that is not empty")
+    if (
+        (body.get("response_format") or {}).get("type") == "json_schema"
+        and model is not None
+        and not takes_format(model)
+    ):
+        yield unsupported("response_format", f"{model} keeps to no schema")
     turns = [message["role"] for message in said if message["role"] not in ("system", "developer")]
     if turns and turns[-1] == "assistant" and model is not None and not takes_prefill(model):
         yield unsupported("messages", f"{model} wants the last message to be the user's or a tool's")
@@ -326,11 +342,42 @@ def _output(kept: Mapping[str, Any], model: str) -> dict[str, Any]:
     config: dict[str, Any] = {}
     shape = kept.get("response_format") or {}
     if shape.get("type") == "json_schema":
-        config["format"] = {"type": "json_schema", "schema": shape["json_schema"].get("schema") or {"type": "object"}}
+        schema = shape["json_schema"].get("schema") or {"type": "object"}
+        config["format"] = {"type": "json_schema", "schema": _closed(schema)}
     effort = kept.get("reasoning_effort")
     if isinstance(effort, str) and effort in _EFFORTS and (known := effort_for(_EFFORTS[effort], model)):
         config["effort"] = known
     output: dict[str, Any] = {"output_config": config} if config else {}
-    if effort == "none" and (thinking := thinking_for({"type": "disabled"}, model)):
-        output["thinking"] = thinking
-    return output
+    thinking: Mapping[str, Any] | None = None
+    if effort == "none":
+        thinking = thinking_for({"type": "disabled"}, model)
+    elif effort in _THINKING_EFFORTS and not _excludes_thinking(kept, model):
+        thinking = thinking_by_effort(model)
+    return {**output, "thinking": thinking} if thinking else output
+
+
+def _excludes_thinking(kept: Mapping[str, Any], model: str) -> bool:
+    """Whether something was asked that cannot be had together with thinking: a forced call, sampling."""
+    forced = kept.get("tool_choice") not in (None, "none", "auto")
+    return forced or needs_sampling_version(sampling(kept, model))
+
+
+def _closed(schema: Any) -> Any:
+    """`schema` with every object closed to properties it does not name, without which Anthropic refuses it.
+
+    One that says itself what else it takes stays as it is.
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    closed = dict(schema)
+    for name in ("properties", "$defs", "definitions"):
+        if isinstance(inner := closed.get(name), Mapping):
+            closed[name] = {key: _closed(value) for key, value in inner.items()}
+    for name in ("anyOf", "oneOf", "allOf"):
+        if isinstance(inner := closed.get(name), list):
+            closed[name] = [_closed(value) for value in inner]
+    if "items" in closed:
+        closed["items"] = _closed(closed["items"])
+    if closed.get("type") == "object":
+        closed.setdefault("additionalProperties", False)
+    return closed

@@ -306,12 +306,16 @@ def test_stop_sequences() -> None:
     assert translated(user(), stop=["A", "B"])["stop_sequences"] == ["A", "B"]
 
 
+SHOWN = {"type": "adaptive", "display": "summarized"}
+
+
 @pytest.mark.parametrize(
     ("model", "effort", "expected"),
     [
         ("claude-opus-5", "minimal", {"output_config": {"effort": "low"}}),
-        ("claude-opus-5", "max", {"output_config": {"effort": "max"}}),
-        ("claude-opus-4-6", "xhigh", {"output_config": {"effort": "high"}}),
+        ("claude-opus-5", "max", {"output_config": {"effort": "max"}, "thinking": SHOWN}),
+        ("claude-opus-4-6", "xhigh", {"output_config": {"effort": "high"}, "thinking": {"type": "adaptive"}}),
+        ("claude-opus-4-5", "low", {"output_config": {"effort": "low"}}),
         ("claude-sonnet-4-5-20250929", "high", {}),
         ("claude-haiku-4-5", "high", {}),
         ("claude-opus-5", "none", {"thinking": {"type": "disabled"}}),
@@ -321,6 +325,42 @@ def test_stop_sequences() -> None:
 def test_reasoning_effort(model: str, effort: str, expected: dict[str, Any]) -> None:
     request = translated(user(), model=model, reasoning_effort=effort)
     assert {name: request[name] for name in ("output_config", "thinking") if name in request} == expected
+
+
+def test_thinking_makes_way_for_what_cannot_be_had_together_with_it() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for choice, thinks in (
+        ("auto", True),
+        ("required", False),
+        ({"type": "function", "function": {"name": "f"}}, False),
+    ):
+        request = translated(user(), reasoning_effort="high", tools=tools, tool_choice=choice)
+        assert ("thinking" in request) is thinks
+    assert "thinking" not in translated(user(), model="claude-opus-4-6", reasoning_effort="high", temperature=0.5)
+    assert "thinking" in translated(user(), reasoning_effort="high", temperature=0.5)
+
+
+def test_a_schema_is_closed_to_what_it_does_not_name() -> None:
+    point = {"type": "object", "properties": {"x": {"type": "number"}}}
+    schema = {
+        "type": "object",
+        "properties": {"at": {"$ref": "#/$defs/p"}, "all": {"type": "array", "items": point}, "any": True},
+        "$defs": {"p": point},
+        "anyOf": [point, {"type": "object", "additionalProperties": True}],
+    }
+    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    closed = {**point, "additionalProperties": False}
+    assert translated(user(), response_format=shape)["output_config"]["format"]["schema"] == {
+        "type": "object",
+        "properties": {"at": {"$ref": "#/$defs/p"}, "all": {"type": "array", "items": closed}, "any": True},
+        "$defs": {"p": closed},
+        "anyOf": [closed, {"type": "object", "additionalProperties": True}],
+        "additionalProperties": False,
+    }
+    assert "additionalProperties" not in schema
+    asked = {"messages": [user()], "response_format": shape}
+    assert unsupported_params(asked, "claude-3-5-haiku-latest") == ("response_format",)
+    assert unsupported_params(asked, "claude-haiku-4-5") == unsupported_params(asked) == ()
 
 
 def test_a_json_schema_is_an_output_format() -> None:
