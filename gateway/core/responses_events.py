@@ -86,9 +86,9 @@ class Answer:
         delta = choice.get("delta")
         delta = delta if isinstance(delta, dict) else {}
         thought, said = _text(delta, "reasoning_content") or _text(delta, "reasoning"), _text(delta, "content")
-        calls = [call for call in delta.get("tool_calls") or () if isinstance(call, dict)]
+        calls = _objects(delta, "tool_calls")
         if isinstance(logprobs := choice.get("logprobs"), dict) and (said or not (thought or calls)):
-            self._logprobs += [_logprob(token) for token in logprobs.get("content") or ()]
+            self._logprobs += [_logprob(token) for token in _objects(logprobs, "content")]
         if thought:
             events += self._add_reasoning(thought)
         if said:
@@ -236,8 +236,7 @@ class Stream:
                 out.append(frame.frame)
             elif isinstance(frame, Data) and not self._over:
                 chunk = loads(frame.payload)
-                events = [] if self.answer.has_begun else self.answer.begin(chunk.get("model"))
-                out.append(self._written([*events, *self.answer.add(chunk)]))
+                out.append(self._written([*self._begun(chunk.get("model")), *self.answer.add(chunk)]))
                 if self.answer.is_astray:
                     out.append(self.broke(Code.MODEL_FAILED, "the tier went on with a function call that had ended"))
         return b"".join(out)
@@ -247,7 +246,7 @@ class Stream:
         if self._over:
             return b""
         self.is_whole = True
-        return self._last(self.answer.close(now))
+        return self._last([*self._begun(None), *self.answer.close(now)])
 
     def broke(self, code: str, message: str) -> bytes:
         """The bytes that end an answer that broke off: `response.failed` for whoever follows the events, and an `error`
@@ -255,11 +254,13 @@ class Stream:
         """
         if self._over:
             return b""
-        begun = [] if self.answer.has_begun else self.answer.begin(None)
-        events = [*begun, *self.answer.fail(code, message)]
+        events = [*self._begun(None), *self.answer.fail(code, message)]
         error = {"type": _error_code(code), "code": str(code), "message": message, "param": None}
         said = {"code": str(code), "message": message, "param": None, "error": error}
         return self._last([*events, ("error", said)])
+
+    def _begun(self, model: Any) -> list[Event]:
+        return [] if self.answer.has_begun else self.answer.begin(model)
 
     def _last(self, events: Sequence[Event]) -> bytes:
         self._over = True
@@ -312,8 +313,14 @@ def _text(holder: Mapping[str, Any], name: str) -> str:
     return value if isinstance(value, str) else ""
 
 
+def _objects(holder: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """The objects in a list; nothing where there is none: what a tier sends beside its words is not checked before."""
+    value = holder.get(name)
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
 def _logprob(token: Mapping[str, Any]) -> dict[str, Any]:
-    top = token.get("top_logprobs") or ()
+    top = _objects(token, "top_logprobs")
     return {**_one_logprob(token), "top_logprobs": [_one_logprob(other) for other in top]}
 
 

@@ -115,6 +115,31 @@ def test_an_answer_cut_anywhere_fails_and_never_completes(
     check(events(body), ["response.failed", "error"])
 
 
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["index", "id", "function", "name", "arguments", "token"]), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+_NAMES = ["content", "reasoning_content", "reasoning", "refusal", "tool_calls", "role"]
+
+
+@given(
+    st.lists(st.tuples(st.dictionaries(st.sampled_from(_NAMES), _JSON, max_size=3), _JSON, _JSON), max_size=4), _JSON
+)
+def test_whatever_a_tier_sends_beside_its_words_raises_nothing(sent: list[tuple[Any, Any, Any]], usage: Any) -> None:
+    stream = Stream(_HEAD)
+    body = b""
+    for delta, logprobs, finish in sent:
+        choice = {"index": 0, "delta": delta, "logprobs": {"content": logprobs}, "finish_reason": finish}
+        payload = {"model": usage, "choices": [choice], "usage": usage}
+        body += stream.feed([Data(json.dumps(payload).encode(), DeltaKind.OTHER)])
+    said = events(body + stream.end(2))
+    check(said, ["response.failed", "error"] if stream.answer.is_astray else [said[-1]["type"]])
+
+
 @given(answers())
 def test_no_word_is_lost(answer: tuple[list[dict[str, Any]], str]) -> None:
     deltas, finish = answer
