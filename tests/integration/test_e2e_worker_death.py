@@ -103,11 +103,13 @@ async def test_a_request_in_flight_is_answered_by_another_tier_and_neighbors_nev
         assert longest < STALL_SECONDS, f"a neighbor's stream paused for {longest:.2f} s"
 
 
-async def test_a_stream_cut_after_its_first_token_ends_in_an_error_frame_and_no_done(stack: Stack) -> None:
+async def test_a_stream_that_cannot_go_on_ends_in_an_error_frame_and_no_done(stack: Stack) -> None:
+    """Log probabilities of two models are no log probabilities of one answer."""
     import httpx2
 
     pid = stack.worker_pid("demo")
-    body = chat_body(STORY, stream=True, logit_bias={"2": -100}, max_tokens=1900)  # it never ends by itself
+    # it never ends by itself
+    body = chat_body(STORY, stream=True, logit_bias={"2": -100}, max_tokens=1900, logprobs=True)
     seen = b""
     async with (
         httpx2.AsyncClient(timeout=30) as client,
