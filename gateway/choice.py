@@ -26,7 +26,7 @@ from inference.protocol import Code, ModelStatus, Priority
 if TYPE_CHECKING:
     from gateway.attempts import Tools
 
-COUNT_SECONDS = 2.0
+COUNT_SECONDS = 5.0
 """How long a count is waited for, and never longer than a quarter of the time that is left."""
 
 _ENDPOINT_NEEDS = {Endpoint.CHAT: frozenset(("chat",)), Endpoint.COMPLETIONS: frozenset(("completions",))}
