@@ -18,6 +18,15 @@ from gateway.core.messages_errors import frame_error
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
+_DELTA = (
+    b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":%b}}\n\n'
+)
+_TEXT = (b"text_delta", b"text")
+_THINKING = (b"thinking_delta", b"thinking")
+_SIGNATURE = (b"signature_delta", b"signature")
+_INPUT = (b"input_json_delta", b"partial_json")
+"""The type of a delta, and the field that holds its text."""
+
 
 def _event(name: str, payload: Mapping[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), orjson.dumps({"type": name, **payload}))
@@ -115,23 +124,23 @@ class MessageEvents:
 
     def _delta(self, delta: Mapping[str, Any], out: list[bytes]) -> None:
         if thought := delta.get("reasoning_content") or delta.get("reasoning"):
-            self._say("thinking", {"type": "thinking_delta", "thinking": thought}, out)
+            self._say("thinking", _THINKING, thought, out)
         for block in delta.get("thinking_blocks") or ():
             self._signed(block, out)
         if text := delta.get("content"):
-            self._say("text", {"type": "text_delta", "text": text}, out)
+            self._say("text", _TEXT, text, out)
         if refusal := delta.get("refusal"):
             self._refusal.append(refusal)
-            self._say("text", {"type": "text_delta", "text": refusal}, out)
+            self._say("text", _TEXT, refusal, out)
         for call in delta.get("tool_calls") or ():
             self._call(call, out)
 
-    def _say(self, kind: str, delta: Mapping[str, Any], out: list[bytes]) -> None:
+    def _say(self, kind: str, delta: tuple[bytes, bytes], text: str, out: list[bytes]) -> None:
         if self._open is None or self._open[0] != kind:
             self._close(out)
             empty = {"thinking": "", "signature": ""} if kind == "thinking" else {"text": ""}
             self._open = kind, self._begin({"type": kind, **empty}, out)
-        self._add(self._open[1], delta, out)
+        out.append(_DELTA % (self._open[1], *delta, orjson.dumps(text)))
 
     def _signed(self, block: Mapping[str, Any], out: list[bytes]) -> None:
         """The end of a block of thinking that Anthropic signed, or one that it keeps to itself."""
@@ -156,7 +165,7 @@ class MessageEvents:
         text = function.get("arguments")
         if text and call.is_open:
             call.pieces.append(text)
-            self._add(call.index, {"type": "input_json_delta", "partial_json": text}, out)
+            out.append(_DELTA % (call.index, *_INPUT, orjson.dumps(text)))
 
     # --- blocks -------------------------------------------------------------------------------------------------------
     def _begin(self, block: Mapping[str, Any], out: list[bytes]) -> int:
@@ -164,16 +173,13 @@ class MessageEvents:
         out.append(_event("content_block_start", {"index": index, "content_block": block}))
         return index
 
-    def _add(self, index: int, delta: Mapping[str, Any], out: list[bytes]) -> None:
-        out.append(_event("content_block_delta", {"index": index, "delta": delta}))
-
     def _close(self, out: list[bytes], signature: str | None = None) -> None:
         """Ends what is open before another block begins. A call waits while more of its arguments must come."""
         if self._open is not None:
             kind, index = self._open
             self._open = None
             if kind == "thinking":
-                self._add(index, {"type": "signature_delta", "signature": signature or UNSIGNED}, out)
+                out.append(_DELTA % (index, *_SIGNATURE, orjson.dumps(signature or UNSIGNED)))
             out.append(_event("content_block_stop", {"index": index}))
         for call in self._calls.values():
             if call.is_open and call.is_complete:
