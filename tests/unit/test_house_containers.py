@@ -38,6 +38,8 @@ METRICS = {
     "gateway_attempts_total",
     "gateway_breaker_state",
     "gateway_fallback_total",
+    "gateway_probes_total",
+    "gateway_rate_limited_total",
     "gateway_resume_total",
     "gateway_ttft_seconds",
     "gateway_inter_token_seconds",
