@@ -18,7 +18,8 @@ MAX_TOOLS = 128
 NAMES = frozenset(["tools", "tool_choice", "parallel_tool_calls", "functions", "function_call"])
 """The fields that `tools_of` reads."""
 
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
+"""Anthropic's bound; OpenAI's is half of it."""
 _FUNCTION = frozenset(["name", "description", "parameters", "strict"])
 _SUPERSEDED = {"functions": "tools", "function_call": "tool_choice"}
 
@@ -65,7 +66,7 @@ def _tool(item: Any, at: str) -> Tool:
             raise BadRequestError(f"unknown field {field[:80]!r} in {at}", f"{at}.{field[:80]}")
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise BadRequestError(f"{at}.name must be 1 to 64 of letters, digits, underscores and dashes", f"{at}.name")
+        raise BadRequestError(f"{at}.name must be 1 to 128 of letters, digits, underscores and dashes", f"{at}.name")
     description = function.get("description")
     if not isinstance(description, (str, type(None))):
         raise BadRequestError(f"{at}.description must be a string", f"{at}.description")

@@ -76,7 +76,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type"),
     ({"tools": [tool("")]}, "tools[0].function.name"),
     ({"tools": [tool("a b")]}, "tools[0].function.name"),
-    ({"tools": [tool("a" * 65)]}, "tools[0].function.name"),
+    ({"tools": [tool("a" * 129)]}, "tools[0].function.name"),
     ({"tools": [tool("a\n")]}, "tools[0].function.name"),
     ({"tools": [tool(), tool()]}, "tools[1].function.name"),
     ({"tools": [tool(name) for name in map(str, range(129))]}, "tools"),
