@@ -316,6 +316,20 @@ async def test_what_cannot_be_is_refused_by_name(
     assert (caught.value.code, caught.value.param) == (code, param)
 
 
+async def test_tools_that_run_elsewhere_are_left_out_where_the_operator_says_so(
+    gateway: Gateway, client: openai.AsyncOpenAI, cloud: FakeProvider
+) -> None:
+    gateway.environ["GATEWAY_HOSTED_TOOLS"] = "leave_out"
+    try:
+        await gateway.runtime.reload()
+        answer = await client.responses.create(model="gpt", input="Hi", tools=[ADD, {"type": "web_search"}])
+    finally:
+        del gateway.environ["GATEWAY_HOSTED_TOOLS"]
+        await gateway.runtime.reload()
+    assert [tool.type for tool in answer.tools] == ["function"]
+    assert len((await cloud.record()).body["tools"]) == 1
+
+
 async def test_a_tiers_own_complaint_names_the_callers_field(client: openai.AsyncOpenAI, fake: FakeInference) -> None:
     fake.answers["demo"] = Answer(refuse=Code.CONTEXT_LENGTH_EXCEEDED, message="too long")
     with pytest.raises(openai.BadRequestError) as caught:
