@@ -117,8 +117,7 @@ class InferenceView:
                 self._note_answer()
         elif kind == "model":
             status = ModelStatus.from_json(data["model"])
-            known = {name: model for name, model in self._models.items() if name != status.id}
-            self._take([*known.values(), status], now, now, {status.id})
+            self._take(list({**self._models, status.id: status}.values()), now, now, {status.id})
         elif kind == "device":
             self._devices[str(data["device"]["id"])] = DeviceState(data["device"]["state"])
         elif kind == "removed" and "id" in data:

@@ -118,7 +118,11 @@ def test_a_device_that_may_not_be_used_ails_the_models_on_it(event: bytes, said:
 
 def test_models_come_and_go() -> None:
     other = replace(READY, id="other", aliases=())
-    service = Service([_snapshot(0, READY), _event(1, "model", model=other.to_json()), _event(2, "removed", id="demo")])
+    added = _event(1, "model", model=other.to_json())
+    moved = _event(2, "model", model=replace(READY, state=ModelState.BUSY).to_json())
+    view, _ = virtual_time.run(_listen(Service([_snapshot(0, READY), added, moved])))
+    assert list(view.models) == ["demo", "other"], "a list that people read keeps its order"
+    service = Service([_snapshot(0, READY), added, _event(2, "removed", id="demo")])
     view, _ = virtual_time.run(_listen(service))
     assert (view.models, view.aliases) == ({"other": other}, {})
     assert view.ailment("demo") is None
