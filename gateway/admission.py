@@ -38,16 +38,13 @@ class Admission:
 
     def __init__(self, settings: AdmissionSettings, telemetry: Telemetry) -> None:
         self._settings = settings
+        self._bounds = _bounds(settings)
         self._door = core.Door()
         self._numbers = itertools.count(1)
         self._waiting: dict[int, _Waiting] = {}
         self._timer: asyncio.TimerHandle | None = None
         telemetry.in_flight.set_function(lambda: len(self._door.running))
         telemetry.queue_depth.set_function(lambda: len(self._door.waiting))
-
-    @property
-    def _bounds(self) -> core.Bounds:
-        return core.Bounds(self._settings.max_in_flight, self._settings.queue)
 
     @property
     def in_flight(self) -> int:
@@ -57,6 +54,7 @@ class Admission:
     def apply(self, settings: AdmissionSettings) -> None:
         """New bounds; nobody inside or waiting is turned away by them."""
         self._settings = settings
+        self._bounds = _bounds(settings)
         self._step(core.resize(self._door, self._bounds, asyncio.get_running_loop().time()))
 
     def enter(self, priority: Priority, patience: float | None = None) -> _Place:
@@ -132,6 +130,10 @@ class Admission:
     def _expire(self) -> None:
         self._timer = None
         self._step(core.expire(self._door, self._bounds, asyncio.get_running_loop().time()))
+
+
+def _bounds(settings: AdmissionSettings) -> core.Bounds:
+    return core.Bounds(settings.max_in_flight, settings.queue)
 
 
 class _Place:

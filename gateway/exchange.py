@@ -201,6 +201,16 @@ async def send_bytes(
     await send({"type": "http.response.body", "body": b"" if head else body})
 
 
+async def send_answer(send: Send, exchange: Exchange, body: bytes) -> None:
+    """A whole answer, by the `wire` where there is one: ASGI's way takes two messages, and looks at headers of ours as
+    if they came from elsewhere.
+    """
+    if exchange.wire is not None and exchange.wire.answer(200, (_JSON, *exchange.response_headers()), body):
+        exchange.started = True
+        return
+    await send_bytes(send, 200, body)
+
+
 async def send_error(send: Send, exchange: Exchange, error: GatewayError) -> None:
     """`error` as clients of the path know it."""
     await send_bytes(send, error.status, orjson.dumps(exchange.told(error)), [_JSON, *error_headers(error)])

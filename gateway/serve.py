@@ -20,7 +20,7 @@ from gateway.core.outcome import End
 from gateway.core.quotes import without_quotes
 from gateway.dialects.base import Asked, Dialect
 from gateway.errors import GatewayError, RefusedError, RequestError
-from gateway.exchange import ClientLeftError, Exchange, Receive, Scope, Send, exchange_of, read_body, send_bytes
+from gateway.exchange import ClientLeftError, Exchange, Receive, Scope, Send, exchange_of, read_body, send_answer
 from gateway.explain import Record
 from gateway.finding import find
 from gateway.limits import Meter
@@ -131,7 +131,7 @@ class Generation:
                 self._note(job, exchange, record)
             presence.release()
             record.outcome = "success"
-            await send_bytes(send, 200, body)
+            await send_answer(send, exchange, body)
         except GatewayError as error:
             record.error = without_quotes(error.message, request.body)
             raise
@@ -198,7 +198,9 @@ def _timed(job: Request, exchange: Exchange) -> Iterator[None]:
 
 
 def _one_of(headers: Mapping[str, str], name: str, allowed: tuple[str, ...], default: str) -> str:
-    said = headers.get(name, default).strip().lower()
+    if name not in headers:
+        return default
+    said = headers[name].strip().lower()
     if said not in allowed:
         raise RequestError(
             Code.INVALID_REQUEST,

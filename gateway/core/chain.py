@@ -5,6 +5,7 @@ The facts may be stale: they only spare attempts. What gates an attempt is the b
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -153,7 +154,8 @@ def find_route(asked: str, routes: Sequence[str] | Mapping[str, object], aliases
     return Found("*", model) if "*" in routes else None
 
 
-def expand(entries: Sequence[str], model: str) -> tuple[Candidate, ...]:
+@functools.lru_cache(maxsize=256)
+def expand(entries: tuple[str, ...], model: str) -> tuple[Candidate, ...]:
     """The candidates that `PROVIDER/MODEL` entries name, `*` standing for `model`; a repeated one counts once."""
     names: dict[tuple[str, str], bool] = {}
     for entry in entries:

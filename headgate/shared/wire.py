@@ -7,10 +7,10 @@ under a deadline, and the client's leaving without a task that waits for it, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 _EXTENSION = "headgate.wire"
 
@@ -62,6 +62,27 @@ class Wire:
     def is_answered(self) -> bool:
         """Whether the response ended."""
         return bool(self._cycle.response_complete)
+
+    def answer(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bool:
+        """Sends a whole response in one write; False when only `send` can, because something was sent or somebody has
+        to be waited for. `headers` hold no line breaks and say nothing about length or connection.
+        """
+        cycle = self._cycle
+        if cycle.response_started or cycle.disconnected or cycle.flow.write_paused or cycle.scope["method"] == "HEAD":
+            return False
+        cycle.response_started = cycle.response_complete = True
+        cycle.waiting_for_100_continue = cycle.chunked_encoding = False
+        lines = [STATUS_LINE[status]]
+        for name, value in (*cycle.default_headers, *headers):
+            lines += (name, b": ", value, b"\r\n")
+        if not cycle.keep_alive:
+            lines.append(b"connection: close\r\n")
+        cycle.transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (b"".join(lines), len(body), body))
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            cycle.transport.close()
+        cycle.on_response()
+        return True
 
     @property
     def is_free(self) -> bool:

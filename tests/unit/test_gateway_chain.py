@@ -29,11 +29,11 @@ def test_routes_are_found_by_name_by_alias_and_by_star() -> None:
 
 
 def test_entries_expand_to_candidates_and_repeats_count_once() -> None:
-    found = expand(["local/*", "local/demo", "openai/org/big", "local/demo"], "demo")
+    found = expand(("local/*", "local/demo", "openai/org/big", "local/demo"), "demo")
     assert [candidate.name for candidate in found] == ["local/demo", "openai/org/big"]
     assert [candidate.tier for candidate in found] == [Tier.LOCAL, Tier.CLOUD]
     assert not found[0].named
-    assert expand(["openai/x", "local/y"], "z")[1].tier is Tier.LOCAL_FALLBACK
+    assert expand(("openai/x", "local/y"), "z")[1].tier is Tier.LOCAL_FALLBACK
 
 
 LOCAL, MINI, CLOUD = Candidate("local", "a", 0), Candidate("local", "b", 1), Candidate("openai", "c", 2)
