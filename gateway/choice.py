@@ -16,6 +16,7 @@ from gateway.core.chain import Candidate, Chain, Dropped, Facts, Wants, fold
 from gateway.core.frames import Endpoint
 from gateway.core.length import Fit
 from gateway.core.prediction import Allowed, Prediction
+from gateway.core.provider_fields import token_ids_in
 from gateway.core.requests import InferenceRequest
 from gateway.core.speed import UNKNOWN, Speed, queue_seconds
 from gateway.errors import UpstreamError
@@ -54,6 +55,7 @@ class Choice:
         self._candidates = candidates
         self._record = record
         self._is_first = priority is Priority.HIGH
+        self._ids = token_ids_in(request.body)
         self._any_vectors = route.same_vectors or request.endpoint.streams
         self._wants = Wants(
             capabilities=request.needs | _ENDPOINT_NEEDS.get(request.endpoint, frozenset()),
@@ -89,15 +91,20 @@ class Choice:
             () if provider is None
             else provider.unsupported_params(self._request.endpoint, self._request.body, candidate.model)
         )  # fmt: skip
-        same_vectors = self._any_vectors or self._model(candidate) == self._model(self._candidates[0])
+        is_equal = (self._any_vectors and self._ids is None) or self._is_equal(candidate)
+        same_vectors, foreign_ids = self._any_vectors or is_equal, None if is_equal else self._ids
         closed_for = breakers.closed_for(candidate.provider, candidate.model)
         held_for = breakers.held_for(candidate.provider, candidate.model)
         if status is None:
-            return Facts(present, closed_for, held_for, unsupported=unsupported, same_vectors=same_vectors)
+            return Facts(
+                present, closed_for, held_for,
+                unsupported=unsupported, same_vectors=same_vectors, foreign_ids=foreign_ids,
+            )  # fmt: skip
         return Facts(
             present=present,
             unsupported=unsupported,
             same_vectors=same_vectors,
+            foreign_ids=foreign_ids,
             closed_for=closed_for,
             held_for=held_for,
             capabilities=frozenset(status.capabilities) if status.capabilities else None,
@@ -206,6 +213,10 @@ class Choice:
     def _model(self, candidate: Candidate) -> str:
         """The model's own name: a local one may be written by an alias."""
         return self._tools.view.aliases.get(candidate.model, candidate.model) if candidate.is_local else candidate.model
+
+    def _is_equal(self, candidate: Candidate) -> bool:
+        """Whether it is the first choice's model, wherever that is computed."""
+        return self._model(candidate) == self._model(self._candidates[0])
 
     def _speed(self, candidate: Candidate, status: ModelStatus) -> Speed:
         outstanding = self._tools.breakers.outstanding(candidate.provider, candidate.model)

@@ -61,6 +61,8 @@ class Facts:
     unsupported: tuple[str, ...] = ()
     same_vectors: bool = True
     """Whether its numbers mean the same as the first choice's; only of interest where numbers are asked for."""
+    foreign_ids: str | None = None
+    """The field whose token ids are those of another model, the first choice's."""
     context_length: int | None = None
     speed: Speed = UNKNOWN
     fits: bool | None = None
@@ -88,6 +90,8 @@ class Drop(StrEnum):
     CAPABILITY = "capability"
     VECTORS = "other_vectors"
     """what another model computes cannot be compared with what the caller has"""
+    VOCABULARY = "other_vocabulary"
+    """the request holds token ids of the first choice's model"""
     CONTEXT = "context_too_small"
     BREAKER = "breaker_open"
     HELD = "held"
@@ -202,6 +206,9 @@ def _drop(candidate: Candidate, known: Facts, wants: Wants) -> Dropped | None:
     if not known.same_vectors:
         said = "another model's vectors or scores cannot be compared with the first choice's (same_vectors is not set)"
         return Dropped(candidate, Drop.VECTORS, said)
+    if known.foreign_ids is not None:
+        said = f"the token ids in {known.foreign_ids} are those of another model's vocabulary"
+        return Dropped(candidate, Drop.VOCABULARY, said, param=known.foreign_ids)
     if known.closed_for is not None:
         return Dropped(
             candidate, Drop.BREAKER, f"breaker open for another {_seconds(known.closed_for)}", known.closed_for

@@ -232,3 +232,11 @@ _LOCAL_REFUSES: Mapping[str, Refusal] = {
 def refused_by_local(body: Mapping[str, Any]) -> tuple[str, ...]:
     """The fields of a checked `body` that make every local model unsuitable."""
     return tuple(name for name, refusal in _LOCAL_REFUSES.items() if name in body and refusal.refuses(body[name]))
+
+
+def token_ids_in(body: Mapping[str, Any]) -> str | None:
+    """The field of a checked `body` that holds token ids, which mean something in one model's vocabulary only."""
+    if body.get("logit_bias"):
+        return "logit_bias"
+    prompt = body.get("prompt")
+    return "prompt" if isinstance(prompt, list) and not isinstance(prompt[0], str) else None

@@ -12,7 +12,7 @@ from gateway.core.requests import InferenceRequest
 from gateway.errors import GatewayError, PassedOnError, RefusedError, RequestError
 from inference.protocol import Code
 
-_FOREVER = frozenset({Drop.ABSENT, Drop.POLICY, Drop.CAPABILITY, Drop.VECTORS, Drop.CONTEXT})
+_FOREVER = frozenset({Drop.ABSENT, Drop.POLICY, Drop.CAPABILITY, Drop.VECTORS, Drop.VOCABULARY, Drop.CONTEXT})
 """Drops that coming back with the same request does not change."""
 
 _FIT_SECONDS = 2.0

@@ -217,6 +217,19 @@ async def test_vectors_of_different_models_are_never_mixed(cloudy: Gateway, fake
     assert answer.headers["x-headgate-model"] == "local/other", "the operator said that they are the same"
 
 
+async def test_token_ids_go_to_no_model_with_another_vocabulary(cloudy: Gateway, fake: FakeInference) -> None:
+    fake.answers["demo"] = Answer(refuse=Code.MODEL_FAILED)
+    answer = await _ask(cloudy, "x", logit_bias={"7": 100})
+    assert (answer.status_code, answer.headers["x-headgate-attempts"]) == (503, "1")
+    record = await _explained(cloudy, answer)
+    assert all(record["dropped"][name].startswith("other_vocabulary:") for name in ("local/demo-mini", "cloud/large"))
+    answer = await cloudy.client.post("/v1/completions", json={"model": "demo", "prompt": [7, 8]})
+    assert answer.status_code == 503
+    assert fake.seen_for("demo-mini") == []
+    answer = await cloudy.client.post("/v1/completions", json={"model": "demo", "prompt": "seven"})
+    assert answer.headers["x-headgate-model"] == "local/demo-mini"
+
+
 # --- memory and policy ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "asked", [{"model": "home"}, {"model": "pair", "headers": {"x-headgate-policy": "local-only"}}]

@@ -18,6 +18,7 @@ FACTS = st.builds(
     capabilities=st.none() | CAPABILITIES,
     unsupported=st.sampled_from(((), ("seed",))),
     same_vectors=st.booleans(),
+    foreign_ids=st.sampled_from((None, "prompt")),
     context_length=st.none() | st.integers(1, 9000),
     speed=st.builds(Speed, st.none() | st.floats(0, 100)),
     fits=st.none() | st.booleans(),
@@ -45,6 +46,7 @@ def test_a_fold_is_a_division_in_order(entries: list[tuple[str, Facts]], wants: 
         facts = known[candidate]
         assert facts.present
         assert facts.same_vectors
+        assert facts.foreign_ids is None
         assert facts.closed_for is None
         assert facts.held_for is None
         assert not facts.unsupported

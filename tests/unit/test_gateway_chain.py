@@ -52,6 +52,7 @@ VISION = Wants(capabilities=frozenset({"vision"}))
         (CLOUD, Facts(unsupported=("seed",)), Wants(), Drop.CAPABILITY),
         (LOCAL, Facts(context_length=100), Wants(), None),
         (LOCAL, Facts(same_vectors=False), Wants(), Drop.VECTORS),
+        (MINI, Facts(foreign_ids="logit_bias"), Wants(), Drop.VOCABULARY),
         (LOCAL, Facts(closed_for=12.0), Wants(), Drop.BREAKER),
         (LOCAL, Facts(closed_for=0.2), Wants(), Drop.BREAKER),
         (LOCAL, Facts(held_for=3.0), Wants(), Drop.HELD),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.core.frames import Endpoint
-from gateway.core.provider_fields import refused_by_local
+from gateway.core.provider_fields import refused_by_local, token_ids_in
 from gateway.core.requests import parse, schema
 from gateway.core.shape import MAX_NESTING
 from gateway.errors import RequestError
@@ -234,3 +234,11 @@ def test_what_no_local_model_takes_is_known_without_asking_it() -> None:
         "n",
         "prediction",
     )
+
+
+def test_token_ids_are_found_wherever_a_request_may_hold_them() -> None:
+    assert token_ids_in({"logit_bias": {"7": 1}, "prompt": "x"}) == "logit_bias"
+    assert token_ids_in({"logit_bias": {}, "prompt": [7, 8]}) == "prompt"
+    assert token_ids_in({"prompt": [[7], [8]]}) == "prompt"
+    assert token_ids_in({"prompt": ["x"]}) is None
+    assert token_ids_in({"messages": []}) is None
