@@ -358,8 +358,10 @@ async def test_a_service_seen_coming_back_is_probed_before_its_time(tmp_path: Pa
 
 
 async def test_after_a_recovery_most_go_elsewhere_and_nobody_is_sent_away(
-    patient: Gateway, fake: FakeInference
+    patient: Gateway, fake: FakeInference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("gateway.core.ramp.STEP_SECONDS", 600.0)
+    monkeypatch.setattr("gateway.core.ramp.LONGEST_SECONDS", 600.0)
     fake.queue["demo"] = [Answer(refuse=Code.MODEL_FAILED)] * 5
     for _ in range(5):
         await patient.chat()
