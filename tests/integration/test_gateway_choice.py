@@ -151,6 +151,10 @@ async def test_an_answer_that_may_need_more_room_goes_to_the_tier_that_holds_it_
     fake.seen.clear()
     assert (await _ask(gateway, max_tokens=101)).headers["x-headgate-model"] == "local/demo"
     assert fake.seen_for("demo-mini") == []
+    _set(fake, "demo-mini", context_length=1051)
+    fake.answers.clear()
+    answer = await _ask(gateway, max_tokens=101)
+    assert answer.headers["x-headgate-model"] == "local/demo-mini", "both were counted"
 
 
 async def test_a_max_tokens_larger_than_the_context_is_no_reason_to_pay_but_one_to_go_on(
