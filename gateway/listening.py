@@ -159,7 +159,8 @@ class Listening:
 
     def _note_all(self, frames: list[Frame]) -> None:
         for frame in frames:
-            if not self._answered or not isinstance(frame, Data):  # chunks of an answer that has begun say nothing new
+            # chunks of an answer that has begun say nothing new to anybody but who counts them
+            if not self._answered or self._on_frame is not None or not isinstance(frame, Data):
                 self._note(frame)
 
     def _note(self, frame: Frame) -> None:
