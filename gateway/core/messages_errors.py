@@ -70,7 +70,17 @@ def envelope(error: GatewayError) -> dict[str, Any]:
     code = error.upstream_code if isinstance(error, PassedOnError) else str(error.code)
     code = _CODE_OF_PARAM.get(error.param, code)
     param = _own_name(error)
-    return {**_said(error.status, code, error.message, param, error.details), "request_id": None}
+    return {**_said(error.status, code, _worded(error, code), param, error.details), "request_id": None}
+
+
+def _worded(error: GatewayError, code: str) -> str:
+    """The message. A prompt that is too long is told in Anthropic's words first, at which agents shorten theirs."""
+    if code != Code.CONTEXT_LENGTH_EXCEEDED or error.details is None:
+        return error.message
+    prompt, context = error.details.get("prompt_tokens"), error.details.get("context_length")
+    if prompt is None or context is None:
+        return error.message
+    return f"prompt is too long: {prompt} tokens > {context} maximum; {error.message}"
 
 
 def _own_name(error: GatewayError) -> str | None:

@@ -50,6 +50,8 @@ def test_a_demo_model_answers_streams_and_stops(client: anthropic.Anthropic) -> 
     total = final.usage.input_tokens + (final.usage.cache_read_input_tokens or 0)
     assert client.messages.count_tokens(model="demo", messages=MESSAGES).input_tokens == total
     word = text.split()[-1]
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 2048 maximum"):
+        client.messages.create(max_tokens=12, model="demo", messages=[{"role": "user", "content": "mill " * 9000}])
     stopped = client.messages.create(max_tokens=12, stop_sequences=["nothing of this", word], **asked)
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", word)
     agents = client.messages.create(max_tokens=32_000, stop_sequences=[word], **asked)

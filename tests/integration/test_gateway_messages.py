@@ -133,6 +133,8 @@ async def test_headers_tell_who_answered_and_ids_agree(client: AsyncAnthropic) -
     said = await client.messages.with_raw_response.create(model="demo", max_tokens=5, messages=MESSAGES)
     assert said.headers["x-headgate-model"] == "local/demo"
     assert said.headers["request-id"] == said.headers["x-request-id"] == (await said.parse())._request_id
+    async with client.messages.with_streaming_response.create(model="demo", max_tokens=5, messages=MESSAGES) as raw_one:
+        assert json.loads(await raw_one.read())["type"] == "message"
     async with client.messages.stream(model="demo", max_tokens=5, messages=MESSAGES) as stream:
         await stream.until_done()
         assert stream.request_id == stream.response.headers["x-request-id"]

@@ -255,6 +255,17 @@ def test_a_tiers_word_for_a_field_becomes_the_callers(param: str | None, own: st
     assert envelope(PassedOnError(said, 400, param))["error"]["details"].get("param") == own
 
 
+def test_a_prompt_that_is_too_long_is_told_in_the_words_that_agents_act_upon() -> None:
+    def message(**details: Any) -> str:
+        error = RequestError(Code.CONTEXT_LENGTH_EXCEEDED, "shorten it", details=details or None)
+        return str(envelope(error)["error"]["message"])
+
+    assert message(prompt_tokens=9000, context_length=8192) == (
+        "prompt is too long: 9000 tokens > 8192 maximum; shorten it"
+    )
+    assert message(prompt_tokens=None, context_length=8192, max_tokens=9000) == message() == "shorten it"
+
+
 def test_the_callers_own_places_stay() -> None:
     for param, own in (("messages[1].content[0].type",) * 2, ("messages[1].content[0].image_url.url", "messages")):
         refused = RequestError(Code.INVALID_REQUEST, "no", param=param)
