@@ -108,7 +108,7 @@ class Attempt:
         said = without_quotes(said, self.call.body)
         self._lease.settle(verdict, said)
         outcome = outcome_name(verdict, observation)
-        request.tools.telemetry.attempts.labels(candidate.provider, request.label(candidate), outcome).inc()
+        request.tools.telemetry.count_attempt(candidate.provider, request.label(candidate), outcome)
         request.record.attempts.append(
             Tried(candidate.name, outcome, said[:500], round(time.monotonic() - self._began, 6))
         )

@@ -43,7 +43,10 @@ BODY_SECONDS = 120.0
 _SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _JSON = (b"content-type", b"application/json")
 _MESSAGES = "/v1/messages"
-_MESSAGES_ID = "request-id"
+_MESSAGES_ID = b"request-id"
+_REQUEST_ID, _TIER, _MODEL, _ATTEMPTS, _REASON, _OVERHEAD, _DEVICE = (
+    name.encode() for name in (H_REQUEST_ID, H_TIER, H_MODEL, H_ATTEMPTS, H_REASON, H_OVERHEAD, H_DEVICE)
+)
 _MODELS = "/v1/models"
 _VERSION = "anthropic-version"
 """Every client of Anthropic's sends it; there is a listing of models in both APIs, under one path."""
@@ -91,19 +94,20 @@ class Exchange:
 
     def response_headers(self) -> list[tuple[bytes, bytes]]:
         """The headers that every response carries."""
-        said = (
-            (H_REQUEST_ID, self.request_id),
-            (H_TIER, self.tier),
-            (H_MODEL, self.model),
-            (H_ATTEMPTS, str(self.attempts)),
-            (H_REASON, self.reason),
-            *self.limits,
-            (H_OVERHEAD, f"{self.overhead_seconds * 1000:.3f}"),
-        )
-        told = said if self.device is None else (*said, (H_DEVICE, self.device))
+        told = [
+            (_REQUEST_ID, _header_value(self.request_id)),
+            (_TIER, self.tier.encode()),
+            (_MODEL, _header_value(self.model)),
+            (_ATTEMPTS, b"%d" % self.attempts),
+            (_REASON, _header_value(self.reason)),
+            *((name.encode(), _header_value(value)) for name, value in self.limits),
+            (_OVERHEAD, b"%.3f" % (self.overhead_seconds * 1000)),
+        ]
+        if self.device is not None:
+            told.append((_DEVICE, _header_value(self.device)))
         if self.is_messages:
-            told = (*told, (_MESSAGES_ID, self.request_id))
-        return [(name.encode(), _header_value(value)) for name, value in told]
+            told.append((_MESSAGES_ID, _header_value(self.request_id)))
+        return told
 
 
 def _header_value(value: str) -> bytes:

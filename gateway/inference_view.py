@@ -87,7 +87,8 @@ class InferenceView:
     @property
     def models(self) -> Mapping[str, ModelStatus]:
         """The models by id, empty when unknown."""
-        return self._models if self.is_fresh else {}
+        seen = self._seen_at
+        return self._models if seen is not None and self._clock() - seen < STALE_SECONDS else {}
 
     @property
     def aliases(self) -> Mapping[str, str]:

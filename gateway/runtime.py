@@ -148,7 +148,8 @@ class Runtime:
             self._users[number] -= 1
             if not self._users[number]:
                 del self._users[number]
-            self._close_retired()
+            if self._retired:
+                self._close_retired()
 
     async def reload(self) -> dict[str, Any]:
         """Reads the configuration again and applies it whole; on any error everything stays as it was.

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from gateway.attempts import Caller, Request
@@ -116,7 +116,7 @@ class Generation:
                 caller = replace(caller, waited_seconds=waited, why_cancelled=presence.why_cancelled)
                 job = Request(runtime.tools, request, found, caller, record, exchange.began)
                 if request.stream:
-                    with _timed(job, exchange):
+                    with _Timed(job, exchange):
                         attempt = await job.stream()
                     try:
                         self._note(job, exchange, record)
@@ -126,7 +126,7 @@ class Generation:
                         raise
                     record.outcome = await self._relay(Answer(job, attempt), asked, presence, exchange, send)
                     return
-                with _timed(job, exchange):
+                with _Timed(job, exchange):
                     body = asked.whole(await job.whole()) if request.endpoint.streams else await job.unary()
                 self._note(job, exchange, record)
             presence.release()
@@ -188,13 +188,20 @@ def caller_of(exchange: Exchange, key: Key, tenant: str, meter: Meter | None) ->
     )
 
 
-@contextlib.contextmanager
-def _timed(job: Request, exchange: Exchange) -> Iterator[None]:
-    """What tiers took is not the gateway's own time, also when all of them refused."""
-    try:
-        yield
-    finally:
-        exchange.upstream_seconds = job.upstream_seconds
+class _Timed:
+    """What tiers took within this context is not the gateway's own time, also when all of them refused."""
+
+    __slots__ = ("_exchange", "_job")
+
+    def __init__(self, job: Request, exchange: Exchange) -> None:
+        self._job = job
+        self._exchange = exchange
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, *_error: object) -> None:
+        self._exchange.upstream_seconds = self._job.upstream_seconds
 
 
 def _one_of(headers: Mapping[str, str], name: str, allowed: tuple[str, ...], default: str) -> str:

@@ -62,16 +62,24 @@ class Telemetry:
         self.rate_limited = Counter(
             "gateway_rate_limited_total", "Requests beyond what their key may do, by limit", ["limit"], registry=to
         )
-        self._known: dict[tuple[str, str, str], Counter] = {}
-        """Counters of requests by their labels: to look one up takes longer than to count."""
+        self._known: dict[Counter, dict[tuple[str, str, str], Counter]] = {self.requests: {}, self.attempts: {}}
         self.disconnects = Counter("gateway_client_disconnect_total", "Callers who left before the end", registry=to)
 
     def count_request(self, route: str, tier: str, outcome: str) -> None:
         """A request ended."""
-        counter = self._known.get((route, tier, outcome))
-        if counter is None:
-            counter = self._known[route, tier, outcome] = self.requests.labels(route, tier, outcome)
-        counter.inc()
+        self._count(self.requests, (route, tier, outcome))
+
+    def count_attempt(self, provider: str, model: str, outcome: str) -> None:
+        """An attempt ended."""
+        self._count(self.attempts, (provider, model, outcome))
+
+    def _count(self, counter: Counter, labels: tuple[str, str, str]) -> None:
+        """Adds one. To look up a labelled counter takes longer than to count."""
+        known = self._known[counter]
+        child = known.get(labels)
+        if child is None:
+            child = known[labels] = counter.labels(*labels)
+        child.inc()
 
     def on_breaker(self, provider: str, model: str, state: State | None) -> None:
         """A breaker moved, or was forgotten (None)."""
