@@ -35,6 +35,7 @@ class Limiter:
         self._clock = clock
         self._numbers = itertools.count(1)
         self._accounts: dict[str, core.Account] = {}
+        self._limits: dict[str, core.Limits] = {}
 
     def enter(self, key: Key, exchange: Exchange) -> Meter | None:
         """A context for one request with `key`; None where nothing is limited. Raises RefusedError (429).
@@ -51,20 +52,28 @@ class Limiter:
     def apply(self, keys: Sequence[Key]) -> None:
         """Other keys are in force: what nobody needs to remember is forgotten."""
         now = self._clock()
-        limits = {key.name: key.limits for key in keys}
+        self._limits = {key.name: key.limits for key in keys}
         self._accounts = {
             name: account
             for name, account in self._accounts.items()
-            if not account.is_idle(limits.get(name, core.NO_LIMITS), now)
+            if not account.is_idle(self._limits.get(name, core.NO_LIMITS), now)
         }
 
     def reserve(self, key: Key, exchange: Exchange, number: int, tokens: int) -> None:
         """Holds `tokens` for a request that entered; raises RefusedError (429)."""
-        self._note(key, exchange, core.reserve(self._account(key), key.limits, number, tokens, self._clock()))
+        self._note(key, exchange, core.reserve(self._account(key), self._now(key), number, tokens, self._clock()))
+
+    def counts_tokens(self, key: Key) -> bool:
+        """Whether tokens of `key` are limited."""
+        return self._now(key).tokens_per_minute is not None
 
     def leave(self, key: Key, number: int, tokens: int) -> None:
         """A request that entered ended and took `tokens`."""
-        self._accounts[key.name] = core.leave(self._account(key), key.limits, number, tokens, self._clock())
+        self._accounts[key.name] = core.leave(self._account(key), self._now(key), number, tokens, self._clock())
+
+    def _now(self, key: Key) -> core.Limits:
+        """The key's limits as they are now: a request that runs may have begun under others."""
+        return self._limits.get(key.name, key.limits)
 
     def _account(self, key: Key) -> core.Account:
         return self._accounts.get(key.name, core.Account())
@@ -115,7 +124,7 @@ class Meter:
 
     def reserve(self, request: InferenceRequest) -> None:
         """Holds what `request` is estimated to take; raises RefusedError (429)."""
-        if self._key.limits.tokens_per_minute is None:
+        if not self._limiter.counts_tokens(self._key):
             return
         self._prompt_tokens = core.prompt_tokens(request.body)
         wanted = self._prompt_tokens + core.answer_tokens(request.body, request.most_tokens(core.ANSWER_TOKENS))
@@ -143,7 +152,7 @@ class Meter:
         self._limiter.leave(self._key, self._number, tokens)
 
     def _tokens(self) -> int:
-        if self._key.limits.tokens_per_minute is None:
+        if not self._limiter.counts_tokens(self._key):
             return 0
         said = None if self._usage is None else core.total_tokens(self._usage)
         return self._prompt_tokens + self._pieces if said is None else max(said, self._pieces)

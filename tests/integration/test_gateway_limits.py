@@ -176,3 +176,32 @@ async def test_a_revoked_key_of_the_environment_ends_at_once(tmp_path: Path, fak
         assert (await gateway.chat(headers={"authorization": "Bearer another"})).status_code == 200
         assert KEY != "another"
         assert json.loads((await gateway.admin("GET", "/admin/breakers")).content)
+
+
+async def test_counting_tokens_is_a_request_and_takes_none(tmp_path: Path, fake: FakeInference) -> None:
+    async with Gateway(tmp_path, fake.url, _config("requests_per_minute: 1, tokens_per_minute: 60")) as gateway:
+        body = {"model": "demo", "messages": MESSAGES}
+        for is_refused in (False, True):
+            answer = await gateway.client.post("/v1/messages/count_tokens", json=body, headers=AS_TEAM)
+            assert (answer.status_code == 429) is is_refused
+            assert answer.headers["x-ratelimit-remaining-requests"] == "0"
+        assert answer.json()["error"]["type"] == "rate_limit_error"
+        assert _used(gateway) == 0
+
+
+async def test_who_began_under_other_limits_wipes_nothing_out(tmp_path: Path, fake: FakeInference) -> None:
+    """The first request began when tokens were not limited; when it ends, what the second took is still counted."""
+    hold = asyncio.Event()
+    fake.queue["demo"] = [Answer(hold=hold), Answer(words=("a",) * 50)]
+    async with Gateway(tmp_path, fake.url, _config("concurrent: 9")) as gateway:
+        first = asyncio.create_task(gateway.chat(headers=AS_TEAM))
+        await until("it runs", lambda: fake.seen)
+        gateway.write(_config("tokens_per_minute: 60"))
+        await gateway.admin("POST", "/admin/reload")
+        assert (await gateway.chat(headers=AS_TEAM)).status_code == 200
+        await until("it is charged", lambda: len(gateway.runtime.limiter._accounts["team"].running) == 1)
+        used = _used(gateway)
+        hold.set()
+        assert (await first).status_code == 200
+        await until("the first ended", lambda: not gateway.runtime.limiter._accounts["team"].running)
+        assert _used(gateway) > used / 2
