@@ -14,7 +14,6 @@ from typing import Any
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
-from yarl import URL
 
 from gateway.core import images as core
 from gateway.core.messages import VISION
@@ -114,8 +113,8 @@ class Images:
     async def _get(self, remote: core.Remote, target: core.Target, max_bytes: int) -> bytes:
         if self._session is None:
             self._session = make_image_session(self._resolver, self._trust)
-        url = URL.build(scheme="https", host=target.host, port=target.port)
-        async with self._session.get(url.join(URL(target.path, encoded=True)), allow_redirects=False) as response:
+        url = f"https://{target.host}:{target.port}{target.path}"
+        async with self._session.get(url, allow_redirects=False) as response:
             if response.status != 200:
                 raise core.refusal(remote, f"cannot be had: {target.host} answered {response.status}")
             if not response.content_type.startswith("image/") or "content-encoding" in response.headers:
