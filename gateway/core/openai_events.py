@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
 
 from gateway.core.frames import Comment, Data, DeltaKind, Done, Frame
+from gateway.core.openai_calls import Numbers, number
 from gateway.core.provider_errors import error_in, frame_error
 from gateway.core.sse import SseFrame
 from gateway.errors import UpstreamError, UpstreamKind
@@ -37,6 +38,8 @@ class State:
     usage: Mapping[str, Any] | None = None
     usage_relayed: bool = False
     complete: bool = False
+    calls: Mapping[int, Numbers] = field(default_factory=dict)
+    """The tool calls of each choice."""
 
 
 Step = tuple[State, tuple[Frame, ...]]
@@ -64,7 +67,28 @@ def step(state: State, frame: SseFrame) -> Step:
         return (replace(state, usage_relayed=True) if relayed else state), (Data(data, kind),)
     if isinstance(chunk.get("usage"), dict):
         state = replace(state, usage=chunk)
+    if any(_pieces(choice) for choice in choices):
+        state, changed = _numbered(state, choices)
+        data = orjson.dumps(chunk) if changed else data
     return _read_choices(state, data, choices)
+
+
+def _pieces(choice: Any) -> list[Any]:
+    """The pieces of tool calls in a choice, if it has any."""
+    delta = choice.get("delta") if isinstance(choice, dict) else None
+    pieces = delta.get("tool_calls") if isinstance(delta, dict) else None
+    return pieces if isinstance(pieces, list) else []
+
+
+def _numbered(state: State, choices: list[Any]) -> tuple[State, bool]:
+    """Every call with its index; see `gateway.core.openai_calls`."""
+    calls, changed = dict(state.calls), False
+    for choice in choices:
+        if pieces := _pieces(choice):
+            at = _index(choice)
+            calls[at], again = number(calls.get(at, Numbers()), pieces)
+            changed |= again
+    return replace(state, calls=calls), changed
 
 
 def _parsed(data: bytes) -> Any:
@@ -84,9 +108,7 @@ def _read_choices(state: State, data: bytes, choices: list[Any]) -> Step:
     for choice in choices:
         if not isinstance(choice, dict):
             raise _malformed("a choice that is not an object")
-        index = choice.get("index", 0)
-        if not isinstance(index, int):
-            raise _malformed("a choice whose index is no number")
+        index = _index(choice)
         if index not in opened:
             opened |= {index}
         if _has_content(choice):
@@ -99,6 +121,13 @@ def _read_choices(state: State, data: bytes, choices: list[Any]) -> Step:
     if opened is not state.opened or finished is not state.finished or content is not state.has_content:
         state = replace(state, opened=opened, finished=finished, has_content=content)
     return state, (Data(data, kind),)
+
+
+def _index(choice: Mapping[str, Any]) -> int:
+    index = choice.get("index", 0)
+    if not isinstance(index, int):
+        raise _malformed("a choice whose index is no number")
+    return index
 
 
 def _has_content(choice: Mapping[str, Any]) -> bool:
