@@ -204,32 +204,23 @@ async def _absolute(gateway: Gateway, target: str) -> bytes:
     return answer
 
 
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [
-        ("LOCALHOST", 200), ("LocalHost:8080", 200), ("[::1]", 200), ("[::1]:8080", 200), ("127.8.8.8:1", 200),
-        ("[0:0:0:0:0:0:0:1]", 200), ("localhost.", 403), ("0.0.0.0", 403), ("[::]", 403),
-        ("::1", 403), ("127.0.0.1:", 200), ("127.0.0.1:80:80", 403), ("127.1", 403), ("2130706433", 403),
-        ("[::1].evil.example", 403), ("evil.example:127.0.0.1", 403), ("localhost, evil.example", 403), ("", 403),
-        (None, 403),
-    ],
+SERVED = ("LOCALHOST", "LocalHost:8080", "[::1]", "[::1]:8080", "127.8.8.8:1", "[0:0:0:0:0:0:0:1]", "127.0.0.1:")
+FOREIGN = (
+    "localhost.", "0.0.0.0", "[::]", "::1", "127.0.0.1:80:80", "127.1", "2130706433", "[::1].evil.example",
+    "evil.example:127.0.0.1", "localhost, evil.example", "", None,
 )  # fmt: skip
-async def test_on_loopback_the_host_is_loopback_in_whatever_form(
-    loopback: Gateway, host: str | None, status: int
-) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(loopback.url.rpartition(":")[2]))
-    line = "" if host is None else f"Host: {host}\r\n"
-    writer.write(f"GET /livez HTTP/1.1\r\n{line}Connection: close\r\n\r\n".encode())
-    async with asyncio.timeout(10):
-        answer = await reader.read()
-    writer.close()
-    assert int(answer.split(b" ", 2)[1]) == status
 
 
-@pytest.fixture
-async def loopback(tmp_path: Path) -> AsyncIterator[Gateway]:
+async def test_on_loopback_the_host_is_loopback_in_whatever_form(tmp_path: Path) -> None:
     async with FakeInference("token") as fake, Gateway(tmp_path, fake.url) as gateway:
-        yield gateway
+        for host in (*SERVED, *FOREIGN):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
+            line = "" if host is None else f"Host: {host}\r\n"
+            writer.write(f"GET /livez HTTP/1.1\r\n{line}Connection: close\r\n\r\n".encode())
+            async with asyncio.timeout(10):
+                answer = await reader.read()
+            writer.close()
+            assert int(answer.split(b" ", 2)[1]) == (200 if host in SERVED else 403), host
 
 
 @pytest.mark.parametrize("said", [SECRET, f"x-{SECRET}", "a code of words", "x" * 65, 7, ["x"], ""])
