@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LITELLM, PORTKEY = "litellm", "portkey"
+"""Portkey's gateway answers streamed requests with 500 on Node 20, and is asked for whole answers only."""
+
 _PORTKEY_PACKAGE = "@portkey-ai/gateway"
 
 

@@ -142,11 +142,13 @@ def _bars_alone(found: Results) -> Iterator[Bar]:
 
 
 def _bars_crowds(found: Results) -> Iterator[Bar]:
-    ours = [one.per_core_second for one in found.crowds_of(GATEWAY, WHOLE)]
     for system, target in ((PASS_THROUGH, OF_PASS_THROUGH), (LITELLM, OVER_LITELLM), (PORTKEY, OVER_PORTKEY)):
-        theirs = [one.per_core_second for one in found.crowds_of(system, WHOLE)]
-        if ours and theirs:
-            yield Bar(f"throughput_per_core_over_{system}", median(ratios(ours, theirs)), "ratio", ">=", target)
+        for kind in (WHOLE, STREAMED):
+            ours = [one.per_core_second for one in found.crowds_of(GATEWAY, kind)]
+            theirs = [one.per_core_second for one in found.crowds_of(system, kind)]
+            if ours and theirs:
+                name = f"throughput_per_core_over_{system}_{kind}"
+                yield Bar(name, median(ratios(ours, theirs)), "ratio", ">=", target)
 
 
 def _bars_paced(found: Results) -> Iterator[Bar]:

@@ -13,7 +13,7 @@ from headgate.shared.percentiles import percentile
 WHOLE, STREAMED = "whole", "streamed"
 """Kinds of answers."""
 
-FIRST_TOKEN_SECONDS = 0.2
+FIRST_TOKEN_SECONDS = 0.5
 """`deadlines.first_token` of a gateway that fails over: how long a silent tier is waited for."""
 
 
