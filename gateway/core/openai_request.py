@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
@@ -43,6 +44,12 @@ _EFFORTS: Mapping[Flavor, Mapping[str, str]] = {
     Flavor.COMPATIBLE: {},
 }
 """Efforts beyond the highest that an address knows, as that one."""
+_WANTS_SIGNATURES = re.compile(r"(models/)?gemini-([3-9]|\d\d)")
+"""Models of Google's that refuse a history whose first call of a turn lacks the signature of the thought behind it."""
+_EXTRA = "extra_content"
+"""Where Google's address puts that signature into a call; clients may send it back. OpenAI does not know it."""
+UNSIGNED_CALL = "skip_thought_signature_validator"
+"""Google's word for a call that another model made."""
 _STREAM_OPTIONS = ("include_obfuscation",)
 
 
@@ -101,6 +108,25 @@ def _translate_chat(request: dict[str, Any], flavor: Flavor) -> None:
         request["reasoning_effort"] = _EFFORTS[flavor][effort]
     unknown = _ANSWERS_ONLY if flavor is Flavor.COMPATIBLE else _ANSWERS_ONLY | {"reasoning_content"}
     request["messages"] = [_without(unknown, message) for message in request["messages"]]
+    if flavor is Flavor.OPENAI:
+        request["messages"] = [_with_plain_calls(message) for message in request["messages"]]
+    elif flavor is Flavor.GOOGLE and _WANTS_SIGNATURES.match(request["model"]):
+        request["messages"] = [_with_signed_calls(message) for message in request["messages"]]
+
+
+def _with_plain_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    calls = message.get("tool_calls") or ()
+    if not any(_EXTRA in call for call in calls):
+        return message
+    return {**message, "tool_calls": [_without(frozenset({_EXTRA}), call) for call in calls]}
+
+
+def _with_signed_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    calls = message.get("tool_calls") or ()
+    if not calls or calls[0].get(_EXTRA):
+        return message
+    first = {**calls[0], _EXTRA: {"google": {"thought_signature": UNSIGNED_CALL}}}
+    return {**message, "tool_calls": [first, *calls[1:]]}
 
 
 _ANSWERS_ONLY = frozenset({"annotations", "parsed"})

@@ -561,3 +561,21 @@ def test_efforts_beyond_the_highest_of_an_address_are_that_one() -> None:
     body = {"messages": [user()], "reasoning_effort": "max"}
     sent = {flavor: to_openai(Endpoint.CHAT, body, "m", flavor)["reasoning_effort"] for flavor in Flavor}
     assert sent == {Flavor.OPENAI: "xhigh", Flavor.GOOGLE: "high", Flavor.COMPATIBLE: "max"}
+
+
+def test_calls_in_a_history_are_as_each_address_takes_them() -> None:
+    signed = {"google": {"thought_signature": "s"}}
+
+    def sent(flavor: Flavor, model: str, **more: Any) -> list[dict[str, Any]]:
+        calls = [{"id": id, "type": "function", "function": {"name": "f", "arguments": "{}"}} for id in ("a", "b")]
+        calls[0] |= more
+        body = {"messages": [user(), {"role": "assistant", "tool_calls": calls}]}
+        found: list[dict[str, Any]] = to_openai(Endpoint.CHAT, body, model, flavor)["messages"][1]["tool_calls"]
+        return found
+
+    unsigned = {"google": {"thought_signature": "skip_thought_signature_validator"}}
+    assert [call.get("extra_content") for call in sent(Flavor.GOOGLE, "gemini-3-pro")] == [unsigned, None]
+    assert sent(Flavor.GOOGLE, "gemini-3-pro", extra_content=signed)[0]["extra_content"] == signed
+    assert "extra_content" not in sent(Flavor.GOOGLE, "gemini-2.5-flash")[0]
+    assert "extra_content" not in sent(Flavor.OPENAI, "gpt-5", extra_content=signed)[0]
+    assert sent(Flavor.COMPATIBLE, "gemini-3-pro", extra_content=signed)[0]["extra_content"] == signed
