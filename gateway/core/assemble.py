@@ -187,6 +187,8 @@ def _add_tool(tools: dict[int, dict[str, Any]], call: Any) -> None:
         whole["id"] = call["id"]
     if call.get("type"):
         whole["type"] = call["type"]
+    if call.get("extra_content"):
+        whole["extra_content"] = call["extra_content"]  # where Google's address puts what it wants back
     if isinstance(function := call.get("function"), dict):
         _append(whole["function"], function)
 

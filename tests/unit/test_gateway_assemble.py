@@ -167,3 +167,10 @@ def test_what_a_choice_says_of_its_end_is_kept() -> None:
     answer = _sum(_chunk({"content": "a"}), _chunk(finish="stop", stop_reason="END", stop_details=None))
     assert answer["choices"][0]["stop_reason"] == "END"
     assert "stop_details" not in answer["choices"][0]
+
+
+def test_what_google_wants_back_with_a_call_is_kept() -> None:
+    extra = {"google": {"thought_signature": "s"}}
+    call = {"index": 0, "id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    answer = _sum(_chunk({"tool_calls": [{**call, "extra_content": extra}]}), _chunk(finish="tool_calls"))
+    assert answer["choices"][0]["message"]["tool_calls"][0]["extra_content"] == extra
