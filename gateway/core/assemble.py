@@ -110,7 +110,7 @@ class Assembly:
             if self._object is None:
                 raise ValueError(f"a chunk of an unknown kind {chunk.get('object')!r}")
         for name in _COPIED:
-            if self._head.get(name) is None and chunk.get(name) is not None:
+            if name not in self._head and chunk.get(name) is not None:
                 self._head[name] = chunk[name]
         if isinstance(usage := chunk.get("usage"), dict):
             self._usage = usage

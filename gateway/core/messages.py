@@ -83,11 +83,14 @@ _SHAPE = f.mapping(_FIELDS, needed=("role",))
 def _check_message(value: Any, path: str) -> None:
     _SHAPE(value, path)
     role = value["role"]
-    answered = any(value.get(name) is not None for name in ("tool_calls", "function_call", "refusal", "audio"))
-    if value.get("content") is None and not (role == "assistant" and answered):
+    if value.get("content") is None and not (role == "assistant" and _says_otherwise(value)):
         f.refuse(f"{path}.content", f"`{path}` needs `content`")
     if role == "tool" and value.get("tool_call_id") is None:
         f.refuse(f"{path}.tool_call_id", f"`{path}` answers a tool call and needs its `tool_call_id`")
+
+
+def _says_otherwise(message: Mapping[str, Any]) -> bool:
+    return any(message.get(name) is not None for name in ("tool_calls", "function_call", "refusal", "audio"))
 
 
 MESSAGES: f.Check = f.array(f.Check(_check_message, _SHAPE.schema), low=1)

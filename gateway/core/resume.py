@@ -78,6 +78,10 @@ class Continuation:
     how: How
 
 
+_JOINED = frozenset(("echo", "suffix", "continue_final_message", "audio"))
+"""What ties an answer to its own beginning."""
+
+
 def why_not(request: InferenceRequest, policy: str) -> str | None:
     """Why an answer to `request` cannot go on once some of it was said; None when it can."""
     if policy == Policy.OFF:
@@ -85,7 +89,7 @@ def why_not(request: InferenceRequest, policy: str) -> str | None:
     body = request.body
     prompt = body.get("prompt")
     several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
-    joined = any(body.get(name) for name in ("echo", "suffix", "continue_final_message", "audio"))
+    joined = not _JOINED.isdisjoint(body) and any(body.get(name) for name in _JOINED)
     best = (body.get("best_of") or 1) > 1
     return None if request.is_plain and not (several or joined or best) else "shape"
 
