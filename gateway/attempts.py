@@ -205,23 +205,6 @@ class Request:
         """The candidates as things are now."""
         return self._choice.again()
 
-    def attempt_again(
-        self, candidate: Candidate, body: Mapping[str, Any], budget: Budget, *, last: bool
-    ) -> Attempt | None:
-        """An attempt to go on with an answer that broke off; None where a breaker refuses it."""
-        provider = self.tools.registry.get(candidate.provider)
-        if provider is None:
-            return None
-        # no ramp after a recovery may cost an answer that somebody is reading
-        lease = self.tools.breakers.acquire(candidate.provider, candidate.model, self._permit_end(), forced=True)
-        if isinstance(lease, Refused):
-            return None
-        try:
-            return Attempt(self, candidate, provider, lease, last, budget, body)
-        except BaseException:
-            lease.release()
-            raise
-
     def note_committed(self, attempt: Attempt) -> None:
         """The caller's status is decided: `attempt` answers."""
         attempt.listening.mark_sent()
@@ -255,7 +238,7 @@ class Request:
             provider = self.tools.registry.get(candidate.provider)
             assert provider is not None, "the fold drops absent providers"
             forced = not waiting or candidate in self._put_off
-            lease = self.tools.breakers.acquire(candidate.provider, candidate.model, self._permit_end(), forced)
+            lease = self.tools.breakers.acquire(candidate.provider, candidate.model, self.permit_end(), forced)
             if isinstance(lease, Refused) and (lease.recovering or lease.silent):
                 drop, said = _SILENT if lease.silent else _RECOVERING
                 self._put_behind(Dropped(candidate, drop, f"{lease.by} {said}"))
@@ -379,7 +362,7 @@ class Request:
             )
         )
 
-    def _permit_end(self) -> float:
+    def permit_end(self) -> float:
         """When a permit counts as lost, on the breakers' clock: after the time to commit and one silence."""
         return time.monotonic() + self.budget.limits.total + self.budget.limits.inter_token
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gateway.attempt import Attempt, outcome_name
+from gateway.breakers import Refused
 from gateway.core import resume
 from gateway.core.anthropic_models import takes_prefill
 from gateway.core.assemble import Assembly
@@ -163,7 +164,7 @@ class Answer:
     async def _open(self, candidate: Candidate, body: Mapping[str, Any], *, last: bool) -> float | None:
         """None once `candidate` has opened a stream; otherwise in how many seconds it may, as far as it said so."""
         assert self._budget is not None
-        attempt = self._request.attempt_again(candidate, body, self._budget, last=last)
+        attempt = _attempt(self._request, candidate, body, self._budget, last)
         if attempt is None:
             return math.inf
         self.attempt = attempt
@@ -178,6 +179,24 @@ class Answer:
 
     def _count(self, result: str) -> None:
         self._request.tools.telemetry.resume.labels(result).inc()
+
+
+def _attempt(
+    request: Request, candidate: Candidate, body: Mapping[str, Any], budget: Budget, last: bool
+) -> Attempt | None:
+    """An attempt of `candidate` to go on with `body`; None where a breaker refuses it."""
+    provider = request.tools.registry.get(candidate.provider)
+    if provider is None:
+        return None
+    # no ramp after a recovery may cost an answer that somebody is reading
+    lease = request.tools.breakers.acquire(candidate.provider, candidate.model, request.permit_end(), forced=True)
+    if isinstance(lease, Refused):
+        return None
+    try:
+        return Attempt(request, candidate, provider, lease, last, budget, body)
+    except BaseException:
+        lease.release()
+        raise
 
 
 def _prefills(request: Request, candidate: Candidate) -> bool:
