@@ -24,7 +24,8 @@ class Teller:
         self._timer: asyncio.TimerHandle | None = None
         self._due_at = 0.0
         self.told: dict[str, ModelStatus] = {}
-        self._told_devices: dict[str, tuple[str, ...]] = {}
+        self._told_devices: dict[str, tuple[str, ...] | None] = {}
+        """What was told of each device; None of one that went."""
 
     def close(self) -> None:
         """Says nothing any more."""
@@ -79,8 +80,8 @@ class Teller:
             if name in self._told_devices and self._told_devices[name] != now:
                 self._authority.bus.publish("device", {"device": reading.to_json()})
             self._told_devices[name] = now
-        for name in [name for name in self._told_devices if name not in seen]:
-            del self._told_devices[name]
+        for name in [name for name, told in self._told_devices.items() if told is not None and name not in seen]:
+            self._told_devices[name] = None
             self._authority.bus.publish("removed", {"device": name})
 
     def snapshot(self) -> dict[str, Any]:

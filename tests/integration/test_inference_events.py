@@ -78,3 +78,6 @@ async def test_devices_that_fall_ill_or_go_are_told(start: Start) -> None:
     assert (told["device"]["id"], told["device"]["state"]) == ("gpu-0", "suspect")
     gpu.state = None
     assert (await heard(listening, "removed"))["device"] == "gpu-0"
+    gpu.state = DeviceState.HEALTHY
+    told = await heard(listening, "device")
+    assert (told["device"]["id"], told["device"]["state"]) == ("gpu-0", "probing"), "a device that came back is news"

@@ -116,6 +116,12 @@ def test_a_device_that_may_not_be_used_ails_the_models_on_it(event: bytes, said:
     assert (None if ailment is None else ailment.said) == said
 
 
+def test_a_device_that_came_back_ails_nobody_any_more() -> None:
+    back = _event(2, "device", device={"id": "gpu-0", "state": "healthy"})
+    view, _ = virtual_time.run(_listen(Service([_snapshot(0, READY), _event(1, "removed", device="gpu-0"), back])))
+    assert view.ailment("demo") is None
+
+
 def test_models_come_and_go() -> None:
     other = replace(READY, id="other", aliases=())
     added = _event(1, "model", model=other.to_json())
