@@ -55,7 +55,8 @@ class InferenceView:
         self._models: dict[str, ModelStatus] = {}
         self._told_at: dict[str, float] = {}
         """When each model's status was heard of."""
-        self._devices: dict[str, DeviceState] = {}
+        self._devices: dict[str, tuple[DeviceState, float]] = {}
+        """What was told of each device, and when."""
         self._aliases: Mapping[str, str] = {}
         self._seen_at: float | None = None
         self._reachable: bool | None = None
@@ -96,11 +97,17 @@ class InferenceView:
         return self._aliases
 
     def ailment(self, model: str) -> Ailment | None:
-        """Why a request would likely fail at `model` now, None while nothing speaks against it. Advice only."""
+        """Why a request would likely fail at `model` now, None while nothing speaks against it. Advice only.
+
+        What was told of a device counts until more is heard of the model: models leave a lost device at once, so one
+        that still is there was not on it, or the device is back.
+        """
         status = self.models.get(model)
         if status is None:
             return None
-        return ailment(status, self._devices, self._clock() - self._told_at[model])
+        told_at = self._told_at[model]
+        devices = {name: state for name, (state, at) in self._devices.items() if at >= told_at}
+        return ailment(status, devices, self._clock() - told_at)
 
     def look(self) -> None:
         """Something happened: the service is asked now instead of at the next turn."""
@@ -111,7 +118,7 @@ class InferenceView:
         now = self._clock()
         if kind == "snapshot":
             statuses = [ModelStatus.from_json(item) for item in data["models"]]
-            devices = {str(item["id"]): DeviceState(item["state"]) for item in data["devices"]}
+            devices = {str(item["id"]): (DeviceState(item["state"]), now) for item in data["devices"]}
             self._devices, self._seen_at = devices, now
             self._take(statuses, now, now)
             if data["ready"]:
@@ -120,11 +127,11 @@ class InferenceView:
             status = ModelStatus.from_json(data["model"])
             self._take(list({**self._models, status.id: status}.values()), now, now, {status.id})
         elif kind == "device":
-            self._devices[str(data["device"]["id"])] = DeviceState(data["device"]["state"])
+            self._devices[str(data["device"]["id"])] = DeviceState(data["device"]["state"]), now
         elif kind == "removed" and "id" in data:
             self._take([model for name, model in self._models.items() if name != data["id"]], now, now, set())
         elif kind == "removed":
-            self._devices[str(data["device"])] = DeviceState.LOST
+            self._devices[str(data["device"])] = DeviceState.LOST, now
         elif kind == "eviction":
             self.look()
 

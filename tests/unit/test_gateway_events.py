@@ -122,6 +122,25 @@ def test_a_device_that_came_back_ails_nobody_any_more() -> None:
     assert view.ailment("demo") is None
 
 
+async def _polled_after_a_loss() -> list[bool]:
+    loop = asyncio.get_running_loop()
+    service = Service([_snapshot(0, READY), _event(1, "removed", device="gpu-0"), *[b""] * 9])
+    view = InferenceView(service.fetch, loop.time)
+    listening = asyncio.create_task(Events(lambda: service, view).run())
+    await asyncio.sleep(0.5)
+    ails = [view.ailment("demo") is not None]
+    await view.refresh()
+    ails.append(view.ailment("demo") is not None)
+    listening.cancel()
+    await asyncio.wait({listening})
+    return ails
+
+
+def test_a_model_that_is_still_there_after_a_loss_is_believed() -> None:
+    """An event that never came must not make a model the last choice for ever."""
+    assert virtual_time.run(_polled_after_a_loss()) == [True, False]
+
+
 def test_models_come_and_go() -> None:
     other = replace(READY, id="other", aliases=())
     added = _event(1, "model", model=other.to_json())
