@@ -24,17 +24,19 @@ def leaked_reservation(service: str) -> None:
 
 
 def done_on_a_cut(service: str) -> None:
-    """A stream that broke off ends as if it was complete."""
+    """A stream that broke off ends as if it was complete, and nobody goes on with it."""
     if service != "gateway":
         return
     from gateway import streaming
+    from gateway.core import resume
     from inference.protocol import DONE
 
-    async def dishonest(send: Any, presence: Any, code: str, message: str) -> None:
+    async def dishonest(send: Any, presence: Any, last: bytes) -> None:
         presence.release()
         await send({"type": "http.response.body", "body": DONE})
 
     streaming._end_honestly = dishonest
+    resume.MAX_HOPS = 0
 
 
 def no_death_signal(service: str) -> None:

@@ -62,6 +62,8 @@ class Outcome:
     finishes: int = 0
     clean: bool = True
     """Whether the body came to its proper end."""
+    endless: bool = False
+    """Asked to go on past the end of an answer, which no cloud does: only local tiers are behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,10 @@ class Facts:
     windows: Sequence[Window] = ()
     outages: Sequence[tuple[float, float]] = ()
     backed: frozenset[str] = field(default_factory=frozenset)
+
+    def backs(self, outcome: Outcome) -> bool:
+        """Whether another tier could have answered it."""
+        return outcome.route in self.backed and not outcome.endless
 
     def was_out(self, outcome: Outcome) -> bool:
         """Whether the gateway was down at some moment of the request."""
@@ -139,12 +145,12 @@ def _broken(outcome: Outcome, facts: Facts) -> Iterable[str]:
         case End.REFUSED:
             if outcome.code is None:
                 yield "an error says its code"
-            if outcome.route in facts.backed and not facts.was_out(outcome) and not facts.looks_like_poison(outcome):
+            if facts.backs(outcome) and not facts.was_out(outcome) and not facts.looks_like_poison(outcome):
                 yield "with a tier to fall back to, no request fails before its first token"
         case End.ERROR_FRAME:
             if outcome.code is None:
                 yield "an error says its code"
-            if outcome.first_token is None and outcome.route in facts.backed and not facts.was_out(outcome):
+            if outcome.first_token is None and facts.backs(outcome) and not facts.was_out(outcome):
                 yield "with a tier to fall back to, no request fails before its first token"
             elif not facts.explains(outcome) and not facts.was_out(outcome):
                 yield "requests to models that no fault touched never fail"

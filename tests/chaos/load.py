@@ -148,7 +148,8 @@ class Load:
 
     # --- one request -----------------------------------------------------------------------------------------------
     def _new(self, ask: Ask) -> Outcome:
-        outcome = Outcome(f"chaos-{self._seed}-{next(self._numbers)}", ask.route, ask.stream, self._clock())
+        number, endless = next(self._numbers), ask.tokens >= ENDLESS_TOKENS
+        outcome = Outcome(f"chaos-{self._seed}-{number}", ask.route, ask.stream, self._clock(), endless=endless)
         self.open[outcome.id] = outcome
         return outcome
 
@@ -184,7 +185,7 @@ class Load:
             "max_tokens": ask.tokens,
             "temperature": 0,
             "stream": ask.stream,
-            **({"logit_bias": {"2": -100}} if ask.tokens >= ENDLESS_TOKENS else {}),
+            **({"extra_body": {"ignore_eos": True}} if outcome.endless else {}),
             "extra_headers": {"x-request-id": outcome.id, "x-headgate-priority": ask.priority},
         }
 

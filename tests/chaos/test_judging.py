@@ -89,6 +89,7 @@ def test_every_kind_can_be_injected() -> None:
         (replace(GOOD, end=End.REFUSED, status=503, code="x", done=False), TOUCHED, "before its first token"),
         (replace(GOOD, end=End.REFUSED, status=503, code="x", done=False), OUT, None),
         (replace(GOOD, end=End.REFUSED, status=503, code="x", done=False, route="alone"), BACKED, None),
+        (replace(GOOD, end=End.REFUSED, status=503, code="x", done=False, endless=True), BACKED, None),
         (replace(GOOD, end=End.REFUSED, status=503, done=False, route="alone"), BACKED, "says its code"),
         (replace(GOOD, end=End.REFUSED, status=422, code="poison_request", done=False), TWICE, None),
         (replace(GOOD, end=End.REFUSED, status=422, code="poison_request", done=False), ONCE, "before its first token"),
