@@ -155,4 +155,5 @@ async def _reload(runtime: Runtime) -> None:
     try:
         await runtime.reload()
     except HeadgateError as error:
-        log.error("reload failed, the old configuration stays: %s", error)  # noqa: TRY400  # the sentence is enough
+        for line in str(error).splitlines():
+            log.error("reload failed, the old configuration stays: %s", line)  # noqa: TRY400  # the sentence is enough

@@ -230,7 +230,9 @@ def _reload(running: Service, config_dir: Path, overrides: Mapping[str, Any]) ->
         if problems:
             raise ConfigError(problems)
     except ConfigError as error:
-        log.error("the configuration is not reloaded, the old one stays:\n%s", error)  # noqa: TRY400 - says it all
+        log.error("the configuration is not reloaded, the old one stays")  # noqa: TRY400 - the next lines say it all
+        for problem in error.problems:
+            log.error("%s", problem)  # noqa: TRY400
         return
     said = running.authority.reload(fresh)
     log.info("configuration reloaded: %s", "; ".join(said) or "no difference")

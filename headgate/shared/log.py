@@ -12,7 +12,8 @@ from collections.abc import Mapping
 class _Line(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
-        line = f"{stamp}.{int(record.msecs):03d} {record.levelname.lower():7} {record.name} {record.getMessage()}"
+        said = _on_one_line(record.getMessage())
+        line = f"{stamp}.{int(record.msecs):03d} {record.levelname.lower():7} {record.name} {said}"
         return line + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")
 
 
@@ -26,7 +27,14 @@ class _Json(logging.Formatter):
         }
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=False)
+        return json.dumps(entry)
+
+
+def _on_one_line(said: str) -> str:
+    """`said` without what begins a line or drives a terminal: names that callers chose stand in messages."""
+    if said.isprintable():
+        return said
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in said)
 
 
 def set_up(environ: Mapping[str, str]) -> None:
