@@ -8,6 +8,8 @@ from typing import Any
 
 import orjson
 
+from gateway.core.unchecked import dumps, loads
+
 _JOINED = ("content", "reasoning_content", "reasoning", "refusal")
 _COPIED = ("id", "created", "model", "system_fingerprint", "service_tier")
 _TOLD = ("stop_reason", "native_finish_reason", "stop_details")
@@ -75,7 +77,7 @@ class Assembly:
         if mold is not None and (text := mold.text_of(payload)) is not None:
             mold.texts.append(text)
             return
-        chunk = orjson.loads(payload)
+        chunk = loads(payload)
         self.add(chunk)
         if self._mold is None and self._molds_tried < _MOLDS_TRIED:
             self._mold = self._mold_of(payload, chunk)
@@ -95,7 +97,7 @@ class Assembly:
             return None
         self._molds_tried += 1
         key = b'"%b":' % name.encode()
-        before, found, after = payload.partition(key + orjson.dumps(holder[name]))
+        before, found, after = payload.partition(key + dumps(holder[name]))
         mold = _Mold(before + key, after, self._choices[choice.get("index", 0)].texts[name])
         probe = orjson.loads(mold.before + b'""' + after) if found else None
         holder[name] = ""

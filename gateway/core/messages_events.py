@@ -15,6 +15,7 @@ import orjson
 from gateway.core.frames import Data, Frame
 from gateway.core.messages_answer import UNSIGNED, Bounds, anthropic_usage, call_id, message_id, stop_of
 from gateway.core.messages_errors import frame_error
+from gateway.core.unchecked import dumps, loads, mapping, objects, text
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
@@ -29,7 +30,7 @@ _INPUT = (b"input_json_delta", b"partial_json")
 
 
 def _event(name: str, payload: Mapping[str, Any]) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), orjson.dumps({"type": name, **payload}))
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), dumps({"type": name, **payload}))
 
 
 @dataclass(slots=True)
@@ -70,7 +71,7 @@ class MessageEvents:
         out: list[bytes] = []
         for frame in frames:
             if isinstance(frame, Data):
-                self._chunk(orjson.loads(frame.payload), out)
+                self._chunk(loads(frame.payload), out)
             else:
                 out.append(PING)
         return b"".join(out)
@@ -94,15 +95,15 @@ class MessageEvents:
 
     def broke(self, code: str, message: str) -> bytes:
         """The end of an answer that broke off: an error event, and no message_stop."""
-        return b"event: error\ndata: %b\n\n" % orjson.dumps(frame_error(code, message))
+        return b"event: error\ndata: %b\n\n" % dumps(frame_error(code, message))
 
     # --- one chunk ----------------------------------------------------------------------------------------------------
     def _chunk(self, chunk: Mapping[str, Any], out: list[bytes]) -> None:
         if chunk.get("usage") is not None:
             self._usage = chunk["usage"]
         self._start(chunk, out)
-        for choice in chunk.get("choices") or ():
-            self._delta(choice.get("delta") or {}, out)
+        for choice in objects(chunk, "choices"):
+            self._delta(mapping(choice, "delta"), out)
             if choice.get("finish_reason") is not None:
                 self._finished = choice
 
@@ -123,24 +124,24 @@ class MessageEvents:
         out.append(_event("message_start", {"message": message}))
 
     def _delta(self, delta: Mapping[str, Any], out: list[bytes]) -> None:
-        if thought := delta.get("reasoning_content") or delta.get("reasoning"):
+        if thought := text(delta, "reasoning_content") or text(delta, "reasoning"):
             self._say("thinking", _THINKING, thought, out)
-        for block in delta.get("thinking_blocks") or ():
+        for block in objects(delta, "thinking_blocks"):
             self._signed(block, out)
-        if text := delta.get("content"):
-            self._say("text", _TEXT, text, out)
-        if refusal := delta.get("refusal"):
+        if said := text(delta, "content"):
+            self._say("text", _TEXT, said, out)
+        if refusal := text(delta, "refusal"):
             self._refusal.append(refusal)
             self._say("text", _TEXT, refusal, out)
-        for call in delta.get("tool_calls") or ():
+        for call in objects(delta, "tool_calls"):
             self._call(call, out)
 
-    def _say(self, kind: str, delta: tuple[bytes, bytes], text: str, out: list[bytes]) -> None:
+    def _say(self, kind: str, delta: tuple[bytes, bytes], said: str, out: list[bytes]) -> None:
         if self._open is None or self._open[0] != kind:
             self._close(out)
             empty = {"thinking": "", "signature": ""} if kind == "thinking" else {"text": ""}
             self._open = kind, self._begin({"type": kind, **empty}, out)
-        out.append(_DELTA % (self._open[1], *delta, orjson.dumps(text)))
+        out.append(_DELTA % (self._open[1], *delta, dumps(said)))
 
     def _signed(self, block: Mapping[str, Any], out: list[bytes]) -> None:
         """The end of a block of thinking that Anthropic signed, or one that it keeps to itself."""
@@ -155,17 +156,17 @@ class MessageEvents:
 
     def _call(self, piece: Mapping[str, Any], out: list[bytes]) -> None:
         position = piece.get("index", 0)
-        function = piece.get("function") or {}
+        function = mapping(piece, "function")
         call = self._calls.get(position)
         if call is None:
             self._close(out)
             id = call_id(piece.get("id"), self._id, position)
-            block: dict[str, Any] = {"type": "tool_use", "id": id, "name": function.get("name") or "", "input": {}}
+            block: dict[str, Any] = {"type": "tool_use", "id": id, "name": text(function, "name"), "input": {}}
             call = self._calls[position] = _Call(self._begin(block, out))
-        text = function.get("arguments")
-        if text and call.is_open:
-            call.pieces.append(text)
-            out.append(_DELTA % (call.index, *_INPUT, orjson.dumps(text)))
+        said = text(function, "arguments")
+        if said and call.is_open:
+            call.pieces.append(said)
+            out.append(_DELTA % (call.index, *_INPUT, dumps(said)))
 
     # --- blocks -------------------------------------------------------------------------------------------------------
     def _begin(self, block: Mapping[str, Any], out: list[bytes]) -> int:
@@ -179,7 +180,7 @@ class MessageEvents:
             kind, index = self._open
             self._open = None
             if kind == "thinking":
-                out.append(_DELTA % (index, *_SIGNATURE, orjson.dumps(signature or UNSIGNED)))
+                out.append(_DELTA % (index, *_SIGNATURE, dumps(signature or UNSIGNED)))
             out.append(_event("content_block_stop", {"index": index}))
         for call in self._calls.values():
             if call.is_open and call.is_complete:

@@ -5,17 +5,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-import orjson
 
 from gateway.core.frames import Comment, Data, DeltaKind, Done, Frame
 from gateway.core.openai_calls import Numbers, number
 from gateway.core.provider_errors import error_in, frame_error
 from gateway.core.sse import SseFrame
+from gateway.core.unchecked import dumps, loads
 from gateway.errors import UpstreamError, UpstreamKind
 
 DONE = b"[DONE]"
@@ -60,7 +58,7 @@ def step(state: State, frame: SseFrame) -> Step:
     if not isinstance(chunk, dict) or not isinstance(choices := chunk.get("choices"), list):
         raise _malformed("a chunk without choices")
     if b"\n" in data:
-        data = orjson.dumps(chunk)  # a chunk written over several `data:` lines leaves as one
+        data = dumps(chunk)  # a chunk written over several `data:` lines leaves as one
     if not choices:
         relayed = isinstance(chunk.get("usage"), dict)
         kind = DeltaKind.USAGE if relayed else DeltaKind.OTHER
@@ -69,7 +67,7 @@ def step(state: State, frame: SseFrame) -> Step:
         state = replace(state, usage=chunk)
     if any(_pieces(choice) for choice in choices):
         state, changed = _numbered(state, choices)
-        data = orjson.dumps(chunk) if changed else data
+        data = dumps(chunk) if changed else data
     return _read_choices(state, data, choices)
 
 
@@ -92,14 +90,10 @@ def _numbered(state: State, choices: list[Any]) -> tuple[State, bool]:
 
 
 def _parsed(data: bytes) -> Any:
-    """The chunk; half an emoji in an escape is JSON to the standard parser alone, and to the caller's."""
     try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError:
-        try:
-            return json.loads(data)
-        except (ValueError, RecursionError):
-            raise _malformed("a chunk that is not JSON") from None
+        return loads(data)
+    except ValueError:
+        raise _malformed("a chunk that is not JSON") from None
 
 
 def _read_choices(state: State, data: bytes, choices: list[Any]) -> Step:
@@ -150,7 +144,7 @@ def end(state: State) -> tuple[Frame, ...]:
         raise UpstreamError(UpstreamKind.EMPTY, "the stream ended with no content and no finish reason")
     if state.usage is None or state.usage_relayed:
         return (Done(),)
-    return Data(orjson.dumps({**state.usage, "choices": []}), DeltaKind.USAGE), Done()
+    return Data(dumps({**state.usage, "choices": []}), DeltaKind.USAGE), Done()
 
 
 def is_complete(state: State) -> bool:

@@ -7,15 +7,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from gateway.core.frames import Comment, Data, Frame
 from gateway.core.responses_output import COMPLETED, IN_PROGRESS, INCOMPLETE, Call, Event, Item, Message, Reasoning
+from gateway.core.unchecked import dumps, loads, mapping, objects, text
 from inference.protocol import CODES, Code
 
 _INCOMPLETE: Mapping[str, str] = {"length": "max_output_tokens", "content_filter": "content_filter"}
@@ -83,17 +81,16 @@ class Answer:
 
     def _add_choice(self, choice: Mapping[str, Any]) -> list[Event]:
         events: list[Event] = []
-        delta = choice.get("delta")
-        delta = delta if isinstance(delta, dict) else {}
-        thought, said = _text(delta, "reasoning_content") or _text(delta, "reasoning"), _text(delta, "content")
-        calls = _objects(delta, "tool_calls")
+        delta = mapping(choice, "delta")
+        thought, said = text(delta, "reasoning_content") or text(delta, "reasoning"), text(delta, "content")
+        calls = objects(delta, "tool_calls")
         if isinstance(logprobs := choice.get("logprobs"), dict) and (said or not (thought or calls)):
-            self._logprobs += [_logprob(token) for token in _objects(logprobs, "content")]
+            self._logprobs += [_logprob(token) for token in objects(logprobs, "content")]
         if thought:
             events += self._add_reasoning(thought)
         if said:
             events += self._add_text(said)
-        if refused := _text(delta, "refusal"):
+        if refused := text(delta, "refusal"):
             message, opened = self._message()
             events += [*opened, *message.add_refusal(refused)]
         for call in calls:
@@ -120,10 +117,9 @@ class Answer:
         return message, self._turn_to(message)
 
     def _add_call(self, call: Mapping[str, Any]) -> list[Event]:
-        function = call.get("function")
-        function = function if isinstance(function, dict) else {}
-        arguments, name = _text(function, "arguments"), _text(function, "name")
-        key, call_id = call.get("index"), _text(call, "id")
+        function = mapping(call, "function")
+        arguments, name = text(function, "arguments"), text(function, "name")
+        key, call_id = call.get("index"), text(call, "id")
         for item in (self._open, *self._left):
             if isinstance(item, Call) and key in (None, item.key) and call_id in ("", item.call_id):
                 return item.add(arguments) if arguments else []
@@ -292,35 +288,8 @@ def _numbered(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # --- small things -----------------------------------------------------------------------------------------------------
-def dumps(value: Any) -> bytes:
-    """`value` as JSON; half an emoji, which a model can say, goes out as the escape it came as."""
-    try:
-        return orjson.dumps(value)
-    except orjson.JSONEncodeError:
-        return json.dumps(value, separators=(",", ":")).encode()
-
-
-def loads(payload: bytes) -> Any:
-    """What `payload` says; half an emoji in it is only JSON to the standard parser."""
-    try:
-        return orjson.loads(payload)
-    except orjson.JSONDecodeError:
-        return json.loads(payload)
-
-
-def _text(holder: Mapping[str, Any], name: str) -> str:
-    value = holder.get(name)
-    return value if isinstance(value, str) else ""
-
-
-def _objects(holder: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """The objects in a list; nothing where there is none: what a tier sends beside its words is not checked before."""
-    value = holder.get(name)
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
-
-
 def _logprob(token: Mapping[str, Any]) -> dict[str, Any]:
-    top = _objects(token, "top_logprobs")
+    top = objects(token, "top_logprobs")
     return {**_one_logprob(token), "top_logprobs": [_one_logprob(other) for other in top]}
 
 

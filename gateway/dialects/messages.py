@@ -6,13 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from gateway.core import messages_answer, messages_errors, messages_request
 from gateway.core.frames import Endpoint
 from gateway.core.messages_answer import Bounds
 from gateway.core.messages_events import MessageEvents
 from gateway.core.requests import InferenceRequest
+from gateway.core.unchecked import dumps
 from gateway.errors import GatewayError
 
 
@@ -28,7 +27,7 @@ class _Asked:
         return MessageEvents(self._bounds)
 
     def whole(self, answer: dict[str, Any]) -> bytes:
-        return orjson.dumps(messages_answer.whole(answer, self._bounds))
+        return dumps(messages_answer.whole(answer, self._bounds))
 
 
 class MessagesDialect:

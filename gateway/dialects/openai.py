@@ -10,6 +10,7 @@ import orjson
 
 from gateway.core.frames import Comment, Data, DeltaKind, Endpoint, Frame
 from gateway.core.requests import InferenceRequest, parse
+from gateway.core.unchecked import dumps
 from gateway.errors import GatewayError
 from inference.protocol import DONE, Code, error_body
 
@@ -49,7 +50,7 @@ class _Asked:
         return OpenAIWriter(self.request.include_usage)
 
     def whole(self, answer: dict[str, Any]) -> bytes:
-        return orjson.dumps(answer)
+        return dumps(answer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,11 @@ from typing import Any
 
 from gateway.core.frames import Endpoint, Frame
 from gateway.core.requests import InferenceRequest
-from gateway.core.responses_events import Answer, Head, Stream, answered, dumps, loads
+from gateway.core.responses_events import Answer, Head, Stream, answered
 from gateway.core.responses_items import messages_of
 from gateway.core.responses_request import Earlier, ResponsesRequest, parse
 from gateway.core.responses_store import Store
+from gateway.core.unchecked import dumps, loads
 from gateway.errors import GatewayError
 
 PATH = "/v1/responses"

@@ -1,0 +1,66 @@
+"""Parts of chunks that are not what they should be count as absent; half an emoji is read and written."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.core.assemble import Assembly
+from gateway.core.frames import Data, DeltaKind
+from gateway.core.messages_answer import Bounds
+from gateway.core.messages_events import MessageEvents
+from gateway.core.unchecked import dumps, loads, mapping, objects, text
+
+HALVES = ("\ud83d", "\ude00")
+
+
+def test_half_an_emoji_comes_and_goes_as_its_escape() -> None:
+    assert loads(b'{"a":"\\ud83d"}') == {"a": "\ud83d"}
+    assert dumps({"a": "\ud83d"}) == b'{"a":"\\ud83d"}'
+    assert loads(dumps({"a": "ü"})) == {"a": "ü"}
+
+
+@pytest.mark.parametrize("payload", [b"{", b"", b"[" * 100_000])
+def test_what_is_no_json_is_a_value_error(payload: bytes) -> None:
+    with pytest.raises(ValueError):
+        loads(payload)
+
+
+@pytest.mark.parametrize("odd", [None, 7, "a", ["a"], {"b": 1}])
+def test_odd_parts_are_absent(odd: Any) -> None:
+    holder = {"a": odd}
+    assert text(holder, "a") == (odd if isinstance(odd, str) else "")
+    assert mapping(holder, "a") == (odd if isinstance(odd, dict) else {})
+    assert objects(holder, "a") == []
+    assert objects({"a": [odd, {"c": 1}]}, "a")[-1] == {"c": 1}
+
+
+def _said(body: bytes) -> str:
+    events = [json.loads(line.removeprefix("data: ")) for line in body.decode().splitlines() if line.startswith("data")]
+    return "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta")
+
+
+def test_an_emoji_in_two_chunks_reaches_anthropics_clients_and_who_waits_for_the_whole() -> None:
+    chunks = [_chunk({"content": half}) for half in HALVES] + [_chunk({}, "stop")]
+    writer = MessageEvents(Bounds())
+    said = _said(writer.write([Data(chunk, DeltaKind.CONTENT) for chunk in chunks]) + writer.end())
+    assert said.encode("utf-16", "surrogatepass").decode("utf-16") == "😀"
+    assembly = Assembly()
+    for chunk in chunks:
+        assembly.read(chunk)
+    content = json.loads(dumps(assembly.result()))["choices"][0]["message"]["content"]
+    assert content == "😀"
+
+
+@pytest.mark.parametrize("delta", [7, {"content": ["a"]}, {"tool_calls": ["a"]}, {"tool_calls": [{"function": 7}]}])
+def test_no_odd_part_ends_a_message(delta: Any) -> None:
+    writer = MessageEvents(Bounds())
+    body = writer.write([Data(_chunk(delta), DeltaKind.CONTENT), Data(_chunk({}, "stop"), DeltaKind.FINISH)])
+    assert (body + writer.end()).endswith(b'event: message_stop\ndata: {"type":"message_stop"}\n\n')
+
+
+def _chunk(delta: Any, finish: str | None = None) -> bytes:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish}
+    return json.dumps({"id": "x", "object": "chat.completion.chunk", "choices": [choice]}).encode()
