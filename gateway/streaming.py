@@ -85,9 +85,10 @@ async def relay(
         name = answer.attempt.candidate.name
         await _end_honestly(send, presence, writer.broke(_code_of(error), f"the answer of {name} broke off: {said}"))
         return "broken"
-    except BaseException as error:
-        answer.attempt.settle_error(error)
-        raise
+    except Exception as error:
+        answer.attempt.settle_error(error)  # a defect of ours, which is logged with its traceback
+        await _end_honestly(send, presence, writer.broke(Code.INTERNAL_ERROR, "the gateway failed at this answer"))
+        return "broken"
     finally:
         answer.forget_sink()
         await answer.attempt.close()
