@@ -13,17 +13,20 @@ from inference.protocol import Code
 
 
 async def find(runtime: Runtime, model: str, exchange: Exchange) -> Found:
-    """The route of `model`; raises RequestError 404 when neither routes nor the service know it."""
-    view, routes = runtime.view, runtime.config.routes
-    found = find_route(model, routes, view.aliases)
+    """The route of `model` in the configuration of now; raises RequestError 404 where nobody knows such a model.
+
+    Whoever goes on without awaiting finds the route there; a reload may take it away at any later time.
+    """
+    view = runtime.view
+    found = find_route(model, runtime.config.routes, view.aliases)
     if found is None or _seems_unknown(runtime, found):
         began = time.monotonic()
         await view.refresh()  # it may have been added a moment ago
         exchange.waited_seconds += time.monotonic() - began
-        found = find_route(model, routes, view.aliases)
+        found = find_route(model, runtime.config.routes, view.aliases)
     if found is not None and not _seems_unknown(runtime, found):
         return found
-    known = sorted({*(route for route in routes if route != "*"), *view.models})
+    known = sorted({*(route for route in runtime.config.routes if route != "*"), *view.models})
     near = difflib.get_close_matches(model, known, n=1)
     advice = f"did you mean {near[0]!r}?" if near else f"known models: {', '.join(known[:20]) or 'none'}"
     raise RequestError(Code.MODEL_NOT_FOUND, f"there is no model {model[:100]!r}; {advice}", param="model")

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from gateway.attempts import Caller, Request
+from gateway.attempts import Caller, Request, Tools
 from gateway.auth import Key
 from gateway.core.chain import Found
 from gateway.core.outcome import End
@@ -89,15 +89,17 @@ class Generation:
         record.asked, record.stream, record.key = request.model, request.stream, key.name
         record.priority, record.retries = caller.priority, caller.retries
         found = await find(runtime, request.model, exchange)
+        tools = runtime.tools  # as long as it waits, too: a reload may take the route away
         record.route = found.route
         runtime.ring.add(record)
         presence = runtime.presences.watch(receive, exchange.wire)
         with presence:
-            await self._answer(asked, found, caller, presence, exchange, record, send)
+            await self._answer(asked, tools, found, caller, presence, exchange, record, send)
 
     async def _answer(
         self,
         asked: Asked,
+        tools: Tools,
         found: Found,
         caller: Caller,
         presence: Presence,
@@ -114,7 +116,7 @@ class Generation:
                 waited = time.monotonic() - queued
                 exchange.waited_seconds += waited
                 caller = replace(caller, waited_seconds=waited, why_cancelled=presence.why_cancelled)
-                job = Request(runtime.tools, request, found, caller, record, exchange.began)
+                job = Request(tools, request, found, caller, record, exchange.began)
                 if request.stream:
                     with _Timed(job, exchange):
                         attempt = await job.stream()
