@@ -49,7 +49,7 @@ def make_app(runtime: Runtime) -> Edge:
     def leaves_out() -> bool:
         return runtime.config.hosted_tools == "leave_out"
 
-    responding = ResponsesDialect(store, leaves_out)
+    responding = ResponsesDialect(store, leaves_out, lambda: runtime.config.max_body)
     dialects = (*DIALECTS, MessagesDialect(leaves_out), responding)
     hot: dict[str, App] = {dialect.path: Generation(runtime, dialect) for dialect in dialects}
     hot[count_tokens.PATH] = count_tokens.CountTokens(

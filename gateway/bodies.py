@@ -1,4 +1,7 @@
-"""Bounds the memory that large bodies take together, from their first byte to their request's end; reads none."""
+"""Bounds the memory that large bodies, and conversations that are built on, take together; reads none.
+
+What a body takes is told before its first byte comes, and held to its request's end.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,12 @@ class Bodies:
         size = min(int(declared), limit) if declared.isdigit() else limit
         if not declared and "transfer-encoding" not in headers:
             size = 0  # HTTP: then there is no body
+        with self.room(size, limit):
+            yield
+
+    @contextlib.contextmanager
+    def room(self, size: int, limit: int) -> Iterator[None]:
+        """The same for `size` bytes that a request needs beside its body."""
         if size <= SMALL_BYTES:
             yield
             return

@@ -82,8 +82,9 @@ class Generation:
         runtime = self._runtime
         raw = await read_body(receive, exchange.headers, runtime.config.max_body, wire=exchange.wire)
         asked = self._dialect.parse(raw, key.digest.hex())
-        del raw
         request = asked.request
+        built_on = request.size_bytes - len(raw)
+        del raw
         if caller.meter is not None:
             caller.meter.reserve(request)
         record.asked, record.stream, record.key = request.model, request.stream, key.name
@@ -93,7 +94,7 @@ class Generation:
         record.route = found.route
         runtime.ring.add(record)
         presence = runtime.presences.watch(receive, exchange.wire)
-        with presence:
+        with runtime.bodies.room(built_on, runtime.config.max_body), presence:
             await self._answer(asked, tools, found, caller, presence, exchange, record, send)
 
     async def _answer(

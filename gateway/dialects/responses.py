@@ -18,7 +18,8 @@ from gateway.core.responses_items import messages_of
 from gateway.core.responses_request import Earlier, ResponsesRequest, parse
 from gateway.core.responses_store import Store
 from gateway.core.unchecked import dumps, loads
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, RequestError
+from inference.protocol import Code
 
 PATH = "/v1/responses"
 
@@ -48,19 +49,28 @@ class ResponsesDialect:
     path = PATH
     endpoint = Endpoint.CHAT
 
-    def __init__(self, store: Store, leaves_out: Callable[[], bool]) -> None:
-        """`leaves_out` tells at any time whether tools that run at another provider are left out, not refused."""
+    def __init__(self, store: Store, leaves_out: Callable[[], bool], most_bytes: Callable[[], int]) -> None:
+        """`leaves_out` tells at any time whether tools that run at another provider are left out, not refused,
+        `most_bytes` how long a body may be, and so a conversation that a short one builds on.
+        """
         self._store = store
         self._leaves_out = leaves_out
+        self._most_bytes = most_bytes
 
     def parse(self, raw: bytes, owner: str) -> _Asked:
         """See `gateway.dialects.base.Dialect`."""
+        asked = parse(raw, lambda earlier: self._earlier(owner, earlier, len(raw)), leaves_out=self._leaves_out())
+        return _Asked(asked, self._store, owner)
 
-        def recall(id: str) -> Earlier | None:
-            kept = self._store.get(owner, id, time.monotonic())
-            return None if kept is None else Earlier(tuple(loads(kept.conversation)), len(kept.conversation))
-
-        return _Asked(parse(raw, recall, leaves_out=self._leaves_out()), self._store, owner)
+    def _earlier(self, owner: str, id: str, new_bytes: int) -> Earlier | None:
+        kept = self._store.get(owner, id, time.monotonic())
+        if kept is None:
+            return None
+        size, most = len(kept.conversation), self._most_bytes()
+        if size + new_bytes > most:
+            said = f"the conversation has grown longer than the {most} bytes that a body may have; begin a new one"
+            raise RequestError(Code.BODY_TOO_LARGE, said, param="previous_response_id")
+        return Earlier(tuple(loads(kept.conversation)), size)
 
     def error(self, error: GatewayError) -> dict[str, Any]:
         """OpenAI's envelope; the field to blame has the caller's name."""

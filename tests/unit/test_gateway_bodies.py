@@ -39,3 +39,12 @@ def test_what_fails_gives_its_share_back() -> None:
     with pytest.raises(ValueError, match="it"), bodies.hold(_of(LIMIT), LIMIT):
         raise ValueError("it")
     assert bodies.held_bytes == 0
+
+
+def test_a_conversation_that_is_built_on_counts_like_a_body() -> None:
+    bodies = Bodies()
+    with bodies.room(0, LIMIT), bodies.room(LIMIT, LIMIT), bodies.hold(_of(LIMIT), LIMIT):
+        assert bodies.held_bytes == 2 * LIMIT
+        with pytest.raises(RefusedError), bodies.room(LARGEST_AT_A_TIME * LIMIT, LIMIT):
+            pass
+    assert bodies.held_bytes == 0
