@@ -1,1 +1,1 @@
-"""The gateway service: OpenAI dialect in, one chain of tiers, honest answers out."""
+"""The gateway service: OpenAI's and Anthropic's APIs in, one chain of tiers, honest answers out."""
