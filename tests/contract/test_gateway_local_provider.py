@@ -12,7 +12,8 @@ from gateway.errors import UpstreamError, UpstreamKind
 from gateway.http import make_local_session
 from gateway.inference_view import InferenceView
 from gateway.providers.base import Call
-from gateway.providers.local import LocalProvider, kind_of
+from gateway.providers.local import LocalProvider
+from gateway.providers.local_stream import kind_of
 from inference.protocol import Code, ModelState, ModelStatus, Progress
 from tests.rigs.fake_inference import Answer, FakeInference
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.frames import DeltaKind
-from gateway.providers.local import kind_of
+from gateway.providers.local_stream import kind_of
 
 _TEXTS = st.one_of(
     st.sampled_from(["", '"', '"finish_reason":"stop"', '"text":"x"', '","content":"', "\\", '"choices":[]']),

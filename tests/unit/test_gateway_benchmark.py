@@ -16,7 +16,7 @@ from benchmarks.upstream import Upstream
 from gateway.core.assemble import Assembly
 from gateway.core.frames import DeltaKind
 from gateway.core.sse import SseSplitter
-from gateway.providers.local import kind_of
+from gateway.providers.local_stream import kind_of
 from inference.protocol import ModelStatus
 
 
