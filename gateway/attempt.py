@@ -71,7 +71,11 @@ class Attempt:
 
     async def open(self, *, forward_comments: bool) -> None:
         """Reads until there is something to commit to; the frames so far are in `backlog`."""
-        await self.listening.open()
+        if self.last:
+            await self.listening.open()
+        else:
+            with self._lease.until_gone(self.listening.give_up):
+                await self.listening.open()
         self._lease.heard()
         while True:
             frame = await self.listening.next()

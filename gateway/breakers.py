@@ -5,8 +5,9 @@ An attempt needs both permits: the provider's and the pair's. How one breaker wo
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +77,16 @@ class Lease:
             held.guard.heard()
             if held.scope is Scope.PROVIDER and held.guard.provider == LOCAL:
                 held.prove()
+
+    @contextlib.contextmanager
+    def until_gone(self, leave: Callable[[], None]) -> Iterator[None]:
+        """Meanwhile `leave` is called, once, should probes of our own find that nobody is there."""
+        waiting = self._held[0].guard.leaving
+        waiting.add(leave)
+        try:
+            yield
+        finally:
+            waiting.discard(leave)
 
     def prove(self) -> None:
         """The answer has begun: a probe's success is recorded now, so that others need not wait for its end."""

@@ -76,6 +76,8 @@ class Guard:
         self.outstanding = 0
         self._unanswered: dict[int, tuple[float, float]] = {}
         """Begin and last moment of the attempts that had no word yet, since the tier last said one to anybody."""
+        self.leaving: set[Callable[[], None]] = set()
+        """Called when probes of our own find the tier gone: by them leave who had no word and have somewhere to go."""
         self._tripped: str | None = None
         self.book = core.Book()
         self._rule = rule
@@ -118,6 +120,9 @@ class Guard:
             logging.WARNING if state is State.OPEN else logging.INFO,
             "breaker %s: %s -> %s%s", self.name, before.label, state.label, detail,
         )  # fmt: skip
+        if state is State.OPEN and self.source == PROBES:
+            for leave in tuple(self.leaving):
+                leave()
 
     def ask(self, expires: float, forced: bool = False) -> Permit | Refusal:
         """A permit for one attempt, or the refusal; an open period that is over ends here.

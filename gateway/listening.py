@@ -87,6 +87,12 @@ class Listening:
         finally:
             self._task = None
 
+    def give_up(self) -> None:
+        """Who is asked was found to be gone: whoever waits for it waits no longer, as if its time were over."""
+        if self._task is not None:
+            self._passed = Deadline(self._loop.time(), Due.SILENCE)
+            self._task.cancel()
+
     async def next(self) -> Frame:
         """The next frame; raises UpstreamError or ExpiredError. Not to be called after Done."""
         assert self._frames is not None, "the stream is opened first"
