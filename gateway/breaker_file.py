@@ -119,11 +119,13 @@ def _write(state: StateDir, data: bytes) -> None:
 
 def _read(state: StateDir) -> list[Entry]:
     """What the file holds; raises OSError, or ValueError for what is none of ours."""
-    try:
-        with _path(state).open("rb") as source:
-            data = source.read(MAX_BYTES + 1)
-    except FileNotFoundError:
+    path = _path(state)
+    if not path.exists():
         return []
+    if not path.is_file():
+        raise ValueError("it is no file")  # a pipe would be waited for
+    with path.open("rb") as source:
+        data = source.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
         raise ValueError(f"it is larger than {MAX_BYTES} bytes")
     try:
@@ -131,7 +133,7 @@ def _read(state: StateDir) -> list[Entry]:
         if said["format"] != FORMAT:
             raise ValueError("it is of another version")
         entries = [_entry(item) for item in said["breakers"][:MAX_GUARDS]]
-    except (KeyError, TypeError, RecursionError) as error:
+    except (KeyError, TypeError, RecursionError, OverflowError) as error:
         raise ValueError(f"it is not what a gateway writes ({type(error).__name__})") from error
     return entries
 
@@ -139,5 +141,6 @@ def _read(state: StateDir) -> list[Entry]:
 def _entry(item: object) -> Entry:
     match item:
         case [str(provider), str(model), float() | int() as until] if math.isfinite(until):
+            (provider + model).encode()  # raises ValueError: half a surrogate pair could be told to nobody
             return provider, model, float(until)
     raise ValueError("it is not what a gateway writes")

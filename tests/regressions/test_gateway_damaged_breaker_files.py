@@ -1,0 +1,43 @@
+"""Three damaged breakers.json kept a gateway from starting or from telling its breakers; each is a line in the log."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from gateway.breaker_file import NAME, BreakerFile
+from gateway.breakers import Breakers
+from gateway.core.breaker import Rule
+from headgate.shared.state import StateDir
+
+DAMAGED = {
+    "an end beyond every float": b'{"format": 1, "breakers": [["local", "m", %s]]}' % (b"9" * 400),
+    "half a character": rb'{"format": 1, "breakers": [["local", "\ud800", 1700000030]]}',
+}
+
+
+async def _restored(root: Path) -> Breakers:
+    breakers = Breakers(Rule(), lambda: 500.0)
+    await BreakerFile(StateDir(root), breakers, lambda: ("local",), lambda: 1_700_000_000.0).restore()
+    return breakers
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED.keys())
+async def test_it_is_ignored(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / NAME).write_bytes(content)
+
+    breakers = await _restored(tmp_path)
+
+    assert breakers.describe() == []
+    assert "is ignored" in caplog.text
+
+
+async def test_a_pipe_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    os.mkfifo(tmp_path / NAME)
+
+    breakers = await _restored(tmp_path)
+
+    assert breakers.describe() == []
+    assert "it is no file" in caplog.text
