@@ -69,14 +69,18 @@ class Attempt:
         self._settled = False
         self._begun = False
 
-    async def open(self, *, forward_comments: bool) -> None:
-        """Reads until there is something to commit to; the frames so far are in `backlog`."""
+    async def begin(self) -> None:
+        """Opens the stream: the tier has said its first word."""
         if self.last:
             await self.listening.open()
         else:
             with self._lease.until_gone(self.listening.give_up):
                 await self.listening.open()
         self._lease.heard()
+
+    async def open(self, *, forward_comments: bool) -> None:
+        """Reads until there is something to commit to; the frames so far are in `backlog`."""
+        await self.begin()
         while True:
             frame = await self.listening.next()
             if isinstance(frame, Comment):

@@ -153,13 +153,18 @@ class Answer:
             if plan is None:
                 continue
             again_in = await self._open(candidate, plan.body, last=candidate == rungs[-1])
-            if again_in is not None and candidate == broken and again_in <= resume.MOST_PAUSE_SECONDS:
+            if again_in is not None and candidate == broken and again_in <= self._longest_pause(loop.time()):
                 await asyncio.sleep(again_in)  # the same model is worth a rest between two starts of its worker
                 again_in = await self._open(candidate, plan.body, last=candidate == rungs[-1])
             if again_in is None:
                 self._splice = Splice(self._kept, said, plan.how, _stops(request))
                 return True
         return False
+
+    def _longest_pause(self, now: float) -> float:
+        """How long nothing may be done at all: no longer than the caller listens, and the deadline is away."""
+        assert self._budget is not None
+        return min(resume.MOST_PAUSE_SECONDS, self._budget.patience, self._budget.commit_by - now)
 
     async def _open(self, candidate: Candidate, body: Mapping[str, Any], *, last: bool) -> float | None:
         """None once `candidate` has opened a stream; otherwise in how many seconds it may, as far as it said so."""
@@ -169,7 +174,7 @@ class Answer:
             return math.inf
         self.attempt = attempt
         try:
-            await attempt.listening.open()
+            await attempt.begin()
         except (UpstreamError, ExpiredError) as error:
             attempt.settle_error(error)
             await attempt.close()
