@@ -90,8 +90,7 @@ class Listening:
     def give_up(self) -> None:
         """Who is asked was found to be gone: whoever waits for it waits no longer, as if its time were over."""
         if self._task is not None:
-            self._passed = Deadline(self._loop.time(), Due.SILENCE)
-            self._task.cancel()
+            self._expire(Deadline(self._loop.time(), Due.SILENCE))
 
     async def next(self) -> Frame:
         """The next frame; raises UpstreamError or ExpiredError. Not to be called after Done."""
@@ -205,8 +204,13 @@ class Listening:
         if deadline.at > now:
             self._timer = self._loop.call_at(deadline.at, self._fire)
             return
-        self._passed = deadline
-        self._task.cancel()
+        self._expire(deadline)
+
+    def _expire(self, deadline: Deadline) -> None:
+        """Cancels whoever listens, once: a second cancellation would count as somebody else's."""
+        if self._task is not None and self._passed is None:
+            self._passed = deadline
+            self._task.cancel()
 
     def _raise_expired(self) -> None:
         """Raises ExpiredError when it was our timer that cancelled, and nobody else did too."""

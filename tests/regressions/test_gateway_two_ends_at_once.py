@@ -1,0 +1,42 @@
+"""A tier found gone in the very moment that its deadline passed: two cancellations, of which one ended the request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from gateway.core.budget import Budget, Due, Limits
+from gateway.core.frames import Endpoint, Frame
+from gateway.listening import ExpiredError, Listening
+from gateway.providers.base import Call
+
+pytestmark = pytest.mark.timeout(20)
+
+
+class Silent:
+    """A provider that never answers."""
+
+    name = "silent"
+    is_local = True
+
+    @asynccontextmanager
+    async def stream(self, call: Call) -> AsyncIterator[AsyncIterator[Frame]]:
+        await asyncio.Event().wait()
+        yield  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_whoever_listens_is_told_once(times: int) -> None:
+    budget = Budget(Limits(30, 15, 300, 120, 2), asyncio.get_running_loop().time())
+    listening = Listening(Silent(), Call(Endpoint.CHAT, "m", {}, "id"), budget, last=False)  # type: ignore[arg-type]
+    opening = asyncio.create_task(listening.open())
+    await asyncio.sleep(0)
+    for _ in range(times):
+        listening.give_up()
+    with pytest.raises(ExpiredError) as caught:
+        await opening
+    assert caught.value.due is Due.SILENCE
+    await listening.close()
