@@ -240,15 +240,18 @@ class ToolIds:
 
     def __init__(self) -> None:
         self._ids: dict[str, str] = {}
+        self._taken: set[str] = set()
+        self._counts: dict[str, int] = {}
+        """How often a clean id was wanted; a history may have tens of thousands."""
 
     def __call__(self, id: str) -> str:
         """`id`, or what stands for it."""
         if id not in self._ids:
             clean = base = _BAD_ID.sub("_", id)
-            count = 1
-            while clean in self._ids.values():
-                count += 1
-                clean = f"{base}_{count}"
+            while clean in self._taken:
+                self._counts[base] = self._counts.get(base, 1) + 1
+                clean = f"{base}_{self._counts[base]}"
+            self._taken.add(clean)
             self._ids[id] = clean
         return self._ids[id]
 
@@ -378,6 +381,7 @@ def _closed(schema: Any) -> Any:
             closed[name] = [_closed(value) for value in inner]
     if "items" in closed:
         closed["items"] = _closed(closed["items"])
-    if closed.get("type") == "object":
+    kind = closed.get("type")
+    if kind == "object" or (isinstance(kind, list) and "object" in kind):
         closed.setdefault("additionalProperties", False)
     return closed

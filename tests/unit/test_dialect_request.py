@@ -360,6 +360,14 @@ def test_a_schema_is_closed_to_what_it_does_not_name() -> None:
     assert "additionalProperties" not in schema
     asked = {"messages": [user()], "response_format": shape}
     assert unsupported_params(asked, "claude-3-5-haiku-latest") == ("response_format",)
+
+
+def test_an_object_that_may_be_null_is_closed_too() -> None:
+    """OpenAI's clients write so what may be absent."""
+    schema = {"type": ["object", "null"], "properties": {}}
+    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    asked = translated(user(), response_format=shape)["output_config"]["format"]["schema"]
+    assert asked == {**schema, "additionalProperties": False}
     assert unsupported_params(asked, "claude-haiku-4-5") == unsupported_params(asked) == ()
 
 
