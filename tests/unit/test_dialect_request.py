@@ -360,6 +360,7 @@ def test_a_schema_is_closed_to_what_it_does_not_name() -> None:
     assert "additionalProperties" not in schema
     asked = {"messages": [user()], "response_format": shape}
     assert unsupported_params(asked, "claude-3-5-haiku-latest") == ("response_format",)
+    assert unsupported_params(asked, "claude-haiku-4-5") == unsupported_params(asked) == ()
 
 
 def test_an_object_that_may_be_null_is_closed_too() -> None:
@@ -368,7 +369,6 @@ def test_an_object_that_may_be_null_is_closed_too() -> None:
     shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     asked = translated(user(), response_format=shape)["output_config"]["format"]["schema"]
     assert asked == {**schema, "additionalProperties": False}
-    assert unsupported_params(asked, "claude-haiku-4-5") == unsupported_params(asked) == ()
 
 
 def test_a_json_schema_is_an_output_format() -> None:
