@@ -28,6 +28,7 @@ from gateway.explain import Record
 from gateway.inference_view import InferenceView
 from gateway.limits import Meter
 from gateway.listening import ExpiredError
+from gateway.outcomes import Outcomes
 from gateway.providers.base import Call, Provider
 from gateway.providers.registry import Registry
 from gateway.resume import Answer, assemble
@@ -106,8 +107,7 @@ class Request:
             tools, request, self.route, self.candidates, record,
             cloud_allowed=caller.cloud_allowed, priority=caller.priority,
         )  # fmt: skip
-        self.outcomes: list[Outcome] = []
-        self._put_off: set[Candidate] = set()
+        self._outcomes = Outcomes(record)
         self._waiting: Collection[Candidate] = ()
         self._out_of_time = False
         self.answered_by: Candidate | None = None
@@ -226,31 +226,31 @@ class Request:
             if not self.budget.allows_attempt(loop.time()):
                 self._out_of_time |= not self.budget.has_time(loop.time())
                 spent = "time was" if self._out_of_time else f"{self.budget.limits.attempts} attempts were"
-                self._drop(Dropped(candidate, Drop.BUDGET, f"not asked, the request's {spent} spent"))
+                self._outcomes.drop(Dropped(candidate, Drop.BUDGET, f"not asked, the request's {spent} spent"))
                 continue
             if (verdict := await self._judge(candidate, waiting)) is not None:
                 if verdict.drop in PUT_OFF:
-                    self._put_behind(verdict)
+                    self._outcomes.put_behind(verdict)
                     waiting.append(candidate)
                 else:
-                    self._drop(verdict)
+                    self._outcomes.drop(verdict)
                 continue
             provider = self.tools.registry.get(candidate.provider)
             assert provider is not None, "the fold drops absent providers"
-            forced = not waiting or candidate in self._put_off
+            forced = not waiting or self._outcomes.was_put_behind(candidate)
             lease = self.tools.breakers.acquire(candidate.provider, candidate.model, self.permit_end(), forced)
             if isinstance(lease, Refused) and (lease.recovering or lease.silent):
                 drop, said = _SILENT if lease.silent else _RECOVERING
-                self._put_behind(Dropped(candidate, drop, f"{lease.by} {said}"))
+                self._outcomes.put_behind(Dropped(candidate, drop, f"{lease.by} {said}"))
                 waiting.append(candidate)
                 continue
             if isinstance(lease, Refused):
                 said = f"breaker {lease.by} open for another {max(lease.retry_in, 0):.0f} s"
-                self._drop(Dropped(candidate, Drop.BREAKER, said, lease.retry_in))
+                self._outcomes.drop(Dropped(candidate, Drop.BREAKER, said, lease.retry_in))
                 continue
             self.budget = self.budget.spend()
             last = not waiting or not self.budget.allows_attempt(loop.time())
-            self._take_up(candidate)
+            self._outcomes.take_up(candidate)
             result = await self._try(candidate, provider, lease, last, work)
             if result is not None:
                 return result
@@ -261,7 +261,7 @@ class Request:
         began = time.monotonic()
         verdict = await self._choice.judge(candidate, tuple(waiting), self.budget)
         self.upstream_seconds += time.monotonic() - began
-        again = verdict is not None and verdict.drop in PUT_OFF and candidate in self._put_off
+        again = verdict is not None and verdict.drop in PUT_OFF and self._outcomes.was_put_behind(candidate)
         return None if again else verdict
 
     async def _try(
@@ -310,7 +310,7 @@ class Request:
                 raise self._pass_on(verdict, error) from error
         unsupported = isinstance(verdict, Ignore) and verdict.reason is Reason.UNSUPPORTED
         own_words = self._pass_on(verdict, error) if unsupported and isinstance(error, UpstreamError) else None
-        self.outcomes.append(Outcome(candidate, outcome_name(verdict, seen), said, wait, own_words=own_words))
+        self._outcomes.fail(Outcome(candidate, outcome_name(verdict, seen), said, wait, own_words=own_words))
 
     def _ended_with_time(self, reason: Reason) -> bool:
         """Whether the last tier's refusal says that the time it was granted, all there was, is over.
@@ -333,34 +333,10 @@ class Request:
         chain = self._choice.fold()
         self.record.chain = [candidate.name for candidate in self.candidates]
         for dropped in chain.dropped:
-            self._drop(dropped)
+            self._outcomes.drop(dropped)
         for put_off in chain.put_off:
-            self._put_behind(put_off)
+            self._outcomes.put_behind(put_off)
         return chain
-
-    def _put_behind(self, dropped: Dropped) -> None:
-        """A candidate waits behind the others: it is told like one that was dropped, until its turn comes."""
-        self._put_off.add(dropped.candidate)
-        self._drop(dropped)
-
-    def _take_up(self, candidate: Candidate) -> None:
-        """A candidate is asked: what had put it behind the others is no outcome any more."""
-        if candidate in self._put_off:
-            self.outcomes = [outcome for outcome in self.outcomes if outcome.candidate != candidate]
-
-    def _drop(self, dropped: Dropped) -> None:
-        self.record.dropped[dropped.candidate.name] = f"{dropped.drop}: {dropped.said}"
-        self.outcomes.append(
-            Outcome(
-                dropped.candidate,
-                str(dropped.drop),
-                dropped.said,
-                dropped.retry_in,
-                dropped.drop,
-                param=dropped.param,
-                details=dropped.details,
-            )
-        )
 
     def permit_end(self) -> float:
         """When a permit counts as lost, on the breakers' clock: after the time to commit and one silence."""
@@ -371,7 +347,7 @@ class Request:
         self.record.answered_by = candidate.name
         self.record.tier = candidate.tier
         if candidate.position > 0:
-            first = min(self.outcomes, key=lambda outcome: outcome.candidate.position)
+            first = self._outcomes.first
             self.record.reason = first.name
             self.tools.telemetry.fallback.labels(
                 f"{first.candidate.provider}/{self.label(first.candidate)}",
@@ -381,14 +357,16 @@ class Request:
 
     def _failed(self) -> GatewayError:
         """The refusal when no tier answered: what each said, and when coming back may help."""
-        waits: list[Outcome] = []
-        for outcome in sorted(self.outcomes, key=lambda outcome: outcome.candidate.position):
-            name = outcome.candidate
-            known = self.tools.breakers.closed_for(name.provider, name.model) if outcome.drop is None else None
-            waits.append(outcome.waiting(max(known or 0.0, self._choice.ready_in(name))))
+        waits = self._outcomes.waiting(self._ready_in)
         error = no_answer(self.request, waits, self._time_spent(), asks_again=self.caller.retries > 0)
         self.record.reason = waits[0].name if waits else str(error.code)
         return error
+
+    def _ready_in(self, outcome: Outcome) -> float:
+        """In how many seconds its tier may take a request, as far as anything is known now."""
+        name = outcome.candidate
+        known = self.tools.breakers.closed_for(name.provider, name.model) if outcome.drop is None else None
+        return max(known or 0.0, self._choice.ready_in(name))
 
     def _time_spent(self) -> str | None:
         """Whose time is over, for people; None while some is left."""
