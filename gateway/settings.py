@@ -319,6 +319,8 @@ def _semantic_problems(config: GatewayConfig) -> Iterator[tuple[Path_, str]]:
             yield ("providers", name), "a provider's name may hold letters, digits, `-`, `_` and `.`"
     known = sorted({LOCAL, *config.providers})
     for route, settings in config.routes.items():
+        if "*" in route and route != "*":
+            yield ("routes", route), "nobody would be served by it: `*` stands for every other name or not at all"
         for index, entry in enumerate(settings.chain):
             at: Path_ = ("routes", route, "chain", index)
             provider, slash, model = entry.partition("/")

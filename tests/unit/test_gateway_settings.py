@@ -84,6 +84,10 @@ def test_mistakes_have_line_and_advice(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        (
+            'routes:\n  "local/*": {chain: ["local/*"]}',
+            "gateway.yaml:2: routes.local/*: nobody would be served by it: `*` stands for every other name",
+        ),
         ("routes:\n  a: {chain: [demo]}", "gateway.yaml:2: routes.a.chain.0: 'demo' is not PROVIDER/MODEL"),
         (
             "routes:\n  a: {chain: [opnai/x]}\nproviders: {openai: {kind: openai, api_key: k}}",
