@@ -8,9 +8,12 @@ under a deadline, and the client's leaving without a task that waits for it, whi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGISendEvent
 
 _EXTENSION = "headgate.wire"
 
@@ -102,6 +105,22 @@ class Wire:
             self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
+class _Unchunked(RequestResponseCycle):
+    """A response to HTTP/1.0, which knows no chunks: a body without a length ends with the connection."""
+
+    _has_length = True
+
+    async def send(self, message: ASGISendEvent) -> None:
+        """Sends the status and headers, or a piece of the body."""
+        if message["type"] == "http.response.start":
+            self._has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            if not self._has_length:
+                self.chunked_encoding = False
+        elif message["type"] == "http.response.body" and not self._has_length:
+            self.expected_content_length = len(message.get("body", b""))  # as much is still to come as comes now
+        await super().send(message)
+
+
 class WiredHttp(HttpToolsProtocol):
     """uvicorn's HTTP that leaves a wire in the scope of every request."""
 
@@ -112,6 +131,8 @@ class WiredHttp(HttpToolsProtocol):
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is not before:
+            if self.scope["http_version"] == "1.0":
+                self.cycle.__class__ = _Unchunked
             wire = Wire(self.cycle)
             self._unanswered = (*(one for one in self._unanswered if not one.is_answered), wire)
             self.scope["extensions"] = {_EXTENSION: wire}  # type: ignore[dict-item]
