@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from gateway.core.chain import Candidate, expand
+from gateway.core.outcome import End
 from gateway.core.requests import InferenceRequest
 from gateway.errors import PassedOnError, RefusedError, UpstreamError, UpstreamKind
 from gateway.exchange import Receive, Scope, Send, exchange_of, read_body, send_bytes
@@ -52,13 +53,22 @@ class CountTokens:
             caller = caller_of(exchange, key, tenant, None)
             raw = await read_body(receive, exchange.headers, runtime.config.max_body)
             request = self._parse(raw, key.digest.hex())
+            held.enter_context(runtime.bodies.room(request.size_bytes - len(raw), runtime.config.max_body))
             found = await find(runtime, request.model, exchange)
             route = runtime.config.routes[found.route]
             clouds = caller.cloud_allowed and route.cloud == "allowed"
-            async with runtime.admission.enter(caller.priority, caller.silence_seconds):
-                candidate, count = await self._count(
-                    request, expand(route.chain, found.model), clouds, caller.request_id
-                )
+            presence = held.enter_context(runtime.presences.watch(receive, exchange.wire))
+            try:
+                async with runtime.admission.enter(caller.priority, caller.silence_seconds):
+                    candidate, count = await self._count(
+                        request, expand(route.chain, found.model), clouds, caller.request_id
+                    )
+            except asyncio.CancelledError:
+                if not presence.absorb():
+                    raise
+                if presence.reason is End.CLIENT_LEFT:
+                    return
+                raise RefusedError(Code.SHUTTING_DOWN, "the gateway stops; ask again", retry_after=1.0) from None
         exchange.tier, exchange.model = candidate.tier, candidate.name
         await send_bytes(send, 200, orjson.dumps({**self._said, "input_tokens": count}))
 

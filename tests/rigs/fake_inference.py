@@ -87,6 +87,8 @@ class FakeInference:
         self.counts: dict[str, int] = {}
         """What a prompt has in tokens, by model; one that is not named here cannot count."""
         self.counted: list[Mapping[str, Any]] = []
+        self.count_hold: asyncio.Event | None = None
+        """Awaited before a count is told."""
         self.seen: list[Seen] = []
         self.probes: list[str] = []
         self.listeners: list[asyncio.Queue[bytes]] = []
@@ -202,6 +204,8 @@ class FakeInference:
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.counted.append(body)
+        if self.count_hold is not None:
+            await self.count_hold.wait()
         count = self.counts.get(body["model"])
         if count is None:
             return web.json_response(error_body(Code.UNSUPPORTED_PARAMETER, "this is not counted"), status=400)
