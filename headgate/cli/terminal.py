@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from headgate.shared.errors import HeadgateError
+from headgate.shared.log import on_one_line
 
 STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 
@@ -123,11 +124,14 @@ class Terminal:
     def table(
         self, headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = (), none: str = ""
     ) -> None:
-        """An aligned table to stdout; `right` names the columns of numbers; `none` is said when there are no rows."""
+        """An aligned table to stdout; `right` names the columns of numbers; `none` is said when there are no rows.
+
+        What others chose or said (names, errors of providers) stands in cells: none of it drives the terminal.
+        """
         if not rows:
             self.data(none)
             return
-        lines = align(headers, rows, right)
+        lines = align(headers, [[on_one_line(cell) for cell in row] for row in rows], right)
         self.data(self.paint(lines[0], "bold"))
         for line in lines[1:]:
             self.data(line)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 class _Line(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
-        said = _on_one_line(record.getMessage())
+        said = on_one_line(record.getMessage())
         line = f"{stamp}.{int(record.msecs):03d} {record.levelname.lower():7} {record.name} {said}"
         return line + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")
 
@@ -30,7 +30,7 @@ class _Json(logging.Formatter):
         return json.dumps(entry)
 
 
-def _on_one_line(said: str) -> str:
+def on_one_line(said: str) -> str:
     """`said` without what begins a line or drives a terminal: names that callers chose stand in messages."""
     if said.isprintable():
         return said

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 
 import pytest
 
+from headgate.cli.terminal import Terminal
 from headgate.shared import log
 
 FORGED = "x\ngateway 05:00:00.000 error gateway.fake injected \x1b[31m \x9b2J \u2028 \u202e é"
@@ -40,3 +42,11 @@ def test_json_keeps_what_was_said_in_plain_characters(capsys: pytest.CaptureFixt
 
     assert line.isprintable()
     assert json.loads(line)["message"] == f"request req_1: {FORGED} -> nobody"
+
+
+def test_a_table_shows_what_a_provider_said_in_one_row() -> None:
+    out = io.StringIO()
+
+    Terminal(out, io.StringIO()).table(["BREAKER", "LAST FAILURE"], [["cloud", "gone\nlocal  closed \x1b[2J"]])
+
+    assert out.getvalue() == "BREAKER  LAST FAILURE\ncloud    gone\\nlocal  closed \\x1b[2J\n"
