@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pybreaker
@@ -20,7 +21,7 @@ from gateway.core import ramp as ramps
 from gateway.core.breaker import Count, Permit, Refusal, Rule, State
 from gateway.core.chain import LOCAL
 from gateway.core.outcome import Failure
-from gateway.core.probing import POSTPONE_SECONDS, Finding
+from gateway.core.probing import MOST_PACE_SECONDS, POSTPONE_SECONDS, Finding
 
 log = logging.getLogger("gateway.breakers")
 
@@ -138,7 +139,12 @@ class Guard:
         if isinstance(answer, Permit):
             self.outstanding += 1
             self._unanswered[answer.number] = now, expires
-        return answer
+            return answer
+        return replace(answer, retry_in=self._worth_asking_in(answer.retry_in))
+
+    def _worth_asking_in(self, seconds: float) -> float:
+        """Our own service is asked by probes meanwhile, so that it need not stay away for all of its open period."""
+        return min(seconds, MOST_PACE_SECONDS) if self.provider == LOCAL and not self.model else seconds
 
     def _is_silent(self, now: float) -> bool:
         """Whether others had better be asked; our own service is asked itself instead, and says when it is busy."""
@@ -272,8 +278,8 @@ class Guard:
         if self.book.state is State.CLOSED or core.is_due(self.book, now):
             return None
         if core.is_probed(self.book, now):
-            return max(core.MOMENT_SECONDS, self.book.open_until - now)
-        return self.book.open_until - now if self.book.state is State.OPEN else None
+            return self._worth_asking_in(max(core.MOMENT_SECONDS, self.book.open_until - now))
+        return self._worth_asking_in(self.book.open_until - now) if self.book.state is State.OPEN else None
 
     @property
     def remaining(self) -> float:

@@ -611,3 +611,18 @@ def test_one_event_that_breaks_many_answers_is_one_failure(breakers: Breakers, c
         lease.settle(Failure(Scope.PAIR, broke=True), "it died")
         failures.append(breakers.guard("p", "m").describe()["failures"])
     assert failures == [1, 1, 1, 2]
+
+
+def test_our_own_service_is_worth_asking_soon() -> None:
+    """Probes look for it meanwhile; a model of it, and a cloud, rest as long as their breakers are open."""
+    breakers = Breakers(Rule(failures=1), Clock())
+    for provider in ("local", "cloud"):
+        lease = breakers.acquire(provider, "m", 1e9)
+        assert isinstance(lease, Lease)
+        lease.settle(Failure(Scope.PROVIDER), "gone")
+    refused = breakers.acquire("local", "m", 1e9)
+    assert isinstance(refused, Refused)
+    assert (breakers.closed_for("local", "m"), refused.retry_in) == (4.0, 4.0)
+    assert breakers.closed_for("cloud", "m") == 30.0
+    guard = next(told for told in breakers.describe() if told["name"] == "local")
+    assert guard["retry_after"] == 30.0
