@@ -14,14 +14,14 @@ from inference.devices.ggml import GgmlProbe
 from inference.devices.nvml import NvmlReader
 from tests.rigs.nvml_stub import GIB, NvmlStub
 from tests.rigs.nvml_stub.two_cards import FIRST, SECOND, listing
-from tests.rigs.processes import children_of
+from tests.rigs.processes import children_of, command_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the NVML stub is a Linux library")
 
 
 def nvml_children() -> set[int]:
     mine = children_of(os.getpid())
-    return {pid for pid in mine if b"inference.helper\0nvml" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+    return {pid for pid in mine if "inference.helper nvml" in command_of(pid)}
 
 
 async def test_the_child_reads_every_card(reader: NvmlReader) -> None:

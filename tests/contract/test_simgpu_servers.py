@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from inference.devices.simgpu.backing import Servers
-from tests.rigs.processes import children_of, wait_until
+from tests.rigs.processes import children_of, command_of, wait_until
 
 
 def running() -> set[int]:
     mine = children_of(os.getpid())
-    return {pid for pid in mine if b"simgpu.server" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+    return {pid for pid in mine if "simgpu.server" in command_of(pid)}
 
 
 @pytest.fixture

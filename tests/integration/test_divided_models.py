@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import urllib.error
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from inference.devices.simgpu.control import SOCKET_NAME, Control
 from inference.osapi import socket_directory
-from tests.rigs.processes import children_of
+from tests.rigs.processes import children_of, command_of
 from tests.rigs.stack import Stack, chat_body
 from tests.rigs.tiny_families import Form, path
 
@@ -45,13 +44,6 @@ def devices(stack: Stack) -> dict[str, dict[str, Any]]:
         return rig.tell("status")
 
 
-def command_of(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
-
-
 def test_a_model_too_large_for_one_device_runs_on_two(stack: Stack) -> None:
     """The plan says how many layers go where, and the devices count what was planned for each."""
     said = stack.ask("/memory/plan", {"model": "tall"}, direct=True)
@@ -80,7 +72,7 @@ def test_a_refused_load_allocates_nothing_and_its_fix_is_true(stack: Stack) -> N
     for name, device in after.items():
         for figure in ("allocations", "used_bytes"):
             assert device[figure] == before[name][figure]
-    assert not [pid for pid in children_of(stack.inference.pid) if b"inference.worker" in command_of(pid)]
+    assert not [pid for pid in children_of(stack.inference.pid) if "inference.worker" in command_of(pid)]
     fix = error["headgate"]["fix"]
     assert set(fix) == {"kv_type"} or set(fix) == {"context_length"}
     said = stack.ask("/memory/plan", {"model": "taller", **fix}, direct=True)

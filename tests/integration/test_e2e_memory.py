@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.processes import children_of
+from tests.rigs.processes import children_of, command_of
 from tests.rigs.stack import Stack, chat_body
 
 MODELS = """
@@ -42,7 +42,7 @@ def test_a_refusal_has_numbers_five_open_the_breaker_and_no_sixth_arrives(tmp_pa
         assert error["code"] == "memory_limit_exceeded"
         assert "MiB" in error["message"]
         assert error["headgate"]
-        assert not any("inference.worker" in Path(f"/proc/{pid}/cmdline").read_text() for pid in _children(stack))
+        assert not any("inference.worker" in command_of(pid) for pid in _children(stack))
 
         def refusals() -> int:
             text = _metrics(stack)

@@ -12,7 +12,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.rigs.processes import Service, children_of, free_port, http_status, is_alive, private_env
+from tests.rigs.processes import Service, children_of, command_of, free_port, http_status, is_alive, private_env
 from tests.rigs.stack import LOCAL_ROUTES, MODELS, Stack, until
 
 STORY = "Tell me a long story about a water mill."
@@ -98,7 +98,7 @@ async def test_nothing_survives_the_supervisor(tmp_path: Path, victim: str) -> N
 async def test_the_supervisor_restarts_a_service_that_dies(tmp_path: Path) -> None:
     up = await asyncio.to_thread(_up(tmp_path).start, wait_for="/readyz")
     try:
-        first = [pid for pid in children_of(up.pid) if "inference" in _command(pid)]
+        first = [pid for pid in children_of(up.pid) if "inference" in command_of(pid)]
         os.kill(first[0], signal.SIGKILL)
         key = (tmp_path / "state" / "gateway.key").read_text().strip()
 
@@ -113,10 +113,6 @@ async def test_the_supervisor_restarts_a_service_that_dies(tmp_path: Path) -> No
         await until("the restarted service answers", answered, seconds=30, every=0.5)
     finally:
         await asyncio.to_thread(up.kill)
-
-
-def _command(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
 
 
 def _sockets_left(root: Path) -> list[str]:

@@ -23,7 +23,7 @@ import pytest
 from inference.orphans import FAMILY_ENV
 from inference.protocol import Progress
 from tests.rigs import tiny_gguf
-from tests.rigs.processes import Service, children_of, http_status, inference_service, is_alive, wait_until
+from tests.rigs.processes import Service, children_of, command_of, http_status, inference_service, is_alive, wait_until
 from tests.rigs.slowdisk import slow_disk_env
 
 TOKEN = "test-token"
@@ -601,7 +601,7 @@ def test_full_queues_answer_429(tmp_path: Path) -> None:
 
 
 def _workers(service: Service) -> list[int]:
-    return [pid for pid in children_of(service.pid) if "inference.worker" in Path(f"/proc/{pid}/cmdline").read_text()]
+    return [pid for pid in children_of(service.pid) if "inference.worker" in command_of(pid)]
 
 
 def _ignore_errors(call: Any) -> None:

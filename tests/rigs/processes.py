@@ -81,6 +81,14 @@ def forget_own(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+def command_of(pid: int) -> str:
+    """The command line of a process with spaces between its words; empty for one that is gone (Linux)."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
 def children_of(pid: int) -> list[int]:
     """Process ids of all living descendants of `pid` (Linux)."""
     parents: dict[int, int] = {}
