@@ -21,12 +21,6 @@ attempts: {max: 1}
 
 
 @pytest.fixture
-async def fake() -> AsyncIterator[FakeInference]:
-    async with FakeInference("token") as fake:
-        yield fake
-
-
-@pytest.fixture
 async def gateway(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]:
     async with Gateway(tmp_path, fake.url, CONFIG) as gateway:
         yield gateway

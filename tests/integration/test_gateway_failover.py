@@ -23,12 +23,6 @@ FAST = CONFIG + "deadlines: {connect: 1s, first_token: 800ms, inter_token: 600ms
 
 
 @pytest.fixture
-async def fake() -> AsyncIterator[FakeInference]:
-    async with FakeInference("token") as fake:
-        yield fake
-
-
-@pytest.fixture
 async def gateway(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]:
     async with Gateway(tmp_path, fake.url, FAST) as gateway:
         yield gateway

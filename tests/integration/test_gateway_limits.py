@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import openai
@@ -23,12 +22,6 @@ AS_TEAM = {"authorization": f"Bearer {TEAM}"}
 
 def _config(limits: str) -> str:
     return f"{CONFIG}\nkeys:\n  - {{name: team, hash: 'sha256:{HASH}', limits: {{{limits}}}}}\n"
-
-
-@pytest.fixture
-async def fake() -> AsyncIterator[FakeInference]:
-    async with FakeInference("token") as fake:
-        yield fake
 
 
 def _used(gateway: Gateway) -> float:

@@ -30,12 +30,6 @@ CLOUDS = ("openai", "google", "anthropic")
 
 
 @pytest.fixture
-async def fake() -> AsyncIterator[FakeInference]:
-    async with FakeInference("token") as fake:
-        yield fake
-
-
-@pytest.fixture
 async def cloud() -> AsyncIterator[FakeProvider]:
     async with FakeProvider() as cloud:
         yield cloud
