@@ -1,4 +1,6 @@
-"""Drawing from distributions of any flatness: what is drawn among few tokens is what llama.cpp draws among all."""
+"""Drawing with any parameters from distributions of any flatness gives what llama.cpp's own chain draws among all
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,27 @@ def rig() -> Iterator[EngineRig]:
         yield opened
 
 
-def _draws(rig: EngineRig, sampling: Sampling, spreads: list[float], seed: int) -> tuple[list[int], list[int], int]:
-    """What a sampler draws, what llama.cpp's own chain draws, and how often the first asked only few tokens."""
-    short = ChainSampler(rig.model, rig.context, sampling, 0, 64)
+def _chain(rig: EngineRig, sampling: Sampling) -> Sampler:
+    """llama.cpp's own, in its own order."""
     whole = Sampler()
+    penalties = (sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty)
+    if penalties != (1.0, 0.0, 0.0):
+        whole.add("penalties", rig.model.n_vocab, 64, *penalties)
     if sampling.top_k > 0:
         whole.add("top_k", sampling.top_k)
+    if sampling.typical_p < 1.0:
+        whole.add("typical", sampling.typical_p, 1)
     if sampling.top_p < 1.0:
         whole.add("top_p", sampling.top_p, 1)
     if sampling.min_p > 0.0:
         whole.add("min_p", sampling.min_p, 1)
-    whole.add("temp", sampling.temperature).add("dist", sampling.seed)
+    return whole.add("temp", sampling.temperature).add("dist", sampling.seed)
+
+
+def _draws(rig: EngineRig, sampling: Sampling, spreads: list[float], seed: int) -> tuple[list[int], list[int], int]:
+    """What a sampler draws, what llama.cpp's own chain draws, and how often the first asked only few tokens."""
+    short = ChainSampler(rig.model, rig.context, sampling, 0, 64)
+    whole = _chain(rig, sampling)
     among, few = short._chain.sample_among, []
     short._chain.sample_among = lambda *found: (few.append(1), among(*found))[1]  # type: ignore[method-assign, func-returns-value]
     logits = rig.context.logits(2)
@@ -70,6 +82,62 @@ def test_any_flatness_draws_what_llama_cpp_draws(
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     drawn, expected, _few = _draws(rig, sampling, spreads, seed)
     assert drawn == expected
+
+
+EFFECTS: list[dict[str, float]] = [
+    {"typical_p": 0.2},
+    {"typical_p": 0.5, "top_k": 40},
+    {"presence_penalty": 2.0},
+    {"presence_penalty": -2.0},
+    {"frequency_penalty": 1.5},
+    {"repeat_penalty": 1.8},
+    {"repeat_penalty": 0.5},
+    {"repeat_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": 0.7, "typical_p": 0.6},
+]
+
+
+@pytest.mark.parametrize("changes", EFFECTS, ids=lambda changes: " ".join(f"{k}={v}" for k, v in changes.items()))
+def test_typicality_and_penalties_draw_what_llama_cpp_draws(rig: EngineRig, changes: dict[str, float]) -> None:
+    """At every step, with the tokens that were drawn before it counted; and each changes what is drawn."""
+    logits = rig.context.logits(2)
+    shape = np.full(len(logits), -20.0, np.float32)
+    shape[100:130] = np.random.default_rng(5).standard_normal(30) * 1.5 + 1.0
+    drawn: list[list[int]] = []
+    plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 11}
+    for asked in (plain | changes, plain):
+        sampling = Sampling(**asked)  # type: ignore[arg-type]
+        ours, whole = ChainSampler(rig.model, rig.context, sampling, 0, 64), _chain(rig, sampling)
+        ours.accept([101, 102, 101])
+        for token in (101, 102, 101):
+            whole.accept(token)
+        drawn.append([])
+        for _step in range(40):
+            logits[:] = shape
+            drawn[-1].append(ours.sample(2))
+            logits[:] = shape
+            assert drawn[-1][-1] == whole.sample(rig.context, 2)
+        ours.close()
+        whole.close()
+    assert drawn[0] != drawn[1]
+
+
+def test_greedy_answers_are_penalized_too(rig: EngineRig) -> None:
+    """Presence takes the same off however often a token stands there, frequency each time, repetition by a factor."""
+    logits = rig.context.logits(2)
+    penalties = (
+        ("presence_penalty", 1.0, [100, 101, 100, 100]),
+        ("frequency_penalty", 1.0, [100, 101, 100, 102]),
+        ("repeat_penalty", 1.6, [100, 101, 102, 100]),
+    )
+    for name, value, expected in penalties:
+        sampler = ChainSampler(rig.model, rig.context, Sampling(temperature=0.0, **{name: value}), 0, 64)  # type: ignore[arg-type]
+        said = []
+        for _step in range(4):
+            logits[:] = 0.0
+            logits[100:103] = (3.0, 2.5, 1.95)
+            said.append(sampler.sample(2))
+        sampler.close()
+        assert said == expected, name
 
 
 @pytest.mark.parametrize("spread", [0.85, 2.0, 6.0])

@@ -1,4 +1,6 @@
-"""The log probabilities of a prompt are those of its own tokens, however its computation was divided."""
+"""Log probabilities are a log-softmax of the model's logits; those of a prompt are of its own tokens, however its
+computation was divided.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import pytest
 
 from inference.worker.core.steps import Row
 from inference.worker.generation import Output, TokenLogprob
-from inference.worker.sampling import Distribution
+from inference.worker.requests import Sampling
 from tests.rigs import tiny_gguf
 from tests.rigs.engine_rig import EngineRig, engine_rig
 
@@ -26,15 +28,52 @@ def scores(outputs: list[Output]) -> list[TokenLogprob]:
     return [item for output in outputs for item in output.prompt_logprobs]
 
 
-def expected(rig: EngineRig, prompt: list[int]) -> list[float]:
-    """Token by token, each with logits of its own."""
+def computed(rig: EngineRig, tokens: list[int]) -> np.ndarray:
+    """Token by token, the log probabilities (double precision) of every token behind each of them."""
     rig.context.forget_all()
     found = []
-    for position, token in enumerate(prompt[:-1]):
+    for position, token in enumerate(tokens):
         _status, last = rig.context.decode([Row(0, 0, position, [token], True)])
-        found.append(Distribution.of(rig.context.logits(last[0])).logprob(prompt[position + 1]))
+        logits = rig.context.logits(last[0]).astype(np.float64)
+        found.append(logits - np.log(np.sum(np.exp(logits))))
     rig.context.forget_all()
-    return found
+    rig.engine.forget()
+    return np.array(found)
+
+
+def expected(rig: EngineRig, prompt: list[int]) -> list[float]:
+    """Of each token of a prompt behind those before it."""
+    known = computed(rig, prompt[:-1])
+    return [float(line[token]) for line, token in zip(known, prompt[1:], strict=True)]
+
+
+def token_of(rig: EngineRig, piece: bytes) -> int:
+    """The token whose text this is, control tokens included."""
+    (token,) = [token for token in range(rig.model.n_vocab) if rig.model.piece(token, special=True) == piece]
+    return token
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0.0),
+        Sampling(temperature=1.5, top_k=5, seed=4, logit_bias=((40, 3.0),), frequency_penalty=1.0),
+    ],
+    ids=["greedy", "bent"],
+)
+def test_a_generated_token_tells_what_the_model_gave_it(rig: EngineRig, sampling: Sampling) -> None:
+    """The token and its alternatives, whatever sampling parameters bend."""
+    outputs = rig.answer(PROMPT, sampling=sampling, logprobs=5, max_tokens=12)
+    told = [item for output in outputs for item in output.logprobs]
+    drawn = [token_of(rig, item.piece) for item in told]
+    known = computed(rig, PROMPT + drawn)[len(PROMPT) - 1 : -1]
+    assert len(told) >= 10
+    for item, token, line in zip(told, drawn, known, strict=True):
+        assert item.logprob == pytest.approx(line[token], abs=2e-3)
+        assert [value for _piece, value in item.top] == pytest.approx(np.sort(line)[:-6:-1], abs=2e-3)
+        assert [line[token_of(rig, piece)] for piece, _value in item.top] == pytest.approx(
+            [value for _piece, value in item.top], abs=2e-3
+        )
 
 
 def test_a_prompt_is_scored_before_the_answer_begins(rig: EngineRig) -> None:
