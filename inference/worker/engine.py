@@ -192,8 +192,7 @@ class Engine:
     def _step(self) -> None:
         decoding, prompts = self._scheduler.load
         allowed = self._pace.seconds(decoding, prompts)
-        budget = self._pace.budget(allowed, self._scheduler.unread if prompts else 0)
-        step = self._scheduler.plan(self._clock(), budget)
+        step = self._scheduler.plan(self._clock(), self._pace.budget(allowed))
         for job in step.expired:
             self._end(job, WorkerError(Code.DEADLINE_EXCEEDED, "the model did not start to answer within the deadline"))
         for operation in step.operations:

@@ -125,13 +125,6 @@ def test_few_streams_are_held_up_longer_for_many_prompts() -> None:
     assert pace.budget(LONGEST_SECONDS) == 2048
 
 
-def test_a_small_remainder_is_taken_along() -> None:
-    """It would be another step that holds everybody up; a large one is none of this step's."""
-    pace = Pace(2048, 400)
-    assert [pace.budget(STEP_SECONDS, left) for left in (0, 300, 401, 500, 501, 4000)] == [400, 400, 401, 500, 400, 400]
-    assert Pace(450, 400).budget(STEP_SECONDS, 460) == 400, "a batch has its size"
-
-
 def test_streams_that_were_held_up_catch_up_before_they_are_held_up_so_long_again() -> None:
     pace = Pace(2048, 1000)
     held = 0

@@ -21,6 +21,34 @@ def test_a_scored_prompt_never_asks_for_more_outputs_than_there_are() -> None:
     assert [(row.job, len(row.tokens), row.every) for row in rows_of(scheduler, 30)] == [(1, 4, True), (2, 1, False)]
 
 
+def given(prompts: list[int], budget: int, batch: int = 512) -> list[int]:
+    """Tokens of each prompt in the first step."""
+    scheduler = Scheduler(Limits(slots=8, context=2000, batch=batch, queue=4))
+    scheduler.submit([Job(number, (number,) * length) for number, length in enumerate(prompts)])
+    lengths = {row.job: len(row.tokens) for row in rows_of(scheduler, budget)}
+    return [lengths.get(number, 0) for number in range(len(prompts))]
+
+
+def test_prompts_are_read_whole_where_they_are_short() -> None:
+    """A piece would be computed on its own, and so would its rest in the next step."""
+    assert given([80, 80, 80, 80], 180) == [80, 80, 0, 0]
+    assert given([80, 80, 80, 80], 200) == [80, 80, 80, 0], "with a quarter more the third is complete"
+    assert given([80, 80, 80, 80], 320) == [80, 80, 80, 80]
+    assert given([400, 80, 80, 80], 200) == [50, 80, 80, 0], "the oldest has its part all the same"
+
+
+def test_a_long_prompt_takes_what_is_left_of_a_step_where_that_is_much() -> None:
+    assert given([80, 1000], 160) == [80, 80]
+    assert given([80, 1000], 159) == [80, 0]
+    assert given([1000, 900], 100) == [25, 75]
+
+
+def test_a_small_remainder_is_taken_along_as_far_as_the_batch_has_room() -> None:
+    """It would be another step that holds everybody up; a large one is none of this step's."""
+    assert [given([length], 400) for length in (300, 401, 500, 501)] == [[300], [401], [500], [400]]
+    assert given([460], 400, batch=450) == [400]
+
+
 def test_what_was_scored_before_a_preemption_is_not_scored_again() -> None:
     scheduler = Scheduler(Limits(slots=2, context=40, batch=30, queue=4, outputs=6))
     scheduler.submit([Job(1, (1,)), Job(2, (2,) * 12, score=True)])

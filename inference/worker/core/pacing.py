@@ -22,10 +22,6 @@ CREDIT_SECONDS = 4.0
 """How much more than that prompts may take in all before streams have had steps to catch up in. Requests that come
 together are so computed at once: paused once, a stream is faster afterwards than one that is held up at every token."""
 
-STRETCH = 1.25
-"""A step takes so many times what it should, where nothing of any prompt is left then: a remainder would hold up once
-more everybody who had a first token in this one."""
-
 SMALLEST = 32
 """Where even these take longer they are taken all the same; also where learning begins."""
 
@@ -60,10 +56,9 @@ class Pace:
         worth = min(STEP_SECONDS * max(1.0, prompts / max(1, decoding)), LONGEST_SECONDS)
         return min(worth, (MIXED_SECONDS + self.credit_seconds) / weight(decoding, prompts)) if decoding else worth
 
-    def budget(self, seconds: float, left: int = 0) -> int:
-        """Tokens of prompts for a step in which they may take so long; all that are `left`, if those are few more."""
-        fitting = min(self.most, max(SMALLEST, int(self.tokens * seconds / STEP_SECONDS)))
-        return left if fitting < left <= min(self.most, int(fitting * STRETCH)) else fitting
+    def budget(self, seconds: float) -> int:
+        """Tokens of prompts for a step in which they may take so long."""
+        return min(self.most, max(SMALLEST, int(self.tokens * seconds / STEP_SECONDS)))
 
     def observe(
         self, prompt_tokens: int, all_tokens: int, seconds: float, allowed: float, *, decoding: int, prompts: int

@@ -28,6 +28,15 @@ from inference.worker.core.steps import TRANSITIONS, Job, Limits, Phase, Row, St
 OLDEST_PART = 4
 """The prompt that came first gets at least one part in so many of a step's budget."""
 
+STRETCH_PART = 4
+"""A step exceeds its budget by one part in so many for a prompt that is complete then: a remainder would hold up once
+more everybody who had a first token in this step."""
+
+WORTH_PART = 2
+"""A prompt that cannot be completed is read on with what is left of the budget where that is one part in so many of it.
+llama.cpp computes rows together as far as they have the same length (`llama_batch_allocr::split_equal`), so pieces of
+odd lengths cost a pass over all weights each, now and when they are completed."""
+
 
 @dataclass(slots=True, eq=False)
 class _Run:
@@ -79,13 +88,6 @@ class Scheduler:
         """How many jobs generate, and so wait for every step to end, and how many prompts are there or find a slot."""
         decoding = sum([run.phase is Phase.DECODE for run in self._running])
         return decoding, min(self.limits.slots, len(self._running) + len(self._waiting)) - decoding
-
-    @property
-    def unread(self) -> int:
-        """Tokens, at most, that prompts with a slot or about to find one have left to be computed."""
-        free = self.limits.slots - len(self._running)
-        here = sum([self._left(run) for run in self._running if run.phase is Phase.PREFILL])
-        return here + sum([len(run.tokens) for run in self._waiting[:free]])
 
     @property
     def queued(self) -> int:
@@ -171,7 +173,9 @@ class Scheduler:
         self._slots.forget()
 
     def plan(self, now: float, prefill_budget: int) -> Step:
-        """The next step: a token for every decoding job, and at most `prefill_budget` (1 or more) tokens of prompts."""
+        """The next step: a token for every decoding job, and at most `prefill_budget` (1 or more) tokens of prompts, or
+        a quarter more where these complete one.
+        """
         assert not self._pending, "the last step was not reported"
         expired = self._expire(now) if now >= self._earliest else ()
         if self._waiting:
@@ -292,7 +296,8 @@ class Scheduler:
 
     def _prefilling(self, rows: list[Row], budget: int) -> None:
         """Gives `budget` to the prompts with the least left, so that first tokens come one after the other, and a part
-        of it to the one that came first, so that it cannot be kept waiting by shorter ones for ever.
+        of it to the one that came first, so that it cannot be kept waiting by shorter ones for ever. Whole prompts are
+        preferred to pieces.
 
         Where outputs are too few it takes what there is. An image is computed as a whole, however small the
         rest of the budget; one that the batch had no room left for is first in the next.
@@ -300,16 +305,21 @@ class Scheduler:
         prompts = sorted(
             [(not run.passed, self._left(run), run.key, run) for run in self._running if self._left(run) > 1]
         )
-        room = min(self.limits.batch - len(rows), budget)
+        most = self.limits.batch - len(rows)
+        room = min(most, budget)
+        stretch = min(most - room, room // STRETCH_PART)
+        worth = -(-room // WORTH_PART)
         outputs = (self.limits.outputs or self.limits.slots) - len(rows) - len(prompts)
         planned = len(rows)
         *_, oldest = min(prompts, key=lambda entry: entry[2])
-        kept = min(self._left(oldest), max(1, room // OLDEST_PART))
+        part = kept = min(self._left(oldest), max(1, room // OLDEST_PART))
         for _first, left, _key, run in prompts:
             if run is oldest:
                 kept = 0
             slot = self._slot_of(run)
-            count = min(left, room - kept)
+            free = room - kept
+            piece = max(free, part) if run is oldest else free if free >= worth else 0
+            count = left if left <= free + stretch else piece
             if run.job.score:
                 count = min(count, self._scorable(run, slot, outputs + 1))
             if 0 < count < left:
