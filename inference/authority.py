@@ -132,12 +132,12 @@ class Authority:
         if not accelerators:
             log.info("no accelerator is used: models run on the CPU")
         self.governor.begin()
+        await self.warm.checkpoint.prove()
         self.started = True
         self.pump()  # the port is open before the devices are known: somebody may be waiting already
         self._next_tick = self.loop.time() + TICK_SECONDS
         self._ticker = self.loop.call_later(TICK_SECONDS, self._tick)
         self.background.spawn(self.background.foresee())
-        self.background.spawn(self.warm.checkpoint.test())
         if not self.settings.enable_lazy_model_loading:
             self.background.spawn(load_all(self))
         return check_devices(self.config, len(accelerators))

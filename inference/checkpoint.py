@@ -1,24 +1,25 @@
-"""Keeps models of NVIDIA GPUs by the driver's own checkpoint of their process, where a test at start says it works.
+"""Keeps models by a checkpoint of their process, where a test at start says that their kind of device can do it.
 
-Experimental. Decides neither who leaves nor who comes back. The driver copies what a process has on its device into
-host memory of that process and lets go of the device; resumed, it is on the same device as before, with everything that
-was computed. The calls are a helper's, each with a deadline (`inference.jobs.checkpoint`). A process that could not be
-suspended or resumed is in no known state: it is killed, its model is cold, and this way is not tried again.
+Experimental on NVIDIA GPUs. Decides neither who leaves nor who comes back. Whoever drives the device copies what a
+process has on it into host memory and lets go of it; resumed, the process is on the same device as before, with
+everything that was computed. The calls are others' (`inference.devices.checkpoints`), each with a deadline. A process
+that could not be suspended or resumed is in no known state: it is killed, its model is cold, and this way is not tried
+again on devices of that kind, unless it was the state of the device that was in the way.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from headgate.shared.units import format_bytes
-from inference.children import HelperError, run_helper
 from inference.core.lifecycle import Event
 from inference.core.plan import Allocation, Placement, Result
 from inference.core.warm import HOST, Mechanism
+from inference.devices.checkpoints import Trouble
 from inference.evictions import Action
 from inference.model import Model, Running, Suspended
 from inference.protocol import ModelState
@@ -30,58 +31,63 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-KIND = "cuda"
-TEST_SECONDS = 60.0
-"""For the whole test: three processes start, and a driver may need seconds for its first context."""
-CALL_SECONDS = 15.0
-"""For each call of the test."""
-SPARE_SECONDS = 10.0
-"""Of a helper beyond the deadline of its calls: it has to start."""
 LEAST_SECONDS = 15.0
 SLOWEST_COPY_BYTES_PER_SECOND = 500e6
 """Between device and host: far below what any bus between them does."""
+TESTED = frozenset({"sim"})
+"""Kinds of devices whose way was tested with all of it in place (INFERENCE_WARM_CHECKPOINT=simulated)."""
 _S, _E = ModelState, Event
 
 
 def copy_seconds(count_bytes: int) -> float:
-    """How long the driver may take for so many bytes before it is given up."""
+    """How long a copy of so many bytes may take before it is given up."""
     return LEAST_SECONDS + count_bytes / SLOWEST_COPY_BYTES_PER_SECOND
 
 
 class Checkpoint:
-    """One per pool. `obstacle` says why it is not used, None where it is."""
+    """One per pool. `obstacles` say why it is not used, by kind of device, None where it is."""
 
     def __init__(self, authority: Authority, pool: WarmPool) -> None:
         self._authority = authority
         self._pool = pool
-        self.obstacle: str | None = "it was not tested yet"
+        self.obstacles: dict[str, str | None] = {}
         self.patience: Callable[[int], float] = copy_seconds
         """How many seconds a call may take that moves so many bytes."""
 
-    async def test(self) -> None:
-        """Finds out at start whether this machine can do it; says so in one line."""
-        authority = self._authority
-        if authority.settings.warm_checkpoint == "off":
-            self.obstacle = "INFERENCE_WARM_CHECKPOINT is off"
-            return
-        if any(reading.kind == KIND for reading in authority.inventory.accelerators()):
-            self.obstacle = await _asked({"operation": "test", "seconds": CALL_SECONDS}, TEST_SECONDS)
-        else:
-            self.obstacle = "there is no NVIDIA GPU"
-        if self.obstacle is None:
-            log.info("models of NVIDIA GPUs are kept by the driver's checkpoint: its test succeeded")
-        else:
-            log.warning("the driver's checkpoint is not used: %s", self.obstacle)
+    async def prove(self) -> None:
+        """Has devices tested at start: simulated ones, which takes a moment, before any load; others beside."""
+        carriers = self._authority.inventory.carriers
+        await self.test([kind for kind in carriers if kind in TESTED])
+        self._authority.background.spawn(self.test([kind for kind in carriers if kind not in TESTED]))
+
+    async def test(self, kinds: Sequence[str]) -> None:
+        """Finds out which devices of this machine can do it; says so in one line for each kind."""
+        said = self._authority.settings.warm_checkpoint
+        devices = {reading.kind: reading for reading in reversed(self._authority.inventory.accelerators())}
+        for kind in kinds:
+            carrier = self._authority.inventory.carriers[kind]
+            if said == "off" or (said == "simulated" and kind not in TESTED):
+                self.obstacles[kind] = f"INFERENCE_WARM_CHECKPOINT is {said}"
+            elif kind not in devices:
+                self.obstacles[kind] = "there is no such device"
+            else:
+                trouble = await carrier.test(devices[kind])
+                self.obstacles[kind] = None if trouble is None else trouble.why
+                if trouble is None:
+                    log.info("models are kept by a checkpoint of %s: its test succeeded", carrier.who)
+                else:
+                    log.warning("the checkpoint of %s is not used: %s", carrier.who, trouble.why)
 
     def may_keep(self, running: Running) -> bool:
         """Whether it is how this one is kept: on one GPU, with memory of its own."""
         is_one = running.placement.devices == (running.device.id,)
-        return self.obstacle is None and is_one and running.device.kind == KIND and not running.device.unified
+        is_proven = self.obstacles.get(running.device.kind, "it was not tested") is None
+        return is_proven and is_one and not running.device.unified
 
     def begin(self, model: Model, running: Running) -> None:
         """Suspends the worker of a model that nobody uses; the host has room for all that it holds. Raises LedgerError.
 
-        Until the driver is done the bytes are booked twice: it copies before it lets go.
+        Until that is done the bytes are booked twice: the copy is whole before the device is let go.
         """
         authority = self._authority
         held = authority.ledger.holdings[running.holding].bytes
@@ -94,11 +100,11 @@ class Checkpoint:
         authority.background.spawn(self._suspend(model, running, running.suspended))
 
     async def _suspend(self, model: Model, running: Running, suspended: Suspended) -> None:
-        error = await self._do("suspend", running, suspended)
+        trouble = await self._do("suspend", running, suspended)
         if model.running is not running or model.state is not _S.OFFLOADING:
             return  # it ended, or was given up
-        if error is not None:
-            self._give_up(model, running, f"could not be suspended: {error}")
+        if trouble is not None:
+            self._give_up(model, running, "could not be suspended", trouble)
             return
         self._is_suspended(model, running, suspended)
 
@@ -127,11 +133,11 @@ class Checkpoint:
         self._authority.background.spawn(self._resume(model, running, suspended))
 
     async def _resume(self, model: Model, running: Running, suspended: Suspended) -> None:
-        error = await self._do("resume", running, suspended)
+        trouble = await self._do("resume", running, suspended)
         if model.running is not running or model.state is not _S.RESTORING:
             return
-        if error is not None:
-            self._give_up(model, running, f"could not be resumed: {error}")
+        if trouble is not None:
+            self._give_up(model, running, "could not be resumed", trouble)
             return
         running.suspended = None
         running.worker.resumed()
@@ -139,27 +145,24 @@ class Checkpoint:
         ready.set_result(replace(suspended.ready, restored_tokens=0))
         self._authority.loads.on_ready(model, running, ready)
 
-    async def _do(self, operation: str, running: Running, suspended: Suspended) -> str | None:
+    async def _do(self, operation: str, running: Running, suspended: Suspended) -> Trouble | None:
         """What went wrong, or None."""
+        device = running.device
         seconds = self.patience(sum(suspended.need.values()))
-        job = {"operation": operation, "pid": running.worker.pid, "seconds": seconds}
-        return await _asked(job, 3 * seconds + SPARE_SECONDS)
+        return await self._authority.inventory.carriers[device.kind].carry(
+            operation, device.id, running.worker.pid, seconds
+        )
 
-    def _give_up(self, model: Model, running: Running, why: str) -> None:
-        self.obstacle = f"{model.id} {why}"
+    def _give_up(self, model: Model, running: Running, what: str, trouble: Trouble) -> None:
+        kind, then = running.device.kind, ""
+        if not trouble.of_state:
+            self.obstacles[kind] = f"{model.id} {what}: {trouble.why}"
+            then = f", and the checkpoint of {self._authority.inventory.carriers[kind].who} is not used any more"
         log.warning(
-            "%s (pid %d) %s; its %s are given up, and the driver's checkpoint is not used any more",
-            model.id, running.worker.pid, why, format_bytes(sum(self._authority.ledger.owned_by(model.id).values())),
+            "%s (pid %d) %s: %s; its %s are given up%s",
+            model.id, running.worker.pid, what, trouble.why,
+            format_bytes(sum(self._authority.ledger.owned_by(model.id).values())), then,
         )  # fmt: skip
         if running.departure is not None:
             running.departure = replace(running.departure, action=Action.UNLOAD)
         running.worker.stop()
-
-
-async def _asked(job: dict[str, object], seconds: float) -> str | None:
-    """What a helper says is wrong, or None."""
-    try:
-        answer = await run_helper("checkpoint", job, seconds=seconds)
-    except HelperError as error:
-        return str(error)
-    return str(answer["error"]) if "error" in answer else None

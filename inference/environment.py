@@ -104,8 +104,10 @@ class InferenceSettings(BaseSettings):
     max_models: OptionalInt = Field(None, ge=1)
     max_models_per_device: OptionalInt = Field(None, ge=1)
     enable_cpu_offload: bool = Field(True, description="models that leave may be kept warm in host memory")
-    warm_checkpoint: Literal["off", "auto"] = Field(
-        "off", description="experimental: auto keeps models of NVIDIA GPUs by the driver's checkpoint where it works"
+    warm_checkpoint: Literal["off", "simulated", "auto"] = Field(
+        "simulated",
+        description="which devices keep models by a checkpoint of their process, where its test at start succeeds: "
+        "none, simulated ones, or (experimental) NVIDIA GPUs as well",
     )
     force_cpu_mode: bool = False
     devices: str = Field("auto", description="auto, cpu, or simulated devices such as sim:2x600MiB or sim:600MiB,1GiB")

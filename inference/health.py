@@ -203,6 +203,7 @@ class Health:
             authority.move(model, Event.FAIL)
             authority.move(model, Event.RETRY)
             model.failure = running.failure.message
+        authority.warm.bereave(device, why)
         authority.ledger = authority.ledger.write_off(device)
 
     def _drain(self, device: str, why: str) -> None:

@@ -201,6 +201,13 @@ class WarmPool:
             if model.state is _S.WARM and self.obstacle(model):
                 authority.loads.leave(model, Reason.CHANGED)
 
+    def bereave(self, device: str, why: str) -> None:
+        """A device is lost, and with it whatever was to come back onto it alone: drops those models."""
+        for name, kept in list(self._kept.items()):
+            model = self._authority.models[name]
+            if model.state is _S.WARM and kept.mechanism is Mechanism.CHECKPOINT and kept.original_device == device:
+                self._authority.loads.leave(model, Reason.DEVICE, explanation=(f"{device}: {why}",))
+
     # --- kept and dropped --------------------------------------------------------------------------------------------
     def keep(self, model: Model, running: Running, mechanism: Mechanism, device: str, saved: Offloaded) -> None:
         """A model has left its device and holds no more than it keeps; `saved` of that are its sequences."""

@@ -30,7 +30,7 @@ class Mechanism(StrEnum):
     RESIDENT = "resident"
     """of an accelerator: its file in the memory of a fresh process that has seen no device"""
     CHECKPOINT = "checkpoint"
-    """of an NVIDIA GPU, experimental: its own process, whose device memory the driver keeps in host memory"""
+    """of a simulated device, or (experimental) an NVIDIA GPU: its own process, whose device memory is in host memory"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from inference.devices.base import Probe, Reading
+from inference.devices.checkpoints import Carrier, DriversCarrier, SimulatorsCarrier
 from inference.devices.cpu import CPU, CpuProbe
 from inference.devices.ggml import GgmlProbe
+from inference.devices.simgpu.probe import KIND as SIMULATED
 from inference.devices.simgpu.probe import SimProbe
 from inference.environment import InferenceSettings
+
+NVIDIA = "cuda"
+"""The kind of devices that NVIDIA's driver drives."""
 
 
 class Inventory:
     """The readings of several probes; the CPU is always there and always last."""
 
-    def __init__(self, probes: Sequence[Probe]) -> None:
+    def __init__(self, probes: Sequence[Probe], carriers: Mapping[str, Carrier] | None = None) -> None:
         self._probes = tuple(probes)
+        self.carriers: Mapping[str, Carrier] = {NVIDIA: DriversCarrier()} if carriers is None else carriers
+        """Who can suspend a process, by the kind of its device."""
         self.overlay: Callable[[Reading], Reading] = lambda reading: reading
         """What everybody sees of a reading: the state that was decided for its device."""
         self.refreshes = 0
@@ -36,7 +43,8 @@ class Inventory:
         if settings.force_cpu_mode or settings.devices == "cpu":
             return cls([CpuProbe()])
         if settings.simulated_bytes:
-            return cls([SimProbe(settings.simulated_bytes, sockets), CpuProbe()])
+            simulator = SimProbe(settings.simulated_bytes, sockets)
+            return cls([simulator, CpuProbe()], {SIMULATED: SimulatorsCarrier(simulator.socket_path)})
         return cls([GgmlProbe(), CpuProbe()])
 
     async def start(self) -> None:

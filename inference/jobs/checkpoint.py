@@ -3,23 +3,27 @@
     {"operation": "suspend" | "resume", "pid": PID, "seconds": S}    {"seconds": took} or {"error": sentence}
     {"operation": "test", "seconds": S}                              the same
 
-The test suspends a process that is no child of the one that suspends, because workers are none of a helper's either,
-and a system may allow the one and forbid the other.
+With `"simulator": {"socket": PATH, "device": ID, "endpoint": HOST:PORT}` the test is of a simulated device. The test
+suspends a process that is no child of the one that suspends, because workers are none of a helper's either, and a
+system may allow the one and forbid the other.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from headgate.shared import tether
 from inference.children import HelperError, run_helper
+from inference.devices.simgpu.control import Control, SimulatorError
 from inference.jobs.cuda_driver import Driver, DriverError, LockArgs
 
 LOCK_SECONDS = 10.0
@@ -32,7 +36,7 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     began = time.monotonic()
     try:
         if job["operation"] == "test":
-            _test(seconds)
+            _test(seconds, job.get("simulator"))
         else:
             _OPERATIONS[job["operation"]](Driver(seconds), int(job["pid"]), seconds)
     except DriverError as error:
@@ -63,11 +67,16 @@ def _expect(driver: Driver, pid: int, wanted: str) -> None:
         raise DriverError(f"the driver says that process {pid} is {state}, not {wanted}")
 
 
-def _test(seconds: float) -> None:
+def _test(seconds: float, simulator: Mapping[str, str] | None) -> None:
     """A process with bytes on the device is suspended and resumed, and finds its bytes."""
-    Driver(seconds)
+    carry: Callable[[str, int, float], None] = _helped
+    if simulator is None:
+        Driver(seconds)
+    else:
+        carry = functools.partial(_simulated, simulator)
+    where = () if simulator is None else (simulator["endpoint"],)
     subject = subprocess.Popen(
-        [sys.executable, "-m", "inference.jobs.checkpoint_subject"],
+        [sys.executable, "-m", "inference.jobs.checkpoint_subject", *where],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -76,13 +85,7 @@ def _test(seconds: float) -> None:
     try:
         _hear(subject, "ready", "could not be prepared")
         for operation in _OPERATIONS:
-            job = {"operation": operation, "pid": subject.pid, "seconds": seconds}
-            try:
-                answer = asyncio.run(run_helper("checkpoint", job, seconds=seconds + 5.0))
-            except HelperError as error:
-                raise DriverError(str(error)) from None
-            if "error" in answer:
-                raise DriverError(f"{operation} did not work: {answer['error']}")
+            carry(operation, subject.pid, seconds)
         assert subject.stdin is not None
         subject.stdin.write("\n")
         subject.stdin.flush()
@@ -90,6 +93,29 @@ def _test(seconds: float) -> None:
     finally:
         subject.kill()
         subject.wait()
+
+
+def _helped(operation: str, pid: int, seconds: float) -> None:
+    """By the driver, in a helper of its own."""
+    job = {"operation": operation, "pid": pid, "seconds": seconds}
+    try:
+        answer = asyncio.run(run_helper("checkpoint", job, seconds=seconds + 5.0))
+    except HelperError as error:
+        raise DriverError(str(error)) from None
+    if "error" in answer:
+        raise DriverError(f"{operation} did not work: {answer['error']}")
+
+
+def _simulated(simulator: Mapping[str, str], operation: str, pid: int, seconds: float) -> None:
+    """By the simulator, whose count of bytes has to say so."""
+    device = simulator["device"]
+    try:
+        with Control(Path(simulator["socket"]), seconds) as control:
+            status = control.tell(operation, device, pid=pid)[device]
+    except SimulatorError as error:
+        raise DriverError(f"{operation} did not work: {error}") from None
+    if bool(status["suspended_bytes"]) != (operation == "suspend"):
+        raise DriverError(f"{operation} left {status['suspended_bytes']} bytes suspended on {device}")
 
 
 def _hear(subject: subprocess.Popen[str], wanted: str, otherwise: str) -> None:

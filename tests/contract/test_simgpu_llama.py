@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 
 from inference.core.exits import Remains, classify
+from inference.devices.simgpu.control import SimulatorError
 from inference.devices.simgpu.core.wire import Command, request
 from inference.protocol import ExitCause
 from inference.worker import link
@@ -154,6 +158,49 @@ def test_memory_can_come_back_late(tmp_path: Path, devices: SimDevices) -> None:
     wait_until("the worker is gone", lambda: devices.status()["connections"] == 0)
     assert devices.status()["used_bytes"] == devices.status()["late_bytes"] >= used
     assert devices.tell("settle")["used_bytes"] == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes can be suspended on Linux only")
+def test_a_suspended_worker_answers_when_it_is_resumed_and_not_before(tmp_path: Path, devices: SimDevices) -> None:
+    """As if nothing had been; what it has is in host memory meanwhile, and there has to be room for it again."""
+    with WorkerRig(tmp_path, grant(devices)) as rig:
+        rig.ready()
+        first = rig.post("/v1/completions", ASK)[1]["choices"]
+        pid, used = rig.process.pid, devices.status()["used_bytes"]
+        there = devices.tell("suspend", pid=pid)
+        assert (there["used_bytes"], there["suspended_bytes"], there["free_bytes"]) == (0, used, SIZE)
+        for do, other, words in (
+            ("suspend", pid, "suspended on gpu-0 already"),
+            ("suspend", os.getpid(), "has nothing on gpu-0"),
+            ("resume", 1, "not suspended"),
+        ):
+            with pytest.raises(SimulatorError, match=words):
+                devices.tell(do, pid=other)
+        with rig.connection(seconds=30) as connection:
+            connection.request("POST", "/v1/completions", json.dumps(ASK), {"content-type": "application/json"})
+            wait_until("a step waits", lambda: (rig.next_beat().step_seconds or 0) > 0.3)
+            devices.tell("shrink", bytes=used - 1)
+            with pytest.raises(SimulatorError, match=f"needs {used} bytes of gpu-0, which has no room") as refused:
+                devices.tell("resume", pid=pid)
+            assert refused.value.of_state
+            devices.tell("heal")
+            assert devices.tell("resume", pid=pid)["used_bytes"] == used
+            assert json.load(connection.getresponse())["choices"] == first
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes can be suspended on Linux only")
+def test_a_worker_that_computes_is_not_suspended(tmp_path: Path, devices: SimDevices) -> None:
+    """A device that stands still does not say that it is done; the worker goes on when it does."""
+    with WorkerRig(tmp_path, grant(devices)) as rig:
+        rig.ready()
+        devices.tell("stall")
+        with pytest.raises(SimulatorError, match="is using gpu-0"):
+            devices.tell("suspend", pid=rig.process.pid)
+        devices.tell("heal")
+        assert rig.post("/v1/completions", ASK)[0] == 200
+        devices.tell("suspend", pid=rig.process.pid)
+        rig.process.kill()
+        wait_until("nothing is left", lambda: is_empty(devices) and not devices.status()["suspended_bytes"])
 
 
 def test_a_model_over_two_devices_is_counted_on_each(tmp_path: Path, devices: SimDevices) -> None:

@@ -37,7 +37,8 @@ class Ends:
             end.setblocking(False)
 
     def run(self, first: bytes) -> asyncio.Task[None]:
-        return asyncio.create_task(Relay(self._client, self._server, self.talk, self.pace).run(first))
+        self.relay = Relay(self._client, self._server, self.talk, self.pace)
+        return asyncio.create_task(self.relay.run(first))
 
     def close(self) -> None:
         for end in (self.client, self.server, self._client, self._server):
@@ -122,3 +123,56 @@ async def test_either_side_ends_it() -> None:
             await receive(ends.server, 18)
             getattr(ends, name).close()
             await running
+
+
+MARK = request(Command.DEVICE_COUNT)
+
+
+async def test_a_connection_is_shut_between_two_requests_and_what_comes_then_waits() -> None:
+    """Not before the one that runs is answered, and the server has said that it is done; the client sees nothing."""
+    first, second = request(Command.GET_TENSOR, b"all"), request(Command.SET_TENSOR, WEIGHTS)
+    async with relayed(first) as (ends, _running):
+        loop = asyncio.get_running_loop()
+        await receive(ends.server, len(first))
+        shutting = asyncio.create_task(ends.relay.shut())
+        await asyncio.sleep(0)
+        with pytest.raises(BlockingIOError):
+            ends.server.recv(1)  # nothing is asked while the answer is due
+        await loop.sock_sendall(ends.server, reply(b"here"))
+        assert await receive(ends.client, len(reply(b"here"))) == reply(b"here")
+        assert await receive(ends.server, len(MARK)) == MARK
+        await loop.sock_sendall(ends.client, second)
+        assert not shutting.done()
+        await loop.sock_sendall(ends.server, reply(bytes(4)))
+        await shutting
+        with pytest.raises(BlockingIOError):
+            ends.server.recv(1)
+        ends.relay.open()
+        assert await receive(ends.server, len(second)) == second
+        with pytest.raises(BlockingIOError):
+            ends.client.recv(1)
+
+
+async def test_shutting_that_is_given_up_leaves_it_open() -> None:
+    """The server is busy with something that has no answer."""
+    first, second = request(Command.GRAPH_COMPUTE, b"graph"), request(Command.BUFFER_CLEAR, bytes(9))
+    async with relayed(first) as (ends, _running):
+        await receive(ends.server, len(first))
+        shutting = asyncio.create_task(ends.relay.shut())
+        assert await receive(ends.server, len(MARK)) == MARK
+        shutting.cancel()
+        await asyncio.gather(shutting, return_exceptions=True)
+        await asyncio.get_running_loop().sock_sendall(ends.client, second)
+        assert await receive(ends.server, len(second)) == second
+
+
+async def test_a_client_that_leaves_a_shut_connection_ends_it() -> None:
+    first = request(Command.BUFFER_CLEAR, bytes(9))
+    async with relayed(first) as (ends, running):
+        await receive(ends.server, len(first))
+        shutting = asyncio.create_task(ends.relay.shut())
+        await receive(ends.server, len(MARK))
+        await asyncio.get_running_loop().sock_sendall(ends.server, reply(bytes(4)))
+        await shutting
+        ends.client.close()
+        await running

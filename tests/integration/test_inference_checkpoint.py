@@ -1,4 +1,4 @@
-"""The driver's checkpoint over a stub of its library: who is suspended comes back, or is cold, exactly once."""
+"""Checkpoints over a stub of the driver's library or a fake: who is suspended comes back, or is cold, exactly once."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from inference.app import Service
 from inference.children import run_helper
 from inference.devices.base import Reading
+from inference.devices.checkpoints import Trouble
 from inference.errors import InferenceError
 from inference.evictions import Action
 from inference.model import Model
@@ -48,9 +50,13 @@ async def ready(start: Start, models: Sequence[str] = ("a",), **more: Any) -> tu
     more.setdefault("accelerator", FakeAccelerator())
     service: Service = await start({name: {} for name in models}, **more)
     checkpoint = service.authority.warm.checkpoint
-    await until("it was looked at", lambda: "off" in str(checkpoint.obstacle))
-    checkpoint.obstacle = None
+    await until("it was looked at", lambda: "cuda" in checkpoint.obstacles)
+    checkpoint.obstacles["cuda"] = None
     return service, await use(service, models[0])
+
+
+def obstacle(service: Service) -> str | None:
+    return service.authority.warm.checkpoint.obstacles.get("cuda", "not tested")
 
 
 async def use(service: Service, name: str = "a") -> Model:
@@ -74,7 +80,7 @@ async def test_a_suspended_model_holds_host_memory_alone_and_comes_back_as_it_wa
     service: Service = await start(
         {"a": {}}, accelerator=FakeAccelerator(), WARM_CHECKPOINT="auto", WORKER_SILENCE_SECONDS="1.5"
     )
-    await until("the driver was tested", lambda: service.authority.warm.checkpoint.obstacle is None, 30)
+    await until("the driver was tested", lambda: obstacle(service) is None, 30)
     model = await use(service)
     assert model.running is not None
     pid = model.running.worker.pid
@@ -129,7 +135,7 @@ async def test_whatever_call_fails_leaves_a_cold_model_and_no_byte(
     assert not Path(f"/proc/{pid}").exists()
     assert (model.loads, model.failure) == (2, None)
     await until("all is back", lambda: booked(service) == (100, 0))
-    assert call in str(service.authority.warm.checkpoint.obstacle)
+    assert call in str(obstacle(service))
     driver.say()
     await service.authority.offload(model)
     assert service.authority.warm.offloaded()[0]["mechanism"] == "resident"
@@ -226,7 +232,7 @@ async def test_random_turns_book_every_byte_once(start: Start, driver: CudaStub,
                 driver.say(f"error {chance.choice(SUSPENDS + RESUMES)} 401")
             case _:
                 driver.say()
-                service.authority.warm.checkpoint.obstacle = None
+                service.authority.warm.checkpoint.obstacles["cuda"] = None
         held = service.authority.ledger.owned_by(model.id)
         assert sum(held.values()) <= 2 * 100 * MIB + 65 * MIB
     for model in service.authority.models.values():
@@ -264,8 +270,96 @@ async def test_without_a_driver_models_are_kept_as_ever(
     (tmp_path / "libcuda.so.1").write_bytes(b"no library")
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     service: Service = await start({"a": {}}, accelerator=FakeAccelerator(), WARM_CHECKPOINT="auto")
-    await until("it was tested", lambda: "libcuda" in str(service.authority.warm.checkpoint.obstacle), 30)
+    await until("it was tested", lambda: "libcuda" in str(obstacle(service)), 30)
     assert "libcuda.so.1 cannot be opened" in caplog.text
     model = await use(service)
     await service.authority.offload(model)
     assert service.authority.warm.offloaded()[0]["mechanism"] == "resident"
+
+
+class Simulated(FakeAccelerator):
+    """A simulated GPU, as far as readings go."""
+
+    def readings(self) -> tuple[Reading, ...]:
+        return tuple(replace(reading, kind="sim") for reading in super().readings())
+
+
+class FakeCarrier:
+    """Says what it is told to; `asked` are the operations it was asked for."""
+
+    who = "the fake"
+
+    def __init__(self, **troubles: Trouble) -> None:
+        self.troubles = troubles
+        self.asked: list[str] = []
+
+    async def test(self, device: Reading) -> Trouble | None:
+        self.asked.append("test")
+        return self.troubles.get("test")
+
+    async def carry(self, operation: str, device: str, pid: int, seconds: float) -> Trouble | None:
+        self.asked.append(operation)
+        return self.troubles.get(operation)
+
+
+async def kept_as(service: Service) -> str:
+    """How its model is kept when it is used and told to leave; empty where it is not."""
+    model = await use(service)
+    await service.authority.offload(model)
+    await until("it has left", lambda: model.state in (S.WARM, S.COLD))
+    offloaded = service.authority.warm.offloaded()
+    return offloaded[0]["mechanism"] if offloaded else ""
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "mechanism"),
+    [
+        ("simulated", "sim", "checkpoint"),
+        ("simulated", "cuda", "resident"),
+        ("auto", "sim", "checkpoint"),
+        ("auto", "cuda", "checkpoint"),
+        ("off", "sim", "resident"),
+    ],
+)
+async def test_the_setting_says_which_devices_are_even_tested(
+    start: Start, said: str, kind: str, mechanism: str
+) -> None:
+    carrier = FakeCarrier()
+    accelerator = Simulated() if kind == "sim" else FakeAccelerator()
+    service = await start({"a": {}}, accelerator=accelerator, carriers={kind: carrier}, WARM_CHECKPOINT=said)
+    await until("it was looked at", lambda: kind in service.authority.warm.checkpoint.obstacles)
+    assert carrier.asked == (["test"] if mechanism == "checkpoint" else [])
+    assert await kept_as(service) == mechanism
+
+
+async def test_simulated_devices_are_tested_before_anything_is_loaded(start: Start) -> None:
+    """And by default; where the test fails, models are kept as on any device, and one line says why."""
+    carrier = FakeCarrier(test=Trouble("its bytes changed"))
+    service = await start({"a": {}}, accelerator=Simulated(), carriers={"sim": carrier})
+    assert service.authority.warm.checkpoint.obstacles == {"sim": "its bytes changed"}
+    assert await kept_as(service) == "resident"
+    assert carrier.asked == ["test"]
+
+
+@pytest.mark.parametrize("of_state", [True, False], ids=["state", "way"])
+@pytest.mark.parametrize("operation", ["suspend", "resume"])
+async def test_only_what_speaks_against_the_way_itself_ends_its_use(
+    start: Start, operation: str, of_state: bool
+) -> None:
+    """Whatever went wrong, the process is killed and nothing stays booked; a full device can be free again later."""
+    carrier = FakeCarrier()
+    service = await start({"a": {}}, accelerator=Simulated(), carriers={"sim": carrier})
+    model = await use(service)
+    assert model.running is not None
+    pid = model.running.worker.pid
+    if operation == "resume":
+        await service.authority.offload(model)
+    carrier.troubles = {operation: Trouble("as it is", of_state)}
+    if operation == "suspend":
+        await service.authority.offload(model)
+        await until("nothing is booked", lambda: model.state is S.COLD and empty(service))
+    await use(service)
+    carrier.troubles = {}
+    assert model.loads == 2
+    assert not Path(f"/proc/{pid}").exists()
+    assert await kept_as(service) == ("checkpoint" if of_state else "resident")

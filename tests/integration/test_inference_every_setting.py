@@ -247,20 +247,20 @@ async def _whether_what_leaves_is_kept_in_host_memory(bench: Bench) -> None:
 
 
 @shows("WARM_CHECKPOINT")
-async def _whether_the_driver_may_keep_models_of_nvidia_gpus(bench: Bench) -> None:
+async def _which_devices_keep_models_by_a_checkpoint(bench: Bench) -> None:
     stub = CudaStub(bench.directory / "cuda")
     for name, value in stub.env.items():
         bench.patch.setenv(name, value)
-    for said, mechanism in (("off", "resident"), ("auto", "checkpoint")):
+    for said, mechanism in (("off", "resident"), ("simulated", "resident"), ("auto", "checkpoint")):
         service, model = await bench.loaded(accelerator=FakeAccelerator(), WARM_CHECKPOINT=said)
-        wanted = None if said == "auto" else "INFERENCE_WARM_CHECKPOINT is off"
+        wanted = None if said == "auto" else f"INFERENCE_WARM_CHECKPOINT is {said}"
         await until("it was tested", functools.partial(_has_obstacle, service, wanted), 30)
         await service.authority.offload(model)
         assert service.authority.warm.offloaded()[0]["mechanism"] == mechanism
 
 
 def _has_obstacle(service: Service, wanted: str | None) -> bool:
-    return service.authority.warm.checkpoint.obstacle == wanted
+    return service.authority.warm.checkpoint.obstacles.get("cuda", "not tested") == wanted
 
 
 def _is(model: Model, state: ModelState) -> bool:

@@ -1,4 +1,4 @@
-"""The warm pool on a simulated accelerator: nothing stays on the device, and a model comes back onto another one."""
+"""The warm pool as GPUs have it by default, on a simulated one: nothing stays there, and models come back elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ STORY = "Once upon a time there was a little girl who liked to play in the garde
 
 @pytest.fixture
 def stack(tmp_path: Path) -> Iterator[Stack]:
-    started = Stack(tmp_path, models=MODELS, inference_env={"INFERENCE_DEVICES": "sim:2x300MiB"})
+    environment = {"INFERENCE_DEVICES": "sim:2x300MiB", "INFERENCE_WARM_CHECKPOINT": "off"}
+    started = Stack(tmp_path, models=MODELS, inference_env=environment)
     started.inference.start(wait_for="/readyz")
     yield started
     started.kill()

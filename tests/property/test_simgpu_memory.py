@@ -27,6 +27,7 @@ class Device(RuleBasedStateMachine):
         self.now = 0.0
         self.pointers = 0
         self.live: dict[tuple[int, int], int] = {}
+        self.away: dict[tuple[int, int], int] = {}
 
     @rule(target=buffers, connection=CONNECTIONS, size=SIZES, comes=st.booleans(), extra=st.integers(0, 3))
     def allocate(self, connection: int, size: int, comes: bool, extra: int) -> tuple[int, int]:
@@ -59,6 +60,31 @@ class Device(RuleBasedStateMachine):
     def end(self, connection: int) -> None:
         self.memory = self.memory.end(connection, self.now)
         self.live = {key: size for key, size in self.live.items() if key[0] != connection}
+        self.away = {key: size for key, size in self.away.items() if key[0] != connection}
+
+    @rule(connections=st.sets(CONNECTIONS))
+    def suspend(self, connections: set[int]) -> None:
+        before = self.memory
+        self.memory = before.suspend(connections, self.now)
+        theirs = {key: size for key, size in self.live.items() if key[0] in connections}
+        self.away |= theirs
+        self.live = {key: size for key, size in self.live.items() if key not in theirs}
+        gone = 0 if before.late_seconds else sum(theirs.values())
+        assert self.memory.used_bytes == before.used_bytes - gone
+
+    @rule(connections=st.sets(CONNECTIONS))
+    def resume(self, connections: set[int]) -> None:
+        before = self.memory
+        theirs = {key: size for key, size in self.away.items() if key[0] in connections}
+        fits = sum(theirs.values()) <= before.free_bytes and not before.refusing and before.sparing != 0
+        self.memory, granted = before.resume(connections)
+        assert granted == fits
+        assert self.memory.counters.refusals == before.counters.refusals + (not fits)
+        if granted:
+            self.live |= theirs
+            self.away = {key: size for key, size in self.away.items() if key not in theirs}
+        else:
+            assert self.memory.used_bytes == before.used_bytes
 
     @rule(seconds=st.sampled_from([0.0, 5.0, ALL]))
     def late(self, seconds: float) -> None:
@@ -96,6 +122,8 @@ class Device(RuleBasedStateMachine):
         memory = self.memory
         late = sum(size for _due, size in memory.late)
         assert dict(memory.held) == self.live
+        assert dict(memory.suspended) == self.away
+        assert memory.suspended_bytes == sum(self.away.values())
         assert memory.asked == {}
         assert memory.used_bytes == memory.foreign_bytes + sum(self.live.values()) + late
         assert memory.free_bytes == max(0, memory.capacity_bytes - memory.used_bytes)
@@ -138,3 +166,18 @@ def test_one_allocation_in_the_middle_is_refused() -> None:
         answers.append(granted)
     assert answers == [True, True, False, True]
     assert memory.counters.refusals == 1
+
+
+def test_suspended_bytes_are_nobodys_until_there_is_room_for_them() -> None:
+    """Others take the room meanwhile: all of it comes back at once or none, and a refusal on demand is one as well."""
+    memory, _granted = Memory(100).ask(1, 60)
+    memory = memory.made(1, 7, 60, 60).suspend([1], now=0.0)
+    assert (memory.free_bytes, memory.suspended_bytes, memory.counters.frees) == (100, 60, 1)
+    full, granted = memory.taken(50).resume([1])
+    assert (granted, full.suspended_bytes, full.counters.refusals) == (False, 60, 1)
+    refused, granted = replace(memory, refusing=1).resume([1])
+    assert (granted, refused.refusing) == (False, 0)
+    back, granted = refused.resume([1])
+    assert (granted, back.free_bytes, back.suspended_bytes, back.counters.allocations) == (True, 40, 0, 2)
+    assert memory.end(1, 0.0).suspended_bytes == 0
+    assert replace(memory, held={}, suspended={}).resume([1])[1]

@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from inference.core.estimate import Parts
 from inference.core.ledger import Phase
 from inference.core.signs import Sign
 from inference.devices.base import Reading
+from inference.devices.checkpoints import Carrier
 from inference.devices.cpu import CpuProbe
 from inference.devices.inventory import Inventory
 from inference.estimator import Estimate
@@ -133,6 +134,7 @@ async def services(directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
         *,
         accelerator: FakeAccelerator | None = None,
         estimator: Any = None,
+        carriers: Mapping[str, Carrier] | None = None,
         **environ: str,
     ) -> Service:
         monkeypatch.setenv("FAKE_WORKER", json.dumps(behavior or {}))
@@ -142,7 +144,7 @@ async def services(directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
         state = StateDir.from_env({"HEADGATE_STATE_DIR": str(directory / "state")})
         service = Service(config, state, "token", command=COMMAND)
         if accelerator is not None:
-            service.authority.inventory = Inventory([accelerator, CpuProbe()])
+            service.authority.inventory = Inventory([accelerator, CpuProbe()], carriers)
         service.authority.background.estimator = estimator or FakeEstimator()
         await service.authority.start()
         started.append(service)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import struct
 
-from inference.devices.simgpu.core.wire import Command, Conversation, reply, request
+import pytest
+
+from inference.devices.simgpu.core.wire import Command, Conversation, WireError, reply, request
 
 
 class Full:
@@ -33,3 +35,30 @@ def test_an_allocation_without_room_never_reaches_the_server() -> None:
     assert (b"".join(flow.to_server), b"".join(flow.to_client)) == (b"", reply(struct.pack("<QQ", 0, 0)))
     flow = talk.from_client(request(Command.GET_DEVICE_MEMORY, bytes(4)))
     assert (b"".join(flow.to_server), b"".join(flow.to_client)) == (b"", reply(struct.pack("<QQ", 0, 100)))
+
+
+def test_a_mark_is_answered_to_nobody() -> None:
+    """The client sees nothing of it, also where it comes between its own requests; and what is under way is known."""
+    talk = Conversation(Full())
+    assert talk.is_quiet
+    sent = talk.mark()
+    assert (b"".join(sent.to_server), sent.to_client, sent.requests) == (request(Command.DEVICE_COUNT), [], 0)
+    assert not talk.is_quiet
+    assert talk.from_client(request(Command.GET_TENSOR, b"x")[:4]).to_client == []
+    flow = talk.from_server(reply(bytes(4)))
+    assert (flow.to_client, talk.is_quiet) == ([], False)  # of the request half is there
+    talk.from_client(request(Command.GET_TENSOR, b"x")[4:])
+    assert not talk.is_quiet  # it has no answer yet
+    flow = talk.from_server(reply(b"tensor"))
+    assert (b"".join(flow.to_client), talk.is_quiet) == (reply(b"tensor"), True)
+    assert talk.from_client(request(Command.SET_TENSOR, b"abc")).to_client == []
+    assert talk.is_quiet
+    talk.from_client(request(Command.SET_TENSOR, b"abc")[:-1])
+    assert not talk.is_quiet
+
+
+def test_a_mark_answered_with_something_else_is_no_protocol() -> None:
+    talk = Conversation(Full())
+    talk.mark()
+    with pytest.raises(WireError, match="DEVICE_COUNT is answered with 9 bytes where 4"):
+        talk.from_server(reply(bytes(9)))

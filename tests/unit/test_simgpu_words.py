@@ -62,6 +62,7 @@ def test_other_choices_are_answered_with_what_was_meant(text: str, words: str) -
         ({"do": "refuse_after", "count": 1}, Order("refuse_after", None, 1)),
         ({"do": "slow", "device": None, "seconds": 0.5}, Order("slow", None, 0.5)),
         ({"do": "shrink", "bytes": 0}, Order("shrink", None, 0)),
+        ({"do": "suspend", "device": "gpu-0", "pid": 7}, Order("suspend", "gpu-0", 7)),
     ],
 )
 def test_commands(said: Any, order: Order) -> None:
@@ -78,6 +79,8 @@ def test_commands(said: Any, order: Order) -> None:
         ({"do": "cut", "device": "gpu-2"}, "there are gpu-0, gpu-1"),
         ({"do": "shrink"}, "shrink needs bytes"),
         ({"do": "refuse_after"}, "refuse_after needs count"),
+        ({"do": "suspend", "pid": 7}, "suspend needs device"),
+        ({"do": "resume", "device": "gpu-0"}, "resume needs pid"),
         ({"do": "shrink", "bytes": 1.5}, "bytes must be a number"),
         ({"do": "slow", "seconds": -1}, "seconds must be a number"),
         ({"do": "slow", "seconds": math.nan}, "seconds must be a number"),

@@ -1,8 +1,8 @@
 """The simulator's process: `python -m inference.devices.simgpu SOCKET SIZE...`; starts devices, carries commands out.
 
 SIZE is bytes. The first line on stdout is the status, once every device listens. Commands come as JSON lines over the
-private Unix socket, each answered with the status of all devices, or `{"error": sentence}`. It ends with its parent,
-or when stdin ends; Ctrl-C is the parent's to hear.
+private Unix socket, each answered with the status of all devices, or `{"error": sentence, "of_state": whether it is as
+things are on a device}`. It ends with its parent, or when stdin ends; Ctrl-C is the parent's to hear.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headgate.shared import log as logs
 from headgate.shared import tether
 from inference.devices.simgpu.backing import Servers
 from inference.devices.simgpu.core.faults import parse
-from inference.devices.simgpu.device import Device
+from inference.devices.simgpu.device import Device, StateError
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Machine:
                 if order.device in (None, device.id):
                     await device.obey(order)
         except ValueError as error:  # json's as well
-            return {"error": str(error)}
+            return {"error": str(error), "of_state": isinstance(error, StateError)}
         if order.do != "status":
             log.info("%s: %s", order.device or "all devices", line.decode("utf-8", "replace").strip())
         return self.status()

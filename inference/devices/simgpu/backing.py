@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from inference.childenv import child_environment
@@ -15,8 +17,17 @@ MOST_SPARES = 2
 """One that is begun in the place of one that was taken, and one that came back meanwhile."""
 
 
+LEAST_MOVE_SECONDS = 10.0
+SLOWEST_MOVE_BYTES_PER_SECOND = 100e6
+"""Within memory, on busy cores."""
+
+
 class NoServerError(Exception):
     """A ggml server did not start; the message says why."""
+
+
+class NotMovedError(Exception):
+    """A server did not move its buffers, and is in no known state; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +36,27 @@ class Server:
 
     process: asyncio.subprocess.Process
     port: int
+
+    async def suspend(self, buffers: Mapping[int, int]) -> None:
+        """Moves buffers (bytes by pointer) that nobody uses to host memory. Raises NotMovedError."""
+        await self._move({"do": "suspend", "buffers": list(buffers.items())}, sum(buffers.values()))
+
+    async def resume(self, count_bytes: int) -> None:
+        """Moves back what was suspended, so many bytes. Raises NotMovedError."""
+        await self._move({"do": "resume"}, count_bytes)
+
+    async def _move(self, said: Mapping[str, object], count_bytes: int) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            async with asyncio.timeout(LEAST_MOVE_SECONDS + count_bytes / SLOWEST_MOVE_BYTES_PER_SECOND):
+                self.process.stdin.write(json.dumps(said).encode() + b"\n")
+                await self.process.stdin.drain()
+                answer = json.loads(await self.process.stdout.readline())
+        except (TimeoutError, OSError, ValueError) as error:
+            raise NotMovedError(f"its server did not answer ({type(error).__name__})") from None
+        if "error" in answer:
+            raise NotMovedError(str(answer["error"]))
 
     async def end(self) -> None:
         """Kills and reaps it; its memory is the machine's again when this returns."""
@@ -88,7 +120,7 @@ class Servers:
             sys.executable,
             "-m",
             "inference.devices.simgpu.server",
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=child_environment(HIDDEN),
         )
@@ -110,3 +142,5 @@ async def _kill(process: asyncio.subprocess.Process) -> None:
         with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
             process.kill()
     await asyncio.shield(process.wait())
+    if process.stdin is not None:
+        process.stdin.close()

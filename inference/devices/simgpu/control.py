@@ -2,18 +2,53 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 SOCKET_NAME = "simgpu.sock"
 """In the directory of the service's sockets."""
 ANSWER_SECONDS = 10.0
+MOST_ANSWER_BYTES = 2**20
 
 
 class SimulatorError(Exception):
-    """The simulator does not answer, or refuses; the message says which."""
+    """The simulator does not answer, or refuses; the message says which.
+
+    `of_state`: it refuses as things are on the device, such as for want of room.
+    """
+
+    def __init__(self, message: str, *, of_state: bool = False) -> None:
+        super().__init__(message)
+        self.of_state = of_state
+
+
+async def told(path: Path, do: str, device: str, *, seconds: float, **amount: float) -> None:
+    """Carries out one command over a connection of its own, which may take long. Raises SimulatorError."""
+    said = {"do": do, "device": device, **amount}
+    writer: asyncio.StreamWriter | None = None
+    try:
+        async with asyncio.timeout(seconds):
+            reader, writer = await asyncio.open_unix_connection(str(path), limit=MOST_ANSWER_BYTES)
+            writer.write(json.dumps(said).encode() + b"\n")
+            await writer.drain()
+            answer = json.loads(await reader.readline() or b"{}")
+    except TimeoutError:
+        raise SimulatorError(f"the simulator gave no answer within {seconds:g} s") from None
+    except (OSError, ValueError) as error:
+        raise SimulatorError(f"the simulator gave no answer ({error})") from None
+    finally:
+        if writer is not None:
+            writer.transport.abort()
+    if "devices" not in answer:
+        raise _refused(answer)
+
+
+def _refused(answer: Mapping[str, Any]) -> SimulatorError:
+    return SimulatorError(answer.get("error", "the simulator has ended"), of_state=answer.get("of_state", False))
 
 
 class Control:
@@ -38,7 +73,7 @@ class Control:
         except (OSError, ValueError) as error:
             raise SimulatorError(f"the simulator gave no answer ({error})") from None
         if "devices" not in answer:
-            raise SimulatorError(answer.get("error", "the simulator has ended"))
+            raise _refused(answer)
         return {device["id"]: device for device in answer["devices"]}
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """One simulated device: a loopback port that speaks ggml's RPC, with faults on demand; places no model.
 
 Bytes go through a `Conversation`, which decides allocations against the device's `Memory`; behind each connection
-computes a ggml server of its own. A connection that says nothing gets none.
+computes a ggml server of its own. A connection that says nothing gets none. What a process has here can be suspended:
+its bytes are in host memory until they are resumed, and what it asks for meanwhile waits.
 """
 
 from __future__ import annotations
@@ -12,19 +13,37 @@ import itertools
 import logging
 import socket
 import struct
-from dataclasses import asdict, replace
+from collections.abc import Collection, Coroutine, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from inference.devices.simgpu.backing import NoServerError, Server, Servers
+from inference.devices.simgpu.backing import NoServerError, NotMovedError, Server, Servers
 from inference.devices.simgpu.core.faults import Order
 from inference.devices.simgpu.core.memory import ALL, Memory
 from inference.devices.simgpu.core.wire import Conversation, WireError
+from inference.devices.simgpu.owners import ports_of
 from inference.devices.simgpu.relay import Pace, Relay
 
 log = logging.getLogger(__name__)
 
 FIRST_BYTES = 2**16
+QUIET_SECONDS = 1.0
+"""How long a process that is to be suspended may take to finish what it asked for."""
 _LINGER = struct.Struct("@ii")
+
+
+class StateError(ValueError):
+    """A command cannot be carried out as things are on the device, which says nothing against the command."""
+
+
+@dataclass(eq=False)
+class _Link:
+    """A connection that computes: the client's port, and whose it is while it is suspended."""
+
+    port: int
+    relay: Relay
+    server: Server
+    pid: int | None = None
 
 
 class Device:
@@ -38,6 +57,9 @@ class Device:
         self._servers = servers
         self._numbers = itertools.count(1)
         self._connections: dict[int, asyncio.Task[None]] = {}
+        self._links: dict[int, _Link] = {}
+        self._turn = asyncio.Lock()
+        """Who may suspend and resume."""
         self._listening: asyncio.Task[None] | None = None
         self._port = 0
         self._pace = Pace()
@@ -82,6 +104,7 @@ class Device:
             "free_bytes": memory.free_bytes,
             "used_bytes": memory.used_bytes,
             "foreign_bytes": memory.foreign_bytes,
+            "suspended_bytes": memory.suspended_bytes,
             "late_bytes": sum(size for _due, size in memory.late),
             "stalled": not self._pace.passing.is_set(),
             "slow_seconds": self._pace.delay_seconds,
@@ -119,6 +142,12 @@ class Device:
                 self.memory = self.memory.settle(ALL)
             case "foreign":
                 self.memory = self._settled().taken(int(amount))
+            case "suspend":
+                async with self._turn:
+                    await self._suspend(int(amount))
+            case "resume":
+                async with self._turn:
+                    await self._resume(int(amount))
             case "heal":
                 healed = replace(self.memory, refusing=0, sparing=None, late_seconds=0.0, foreign_bytes=0)
                 self.memory = healed.settle(ALL).resized(self._full_bytes)
@@ -129,6 +158,62 @@ class Device:
     def _settled(self) -> Memory:
         self.memory = self.memory.settle(_now())
         return self.memory
+
+    # --- suspended processes ---------------------------------------------------------------------------------------
+    async def _suspend(self, pid: int) -> None:
+        if any(link.pid == pid for link in self._links.values()):
+            raise ValueError(f"process {pid} is suspended on {self.id} already")
+        ports = await asyncio.to_thread(ports_of, pid, self._port)
+        holders = {number for number, _pointer in self.memory.held}
+        links = {number: link for number, link in self._links.items() if link.port in ports and number in holders}
+        if not links:
+            raise StateError(f"process {pid} has nothing on {self.id}")
+        await self._shut(pid, list(links.values()))
+        for number, link in links.items():
+            link.pid = pid
+            theirs = {pointer: size for (owner, pointer), size in self.memory.held.items() if owner == number}
+            await self._moved(pid, links, link.server.suspend(theirs))
+        self.memory = self._settled().suspend(links, _now())
+
+    async def _shut(self, pid: int, links: Collection[_Link]) -> None:
+        try:
+            async with asyncio.timeout(QUIET_SECONDS):
+                for link in links:
+                    await link.relay.shut()
+        except TimeoutError:
+            for link in links:
+                link.relay.open()
+            raise StateError(f"process {pid} is using {self.id}") from None
+
+    async def _resume(self, pid: int) -> None:
+        links = {number: link for number, link in self._links.items() if link.pid == pid}
+        if not links:
+            raise StateError(f"process {pid} is not suspended on {self.id}")
+        sizes = {
+            number: sum(size for (owner, _pointer), size in self.memory.suspended.items() if owner == number)
+            for number in links
+        }
+        self.memory, granted = self._settled().resume(links)
+        if not granted:
+            raise StateError(
+                f"process {pid} needs {sum(sizes.values())} bytes of {self.id}, which has no room for them"
+                f" ({self.memory.free_bytes} are free)"
+            )
+        for number, link in links.items():
+            await self._moved(pid, links, link.server.resume(sizes[number]))
+        for link in links.values():
+            link.pid = None
+            link.relay.open()
+
+    async def _moved(self, pid: int, links: Mapping[int, _Link], moving: Coroutine[Any, Any, None]) -> None:
+        """Waits for one server; where that fails all connections of the process are cut."""
+        try:
+            await moving
+        except NotMovedError as error:
+            for number in links:
+                if number in self._connections:
+                    self._connections[number].cancel()
+            raise ValueError(f"the memory of process {pid} was not moved, and it is cut off: {error}") from None
 
     # --- connections -----------------------------------------------------------------------------------------------
     async def _listen(self, listener: socket.socket) -> None:
@@ -150,7 +235,9 @@ class Device:
                 with socket.socket() as there:
                     there.setblocking(False)
                     await loop.sock_connect(there, ("127.0.0.1", server.port))
-                    await Relay(client, there, Conversation(account), self._pace).run(first)
+                    relay = Relay(client, there, Conversation(account), self._pace)
+                    self._links[number] = _Link(client.getpeername()[1], relay, server)
+                    await relay.run(first)
             is_good = not account.has_granted
         except (OSError, WireError, NoServerError) as error:
             log.warning("%s: connection %d is cut: %s", self.id, number, error)
@@ -158,6 +245,7 @@ class Device:
             _reset(client)
         finally:
             client.close()
+            self._links.pop(number, None)
             self.memory = self._settled().end(number, _now())
             del self._connections[number]
             if server is not None:

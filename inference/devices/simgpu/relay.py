@@ -31,7 +31,10 @@ class Pace:
 
 
 class Relay:
-    """Lets the bytes of one connection pass in both directions. Its sockets are somebody else's to close."""
+    """Lets the bytes of one connection pass in both directions. Its sockets are somebody else's to close.
+
+    Shut, it holds back what the client sends until it is opened again.
+    """
 
     def __init__(self, client: socket.socket, server: socket.socket, talk: Conversation, pace: Pace) -> None:
         self._loop = asyncio.get_running_loop()
@@ -39,6 +42,10 @@ class Relay:
         self._talk, self._pace = talk, pace
         self._turn = asyncio.Lock()
         """Who may write to the client: answers come from the server and from here."""
+        self._open = asyncio.Event()
+        self._open.set()
+        self._passing = 0
+        self._passed = asyncio.Event()
         for side in (client, server):
             side.setblocking(False)
             side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -60,19 +67,43 @@ class Relay:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
 
+    async def shut(self) -> None:
+        """Returns in a moment in which the server is done with all that was asked, and no request passes any more.
+
+        As long as that takes, requests do pass. Given up by cancelling it, after which it is open.
+        """
+        await self._quiet()
+        self._open.clear()
+        try:
+            await self._pass(self._talk.mark())
+            await self._quiet()
+        except BaseException:
+            self.open()
+            raise
+
+    def open(self) -> None:
+        """Requests pass again, those that came meanwhile first."""
+        self._open.set()
+
+    async def _quiet(self) -> None:
+        while self._passing or not self._talk.is_quiet:
+            self._passed.clear()
+            await self._passed.wait()
+
     async def _pump(self, source: socket.socket, step: Callable[[Piece], Flow]) -> None:
         """One direction, until its source ends."""
+        gates = (self._pace.passing, self._open) if source is self._client else (self._pace.passing,)
         buffer = memoryview(bytearray(BUFFER_BYTES))
         while count := await self._loop.sock_recv_into(source, buffer):
             data: Piece = buffer[:count]
-            if not self._pace.passing.is_set():
-                data = bytes(data) + await self._stalled(source)
+            while not all(gate.is_set() for gate in gates):
+                data = bytes(data) + await self._stalled(source, gates)
             await self._pass(step(data))
             if count == BUFFER_BYTES:  # more is there, and it would be taken without a look at anybody else
                 await asyncio.sleep(0)
 
-    async def _stalled(self, source: socket.socket) -> bytes:
-        """What arrives until the stall is over; raises ConnectionError when the source ends before.
+    async def _stalled(self, source: socket.socket, gates: Sequence[asyncio.Event]) -> bytes:
+        """What arrives until the gates are open; raises ConnectionError when the source ends before.
 
         Read in a callback: a task that is cancelled the moment its bytes arrive would lose them.
         """
@@ -92,7 +123,7 @@ class Relay:
             if not data or len(held) >= MOST_HELD_BYTES:
                 self._loop.remove_reader(source)
 
-        over: asyncio.Future[Any] = asyncio.create_task(self._pace.passing.wait())
+        over: asyncio.Future[Any] = asyncio.gather(*(gate.wait() for gate in gates))
         self._loop.add_reader(source, take)
         try:
             await asyncio.wait({over, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -105,12 +136,17 @@ class Relay:
 
     async def _pass(self, flow: Flow) -> None:
         self._pace.requests += flow.requests
-        if self._pace.delay_seconds and flow.requests:
-            await asyncio.sleep(self._pace.delay_seconds * flow.requests)
-        await self._send(self._server, flow.to_server)
-        if flow.to_client:
-            async with self._turn:
-                await self._send(self._client, flow.to_client)
+        self._passing += 1
+        try:
+            if self._pace.delay_seconds and flow.requests:
+                await asyncio.sleep(self._pace.delay_seconds * flow.requests)
+            await self._send(self._server, flow.to_server)
+            if flow.to_client:
+                async with self._turn:
+                    await self._send(self._client, flow.to_client)
+        finally:
+            self._passing -= 1
+            self._passed.set()
 
     async def _send(self, target: socket.socket, pieces: Sequence[Piece]) -> None:
         if len(pieces) > 1 and sum(map(len, pieces)) <= _JOINED_BYTES:

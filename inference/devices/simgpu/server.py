@@ -2,6 +2,10 @@
 
 `python -m inference.devices.simgpu.server` prints the port it listens on, which the kernel chose, and serves
 until it is killed or its parent dies. ggml's server takes one client at a time, so each connection has its own.
+Meanwhile lines on stdin move buffers that no request is using out of the device's memory and back, each answered on
+stdout with `{"bytes": moved}` or `{"error": sentence}`; pointers are those that the server answers allocations with:
+
+    {"do": "suspend", "buffers": [[pointer, bytes], ...]}   {"do": "resume"}
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import json
 import os
 import socket
 import stat
@@ -16,8 +21,10 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from headgate.shared import coredump, tether
+from inference.devices.simgpu.aside import Aside, AsideError
 
 LISTEN_SECONDS = 20.0
 THREADS = 1
@@ -34,33 +41,61 @@ def package() -> Path | None:
 
 
 def main() -> int:
-    """Serves; returns only when ggml's server gave up."""
+    """Serves; returns only when ggml's server did not begin."""
     tether.hold(os.environ)
     coredump.forbid()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # ggml's server tells its life story there
     before = set(_listening())
-    serving = threading.Thread(target=_serve, daemon=True)
-    serving.start()
+    threading.Thread(target=_serve_for_ever, daemon=True).start()
     deadline = time.monotonic() + LISTEN_SECONDS
     while not (ports := [port for port in _listening() if port not in before]):
-        if not serving.is_alive() or time.monotonic() > deadline:
+        if time.monotonic() > deadline:
             sys.stderr.write("ggml's RPC server does not listen\n")
             return 1
         time.sleep(0.001)
     answers.write(f"{ports[0]}\n")
     answers.flush()
-    serving.join()
+    aside = Aside()
+    for line in sys.stdin:
+        answers.write(json.dumps(_moved(aside, json.loads(line))) + "\n")
+        answers.flush()
+    threading.Event().wait()
     return 1
 
 
-def _serve() -> None:
+def _moved(aside: Aside, said: dict[str, Any]) -> dict[str, Any]:
+    """Carries one command out."""
+    try:
+        if said["do"] == "resume":
+            return {"bytes": aside.put_back()}
+        base = library().ggml_backend_buffer_get_base
+        base.restype, base.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+        return {"bytes": aside.take([(base(pointer), size) for pointer, size in said["buffers"] if size])}
+    except AsideError as error:
+        return {"error": str(error)}
+
+
+def library() -> ctypes.CDLL:
+    """ggml, without importing llama-cpp-python; raises OSError where there is none."""
     folder = package()
     if folder is None:
-        sys.stderr.write("llama-cpp-python is not installed\n")
-        return
+        raise OSError("llama-cpp-python is not installed")
     suffix = "dylib" if sys.platform == "darwin" else "so"
-    lib = ctypes.CDLL(str(folder / "lib" / f"libggml.{suffix}"))
+    return ctypes.CDLL(str(folder / "lib" / f"libggml.{suffix}"))
+
+
+def _serve_for_ever() -> None:
+    try:
+        _serve()
+    except OSError as error:
+        sys.stderr.write(f"{error}\n")
+    finally:
+        os._exit(1)
+
+
+def _serve() -> None:
+    lib = library()
     lib.ggml_backend_dev_by_name.restype = ctypes.c_void_p
     lib.ggml_backend_dev_by_name.argtypes = [ctypes.c_char_p]
     start = lib.ggml_backend_rpc_start_server

@@ -21,11 +21,14 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "late": ("seconds", "freed bytes are back so much later (without it: with `settle`)"),
     "settle": ("", "all late bytes are back now"),
     "foreign": ("bytes", "other processes use so many bytes of the device in all"),
+    "suspend": ("pid", "what the process has on `device` goes to host memory, and what it asks for waits"),
+    "resume": ("pid", "a suspended process has all of that back, if there is room for it"),
     "heal": ("", "ends refuse, refuse_after, stall, slow, shrink, late and foreign, and a lost device returns"),
 }
 """What the simulator can be told: the name, its one parameter (or none), and what happens."""
-_NEEDED = frozenset({"refuse_after", "slow", "shrink", "foreign"})
-_WHOLE = frozenset({"count", "bytes"})
+_NEEDED = frozenset({"refuse_after", "slow", "shrink", "foreign", "suspend", "resume"})
+_WHOLE = frozenset({"count", "bytes", "pid"})
+_OF_ONE_DEVICE = frozenset({"suspend", "resume"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,8 @@ def parse(said: object, devices: list[str]) -> Order:
     device = said.get("device")
     if device is not None and device not in devices:
         raise ValueError(f"there is no simulated device {device!r} (there are {', '.join(devices)})")
+    if device is None and name in _OF_ONE_DEVICE:
+        raise ValueError(f"{name} needs device")
     if not parameter or said.get(parameter) is None:
         if name in _NEEDED:
             raise ValueError(f"{name} needs {parameter}")

@@ -3,13 +3,14 @@
     capacity = free + foreign + asked + held + late        (free is 0 where a shrunken device is over-full)
 
 `held` are buffers of all connections together, `asked` bytes that were granted while the buffer is still being made,
-`late` bytes whose return is delayed. Pure: time is an argument.
+`late` bytes whose return is delayed. Buffers that are `suspended` are in host memory and none of these. Pure: time is
+an argument.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 Buffer = tuple[int, int]
@@ -38,6 +39,7 @@ class Memory:
     capacity_bytes: int
     foreign_bytes: int = 0
     held: Mapping[Buffer, int] = field(default_factory=dict)
+    suspended: Mapping[Buffer, int] = field(default_factory=dict)
     asked: Mapping[int, int] = field(default_factory=dict)
     late: tuple[tuple[float, int], ...] = ()
     late_seconds: float = 0.0
@@ -56,6 +58,11 @@ class Memory:
         return sum(self.held.values()) + sum(self.asked.values()) + sum(size for _due, size in self.late)
 
     @property
+    def suspended_bytes(self) -> int:
+        """What clients have in host memory until they are resumed."""
+        return sum(self.suspended.values())
+
+    @property
     def free_bytes(self) -> int:
         """What could be allocated now; 0 on a device that was shrunken below its use."""
         return max(0, self.capacity_bytes - self.used_bytes)
@@ -63,24 +70,13 @@ class Memory:
     # --- clients ---------------------------------------------------------------------------------------------------
     def ask(self, connection: int, size_bytes: int) -> tuple[Memory, bool]:
         """An allocation is wanted: whether it is granted. A granted one must be `made` or `unmade`."""
-        if self.refusing > 0 or self.sparing == 0 or size_bytes > self.free_bytes:
-            counters = replace(self.counters, refusals=self.counters.refusals + 1)
-            sparing = None if self.sparing == 0 else self.sparing
-            return replace(self, refusing=max(0, self.refusing - 1), sparing=sparing, counters=counters), False
-        sparing = None if self.sparing is None else self.sparing - 1
-        return replace(self._asking(connection, size_bytes), sparing=sparing), True
+        after, granted = self._judged(size_bytes)
+        return (after._asking(connection, size_bytes), True) if granted else (after, False)
 
     def made(self, connection: int, pointer: int, asked_bytes: int, size_bytes: int) -> Memory:
         """The buffer of a granted allocation exists and has `size_bytes`."""
         after = self._asking(connection, -asked_bytes)
-        grown = replace(after, held={**after.held, (connection, pointer): size_bytes})
-        counters = replace(
-            self.counters,
-            allocations=self.counters.allocations + 1,
-            allocated_bytes=self.counters.allocated_bytes + size_bytes,
-            peak_bytes=max(self.counters.peak_bytes, grown.used_bytes),
-        )
-        return replace(grown, counters=counters)
+        return after._grown({(connection, pointer): size_bytes})
 
     def unmade(self, connection: int, asked_bytes: int) -> Memory:
         """The server could not make the buffer although it was granted."""
@@ -97,10 +93,23 @@ class Memory:
 
     def end(self, connection: int, now: float) -> Memory:
         """The connection ended: everything it had is freed."""
-        theirs = {buffer: size for buffer, size in self.held.items() if buffer[0] == connection}
-        held = {buffer: size for buffer, size in self.held.items() if buffer[0] != connection}
+        theirs, held = _parted(self.held, {connection})
+        _gone, suspended = _parted(self.suspended, {connection})
         asked = {number: size for number, size in self.asked.items() if number != connection}
-        return self._returned(replace(self, held=held, asked=asked), sum(theirs.values()), len(theirs), now)
+        after = replace(self, held=held, suspended=suspended, asked=asked)
+        return self._returned(after, sum(theirs.values()), len(theirs), now)
+
+    def suspend(self, connections: Collection[int], now: float) -> Memory:
+        """What these connections hold has been copied to host memory and is freed here."""
+        theirs, held = _parted(self.held, connections)
+        after = replace(self, held=held, suspended={**self.suspended, **theirs})
+        return self._returned(after, sum(theirs.values()), len(theirs), now)
+
+    def resume(self, connections: Collection[int]) -> tuple[Memory, bool]:
+        """All that these connections have suspended is wanted back at once, as if allocated: whether it is granted."""
+        theirs, suspended = _parted(self.suspended, connections)
+        after, granted = self._judged(sum(theirs.values()))
+        return (replace(after, suspended=suspended)._grown(theirs), True) if granted else (after, False)
 
     # --- faults ----------------------------------------------------------------------------------------------------
     def settle(self, now: float) -> Memory:
@@ -120,6 +129,25 @@ class Memory:
         peak = max(self.counters.peak_bytes, after.used_bytes)
         return replace(after, counters=replace(self.counters, peak_bytes=peak))
 
+    def _judged(self, size_bytes: int) -> tuple[Memory, bool]:
+        """Whether so much is granted, as far as room and what was said about refusals go; counts a refusal."""
+        if self.refusing > 0 or self.sparing == 0 or size_bytes > self.free_bytes:
+            counters = replace(self.counters, refusals=self.counters.refusals + 1)
+            sparing = None if self.sparing == 0 else self.sparing
+            return replace(self, refusing=max(0, self.refusing - 1), sparing=sparing, counters=counters), False
+        return replace(self, sparing=None if self.sparing is None else self.sparing - 1), True
+
+    def _grown(self, buffers: Mapping[Buffer, int]) -> Memory:
+        """With these buffers, counted."""
+        grown = replace(self, held={**self.held, **buffers})
+        counters = replace(
+            self.counters,
+            allocations=self.counters.allocations + len(buffers),
+            allocated_bytes=self.counters.allocated_bytes + sum(buffers.values()),
+            peak_bytes=max(self.counters.peak_bytes, grown.used_bytes),
+        )
+        return replace(grown, counters=counters)
+
     def _asking(self, connection: int, size_bytes: int) -> Memory:
         left = self.asked.get(connection, 0) + size_bytes
         others = {number: size for number, size in self.asked.items() if number != connection}
@@ -130,6 +158,12 @@ class Memory:
         is_late = self.late_seconds > 0 and size_bytes > 0
         late = (*after.late, (now + self.late_seconds, size_bytes)) if is_late else after.late
         return replace(after, late=late, counters=counters)
+
+
+def _parted(buffers: Mapping[Buffer, int], connections: Collection[int]) -> tuple[dict[Buffer, int], dict[Buffer, int]]:
+    """Those of these connections, and the others."""
+    theirs = {buffer: size for buffer, size in buffers.items() if buffer[0] in connections}
+    return theirs, {buffer: size for buffer, size in buffers.items() if buffer[0] not in connections}
 
 
 ALL = math.inf

@@ -62,6 +62,8 @@ _MEMORY = struct.Struct("<QQ")  # free, total
 _READ_WHOLE = {Command.ALLOC_BUFFER: _ALLOC.size, Command.FREE_BUFFER: _POINTER.size, Command.GET_DEVICE_MEMORY: 4}
 """Requests whose payload matters here, and its length in bytes."""
 _REPLY_READ_WHOLE = {Command.ALLOC_BUFFER: _ALLOCATED.size, Command.HELLO: 28}
+_MARK, _MARKED_BYTES = Command.DEVICE_COUNT, 4
+"""Of all requests the one that asks for least; its reply's length."""
 
 
 class WireError(Exception):
@@ -140,11 +142,15 @@ class _Stream:
 
 @dataclass(slots=True)
 class _Awaited:
-    """A reply that is still to come, or (`local`) one that is made here and waits for its turn."""
+    """A reply that is still to come, or (`local`) one that is made here and waits for its turn.
+
+    One to a mark is nobody's but ours.
+    """
 
     command: Command
     asked_bytes: int = 0
     local: bytes | None = None
+    is_mark: bool = False
 
 
 class Conversation:
@@ -155,6 +161,19 @@ class Conversation:
         self._client = _Stream(_HEAD.size, _HEAD.size)
         self._server = _Stream(_SIZE.size, _SIZE.size)
         self._awaited: deque[_Awaited] = deque()
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no request is under way in either direction, as far as that is seen here: some have no reply."""
+        return not any((self._awaited, *(stream.gathered or stream.left for stream in (self._client, self._server))))
+
+    def mark(self) -> Flow:
+        """A request of our own, whose reply says that the server is done with all that came before it.
+
+        To be sent between two requests of the client only. The client sees nothing of it.
+        """
+        self._awaited.append(_Awaited(_MARK, is_mark=True))
+        return Flow([request(_MARK)])
 
     def from_client(self, data: Piece) -> Flow:
         """Takes bytes of the client; raises WireError when they are no request."""
@@ -210,7 +229,7 @@ class Conversation:
             raise WireError("the server answers what nobody asked")
         (size,) = _SIZE.unpack_from(stream.gathered)
         awaited = self._awaited[0]
-        expected = _REPLY_READ_WHOLE.get(awaited.command)
+        expected = _MARKED_BYTES if awaited.is_mark else _REPLY_READ_WHOLE.get(awaited.command)
         if expected is None:
             flow.to_client.append(stream.take())
             stream.left = size
@@ -222,8 +241,9 @@ class Conversation:
             stream.wanted += size
         else:
             whole = stream.take()
-            self._note(awaited, whole[_SIZE.size :])
-            flow.to_client.append(whole)
+            if not awaited.is_mark:
+                self._note(awaited, whole[_SIZE.size :])
+                flow.to_client.append(whole)
             self._answered(flow)
 
     def _known(self, head: bytes) -> tuple[Command, int]:
