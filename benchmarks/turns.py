@@ -117,6 +117,7 @@ class Bench:
         env = {
             "INFERENCE_MEMORY_LIMIT_GB": LIMIT_GB,
             "INFERENCE_DEVICES": "sim:600MiB" if samples.place == "sim" else "cpu",
+            "INFERENCE_WARM_CHECKPOINT": "off",  # what GPUs do by default
         }
         routes = LOCAL_ROUTES.replace(", local/demo-mini", "")
         self._stack = Stack(root, json.dumps({"models": models}), routes, env)

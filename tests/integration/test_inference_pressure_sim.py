@@ -28,6 +28,7 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
         models=MODELS,
         inference_env={
             "INFERENCE_DEVICES": "sim:400MiB",
+            "INFERENCE_WARM_CHECKPOINT": "off",
             "INFERENCE_PRESSURE_CHECK_INTERVAL_SECONDS": "0.5",
             "INFERENCE_EVICTION_IDLE_THRESHOLD_SECONDS": "0.1",
         },
