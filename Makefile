@@ -63,7 +63,7 @@ bench-planner: ready ## how long one decision takes, 100 models on 8 devices and
 bench-estimates: ready ## predicted against allocated bytes, architectures x contexts x KV types x layers x parallel; QUICK=1
 	@exec $(RUN) benchmarks.estimates
 
-bench-switching: ready ## cold, warm and kept models to the first token: MODELS=135m,1b PLACES=cpu,sim ROUNDS=5; QUICK=1
+bench-switching: ready ## cold, warm and kept models to the first token: MODELS=135m,1b PLACES=cpu,sim,sim-resident ROUNDS=5; QUICK=1
 	@exec $(RUN) benchmarks.switching
 
 bench-colocation: ready ## what a busy neighbor costs a model's token gaps: MODELS=15m,135m PLACES=cpu,sim ROUNDS=5; QUICK=1

@@ -1,13 +1,15 @@
 """How long a model takes to answer again: from its file, from the warm pool, and with what it had computed kept.
 
-    python -m benchmarks.switching      MODELS=135m,1b PLACES=cpu,sim ROUNDS=5; QUICK=1: 135m, three rounds
+    python -m benchmarks.switching      MODELS=135m,1b PLACES=cpu,sim,sim-resident ROUNDS=5; QUICK=1: 135m, three rounds
 
-All times are from a request to its first token, taken by one client of the inference service. Cold is a request for a
-model that is not loaded and whose file is in no page cache (it is dropped with posix_fadvise and mincore says so);
-cached is the same with the file in the page cache, which Headgate does not call warm. Warm is a request for a model
-that was offloaded, device bytes read meanwhile from the device itself. Kept is a conversation of 2,000 tokens that goes
-on after its model was offloaded, restore included, beside the time that computing it takes with the model ready. On the
-CPU llama-server is stopped and started for each request instead.
+Places are the CPU, a simulated device whose models are kept by a checkpoint of their process (the default there), and
+one whose models are kept by their file (the default on real GPUs). All times are from a request to its first token,
+taken by one client of the inference service. Cold is a request for a model that is not loaded and whose file is in no
+page cache (it is dropped with posix_fadvise and mincore says so); its process is gone before, the device shows nothing
+of it, and another process takes it up. Cached is the same with the file in the page cache, which Headgate does not
+call warm. Warm is a request for a model that was offloaded, device bytes read meanwhile from the device itself. Kept is
+a conversation of 2,000 tokens that goes on after its model was offloaded, restore included, beside the time that
+computing it takes with the model ready. On the CPU llama-server is stopped and started for each request instead.
 """
 
 from __future__ import annotations
@@ -42,7 +44,11 @@ MODEL_ID = "bench"
 CONVERSATION_TOKENS = 2000
 CONTEXT = 2560
 SIM = "sim:1x4GiB"
+PLACES = {"cpu": ("cpu", "off"), "sim": (SIM, "simulated"), "sim-resident": (SIM, "off")}
+"""INFERENCE_DEVICES and INFERENCE_WARM_CHECKPOINT."""
+MECHANISMS = {"cpu": "standby", "sim": "checkpoint", "sim-resident": "resident"}
 WAIT_SECONDS = 600.0
+GONE_SECONDS = 10.0
 RAW = Path("benchmarks/results/switching.json")
 WARM_RATIO, KEPT_RATIO = 0.35, 0.25
 
@@ -70,8 +76,9 @@ class Bench:
         models = {
             MODEL_ID: {"path": str(model), "context_length": CONTEXT, "parallel": 1, "idle_timeout": "never"},
         }
-        devices = SIM if place == "sim" else "cpu"
-        self._stack = Stack(root, models=json.dumps({"models": models}), inference_env={"INFERENCE_DEVICES": devices})
+        devices, checkpoint = PLACES[place]
+        environment = {"INFERENCE_DEVICES": devices, "INFERENCE_WARM_CHECKPOINT": checkpoint}
+        self._stack = Stack(root, models=json.dumps({"models": models}), inference_env=environment)
         self._place = place
         self._words = one_token_words(model)
         self._chance = random.Random(7)
@@ -100,18 +107,39 @@ class Bench:
         self.ask(self.prompt(8))
 
     def unload(self) -> None:
-        """Cold."""
-        self._post(f"/models/{MODEL_ID}/unload", {})
+        """Cold: its process is gone, and nothing of it is on the device or suspended."""
+        pid = self.pid
+        said = self._post(f"/models/{MODEL_ID}/unload", {})
+        if said["headgate"]["state"] != "cold" or Path(f"/proc/{pid}").exists():
+            raise SystemExit(f"the model is {said['headgate']['state']}, and its process {pid} may be there")
+        deadline = time.monotonic() + GONE_SECONDS
+        while any(self.device_bytes()):
+            if time.monotonic() > deadline:
+                raise SystemExit("the device still holds something of an unloaded model")
+            time.sleep(0.01)
+
+    @property
+    def pid(self) -> int:
+        """The model's process."""
+        return self._stack.worker_pid(MODEL_ID)
+
+    def device_bytes(self) -> tuple[int, int]:
+        """What the simulated device says is in use, and suspended."""
+        if self._place == "cpu":
+            return 0, 0
+        with Control(socket_directory(self._stack.state) / SOCKET_NAME) as rig:
+            status = rig.tell("status")["gpu-0"]
+            return int(status["used_bytes"]), int(status["suspended_bytes"])
 
     def offload(self) -> int:
         """Warm; returns what its device still holds then."""
         said = self._post(f"/models/{MODEL_ID}/offload", {})
         if said["headgate"]["state"] != "warm":
             raise SystemExit(f"the model is {said['headgate']['state']} and not warm")
-        if self._place != "sim":
-            return 0
-        with Control(socket_directory(self._stack.state) / SOCKET_NAME) as rig:
-            return int(rig.tell("status")["gpu-0"]["used_bytes"])
+        (kept,) = self._stack.ask("/memory/offloaded", direct=True)["offloaded"]
+        if kept["mechanism"] != MECHANISMS[self._place]:
+            raise SystemExit(f"the model is kept by {kept['mechanism']}, not {MECHANISMS[self._place]}")
+        return self.device_bytes()[0]
 
     def _post(self, path: str, body: Any) -> dict[str, Any]:
         return dict(self._stack.ask(path, body, direct=True, seconds=WAIT_SECONDS))
@@ -155,9 +183,12 @@ def measure(found: Samples, model: Path, rounds: int) -> None:
         bench.load()
         for number in range(rounds):
             tell(f"{found.model} {found.place} round {number + 1} of {rounds}")
+            before = bench.pid
             bench.unload()
             drop_from_cache(model)
             found.cold.append(bench.ask(bench.prompt(8)))
+            if bench.pid == before:
+                raise SystemExit("a model that should have been cold is in the process that it had")
             bench.unload()
             read_into_cache(model)
             found.cached.append(bench.ask(bench.prompt(8)))
@@ -241,7 +272,7 @@ def bars(results: Sequence[Samples]) -> list[Bar]:
         made.append(Bar(f"kept_vs_prefill_{where}", _ratio(found.kept, found.prefill), "ratio", "<=", KEPT_RATIO))
         if found.server_cold:
             made.append(Bar(f"warm_vs_llama_server_{where}", _ratio(found.warm, found.server_cold), "ratio", "<", 1.0))
-        if found.place == "sim":
+        if found.place != "cpu":
             made.append(Bar(f"device_bytes_warm_{where}", max(found.device_bytes), "bytes", "<=", 0))
     return made
 
@@ -259,7 +290,7 @@ def main() -> int:
     """Measures, prints tables and bars, keeps the samples in a file."""
     quick = bool(os.environ.get("QUICK"))
     names = os.environ.get("MODELS", "135m" if quick else "135m,1b").split(",")
-    places = os.environ.get("PLACES", "cpu,sim").split(",")
+    places = os.environ.get("PLACES", ",".join(PLACES)).split(",")
     rounds = int(os.environ.get("ROUNDS", "3" if quick else "5"))
     results = []
     for name in names:
