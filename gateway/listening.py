@@ -55,6 +55,8 @@ class Listening:
         self._context: AbstractAsyncContextManager[AsyncIterator[Frame]] | None = None
         self._frames: AsyncIterator[Frame] | None = None
         self._started = self._heard = self._loop.time()
+        self._idle_since: float | None = None
+        self._left = self._started
         self._waiting = self._answered = self._sent = False
         self._last = last
         self._on_frame = on_frame
@@ -156,8 +158,10 @@ class Listening:
             log.exception("the connection to %s did not close properly", self._provider.name)
 
     def _begin(self) -> None:
-        """Starts to listen: silence is counted from here."""
+        """Starts to listen: silence is counted from here, and nobody's while this process had other things to do."""
         self._heard = self._loop.time()
+        if self._idle_since is not None:
+            self._idle_since += self._heard - self._left
         self._task = self._owner
         if self._timer is None:
             self._timer = self._loop.call_at(self._deadline().at, self._fire)
@@ -167,6 +171,8 @@ class Listening:
             # chunks of an answer that has begun say nothing new to anybody but who counts them
             if not self._answered or self._on_frame is not None or not isinstance(frame, Data):
                 self._note(frame)
+            else:
+                self._idle_since = None
 
     def _note(self, frame: Frame) -> None:
         if self._on_frame is not None:
@@ -177,9 +183,23 @@ class Listening:
             if waiting != self._waiting:
                 self._waiting = waiting
                 self._rearm()
-        elif not self._answered and isinstance(frame, Data) and frame.kind in _ANSWER:
-            self._answered = True
-            self._rearm()
+            if progress is None:
+                self._note_idle()
+            else:
+                self._idle_since = None
+        elif isinstance(frame, Data) and frame.kind is not DeltaKind.OTHER:
+            self._idle_since = None
+            if not self._answered and frame.kind in _ANSWER:
+                self._answered = True
+                self._rearm()
+        else:
+            self._note_idle()
+
+    def _note_idle(self) -> None:
+        """What came says no more than that the connection lives: a foreign comment, or a chunk with nothing in it."""
+        self._left = self._loop.time()
+        if self._idle_since is None:
+            self._idle_since = self._heard
 
     def _rearm(self) -> None:
         """The rules changed, so the next deadline may be earlier than the timer thinks."""
@@ -188,7 +208,10 @@ class Listening:
         self._timer = None
 
     def _deadline(self) -> Deadline:
-        phase = Phase(self._started, self._heard, self._waiting, self._answered, self._sent, self._last, self._whole)
+        phase = Phase(
+            self._started, self._heard, self._waiting, self._answered, self._sent, self._last, self._whole,
+            self._idle_since,
+        )  # fmt: skip
         return next_deadline(self._budget, phase)
 
     def _fire(self) -> None:
@@ -200,6 +223,7 @@ class Listening:
         if deadline.due is Due.SILENCE and now - deadline.at > LATE_SECONDS:
             # we ourselves were stopped or starved: what came meanwhile is still unread, and nobody was silent
             self._heard = now
+            self._idle_since = None
             deadline = self._deadline()
         if deadline.at > now:
             self._timer = self._loop.call_at(deadline.at, self._fire)

@@ -26,6 +26,11 @@ class Limits:
     caller_silence: float | None = None
 
 
+KEEP_ALIVE_FACTOR = 4
+"""Keep-alives stand for so many `first_token` in a row: a cloud sends them while it thinks in hiding, which may take
+minutes, and also while nothing ever follows."""
+
+
 class Due(StrEnum):
     """Which deadline passed."""
 
@@ -107,6 +112,8 @@ class Phase:
     `heard` is when the last frame or comment came (at first: when the attempt started). `waiting` is whether its last
     sign of life said that it queues or loads. `answered` is whether content came; `sent` whether the caller got
     anything of it; `last` whether no tier is left after it; `whole` whether the caller gets nothing before the end.
+    `idle_since` is since when nothing came but keep-alives, which say that a connection lives and nothing about an
+    answer; None when the last sign of life was one of the answer or of its progress.
     """
 
     started: float
@@ -116,6 +123,7 @@ class Phase:
     sent: bool = False
     last: bool = False
     whole: bool = False
+    idle_since: float | None = None
 
 
 def next_deadline(budget: Budget, phase: Phase) -> Deadline:
@@ -126,14 +134,15 @@ def next_deadline(budget: Budget, phase: Phase) -> Deadline:
     """
     limits = budget.limits
     if phase.answered:
-        silence = Deadline(phase.heard + limits.inter_token, Due.SILENCE)
+        silence = Deadline(_silent_at(limits, phase, limits.inter_token), Due.SILENCE)
         if not phase.whole or budget.commit_due is not Due.CALLER:
             return silence
         return min(silence, Deadline(budget.commit_by, Due.CALLER), key=lambda deadline: deadline.at)
-    found = [Deadline(phase.heard + limits.first_token, Due.SILENCE)]
+    found = [Deadline(_silent_at(limits, phase, limits.first_token), Due.SILENCE)]
     if not phase.last:
         share = budget.share(phase.started)
-        found.append(Deadline(phase.heard + share, Due.LOAD_WAIT))
+        heard = phase.heard if phase.idle_since is None else phase.idle_since
+        found.append(Deadline(heard + share, Due.LOAD_WAIT))
         if phase.waiting:
             found.append(Deadline(phase.started + min(limits.load_wait, share), Due.LOAD_WAIT))
     if not phase.sent:
@@ -141,6 +150,14 @@ def next_deadline(budget: Budget, phase: Phase) -> Deadline:
     if budget.patience < math.inf:
         found.append(Deadline(phase.heard + budget.patience, Due.CALLER if phase.last else Due.LOAD_WAIT))
     return min(found, key=lambda deadline: deadline.at)
+
+
+def _silent_at(limits: Limits, phase: Phase, allowed: float) -> float:
+    """When the silence of a stream has lasted too long, `allowed` seconds without a word; keep-alives put it off."""
+    at = phase.heard + allowed
+    if phase.idle_since is None:
+        return at
+    return min(at, phase.idle_since + max(allowed, KEEP_ALIVE_FACTOR * limits.first_token))
 
 
 def unary_deadline(budget: Budget, started: float, *, is_local: bool, last: bool) -> Deadline:

@@ -21,6 +21,10 @@ BUDGET = Budget(LIMITS, started=1000.0)
         (Phase(1270, 1270), Deadline(1300, Due.SILENCE)),
         (Phase(1280, 1290, sent=True), Deadline(1320, Due.SILENCE)),
         (Phase(1000, 1400, answered=True), Deadline(1415, Due.SILENCE)),
+        (Phase(1000, 1050, idle_since=1000), Deadline(1080, Due.SILENCE)),
+        (Phase(1000, 1100, idle_since=1000), Deadline(1120, Due.SILENCE)),
+        (Phase(1000, 1400, answered=True, idle_since=1395), Deadline(1415, Due.SILENCE)),
+        (Phase(1000, 1400, answered=True, idle_since=1290), Deadline(1410, Due.SILENCE)),
     ],
     ids=[
         "silence",
@@ -31,6 +35,10 @@ BUDGET = Budget(LIMITS, started=1000.0)
         "a tie is silence",
         "once something was sent the total is over",
         "between tokens",
+        "keep-alives re-arm it",
+        "but not for ever",
+        "keep-alives between tokens",
+        "nor there for ever",
     ],
 )
 def test_the_next_deadline_and_what_it_means(phase: Phase, deadline: Deadline) -> None:
@@ -70,6 +78,18 @@ def test_an_impatient_callers_time_is_shared_between_the_tiers() -> None:
     assert next_deadline(budget, Phase(0, 9, waiting=True)) == Deadline(10.0, Due.LOAD_WAIT)
     assert next_deadline(budget, Phase(0, 12)) == Deadline(20.0, Due.CALLER), "progress of a prefill goes on"
     assert next_deadline(budget, Phase(10, 10)) == Deadline(15.0, Due.LOAD_WAIT)
+
+
+def test_keep_alives_are_no_progress_to_an_impatient_caller() -> None:
+    """The next tier keeps its half of the time, however often the first one says that it is there."""
+    budget = Budget(Limits(30, 15, 300, 120, 2, caller_silence=20.0), started=0.0)
+    assert next_deadline(budget, Phase(0, 9, idle_since=0)) == Deadline(10.0, Due.LOAD_WAIT)
+    assert next_deadline(budget, Phase(0, 9, idle_since=0, last=True)) == Deadline(20.0, Due.CALLER)
+
+
+def test_a_long_time_between_tokens_is_never_shortened_by_keep_alives() -> None:
+    budget = Budget(Limits(first_token=1, inter_token=15, total=300, load_wait=120, attempts=2), started=0.0)
+    assert next_deadline(budget, Phase(0, 10, answered=True, idle_since=9)) == Deadline(24.0, Due.SILENCE)
 
 
 def test_attempts_and_time_are_one_budget() -> None:

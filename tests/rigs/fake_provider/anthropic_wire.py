@@ -16,6 +16,7 @@ _STOPS = {
     "context": "model_context_window_exceeded",
 }
 SIGNATURE = "EqQBCgIYAhIkZmFrZQ=="
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 Frame = tuple[str, bytes]
 
 
@@ -94,7 +95,7 @@ def stream(number: int, body: Mapping[str, Any], answer: Answer, prompt_tokens: 
         }[kind]
         yield _event("start", "content_block_start", {"index": index, "content_block": empty})
         if index == 0:
-            yield _event("ping", "ping", {})
+            yield "ping", PING
         for delta in _deltas(block):
             yield _event("content", "content_block_delta", {"index": index, "delta": delta})
         yield _event("stop", "content_block_stop", {"index": index})

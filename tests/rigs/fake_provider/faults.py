@@ -22,6 +22,7 @@ KINDS: Mapping[str, str] = {
     "cut": "the connection is reset after `after` content chunks",
     "truncate": "the body ends properly after `after` content chunks, without a finish",
     "stall": "no byte any more after `after` content chunks",
+    "ping": "nothing but keep-alives after `after` content chunks, every 50 ms",
     "malformed": "broken JSON after `after` content chunks",
     "no_done": "the last event ([DONE], message_stop) is missing",
     "reset_after_finish": "the connection is reset between the finish and the last event",

@@ -12,6 +12,9 @@ from typing import Any
 from tests.rigs.fake_provider.answers import CREATED, FINGERPRINT, Answer, call_id, pieces
 
 _STOPS = {"stop_sequence": "stop", "pause_turn": "stop", "context": "length"}
+KEEP_ALIVE = b": keep-alive\n\n"
+"""OpenAI's own API sends none; many that speak its dialect do, in words of their own."""
+
 Frame = tuple[str, bytes]
 """What it is for the fault injector (role, content, finish, usage, done), and its bytes."""
 

@@ -14,6 +14,7 @@ from tests.rigs.fake_provider import anthropic_wire, openai_wire
 from tests.rigs.fake_provider.records import Work
 
 FOREVER = 3600.0
+PING_SECONDS = 0.05
 
 
 async def stream_frames(work: Work, frames: Iterable[tuple[str, bytes]]) -> web.StreamResponse:
@@ -54,7 +55,7 @@ async def stream_frames(work: Work, frames: Iterable[tuple[str, bytes]]) -> web.
     return response
 
 
-_MID_STREAM = frozenset(("cut", "truncate", "stall", "malformed", "error_frame"))
+_MID_STREAM = frozenset(("cut", "truncate", "stall", "ping", "malformed", "error_frame"))
 
 
 async def _break(work: Work, response: web.StreamResponse, kind: str) -> bool:
@@ -66,6 +67,8 @@ async def _break(work: Work, response: web.StreamResponse, kind: str) -> bool:
         await response.write_eof()
     elif kind == "stall":
         await asyncio.sleep(FOREVER)
+    elif kind == "ping":
+        await _ping(response, anthropic_wire.PING if work.record.dialect == "anthropic" else openai_wire.KEEP_ALIVE)
     elif kind == "malformed":
         await response.write(b'data: {"id": "chatcmpl-broken", "choices": [{"delta"\n\n')
     elif work.record.dialect == "anthropic":
@@ -77,6 +80,13 @@ async def _break(work: Work, response: web.StreamResponse, kind: str) -> bool:
         await response.write(f"data: {json.dumps(payload)}\n\n".encode())
         await response.write_eof()
     return False
+
+
+async def _ping(response: web.StreamResponse, frame: bytes) -> None:
+    """Keep-alives until nobody listens."""
+    while True:
+        await response.write(frame)
+        await asyncio.sleep(PING_SECONDS)
 
 
 def _without_usage(frame: bytes, *, wrong: bool) -> bytes:
