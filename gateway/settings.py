@@ -15,10 +15,11 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from gateway.core.chain import LOCAL
 from gateway.core.images import is_host_entry
+from gateway.core.openai_request import Flavor
 from headgate.shared.configfile import Path_, problems_of, read_yaml, unset_name
 from headgate.shared.errors import ConfigError, Problem
 from headgate.shared.units import Bytes, Duration
@@ -72,11 +73,14 @@ class InferenceSettings(_Model):
 
 
 class ProviderSettings(_Model):
-    """One cloud. Without its key the provider is absent."""
+    """One cloud. Without its key the provider is absent. `flavor` says whose idea of OpenAI's dialect the address
+    speaks, where the address itself does not tell: a proxy before OpenAI, for example.
+    """
 
     kind: Literal["openai", "anthropic"]
     api_key: str
     base_url: Url | None = None
+    flavor: Flavor | None = None
 
     @field_validator("api_key")
     @classmethod
@@ -86,6 +90,13 @@ class ProviderSettings(_Model):
             return value
         if not (value := value.strip()).isascii() or not value.isprintable() or " " in value or not value:
             raise ValueError("this is no API key: it is empty or holds white space or characters outside of ASCII")
+        return value
+
+    @field_validator("flavor")
+    @classmethod
+    def _of_openais_dialect(cls, value: Flavor | None, info: ValidationInfo) -> Flavor | None:
+        if value is not None and info.data.get("kind") == "anthropic":
+            raise ValueError("a flavor is one of OpenAI's dialect; a provider of the kind `anthropic` has none")
         return value
 
 

@@ -53,9 +53,18 @@ UNSIGNED_CALL = "skip_thought_signature_validator"
 _STREAM_OPTIONS = ("include_obfuscation",)
 
 
+_HOSTED_BY_AZURE = (".openai.azure.com", ".services.ai.azure.com", ".openai.azure.us")
+"""Where Azure serves OpenAI's models, in the public cloud and the government's, as strict about fields as OpenAI."""
+
+
+def is_openai(host: str) -> bool:
+    """Whether the host is OpenAI's own."""
+    return host == "api.openai.com" or host.endswith(".api.openai.com")
+
+
 def flavor_of(host: str, path: str) -> Flavor:
     """The flavor behind an address, from its host and path (`/v1beta/openai/` is Google's wherever it stands)."""
-    if host == "api.openai.com" or host.endswith(".api.openai.com"):
+    if is_openai(host) or host.endswith(_HOSTED_BY_AZURE):
         return Flavor.OPENAI
     if host.endswith("googleapis.com") or path.rstrip("/").endswith("/v1beta/openai"):
         return Flavor.GOOGLE

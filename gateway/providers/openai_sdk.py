@@ -24,19 +24,21 @@ BASE_URL = "https://api.openai.com/v1"
 
 
 class OpenAIProvider:
-    """A cloud behind the `openai` SDK. `base_url` None is OpenAI itself; Google's address has its own flavor.
+    """A cloud behind the `openai` SDK. `base_url` None is OpenAI itself; `flavor` None is what the address tells.
 
     `http` is used as it is and closed by `aclose`.
     """
 
     is_local = False
 
-    def __init__(self, name: str, *, api_key: str, base_url: str | None, http: httpx2.AsyncClient) -> None:
+    def __init__(
+        self, name: str, *, api_key: str, base_url: str | None, http: httpx2.AsyncClient, flavor: Flavor | None = None
+    ) -> None:
         self.name = name
         self._client = AsyncOpenAI(api_key=api_key, base_url=base_url or BASE_URL, http_client=http, max_retries=0)
         url = self._client.base_url
-        self.flavor = flavor_of(url.host, url.path)
-        if self.flavor is not Flavor.OPENAI:
+        self.flavor = flavor or flavor_of(url.host, url.path)
+        if not openai_request.is_openai(url.host):
             # taken from OPENAI_ORG_ID and OPENAI_PROJECT_ID by the SDK, and nobody else's business
             self._client.organization = self._client.project = None
         self._host = url.host

@@ -81,6 +81,10 @@ async def _build_sdk(name: str, settings: ProviderSettings, connect_seconds: flo
     module = await asyncio.to_thread(importlib.import_module, module_name)
     quiet()  # a variable of the SDK's own (OPENAI_LOG) may just have made it tell bodies
     provider: Provider = getattr(module, class_name)(
-        name, api_key=settings.api_key, base_url=settings.base_url, http=make_sdk_client(connect_seconds)
+        name,
+        api_key=settings.api_key,
+        base_url=settings.base_url,
+        http=make_sdk_client(connect_seconds),
+        **({} if settings.flavor is None else {"flavor": settings.flavor}),
     )
     return provider

@@ -15,6 +15,7 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from gateway.core.frames import Comment, Data, DeltaKind, Done, Endpoint, Frame
+from gateway.core.openai_request import Flavor
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.http import make_local_session, make_sdk_client
 from gateway.providers.anthropic_sdk import AnthropicProvider
@@ -578,12 +579,18 @@ async def test_openai_itself_gets_the_new_name_of_max_tokens() -> None:
         assert chunks(frames)[-2]["choices"][0]["finish_reason"] == "length"
 
 
-async def test_openais_account_headers_reach_openai_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flavor", [None, *Flavor])
+async def test_openais_account_headers_reach_openai_alone(
+    monkeypatch: pytest.MonkeyPatch, flavor: Flavor | None
+) -> None:
+    """Not another address either that is said to speak as OpenAI does."""
     monkeypatch.setenv("OPENAI_ORG_ID", "org-ours")
     monkeypatch.setenv("OPENAI_PROJECT_ID", "proj-ours")
     async with FakeProvider() as fake:
-        provider = _make_google(fake.url, KEY)
-        async with provider.stream(Call(Endpoint.CHAT, "m", ASK, "r")) as stream:
-            assert [frame async for frame in stream]
-        await provider.aclose()
-        assert "ours" not in str(fake.records[0].headers)
+        for base_url, is_told in ((None, True), (fake.openai_url, False)):
+            http = httpx2.AsyncClient(transport=_Elsewhere(fake.url))
+            provider = OpenAIProvider("openai", api_key=KEY, base_url=base_url, http=http, flavor=flavor)
+            async with provider.stream(Call(Endpoint.CHAT, "m", ASK, "r")) as stream:
+                assert [frame async for frame in stream]
+            await provider.aclose()
+            assert ("ours" in str(fake.records[-1].headers)) is is_told

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(60)
 
 CONFIG = """
 providers:
-  openai: {{kind: openai, api_key: "${{env:CLOUD}}", base_url: {url}/v1}}
+  openai: {{kind: openai, api_key: "${{env:CLOUD}}", base_url: {url}/v1, flavor: openai}}
   google: {{kind: openai, api_key: "${{env:CLOUD}}", base_url: {url}/v1beta/openai/}}
   anthropic: {{kind: anthropic, api_key: "${{env:CLOUD}}", base_url: {url}}}
   nowhere: {{kind: anthropic, api_key: "${{env:CLOUD}}", base_url: "http://127.0.0.1:9"}}
@@ -38,7 +38,7 @@ routes:
   demo: {{chain: [local/demo]}}
   claude: {{chain: [anthropic/claude-opus-5]}}
   haiku: {{chain: [anthropic/claude-haiku-4-5]}}
-  gpt: {{chain: [openai/gpt]}}
+  gpt: {{chain: [openai/gpt-5]}}
   gemini: {{chain: [google/gemini]}}
   nowhere: {{chain: [nowhere/claude-opus-5]}}
   toolless: {{chain: [local/demo-mini, anthropic/claude-opus-5]}}
@@ -161,6 +161,33 @@ async def test_comments_are_pings_that_the_client_passes_over(client: AsyncAnthr
 
 
 # --- agents -----------------------------------------------------------------------------------------------------------
+AGENT: dict[str, Any] = {
+    "max_tokens": 100,
+    "system": [
+        {"type": "text", "text": "x-anthropic-billing-header: cch=1;"},
+        {"type": "text", "text": "You mill.", "cache_control": {"type": "ephemeral"}},
+    ],
+    "tools": [{**LOOK, "cache_control": {"type": "ephemeral"}}],
+    "thinking": {"type": "adaptive"},
+    "output_config": {"effort": "medium"},
+    "metadata": {"user_id": "u1"},
+    "stop_sequences": ["END"],
+}
+"""What a coding agent asks with every turn."""
+
+
+def results_of(mill: str, dark: str) -> Any:
+    """The turn that answers two calls: the second first, the other with an image."""
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}
+    return {
+        "role": "user",
+        "content": [
+            {"type": "tool_result", "tool_use_id": dark, "content": "dark", "is_error": True},
+            {"type": "tool_result", "tool_use_id": mill, "content": [{"type": "text", "text": "a mill"}, image]},
+        ],
+    }
+
+
 async def test_a_coding_agents_turn_with_parallel_calls_on_a_local_model(
     client: AsyncAnthropic, local: FakeInference
 ) -> None:
@@ -169,19 +196,7 @@ async def test_a_coding_agents_turn_with_parallel_calls_on_a_local_model(
             finish="tool_calls"),
         raw({"content": "Done."}, stop_reason="END"),
     ]  # fmt: skip
-    asked: dict[str, Any] = {
-        "model": "demo",
-        "max_tokens": 100,
-        "system": [
-            {"type": "text", "text": "x-anthropic-billing-header: cch=1;"},
-            {"type": "text", "text": "You mill.", "cache_control": {"type": "ephemeral"}},
-        ],
-        "tools": [{**LOOK, "cache_control": {"type": "ephemeral"}}],
-        "thinking": {"type": "adaptive"},
-        "output_config": {"effort": "medium"},
-        "metadata": {"user_id": "u1"},
-        "stop_sequences": ["END"],
-    }
+    asked = {"model": "demo", **AGENT}
     async with client.messages.stream(messages=MESSAGES, **asked) as stream:
         kinds = [event.type async for event in stream]
         first = await stream.get_final_message()
@@ -190,18 +205,7 @@ async def test_a_coding_agents_turn_with_parallel_calls_on_a_local_model(
     assert (first.usage.input_tokens, first.usage.cache_read_input_tokens) == (4, 16)
     uses = [block for block in first.content if block.type == "tool_use"]
     assert [(use.id, use.input) for use in uses] == [("c1", {"at": "a"}), ("c2", {"at": "b"})]
-    results: Any = [
-        {"type": "tool_result", "tool_use_id": "c2", "content": "dark", "is_error": True},
-        {
-            "type": "tool_result",
-            "tool_use_id": "c1",
-            "content": [
-                {"type": "text", "text": "a mill"},
-                {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}},
-            ],
-        },
-    ]
-    history = [*MESSAGES, first.to_param(), {"role": "user", "content": results}]
+    history = [*MESSAGES, first.to_param(), results_of("c1", "c2")]
     second = await client.messages.create(messages=history, **asked)
     assert (second.stop_reason, second.stop_sequence) == ("stop_sequence", "END")
     sent = local.seen[-1].body
@@ -211,6 +215,32 @@ async def test_a_coding_agents_turn_with_parallel_calls_on_a_local_model(
     assert sent["messages"][2]["reasoning_content"] == "Both."
     assert [message["content"] for message in sent["messages"][3:5]] == ["a mill", "Error: dark"]
     assert sent["messages"][5]["content"][1]["type"] == "image_url"
+
+
+@pytest.mark.parametrize("model", ["gpt", "gemini"])
+async def test_a_coding_agents_turn_with_parallel_calls_on_another_cloud(
+    client: AsyncAnthropic, cloud: FakeProvider, model: str
+) -> None:
+    """What its model thought comes back with the history, and no cloud but Anthropic has a word for it."""
+    looks = (ToolUse("look", {"at": "a"}), ToolUse("look", {"at": "b"}))
+    cloud.answers.set(Said(text="I look.", reasoning="Both.", tools=looks, stop="tool_calls"))
+    async with client.messages.stream(model=model, messages=MESSAGES, **AGENT) as stream:
+        first = await stream.get_final_message()
+    assert [block.type for block in first.content] == ["thinking", "text", "tool_use", "tool_use"]
+    assert first.stop_reason == "tool_use"
+    mill, dark = [block.id for block in first.content if block.type == "tool_use"]
+    cloud.answers.clear()
+    history = [*MESSAGES, first.to_param(), results_of(mill, dark)]
+    second = await client.messages.create(model=model, messages=history, **AGENT)
+    assert second.stop_reason == "end_turn"
+    sent = cloud.records[-1].body
+    assert {name: sent[name] for name in sent if name.startswith("max_")} == {
+        "max_completion_tokens" if model == "gpt" else "max_tokens": 100
+    }
+    assert [message["role"] for message in sent["messages"]] == ["system", "user", "assistant", "tool", "tool", "user"]
+    assert [call["id"] for call in sent["messages"][2]["tool_calls"]] == [mill, dark]
+    assert [message["content"] for message in sent["messages"][3:5]] == ["a mill", "Error: dark"]
+    assert sent["messages"][5]["content"][1]["image_url"]["url"].endswith(PNG)
 
 
 async def test_max_tokens_beyond_a_local_context_is_as_much_as_there_is_room_for(

@@ -47,13 +47,13 @@ def client(all_of_it: Tiers) -> openai.AsyncOpenAI:
 
 
 # --- chat -------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("model", ["demo", "gpt", "claude"])
+@pytest.mark.parametrize("model", ["demo", "gpt", "gpt-5", "claude"])
 async def test_chat_whole_and_streamed(client: openai.AsyncOpenAI, model: str) -> None:
-    whole = await client.chat.completions.create(model=model, messages=MESSAGES)
+    whole = await client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=50)
     strictly(ChatCompletion, whole.to_dict())
     said, usage = "", None
     stream = await client.chat.completions.create(
-        model=model, messages=MESSAGES, stream=True, stream_options={"include_usage": True}
+        model=model, messages=MESSAGES, max_tokens=50, stream=True, stream_options={"include_usage": True}
     )
     async for chunk in stream:
         strictly(ChatCompletionChunk, chunk.to_dict())

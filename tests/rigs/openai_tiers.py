@@ -18,10 +18,11 @@ from tests.rigs.gateway_rig import KEY, Gateway
 
 _CONFIG = """
 providers:
-  openai: {{kind: openai, api_key: "${{env:CLOUD}}", base_url: {url}/v1}}
+  openai: {{kind: openai, api_key: "${{env:CLOUD}}", base_url: {url}/v1, flavor: openai}}
   anthropic: {{kind: anthropic, api_key: "${{env:CLOUD}}", base_url: {url}}}
 routes:
   gpt: {{chain: [openai/gpt]}}
+  gpt-5: {{chain: [openai/gpt-5]}}
   claude: {{chain: [anthropic/claude-sonnet-4-5]}}
   cut: {{chain: [openai/fault-cut=2]}}
   busy: {{chain: [openai/fault-429=7]}}
@@ -33,8 +34,8 @@ breaker: {{failures: 1000, min_requests: 1000}}
 
 @dataclass(frozen=True)
 class Tiers:
-    """`local` answers `demo` and others, `cloud` answers `gpt` and `claude`; `vectors` embeds; `cut` breaks off, `busy`
-    answers 429.
+    """`local` answers `demo` and others, `cloud` answers `gpt`, `gpt-5` and `claude`; `vectors` embeds; `cut` breaks
+    off, `busy` answers 429.
     """
 
     local: FakeInference

@@ -101,6 +101,8 @@ def test_mistakes_have_line_and_advice(tmp_path: Path) -> None:
             "gateway.yaml:2: providers.local: `local` is the inference",
         ),
         ("providers: {a/b: {kind: openai, api_key: k}}", "may hold letters"),
+        ("providers: {a: {kind: anthropic, api_key: k, flavor: openai}}", "of the kind `anthropic` has none"),
+        ("providers: {a: {kind: openai, api_key: k, flavor: azure}}", "'compatible'"),
         ("inference: {url: localhost}", "this is not an address"),
         ("inference: {url: 'http://a:b@localhost'}", "holds no name and no password"),
         ("deadlines: {first_token: never}", "not `never`"),
