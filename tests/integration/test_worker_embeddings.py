@@ -1,4 +1,4 @@
-"""A real worker with an embedding model: vectors of length 1, the same alone and in company."""
+"""A real worker with an embedding model: vectors of length 1, pooled as its file says, the same alone as in company."""
 
 from __future__ import annotations
 
@@ -8,15 +8,24 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tests.rigs import tiny_gguf
+from inference.worker import llama
+from inference.worker.binding import lib
+from inference.worker.core.steps import Row
+from tests.rigs import engine_rig, tiny_gguf
 from tests.rigs.worker_rig import WorkerRig, grant_for
 
 PATH = "/v1/embeddings"
 
 
 @pytest.fixture(scope="module", params=["mean", "cls", "last"])
-def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerRig]:
-    model = tiny_gguf.embedding(request.param)
+def pooling(request: pytest.FixtureRequest) -> str:
+    """What the file says."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def worker(pooling: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerRig]:
+    model = tiny_gguf.embedding(pooling)
     with WorkerRig(tmp_path_factory.mktemp("worker"), grant_for(model, context_length=256)) as rig:
         assert rig.ready().capabilities == ("embeddings",)
         yield rig
@@ -35,6 +44,25 @@ def test_vectors_have_length_one_and_tell_texts_apart(worker: WorkerRig) -> None
     assert np.linalg.norm(found, axis=1) == pytest.approx(1.0, abs=1e-5)
     assert found[0] == pytest.approx(found[2], abs=1e-5)
     assert np.abs(found[0] - found[1]).max() > 1e-3
+
+
+def test_a_vector_is_pooled_as_the_file_says(worker: WorkerRig, pooling: str) -> None:
+    """The mean of the vectors that the model has for single tokens, the first of them, or the last."""
+    tokens = [(7 * number) % 250 for number in range(40)]
+    engine_rig.start()
+    assert worker.grant is not None
+    model = llama.Model(worker.grant.path, llama.model_params(worker.grant))
+    context = llama.Context(model, llama.context_params(worker.grant, pooling=llama.POOLING_NONE))
+    context.decode([Row(0, 0, 0, tokens, True)], every=True)
+    pointers = [lib.llama_get_embeddings_ith(context.handle, number) for number in range(len(tokens))]
+    each = np.array([np.ctypeslib.as_array(pointer, shape=(model.n_embd,)) for pointer in pointers])
+    context.close()
+    model.close()
+    named = {"mean": each.mean(axis=0), "cls": each[0], "last": each[-1]}
+    found = vectors(worker, input=tokens)[0]
+    alike = {name: float(found @ vector) / float(np.linalg.norm(vector)) for name, vector in named.items()}
+    assert alike.pop(pooling) > 0.9999
+    assert max(alike.values()) < 0.99
 
 
 def test_company_changes_nothing(worker: WorkerRig) -> None:
