@@ -35,7 +35,10 @@ log = logging.getLogger("gateway.requests")
 _PRIORITIES = tuple(Priority)
 
 READ_TIMEOUT_HEADER = "x-stainless-read-timeout"
-"""The official clients tell how long they wait for each read, in seconds."""
+"""The official clients of Python tell how long they wait for each read, in seconds."""
+
+TIMEOUT_HEADER = "x-stainless-timeout"
+"""Those of JavaScript, how long they wait for an answer to begin. Python's send it beside the other, mostly larger."""
 
 RETRY_COUNT_HEADER = "x-stainless-retry-count"
 """And how often they have sent the same before."""
@@ -184,7 +187,7 @@ def caller_of(exchange: Exchange, key: Key, tenant: str, meter: Meter | None) ->
         tenant=tenant,
         priority=key.cap(Priority(priority)),
         cloud_allowed=policy != "local-only",
-        silence_seconds=_patience(headers.get(READ_TIMEOUT_HEADER)),
+        silence_seconds=_patience(headers.get(READ_TIMEOUT_HEADER) or headers.get(TIMEOUT_HEADER)),
         retries=_count(headers.get(RETRY_COUNT_HEADER)),
         kv=headers.get(H_KV),
         meter=meter,

@@ -84,6 +84,8 @@ def stop_of(
     sequence = choice.get("stop_reason")
     if reason == "end_turn" and has_calls:
         reason = "tool_use"  # a call that was demanded by name ends with `stop` at some providers
+    if reason == "end_turn" and refusal:
+        reason = "refusal"  # what a model declines by itself ends with `stop` in OpenAI's dialect
     if reason == "end_turn" and isinstance(sequence, str) and sequence in bounds.stops:
         reason = "stop_sequence"
     else:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import Any
 
 from gateway.core.frames import Endpoint
+from gateway.core.openai_models import reasons, takes_sampling, takes_stop
 from gateway.core.provider_fields import (
     GOOGLE_CHAT,
     OPENAI_CHAT,
@@ -51,6 +52,11 @@ _EXTRA = "extra_content"
 UNSIGNED_CALL = "skip_thought_signature_validator"
 """Google's word for a call that another model made."""
 _STREAM_OPTIONS = ("include_obfuscation",)
+_MOST_STOPS = 4
+"""Stop strings that OpenAI and Google take. Others of the dialect have bounds of their own, or none."""
+_TUNES = ("temperature", "top_p")
+_SHOWS = ("logprobs", "top_logprobs")
+_WEIGHS = ("frequency_penalty", "presence_penalty", "logit_bias")
 
 
 _HOSTED_BY_AZURE = (".openai.azure.com", ".services.ai.azure.com", ".openai.azure.us")
@@ -71,10 +77,34 @@ def flavor_of(host: str, path: str) -> Flavor:
     return Flavor.COMPATIBLE
 
 
-def unsupported_params(body: Mapping[str, Any], flavor: Flavor, endpoint: Endpoint = Endpoint.CHAT) -> tuple[str, ...]:
-    """The parameters of a checked body that this provider cannot honor; empty when the tier is suitable."""
+def unsupported_params(
+    body: Mapping[str, Any], flavor: Flavor, endpoint: Endpoint = Endpoint.CHAT, model: str = ""
+) -> tuple[str, ...]:
+    """The parameters of a checked body that this provider cannot honor, each once; empty when the tier is suitable."""
     profile = _profile(endpoint, flavor)
-    return ("model",) if profile is None else profile.refused(body)
+    if profile is None:
+        return ("model",)
+    found = dict.fromkeys(profile.refused(body))
+    found.update((param, None) for param, _ in _shortcomings(endpoint, body, model, flavor))
+    return tuple(found)
+
+
+def _shortcomings(endpoint: Endpoint, body: Mapping[str, Any], model: str, flavor: Flavor) -> Iterator[tuple[str, str]]:
+    """Fields whose value here, or with this model, makes the tier unsuitable, and why."""
+    if isinstance(stop := body.get("stop"), list) and len(stop) > _MOST_STOPS and flavor is not Flavor.COMPATIBLE:
+        yield "stop", f"it takes at most {_MOST_STOPS} stop strings"
+    if flavor is Flavor.OPENAI and endpoint is Endpoint.CHAT:
+        for param in _unknown_to(model, body.get("reasoning_effort")):
+            if body.get(param) and param not in _TUNES:
+                yield param, f"{model} reasons, and takes none"
+
+
+def _unknown_to(model: str, effort: str | None) -> tuple[str, ...]:
+    """The fields that a model of OpenAI's answers 400 to, mostly even where their value asks for nothing."""
+    if not reasons(model):
+        return ()
+    stop = () if takes_stop(model) else ("stop",)
+    return _WEIGHS + stop + (() if takes_sampling(model, effort) else _SHOWS + _TUNES)
 
 
 def to_openai(endpoint: Endpoint, body: Mapping[str, Any], model: str, flavor: Flavor) -> dict[str, Any]:
@@ -82,6 +112,8 @@ def to_openai(endpoint: Endpoint, body: Mapping[str, Any], model: str, flavor: F
     profile = _profile(endpoint, flavor)
     if profile is None:
         raise no_endpoint(endpoint)
+    for param, why in _shortcomings(endpoint, body, model, flavor):
+        raise unsupported(param, why)
     request = {**profile.kept(body), "model": model}
     if endpoint is Endpoint.EMBEDDINGS:
         return request
@@ -112,6 +144,9 @@ def _translate_chat(request: dict[str, Any], flavor: Flavor) -> None:
     if flavor is Flavor.OPENAI and "max_tokens" in request:
         limit = request.pop("max_tokens")  # OpenAI's newer models refuse the old name, all take the new one
         request.setdefault("max_completion_tokens", limit)
+    if flavor is Flavor.OPENAI:
+        for name in _unknown_to(request["model"], request.get("reasoning_effort")):
+            request.pop(name, None)  # it tunes a sampler that cannot be tuned, or asks for nothing
     effort = request.get("reasoning_effort", "")
     if effort in _EFFORTS[flavor]:
         request["reasoning_effort"] = _EFFORTS[flavor][effort]

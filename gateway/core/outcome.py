@@ -165,6 +165,8 @@ _TRANSPORT: Mapping[UpstreamKind, Scope] = {
 _BY_CODE: Mapping[str, Scope | Reason] = {
     Code.CONTEXT_LENGTH_EXCEEDED: Reason.CONTEXT_LENGTH,
     Code.UNSUPPORTED_PARAMETER: Reason.UNSUPPORTED,
+    "unsupported_value": Reason.UNSUPPORTED,  # OpenAI: the model has no such value, as another one has
+    "array_above_max_length": Reason.UNSUPPORTED,
     "content_filter": Reason.CONTENT_POLICY,
     "content_policy_violation": Reason.CONTENT_POLICY,
     Code.POISON_REQUEST: Reason.POISON,

@@ -46,7 +46,7 @@ class OpenAIProvider:
 
     def unsupported_params(self, endpoint: Endpoint, body: Mapping[str, Any], model: str) -> tuple[str, ...]:
         """See `gateway.providers.base.Provider`."""
-        return openai_request.unsupported_params(body, self.flavor, endpoint)
+        return openai_request.unsupported_params(body, self.flavor, endpoint, model)
 
     def stream(self, call: Call) -> AbstractAsyncContextManager[AsyncIterator[Frame]]:
         """Opens `call` as a stream; see the contract in `gateway.providers.base`."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from inference.protocol import H_DEADLINE
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.gateway_rig import Gateway
 
@@ -39,6 +40,23 @@ async def test_a_whole_answer_that_its_caller_will_not_wait_for_ends_in_time(
     streamed = await gateway.chat(headers=headers, stream=True)
     assert streamed.text.endswith("data: [DONE]\n\n")
     assert (await gateway.breaker("local/demo"))["failures"] == 0
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_bounded"),
+    [
+        ({"x-stainless-timeout": "1"}, True),
+        ({"x-stainless-timeout": "0"}, False),
+        ({"x-stainless-timeout": "NOT_GIVEN"}, False),
+        ({"x-stainless-timeout": "1", "x-stainless-read-timeout": "600"}, False),
+    ],
+)
+async def test_the_time_out_of_clients_that_name_only_one_counts(
+    gateway: Gateway, fake: FakeInference, headers: dict[str, str], is_bounded: bool
+) -> None:
+    """Whole seconds, as JavaScript's say it; one that says how long it waits for a read means that."""
+    assert (await gateway.chat(headers=headers)).status_code == 200
+    assert (int(fake.seen[0].headers[H_DEADLINE]) < 1000) is is_bounded
 
 
 async def test_who_spent_the_attempts_is_told_not_to_ask_at_once(gateway: Gateway, fake: FakeInference) -> None:

@@ -20,6 +20,7 @@ providers:
   openai: {{kind: openai, api_key: "${{env:CLOUD}}", base_url: {url}/v1}}
   google: {{kind: openai, api_key: "${{env:CLOUD}}", base_url: {url}/v1beta/openai/}}
   anthropic: {{kind: anthropic, api_key: "${{env:CLOUD}}", base_url: {url}}}
+  itself: {{kind: openai, flavor: openai, api_key: "${{env:CLOUD}}", base_url: {url}/v1}}
   wrong: {{kind: openai, api_key: not-the-key, base_url: {url}/v1}}
 routes:
   demo: {{chain: [local/demo, openai/gpt]}}
@@ -30,6 +31,9 @@ routes:
   down: {{chain: [local/demo, openai/fault-503, anthropic/fault-529]}}
   cut: {{chain: [openai/fault-cut=2, anthropic/claude]}}
   context: {{chain: [openai/fault-context, anthropic/claude]}}
+  thinks: {{chain: [local/demo, itself/gpt-5-mini, anthropic/claude]}}
+  unknown: {{chain: [openai/gpt-5-mini, anthropic/claude]}}
+  stops: {{chain: [itself/gpt-4.1, google/gemini, anthropic/claude]}}
 breaker: {{open: 60s}}
 """
 
@@ -126,6 +130,33 @@ async def test_what_a_cloud_is_known_not_to_take_costs_no_attempt(gateway: Gatew
     }
     refused = await gateway.chat("a", seed=7)
     assert "provider anthropic does not take seed" in refused.json()["error"]["message"]
+    assert len(cloud.records) == 1
+
+
+async def test_sampling_that_a_reasoning_model_refuses_is_no_400_at_failover(
+    gateway: Gateway, cloud: FakeProvider
+) -> None:
+    """What tunes a sampler is left out; what the caller would miss takes the model out of the chain."""
+    tuned = await gateway.chat("thinks", temperature=0, top_p=0.5, presence_penalty=0, logprobs=False)
+    assert (tuned.status_code, tuned.headers["x-headgate-model"]) == (200, "itself/gpt-5-mini"), tuned.text
+    assert {"temperature", "top_p", "presence_penalty", "logprobs"}.isdisjoint(cloud.records[0].body)
+    missed = await gateway.chat("thinks", stop="END")
+    assert missed.headers["x-headgate-model"] == "anthropic/claude"
+    told = (await gateway.admin("GET", f"/admin/requests/{missed.headers['x-request-id']}")).json()
+    assert told["dropped"]["itself/gpt-5-mini"] == "capability: provider itself does not take stop"
+
+
+async def test_a_value_that_a_cloud_turns_out_not_to_take_is_left_to_the_next(gateway: Gateway) -> None:
+    """Another model takes it, and nobody failed."""
+    answer = await gateway.chat("unknown", temperature=0)
+    assert (answer.status_code, answer.headers["x-headgate-model"]) == (200, "anthropic/claude"), answer.text
+    assert answer.headers["x-headgate-reason"] == "unsupported_parameter"
+    assert (await gateway.breaker("openai/gpt-5-mini"))["failures"] == 0
+
+
+async def test_more_stop_strings_than_a_cloud_takes_skip_it(gateway: Gateway, cloud: FakeProvider) -> None:
+    answer = await gateway.chat("stops", stop=list("abcde"))
+    assert (answer.status_code, answer.headers["x-headgate-model"]) == (200, "anthropic/claude"), answer.text
     assert len(cloud.records) == 1
 
 

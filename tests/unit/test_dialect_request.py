@@ -490,6 +490,95 @@ def test_max_tokens_has_its_new_name_for_openai_alone() -> None:
     assert (both.get("max_tokens"), both["max_completion_tokens"]) == (None, 9)
 
 
+SAMPLING = {"temperature": 0, "top_p": 0.5}
+NOTHING = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "logprobs": False, "stop": []}
+
+
+def sent_to_openai(model: str, **more: Any) -> dict[str, Any]:
+    """The request, as OpenAI would take it."""
+    request = to_openai(Endpoint.CHAT, {"messages": [user()], **more}, model, Flavor.OPENAI)
+    rules.openai_chat(request, "openai")
+    return request
+
+
+@pytest.mark.parametrize(
+    ("model", "effort", "samples"),
+    [
+        ("gpt-5", None, False),
+        ("gpt-5-mini-2025-08-07", "minimal", False),
+        ("o1", None, False),
+        ("o3-mini", "low", False),
+        ("o4-mini", None, False),
+        ("ft:o4-mini-2025-04-16:org::id", None, False),
+        ("gpt-5.1-chat-latest", None, False),
+        ("gpt-5.2", "low", False),
+        ("gpt-5.2", None, False),
+        ("gpt-6-luna", "none", False),
+        ("gpt-5.2-2025-12-11", "none", True),
+        ("gpt-5-chat-latest", None, True),
+        ("gpt-4.1", None, True),
+        ("gpt-35-turbo", None, True),
+        ("chatgpt-4o-latest", None, True),
+        ("my-own-o3", None, True),
+    ],
+)
+def test_what_only_tunes_a_sampler_is_left_out_for_models_of_openai_that_reason(
+    model: str, effort: str | None, samples: bool
+) -> None:
+    sent = sent_to_openai(model, **SAMPLING, reasoning_effort=effort)
+    assert (SAMPLING.items() <= sent.items(), SAMPLING.keys() <= sent.keys()) == (samples, samples)
+    assert unsupported_by_openai({**SAMPLING, **NOTHING}, Flavor.OPENAI, model=model) == ()
+    assert to_openai(Endpoint.CHAT, {"messages": [], **SAMPLING}, model, Flavor.COMPATIBLE)["temperature"] == 0
+
+
+def test_values_that_ask_for_nothing_reach_no_model_that_refuses_them_all_the_same() -> None:
+    assert NOTHING.keys().isdisjoint(sent_to_openai("gpt-5", **NOTHING))
+    assert sent_to_openai("gpt-5.4", **NOTHING, reasoning_effort="none")["logprobs"] is False
+    assert sent_to_openai("gpt-4o", **NOTHING).items() >= NOTHING.items()
+
+
+REASONING_REFUSES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("gpt-5", {"frequency_penalty": 0.5}, ("frequency_penalty",)),
+    ("gpt-5.2", {"presence_penalty": -1, "reasoning_effort": "none"}, ("presence_penalty",)),
+    ("o3", {"logit_bias": {"5": 1}}, ("logit_bias",)),
+    ("o3", {"logprobs": True, "top_logprobs": 2}, ("logprobs", "top_logprobs")),
+    ("gpt-5.2", {"logprobs": True}, ("logprobs",)),
+    ("gpt-5-nano", {"stop": "END"}, ("stop",)),
+    ("o4-mini", {"stop": list("abcde")}, ("stop",)),
+]
+
+
+@pytest.mark.parametrize(("model", "change", "params"), REASONING_REFUSES)
+def test_what_callers_would_miss_makes_a_reasoning_model_unsuitable(
+    model: str, change: dict[str, Any], params: tuple[str, ...]
+) -> None:
+    body = {"messages": [user()], **change}
+    assert unsupported_by_openai(body, Flavor.OPENAI, model=model) == params
+    with pytest.raises(UpstreamError) as caught:
+        to_openai(Endpoint.CHAT, body, model, Flavor.OPENAI)
+    assert (caught.value.code, caught.value.param) == ("unsupported_parameter", params[0])
+    assert unsupported_by_openai(body, Flavor.COMPATIBLE, model=model) == ()
+
+
+def test_what_some_reasoning_models_do_take_is_sent() -> None:
+    assert sent_to_openai("gpt-5.1", logprobs=True, reasoning_effort="none")["logprobs"] is True
+    for model in ("o1", "o3-mini-2025-01-31", "gpt-4.1"):
+        assert sent_to_openai(model, stop=["a", "b"])["stop"] == ["a", "b"]
+
+
+def test_more_stop_strings_than_openai_and_google_take_make_them_unsuitable() -> None:
+    """Others of the dialect may take more, and say so if they do not."""
+    for endpoint, flavor, refused in (
+        (Endpoint.CHAT, Flavor.OPENAI, True),
+        (Endpoint.COMPLETIONS, Flavor.OPENAI, True),
+        (Endpoint.CHAT, Flavor.GOOGLE, True),
+        (Endpoint.CHAT, Flavor.COMPATIBLE, False),
+    ):
+        for stop in ("END", list("abcd"), list("abcde")):
+            too_many = refused and len(stop) > 4
+            assert unsupported_by_openai({"stop": stop}, flavor, endpoint) == (("stop",) if too_many else ())
+
+
 def test_extensions_are_dropped_or_refused_by_what_they_mean() -> None:
     body = {"messages": [user()], "top_k": 3, "min_p": 0.1, "repeat_penalty": 1.1, "chat_template_kwargs": {}}
     for flavor in Flavor:

@@ -47,6 +47,8 @@ CASES: list[tuple[str, Observation, Verdict]] = [
     ("too long", Observation(Kind.STATUS, 400, Code.CONTEXT_LENGTH_EXCEEDED), Ignore(Reason.CONTEXT_LENGTH)),
     ("content filter", Observation(Kind.STATUS, 400, "content_filter"), Ignore(Reason.CONTENT_POLICY)),
     ("a parameter it lacks", Observation(Kind.STATUS, 400, "unsupported_parameter"), Ignore(Reason.UNSUPPORTED)),
+    ("a value it lacks", Observation(Kind.STATUS, 400, "unsupported_value"), Ignore(Reason.UNSUPPORTED)),
+    ("a list too long for it", Observation(Kind.STATUS, 400, "array_above_max_length"), Ignore(Reason.UNSUPPORTED)),
     ("local memory", _local(Code.MEMORY_LIMIT_EXCEEDED, 503), Failure(M, reached=True, needs_memory=True)),
     (
         "local memory, in a frame",

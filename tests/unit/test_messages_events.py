@@ -75,6 +75,7 @@ STREAMS: dict[str, tuple[list[Frame], tuple[str, ...]]] = {
     ),
     "stop_sequence": ([ROLE, chunk({"content": "a"}), chunk(finish="stop", stop_reason="END")], ("END",)),
     "refusal": ([ROLE, chunk({"refusal": "No."}), chunk(finish="content_filter")], ()),
+    "declined": ([ROLE, chunk({"refusal": "I"}), chunk({"refusal": " won't."}), chunk(finish="stop")], ("END",)),
     "signed": (
         [
             Data(
@@ -335,6 +336,9 @@ def test_ends_of_whole_answers() -> None:
     refused = whole({"content": None, "refusal": "No."}, "content_filter")
     assert refused["content"] == [{"type": "text", "text": "No."}]
     assert refused["stop_details"] == {"type": "refusal", "category": None, "explanation": "No."}
+    declined = whole({"content": None, "refusal": "No."}, "stop")
+    assert (declined["stop_reason"], declined["stop_details"]) == ("refusal", refused["stop_details"])
+    assert whole({"content": "x", "refusal": "No."}, "length")["stop_reason"] == "max_tokens"
     details = {"type": "refusal", "category": "bio", "explanation": None}
     assert whole({"content": ""}, "content_filter", stop_details=details)["stop_details"] == details
     assert whole({"content": ""}, "something new")["stop_reason"] == "end_turn"

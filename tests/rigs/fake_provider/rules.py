@@ -110,6 +110,27 @@ def openai_chat(body: Mapping[str, Any], flavor: str) -> None:
             "unsupported_parameter",
             "max_tokens",
         )
+    if flavor == "openai":
+        _reasoning_model(body)
+
+
+def _reasoning_model(body: Mapping[str, Any]) -> None:
+    """What OpenAI's models that reason take no more; GPT-5.1 and later ones sample while their effort is none."""
+    match = re.match(r"(o1|o3-mini|o\d|gpt-5(?!-chat)(\.\d)?)", body["model"])
+    if match is None:
+        return
+    unthinking = match[2] is not None and body.get("reasoning_effort") == "none"
+    refused = ["frequency_penalty", "presence_penalty", "logit_bias"]
+    refused += [] if unthinking else ["logprobs", "top_logprobs"]
+    refused += [] if match[1] in ("o1", "o3-mini") else ["stop"]
+    for name in refused:
+        if body.get(name) is not None:
+            said = f"Unsupported parameter: '{name}' is not supported with this model."
+            raise RefusedError(said, "unsupported_parameter", name)
+    for name in () if unthinking else ("temperature", "top_p"):
+        if body.get(name) not in (None, 1):
+            said = f"Unsupported value: '{name}' does not support {body[name]} with this model."
+            raise RefusedError(f"{said} Only the default (1) value is supported.", "unsupported_value", name)
 
 
 def _sampling(body: Mapping[str, Any]) -> None:

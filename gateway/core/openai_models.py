@@ -1,0 +1,32 @@
+"""What the models of OpenAI take, by their names, as its documentation says; sends nothing and refuses nothing.
+
+A name that tells no generation is taken for a model that does not reason: names of one's own are mostly of such.
+"""
+
+from __future__ import annotations
+
+import re
+
+_REASONS = re.compile(r"(ft:)?(o\d|codex-|gpt-([5-9]|[12]\d)(?!\d|-chat))")
+"""The o series and everything from GPT-5 on but `gpt-5-chat`. They answer 400 to sampling arguments."""
+
+_SAMPLES_UNTHINKING = re.compile(r"(ft:)?gpt-5\.\d")
+"""GPT-5.1 and its successors of that generation sample as they are told while their effort is `none`."""
+
+_STOPS = re.compile(r"(ft:)?o(1|3-mini)(?!\d)")
+"""Reasoning models that take `stop`: those before o3 and o4-mini."""
+
+
+def reasons(model: str) -> bool:
+    """Whether `model` thinks, and so takes neither penalties nor a bias, whatever its effort."""
+    return _REASONS.match(model) is not None
+
+
+def takes_sampling(model: str, effort: str | None) -> bool:
+    """Whether `model`, asked for this effort by name, takes `temperature`, `top_p` and `logprobs`."""
+    return not reasons(model) or (effort == "none" and _SAMPLES_UNTHINKING.match(model) is not None)
+
+
+def takes_stop(model: str) -> bool:
+    """Whether `model` takes `stop`."""
+    return not reasons(model) or _STOPS.match(model) is not None
