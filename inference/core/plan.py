@@ -1,9 +1,10 @@
 """Decides where a model goes and who must leave for it: `plan(request, ledger, models, policy)`; starts nothing.
 
 Pure and deterministic. One trace explains a dry run, a real decision and a refusal. In this order: one device as things
-are (the tightest that fits), several devices by layer as things are, one device after evictions, several after
-evictions, a device that is only a fallback. The cheapest set of victims is the one with the least bytes x seconds to
-load them again x recency of use; pinned, dedicated, busy, loading and lately used models are never victims.
+are (the tightest that fits), several devices by layer as things are, one device after evictions or several where that
+costs less by more than a tenth, a device that is only a fallback. The cheapest set of victims is the one with the least
+bytes x seconds to load them again x recency of use; pinned, dedicated, busy, loading and lately used models are never
+victims.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ __all__ = (
     "Allocation", "Held", "Option", "Placement", "Policy", "Refusal", "Request", "Result", "Scene", "Standing", "plan",
     "prospect",
 )  # fmt: skip
+
+DEARER_AT_MOST = 1.1
+"""Of what the evictions for a division cost: up to this, those for one device are preferred."""
 
 
 class Result(StrEnum):
@@ -165,9 +169,7 @@ class _Look:
     choose: bool
 
     def decide(self) -> Placement | Refusal:
-        return (
-            self._free(self.scene.now) or self._after_leavers() or self._full() or self._full_split() or self._refusal()
-        )
+        return self._free(self.scene.now) or self._after_leavers() or self._full() or self._refusal()
 
     def _obstacle(self, option: Option, stage: Stage) -> str | None:
         return stage.obstacle(option.devices, option.need, self.policy, dedicated=self.request.dedicated)
@@ -214,11 +216,23 @@ class _Look:
         return None
 
     def _full(self) -> Placement | None:
+        alone = self._full_measured()
+        if alone is None:
+            return self._full_split(math.inf)
+        option, victims = alone
+        if self.choose:
+            below = sum(held.cost(self.policy.now) for held in victims) / DEARER_AT_MOST
+            if (split := self._full_split(below)) is not None:
+                return split
+        return self._evicting(option, victims)
+
+    def _full_measured(self) -> tuple[Option, tuple[Held, ...]] | None:
+        """The option for which the cheapest models have to leave, and those; anybody if nobody is to be chosen."""
         options = [option for option in self.request.options if not self._obstacle(option, self.scene.idle_gone)]
         if not options:
             return None
         if not self.choose:
-            return self._placement(Result.FULL, options[0], ())
+            return options[0], ()
         covers = [_Cover.of(option, self.request, self.scene.now, self.policy) for option in options]
         order = sorted(range(len(covers)), key=lambda at: covers[at].least)
         best: tuple[tuple[float, int, int], Option, tuple[Held, ...]] | None = None
@@ -232,13 +246,17 @@ class _Look:
             if best is None or rank < best[0]:
                 best = (rank, options[at], victims)
         assert best is not None
-        return self._evicting(best[1], best[2])
+        return best[1], best[2]
 
-    def _full_split(self) -> Placement | None:
+    def _full_split(self, below: float) -> Placement | None:
+        """Several devices after evictions that cost less than `below`."""
         spread = self.request.spread
         if spread is None or self._split(self.scene.idle_gone) is None:
             return None
-        layers, victims = split_full(spread, self.scene.now, self.policy, dedicated=self.request.dedicated)
+        found = split_full(spread, self.scene.now, self.policy, dedicated=self.request.dedicated, below=below)
+        if found is None:
+            return None
+        layers, victims = found
         return self._evicting(Option(next(iter(layers)), spread.need(layers), layers=layers), victims)
 
     def _evicting(self, option: Option, victims: Sequence[Held]) -> Placement:

@@ -82,17 +82,19 @@ def split_free(
 
 
 def split_full(
-    spread: Spread, stage: Stage, policy: Policy, *, dedicated: bool
-) -> tuple[dict[str, int], tuple[Held, ...]]:
-    """The layers of each device and the cheapest idle models that must leave for it.
+    spread: Spread, stage: Stage, policy: Policy, *, dedicated: bool, below: float
+) -> tuple[dict[str, int], tuple[Held, ...]] | None:
+    """The layers of each device and the cheapest idle models that must leave for it, or None.
 
-    To be asked only when it fits with every idle model gone.
+    None when it fits not even with every idle model gone, and when those who must leave cost `below` or more together.
     """
-    idle = [held for held in stage.models if held.standing in EVICTABLE]
+    idle = [held for held in stage.models if held.standing in EVICTABLE and held.cost(policy.now) < below]
+    costs = [held.cost(policy.now) for held in idle]
     crowd = _Crowd(spread, stage, policy, idle, dedicated=dedicated)
     worth = [sum(held.bytes.get(device, 0) for device in spread.over) for held in idle]
-    chosen = cheapest_where([held.cost(policy.now) for held in idle], worth, crowd)
-    assert chosen is not None
+    chosen = cheapest_where(costs, worth, crowd)
+    if chosen is None or sum(costs[at] for at in chosen) >= below:
+        return None
     crowd.become(chosen)
     counts = divide(spread.layers.sums, crowd.rooms(), least=2)
     assert counts is not None

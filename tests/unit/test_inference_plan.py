@@ -73,6 +73,14 @@ def test_a_device_that_looks_hardly_dearer_is_looked_at_and_left() -> None:
     assert (decision.result, decision.device, decision.evict) == (Result.FULL, "gpu-0", ("small",))
 
 
+def test_a_device_where_even_parts_of_models_would_be_dearer_is_left() -> None:
+    ledger, small = hold(machine(gpu_0=1000, gpu_1=1000), "small", {"gpu-0": 500})
+    ledger, large = hold(ledger, "large", {"gpu-1": 600}, reload_seconds=60.0)
+    decision = plan(ask(gpu(900), gpu(900, "gpu-1")), ledger, [small, large], Policy(NOW))
+    assert isinstance(decision, Placement)
+    assert (decision.result, decision.device, decision.evict) == (Result.FULL, "gpu-0", ("small",))
+
+
 def test_its_own_leaving_predecessor_is_waited_for() -> None:
     ledger, held = hold(machine(gpu_0=1000), "new", {"gpu-0": 800}, Standing.LEAVING)
     decision = plan(ask(gpu(800)), ledger, [held], Policy(NOW))
@@ -277,6 +285,22 @@ def test_room_for_a_division_is_made_by_the_cheapest() -> None:
     everybody = plan(ask(gpu(1300), spread=spread), ledger, [dear, cheap, small], Policy(NOW))
     assert isinstance(everybody, Placement)
     assert set(everybody.evict) == {"dear", "small"}
+
+
+@pytest.mark.parametrize(
+    ("reload_seconds", "evicted", "devices"), [(1.5, "small", {"gpu-0", "gpu-1"}), (1.6, "big", {"gpu-0"})]
+)
+def test_one_device_is_preferred_unless_its_evictions_are_dearer_by_more_than_a_tenth(
+    reload_seconds: float, evicted: str, devices: set[str]
+) -> None:
+    """With 600 bytes x 1 s gone it fits on one device, with 350 bytes x 1.5 or 1.6 s on two."""
+    spread = layered(("gpu-0", "gpu-1"), count=7, kv=0)
+    ledger, big = hold(machine(gpu_0=1000, gpu_1=700, cpu=100), "big", {"gpu-0": 600}, last_used_at=NOW)
+    more = {"last_used_at": NOW, "reload_seconds": reload_seconds}
+    ledger, small = hold(ledger, "small", {"gpu-1": 350}, **more)
+    decision = plan(ask(gpu(800), gpu(800, "gpu-1"), spread=spread), ledger, [big, small], Policy(NOW))
+    assert isinstance(decision, Placement)
+    assert (decision.result, decision.evict, set(decision.devices)) == (Result.FULL, (evicted,), devices)
 
 
 def test_leavers_and_busy_models_are_waited_for_by_a_division_too() -> None:
