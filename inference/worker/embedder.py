@@ -1,19 +1,19 @@
-"""The engine thread of a model that pools: packs inputs into batches, one vector each; decides no policy of its own."""
+"""The engine thread of a model that pools: a vector per input; what goes into a batch is decided in `core/pooling`."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from inference.protocol import Code
+from inference.protocol import Code, Priority
 from inference.worker.backend import BatchRow, Decode
+from inference.worker.core.pooling import Input, PoolQueue
 from inference.worker.core.steps import Row
 from inference.worker.errors import WorkerError
 from inference.worker.pulse import Pulse
@@ -23,7 +23,8 @@ from inference.worker.tickets import Ticket
 log = logging.getLogger("headgate.worker.embedder")
 
 MAX_QUEUED_TOKENS = 2**22
-"""16 MiB of token ids. A request that finds nobody waiting is taken whatever it holds."""
+"""16 MiB of token ids. The largest request is not counted, so one that finds nobody waiting is taken whatever it holds,
+and keeps out no small one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,7 @@ class PoolingBackend(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Input:
-    ticket: Ticket[Vector]
-    index: int
-    tokens: Sequence[int]
-    deadline: float | None
+_Input = Input[Ticket[Vector]]
 
 
 class Embedder:
@@ -73,11 +69,11 @@ class Embedder:
         self.pulse = Pulse(clock)
         self._scales = scales
         self._backend = backend
-        self._queue = queue
+        self._most_waiting = queue
         self._deliver = deliver
         self._clock = clock
-        self._inputs: deque[_Input] = deque()
-        self._taken: list[_Input] = []
+        self._queue: PoolQueue[Ticket[Vector]] = PoolQueue(backend.n_slots, backend.pool_tokens)
+        self._taken: Sequence[_Input] = []
         """No longer in the queue and not answered yet."""
         self._lock = threading.Lock()
         self._runner = Runner("embedder", self._turn, self._close, on_fatal)
@@ -86,26 +82,33 @@ class Embedder:
         """Starts the thread."""
         self._runner.start()
 
-    def submit(self, inputs: Sequence[Sequence[int]], ticket: Ticket[Vector], deadline: float | None = None) -> None:
+    def submit(
+        self,
+        inputs: Sequence[Sequence[int]],
+        ticket: Ticket[Vector],
+        deadline: float | None = None,
+        priority: Priority = Priority.NORMAL,
+    ) -> None:
         """Queues token lists; one Vector per input comes to the ticket. Raises WorkerError(queue_full)."""
         with self._lock:
-            if self._inputs and len(self._inputs) + len(inputs) > self._queue:
+            waiting = self._queue.requests
+            if waiting > 0 and waiting >= self._most_waiting:
                 raise WorkerError(
-                    Code.QUEUE_FULL, f"{len(self._inputs)} inputs wait for this model and its queue holds {self._queue}"
+                    Code.QUEUE_FULL, f"{waiting} requests wait for this model and its queue holds {self._most_waiting}"
                 )
-            waiting = sum(len(item.tokens) for item in self._inputs)
-            if waiting and waiting + sum(map(len, inputs)) > MAX_QUEUED_TOKENS:
+            if (tokens := self._queue.weight(inputs)) > MAX_QUEUED_TOKENS:
                 raise WorkerError(
                     Code.QUEUE_FULL,
-                    f"inputs of {waiting} tokens wait for this model and its queue holds {MAX_QUEUED_TOKENS}",
+                    f"besides a large one requests of {tokens} tokens would wait for this model, and its queue holds "
+                    f"{MAX_QUEUED_TOKENS}",
                 )
-            self._inputs.extend(_Input(ticket, index, tokens, deadline) for index, tokens in enumerate(inputs))
+            self._queue.add(ticket, inputs, self._clock(), priority, deadline)
         self._runner.wake()
 
     def abort(self, ticket: Ticket[Vector]) -> None:
         """Forgets what of a request was not computed yet."""
         with self._lock:
-            self._inputs = deque(item for item in self._inputs if item.ticket is not ticket)
+            self._queue.drop(ticket)
 
     def stop(self, reason: WorkerError, seconds: float = 5.0) -> bool:
         """Ends every request with `reason` after the running step; whether the thread ended within `seconds`."""
@@ -114,48 +117,34 @@ class Embedder:
     def _turn(self) -> bool:
         if batch := self._next():
             self._compute(batch)
-        return bool(batch or self._inputs)
+        return bool(batch or self.pulse.queued)
 
     def _close(self, reason: WorkerError) -> None:
         if self.pulse.step_started is not None:
             self.pulse.end()
         with self._lock:
-            self._taken += self._inputs
-            self._inputs.clear()
+            self._taken = [*self._taken, *self._queue.clear()]
         self.pulse.active = self.pulse.queued = 0
-        self._answer([(item.ticket, Vector(item.index, error=reason)) for item in self._taken])
+        self._answer([(item.owner, Vector(item.index, error=reason)) for item in self._taken])
         self._taken = []
 
     def _answer(self, vectors: list[tuple[Ticket[Vector], Vector]]) -> None:
         if vectors:
             self._deliver(vectors)
 
-    def _next(self) -> list[_Input]:
-        """As many inputs, in order, as are pooled at once; ends those that are too late or could never be pooled."""
-        chosen: list[_Input] = []
-        ended: list[tuple[_Input, WorkerError]] = []
-        room = self._backend.pool_tokens
-        now = self._clock()
+    def _next(self) -> Sequence[_Input]:
+        """The next batch; ends those that are too late or could never be pooled."""
         with self._lock:
-            while self._inputs and len(chosen) < self._backend.n_slots:
-                item = self._inputs[0]
-                if item.deadline is not None and item.deadline <= now:
-                    ended.append((self._inputs.popleft(), _too_late()))
-                    continue
-                if len(item.tokens) > self._backend.pool_tokens:
-                    ended.append((self._inputs.popleft(), _too_long(len(item.tokens), self._backend.pool_tokens)))
-                    continue
-                if len(item.tokens) > room:
-                    break
-                room -= len(item.tokens)
-                chosen.append(self._inputs.popleft())
-            self.pulse.queued = len(self._inputs)
-            self._taken = [*chosen, *(item for item, _error in ended)]
-        self._answer([(item.ticket, Vector(item.index, error=error)) for item, error in ended])
-        self._taken = chosen
-        return chosen
+            batch = self._queue.take(self._clock())
+            self.pulse.queued = self._queue.inputs
+            self._taken = [*batch.chosen, *batch.late, *batch.unfit]
+        ended = [(item, _too_late()) for item in batch.late]
+        ended += [(item, _too_long(len(item.tokens), self._backend.pool_tokens)) for item in batch.unfit]
+        self._answer([(item.owner, Vector(item.index, error=error)) for item, error in ended])
+        self._taken = batch.chosen
+        return batch.chosen
 
-    def _compute(self, batch: list[_Input]) -> None:
+    def _compute(self, batch: Sequence[_Input]) -> None:
         rows = [Row(number, number, 0, item.tokens, True) for number, item in enumerate(batch)]
         total = sum(len(item.tokens) for item in batch)
         self.pulse.active = len(batch)
@@ -170,6 +159,7 @@ class Embedder:
             log.exception("the step failed")
             vectors, failure = [], f"the engine failed ({type(error).__name__}: {error})"
         seconds = self.pulse.end()
+        self._queue.computed(seconds)
         self.pulse.active = 0
         if failure is None:
             self._runner.succeeded()
@@ -178,7 +168,7 @@ class Embedder:
         else:
             reason = WorkerError(Code.MODEL_FAILED, failure)
             vectors = [Vector(item.index, error=reason) for item in batch]
-        self._answer([(item.ticket, vector) for item, vector in zip(batch, vectors, strict=True)])
+        self._answer([(item.owner, vector) for item, vector in zip(batch, vectors, strict=True)])
         self._taken = []
         if failure is not None:
             self._runner.failed(failure)

@@ -71,10 +71,10 @@ class Vectors:
             raise BadRequestError(
                 f"model {self._facts.model_id!r} gives no embeddings", "model", code=Code.UNSUPPORTED_PARAMETER
             )
-        deadline = exchange.deadline(arrival)
+        deadline, priority = exchange.deadline(arrival), exchange.priority()
         ticket: Ticket[Vector] = Ticket(asyncio.get_running_loop())
         exchange.on_disconnect(ticket.leave)
-        embedder.submit(inputs, ticket, deadline)
+        embedder.submit(inputs, ticket, deadline, priority)
         vectors: dict[int, np.ndarray] = {}
         try:
             while len(vectors) < len(inputs):

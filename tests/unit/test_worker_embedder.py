@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from inference.protocol import Code
+from inference.protocol import Code, Priority
 from inference.worker.backend import BatchRow, Decode
 from inference.worker.embedder import MAX_QUEUED_TOKENS, Embedder, Vector
 from inference.worker.errors import WorkerError
@@ -112,15 +112,39 @@ async def test_a_failed_step_and_a_passed_deadline_are_told(bench: Bench) -> Non
     assert (await bench.ask([1]))[0].error is None
 
 
-async def test_the_queue_has_a_bound_in_tokens_and_one_request_alone_always_passes() -> None:
-    """The thread does not run, so what is queued stays."""
-    embedder = Embedder(FakePooling(), 100, lambda _vectors: None, lambda _message: None)
-    first: Ticket[Vector] = Ticket(asyncio.get_running_loop())
-    second: Ticket[Vector] = Ticket(asyncio.get_running_loop())
-    embedder.submit([range(MAX_QUEUED_TOKENS)] * 2, first)
-    with pytest.raises(WorkerError, match=f"{2 * MAX_QUEUED_TOKENS} tokens wait") as full:
-        embedder.submit([[1]], second)
+async def test_the_queue_has_bounds_that_a_large_request_does_not_fill() -> None:
+    """In requests, and in tokens but for those of the largest. The thread does not run, so what is queued stays."""
+    embedder = Embedder(FakePooling(), 3, lambda _vectors: None, lambda _message: None)
+    large, other, small = (Ticket[Vector](asyncio.get_running_loop()) for _ in range(3))
+    embedder.submit([range(MAX_QUEUED_TOKENS)] * 2, large)
+    with pytest.raises(WorkerError, match=f"requests of {MAX_QUEUED_TOKENS + 32} tokens") as full:
+        embedder.submit([range(MAX_QUEUED_TOKENS)], other)
     assert full.value.code is Code.QUEUE_FULL
-    embedder.abort(first)
-    embedder.submit([range(MAX_QUEUED_TOKENS - 1)], second)
-    embedder.submit([[1]], second)
+    embedder.submit([[1]] * 2000, small)
+    embedder.submit([[1]], small)
+    with pytest.raises(WorkerError, match="3 requests wait"):
+        embedder.submit([[1]], other)
+    embedder.abort(small)
+    embedder.submit([[1]], other)
+
+
+async def test_requests_are_served_by_priority_and_one_after_the_other_in_turn() -> None:
+    """A small one between the batches of a large one; the clock moves 1 s with each batch."""
+    backend, now = _Ticking(n_slots=2), 100.0
+    embedder = Embedder(backend, 8, lambda _vectors: None, lambda _message: None, lambda: now + backend.seconds)
+    ticket: Ticket[Vector] = Ticket(asyncio.get_running_loop())
+    embedder.submit([[1] * 4] * 6, ticket, priority=Priority.LOW)
+    embedder.submit([[1] * 2] * 6, ticket)
+    embedder.submit([[1] * 3] * 4, ticket)
+    embedder.submit([[1]], ticket, priority=Priority.HIGH)
+    while embedder._turn():
+        continue
+    assert backend.batches == [[1, 2], [3, 3], [2, 2], [3, 3], [2, 2], [2, 4], [4, 4], [4, 4], [4]]
+
+
+class _Ticking(FakePooling):
+    """Takes a second for each batch."""
+
+    @property
+    def seconds(self) -> float:
+        return float(len(self.batches))

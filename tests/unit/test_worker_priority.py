@@ -1,0 +1,123 @@
+"""What a request's priority does once it is in a worker: what waits is answered in its order, whatever it asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from inference.protocol import H_PRIORITY, Priority
+from inference.worker.core.steps import Limits
+from inference.worker.embedder import Embedder, Vector
+from inference.worker.engine import Engine
+from inference.worker.errors import UnloadedError
+from inference.worker.http import App
+from inference.worker.prompts import Prompts
+from inference.worker.requests import Facts
+from inference.worker.tickets import Courier, Ticket
+from inference.worker.work import Work
+from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, SamplerShop
+from tests.unit.test_worker_embedder import FakePooling
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": [104, 105], "max_tokens": 2},
+    "/v1/embeddings": {"input": [[104, 105], [106]]},
+}
+
+
+class TellingEngine(Engine):
+    """One that says when it was given a request."""
+
+    given: asyncio.Event
+
+    def submit(self, work: Work, ticket: Ticket[Any]) -> None:
+        super().submit(work, ticket)
+        self.given.set()
+
+
+class TellingEmbedder(Embedder):
+    """The same for one that pools."""
+
+    given: asyncio.Event
+
+    def submit(
+        self,
+        inputs: Sequence[Sequence[int]],
+        ticket: Ticket[Vector],
+        deadline: float | None = None,
+        priority: Priority = Priority.NORMAL,
+    ) -> None:
+        super().submit(inputs, ticket, deadline, priority)
+        self.given.set()
+
+
+def apps(executor: ThreadPoolExecutor, path: str) -> tuple[App, TellingEngine | TellingEmbedder]:
+    """A worker's HTTP over a thread, not started, that does one thing after the other."""
+    deliver = Courier(asyncio.get_running_loop()).deliver
+    pools = path == "/v1/embeddings"
+    facts = Facts("tiny", 100, 257, 8, ("embeddings",) if pools else ("completions",))
+    engine: TellingEngine | None = None
+    embedder: TellingEmbedder | None = None
+    if pools:
+        embedder = TellingEmbedder(FakePooling(n_slots=1), 8, deliver, print)
+    else:
+        limits = Limits(slots=1, context=100, batch=32, queue=8)
+        engine = TellingEngine(FakeBackend(), ByteVocabulary(), SamplerShop(b"abc"), limits, deliver, print)
+    tokenizer: Any = SimpleNamespace(longest_piece=None)  # token ids need no more
+    app = App(facts, Prompts(tokenizer, None, facts), lambda _tokens: "", engine, embedder, executor)
+    thread = engine or embedder
+    assert thread is not None
+    thread.given = asyncio.Event()
+    return app, thread
+
+
+async def status(app: App, path: str, priority: str) -> int:
+    """Of one request, whose caller stays."""
+    raw = json.dumps(BODIES[path]).encode()
+    headers = [(b"content-length", str(len(raw)).encode()), (H_PRIORITY.encode(), priority.encode())]
+    unread = [{"type": "http.request", "body": raw, "more_body": False}]
+    said: list[int] = []
+
+    async def receive() -> dict[str, Any]:
+        return unread.pop() if unread else await asyncio.get_running_loop().create_future()
+
+    async def send(message: Any) -> None:
+        said.extend([message["status"]] if "status" in message else [])
+
+    await app({"type": "http", "method": "POST", "path": path, "headers": headers}, receive, send)
+    return said[0]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_high_request_is_answered_before_a_low_one_that_came_first(path: str) -> None:
+    """And one that says nothing between them."""
+    ended: list[str] = []
+
+    async def ask(priority: str) -> None:
+        assert await status(app, path, priority) == 200
+        ended.append(priority)
+
+    with ThreadPoolExecutor(1) as executor:
+        app, thread = apps(executor, path)
+        async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+            for priority in ("low", "", "high"):
+                tasks.create_task(ask(priority))
+                await thread.given.wait()
+                thread.given.clear()
+            thread.start()
+    assert ended == ["high", "", "low"]
+    assert thread.stop(UnloadedError())
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_priority_that_is_none_is_refused(path: str) -> None:
+    with ThreadPoolExecutor(1) as executor:
+        app, thread = apps(executor, path)
+        async with asyncio.timeout(5):
+            assert await status(app, path, "urgent") == 400
+    assert not thread.given.is_set()
