@@ -402,6 +402,12 @@ _VOCABULARIES: Mapping[str, Change] = {
     "template-list": _entry("tokenizer.chat_template", ARRAY, texts(["{{ messages }}"])),
 }
 
+_SHARED = (
+    "{%- set ns = namespace(a=[1], b=[1]) %}{% for i in range(60) %}"
+    "{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor -%}"
+)
+"""Two lists that are small in memory and have 2**60 numbers each to whoever walks over them."""
+
 TEMPLATES: Mapping[str, str | bytes] = {
     "empty": "",
     "not-text": b"\xff\xfe{{ messages }}",
@@ -422,5 +428,21 @@ TEMPLATES: Mapping[str, str | bytes] = {
     "deep-blocks": "{% if true %}" * 500 + "x" + "{% endif %}" * 500,
     "large": "x" * (2**20 + 1),
     "nothing-of-the-messages": "{# silent #}",
+    "shared-compared": _SHARED + "{{ ns.a == ns.b }}",
+    "shared-as-json": _SHARED + "{{ ns.a | tojson }}",
+    "shared-as-text": _SHARED + "{{ ns.a | string }}",
+    "wide-by-star": "{{ ('%*d' % (1500000000, 1)) | length }}",
+    "wide-by-format": "{{ '{:>1500000000}'.format('x') | length }}",
+    "wide-json": "{{ [1] | tojson(indent=1500000000) | length }}",
+    "wide-batch": "{{ [1] | batch(150000000, 'x') | list | length }}",
+    "bytes-times": "{{ ('x'.encode() * 1500000000) | length }}",
+    "bytes-of-a-number": "{{ (1).to_bytes(1500000000) | length }}",
+    "large-numbers": (
+        "{% set ns = namespace(n=3) %}{% for i in range(40) %}{% set ns.n = ns.n * ns.n %}{% endfor %}{{ ns.n > 1 }}"
+    ),
+    "namespaces-as-text": (
+        "{% set ns = namespace(a=1) %}{% for i in range(40) %}{% set ns.a = namespace(a=ns.a, b=ns.a) %}{% endfor %}"
+        "{{ ns.a }}"
+    ),
     "zero-bytes": "a\0b{{ messages[0].content }}\0",
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from inference.worker import templates
+from inference.worker import frugal, rendering, sandbox
 from inference.worker.errors import BadRequestError
 from inference.worker.prompts import Prompts
 from inference.worker.requests import Facts
@@ -92,7 +92,8 @@ def test_a_refusal_of_the_template_is_a_400_in_its_own_words() -> None:
         "{{ 'x'.ljust(99999999999) }}",
     ],
 )
-def test_a_broken_or_hostile_template_is_a_400(source: str) -> None:
+def test_a_broken_or_hostile_template_is_a_400(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "RENDER_SECONDS", 0.3)
     with pytest.raises(BadRequestError):
         template(source).render(user("x"), {}, generate=True)
 
@@ -113,8 +114,11 @@ DOUBLED = "{%% set ns = namespace(x='xx') %%}{%% for _ in range(48) %%}%s{%% end
     ],
 )
 def test_a_template_that_doubles_a_text_is_stopped_before_memory_ends(step: str) -> None:
-    with pytest.raises(BadRequestError, match="characters"):
-        template(DOUBLED % step).render(user("x"), {}, generate=True)
+    """It does not get far where it is paid for, and no further than the limits in a child."""
+    template = frugal.Frugal().from_string(DOUBLED % step)
+    with pytest.raises(frugal.CostlyError):
+        frugal.begin()
+        template.render()
 
 
 def test_texts_are_put_together_as_ever() -> None:
@@ -128,7 +132,7 @@ def test_texts_are_put_together_as_ever() -> None:
 
 def test_a_template_that_runs_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread it ran in ends as well."""
-    monkeypatch.setattr(templates, "RENDER_SECONDS", 0.2)
+    monkeypatch.setattr(rendering, "RENDER_SECONDS", 0.2)
     endless = "{% for a in range(90000) %}{% for b in range(90000) %}{% set c = a * b %}{% endfor %}{% endfor %}"
     started = time.monotonic()
     with pytest.raises(BadRequestError, match="longer than"):
@@ -137,7 +141,7 @@ def test_a_template_that_runs_too_long_is_stopped(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_template_that_writes_too_much_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(templates, "MAX_RENDERED_CHARS", 1000)
+    monkeypatch.setattr(sandbox, "MAX_RENDERED_CHARS", 1000)
     with pytest.raises(BadRequestError, match="1000 characters"):
         template("{% for a in range(9999) %}xxxxxxxxxx{% endfor %}").render(user("x"), {}, generate=True)
 

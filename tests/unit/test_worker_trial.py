@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from inference.worker.trial import Trial, TrialError
+from inference.worker.aside import OverLimitsError
+from inference.worker.trial import Trial
 from tests.rigs.processes import is_alive, wait_until
 
 STACK_BYTES = 64 << 20
@@ -41,7 +42,7 @@ def test_a_good_grammar_has_no_faults_and_a_bad_one_has_words(trial: Trial) -> N
 def test_one_that_explodes_is_ended_and_the_next_one_tried(trial: Trial) -> None:
     assert trial.check(grammar({"type": "object"})) == ""
     first = pid_of(trial)
-    with pytest.raises(TrialError):
+    with pytest.raises(OverLimitsError):
         trial.check(grammar(EXPLODING))
     assert not is_alive(first)
     assert trial.check(grammar({"type": "object"})) == ""

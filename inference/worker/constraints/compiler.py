@@ -13,13 +13,14 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from inference.protocol import Code
+from inference.worker.aside import OverLimitsError
 from inference.worker.backend import Constraint, Mask
 from inference.worker.constraints import grammar
 from inference.worker.constraints.masks import Guide, Scratch, guarded
 from inference.worker.constraints.reasons import reason
 from inference.worker.core.forms import Form
 from inference.worker.errors import BadRequestError, WorkerError
-from inference.worker.trial import Trial, TrialError
+from inference.worker.trial import Trial
 
 STACK_BYTES = 256 << 20
 """Of the thread that compiles; only what is touched is ever allocated. llguidance follows references by recursion, at
@@ -132,7 +133,7 @@ class Compiler:
         """Raises what is wrong with the grammar, found out where it can do no harm."""
         try:
             said = self._trial.check(source)
-        except TrialError:
+        except OverLimitsError:
             raise BadRequestError(
                 "what the answer must look like takes too long or too much memory to prepare; ask for less, or for "
                 "fewer and shorter patterns",

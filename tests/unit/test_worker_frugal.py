@@ -1,0 +1,107 @@
+"""Templates pay for what they build: what may take long is never begun, and ordinary ones are as they ever were."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from inference.worker import frugal
+from inference.worker.rendering import Rendering
+from inference.worker.sandbox import Sandbox
+from tests.rigs.damaged_gguf import TEMPLATES
+
+COSTLY = {
+    **{
+        name: str(source)
+        for name, source in TEMPLATES.items()
+        if name.startswith(("shared", "wide", "bytes", "large-"))
+    },
+    "namespaces": str(TEMPLATES["namespaces-as-text"]),
+    "power": "{{ 10 ** 9999999 }}",
+    "times": "{{ 'x' * 99999999999 }}{{ [1] * 99999999999 }}",
+    "format": "{{ '%99999999999d' % 1 }}",
+    "format-filter": "{{ '%99999999999d' | format(1) }}",
+    "padded": "{{ 'x'.ljust(99999999999) }}",
+    "centered": "{{ 'x' | center(99999999999) }}",
+    "words": "{{ lipsum(n=1000000) }}",
+    "rounded": "{{ 1 | round(-999999999) }}",
+    "time": "{{ strftime_now('%Y' * 40) }}",
+    "json-of-many": "{{ ('x' * 9999999)[:] and [text, text] | tojson }}",
+    "many-of-one-text": "{{ (range(9000) | map(attribute='no', default=text) | list) == 1 }}",
+    "joined": "{{ range(9000) | map(attribute='no', default=text) | join }}",
+    "joined-by": "{{ text.join(range(9000) | list) }}",
+    "split": "{% for i in range(9000) %}{% set a = text.split('x') %}{% endfor %}",
+    "copied": "{% for i in range(9000) %}{% set a = text.upper() %}{% endfor %}",
+    "cut": "{% for i in range(9000) %}{% set a = text[1:] %}{% endfor %}",
+    "listed": "{% for i in range(9000) %}{% set a = text | list %}{% endfor %}",
+    "added": "{% for i in range(9000) %}{% set a = [text] + [text] %}{% endfor %}",
+    "put-in-a-dict": "{% for i in range(9000) %}{% set a = {'a': text} %}{% endfor %}",
+    "put-in-a-pair": "{% for i in range(9000) %}{% set a = (text, text) %}{% endfor %}",
+    "given-to-a-macro": (
+        "{% macro m() %}{{ varargs | length }}{% endmacro %}{% for i in range(9000) %}{{ m([text]) }}{% endfor %}"
+    ),
+    "large-number": "{{ number + 1 }}",
+    "is-upper": "{{ ns is upper }}",
+}
+
+
+@pytest.mark.parametrize("name", sorted(COSTLY))
+def test_what_may_take_long_is_not_begun(name: str) -> None:
+    """Compiling computes nothing, and the operation is refused before it is done."""
+    template = frugal.Frugal().from_string(COSTLY[name])
+    frugal.begin()
+    with pytest.raises(frugal.CostlyError):
+        template.render(text="x" * 20_000, number=2**80)
+
+
+ORDINARY = """\
+{%- macro shown(value, names=['a', 'b'], more={}) -%}
+  {%- if value is mapping %}{% for name, item in value | items %}{{ name ~ ':' ~ item }};{% endfor %}
+  {%- elif value is string %}{{ value | trim }}{% else %}{{ value | tojson }}{% endif -%}
+{%- endmacro -%}
+{%- set ns = namespace(last=-1, found=[], text='') -%}
+{%- for message in messages[::-1] -%}
+  {%- set index = messages | length - 1 - loop.index0 -%}
+  {%- if message.get('role') == 'user' and not message['content'].startswith('<') -%}
+    {%- set ns.last = index * 2 // 1 + 1 -%}
+    {%- set ns.found = ns.found + [message] -%}
+    {%- set ns.text = ns.text + message.content.split('</think>')[-1].strip('\\n') -%}
+  {%- endif -%}
+{%- endfor -%}
+{%- for tool in tools or [] %}{{ shown(tool.function, more={'x': 1}) }}{{ tool | tojson(indent=2) }}{% endfor -%}
+{{ ns.last }}{{ ns.found | map(attribute='role') | join(', ') }}{{ ns.text | upper }}{{ [1, 2] | tojson }}
+{{- shown([1, {'a': none}]) }}{{ shown(' x ') }}{{ 'aab' | replace('a', 'b') }}{{ 'aab'.replace('a', '') }}
+{{- 'a-b'.split('-') | list }}{{ '%' ~ 3 % 2 }}{{ 7 / 2 }}{{ 'ab' * 2 }}{{ missing is defined }}{{ dict(a=1).a }}
+{{- messages | selectattr('role', 'equalto', 'user') | list | length }}{{ 'x' if 'ell' in 'hello' else 'y' }}
+{% set block %}{{ ns.text }}{{ 1.5 }}{% endset %}{{ block | capitalize }}{{ '.'.join(['p', 'q']) }}{{ true and 'z' }}
+"""
+MESSAGES = [{"role": "user", "content": "a</think>\nHello"}, {"role": "user", "content": "<x>"}]
+TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def test_ordinary_templates_can_afford_themselves() -> None:
+    """And write what they write without any bounds, in a thread and in the child."""
+    variables: dict[str, Any] = {"messages": MESSAGES, "tools": TOOLS}
+    expected = Sandbox().from_string(ORDINARY).render(variables)
+    rendering = Rendering(ORDINARY)
+    assert rendering.text(variables) == expected
+    assert rendering._outside is None
+    assert Rendering("{{ ''.join(['x']) ~ '{}'.format('y') }}" + ORDINARY).text(variables) == "xy" + expected
+
+
+def test_one_rendering_does_not_pay_for_another() -> None:
+    template = frugal.Frugal().from_string("{{ ('x' * 40000000) | length }}")
+    said: list[str] = []
+
+    def render() -> None:
+        frugal.begin()
+        said.append(template.render())
+
+    for _ in range(2):
+        render()
+    thread = threading.Thread(target=render)
+    thread.start()
+    thread.join()
+    assert said == ["40000000"] * 3
