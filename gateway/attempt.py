@@ -30,6 +30,8 @@ _CODES = frozenset(Code)
 COMMENT_GRACE_SECONDS = 5.0
 """Comments of the last tier are held back so long: within it a refusal can still have its true status."""
 
+_FINISHED = Observation(End.FINISHED)
+
 _ENDS: Mapping[Due, End | UpstreamKind] = {
     Due.SILENCE: UpstreamKind.TIMEOUT,
     Due.LOAD_WAIT: End.SPILLED,
@@ -148,7 +150,7 @@ class Attempt:
 
     def succeed(self) -> None:
         """Records the true end of a whole answer."""
-        self.settle(Observation(End.FINISHED))
+        self.settle(_FINISHED)
 
     async def abandon(self, error: BaseException) -> None:
         """Ends the attempt because of `error`, which its caller raises."""

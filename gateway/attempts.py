@@ -11,8 +11,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 from gateway.attempt import Attempt, outcome_name
 from gateway.breakers import Breakers, Lease, Refused
@@ -48,8 +48,7 @@ NEARLY_OVER_SECONDS = 0.1
 """The service counts whole milliseconds on a clock of its own, and so refuses a little before our time is over."""
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(NamedTuple):
     """Who asks, as far as an attempt must know. `silence_seconds` is the caller's own read time-out, of which
     `waited_seconds` passed before a tier could be asked. `retries`: it asks the same for the so manieth time again.
 
@@ -66,7 +65,7 @@ class Caller:
     retries: int = 0
     kv: str | None = None
     meter: Meter | None = None
-    why_cancelled: Callable[[], End] = field(default=lambda: End.CLIENT_LEFT)
+    why_cancelled: Callable[[], End] = lambda: End.CLIENT_LEFT
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 
 from gateway.errors import RefusedError
 from inference.protocol import Code
@@ -17,6 +18,9 @@ SMALL_BYTES = 64 * 1024
 LARGEST_AT_A_TIME = 16
 """So many bodies of the largest size allowed may be held at a time, or more of smaller ones."""
 
+NOTHING = contextlib.nullcontext()
+"""A context in which nothing has to be done."""
+
 _RETRY_SECONDS = 1.0
 
 
@@ -26,8 +30,7 @@ class Bodies:
     def __init__(self) -> None:
         self.held_bytes = 0
 
-    @contextlib.contextmanager
-    def hold(self, headers: Mapping[str, str], limit: int) -> Iterator[None]:
+    def hold(self, headers: Mapping[str, str], limit: int) -> AbstractContextManager[None]:
         """While a request with these headers is served; raises RefusedError (429) when there is no memory for it.
 
         A body whose length is not told counts as the longest there may be, which is `limit` bytes.
@@ -36,15 +39,14 @@ class Bodies:
         size = min(int(declared), limit) if declared.isdigit() else limit
         if not declared and "transfer-encoding" not in headers:
             size = 0  # HTTP: then there is no body
-        with self.room(size, limit):
-            yield
+        return self.room(size, limit)
+
+    def room(self, size: int, limit: int) -> AbstractContextManager[None]:
+        """The same for `size` bytes that a request needs beside its body."""
+        return NOTHING if size <= SMALL_BYTES else self._room(size, limit)
 
     @contextlib.contextmanager
-    def room(self, size: int, limit: int) -> Iterator[None]:
-        """The same for `size` bytes that a request needs beside its body."""
-        if size <= SMALL_BYTES:
-            yield
-            return
+    def _room(self, size: int, limit: int) -> Iterator[None]:
         if self.held_bytes + size > LARGEST_AT_A_TIME * limit:
             said = f"requests with {self.held_bytes} bytes of bodies are being served; try again shortly"
             raise RefusedError(Code.QUEUE_FULL, said, retry_after=_RETRY_SECONDS)

@@ -26,8 +26,9 @@ class Considered:
 
     def to_json(self) -> dict[str, Any]:
         """What is known of it; what is not is left out."""
-        said = {name: _plain(getattr(self.facts, name)) for name in self.facts.__dataclass_fields__}
-        said |= said.pop("speed")
+        said = {name: _plain(value) for name, value in self.facts._asdict().items()}
+        said |= self.facts.speed._asdict()
+        del said["speed"]
         said["prompt_tokens"] = self.prompt_tokens
         if self.expected is not None:
             said["expected_seconds"] = round(self.expected.seconds, 3)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import replace
 from ssl import SSLContext
 from typing import Any
 
@@ -90,7 +89,7 @@ class Images:
         if sum(map(len, contents)) > max_bytes:
             raise core.refusal(remotes[-1], f"and the others are together larger than {max_bytes} bytes (max_body)")
         urls = {remote: core.data_url(remote, content) for remote, content in zip(remotes, contents, strict=True)}
-        return replace(request, body=core.inlined(request.body, urls))
+        return request._replace(body=core.inlined(request.body, urls))
 
     async def aclose(self) -> None:
         """Ends what is under way."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,19 +136,21 @@ class Runtime:
             *(_close(provider) for _, provider in self._retired),
         )
 
-    @contextlib.contextmanager
-    def generation(self) -> Iterator[None]:
-        """Keeps the providers in force now open until the request ends, whatever a reload does meanwhile."""
-        number = self._number
+    def generation(self) -> _InUse:
+        """A context that keeps the providers in force now open until the request ends, whatever a reload does."""
+        return _InUse(self, self._number)
+
+    def use(self, number: int) -> None:
+        """One more request uses the providers of a generation."""
         self._users[number] += 1
-        try:
-            yield
-        finally:
-            self._users[number] -= 1
-            if not self._users[number]:
-                del self._users[number]
-            if self._retired:
-                self._close_retired()
+
+    def disuse(self, number: int) -> None:
+        """One request fewer does."""
+        self._users[number] -= 1
+        if not self._users[number]:
+            del self._users[number]
+        if self._retired:
+            self._close_retired()
 
     async def reload(self) -> dict[str, Any]:
         """Reads the configuration again and applies it whole; on any error everything stays as it was.
@@ -218,6 +219,22 @@ class Runtime:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("the background task %s died", task.get_name(), exc_info=error)
+
+
+class _InUse:
+    """A request's hold on the providers of its time."""
+
+    __slots__ = ("_number", "_runtime")
+
+    def __init__(self, runtime: Runtime, number: int) -> None:
+        self._runtime = runtime
+        self._number = number
+
+    def __enter__(self) -> None:
+        self._runtime.use(self._number)
+
+    def __exit__(self, *_error: object) -> None:
+        self._runtime.disuse(self._number)
 
 
 async def _close(provider: Provider) -> None:

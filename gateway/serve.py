@@ -6,15 +6,14 @@ key -> body -> typed request -> route -> a place at the door -> chain -> answer.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 
 from gateway.attempts import Caller, Request, Tools
 from gateway.auth import Key
+from gateway.bodies import NOTHING
 from gateway.core.chain import Found
 from gateway.core.outcome import End
 from gateway.core.quotes import without_quotes
@@ -74,7 +73,7 @@ class Generation:
         runtime = self._runtime
         key, tenant = runtime.keys.admit(exchange.headers, "use")
         meter = runtime.limiter.enter(key, exchange)
-        with meter or contextlib.nullcontext(), runtime.bodies.hold(exchange.headers, runtime.config.max_body):
+        with meter or NOTHING, runtime.bodies.hold(exchange.headers, runtime.config.max_body):
             caller = caller_of(exchange, key, tenant, meter)
             await self._admitted(key, caller, exchange, record, receive, send)
 
@@ -119,7 +118,7 @@ class Generation:
                 request = await runtime.images.inlined(request, runtime.config.max_body)
                 waited = time.monotonic() - queued
                 exchange.waited_seconds += waited
-                caller = replace(caller, waited_seconds=waited, why_cancelled=presence.why_cancelled)
+                caller = caller._replace(waited_seconds=waited, why_cancelled=presence.why_cancelled)
                 job = Request(tools, request, found, caller, record, exchange.began)
                 if request.stream:
                     with _Timed(job, exchange):
@@ -169,6 +168,8 @@ class Generation:
         tier = record.tier if record.outcome in ("success", "broken") else str(Tier.NONE)
         self._runtime.telemetry.count_request(route, tier, record.outcome)
         ordinary = record.outcome == "success" and record.reason == "none"
+        if ordinary and not log.isEnabledFor(logging.DEBUG):
+            return  # what is not written down need not be put into words
         log.log(
             logging.DEBUG if ordinary else logging.INFO,
             "request %s: %s -> %s: %s, %d attempts, %.0f ms%s", record.id, record.asked or "?",

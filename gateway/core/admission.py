@@ -7,8 +7,10 @@ starts after at most FAIR_TURN departures, and no class starves another. Times a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
+from typing import NamedTuple
 
 from gateway.core.limits import UNKNOWN_SECONDS, expected_end
 from inference.protocol import Priority
@@ -38,14 +40,13 @@ class Waiter:
     deadline: float
 
 
-@dataclass(frozen=True, slots=True)
-class Door:
+class Door(NamedTuple):
     """Who is inside since when, and who waits, in the order of arrival.
 
     `turns` places went to waiters so far; `mean_seconds` is how long requests take, once known.
     """
 
-    running: Mapping[int, float] = field(default_factory=dict)
+    running: Mapping[int, float] = MappingProxyType({})
     waiting: tuple[Waiter, ...] = ()
     turns: int = 0
     mean_seconds: float | None = None
@@ -85,13 +86,13 @@ def arrive(
         return Door({**door.running, number: now}, (), door.turns, door.mean_seconds), (Admit(number),)
     waiter = Waiter(number, priority, deadline)
     if len(door.waiting) < bounds.queue:
-        return replace(door, waiting=(*door.waiting, waiter)), ()
+        return door._replace(waiting=(*door.waiting, waiter)), ()
     wait = _room_in_queue(door, now)
     lowest = max(door.waiting, key=lambda other: (_RANK[other.priority], other.number), default=None)
     if lowest is None or _RANK[lowest.priority] <= _RANK[priority]:
         return door, (TurnAway(number, Why.FULL, wait),)
     others = tuple(other for other in door.waiting if other != lowest)
-    return replace(door, waiting=(*others, waiter)), (TurnAway(lowest.number, Why.FULL, wait),)
+    return door._replace(waiting=(*others, waiter)), (TurnAway(lowest.number, Why.FULL, wait),)
 
 
 def leave(door: Door, bounds: Bounds, number: int, now: float) -> tuple[Door, tuple[Effect, ...]]:
@@ -103,14 +104,14 @@ def leave(door: Door, bounds: Bounds, number: int, now: float) -> tuple[Door, tu
         del running[number]
         door = Door(running, door.waiting, door.turns, took if mean is None else mean + (took - mean) / _MEMORY)
     elif door.waiting:
-        door = replace(door, waiting=tuple(waiter for waiter in door.waiting if waiter.number != number))
+        door = door._replace(waiting=tuple(waiter for waiter in door.waiting if waiter.number != number))
     return _fill(door, bounds, now)
 
 
 def expire(door: Door, bounds: Bounds, now: float) -> tuple[Door, tuple[Effect, ...]]:
     """Turns away everyone whose deadline has come."""
     late = tuple(waiter for waiter in door.waiting if waiter.deadline <= now)
-    door = replace(door, waiting=tuple(waiter for waiter in door.waiting if waiter.deadline > now))
+    door = door._replace(waiting=tuple(waiter for waiter in door.waiting if waiter.deadline > now))
     # whoever comes again stands behind those who still wait
     wait = max(UNKNOWN_SECONDS, (len(door.waiting) + 1) * (door.mean_seconds or 0.0) / bounds.in_flight)
     return door, tuple(TurnAway(waiter.number, Why.LATE, wait) for waiter in late)
@@ -123,7 +124,7 @@ def resize(door: Door, bounds: Bounds, now: float) -> tuple[Door, tuple[Effect, 
 
 def next_deadline(door: Door) -> float | None:
     """When `expire` is due next, or None."""
-    return min((waiter.deadline for waiter in door.waiting), default=None)
+    return min(waiter.deadline for waiter in door.waiting) if door.waiting else None
 
 
 def _room_in_queue(door: Door, now: float) -> float:
@@ -140,6 +141,6 @@ def _fill(door: Door, bounds: Bounds, now: float) -> tuple[Door, tuple[Effect, .
         first = min(door.waiting, key=lambda waiter: (_RANK[waiter.priority], waiter.number))
         chosen = door.waiting[0] if turns % FAIR_TURN == 0 else first
         waiting = tuple(waiter for waiter in door.waiting if waiter != chosen)
-        door = replace(door, running={**door.running, chosen.number: now}, waiting=waiting, turns=turns)
+        door = door._replace(running={**door.running, chosen.number: now}, waiting=waiting, turns=turns)
         effects.append(Admit(chosen.number))
     return door, tuple(effects)

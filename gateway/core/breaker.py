@@ -10,8 +10,9 @@ functions are `(book, ...) -> (book, answer)`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from gateway.core import ramp as ramps
 from gateway.core.ramp import Ramp
@@ -58,8 +59,7 @@ class Rule:
     min_requests: int = 20
 
 
-@dataclass(frozen=True, slots=True)
-class Permit:
+class Permit(NamedTuple):
     """The right to make one attempt. A result counts only in the epoch that gave the permit."""
 
     epoch: int
@@ -80,8 +80,7 @@ class Refusal:
     silent: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Tally:
+class Tally(NamedTuple):
     """Results of one tenth of the window."""
 
     slot: int
@@ -99,8 +98,7 @@ class Count(IntEnum):
     """a failure that opens the breaker whatever the count in a row"""
 
 
-@dataclass(frozen=True, slots=True)
-class Book:
+class Book(NamedTuple):
     """Everything remembered about one breaker.
 
     `open_until` holds while it is open, `ramp` while it is closed after a recovery. `probe` is the one permit of
@@ -136,17 +134,17 @@ def scout(book: Book, now: float, expires: float) -> tuple[Book, Permit | None]:
     if book.state is not State.OPEN or is_probed(book, now):
         return book, None
     permit = Permit(book.epoch, book.issued + 1, True, expires)
-    return replace(book, issued=book.issued + 1, probe=permit), permit
+    return book._replace(issued=book.issued + 1, probe=permit), permit
 
 
 def hasten(book: Book, now: float) -> Book:
     """The book with its open period over: somebody saw the tier come back. The next attempt still is a probe."""
-    return replace(book, open_until=min(book.open_until, now)) if book.state is State.OPEN else book
+    return book._replace(open_until=min(book.open_until, now)) if book.state is State.OPEN else book
 
 
 def postpone(book: Book, until: float) -> Book:
     """The book with an open period that ends no sooner than `until`: the tier was just seen to be away."""
-    return replace(book, open_until=max(book.open_until, until)) if book.state is State.OPEN else book
+    return book._replace(open_until=max(book.open_until, until)) if book.state is State.OPEN else book
 
 
 def entered(book: Book, rule: Rule, state: State, now: float) -> Book:
@@ -179,7 +177,7 @@ def is_silent(waiting: Iterable[float], failures: int, rule: Rule, now: float) -
 
 def pausing(book: Book, seconds: float) -> Book:
     """The book whose next open period lasts exactly `seconds`."""
-    return replace(book, asked_pause=seconds)
+    return book._replace(asked_pause=seconds)
 
 
 def ask(
@@ -215,13 +213,13 @@ def renew(book: Book, permit: Permit) -> tuple[Book, Permit]:
 
     While more probes are needed it holds no probe's place, and its failure still counts.
     """
-    fresh = replace(permit, epoch=book.epoch, number=book.issued + 1, is_probe=False)
-    return replace(book, issued=book.issued + 1), fresh
+    fresh = permit._replace(epoch=book.epoch, number=book.issued + 1, is_probe=False)
+    return book._replace(issued=book.issued + 1), fresh
 
 
 def give_back(book: Book, permit: Permit) -> Book:
     """The permit's attempt says nothing about the tier (cancelled, ignored): a probe's place is free again."""
-    return replace(book, probe=None) if book.probe == permit else book
+    return book._replace(probe=None) if book.probe == permit else book
 
 
 def counts(book: Book, permit: Permit) -> bool:
@@ -256,10 +254,10 @@ def settle(
     if broke:
         if permit.number <= book.broke_below and now - book.broke_at < ONE_EVENT_SECONDS:
             return book, Count.NOTHING
-        book = replace(book, broke_at=now, broke_below=book.issued)
+        book = book._replace(broke_at=now, broke_below=book.issued)
     asked = pause if pause is None or trip else max(pause, rule.open)
     anew = None if book.ramp is None else ramps.lost(book.ramp, now)
-    book = replace(book, ramp=anew, tallies=_tally(book, rule, now, failed=1), asked_pause=asked)
+    book = book._replace(ramp=anew, tallies=_tally(book, rule, now, failed=1), asked_pause=asked)
     return book, Count.TRIP if trip or _ratio_exceeded(book, rule) else Count.FAILURE
 
 

@@ -6,12 +6,12 @@ Times are seconds on one monotonic clock that the caller reads; durations are se
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from enum import StrEnum
+from operator import itemgetter
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(NamedTuple):
     """What the configuration and the caller allow.
 
     `first_token` and `inter_token` bound silence, `total` the time to commit, `load_wait` the wait for a cold model
@@ -44,16 +44,18 @@ class Due(StrEnum):
     """the caller stops listening"""
 
 
-@dataclass(frozen=True, slots=True)
-class Deadline:
+class Deadline(NamedTuple):
     """The next deadline: when, and what it means that it passed."""
 
     at: float
     due: Due
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
+_AT = itemgetter(0)
+"""Of deadlines at the same time the first one named is the one that counts."""
+
+
+class Budget(NamedTuple):
     """One request's allowance across all its attempts.
 
     `patience` is how long its caller, who has had a part of the answer, may be left without another byte.
@@ -67,7 +69,9 @@ class Budget:
     @property
     def commit_by(self) -> float:
         """When something must have been sent to the caller."""
-        return self.started + min(self.limits.total, self._caller_silence)
+        limits = self.limits
+        silence = limits.caller_silence
+        return self.started + (limits.total if silence is None else min(limits.total, silence))
 
     @property
     def commit_due(self) -> Due:
@@ -98,15 +102,14 @@ class Budget:
 
         Its caller has had a byte, and is told what goes on: only silence can be too long for it.
         """
-        return Budget(replace(self.limits, caller_silence=None), now, self.attempts, self._caller_silence)
+        return Budget(self.limits._replace(caller_silence=None), now, self.attempts, self._caller_silence)
 
     def spend(self) -> Budget:
         """The budget after one more attempt began."""
         return Budget(self.limits, self.started, self.attempts + 1, self.patience)
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
+class Phase(NamedTuple):
     """How far an attempt is.
 
     `heard` is when the last frame or comment came (at first: when the attempt started). `waiting` is whether its last
@@ -137,7 +140,7 @@ def next_deadline(budget: Budget, phase: Phase) -> Deadline:
         silence = Deadline(_silent_at(limits, phase, limits.inter_token), Due.SILENCE)
         if not phase.whole or budget.commit_due is not Due.CALLER:
             return silence
-        return min(silence, Deadline(budget.commit_by, Due.CALLER), key=lambda deadline: deadline.at)
+        return min(silence, Deadline(budget.commit_by, Due.CALLER), key=_AT)
     found = [Deadline(_silent_at(limits, phase, limits.first_token), Due.SILENCE)]
     if not phase.last:
         share = budget.share(phase.started)
@@ -149,7 +152,7 @@ def next_deadline(budget: Budget, phase: Phase) -> Deadline:
         found.append(Deadline(budget.commit_by, budget.commit_due))
     if budget.patience < math.inf:
         found.append(Deadline(phase.heard + budget.patience, Due.CALLER if phase.last else Due.LOAD_WAIT))
-    return min(found, key=lambda deadline: deadline.at)
+    return min(found, key=_AT)
 
 
 def _silent_at(limits: Limits, phase: Phase, allowed: float) -> float:
@@ -172,4 +175,4 @@ def unary_deadline(budget: Budget, started: float, *, is_local: bool, last: bool
     if not last:
         wait = budget.limits.load_wait if is_local else math.inf
         found.append(Deadline(started + min(wait, budget.share(started)), Due.LOAD_WAIT))
-    return min(found, key=lambda deadline: deadline.at)
+    return min(found, key=_AT)

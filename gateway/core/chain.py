@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from gateway.core.ailing import Ailment
 from gateway.core.outcome import Ignore, Next, Reason
@@ -46,8 +47,7 @@ class Candidate:
         return Tier.LOCAL if self.position == 0 else Tier.LOCAL_FALLBACK
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(NamedTuple):
     """What is known about a candidate now; None is unknown and never a reason to drop.
 
     `closed_for`: seconds until its breaker admits a probe. `held_for`: seconds it asked to be left alone.
@@ -73,8 +73,7 @@ class Facts:
     """Why it would likely fail now: a reason to ask the others first, and none to drop it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wants:
+class Wants(NamedTuple):
     """What the request needs: capabilities, whether clouds are allowed, whether models that cannot fit are left out."""
 
     capabilities: frozenset[str] = frozenset()
@@ -131,8 +130,7 @@ class Dropped:
     details: Mapping[str, int | None] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Chain:
+class Chain(NamedTuple):
     """What is left to try, in order, and what was dropped. `put_off` says of some that are left why they come last."""
 
     kept: tuple[Candidate, ...]
@@ -140,8 +138,7 @@ class Chain:
     put_off: tuple[Dropped, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """The route that serves a model: its key in the configuration and the model's own name."""
 
     route: str

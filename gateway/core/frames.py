@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Endpoint(StrEnum):
@@ -33,8 +34,7 @@ class DeltaKind(StrEnum):
     """role only, empty delta"""
 
 
-@dataclass(frozen=True, slots=True)
-class Data:
+class Data(NamedTuple):
     """One chunk: `payload` is the JSON bytes without `data: `; `kind` was read from it once, by the provider."""
 
     payload: bytes

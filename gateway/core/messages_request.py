@@ -7,7 +7,7 @@ origin (`gateway.core.origin`), of which `gateway.core.anthropic_native` makes t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -44,7 +44,7 @@ def parse(raw: bytes, *, counting: bool = False, leaves_out: bool = False) -> In
     messages_fields.check(origin, counting=counting)
     _check_together(origin)
     body = Translated(to_chat(origin), origin)
-    return replace(typed(Endpoint.CHAT, body, len(raw)), is_only_bounded=True)
+    return typed(Endpoint.CHAT, body, len(raw))._replace(is_only_bounded=True)
 
 
 def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:

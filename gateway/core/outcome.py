@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from gateway.errors import UpstreamKind
 from inference.protocol import Code, ExitCause
@@ -33,8 +34,7 @@ class End(StrEnum):
     """the gateway itself stops"""
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
+class Observation(NamedTuple):
     """What the shell saw: `kind` always; the rest as far as the provider said it. `retry_after` is in seconds.
 
     `cause` is why the worker behind our own service ended, where that is the reason.

@@ -9,8 +9,7 @@ import difflib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -25,8 +24,7 @@ _EXPLAINED_BYTES = 2**20
 """A body that is no JSON is looked at a second time for a better explanation when it is no larger than this."""
 
 
-@dataclass(frozen=True, slots=True)
-class InferenceRequest:
+class InferenceRequest(NamedTuple):
     """A request that is well-formed. `body` is the caller's own, parsed; nobody changes it.
 
     `needs` are capabilities (`vision`, `tools`, `embeddings`, `rerank`). `size_bytes` is what was sent. `is_plain` is

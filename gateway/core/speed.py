@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
+class Speed(NamedTuple):
     """What was measured of a model; None where nothing was. `load_seconds` is 0 for one that is loaded,
     `queue_seconds` what somebody who comes now waits behind others once it is.
     """

@@ -32,6 +32,7 @@ Ask = Callable[[Call, bytes], Awaitable[Answer]]
 CLOSE_SECONDS = 0.2
 """How long the end of a finished response may take to come so that its connection can serve again."""
 
+_FINISH_KEY, _NO_FINISH = b'"finish_reason"', b'"finish_reason":null'
 _FINISH = re.compile(rb'"finish_reason"\s*:\s*"')
 _NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 _CONTENT = re.compile(
@@ -48,7 +49,8 @@ def kind_of(payload: bytes) -> DeltaKind:
 
     A quote inside a JSON string is escaped, so a key's closing quote and colon cannot occur in generated text.
     """
-    if _FINISH.search(payload):
+    # as our own worker writes it, and counted several times as quickly as it is searched for
+    if payload.count(_FINISH_KEY) != payload.count(_NO_FINISH) and _FINISH.search(payload):
         return DeltaKind.FINISH
     for key in _USUAL:
         begin = payload.find(key) + len(key)
@@ -140,6 +142,14 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
             raise frame
         return frame
 
+    def take_next(self) -> Frame | None:
+        """The next frame if it is here already."""
+        if not self._ready or isinstance(self._ready[0], UpstreamError):
+            return None
+        frame = self._ready.popleft()
+        assert not isinstance(frame, UpstreamError)
+        return frame
+
     def take_ready(self) -> list[Frame]:
         """The frames that are here already, so that they can leave in one write; an error waits its turn."""
         ready: list[Frame] = []
@@ -181,7 +191,7 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
                 self._take_all(frames)
         if not self._ready or self._passes():
             return
-        if self._waiter is None:
+        if self._waiter is None and not self._over:
             self._paused = True
             if self._answer is not None:
                 self._answer.pause()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from gateway.core.outcome import NEXT, End, Failure, Ignore, Next, Observation, Reason, Scope, Success, Verdict, judge
@@ -59,7 +57,7 @@ CASES: list[tuple[str, Observation, Verdict]] = [
     ("local device lost", _local(Code.DEVICE_LOST, 503, 4.0), Failure(M, 4.0, reached=True, broke=True)),
     (
         "local load that the device refused",
-        replace(_local(Code.MEMORY_LIMIT_EXCEEDED, 503, 1.0), cause="oom_load"),
+        _local(Code.MEMORY_LIMIT_EXCEEDED, 503, 1.0)._replace(cause="oom_load"),
         Failure(M, 1.0, reached=True, broke=True, needs_memory=True),
     ),
     ("local model failed", _local(Code.MODEL_FAILED, 503), Failure(M, reached=True, broke=True)),
