@@ -98,7 +98,8 @@ class Listening:
         """The next frame; raises UpstreamError or ExpiredError. Not to be called after Done."""
         assert self._frames is not None, "the stream is opened first"
         take = getattr(self._frames, "take_next", None)
-        if take is not None and (here := take()) is not None:  # nobody waits for it, so no deadline can pass
+        if take is not None and (here := take()) is not None:
+            self._heard = self._loop.time()  # nobody waits for it, so no timer is needed
             self._note(here)
             return here  # type: ignore[no-any-return]
         self._begin()
