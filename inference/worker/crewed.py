@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from inference.worker.backend import Backend, BatchRow, Decode
 from inference.worker.core.crew import Crew
+from inference.worker.hardware import IdleCores
 
 DIVIDED_FROM = 256
 """Cells of a lone sequence from which llama.cpp divides its attention over the threads, so that their number changes
@@ -21,7 +22,11 @@ class CrewedBackend:
     """
 
     def __init__(
-        self, backend: Backend, spare: Callable[[int], None], clock: Callable[[], float] = time.perf_counter
+        self,
+        backend: Backend,
+        spare: Callable[[int], None],
+        clock: Callable[[], float] = time.perf_counter,
+        idle: IdleCores | None = None,
     ) -> None:
         self.can_trim = backend.can_trim
         self.remove = backend.remove
@@ -30,6 +35,7 @@ class CrewedBackend:
         self._backend = backend
         self._leave = spare
         self._clock = clock
+        self._idle = idle or IdleCores()
         self._crew = Crew()
         self._spared = 0
 
@@ -42,7 +48,9 @@ class CrewedBackend:
         began = self._clock()
         status, last = self._backend.decode(rows)
         if status is Decode.OK:
-            self._crew = self._crew.observe(len(rows), self._clock() - began)
+            ended = self._clock()
+            idle = self._idle.over(began, ended) if self._crew.spared else None
+            self._crew = self._crew.observe(len(rows), ended - began, idle)
         return status, last
 
     def _spare(self, count: int) -> None:

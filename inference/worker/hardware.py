@@ -5,7 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+LEAST_SECONDS = 0.2
+"""The kernel counts idleness in hundredths of a second."""
+GAP_SECONDS = 0.005
+"""Between two steps in a row; after more, cores were idle because there was nothing to compute."""
 
 
 @functools.cache
@@ -21,6 +27,45 @@ def usable_cores() -> int:
     return max(1, min(count, _quota()))
 
 
+def idle_seconds() -> Mapping[int, float] | None:
+    """Seconds that each processor within the affinity mask had nothing to do, since some time in the past; None where
+    the kernel does not tell (`/proc/stat`: idle and waiting for I/O are the fourth and fifth figure).
+    """
+    try:
+        lines = Path("/proc/stat").read_text().splitlines()
+        tick = os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):
+        return None
+    fields = (line.split() for line in lines if line.startswith("cpu") and not line.startswith("cpu "))
+    seconds = {int(name.removeprefix("cpu")): (int(times[3]) + int(times[4])) / tick for name, *times in fields}
+    return {cpu: seconds[cpu] for cpu in os.sched_getaffinity(0) if cpu in seconds}
+
+
+class IdleCores:
+    """How many physical cores have nothing to do while something computes. `read` gives idle seconds per processor."""
+
+    def __init__(self, read: Callable[[], Mapping[int, float] | None] = idle_seconds) -> None:
+        self._read = read
+        self._since = self._last = -math.inf
+        self._before: Mapping[int, float] | None = None
+
+    def over(self, began: float, ended: float) -> float | None:
+        """After a step: idle cores on average over the last steps in a row, None where these were too short to tell."""
+        if began - self._last > GAP_SECONDS:
+            self._since, self._before = ended, self._read()
+        self._last = ended
+        if self._before is None or ended - self._since < LEAST_SECONDS:
+            return None
+        now, before, seconds = self._read() or {}, self._before, ended - self._since
+        self._since, self._before = ended, now
+        idle: dict[str, float] = {}
+        for cpu in now.keys() & before.keys():
+            core = _siblings(cpu) or str(cpu)
+            idle[core] = min(idle.get(core, 1.0), (now[cpu] - before[cpu]) / seconds)
+        return sum(idle.values())
+
+
+@functools.cache
 def _siblings(cpu: int) -> str | None:
     try:
         return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.worker.core.crew import FIRST_PAUSE, LONGEST_PAUSE, SETTLING, WINDOW, Crew
+from inference.worker.core.crew import FIRST_PAUSE, IDLE, LONGEST_PAUSE, SETTLING, WINDOW, Crew
 
 TRIAL = SETTLING + WINDOW
 COSTS = st.tuples(st.floats(1e-4, 0.1), st.floats(1e-4, 0.1))
@@ -60,6 +60,24 @@ def test_a_change_of_the_machine_is_noticed_at_once_where_it_hurts(costs: tuple[
         return
     _, spared = driven(crew, (0.02, 0.002), 2 * WINDOW + TRIAL + 1)
     assert spared[-1] == 1
+
+
+@given(st.integers(1, 32), st.integers(1, 32), st.integers(0, 8))
+def test_a_spared_core_that_nobody_uses_is_taken_back_at_once(rows: int, others: int, doublings: int) -> None:
+    """However long the next trial is away, and with another load than before; the next time is awaited longer."""
+    pause = min(FIRST_PAUSE * 2**doublings, LONGEST_PAUSE)
+    crew = Crew(spared=1, rows=rows, pause=pause, until_trial=pause)
+    assert crew.observe(rows, 0.02, IDLE * 0.9).spared == 1, "somebody uses it"
+    assert crew.observe(rows, 0.02).spared == 1, "nobody looked"
+    back = crew.observe(others, 0.02, IDLE)
+    assert (back.spared, back.rows, back.until_trial) == (0, others, min(2 * pause, LONGEST_PAUSE))
+
+
+def test_a_trial_is_judged_by_its_steps_alone() -> None:
+    """A core that is idle while it is spared to find out whether that is faster says nothing yet."""
+    crew, _ = driven(Crew(), (0.01, 0.01), FIRST_PAUSE + SETTLING + 1)
+    assert (crew.spared, crew.is_trying) == (1, True)
+    assert crew.observe(1, 0.01, 1.0).is_trying
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.floats(1e-5, 1.0)), max_size=400))

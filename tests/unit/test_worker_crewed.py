@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import pytest
 
 from inference.worker.backend import BatchRow, Decode
 from inference.worker.core.steps import Row
 from inference.worker.crewed import DIVIDED_FROM, CrewedBackend
+from inference.worker.hardware import GAP_SECONDS, LEAST_SECONDS, IdleCores, idle_seconds
 from tests.rigs.fake_backend import FakeBackend
 
 
 @dataclass
 class Machine:
-    """A context on cores that others use: a step takes a second with all threads, a tenth with one fewer."""
+    """A context on two cores that others use: a step takes a second with all threads, a tenth with one fewer. Once they
+    have left it is as fast with all of them as it was with one fewer, and half as fast with that.
+    """
 
     now: float = 0.0
+    idle: float = 0.0
+    are_others_here: bool = True
     spared: int = 0
     steps: list[int] = field(default_factory=list)
     status: Decode = Decode.OK
@@ -28,11 +37,14 @@ class Machine:
 
         def decode(rows: Sequence[BatchRow]) -> tuple[Decode, list[int]]:
             self.steps.append(self.spared)
-            self.now += 0.1 if self.spared else 1.0
+            crowded, alone = (1.0, 0.1), (0.1, 0.2)
+            seconds = (crowded if self.are_others_here else alone)[self.spared]
+            self.now += seconds
+            self.idle += 0.0 if self.are_others_here else seconds * self.spared
             return self.status, [0] * len(rows)
 
         fake.decode = decode  # type: ignore[method-assign]
-        return CrewedBackend(fake, self.spare, lambda: self.now)
+        return CrewedBackend(fake, self.spare, lambda: self.now, IdleCores(lambda: {0: 0.0, 1: self.idle}))
 
 
 def row(start: int = 5, tokens: tuple[int, ...] = (1,), slot: int = 0) -> Row:
@@ -47,6 +59,46 @@ def test_a_crowded_machine_gets_a_core() -> None:
         backend.decode([row()])
     assert machine.steps[0] == 0
     assert machine.steps.count(0) < 100
+
+
+def test_a_core_that_nobody_needs_any_more_is_taken_back() -> None:
+    """Not after as many steps as the last trials in vain were apart."""
+    machine = Machine()
+    backend = machine.backend()
+    for _ in range(3000):
+        backend.decode([row()])
+    machine.are_others_here = False
+    machine.steps.clear()
+    for _ in range(20):
+        backend.decode([row()])
+    assert machine.steps[-10:] == [0] * 10
+
+
+def test_idle_cores_are_those_of_steps_in_a_row() -> None:
+    """Before the first step, and after a pause, cores were idle because there was nothing to compute."""
+    idle = {0: 0.0, 1: 0.0}
+    cores = IdleCores(lambda: dict(idle))
+    assert cores.over(10.0, 11.0) is None
+    idle[1] = 0.05
+    assert cores.over(11.0, 11.0 + LEAST_SECONDS / 2) is None, "too short to tell"
+    idle[1] = 2.0
+    assert cores.over(11.0 + LEAST_SECONDS / 2, 13.0) == pytest.approx(1.0)
+    idle[1] = 5.0
+    assert cores.over(13.0 + 2 * GAP_SECONDS, 16.0) is None, "it rested before"
+    assert cores.over(16.0, 17.0) == pytest.approx(0.0)
+
+
+def test_who_cannot_tell_says_so() -> None:
+    cores = IdleCores(lambda: None)
+    assert [cores.over(at, at + 1.0) for at in (0.0, 1.0, 2.0)] == [None] * 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_the_kernel_counts_the_idle_seconds_of_our_processors() -> None:
+    seconds = idle_seconds()
+    assert seconds is not None
+    assert set(seconds) == os.sched_getaffinity(0)
+    assert all(count >= 0 for count in seconds.values())
 
 
 def test_prompts_use_every_thread() -> None:

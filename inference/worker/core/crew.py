@@ -1,8 +1,10 @@
-"""Decides whether a step leaves one core to others, from how long steps took either way; never reads a clock.
+"""Decides whether a step leaves one core to others, from how long steps took and whether others took it; never reads a
+clock.
 
 Threads that compute a step wait for each other some sixty times. One that lost its core, to another process or to our
 own event loop, holds up all of them, and a step can take ten times as long as with one thread fewer. On quiet cores
-every thread helps. Which is true changes from minute to minute, so both ways are tried, side by side in time.
+every thread helps. Which is true changes from minute to minute, so both ways are tried, side by side in time; and a
+core that was left to others is taken back when they leave it idle.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ FIRST_PAUSE, LONGEST_PAUSE = 32, 2048
 
 WORTH = 0.9
 """A change is made where the other way takes this part of the time, or less."""
+
+IDLE = 0.5
+"""Of a core: where so much lay idle while one was spared, nobody needs it."""
 
 WORSE = 1.5
 """Steps that take so many times what they took at the last trial are a reason for the next one."""
@@ -50,8 +55,12 @@ class Crew:
         """Whether the next step belongs to a trial."""
         return bool(self.before)
 
-    def observe(self, rows: int, seconds: float) -> Crew:
-        """After a step that computed one token of each of `rows` sequences in `seconds`."""
+    def observe(self, rows: int, seconds: float, idle: float | None = None) -> Crew:
+        """After a step that computed one token of each of `rows` sequences in `seconds`. `idle` cores had nothing to do
+        meanwhile; None where that was not looked at.
+        """
+        if self.spared and not self.is_trying and idle is not None and idle >= IDLE:
+            return replace(self._changed(), rows=rows, usual=None)._patient()
         if rows != self.rows:
             return self._other_load(rows)
         if self.is_trying and self.spared and seconds > HOPELESS * median(self.before):
@@ -81,5 +90,8 @@ class Crew:
         known = median(self.before)
         if other <= WORTH * known:
             return replace(self, before=(), usual=other, pause=FIRST_PAUSE, until_trial=FIRST_PAUSE)
+        return replace(self._changed(), before=(), usual=known)._patient()
+
+    def _patient(self) -> Crew:
         pause = min(2 * self.pause, LONGEST_PAUSE)
-        return replace(self._changed(), before=(), usual=known, pause=pause, until_trial=pause)
+        return replace(self, pause=pause, until_trial=pause)
