@@ -27,6 +27,7 @@ from tests.rigs import fake_inference
 from tests.rigs.canned_http import Canned, canned_service
 from tests.rigs.fake_provider import KEY, FakeProvider
 from tests.rigs.fake_provider.answers import Answer, ToolUse
+from tests.rigs.full_backlog import full_backlog
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -298,22 +299,14 @@ async def test_nobody_listening_is_a_connect_error(rig: Rig) -> None:
 
 
 async def test_a_connection_that_is_not_made_in_time_is_a_connect_error(rig: Rig) -> None:
-    with socket.socket() as full:
-        full.bind(("127.0.0.1", 0))
-        full.listen(0)
-        waiting = [socket.socket() for _ in range(4)]
-        for client in waiting:
-            client.setblocking(False)
-            client.connect_ex(full.getsockname())
-        provider = rig.make(f"http://127.0.0.1:{full.getsockname()[1]}", KEY)
+    with full_backlog() as address:
+        provider = rig.make(f"http://{address}", KEY)
         begun = asyncio.get_running_loop().time()
         with pytest.raises(UpstreamError) as caught:
             async with provider.stream(rig.call(connect_seconds=0.3)):
                 raise AssertionError("a stream from a full queue")
         took = asyncio.get_running_loop().time() - begun
         await provider.aclose()
-        for client in waiting:
-            client.close()
     assert caught.value.kind is UpstreamKind.CONNECT, caught.value
     assert took < 3
 

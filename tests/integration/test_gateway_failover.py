@@ -14,6 +14,7 @@ import pytest
 
 from inference.protocol import Code, ModelState, ModelStatus
 from tests.rigs.fake_inference import Answer, FakeInference
+from tests.rigs.full_backlog import full_backlog
 from tests.rigs.gateway_rig import CONFIG, MESSAGES, Gateway
 from tests.rigs.stack import until
 
@@ -541,6 +542,24 @@ async def test_the_total_bounds_the_time_to_commit_over_all_tiers(tmp_path: Path
         assert "retry-after" not in answer.headers
         assert (await gateway.breaker("local/demo"))["failures"] == 1
         assert (await gateway.breaker("local/demo-mini"))["failures"] == 0, "it did not have its fair time"
+
+
+async def test_a_connection_is_given_up_in_its_own_time(tmp_path: Path) -> None:
+    """Long before the silence that an answer may have; our own service and a cloud alike."""
+    with full_backlog() as address:
+        config = f"""
+providers: {{openai: {{kind: openai, api_key: fake, base_url: "http://{address}/v1"}}}}
+routes: {{demo: {{chain: [local/demo, openai/gpt]}}}}
+deadlines: {{connect: 200ms, first_token: 3s, total: 8s}}
+"""
+        async with Gateway(tmp_path, f"http://{address}", config) as gateway:
+            answer = await gateway.chat(stream=True)
+            assert answer.status_code == 503
+            record = (await gateway.admin("GET", f"/admin/requests/{answer.headers['x-request-id']}")).json()
+    assert [(one["name"], one["outcome"]) for one in record["attempts"]] == [
+        ("local/demo", "connect"),
+        ("openai/gpt", "connect"),
+    ]
 
 
 # --- callers who leave ------------------------------------------------------------------------------------------------

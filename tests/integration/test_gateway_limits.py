@@ -10,7 +10,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from inference.protocol import ModelState, ModelStatus
+from inference.protocol import H_PRIORITY, ModelState, ModelStatus
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.gateway_rig import CONFIG, KEY, MESSAGES, Gateway
 from tests.rigs.stack import until
@@ -149,6 +149,19 @@ async def test_tokens_beyond_the_minute_are_refused_and_the_official_client_wait
                 await client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=1)  # type: ignore[arg-type]
         assert caught.value.code == "rate_limit_exceeded"
         assert caught.value.response.headers["x-ratelimit-limit-tokens"] == "60"
+
+
+async def test_a_keys_ceiling_caps_the_priority_that_its_requests_ask_for(tmp_path: Path, fake: FakeInference) -> None:
+    config = _config("").replace("limits: {}", "priority: normal")
+    async with Gateway(tmp_path, fake.url, config) as gateway:
+        for asked, told in (("high", "normal"), ("normal", "normal"), ("low", "low"), (None, "normal")):
+            headers = AS_TEAM if asked is None else {**AS_TEAM, H_PRIORITY: asked}
+            answer = await gateway.chat(headers=headers)
+            assert (answer.status_code, fake.seen[-1].headers[H_PRIORITY]) == (200, told), asked
+            record = (await gateway.admin("GET", f"/admin/requests/{answer.headers['x-request-id']}")).json()
+            assert record["priority"] == told
+        assert (await gateway.chat(headers={H_PRIORITY: "high"})).status_code == 200
+        assert fake.seen[-1].headers[H_PRIORITY] == "high", "one key's ceiling is nobody else's"
 
 
 async def test_a_bucket_is_for_a_name_so_a_new_secret_changes_nothing(tmp_path: Path, fake: FakeInference) -> None:

@@ -35,6 +35,7 @@ routes:
   demo: {{chain: [local/demo, openai/gpt]}}
   near: {{chain: [local/demo, openai/gpt], resume: local}}
   claude: {{chain: [local/demo, anthropic/claude-3-5-haiku-latest]}}
+  kept: {{chain: [local/demo, openai/gpt], cloud: never}}
 """
 WORDS = ("one ", "two ", "three ", "four")
 WHOLE = Answer(words=WORDS)
@@ -177,6 +178,18 @@ async def test_when_nobody_can_go_on_the_end_is_an_error_frame(gateway: Gateway,
     assert resumed(gateway) == {"failed": 1}
 
 
+async def test_a_model_that_lacks_what_the_request_needs_is_not_asked_to_go_on(
+    gateway: Gateway, fake: FakeInference
+) -> None:
+    fake.models["demo-mini"] = replace(fake.models["demo-mini"], capabilities=("completions",))
+    await gateway.look()
+    fake.queue["demo"] = [BREAKS["cut"], Answer(refuse=Code.MODEL_FAILED)]
+    got = await gateway.chat(stream=True)
+    assert text_of(got.text) == "one two "
+    assert chunks_of(got.text)[-1]["error"]["code"] == "model_failed"
+    assert [seen.model for seen in fake.seen] == ["demo", "demo"]
+
+
 async def test_the_same_model_is_waited_for_when_it_says_that_it_is_back_soon(
     gateway: Gateway, fake: FakeInference
 ) -> None:
@@ -278,4 +291,16 @@ async def test_a_route_may_keep_the_rest_local(cloudy: Gateway, fake: FakeInfere
     fake.queue["demo"] = [BREAKS["cut"], Answer(refuse=Code.MODEL_FAILED)]
     got = await cloudy.chat("near", stream=True)
     assert chunks_of(got.text)[-1]["error"]["code"] == "model_failed"
+    assert cloud.records == []
+
+
+@pytest.mark.parametrize(("route", "policy"), [("kept", "any"), ("demo", "local-only")])
+async def test_what_may_not_leave_the_machine_does_not_leave_it_half_way_either(
+    cloudy: Gateway, fake: FakeInference, cloud: FakeProvider, route: str, policy: str
+) -> None:
+    fake.queue["demo"] = [BREAKS["cut"], Answer(refuse=Code.MODEL_FAILED)]
+    got = await cloudy.chat(route, stream=True, headers={"x-headgate-policy": policy})
+    assert text_of(got.text) == "one two "
+    assert chunks_of(got.text)[-1]["error"]["code"] == "model_failed"
+    assert "[DONE]" not in got.text
     assert cloud.records == []
