@@ -12,11 +12,13 @@ import pytest
 from inference.worker.constraints import Compiler
 from inference.worker.core.dialects import Dialect
 from inference.worker.core.dialects.deepseek import DeepSeek
+from inference.worker.core.dialects.dsml import Dsml
 from inference.worker.core.dialects.generic import Generic
 from inference.worker.core.dialects.harmony import Harmony
 from inference.worker.core.dialects.hermes import Hermes
 from inference.worker.core.dialects.llama3 import Llama3
 from inference.worker.core.dialects.mistral import Mistral
+from inference.worker.core.dialects.qwenxml import QwenXml
 from inference.worker.core.dialects.thinking import BRACKETS, TAGS
 from inference.worker.core.forms import Form, Json
 from inference.worker.core.parts import Tool, ToolChoice
@@ -72,6 +74,16 @@ CALL = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
 ROLE = " to=functions.get_weather<|channel|>commentary json<|message|>" + PARIS
 FINAL = "<|channel|>final<|message|>"
 
+XML = "<tool_call>\n<function={}>\n{}</function>\n</tool_call>"
+XML_NOW = XML.format("now", "")
+XML_WEATHER = XML.format("get_weather", "<parameter=city>\nParis <tool_call> }}\n\n</parameter>\n")
+DSML, DSML_END = "<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>"
+DSML_NOW = '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n'
+DSML_WEATHER = (
+    '<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">Paris\n</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>\n"
+)
+
 ROWS: list[tuple[Dialect, str, ToolChoice, list[str], list[str]]] = [
     (Hermes(), "", MANY, [NOW, f"{WEATHER}\n{NOW}\n{NOW}"], ["", f"So {NOW}", f"{NOW} so", NOW[:-1], NOW * 2]),
     (Hermes(), "", ONE, [NOW, WEATHER], [f"{NOW}\n{NOW}"]),
@@ -97,6 +109,13 @@ ROWS: list[tuple[Dialect, str, ToolChoice, list[str], list[str]]] = [
     (DeepSeek(fenced=True), "", MANY, [f"{CALLS}{FENCED}\n{FENCED}{CALLS_END}"], [CALLS + BARE + CALLS_END]),
     (DeepSeek(TAGS), "<think>\n", ONE, [f"Hm <\n</think>\n\n{CALLS}{BARE}{CALLS_END}"], [CALLS + BARE + CALLS_END]),
     (DeepSeek(), "", AUTO, ["Hi", f"So:\n{CALLS}{BARE}{CALLS_END}"], [CALLS + BARE]),
+    (QwenXml(), "", MANY, [XML_NOW, f"{XML_WEATHER}\n{XML_NOW}"], ["", XML.format("get_weather", ""), f"{XML_NOW} so"]),
+    (QwenXml(), "", NAMED, [XML_NOW], [XML_WEATHER, f"{XML_NOW}\n{XML_NOW}"]),
+    (QwenXml(TAGS), "<think>", AUTO, ["</think>Hi", f"Hm.</think>So: {XML_WEATHER}"], ["Hm.", f"</think>{XML_NOW} so"]),
+    (Dsml(), "", MANY, [DSML + DSML_NOW + DSML_WEATHER + DSML_END], ["", DSML + DSML_END, DSML_NOW, DSML + DSML_NOW]),
+    (Dsml(), "", AUTO, ["Hi", f"So:\n\n{DSML}{DSML_WEATHER}{DSML_END}"], [DSML + DSML_NOW]),
+    (Dsml(TAGS, block="function_calls"), "<think>", ONE, [
+        f"Hm</think>{DSML}{DSML_NOW}{DSML_END}".replace("tool_calls", "function_calls")], [DSML + DSML_NOW + DSML_END]),
     (Harmony(), START, MANY, [CALL, ROLE, THOUGHT + CALL, THOUGHT * 2 + ROLE], [FINAL + "Hi", THOUGHT, CALL + THOUGHT]),
     (Harmony(), START, NAMED, [CALL, THOUGHT + CALL], [ROLE]),
     (Harmony(), START, AUTO, [CALL, THOUGHT + FINAL + "Hi {}", FINAL, THOUGHT + ROLE], ["Hi", THOUGHT]),
@@ -106,7 +125,7 @@ ROWS: list[tuple[Dialect, str, ToolChoice, list[str], list[str]]] = [
 MARKERS = [
     "<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]",
     CALLS, CALLS_END, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<|start|>", "<|channel|>",
-    "<|constrain|>", "<|message|>", "<|end|>",
+    "<|constrain|>", "<|message|>", "<|end|>", "｜DSML｜",
 ]  # fmt: skip
 VOCABULARIES = {"control": Vocabulary(MARKERS, control=True), "plain": Vocabulary(MARKERS), "none": Vocabulary(())}
 """By what their markers are: GGUFs have them as control tokens, as plain tokens, or not at all."""
@@ -142,6 +161,61 @@ def test_calls_are_forced_as_the_family_writes_them(row: int, name: str) -> None
     told = [text.replace(" <tool_call> ", " ") for text in whole] if name == "control" else whole
     assert [text for text in told if not accepts(name, form, text)] == []
     assert [text for text in others if accepts(name, form, text)] == []
+
+
+VALUES = Tool(
+    "run",
+    parameters={
+        "properties": {
+            "mode": {"enum": ["fast", "slow"]},
+            "count": {"type": "integer"},
+            "deep": {"$ref": "#/$defs/deep"},
+            "maybe": {"type": ["string", "null"]},
+        },
+        "required": ["mode"],
+        "$defs": {"deep": {"type": "object"}},
+    },
+)
+
+
+def run(*arguments: tuple[str, str], dsml: str = "") -> str:
+    """A call of `run` in either notation; `dsml` says of each argument whether it is a text."""
+    if not dsml:
+        return XML.format("run", "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments))
+    said = "".join(
+        f'<｜DSML｜parameter name="{key}" string="{"true" if kind == "t" else "false"}">{value}</｜DSML｜parameter>\n'
+        for (key, value), kind in zip(arguments, dsml, strict=True)
+    )
+    return f'{DSML}<｜DSML｜invoke name="run">\n{said}</｜DSML｜invoke>\n{DSML_END}'
+
+
+MODE, COUNT, DEEP, MAYBE = ("mode", "slow"), ("count", "12"), ("deep", '{"a": 1}'), ("maybe", "null")
+TAGGED: list[tuple[Dialect, Tool, list[str], list[str]]] = [
+    (
+        QwenXml(), VALUES,
+        [run(MODE), run(MODE, COUNT, DEEP, MAYBE), run(MODE, ("maybe", "any text"))],
+        [run(), run(COUNT), run(("mode", "no")), run(MODE, ("count", "x")), run(MODE, ("deep", "[]")), run(("x", "y"))],
+    ),
+    (
+        Dsml(), VALUES,
+        [run(MODE, dsml="t"), run(MODE, COUNT, DEEP, MAYBE, dsml="tjjj"), run(MODE, MAYBE, dsml="tt")],
+        [run(MODE, dsml="j"), run(MODE, COUNT, dsml="tt"), run(MODE, ("maybe", "1"), dsml="tj")],
+    ),
+    (QwenXml(), Tool("run", parameters={}), [run(), run(("any", "thing"))], [run(("a>b", "c"))]),
+    (Dsml(), Tool("run", parameters={}), [run(("any", "thing"), dsml="t")], [run(("any", "1"), dsml="j")]),
+    (Dsml(), Tool("run", parameters={"properties": {"a": True}}), [run(("a", "[]"), dsml="j")], [run(COUNT, dsml="j")]),
+    (QwenXml(), Tool("run", parameters={"additionalProperties": False}), [run()], [run(("any", "thing"))]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", range(len(TAGGED)))
+def test_tagged_arguments_are_held_to_the_schema(row: int) -> None:
+    """Required ones stand, in the schema's order, and none that it does not name where it names some."""
+    dialect, tool, whole, others = TAGGED[row]
+    form = dialect.form((tool,), ONE, opened="")
+    assert form is not None
+    assert [text for text in whole if not accepts("plain", form, text)] == []
+    assert [text for text in others if accepts("plain", form, text)] == []
 
 
 WRAPPED: list[tuple[Dialect, str, list[str], list[str]]] = [

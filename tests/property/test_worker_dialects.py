@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from inference.worker.core.dialects import Dialect
 from inference.worker.core.dialects.deepseek import DeepSeek
+from inference.worker.core.dialects.dsml import Dsml
 from inference.worker.core.dialects.generic import Generic
 from inference.worker.core.dialects.harmony import Harmony
 from inference.worker.core.dialects.hermes import Hermes
@@ -21,6 +22,7 @@ from inference.worker.core.dialects.jsontext import ValueEnd
 from inference.worker.core.dialects.llama3 import Llama3
 from inference.worker.core.dialects.mistral import Mistral
 from inference.worker.core.dialects.plain import Plain
+from inference.worker.core.dialects.qwenxml import QwenXml
 from inference.worker.core.dialects.thinking import BRACKETS, TAGS
 from inference.worker.core.forms import AnyText, Form, Json, Literal, Marker, OneOf, Regex, Repeat
 from inference.worker.core.forms import Sequence as Then
@@ -48,9 +50,15 @@ FAMILIES: dict[str, tuple[Dialect, str]] = {
     "deepseek, fenced, thought begun": (DeepSeek(TAGS, fenced=True), "<｜Assistant｜><think>\n"),
     "harmony": (Harmony(), START),
     "harmony, thought begun": (Harmony(), f"{START}<|channel|>analysis<|message|>"),
+    "dsml": (Dsml(), "<｜Assistant｜></think>"),
+    "dsml, thought begun": (Dsml(TAGS, block="function_calls"), "<｜Assistant｜><think>"),
+    "qwen-xml": (QwenXml(), "assistant\n"),
+    "qwen-xml, thought begun": (QwenXml(TAGS), "assistant\n<think>\n"),
     "generic": (Generic(), "assistant: "),
     "plain": (Plain(), ""),
 }
+TAGGED = {"qwen-xml", "deepseek-dsml"}
+"""Dialects whose arguments are no JSON as they are written."""
 EXACT = [name for name, (dialect, _) in FAMILIES.items() if not dialect.reasons]
 """Families in which text that is no call is shown as it is."""
 
@@ -60,6 +68,9 @@ MARKERS = [
     "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "```json\n", "```", "<|start|>assistant", "<|channel|>analysis",
     "<|channel|>commentary", "<|channel|>final", "<|message|>", "<|constrain|>json", "<|end|>", "<|call|>",
     "<|return|>", " to=functions.now", " to=assistant", " to=python",
+    "<function=now>", "<function=", "<parameter=city>", "\n</parameter>", "</function>", "<｜DSML｜tool_calls>",
+    '<｜DSML｜invoke name="now">', '<｜DSML｜parameter name="a" string="true">', "</｜DSML｜parameter>",
+    '<｜DSML｜parameter name="b" string="false">', "</｜DSML｜invoke>", "</｜DSML｜tool_calls>",
 ]  # fmt: skip
 WHOLE = [
     '{"name": "now", "arguments": {}}', '{"name": "get_weather", "parameters": {"city": "Zoë 😀 }\\" {"}}',
@@ -196,7 +207,7 @@ def called(parts: Sequence[Part]) -> list[str]:
     return [part.text for part in parts if isinstance(part, CallArguments)]
 
 
-FORCING = [name for name, (dialect, _) in FAMILIES.items() if dialect.name != "plain"]
+FORCING = [name for name, (dialect, _) in FAMILIES.items() if dialect.name not in {"plain", *TAGGED}]
 FREE = [name for name in FORCING if not name.startswith("llama3")]
 
 
@@ -258,6 +269,31 @@ def test_a_constrained_answer_is_content(name: str, data: st.DataObject) -> None
     parts = read(name, ["".join(text for _, text in leaves)], ())
     assert text_of(parts, Content) == leaves[-1][1]
     assert "".join(text_of(parts, Reasoning).split()) == "".join(thoughts(leaves).split())
+
+
+ARGUMENTS = st.dictionaries(
+    st.text("abé", min_size=1, max_size=3), SPOKEN.filter(lambda text: "<" not in text), max_size=3
+)
+
+
+@pytest.mark.parametrize("name", [name for name, (dialect, _) in FAMILIES.items() if dialect.name in TAGGED])
+@FEW
+@given(said=ARGUMENTS, count=st.integers(1, 2))
+def test_tagged_arguments_are_read_as_they_were_written(name: str, said: dict[str, str], count: int) -> None:
+    """Texts to the letter, as JSON."""
+    if name.startswith("dsml"):
+        body = "".join(
+            f'<｜DSML｜parameter name="{key}" string="true">{said[key]}</｜DSML｜parameter>\n' for key in said
+        )
+        text = f'<｜DSML｜invoke name="now">\n{body}</｜DSML｜invoke>\n' * count
+    else:
+        body = "".join(f"<parameter={key}>\n{said[key]}\n</parameter>\n" for key in said)
+        text = f"<tool_call>\n<function=now>\n{body}</function>\n</tool_call>\n" * count
+    tool = Tool("now", parameters={"properties": {key: {"type": "string"} for key in said}})
+    begun = "</think>\n" if "thought" in name else ""
+    parts = read(name, list(begun + text), (tool,))
+    assert [json.loads(arguments) for arguments in called(parts)] == [said] * count
+    assert text_of(parts, Content).strip() == ""
 
 
 BEFORE = {

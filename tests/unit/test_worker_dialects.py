@@ -14,12 +14,15 @@ import pytest
 from inference.worker.core.dialects import Dialect, detect
 from inference.worker.core.dialects.base import Family
 from inference.worker.core.dialects.deepseek import DeepSeek
+from inference.worker.core.dialects.dsml import Dsml
 from inference.worker.core.dialects.generic import Generic
 from inference.worker.core.dialects.harmony import Harmony
 from inference.worker.core.dialects.hermes import Hermes
 from inference.worker.core.dialects.llama3 import Llama3
 from inference.worker.core.dialects.mistral import Mistral
 from inference.worker.core.dialects.plain import Plain
+from inference.worker.core.dialects.qwenxml import QwenXml
+from inference.worker.core.dialects.tagged import kind_of, properties_of, types_of
 from inference.worker.core.dialects.thinking import BRACKETS, TAGS
 from inference.worker.core.forms import AnyText, Json, Literal, Marker, OneOf, Regex
 from inference.worker.core.forms import Sequence as Then
@@ -30,6 +33,21 @@ GOLDEN = Path(__file__).with_name("golden") / "dialects"
 
 WEATHER = Tool("get_weather", "Weather of a city", {"type": "object", "properties": {"city": {"type": "string"}}})
 NOW = Tool("now")
+RUN = Tool(
+    "run",
+    parameters={
+        "type": "object",
+        "properties": {
+            "text": {"enum": ["12", "13"]},
+            "count": {"type": "integer"},
+            "deep": {"$ref": "#/$defs/deep"},
+            "maybe": {"anyOf": [{"type": "string"}, {"const": None}]},
+            "free": True,
+        },
+        "required": ["text"],
+        "$defs": {"deep": {"type": "object"}},
+    },
+)
 TOOLS = (WEATHER, NOW)
 
 DIALECTS: dict[str, tuple[Dialect, str]] = {
@@ -40,6 +58,9 @@ DIALECTS: dict[str, tuple[Dialect, str]] = {
     "mistral": (Mistral(), "[/INST]"),
     "mistral thinking": (Mistral(BRACKETS), "[/INST]"),
     "deepseek": (DeepSeek(TAGS), "<｜Assistant｜>"),
+    "deepseek-dsml": (Dsml(TAGS), "<｜Assistant｜></think>"),
+    "qwen-xml": (QwenXml(), "<|im_start|>assistant\n"),
+    "qwen-xml thinking": (QwenXml(TAGS), "<|im_start|>assistant\n"),
     "harmony": (Harmony(), "<|start|>assistant"),
     "generic": (Generic(), "assistant: "),
     "plain": (Plain(), ""),
@@ -70,7 +91,7 @@ def cases() -> Iterator[Case]:
             yield Case(
                 f"{path.stem}: {title}",
                 dialect,
-                () if fields.get("tools") == "none" else TOOLS,
+                () if fields.get("tools") == "none" else (*TOOLS, RUN),
                 json.loads(fields["opened"]) if "opened" in fields else opened,
                 text.split("¦"),
                 parts.strip().splitlines(),
@@ -125,6 +146,8 @@ V31 = "{{ '<｜tool▁calls▁begin｜>' + c.name + '<｜tool▁sep｜>' + c.fun
         (HERMES, "hermes"),
         (HERMES.replace('"', '\\"'), "hermes"),
         (HERMES + "<function=f>", "generic"),
+        (HERMES + "<function=f><parameter=p>", "qwen-xml"),
+        ("{{ '<｜DSML｜function_calls>' }}", "deepseek-dsml"),
         (HERMES + "<arg_key>", "generic"),
         (LLAMA, "llama3"),
         (LLAMA.replace("<|start_header_id|>", "<|header_start|>"), "llama3"),
@@ -162,6 +185,13 @@ def test_reasoning_is_known_from_the_template_or_the_vocabulary(
     assert dialect.reasons == any("hink" in text.lower() for text in shown)
 
 
+@pytest.mark.parametrize("block", ["function_calls", "tool_calls"])
+def test_a_dsml_template_names_the_block_around_calls(block: str) -> None:
+    dialect = detect("{%- set token = '｜DSML｜' -%}{{ '<' + token + '" + block + ">' }}", ())
+    assert isinstance(dialect, Dsml)
+    assert dialect.opening == f"<｜DSML｜{block}>"
+
+
 def test_the_ends_of_an_answer() -> None:
     assert detect(LLAMA, ()).ends == {"<|eom_id|>", "<|eot_id|>"}
     assert Harmony().ends == {"<|call|>", "<|return|>"}
@@ -195,7 +225,9 @@ def prepared(dialect: Dialect, *messages: dict[str, Any], tools: Sequence[Tool] 
     return found
 
 
-@pytest.mark.parametrize("dialect", [Hermes(), Llama3(), Mistral(), DeepSeek(), Harmony()], ids=lambda d: d.name)
+@pytest.mark.parametrize(
+    "dialect", [Hermes(), QwenXml(), Llama3(), Mistral(), DeepSeek(), Dsml(), Harmony()], ids=lambda d: d.name
+)
 def test_templates_get_tools_in_openais_shape(dialect: Dialect) -> None:
     """With every field, and not at all when none may be called."""
     messages, variables = dialect.prepare(asked(), TOOLS, AUTO)
@@ -429,6 +461,32 @@ def test_harmony_goes_on_with_the_message_that_the_prompt_has_begun() -> None:
     for form in (Harmony().wrap(inner, opened=thought), Harmony().form(TOOLS, AUTO, opened=thought)):
         assert isinstance(form, Then)
         assert form.parts[0] == Then((AnyText(), Marker("<|end|>"), Marker("<|start|>"), Literal("assistant")))
+
+
+@pytest.mark.parametrize(
+    ("schema", "types", "kind"),
+    [
+        ({"type": "string"}, {"string"}, "text"),
+        ({"enum": ["a", None]}, {"string", "null"}, "either"),
+        ({"const": 1.5}, {"number"}, "json"),
+        ({"oneOf": [{"type": "integer"}, {"type": ["array", "boolean"]}]}, {"number", "array", "boolean"}, "json"),
+        ({"anyOf": [{"type": "integer"}, {}]}, set(), "either"),
+        ({"$ref": "#/$defs/text"}, {"string"}, "text"),
+        ({"$ref": "#/$defs/again"}, {"string"}, "text"),
+        ({"$ref": "#/$defs/endless"}, set(), "either"),
+        ({"$ref": "#/$defs/none"}, set(), "either"),
+        ({"$ref": "other"}, set(), "either"),
+        (True, set(), "either"),
+    ],
+)
+def test_what_stands_between_tags_is_known_from_the_schema(schema: Any, types: set[str], kind: str) -> None:
+    definitions = {
+        "text": {"type": "string"},
+        "again": {"$ref": "#/$defs/text"},
+        "endless": {"$ref": "#/$defs/endless"},
+    }
+    [meant] = properties_of(Tool("t", parameters={"properties": {"a": schema}, "$defs": definitions})).values()
+    assert (types_of(meant), kind_of(meant)) == (types, kind)
 
 
 def test_families_without_calls_of_their_own_have_no_form_for_them() -> None:

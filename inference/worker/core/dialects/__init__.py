@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from inference.worker.core.dialects import deepseek, harmony, hermes, llama3, mistral
+from inference.worker.core.dialects import deepseek, dsml, harmony, hermes, llama3, mistral, qwenxml
 from inference.worker.core.dialects.base import Dialect
 from inference.worker.core.dialects.generic import Generic
 from inference.worker.core.dialects.plain import Plain
@@ -43,6 +43,11 @@ def detect(template: str, control_texts: Collection[str]) -> Dialect:
         fenced = f"{deepseek.FENCE}json" in template
         presents = re.search(r"\btools\b", template) is not None
         return deepseek.DeepSeek(thinking, text_arguments=text, fenced=fenced, presents=presents)
+    if dsml.TOKEN in template:
+        block = dsml.OLD if f"{dsml.OLD}>" in template else dsml.NEW
+        return dsml.Dsml(thinking, text_arguments=text, block=block)
+    if all(marker in template for marker in (qwenxml.BEGIN, qwenxml.FUNCTION, qwenxml.PARAMETER)):
+        return qwenxml.QwenXml(thinking, text_arguments=text)
     if not any(marker in template for marker in _FOREIGN):
         if hermes.BEGIN in template and re.search(r'\\?"name\\?":', template):
             return hermes.Hermes(thinking, text_arguments=text)

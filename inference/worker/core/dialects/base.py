@@ -30,7 +30,7 @@ class Dialect(Protocol):
 
     @property
     def name(self) -> str:
-        """hermes, llama3, mistral, deepseek, harmony, generic or plain."""
+        """hermes, qwen-xml, llama3, mistral, deepseek, deepseek-dsml, harmony, generic or plain."""
         ...
 
     @property

@@ -54,7 +54,9 @@ class Output:
 
     def arguments(self, text: str) -> None:
         """More of the arguments of the call that began last."""
-        if text:
+        if self._parts and isinstance(last := self._parts[-1], CallArguments):
+            self._parts[-1] = CallArguments(last.index, last.text + text)
+        elif text:
             self._parts.append(CallArguments(self.calls - 1, text))
 
     def end(self) -> None:
