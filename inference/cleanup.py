@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from inference import figures
@@ -27,6 +27,7 @@ from inference.worker.link import BEAT_SECONDS
 if TYPE_CHECKING:
     from inference.authority import Authority
     from inference.model import Model
+    from inference.process import WorkerProcess
 
 LEAVE_SECONDS = 30.0
 """Beside what an answer may still take, a model that leaves gets so long until its memory is back."""
@@ -66,7 +67,7 @@ async def collect(authority: Authority) -> dict[str, Any]:
     for model in idle:
         authority.loads.leave(model, Reason.BY_HAND, explanation=("idle when memory was collected",))
     records = await _all_back(backs, RETURN_SECONDS + LEAVE_SECONDS)
-    trimmed, _ = await _trim(authority)
+    trimmed = await _trim(_workers(authority))
     for model in authority.models.values():
         _reclaim(authority, model)
     freed = sum(record.memory_freed_mb for record in records)
@@ -81,7 +82,12 @@ async def collect(authority: Authority) -> dict[str, Any]:
 async def defragment(authority: Authority) -> dict[str, Any]:
     """Drops retained cells, trims heaps, takes grown reservations back, and moves idle models together."""
     before = _largest_room(authority)
-    trimmed, cells = await _trim(authority)
+    workers = _workers(authority)
+    await _fresh_beats(workers)  # the last ones may be older than the last answers
+    retained = _retained(workers)
+    trimmed = await _trim(workers)
+    still = _retained(workers)
+    cells = sum(max(0, count - still.get(worker, count)) for worker, count in retained.items())
     reclaimed = sum(_reclaim(authority, model) for model in authority.models.values())
     await authority.inventory.refresh()
     moved, refused = await _repack(authority)
@@ -104,7 +110,7 @@ async def relieve(authority: Authority, *, on_host: bool) -> int:
     With `on_host`, because host memory is what is missing, models that are only kept warm leave as well. Returns the
     bytes that were given back by then.
     """
-    trimmed, _cells = await _trim(authority)
+    trimmed = await _trim(_workers(authority))
     reclaimed = sum(_reclaim(authority, model) for model in authority.models.values())
     if on_host:
         for model in list(authority.models.values()):
@@ -125,28 +131,30 @@ async def _all_back(futures: Iterable[asyncio.Future[Eviction]], seconds: float)
 
 
 # --- what workers and the service itself hold without need ------------------------------------------------------------
-async def _trim(authority: Authority) -> tuple[int, int]:
-    """Every ready worker drops what it retains and trims its heap, and so does the service: (bytes, cells)."""
-    workers = [
+def _workers(authority: Authority) -> list[WorkerProcess]:
+    """Those that serve."""
+    return [
         model.running.worker
         for model in authority.models.values()
         if model.running is not None and model.running.ready is not None and model.state in (_S.READY, _S.BUSY)
     ]
+
+
+def _retained(workers: Iterable[WorkerProcess]) -> dict[WorkerProcess, int]:
+    """Cells that each retains, by its last beat."""
+    return {worker: worker.beat.cells_retained for worker in workers if worker.beat is not None}
+
+
+async def _trim(workers: Sequence[WorkerProcess]) -> int:
+    """These drop what they retain and trim their heaps, and so does the service; the bytes that are gone."""
     pids = [os.getpid(), *(worker.pid for worker in workers)]
     bytes_before = {pid: private_bytes(pid) or 0 for pid in pids}
-    beats = [worker.beat for worker in workers]
     for worker in workers:
         worker.forget()
     await asyncio.to_thread(_trim_ourselves)
     for _ in range(2):  # the first beat after the order may have been on its way before it
         await _fresh_beats(workers)
-    cells = sum(
-        max(0, before.cells_retained - worker.beat.cells_retained)
-        for before, worker in zip(beats, workers, strict=True)
-        if before is not None and worker.beat is not None
-    )
-    trimmed = sum(max(0, bytes_before[pid] - (private_bytes(pid) or bytes_before[pid])) for pid in pids)
-    return trimmed, cells
+    return sum(max(0, bytes_before[pid] - (private_bytes(pid) or bytes_before[pid])) for pid in pids)
 
 
 def _trim_ourselves() -> None:
@@ -155,7 +163,7 @@ def _trim_ourselves() -> None:
     heap.trim()
 
 
-async def _fresh_beats(workers: Iterable[Any]) -> None:
+async def _fresh_beats(workers: Iterable[WorkerProcess]) -> None:
     """Returns when every worker has sent a beat, or ANSWER_SECONDS have passed."""
     old = {worker: worker.beat for worker in workers}
     deadline = asyncio.get_running_loop().time() + ANSWER_SECONDS

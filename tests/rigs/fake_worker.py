@@ -5,7 +5,8 @@ Hundreds of it are started in a run of the suite, so it imports nothing but the 
 FAKE_WORKER is JSON, model id -> behavior: `load_seconds`, `fail` (cause), `fail_on` (device -> cause),
 `most` (setting of the grant -> above it, the load fails with `oom_load`), `exit` (status before hello),
 `abort` (text, then SIGABRT while loading), `silent_after` (beats stop so many seconds after ready),
-`step_seconds` (what beats claim), `buffers` (bytes of KV reported), `grow` (bytes it has too many once it is ready),
+`step_seconds` (what beats claim), `buffers` (bytes of KV reported), `grow` (bytes it has too many once it is ready,
+until it is told to forget),
 `abort_answer` (text, then SIGABRT instead of an answer), `poison` (a text whose arrival in a body aborts it;
 `last_words`: what it writes then; `after_chunks`: so many later), `answer_seconds` (before the first token), `chunks`,
 `chunk_seconds`, `ignore_stop`, `saved` (bytes of sequences that an offload saves), `offload`, `hold` and `restore`
@@ -55,7 +56,8 @@ async def main() -> None:
         await _misbehave(how.get("restore"))
     if path := how.get("grant_file"):
         Path(path).write_bytes(link.encode(grant))
-    orders = asyncio.create_task(_obey(reader, send, how))
+    hoard: list[bytes] = []
+    orders = asyncio.create_task(_obey(reader, send, how, hoard))
     await _load(send, how)
     if cause := how.get("fail") or how.get("fail_on", {}).get(grant.devices[0].id):
         send(link.Failed(cause, f"told to fail with {cause}"))
@@ -69,12 +71,11 @@ async def main() -> None:
         _abort(text)
     site = Site(grant.model_id, how)
     server = await asyncio.start_unix_server(site.converse, sock=listener)
-    hoard = b"x" * how.get("grow", 0)  # at once for who looks, which happens from `ready` on
+    hoard.append(b"x" * how.get("grow", 0))  # at once for who looks, which happens from `ready` on
     send(_ready(grant, how))
     beats = asyncio.create_task(_beat(send, site))
     await asyncio.wait({orders, beats}, return_when=asyncio.FIRST_COMPLETED)
     server.close()
-    del hoard
 
 
 async def _load(send: Any, how: dict[str, Any]) -> None:
@@ -94,11 +95,13 @@ async def _beat(send: Any, site: Site) -> None:
     await asyncio.Event().wait()
 
 
-async def _obey(reader: asyncio.StreamReader, send: Any, how: dict[str, Any]) -> None:
+async def _obey(reader: asyncio.StreamReader, send: Any, how: dict[str, Any], hoard: list[bytes]) -> None:
     while line := await reader.readline():
         message = link.decode(line)
         if isinstance(message, link.Stop) and not how.get("ignore_stop"):
             os._exit(0)
+        elif isinstance(message, link.Forget):
+            hoard.clear()
         elif isinstance(message, link.Offload):
             await _misbehave(how.get("offload"))
             send(link.Offloaded(min(message.most_bytes, how.get("saved", 0)), 1, 10))
