@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ from inference import authority as authorities
 from inference import settings
 from inference.app import Service
 from inference.core.advice import SWAPS, TURNED_AWAY, Kind
-from inference.devices.base import Reading
 from inference.devices.cpu import CPU
 from inference.devices.inventory import Inventory
 from inference.errors import MemoryLimitExceededError, QueueFull
-from inference.estimator import Estimate, Estimator
-from inference.protocol import ModelState
+from inference.estimator import Estimator
+from inference.protocol import ModelState, Priority
 from tests.rigs import tiny_gguf
 from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start, rewrite, services, until
 
@@ -64,14 +62,6 @@ class Site:
 
     def state(self, name: str) -> ModelState:
         return self.service.authority.resolve(name).state
-
-
-class ToldEstimator(FakeEstimator):
-    """Counts memory_overhead as the real one does."""
-
-    async def get(self, spec: Any, *devices: Reading, counts: Sequence[int] = ()) -> Estimate:
-        said = await super().get(spec, *devices, counts=counts)
-        return said if spec.memory_overhead is None else replace(said, overhead_bytes={CPU: spec.memory_overhead})
 
 
 @pytest.fixture
@@ -216,10 +206,10 @@ async def test_a_device_that_is_too_small_is_no_matter_of_settings(tmp_path: Pat
 
 async def test_an_overhead_that_a_worker_outgrew(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(authorities, "WATCH_SECONDS", 0.1)
-    site = Site(tmp_path, start, {"a": {}})
-    service = await site.begin({"a": {"grow": 300 * MIB}}, estimator=ToldEstimator())
+    site = Site(tmp_path, start, {"a": {**LARGE}})
+    service = await site.begin({"a": {"grow": 600 * MIB}}, estimator=real_estimator(tmp_path))
     await site.load("a")
-    await until("the growth is booked", lambda: service.authority.ledger.owned_by("a")["cpu"] > 230 * MIB)
+    await until("the growth is booked", lambda: Kind.OUTGROWN in site.alerts())
     (setting,) = recommended = site.alerts()[Kind.OUTGROWN]
     assert setting == "models.a.memory_overhead"
     site.apply(recommended)
@@ -230,18 +220,20 @@ async def test_an_overhead_that_a_worker_outgrew(tmp_path: Path, start: Start, m
     assert site.alerts() == {}, "and it does not outgrow this"
 
 
-async def test_a_queue_that_is_full_again_and_again(tmp_path: Path, start: Start) -> None:
-    site = Site(tmp_path, start, {"a": {}}, QUEUE_NORMAL="0")
+@pytest.mark.parametrize("priority", Priority)
+async def test_a_queue_that_is_full_again_and_again(tmp_path: Path, start: Start, priority: Priority) -> None:
+    setting = f"QUEUE_{priority.upper()}"
+    site = Site(tmp_path, start, {"a": {}}, **{setting: "0"})
     service = await site.begin()
     model = service.authority.resolve("a")
     for _ in range(TURNED_AWAY):
         assert site.alerts() == {}
         with pytest.raises(QueueFull):
-            service.authority.ask(model)
-    assert site.alerts() == {Kind.QUEUE_FULL: {"INFERENCE_QUEUE_NORMAL": str(TURNED_AWAY)}}
+            service.authority.ask(model, priority=priority)
+    assert site.alerts() == {Kind.QUEUE_FULL: {f"INFERENCE_{setting}": str(TURNED_AWAY)}}
     site.apply(site.alerts()[Kind.QUEUE_FULL])
     assert site.alerts() == {}
-    tickets = [service.authority.ask(model) for _ in range(TURNED_AWAY)]
+    tickets = [service.authority.ask(model, priority=priority) for _ in range(TURNED_AWAY)]
     for ticket in tickets:
         ticket.close()
 

@@ -186,6 +186,31 @@ async def test_the_ladder_slows_workers_down_and_refuses_loads_and_lets_go_again
     assert "990.0 MiB of 1000.0 MiB are in use, 690.0 MiB of it by others" in worst
 
 
+async def test_before_all_loads_those_with_vision_or_adapters_are_refused(start: Start, tmp_path: Path) -> None:
+    file = str(tmp_path / "x.gguf")
+    extras: dict[str, dict[str, Any]] = {"sees": {"mmproj": file}, "adapted": {"lora": [file]}}
+    service, gpu = await begin(start, {"busy": {}, "plain": {}, **extras}, {"busy": 300, "plain": 40, "sees": 40})
+    governor = service.authority.governor
+    await load(service, "busy")
+    with service.authority.ask(service.authority.resolve("busy")) as ticket:
+        assert await ticket.wait(10) is not None
+        gpu.foreign_mib = 690
+        for _ in range(4):
+            governor.check(regular=True)
+        assert governor.rungs()[GPU] is Rung.NO_EXTRAS
+        gpu.foreign_mib = 510
+        governor.check(regular=True)
+        for name in extras:
+            with pytest.raises(MemoryLimitExceededError) as caught:
+                await load(service, name)
+            assert "gpu-0 is too full (high) to load a model with vision or LoRA" in caught.value.message
+        await load(service, "plain")
+        gpu.foreign_mib = 100
+        for _ in range(2):
+            governor.check(regular=True)
+        await load(service, "sees")
+
+
 async def test_a_worker_that_starts_late_is_slowed_down_too(start: Start) -> None:
     service, gpu = await begin(start, {"a": {"parallel": 8}}, {"a": 300})
     governor = service.authority.governor

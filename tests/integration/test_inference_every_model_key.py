@@ -1,0 +1,142 @@
+"""Every key of a model in models.yaml does something: one test each, over the real authority; one without fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headgate.shared.state import StateDir
+from inference.devices.base import Reading
+from inference.devices.cpu import CPU
+from inference.errors import MemoryLimitExceededError
+from inference.estimator import Estimator
+from inference.protocol import ModelState
+from inference.settings import ModelEntry
+from tests.rigs import tiny_gguf
+from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, Start, services, until
+
+Shown = Callable[[Path, Start], Awaitable[None]]
+TABLE: dict[tuple[str, ...], Shown] = {}
+
+
+class TwoAccelerators(FakeAccelerator):
+    """Two of them, on which nobody else has anything."""
+
+    def readings(self) -> tuple[Reading, ...]:
+        (first,) = super().readings()
+        return first, Reading("gpu-1", "cuda", "fake", first.total_bytes, first.free_bytes, first.used_bytes)
+
+
+def shows(*keys: str) -> Callable[[Shown], Shown]:
+    """Enters a function that shows what these keys do."""
+
+    def enter(function: Shown) -> Shown:
+        TABLE[keys] = function
+        return function
+
+    return enter
+
+
+@pytest.fixture
+async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
+    async with services(tmp_path, monkeypatch) as make:
+        yield make
+
+
+async def load(service: Any, *names: str) -> list[tuple[str, ...]]:
+    """The devices of each model, which are loaded one after the other."""
+    for name in names:
+        await service.authority.load(service.authority.resolve(name), 10)
+    return [service.authority.status(service.authority.resolve(name)).devices for name in names]
+
+
+@shows(
+    "path", "context_length", "gpu_layers", "parallel", "kv_type", "batch", "ubatch", "threads", "flash_attention",
+    "lora", "mmproj", "capabilities",
+)  # fmt: skip
+async def _what_a_worker_is_told(directory: Path, start: Start) -> None:
+    other = directory / "other.gguf"
+    other.write_bytes(b"GGUF")
+    said: dict[str, dict[str, Any]] = {
+        "a": {"path": str(other), "context_length": 777, "gpu_layers": 3, "parallel": 3, "kv_type": "q8_0"},
+        "b": {"batch": 128, "ubatch": 64, "threads": 1, "flash_attention": False},
+        "c": {"lora": [str(other)], "mmproj": str(other), "capabilities": ["chat"]},
+    }
+    behavior = {name: {"grant_file": str(directory / f"{name}.json")} for name in [*said, "plain"]}
+    service = await start({**said, "plain": {}}, behavior, accelerator=FakeAccelerator())
+    await load(service, *behavior)
+    told = {name: json.loads((directory / f"{name}.json").read_text()) for name in behavior}
+    for name, keys in said.items():
+        assert {key: told[name][key] for key in keys} == keys
+        assert all(told["plain"][key] != value for key, value in keys.items())
+
+
+@shows("aliases")
+async def _other_names_of_it(directory: Path, start: Start) -> None:
+    service = await start({"a": {"aliases": ["other"]}, "b": {}})
+    assert service.authority.resolve("other") is service.authority.resolve("a")
+
+
+@shows("gpu_index", "dedicated")
+async def _which_device_it_goes_to_and_whether_others_may(directory: Path, start: Start) -> None:
+    """Where nothing is said the fuller device is taken, so that the other one stays whole."""
+    models: dict[str, dict[str, Any]] = {"first": {"gpu_index": 1}, "alone": {"dedicated": True}, "last": {}}
+    service = await start(models, accelerator=TwoAccelerators())
+    assert await load(service, *models) == [("gpu-1",), ("gpu-0",), ("gpu-1",)]
+
+
+@shows("idle_timeout", "warm")
+async def _how_long_it_stays_idle_and_what_becomes_of_it_then(directory: Path, start: Start) -> None:
+    models: dict[str, dict[str, Any]] = {"a": {"idle_timeout": 0.1}, "b": {"idle_timeout": 0.1, "warm": False}, "c": {}}
+    service = await start(models)
+    await load(service, *models)
+    a, b, c = (service.authority.resolve(name) for name in models)
+    await until("both have left", lambda: (a.state, b.state) == (ModelState.WARM, ModelState.COLD))
+    assert c.state is ModelState.READY
+
+
+@shows("min_residency", "pinned")
+async def _who_is_evicted_by_nobody(directory: Path, start: Start) -> None:
+    """The one that may be was used last."""
+    models: dict[str, dict[str, Any]] = {"young": {"min_residency": 1000}, "pinned": {"pinned": True}, "a": {}, "b": {}}
+    service = await start(models, MEMORY_LIMIT_GB="0.35", ENABLE_CPU_OFFLOAD="false")
+    await load(service, *models)
+    assert [name for name, model in service.authority.models.items() if model.running] == ["young", "pinned", "b"]
+
+
+@shows("oom_policy")
+async def _what_happens_when_it_does_not_fit(directory: Path, start: Start) -> None:
+    estimator = FakeEstimator()
+    estimator.sizes = {"a": 2000, "b": 2000}
+    models = {"a": {"oom_policy": "cpu"}, "b": {}}
+    service = await start(models, accelerator=FakeAccelerator(), estimator=estimator)
+    assert await load(service, "a") == [(CPU,)]
+    with pytest.raises(MemoryLimitExceededError):
+        await load(service, "b")
+
+
+@shows("memory_overhead")
+async def _what_is_reserved_beside_its_buffers(directory: Path, start: Start) -> None:
+    """In place of the 64 MiB that every worker takes of the host."""
+    same = {"path": str(tiny_gguf.generative()), "context_length": 256, "parallel": 1}
+    state = StateDir.from_env({"HEADGATE_STATE_DIR": str(directory / "estimates")})
+    service = await start(
+        {"a": {**same, "memory_overhead": "100MiB"}, "b": same}, estimator=Estimator(state, seconds=60)
+    )
+    await asyncio.gather(load(service, "a"), load(service, "b"))
+    reserved = {name: service.authority.resolve(name).running.placement.need[CPU] for name in "ab"}
+    assert reserved["a"] - reserved["b"] == 36 * MIB
+
+
+@pytest.mark.parametrize("keys", TABLE, ids=lambda keys: "-".join(keys))
+async def test_the_key_does_something(keys: tuple[str, ...], tmp_path: Path, start: Start) -> None:
+    await TABLE[keys](tmp_path, start)
+
+
+def test_no_key_is_left_out() -> None:
+    assert sorted(key for keys in TABLE for key in keys) == sorted(ModelEntry.model_fields)

@@ -1,0 +1,56 @@
+"""What a load teaches: what a worker takes beyond its buffers, and how long it takes, decide about the next ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from headgate.shared.state import StateDir
+from inference.estimator import Estimator
+from inference.protocol import ModelState
+from inference.settings import load
+from tests.rigs import tiny_gguf
+from tests.rigs.authority_rig import MIB, FakeEstimator, SharedDevice, Start, services, until
+
+
+@pytest.fixture
+async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
+    async with services(tmp_path, monkeypatch) as make:
+        yield make
+
+
+async def test_what_a_device_shows_beyond_the_buffers_is_learned_after_a_load(start: Start) -> None:
+    estimator, device = FakeEstimator(), SharedDevice(foreign_mib=200)
+    device.service = service = await start({"a": {}}, accelerator=device, estimator=estimator)
+    await service.authority.load(service.authority.resolve("a"), 10)
+    await until("it was looked at", lambda: bool(estimator.learned))
+    assert estimator.learned == [("gpu-0", 64 * MIB)]
+
+
+async def test_the_next_estimate_has_what_was_learned(tmp_path: Path) -> None:
+    """By the header: no CUDA is needed here to see what is added to it."""
+    (tmp_path / "models.yaml").write_text(json.dumps({"models": {"a": {"path": str(tiny_gguf.generative())}}}))
+    spec = load(tmp_path, {}, {}).models["a"]
+    estimator = Estimator(StateDir.from_env({"HEADGATE_STATE_DIR": str(tmp_path / "state")}), seconds=0.01)
+    device = SharedDevice().readings()[0]
+    estimator.learn(device, 700 * MIB)
+    found = await estimator.get(spec, device)
+    assert found.overhead_bytes[device.id] == 770 * MIB
+    await estimator.close()
+
+
+async def test_of_equal_models_the_one_that_loaded_slower_stays(start: Start) -> None:
+    """Although it was used longer ago. What is kept warm is worth what it saves of a load."""
+    service = await start({"slow": {}, "quick": {}, "new": {}}, {"slow": {"load_seconds": 1.0}}, MEMORY_LIMIT_GB="0.25")
+    authority = service.authority
+    slow, quick, new = (authority.resolve(name) for name in ("slow", "quick", "new"))
+    for model in (slow, quick, new):
+        await authority.load(model, 10)
+    assert (slow.state, new.state) == (ModelState.READY, ModelState.READY)
+    await until("it is warm", lambda: quick.state is ModelState.WARM)
+    (kept,) = authority.warm.droppable()
+    assert (kept.model, kept.saves_seconds) == ("quick", quick.reload_seconds)
+    assert 0 < quick.reload_seconds < slow.reload_seconds

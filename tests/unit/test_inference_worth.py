@@ -1,0 +1,88 @@
+"""Who leaves and who is dropped: bytes x seconds to have it back x recency, for loaded and for warm models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from inference.core.ledger import Account, Ledger
+from inference.core.plan import Held, Option, Placement, Policy, Request, Standing, plan
+from inference.core.warm import HOST, Leaver, Warm, displaced, kept_of
+
+NOW = 10_000.0
+SIZE = 500
+Look = tuple[float, float]
+"""Seconds that it takes to have it back, and seconds since its last use."""
+
+WHO_GOES = [
+    ((5.0, 0.0), (1.0, 0.0), "b"),  # slower to have back: stays
+    ((1.0, 0.0), (5.0, 0.0), "a"),
+    ((1.0, 600.0), (1.0, 30.0), "a"),  # longer idle: goes
+    ((1.0, 30.0), (1.0, 600.0), "b"),
+    ((7.0, 300.0), (1.0, 0.0), "b"),  # seven times as slow, and worth a sixth after five minutes
+    ((5.0, 300.0), (1.0, 0.0), "a"),
+]
+
+
+def evicted(looks: Sequence[Look]) -> tuple[str, ...]:
+    """Who of these leaves for a model as large as one of them, on a device that they fill."""
+    ledger, held = Ledger().open(Account("gpu-0", SIZE * len(looks), SIZE * len(looks))), []
+    for name, (seconds, idle) in zip("abc", looks, strict=False):
+        need = {"gpu-0": SIZE}
+        ledger = ledger.reserve(name, name, need).commit(name, need)
+        held.append(Held(name, name, Standing.IDLE, need, NOW - idle, seconds))
+    decision = plan(Request("new", (Option("gpu-0", {"gpu-0": SIZE}),)), ledger, held, Policy(NOW))
+    assert isinstance(decision, Placement)
+    return decision.evict
+
+
+def warm(name: str, look: Look) -> Warm:
+    seconds, idle = look
+    return Warm(name, SIZE, seconds, NOW - idle)
+
+
+@pytest.mark.parametrize(("a", "b", "goes"), WHO_GOES)
+def test_of_two_loaded_models_the_cheaper_to_have_back_leaves(a: Look, b: Look, goes: str) -> None:
+    assert evicted((a, b)) == (goes,)
+
+
+@pytest.mark.parametrize(("a", "b", "goes"), WHO_GOES)
+def test_of_two_warm_models_the_cheaper_to_have_back_is_dropped(a: Look, b: Look, goes: str) -> None:
+    assert displaced(warm("new", (100.0, 0.0)), [warm("a", a), warm("b", b)], SIZE, NOW) == (goes,)
+
+
+@pytest.mark.parametrize(("a", "b", "goes"), WHO_GOES)
+def test_of_two_that_leave_the_dearer_to_have_back_is_kept(a: Look, b: Look, goes: str) -> None:
+    """Host memory has room for one."""
+    ledger = Ledger().open(Account("gpu-0", 2 * SIZE, 2 * SIZE)).open(Account(HOST, SIZE, SIZE))
+    leavers = []
+    for name, look in (("a", a), ("b", b)):
+        ledger = ledger.reserve(name, name, {"gpu-0": SIZE})
+        leavers.append(Leaver(name, name, warm(name, look)))
+    assert kept_of(leavers, {"gpu-0": 2 * SIZE}, ledger, NOW) == {"a", "b"} - {goes}
+
+
+def test_nobody_is_dropped_for_a_model_that_is_sooner_back_from_its_file() -> None:
+    kept = [warm("a", (2.0, 0.0))]
+    assert displaced(warm("new", (3.0, 0.0)), kept, SIZE, NOW) == ("a",)
+    assert displaced(warm("new", (1.0, 0.0)), kept, SIZE, NOW) is None
+
+
+@pytest.mark.parametrize(
+    ("standing", "seconds", "idle", "cost"),
+    [
+        (Standing.IDLE, 2.0, 0.0, 2_000.0),
+        (Standing.IDLE, 2.0, 60.0, 1_000.0),
+        (Standing.IDLE, 2.0, 540.0, 200.0),
+        (Standing.IDLE, 0.0, 0.0, 10.0),
+        (Standing.IDLE, 2.0, -5.0, 2_000.0),
+        (Standing.WARM, 2.0, 60.0, 1e-9),
+    ],
+)
+def test_what_keeping_is_worth_in_figures(standing: Standing, seconds: float, idle: float, cost: float) -> None:
+    """1,000 bytes; what was used just now counts whole, after a minute half, and nothing is for nothing."""
+    held = Held("a", "a", standing, {"gpu-0": 600, "cpu": 400}, NOW - idle, seconds)
+    assert held.cost(NOW) == pytest.approx(cost)
+    if standing is Standing.IDLE:
+        assert Warm("a", 1000, seconds, NOW - idle).worth(NOW) == pytest.approx(cost)
