@@ -218,6 +218,10 @@ async def test_an_overhead_that_a_worker_outgrew(tmp_path: Path, start: Start, m
     await site.load("a")
     service.authority.loads.watch()
     assert site.alerts() == {}, "and it does not outgrow this"
+    running = service.authority.resolve("a").running
+    assert running is not None
+    assert running.placement.need[CPU] > 600 * MIB
+    assert running.grown_bytes == 0
 
 
 @pytest.mark.parametrize("priority", Priority)

@@ -189,7 +189,9 @@ async def test_the_ladder_slows_workers_down_and_refuses_loads_and_lets_go_again
 async def test_before_all_loads_those_with_vision_or_adapters_are_refused(start: Start, tmp_path: Path) -> None:
     file = str(tmp_path / "x.gguf")
     extras: dict[str, dict[str, Any]] = {"sees": {"mmproj": file}, "adapted": {"lora": [file]}}
-    service, gpu = await begin(start, {"busy": {}, "plain": {}, **extras}, {"busy": 300, "plain": 40, "sees": 40})
+    service, gpu = await begin(
+        start, {"busy": {}, "plain": {}, **extras}, {"busy": 300} | dict.fromkeys(["plain", *extras], 40)
+    )
     governor = service.authority.governor
     await load(service, "busy")
     with service.authority.ask(service.authority.resolve("busy")) as ticket:
