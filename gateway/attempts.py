@@ -176,6 +176,7 @@ class Request:
                 answer.attempt.settle_error(error)
                 raise
             finally:
+                answer.forget_sink()
                 await answer.attempt.close()
             answer.note_end()
             return assembled

@@ -274,8 +274,7 @@ class Guard:
     @property
     def closed_for(self) -> float | None:
         """Seconds until a probe may pass, None when an attempt may pass now. Advisory."""
-        now = self._clock()
-        if self.book.state is State.CLOSED or core.is_due(self.book, now):
+        if self.book.state is State.CLOSED or core.is_due(self.book, now := self._clock()):
             return None
         if core.is_probed(self.book, now):
             return self._worth_asking_in(max(core.MOMENT_SECONDS, self.book.open_until - now))

@@ -219,14 +219,27 @@ def _stops(request: Request) -> Sequence[str]:
 async def assemble(answer: Answer) -> dict[str, Any]:
     """The whole answer as one object; raises UpstreamError or ExpiredError for one that ends early."""
     assembly = Assembly()
-    frames = answer.begin()
-    while True:
+
+    def read(frames: list[Frame]) -> None:
         for frame in frames:
-            if isinstance(frame, Done):
-                return assembly.result()
             if isinstance(frame, Data):
-                try:
-                    assembly.read(frame.payload)
-                except ValueError as error:
-                    raise UpstreamError(UpstreamKind.MALFORMED, f"not a chunk: {error}") from error
+                assembly.read(frame.payload)
+
+    def take(frames: list[Frame]) -> bool:
+        """Reads what comes and wakes nobody; what is no chunk stays for the loop, which says so."""
+        try:
+            read(frames)
+        except ValueError:
+            return False
+        return True
+
+    frames = answer.begin()
+    answer.pass_on(take)
+    while True:
+        try:
+            read(frames)
+        except ValueError as error:
+            raise UpstreamError(UpstreamKind.MALFORMED, f"not a chunk: {error}") from error
+        if isinstance(frames[-1], Done):
+            return assembly.result()
         frames = await answer.next()

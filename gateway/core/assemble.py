@@ -119,7 +119,9 @@ class Assembly:
         for part in choices:
             if not isinstance(part, dict) or not isinstance(index := part.get("index", 0), int):
                 raise ValueError("a choice that is no object with an index")
-            self._add_choice(self._choices.setdefault(index, _Choice()), part)
+            if (choice := self._choices.get(index)) is None:
+                choice = self._choices[index] = _Choice()
+            self._add_choice(choice, part)
 
     def _add_choice(self, choice: _Choice, part: Mapping[str, Any]) -> None:
         if part.get("finish_reason") is not None:

@@ -155,6 +155,7 @@ class _Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._error: BrokenError | None = None
+        self._flows = True
         self._renew()
 
     def _renew(self) -> None:
@@ -194,7 +195,8 @@ class _Connection(asyncio.Protocol):
 
     def flow(self, is_open: bool) -> None:
         """Whether bytes are read."""
-        if self._transport is not None and not self._transport.is_closing():
+        if self._transport is not None and is_open is not self._flows and not self._transport.is_closing():
+            self._flows = is_open
             if is_open:
                 self._transport.resume_reading()
             else:
