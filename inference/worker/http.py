@@ -33,6 +33,7 @@ from inference.worker.errors import BadRequestError, GoneError, UnloadedError, W
 from inference.worker.exchange import Exchange, Receive, Scope, Send
 from inference.worker.generation import Output
 from inference.worker.intake import Intake
+from inference.worker.lull import Lull
 from inference.worker.prompts import Prepared, Prompts
 from inference.worker.requests import Facts, GenerateRequest
 from inference.worker.reranking import Reranker
@@ -85,6 +86,9 @@ class App:
         self._counting = Counting(facts, prompts, detokenize)
         vectors = Vectors(facts, prompts, self._intake, embedder, reranker)
         self._forms = None if compiler is None else FormQueue(compiler, executor, compiling)
+        self._lull = (
+            Lull(compiler.read_vocabulary, compiling) if compiler is not None and compiling is not None else None
+        )
         self._routes: Mapping[str, tuple[str, Callable[[Exchange], Awaitable[None]]]] = {
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._completion),
@@ -99,6 +103,12 @@ class App:
         """Returns once no request is being answered."""
         await self._idle.wait()
 
+    def rest(self) -> None:
+        """Nobody is served, now or for the first time."""
+        self._idle.set()
+        if self._lull is not None and not self.draining:
+            self._lull.quiet()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One ASGI exchange."""
         if scope["type"] != "http":
@@ -106,6 +116,8 @@ class App:
         exchange = Exchange(scope, receive, send)
         self.in_flight += 1
         self._idle.clear()
+        if self._lull is not None:
+            self._lull.busy()
         try:
             await self._answer(exchange)
         except GoneError:
@@ -115,7 +127,7 @@ class App:
             self._intake.done(exchange)
             self.in_flight -= 1
             if self.in_flight == 0:
-                self._idle.set()
+                self.rest()
 
     async def _answer(self, exchange: Exchange) -> None:
         try:

@@ -273,6 +273,7 @@ class Worker:
         self._context = kept.loaded.context
         self._use_threads()
         self._channel.send(kept.loaded.ready)
+        app.rest()
         order = await self._ending
         app.draining = True
         if order == "drain":

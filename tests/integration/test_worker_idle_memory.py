@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from inference import demo
+from tests.rigs.processes import wait_until
 from tests.rigs.worker_rig import WorkerRig, grant_for
 
 MOST_MB = 120.0
@@ -23,9 +24,12 @@ def pss_mb(pid: int) -> float:
 
 
 def test_an_idle_worker_takes_little_beside_its_model(tmp_path: Path) -> None:
-    """After its first requests, so that nothing lazy is left out: a template, a constraint and log probabilities."""
+    """After its first requests, so that nothing lazy is left out: a template, a constraint and log probabilities. It
+    has read the vocabulary before anybody asked.
+    """
     with WorkerRig(tmp_path, grant_for(demo.bundled_path("demo"), parallel=4)) as rig:
         reserved = sum(buffer.bytes for buffer in rig.ready().buffers) / 1e6
+        wait_until("the vocabulary is read", lambda: "vocabulary read" in rig.log)
         asked = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 8}
         for more in ({}, {"response_format": {"type": "json_object"}}, {"logprobs": True, "top_logprobs": 5}):
             status, said = rig.post("/v1/chat/completions", {**asked, **more})

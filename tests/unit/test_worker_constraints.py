@@ -15,7 +15,7 @@ import pytest
 from inference.worker.backend import Mask
 from inference.worker.constrained import ConstrainedSampler
 from inference.worker.constraints import Compiler, grammar
-from inference.worker.constraints.compiler import _Compiled
+from inference.worker.constraints.compiler import MOST_AHEAD, _Compiled
 from inference.worker.constraints.masks import Guide, Scratch
 from inference.worker.core.forms import (
     AnyText,
@@ -408,6 +408,39 @@ def test_nothing_is_imported_before_the_first_constraint() -> None:
         "assert not any(name.startswith('llguidance') for name in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Counted(PieceVocabulary):
+    """Counts how often it is read."""
+
+    reads = 0
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        self.reads += token == 0
+        return super().piece(token, special=special)
+
+
+def test_a_vocabulary_that_was_read_in_time_is_not_read_again() -> None:
+    """No constraint has to wait for it."""
+    vocabulary = Counted()
+    compiler = Compiler(vocabulary)
+    compiler.read_vocabulary()
+    compiler.read_vocabulary()
+    assert vocabulary.reads == 1
+    compiler.compile(Literal("a"), "f")
+    assert vocabulary.reads == 1
+
+
+def test_a_vocabulary_too_large_to_be_read_on_a_guess_waits_for_the_first_constraint() -> None:
+    vocabulary = Counted()
+    vocabulary.n_vocab = MOST_AHEAD + 1
+    compiler = Compiler(vocabulary)
+    compiler.read_vocabulary()
+    assert vocabulary.reads == 0
+    vocabulary.n_vocab = PieceVocabulary().n_vocab
+    vocabulary.end_tokens = frozenset()
+    compiler.read_vocabulary()
+    assert vocabulary.reads == 0
 
 
 def test_a_vocabulary_without_an_end_is_refused() -> None:

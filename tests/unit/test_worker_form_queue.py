@@ -35,6 +35,9 @@ class FakeCompiler:
         self.threads: set[str] = set()
         self.kept: dict[Form, Constraint] = {}
 
+    def read_vocabulary(self) -> None:
+        self.begun.set()
+
     def known(self, form: Form, param: str) -> Constraint | None:
         return self.kept.get(form)
 

@@ -1,18 +1,21 @@
 """Compiles forms into constraints and keeps those used last; never runs on the engine's thread or the event loop.
 
-The first constraint imports llguidance and builds a trie of the vocabulary; a worker that is never asked for one has
-neither in memory. The trie is built while nothing else of Python runs, see "Bounds of the engine" in docs/decisions.md.
+The first constraint needs llguidance and a trie of the vocabulary, which is built while nothing else of Python runs: so
+a worker reads its vocabulary when it is idle, see "Bounds of the engine" in docs/decisions.md.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from inference.protocol import Code
+from inference.worker import heap
 from inference.worker.aside import OverLimitsError
 from inference.worker.backend import Constraint, Mask
 from inference.worker.constraints import grammar
@@ -22,9 +25,13 @@ from inference.worker.core.forms import Form
 from inference.worker.errors import BadRequestError, WorkerError
 from inference.worker.trial import Trial
 
+log = logging.getLogger("headgate.worker.constraints")
+
 STACK_BYTES = 256 << 20
 """Of the thread that compiles; only what is touched is ever allocated. llguidance follows references by recursion, at
 most 10,000 of them and at about 8 KiB each; an overflow would end the process."""
+MOST_AHEAD = 160_000
+"""Tokens of a vocabulary that is read before anybody asks: an idle worker then holds 0.45 kB for each."""
 KEPT = 24
 KEPT_BYTES = 32 << 20
 """Of compiled constraints before their automata grow, estimated."""
@@ -105,6 +112,15 @@ class Compiler:
             if known is None:
                 self._keep(key, constraint, _BYTES_EACH + _BYTES_PER_CHARACTER * len(source))
             return constraint
+
+    def read_vocabulary(self) -> None:
+        """What the first constraint would have to do, unless the vocabulary is too large to be read on a guess."""
+        with self._compiling:
+            if self._trie is None and self._vocabulary.n_vocab <= MOST_AHEAD and self._vocabulary.end_tokens:
+                began = time.monotonic()
+                self._trie = _Trie(self._vocabulary)
+                heap.trim()  # of the pieces, which the trie has copied
+                log.info("vocabulary read tokens=%d seconds=%.2f", self._vocabulary.n_vocab, time.monotonic() - began)
 
     def known(self, form: Form, param: str) -> Constraint | None:
         """The constraint of a form that needs no compiling; waits for none that is being compiled."""

@@ -1,0 +1,56 @@
+"""Does one piece of work, once, when nobody has been served for a while; knows neither the work nor the requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Protocol
+
+LULL_SECONDS = 1.0
+"""Who asks one question after the other has asked again by then."""
+
+
+class Timer(Protocol):
+    """What can be called off."""
+
+    def cancel(self) -> None:
+        """Calls it off."""
+        ...
+
+
+def _later(seconds: float, call: Callable[[], object]) -> Timer:
+    return asyncio.get_running_loop().call_later(seconds, call)
+
+
+class Lull:
+    """On the event loop, whose owner says when it is busy and when it is quiet."""
+
+    def __init__(
+        self,
+        work: Callable[[], object],
+        executor: Executor,
+        later: Callable[[float, Callable[[], object]], Timer] = _later,
+    ) -> None:
+        """`work` runs on `executor`."""
+        self._work: Callable[[], object] | None = work
+        self._executor = executor
+        self._later = later
+        self._timer: Timer | None = None
+
+    def busy(self) -> None:
+        """Somebody is served."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def quiet(self) -> None:
+        """Nobody is served any more."""
+        if self._work is not None:
+            self.busy()
+            self._timer = self._later(LULL_SECONDS, self._start)
+
+    def _start(self) -> None:
+        if (work := self._work) is not None:
+            self._work = self._timer = None
+            self._executor.submit(work)
