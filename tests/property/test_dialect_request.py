@@ -143,13 +143,19 @@ def test_no_word_is_lost_or_reordered(parts: list[list[dict[str, Any]]]) -> None
     assert len(results) == sum(m["role"] == "tool" for m in messages)
 
 
+OPENAI = ("gpt-4.1", "gpt-5-mini", "gpt-5.2", "o1", "o4-mini")
+
+
 @settings(max_examples=200, deadline=None)
-@given(bodies(), st.sampled_from(list(Flavor)))
-def test_a_request_is_taken_by_openai_and_google_or_refused_by_name(body: dict[str, Any], flavor: Flavor) -> None:
+@given(bodies(), st.sampled_from([*((flavor, "m") for flavor in Flavor), *((Flavor.OPENAI, m) for m in OPENAI)]))
+def test_a_request_is_taken_by_openai_and_google_or_refused_by_name(
+    body: dict[str, Any], address: tuple[Flavor, str]
+) -> None:
+    flavor, model = address
     before = copy.deepcopy(body)
-    refused = unsupported_by_openai(body, flavor)
+    refused = unsupported_by_openai(body, flavor, Endpoint.CHAT, model)
     try:
-        request = to_openai(Endpoint.CHAT, body, "m", flavor)
+        request = to_openai(Endpoint.CHAT, body, model, flavor)
     except UpstreamError as error:
         assert error.param in refused
         return
