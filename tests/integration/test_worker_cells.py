@@ -99,3 +99,16 @@ def test_rows_of_prompts_and_answers_in_one_step_are_told_apart(context: Context
     assert status is Decode.OK
     for logits, index in zip(alone, last, strict=True):
         np.testing.assert_allclose(context.logits(index), logits, atol=1e-3)
+
+
+@pytest.mark.parametrize(("context_length", "worth"), [(256, 16), (2048, 16), (8192, 64)])
+def test_a_beginning_is_copied_from_a_128th_of_the_context_on(context_length: int, worth: int) -> None:
+    """And from 16 tokens on at least; a shorter one is computed anew. Its owner still answers, so its slot is taken."""
+    with engine_rig(tiny_gguf.generative(), parallel=3, context_length=context_length) as rig:
+        prompt = [3 + number % 50 for number in range(worth)]
+        owner = rig.ask([*prompt, 60], max_tokens=30)
+        while not rig.outputs(owner):
+            rig.engine._turn()
+        others = [rig.ask([*prompt[:count], 70, 71]) for count in (worth - 1, worth)]
+        rig.run()
+        assert [rig.outputs(ticket)[-1].cached for ticket in (owner, *others)] == [0, 0, worth]

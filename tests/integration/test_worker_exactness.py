@@ -18,8 +18,9 @@ CHAT = "/v1/chat/completions"
 QUESTIONS = ("Why is the sky blue?", "Tell me about a mill.", "Say hello in three ways.", "What is 3 + 4?")
 
 
-def test_a_seeded_answer_is_the_same_after_a_restart(tmp_path: Path) -> None:
-    """Alone in its cells, drawn at temperature 1; another seed says something else."""
+@pytest.mark.parametrize("threads", [1, 0], ids=["one thread", "all cores"])
+def test_a_seeded_answer_is_the_same_after_a_restart(tmp_path: Path, threads: int) -> None:
+    """Alone and behind the same reused beginning, drawn at temperature 1; another seed says something else."""
     bodies: list[dict[str, Any]] = [
         {
             "messages": [{"role": "user", "content": question}],
@@ -32,18 +33,21 @@ def test_a_seeded_answer_is_the_same_after_a_restart(tmp_path: Path) -> None:
         for seed, more in ((7, {}), (8, {"top_p": 0.9}), (9, {"n": 2, "frequency_penalty": 0.5}))
     ]
     runs = []
+    reused = []
     for number in range(2):
         root = tmp_path / str(number)
         root.mkdir()
-        with WorkerRig(root, grant_for(tiny_gguf.generative(), threads=1)) as rig:
+        with WorkerRig(root, grant_for(tiny_gguf.generative(), threads=threads)) as rig:
             rig.ready()
             answers = []
             for body in bodies:
                 status, said = rig.post(CHAT, body)
                 assert status == 200, said
                 answers.append([choice["message"]["content"] for choice in said["choices"]])
+                reused.append(said["usage"]["prompt_tokens_details"]["cached_tokens"])
             runs.append(answers)
     assert runs[0] == runs[1]
+    assert any(reused)
     assert len({choice for answer in runs[0] for choice in answer}) == len(bodies) * 4 // 3
 
 

@@ -298,6 +298,28 @@ def test_an_answer_whose_masks_take_too_long_ends_with_a_reason() -> None:
             mask.apply(np.zeros(8, np.float32))
 
 
+class _Runs(PieceVocabulary):
+    """With pieces of up to 200 like letters, as some vocabularies have of blanks and dashes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        runs = [b"a" * count for count in range(2, 200)]
+        self._plain = [*self._plain, *runs]
+        self.n_vocab += len(runs)
+        self.end_tokens = frozenset(end + len(runs) for end in self.end_tokens)
+
+
+def test_a_mask_that_would_look_at_too_much_ends_its_answer() -> None:
+    """What one mask may look at has a limit: all answers of a model wait while it is made."""
+    vocabulary = _Runs()
+    ambiguous = Grammar('start: "b" x\nx: x x x | x x | "a"')
+    mask = Compiler(vocabulary).compile(ambiguous, "f").start()
+    assert vocabulary.allowed(mask) == {ord("b")}
+    mask.accept(ord("b"))
+    with pytest.raises(ConstraintError, match=r"too complex.*Too many items"):
+        vocabulary.allowed(mask)
+
+
 def test_a_panic_ends_the_answer_and_not_the_thread() -> None:
     """What Rust raises is no Exception."""
 

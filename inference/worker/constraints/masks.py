@@ -102,7 +102,7 @@ _TOO_COMPLEX = "what the answer must look like is too complex for an answer as l
 _WORN_OUT = (
     _TOO_COMPLEX + ", counted over all answers of this form up to now; asked again, the request is counted alone"
 )
-_LIMIT_WORDS = ("lexer error", "Parser Error", "TooComplex")
+_LIMIT_WORDS = ("lexer error", "Parser Error", "Too many items", "TooComplex")
 _UNFIT = "doesn't satisfy the grammar"
 _DEAD_END = "nothing may follow in this answer: what was asked for cannot be completed"
 _RULED_OUT = (
