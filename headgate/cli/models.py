@@ -68,13 +68,14 @@ def _table(session: Session, statuses: list[ModelStatus], *, running: bool) -> i
         terminal.json([status.to_json() for status in statuses])
         return Exit.OK
     if running:
-        headers = ["MODEL", "STATE", "DEVICE", "BYTES", "CONTEXT", "IN FLIGHT", "QUEUED", "IDLE", "PID"]
+        headers = ["MODEL", "STATE", "DEVICE", "PREDICTED", "ACTUAL", "CONTEXT", "IN FLIGHT", "QUEUED", "IDLE", "PID"]
         rows = [
             [
                 status.id,
                 status.state.value,
                 _devices(status),
-                _held(status),
+                _bytes(status.predicted_bytes),
+                _bytes(status.actual_bytes),
                 str(status.context_length),
                 f"{status.in_flight}/{status.parallel}",
                 str(status.queued),
@@ -99,7 +100,7 @@ def _table(session: Session, statuses: list[ModelStatus], *, running: bool) -> i
             for status in statuses
         ]
         none = "no models are configured; name one in models.yaml"
-    right = ["BYTES", "CONTEXT", "IN FLIGHT", "QUEUED", "IDLE", "PID", "PARALLEL", "NEEDS"]
+    right = ["PREDICTED", "ACTUAL", "CONTEXT", "IN FLIGHT", "QUEUED", "IDLE", "PID", "PARALLEL", "NEEDS"]
     terminal.table(headers, rows, right, none)
     for status in statuses:
         if status.reason:
@@ -196,7 +197,7 @@ def _change(session: Session, doing: str, action: str, body: Mapping[str, Any] |
         session.terminal.json(answer)
         return Exit.OK
     status = ModelStatus.from_json(answer)
-    held = f" on {_devices(status)}, {_held(status)}" if status.devices and status.actual_bytes else ""
+    held = f" on {_devices(status)}, {_bytes(status.actual_bytes)}" if status.devices and status.actual_bytes else ""
     session.terminal.say(f"{status.id}: {status.state.value}{held}")
     return Exit.OK
 
@@ -249,10 +250,6 @@ def plan_lines(model: str, answer: Mapping[str, Any]) -> list[str]:
 
 def _devices(status: ModelStatus) -> str:
     return (", ".join(status.devices) or "-") + (" (fallback)" if status.fallback else "")
-
-
-def _held(status: ModelStatus) -> str:
-    return _bytes(status.actual_bytes if status.actual_bytes is not None else status.predicted_bytes)
 
 
 def _bytes(count: int | None) -> str:

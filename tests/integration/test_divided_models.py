@@ -11,7 +11,7 @@ import pytest
 
 from inference.devices.simgpu.control import SOCKET_NAME, Control
 from inference.osapi import socket_directory
-from tests.rigs.processes import children_of, command_of
+from tests.rigs.processes import of_models, wait_until
 from tests.rigs.stack import Stack, chat_body
 from tests.rigs.tiny_families import Form, path
 
@@ -72,7 +72,12 @@ def test_a_refused_load_allocates_nothing_and_its_fix_is_true(stack: Stack) -> N
     for name, device in after.items():
         for figure in ("allocations", "used_bytes"):
             assert device[figure] == before[name][figure]
-    assert not [pid for pid in children_of(stack.inference.pid) if "inference.worker" in command_of(pid)]
+    wait_until("no process is behind", lambda: not of_models(stack.inference.pid))
+    measured = stack.inference.log.count("estimate of taller")
+    with pytest.raises(urllib.error.HTTPError) as again:
+        stack.ask("/v1/chat/completions", chat_body("hello", "taller"), direct=True)
+    assert json.loads(again.value.read())["error"] == error
+    assert stack.inference.log.count("estimate of taller") == measured > 0, "what is known is not measured again"
     fix = error["headgate"]["fix"]
     assert set(fix) == {"kv_type"} or set(fix) == {"context_length"}
     said = stack.ask("/memory/plan", {"model": "taller", **fix}, direct=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.processes import children_of, command_of
+from tests.rigs.processes import of_models, wait_until
 from tests.rigs.stack import Stack, chat_body
 
 MODELS = """
@@ -42,7 +42,7 @@ def test_a_refusal_has_numbers_five_open_the_breaker_and_no_sixth_arrives(tmp_pa
         assert error["code"] == "memory_limit_exceeded"
         assert "MiB" in error["message"]
         assert error["headgate"]
-        assert not any("inference.worker" in command_of(pid) for pid in _children(stack))
+        wait_until("no process is behind", lambda: not of_models(stack.inference.pid))
 
         def refusals() -> int:
             text = _metrics(stack)
@@ -83,10 +83,6 @@ def test_with_fit_check_the_tier_is_skipped_and_no_breaker_moves(tmp_path: Path)
         assert all(entry["state"] == "closed" for entry in stack.breakers())
     finally:
         stack.kill()
-
-
-def _children(stack: Stack) -> list[int]:
-    return [pid for pid in children_of(stack.inference.pid) if Path(f"/proc/{pid}").exists()]
 
 
 def _metrics(stack: Stack) -> str:

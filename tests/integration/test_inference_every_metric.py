@@ -119,6 +119,7 @@ async def _a_request_runs(start: Start, _patch: pytest.MonkeyPatch) -> None:
     await until("it runs", lambda: value(service, "inference_sequences", model="a", state="active") == 1)
     assert value(service, "inference_model_refs", model="a") == 1
     await until("it is counted", lambda: value(service, "inference_tokens_total", model="a", kind="generated") == 10)
+    assert value(service, "inference_tokens_total", model="a", kind="prompt") == 10
     await asking
     assert value(service, "inference_model_refs", model="a") == 0
 

@@ -13,6 +13,7 @@ from inference.errors import InvalidRequestError, MemoryLimitExceededError, Memo
 from inference.evictions import Reason
 from inference.preload import preload
 from inference.protocol import ModelState, Priority
+from tests.rigs.asgi import ask
 from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, services, until
 
 
@@ -95,6 +96,26 @@ async def test_a_load_that_fails_there_brings_the_model_back(start: Start, tmp_p
     waiting.close()
     assert authority.status(model).devices == ("gpu-0",)
     assert model.target is None
+
+
+async def test_models_that_are_preloaded_wait_with_the_priority_that_was_said(start: Start) -> None:
+    service = await start({"a": {}})
+    model = service.authority.resolve("a")
+    estimator = service.authority.background.estimator
+    estimator.gate = asyncio.Event()
+    for said in Priority:
+        body = {"models": ["a"], "priority": str(said)}
+        asking = asyncio.create_task(ask(service.app, "POST", "/memory/preload", body))
+        await until("it waits", lambda: bool(model.queue.waiters))
+        assert {name: model.queue.count(name) for name in Priority} == {name: int(name is said) for name in Priority}
+        asking.cancel()
+        await asyncio.wait({asking})
+        await until("it was given up", lambda: not model.queue.waiters)
+    estimator.gate.set()
+    (result,) = (await ask(service.app, "POST", "/memory/preload", {"models": ["a"], "priority": "low"})).body[
+        "results"
+    ]
+    assert (result["model"], result["loaded"]) == ("a", True)
 
 
 async def test_preloading_tells_what_became_of_each_model(start: Start) -> None:

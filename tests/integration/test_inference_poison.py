@@ -62,6 +62,8 @@ async def test_a_poison_request_is_convicted_alone_and_its_neighbors_are_answere
     assert [{**one, **shape} == one for one in crashes[0]["requests"]] == [True]
     assert len(crashes[1]["requests"]) == 5
     assert crashes[0]["message"].endswith("/src/ggml.c:12: GGML_ASSERT(n > 0) failed")
+    reruns = service.metrics.registry.get_sample_value("inference_recovery_total", {"kind": "rerun"})
+    assert reruns == 4, "its neighbors"
     loads = model.loads
     again = await _chat(service, "BAD", stream=True, user="somebody else")
     assert (again.status, again.body["error"]["code"]) == (422, "poison_request")

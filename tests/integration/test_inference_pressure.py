@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
@@ -18,7 +19,9 @@ from inference.devices.base import Reading
 from inference.devices.inventory import Inventory
 from inference.errors import MemoryLimitExceededError
 from inference.evictions import Reason
+from inference.history import History, Sample
 from inference.protocol import DeviceState, ModelState
+from tests.rigs.asgi import ask
 from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start, services, until
 
 GPU = "gpu-0"
@@ -317,6 +320,24 @@ async def test_memory_that_is_shared_has_one_level_and_one_ladder(start: Start) 
     with pytest.raises(MemoryLimitExceededError, match="cpu is too full"):
         await load(service, "b")
     assert authority.governor.adviser.alerts()
+
+
+async def test_a_sample_says_which_share_of_all_sequences_is_in_use(start: Start) -> None:
+    service = await start({"a": {"parallel": 4}}, {"a": {"answer_seconds": 20}}, PRESSURE_CHECK_INTERVAL_SECONDS="0.1")
+    history = service.authority.governor.history
+    asking = asyncio.create_task(ask(service.app, "POST", "/v1/completions", {"model": "a", "prompt": "x"}))
+    await until("its sequence is seen", lambda: history.since(0)[-1].pool_utilization > 0)
+    sample = history.since(0)[-1]
+    assert (sample.active_requests, sample.pool_utilization, sample.models_loaded) == (1, 0.25, 1)
+    asking.cancel()
+    await asyncio.wait({asking})
+
+
+def test_the_newest_thousand_samples_are_kept() -> None:
+    history = History()
+    for second in range(1001):
+        history.add(Sample(second, {}, 0, 0, 0.0, 0, 0))
+    assert [sample.timestamp for sample in history.since(0)] == list(range(1, 1001))
 
 
 async def test_health_stats_history_and_metrics_tell_the_same_level(start: Start) -> None:

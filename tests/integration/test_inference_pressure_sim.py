@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import sys
+import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +13,8 @@ import pytest
 
 from inference.devices.simgpu.control import SOCKET_NAME, Control
 from inference.osapi import socket_directory
-from tests.rigs.processes import wait_until
-from tests.rigs.stack import Stack, chat_body
+from tests.rigs.processes import of_models, wait_until
+from tests.rigs.stack import REPOSITORY, Stack, chat_body
 
 MODELS = """
 models:
@@ -62,17 +65,47 @@ def test_idle_models_make_room_for_others_before_anything_fails(stack: Stack) ->
         assert {"low", "high"} <= {sample["devices"]["gpu-0"]["pressure_level"] for sample in samples}
 
 
-def test_a_service_that_starts_beside_a_full_device_serves_once_there_is_room(stack: Stack) -> None:
-    with Control(socket_directory(stack.state) / SOCKET_NAME) as rig:
-        rig.tell("foreign", "gpu-0", bytes=int(TOTAL * 0.95))
-        wait_until("it is seen", lambda: level(stack) == "critical")
-        plan = stack.ask("/memory/plan", {"model": "demo"}, direct=True)
-        assert plan["result"] == "CANT_ACCOMMODATE"
-        assert plan["short"][0]["short_bytes"] > 0
-        rig.tell("foreign", "gpu-0", bytes=0)
-        wait_until("it is over", lambda: level(stack) == "low")
+def test_a_service_that_starts_beside_a_full_device_says_so_and_serves_once_there_is_room(tmp_path: Path) -> None:
+    """Others had 95 % before it first looked: it is ready all the same, refuses with numbers, and leaves nothing."""
+    env = {"INFERENCE_DEVICES": "sim:400MiB", "INFERENCE_PRESSURE_CHECK_INTERVAL_SECONDS": "0.5"}
+    env |= {"TAKEN_BYTES": str(int(TOTAL * 0.95)), "PYTHONPATH": str(REPOSITORY)}
+    stack = Stack(tmp_path, models=MODELS, inference_env=env)
+    stack.inference.argv = [sys.executable, "-m", "tests.rigs.taken_gpu", *stack.inference.argv[3:]]
+    try:
+        stack.inference.start(wait_for="/readyz")
+        assert level(stack) == "critical"
+        assert "gpu-0 is at critical (low before): 380.0 MiB of 400.0 MiB are in use" in stack.inference.log
+        assert stack.ask("/memory/history", direct=True)["samples"][0]["devices"]["gpu-0"]["foreign_mb"] == 380
+        with pytest.raises(urllib.error.HTTPError) as unwell:
+            stack.ask("/memory/health", direct=True)
+        with unwell.value as answer:
+            said = json.load(answer)["message"]
+        assert said == "gpu-0 is at critical pressure: 380 MiB of 400 MiB are in use, 380 MiB of it by others"
+        wait_until("it is measured", lambda: not of_models(stack.inference.pid))
+        before = allocations(stack)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            chat(stack, "demo")
+        with refused.value as answer:
+            error = json.load(answer)["error"]
+        assert (refused.value.code, error["code"]) == (503, "memory_limit_exceeded")
+        short = error["headgate"]["devices"][0]
+        assert (short["device"], short["short_bytes"]) == ("gpu-0", short["need_bytes"] - short["free_bytes"])
+        assert 0 <= short["free_bytes"] < short["need_bytes"]
+        assert allocations(stack) == before
+        wait_until("no process is behind", lambda: not of_models(stack.inference.pid))
+        with Control(socket_directory(stack.state) / SOCKET_NAME) as rig:
+            rig.tell("foreign", "gpu-0", bytes=0)
+            wait_until("it is over", lambda: level(stack) == "low")
         assert chat(stack, "demo-mini")
+    finally:
+        stack.kill()
 
 
 def level(stack: Stack) -> str:
     return str(stack.ask("/memory/stats", direct=True)["per_device"]["gpu-0"]["pressure_level"])
+
+
+def allocations(stack: Stack) -> int:
+    """How many there ever were on the device."""
+    with Control(socket_directory(stack.state) / SOCKET_NAME) as rig:
+        return int(rig.tell("status")["gpu-0"]["allocations"])

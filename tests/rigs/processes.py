@@ -111,6 +111,16 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
+def of_models(pid: int) -> list[str]:
+    """Command lines of the workers and helpers below `pid` that have to do with models; NVML's may stay (Linux)."""
+    commands = [command_of(child) for child in children_of(pid)]
+    return [
+        command
+        for command in commands
+        if "inference.worker" in command or ("inference.helper" in command and "helper nvml" not in command)
+    ]
+
+
 def is_alive(pid: int) -> bool:
     """Whether `pid` is a process that is not a zombie."""
     try:

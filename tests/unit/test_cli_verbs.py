@@ -103,8 +103,8 @@ def test_ps_shows_what_is_loaded_and_list_shows_everything(serve: Any, capsys: A
     service = serve({"GET /v1/models": Canned({"object": "list", "data": [READY.to_json(), COLD.to_json()]})})
     assert main(["ps"]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert re.match(r"MODEL +STATE +DEVICE +BYTES", said[0])
-    assert re.match(r"demo +ready +cpu +48\.0 MiB +4096 +1/4 +0 +3s +4711$", said[1])
+    assert re.match(r"MODEL +STATE +DEVICE +PREDICTED +ACTUAL", said[0])
+    assert re.match(r"demo +ready +cpu +50\.0 MiB +48\.0 MiB +4096 +1/4 +0 +3s +4711$", said[1])
     assert len(said) == 2
     assert main(["list"]) == 0
     said = capsys.readouterr()

@@ -105,8 +105,17 @@ def lines() -> list[tuple[str, str]]:
     return found
 
 
+SHOWN = ("info", "warning", "error", "exception", "critical")
+
+
+def is_shown(call: ast.Call) -> bool:
+    """Whether a call of `log.log` may mean another level than debug."""
+    assert isinstance(call.func, ast.Attribute)
+    return call.func.attr == "log" and ast.unparse(call.args[0]) != "logging.DEBUG"
+
+
 def formats(logger: str) -> Iterator[str]:
-    """The format of everything that is logged under this name."""
+    """The format of everything that is logged under this name and shown unless HEADGATE_LOG_LEVEL says otherwise."""
     package = logger.partition(".")[0]
     for path in (ROOT / package).rglob("*.py"):
         source = path.read_text(encoding="utf-8")
@@ -116,7 +125,8 @@ def formats(logger: str) -> Iterator[str]:
             continue
         for node in ast.walk(ast.parse(source)):
             is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-            if is_call and isinstance(node.func.value, ast.Name) and node.func.value.id == "log":
+            is_log = is_call and isinstance(node.func.value, ast.Name) and node.func.value.id == "log"
+            if is_log and (node.func.attr in SHOWN or is_shown(node)):
                 yield from (
                     item.value for item in node.args if isinstance(item, ast.Constant) and isinstance(item.value, str)
                 )

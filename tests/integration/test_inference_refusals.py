@@ -1,0 +1,52 @@
+"""What a refusal costs: one that was given before is given again without anybody measuring anything."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headgate.shared.state import StateDir
+from inference.errors import MemoryLimitExceededError
+from inference.estimator import Estimate, Estimator
+from tests.rigs import tiny_gguf
+from tests.rigs.authority_rig import Start, services
+
+LARGE = {"path": str(tiny_gguf.generative()), "context_length": 65536, "parallel": 8}
+"""A cache of 128 MiB."""
+
+
+class Counting(Estimator):
+    """Counts how often it is asked; helpers are started by nobody else."""
+
+    asked = 0
+
+    async def get(self, *args: Any, **more: Any) -> Estimate:
+        """As it was."""
+        self.asked += 1
+        return await super().get(*args, **more)
+
+
+@pytest.fixture
+async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
+    async with services(tmp_path, monkeypatch) as make:
+        yield make
+
+
+async def test_a_refusal_that_is_known_asks_no_estimator(start: Start, tmp_path: Path) -> None:
+    estimator = Counting(StateDir.from_env({"HEADGATE_STATE_DIR": str(tmp_path / "estimates")}), seconds=60)
+    service = await start({"a": LARGE}, estimator=estimator, MEMORY_LIMIT_GB="0.15")
+    authority, model = service.authority, service.authority.resolve("a")
+    with pytest.raises(MemoryLimitExceededError) as first:
+        await authority.load(model)
+    assert set(first.value.fix) == {"parallel"}, "it was measured as well"
+    asked = estimator.asked
+    assert asked >= 2
+    for _ in range(3):
+        with pytest.raises(MemoryLimitExceededError) as again:
+            await authority.load(model)
+        decision, _estimate = await authority.outlook.dry_run(model, {})
+        assert again.value.fix == first.value.fix == getattr(decision, "fix", None)
+    assert estimator.asked == asked
