@@ -40,13 +40,13 @@ async def test_a_refusal_that_is_known_asks_no_estimator(start: Start, tmp_path:
     service = await start({"a": LARGE}, estimator=estimator, MEMORY_LIMIT_GB="0.15")
     authority, model = service.authority, service.authority.resolve("a")
     with pytest.raises(MemoryLimitExceededError) as first:
-        await authority.load(model)
+        await authority.load(model, 20)
     assert set(first.value.fix) == {"parallel"}, "it was measured as well"
     asked = estimator.asked
     assert asked >= 2
     for _ in range(3):
         with pytest.raises(MemoryLimitExceededError) as again:
-            await authority.load(model)
+            await authority.load(model, 20)
         decision, _estimate = await authority.outlook.dry_run(model, {})
         assert again.value.fix == first.value.fix == getattr(decision, "fix", None)
     assert estimator.asked == asked
