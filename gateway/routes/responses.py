@@ -18,7 +18,7 @@ from inference.protocol import Code
 
 
 def router(runtime: Runtime, store: Store) -> APIRouter:
-    """Both methods; they need a use key."""
+    """Both methods, and no for `compact`; they need a use key."""
     routes = APIRouter()
 
     def asking(request: Request) -> Key:
@@ -35,6 +35,12 @@ def router(runtime: Runtime, store: Store) -> APIRouter:
         if kept is None:
             raise _not_there(response_id)
         return Response(kept.response, media_type="application/json")
+
+    @routes.post(f"{PATH}/compact")
+    async def compact(request: Request) -> Response:
+        """Else the path would be taken for that of an answer, which has other methods."""
+        asking(request)
+        raise RequestError(Code.NOT_FOUND, "conversations are not compacted here; send the ones that fit, or shorter")
 
     @routes.delete(f"{PATH}/{{response_id}}")
     async def forget_response(request: Request, response_id: str) -> Response:

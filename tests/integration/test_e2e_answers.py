@@ -54,6 +54,28 @@ def test_the_openai_client_streams_exactly_what_the_worker_says(stack: Stack) ->
     assert chunks[-2].choices[0].finish_reason == "stop"
 
 
+def test_choices_and_log_probabilities_whole_and_streamed(stack: Stack) -> None:
+    asked: dict[str, Any] = {"model": "demo", "messages": _messages("Hello!"), "temperature": 0, "n": 2}
+    asked |= {"logprobs": True, "top_logprobs": 2}
+    with _client(stack) as client:
+        whole = client.chat.completions.create(**asked)
+        streamed = {0: "", 1: ""}
+        for chunk in client.chat.completions.create(stream=True, **asked):
+            for choice in chunk.choices:
+                if choice.logprobs is not None:
+                    streamed[choice.index] += "".join(one.token for one in choice.logprobs.content or ())
+    said = {choice.index: choice.message.content for choice in whole.choices}
+    assert said == streamed
+    alone = stack.ask("/v1/chat/completions", chat_body("Hello!"))
+    assert said[0] == said[1] == alone["choices"][0]["message"]["content"]
+    for choice in whole.choices:
+        assert choice.logprobs is not None
+        for token in choice.logprobs.content or ():
+            assert token.logprob <= 0
+            assert token.top_logprobs[0].token == token.token
+            assert len(token.top_logprobs) == 2
+
+
 def test_a_non_streaming_answer_equals_the_streamed_one_and_says_who_answered(stack: Stack) -> None:
     with _client(stack) as client:
         raw = client.chat.completions.with_raw_response.create(model="demo", messages=_messages(STORY), temperature=0)

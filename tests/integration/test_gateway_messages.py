@@ -283,12 +283,46 @@ class Mill(pydantic.BaseModel):
     wheels: int
 
 
-async def test_a_format_is_parsed_by_the_client(client: AsyncAnthropic, local: FakeInference) -> None:
-    local.answers["demo"] = raw({"content": '{"wheels": 2}'})
-    parsed = await client.messages.parse(model="demo", max_tokens=50, messages=MESSAGES, output_format=Mill)
+@pytest.mark.parametrize("model", ["demo", "claude", "haiku", "gpt", "gemini"])
+async def test_a_format_is_parsed_by_the_client(
+    client: AsyncAnthropic, local: FakeInference, cloud: FakeProvider, model: str
+) -> None:
+    """Whole, streamed and by the beta calls."""
+    local.answers["demo"] = raw({"content": '{"wheels":'}, {"content": " 2}"})
+    cloud.answers.set(Said(text='{"wheels": 2}'))
+    asked: dict[str, Any] = {"model": model, "max_tokens": 50, "messages": MESSAGES, "output_format": Mill}
+    parsed = await client.messages.parse(**asked)
     assert parsed.parsed_output == Mill(wheels=2)
-    shape = local.seen[-1].body["response_format"]
-    assert shape["json_schema"]["schema"]["properties"]["wheels"]["type"] == "integer"
+    async with client.messages.stream(**asked) as stream:
+        assert (await stream.get_final_message()).parsed_output == Mill(wheels=2)
+    assert (await client.beta.messages.parse(**asked)).parsed_output == Mill(wheels=2)
+    async with client.beta.messages.stream(**asked) as beta:
+        assert (await beta.get_final_message()).parsed_output == Mill(wheels=2)
+    sent = local.seen if model == "demo" else cloud.records
+    assert len(sent) == 4
+    for one in sent:
+        is_anthropic = model in ("claude", "haiku")
+        shape = one.body["output_config"]["format"] if is_anthropic else one.body["response_format"]["json_schema"]
+        assert shape["schema"]["properties"]["wheels"]["type"] == "integer"
+
+
+@pytest.mark.parametrize("model", ["demo", "claude", "gpt", "gemini"])
+async def test_a_plain_text_is_a_document(
+    client: AsyncAnthropic, local: FakeInference, cloud: FakeProvider, model: str
+) -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "The mill has two wheels."}
+    document = {"type": "document", "source": source, "title": "Mills", "context": "A guide."}
+    asked: Any = [{"role": "user", "content": [document, {"type": "text", "text": "How many?"}]}]
+    await client.messages.create(model=model, max_tokens=50, messages=asked)
+    sent = (local.seen if model == "demo" else cloud.records)[-1].body
+    if model == "claude":
+        assert sent["messages"] == asked
+        with pytest.raises(anthropic.BadRequestError, match="text/plain"):
+            source["media_type"] = "text/html"
+            await client.messages.create(model=model, max_tokens=50, messages=asked)
+        return
+    told = {"type": "text", "text": "Mills\nA guide.\nThe mill has two wheels."}
+    assert sent["messages"][0]["content"] == [told, {"type": "text", "text": "How many?"}]
 
 
 async def test_a_prefill_is_gone_on_with_where_the_tier_can(

@@ -316,6 +316,14 @@ async def test_what_cannot_be_is_refused_by_name(
     assert (caught.value.code, caught.value.param) == (code, param)
 
 
+async def test_compacting_is_not_there_and_is_not_taken_for_an_answer(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        await client.responses.compact(model="demo", input="Hi")
+    assert caught.value.code == "not_found"
+    with pytest.raises(openai.AuthenticationError):
+        await client.with_options(api_key="wrong").responses.compact(model="demo", input="Hi")
+
+
 async def test_tools_that_run_elsewhere_are_left_out_where_the_operator_says_so(
     gateway: Gateway, client: openai.AsyncOpenAI, cloud: FakeProvider
 ) -> None:

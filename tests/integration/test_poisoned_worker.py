@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from headgate.shared.state import StateDir
 from inference import settings
 from inference.app import Service
@@ -18,41 +20,66 @@ from tests.rigs.authority_rig import until
 from tests.rigs.poisoned_worker import MARK
 
 COMMAND = (sys.executable, "-m", "tests.rigs.poisoned_worker")
+TOKEN = "canary-token-90c2"
+TEXTS = ("Tell me of a canary mill.", "Tell me of a canary river.")
+CULPRIT = f"This canary {MARK}."
+REPORTS = (("POST", "/memory/dump"), ("GET", "/models/m/crashes"), ("GET", "/quarantine"), ("GET", "/v1/models/m"))
+"""Where the operator reads what went wrong."""
 
 
 def _chat(service: Service, text: str, **more: Any) -> asyncio.Task[Answer]:
     body = {"model": "m", "messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 40, **more}
-    return asyncio.create_task(ask(service.app, "POST", "/v1/chat/completions", body))
+    return asyncio.create_task(ask(service.app, "POST", "/v1/chat/completions", body, key=TOKEN))
 
 
-async def test_the_neighbors_of_a_prompt_that_aborts_are_answered_as_if_alone(tmp_path: Path) -> None:
+async def _reports(service: Service) -> str:
+    """Everything of it as text."""
+    answers = [await ask(service.app, method, path, key=TOKEN) for method, path in REPORTS]
+    assert [answer.status for answer in answers] == [200] * len(REPORTS)
+    return json.dumps([answer.body for answer in answers])
+
+
+async def test_the_neighbors_of_a_prompt_that_aborts_are_answered_as_if_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no word of a prompt or of the token is in any report, log or file, whatever the worker said at its end."""
+    caplog.set_level("DEBUG")
+    monkeypatch.setenv("HEADGATE_LOG_LEVEL", "debug")
     model = {"path": "bundled:demo-mini", "context_length": 256, "parallel": 4}
     (tmp_path / "models.yaml").write_text(json.dumps({"models": {"m": model}}))
     config = settings.load(tmp_path, {"INFERENCE_FORCE_CPU_MODE": "true"}, {})
     state = StateDir.from_env({"HEADGATE_STATE_DIR": str(tmp_path / "state")})
-    service = Service(config, state, "token", command=COMMAND)
+    service = Service(config, state, TOKEN, command=COMMAND)
     await service.authority.start()
     try:
-        texts = ("Tell me of a mill.", "Tell me of a river.")
-        alone = [(await _chat(service, text)).body["choices"][0]["message"]["content"] for text in texts]
+        alone = [(await _chat(service, text)).body["choices"][0]["message"]["content"] for text in TEXTS]
         running = service.authority.resolve("m")
         assert running.running is not None
         pid = running.running.worker.pid
         os.kill(pid, signal.SIGSTOP)
-        neighbors = [_chat(service, text) for text in texts]
-        culprit = _chat(service, f"This {MARK}.", stream=True)
+        neighbors = [_chat(service, text) for text in TEXTS]
+        culprit = _chat(service, CULPRIT, stream=True)
         await until("all are in flight", lambda: running.in_flight == 3)
+        reports = [await _reports(service)]
         os.kill(pid, signal.SIGCONT)
-        told, *answers = await asyncio.gather(culprit, *neighbors)
-        said = told.body if told.status == 200 else json.dumps(told.body).encode()  # before or after a first comment
+        refused, *answers = await asyncio.gather(culprit, *neighbors)
+        # before or after a first comment
+        said = refused.body if refused.status == 200 else json.dumps(refused.body).encode()
         assert b'"code":"poison_request"' in said.replace(b": ", b":")
         assert [answer.status for answer in answers] == [200, 200]
         assert [answer.body["choices"][0]["message"]["content"] for answer in answers] == alone
         newest = service.crashes.of("m")[0]
         assert newest["message"].endswith("/src/ggml.c:4711: GGML_ASSERT(n_tokens > 0) failed")
         assert newest["requests"][0]["alone"]
-        assert (await _chat(service, f"This {MARK}.")).status == 422
-        assert (await _chat(service, texts[0])).body["choices"][0]["message"]["content"] == alone[0]
+        assert (await _chat(service, CULPRIT)).status == 422
+        assert (await _chat(service, TEXTS[0])).body["choices"][0]["message"]["content"] == alone[0]
         assert running.backoff.failures == 0
+        reports.append(await _reports(service))
+        assert "GGML_ASSERT(n_tokens > 0)" in reports[1]
+        assert newest["last_lines"]
     finally:
         await service.authority.close()
+    files = [path for path in (tmp_path / "state").rglob("*") if path.is_file()]
+    told = (*reports, caplog.text, *capfd.readouterr(), *(path.read_text(errors="replace") for path in files))
+    found = [text[max(0, at - 80) : at + 80] for text in told for at in [text.lower().find("canary")] if at >= 0]
+    assert found == []

@@ -59,7 +59,7 @@ class Tiers:
 async def tiers(root: Path) -> AsyncIterator[Tiers]:
     """All of it, running."""
     async with FakeInference("token") as local, FakeProvider() as cloud:
-        can = ("chat", "completions", "embeddings")
+        can = ("chat", "completions", "embeddings", "vision")
         for name in ("demo", "crowded", "busier", "hurried"):
             local.models[name] = ModelStatus(id=name, state=ModelState.READY, context_length=4096, capabilities=can)
         async with Gateway(root, local.url, _CONFIG.format(url=cloud.url), {"CLOUD": CLOUD_KEY}) as gateway:

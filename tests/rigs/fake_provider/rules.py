@@ -361,7 +361,10 @@ def _block(block: Any, path: str, kinds: frozenset[str]) -> None:
     if kind == "text" and not (isinstance(block["text"], str) and block["text"].strip()):
         raise RefusedError(f"{path}: text content blocks must contain non-whitespace text")
     if kind in ("image", "document"):
-        _source(block["source"], path, _MEDIA if kind == "image" else frozenset(("application/pdf",)))
+        if kind == "document" and block["source"].get("type") == "text":
+            _plain_text(block["source"], path)
+        else:
+            _source(block["source"], path, _MEDIA if kind == "image" else frozenset(("application/pdf",)))
     if kind == "tool_use":
         if not _TOOL_ID.fullmatch(block["id"]):
             raise RefusedError(f"{path}.id: String should match pattern '^[a-zA-Z0-9_-]+$'")
@@ -371,6 +374,14 @@ def _block(block: Any, path: str, kinds: frozenset[str]) -> None:
         content = block.get("content", "")
         for at, inner in enumerate(content if isinstance(content, list) else ()):
             _block(inner, f"{path}.content.{at}", frozenset(("text", "image", "document")))
+
+
+def _plain_text(source: Mapping[str, Any], path: str) -> None:
+    _fields(source, frozenset(("type", "media_type", "data")), frozenset(), f"{path}.source")
+    if source["media_type"] != "text/plain":
+        raise RefusedError(f"{path}.source.text.media_type: Input should be 'text/plain'")
+    if not isinstance(source["data"], str) or not source["data"].strip():
+        raise RefusedError(f"{path}.source.text.data: text content must contain non-whitespace text")
 
 
 def _source(source: Mapping[str, Any], path: str, media: frozenset[str]) -> None:
