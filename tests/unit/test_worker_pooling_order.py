@@ -76,9 +76,20 @@ def test_large_requests_advance_alike() -> None:
     assert {owner: said.count(owner) for owner in "xyz"} == {"x": 200, "y": 200, "z": 200}
 
 
-@pytest.mark.parametrize(("arrival", "order"), [(5.9, "cb"), (6.1, "bc")])
+@pytest.mark.parametrize("large", [1, 3, 8])
+def test_a_small_request_waits_for_a_turn_of_each_large_one(large: int) -> None:
+    """However long they have been there: each has had its share of the time that passed."""
+    queue: PoolQueue[str] = PoolQueue(1, 100)
+    for owner in "ABCDEFGH"[:large]:
+        queue.add(owner, ones(2000), 0.0)
+    served(queue, 1.0, 400)
+    queue.add("s", ones(1), 400.0)
+    assert "s" in served(queue, 1.0, large + 1)
+
+
+@pytest.mark.parametrize(("arrival", "order"), [(11.9, "cb"), (12.1, "bc")])
 def test_each_pays_for_its_own_tokens(arrival: float, order: str) -> None:
-    """A batch of 8 s with 1 token of one request and 3 of another, who pays 6 s."""
+    """A batch of 8 s with 1 token of one request and 3 of another, who pays 6 s; these belonged to both."""
     queue: PoolQueue[str] = PoolQueue(2, 4)
     queue.add("a", ones(1), 0.0)
     queue.add("b", [*ones(1, 3), *ones(1, 4)], 0.0)

@@ -1,9 +1,10 @@
 """Decides which inputs of which requests are pooled together next; never computes a vector.
 
 The order of service is arrival plus the head start of the priority, as for answers, plus the seconds that were computed
-for the request already. So requests that wait beside each other advance alike, however many inputs they have: one that
-comes waits for no more of a large one than that has waited less. Nobody waits for ever, because whoever comes later is
-later in the order. Within a request inputs are served in theirs.
+for the request already, each as often as there were requests to share them. So requests that wait beside each other
+advance alike, however many inputs they have, and one that has had its share is where one is that comes now: that one
+waits for a turn of each of them. Nobody waits for ever, because whoever comes later is later in the order. Within a
+request inputs are served in theirs.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class PoolQueue(Generic[Owner]):
         self._pool_tokens = pool_tokens
         self._requests: list[_Request[Owner]] = []
         self._computing: list[tuple[_Request[Owner], int]] = []
+        self._sharing = 0
 
     @property
     def requests(self) -> int:
@@ -119,7 +121,7 @@ class PoolQueue(Generic[Owner]):
         waiting = sorted((request for request in self._requests if not request.is_late(now)), key=_key)
         chosen: list[Input[Owner]] = []
         unfit: list[Input[Owner]] = []
-        self._computing = []
+        self._computing, self._sharing = [], len(waiting)
         room = self._pool_tokens
         for request in waiting:
             room = self._fill(request, room, chosen, unfit)
@@ -129,10 +131,10 @@ class PoolQueue(Generic[Owner]):
         return Batch(chosen, [item for request in late for item in request.left()], unfit)
 
     def computed(self, seconds: float) -> None:
-        """What the last batch took; each of its requests pays for its tokens."""
+        """What the last batch took; each of its requests pays for its tokens, and for all whose time it was too."""
         total = max(1, sum(tokens for _request, tokens in self._computing))
         for request, tokens in self._computing:
-            request.key += seconds * tokens / total
+            request.key += seconds * self._sharing * tokens / total
 
     def _fill(self, request: _Request[Owner], room: int, chosen: list[Input[Owner]], unfit: list[Input[Owner]]) -> int:
         """Moves inputs of one request into the batch; returns the tokens that it still has room for."""
