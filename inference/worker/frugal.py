@@ -27,6 +27,8 @@ ALLOWANCE_BYTES = 1 << 26
 """Of one rendering, for everything that it builds, together. A character counts as one byte, so that at most four times
 as much is ever taken; ordinary templates build their prompt two to five times over."""
 _NODE_BYTES = 32
+_COMPARISONS_PER_BYTE = 4
+"""Comparisons of two characters that are paid like a byte: the whole allowance lasts a tenth of a second or two."""
 _MAX_BITS = 64
 _MAX_FORMAT = 64
 _MAX_INDENT = 8
@@ -70,7 +72,10 @@ _COPYING_METHODS = frozenset(
         "copy",
     ]
 )
-_COPYING_FILTERS = ("string", "trim", "upper", "lower", "capitalize", "title", "safe", "int", "float")
+_COMPARING_METHODS = frozenset(["rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip"])
+"""They may compare each character with each one of their first argument, and pay for that besides. Searches from the
+front never do."""
+_COPYING_FILTERS = ("string", "upper", "lower", "capitalize", "title", "safe", "int", "float")
 _FREE_FILTERS = ("default", "d", "first", "last", "length", "count", "abs", "items", "map", "attr", "select", "reject")
 _FREE_FILTERS_BY_ATTRIBUTE = ("selectattr", "rejectattr")
 _VARIABLES = ("_loop_vars", "_block_vars")
@@ -193,7 +198,7 @@ class Frugal(Sandbox):
         self.filters = dict.fromkeys(known, _costly)
         self.filters |= {name: known[name] for name in (*_FREE_FILTERS, *_FREE_FILTERS_BY_ATTRIBUTE)}
         self.filters |= {name: _paid(known[name]) for name in _COPYING_FILTERS}
-        self.filters |= {"tojson": _to_json, "replace": _replace, "join": _join, "list": _list}
+        self.filters |= {"tojson": _to_json, "replace": _replace, "join": _join, "list": _list, "trim": _trim}
         self.tests = {**self.tests, **dict.fromkeys(_COSTLY_TESTS, _costly)}
         free = {name: self.globals[name] for name in ("range", "dict", "namespace", "raise_exception")}
         self.globals = {**dict.fromkeys(self.globals, _costly), **free, "strftime_now": _strftime_now}
@@ -291,6 +296,8 @@ def _pay_for_method(method: BuiltinMethodType, arguments: tuple[Any, ...], *, is
     owner, name = method.__self__, method.__name__
     if type(owner) not in (str, list, tuple, dict) or is_named:
         raise CostlyError
+    if name in _COMPARING_METHODS:
+        _pay_for_comparing(owner, arguments[0] if arguments else None)
     if name in _FREE_METHODS:
         return
     if name in _COPYING_METHODS:
@@ -304,6 +311,11 @@ def _pay_for_method(method: BuiltinMethodType, arguments: tuple[Any, ...], *, is
         _pay(_size(arguments[0], _purse.left) + len(owner) * len(arguments[0]))
     else:
         raise CostlyError
+
+
+def _pay_for_comparing(text: Any, other: Any) -> None:
+    if isinstance(other, str):
+        _pay(len(text) * len(other) // _COMPARISONS_PER_BYTE)
 
 
 def _pay_for_replacing(text: str, old: str, new: str) -> None:
@@ -323,6 +335,13 @@ def _replace(value: Any, old: Any, new: Any, count: int = -1) -> str:
     text, old, new = _text(value), _text(old), _text(new)
     _pay_for_replacing(text, old, new)
     return text.replace(old, new, count)
+
+
+def _trim(value: Any, chars: Any = None) -> str:
+    text = value if isinstance(value, str) else _text(value)
+    _pay_for(text)
+    _pay_for_comparing(text, chars)
+    return text.strip(chars)
 
 
 def _list(value: Any) -> list[Any]:

@@ -44,6 +44,24 @@ COSTLY = {
     ),
     "large-number": "{{ number + 1 }}",
     "is-upper": "{{ ns is upper }}",
+    **{
+        f"compared-{call.partition('(')[0].replace(' | ', 'filter-')}": (
+            "{% set s = 'a' * 100000 %}{% set p = 'a' * 25000 + 'b' + 'a' * 25000 %}{{ (s" + call + ") | length }}"
+        )
+        for call in (
+            ".rfind(p)",
+            ".rindex(p)",
+            ".rsplit(p)",
+            ".rpartition(p)",
+            ".strip(p)",
+            ".lstrip(p)",
+            ".rstrip(p)",
+            " | trim(p)",
+            " | trim(chars=p)",
+        )
+    },
+    "compared-in-each-round": "{% for i in range(9000) %}{% set a = text.rfind('y' * 999) %}{% endfor %}",
+    "compared-by-a-map": "{{ [text] | map('trim', text) | list }}",
 }
 
 
@@ -76,6 +94,8 @@ ORDINARY = """\
 {{- 'a-b'.split('-') | list }}{{ '%' ~ 3 % 2 }}{{ 7 / 2 }}{{ 'ab' * 2 }}{{ missing is defined }}{{ dict(a=1).a }}
 {{- messages | selectattr('role', 'equalto', 'user') | list | length }}{{ 'x' if 'ell' in 'hello' else 'y' }}
 {% set block %}{{ ns.text }}{{ 1.5 }}{% endset %}{{ block | capitalize }}{{ '.'.join(['p', 'q']) }}{{ true and 'z' }}
+{{- ' \n-a-b- '.rsplit('-', 1)[0].strip().lstrip('-').rpartition('-')[2] }}{{ 'xax' | trim('x') }}{{ 5 | trim }}
+{{- 'aba'.rfind('a') }}{{ 'aba'.rindex('b') }}{{ ' a b '.rsplit(none, 1)[0].rstrip() }}{{ '' | trim(chars=none) }}
 """
 MESSAGES = [{"role": "user", "content": "a</think>\nHello"}, {"role": "user", "content": "<x>"}]
 TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}]
@@ -89,6 +109,18 @@ def test_ordinary_templates_can_afford_themselves() -> None:
     assert rendering.text(variables) == expected
     assert rendering._outside is None
     assert Rendering("{{ ''.join(['x']) ~ '{}'.format('y') }}" + ORDINARY).text(variables) == "xy" + expected
+
+
+def test_a_long_conversation_can_be_searched_and_stripped() -> None:
+    """What ordinary templates cut from answers costs little more than what it looks at."""
+    source = (
+        "{% for m in messages %}{% set c = m.content.rsplit('</think>', 1)[-1].strip('\\n').rstrip() | trim %}"
+        "{{ c.rpartition('<tool_call>')[2] }}{{ c.rfind('<|im_start|>') }}{% endfor %}"
+    )
+    rendering = Rendering(source)
+    content = "\n" * 500 + "a" * 20_000
+    rendering.text({"messages": [{"role": "assistant", "content": content}] * 200})
+    assert rendering._outside is None
 
 
 def test_one_rendering_does_not_pay_for_another() -> None:
