@@ -27,8 +27,6 @@ ALLOWANCE_BYTES = 1 << 26
 """Of one rendering, for everything that it builds, together. A character counts as one byte, so that at most four times
 as much is ever taken; ordinary templates build their prompt two to five times over."""
 _NODE_BYTES = 32
-_COMPARISONS_PER_BYTE = 4
-"""Comparisons of two characters that are paid like a byte: the whole allowance lasts a tenth of a second or two."""
 _MAX_BITS = 64
 _MAX_FORMAT = 64
 _MAX_INDENT = 8
@@ -72,9 +70,13 @@ _COPYING_METHODS = frozenset(
         "copy",
     ]
 )
-_COMPARING_METHODS = frozenset(["rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip"])
-"""They may compare each character with each one of their first argument, and pay for that besides. Searches from the
-front never do."""
+_STRIPPED_PER_BYTE = 1
+_COMPARISONS_PER_BYTE = {
+    **dict.fromkeys(["rfind", "rindex", "rsplit", "rpartition"], 4),
+    **dict.fromkeys(["strip", "lstrip", "rstrip"], _STRIPPED_PER_BYTE),
+}
+"""Methods that may compare each character with each one of their first argument, and how many such pairs are paid like
+a byte, besides: so the whole allowance lasts a tenth of a second or two. Searches from the front never do."""
 _COPYING_FILTERS = ("string", "upper", "lower", "capitalize", "title", "safe", "int", "float")
 _FREE_FILTERS = ("default", "d", "first", "last", "length", "count", "abs", "items", "map", "attr", "select", "reject")
 _FREE_FILTERS_BY_ATTRIBUTE = ("selectattr", "rejectattr")
@@ -296,8 +298,8 @@ def _pay_for_method(method: BuiltinMethodType, arguments: tuple[Any, ...], *, is
     owner, name = method.__self__, method.__name__
     if type(owner) not in (str, list, tuple, dict) or is_named:
         raise CostlyError
-    if name in _COMPARING_METHODS:
-        _pay_for_comparing(owner, arguments[0] if arguments else None)
+    if name in _COMPARISONS_PER_BYTE and arguments:
+        _pay_for_comparing(owner, arguments[0], _COMPARISONS_PER_BYTE[name])
     if name in _FREE_METHODS:
         return
     if name in _COPYING_METHODS:
@@ -313,9 +315,9 @@ def _pay_for_method(method: BuiltinMethodType, arguments: tuple[Any, ...], *, is
         raise CostlyError
 
 
-def _pay_for_comparing(text: Any, other: Any) -> None:
+def _pay_for_comparing(text: Any, other: Any, comparisons_per_byte: int) -> None:
     if isinstance(other, str):
-        _pay(len(text) * len(other) // _COMPARISONS_PER_BYTE)
+        _pay(len(text) * len(other) // comparisons_per_byte)
 
 
 def _pay_for_replacing(text: str, old: str, new: str) -> None:
@@ -340,7 +342,7 @@ def _replace(value: Any, old: Any, new: Any, count: int = -1) -> str:
 def _trim(value: Any, chars: Any = None) -> str:
     text = value if isinstance(value, str) else _text(value)
     _pay_for(text)
-    _pay_for_comparing(text, chars)
+    _pay_for_comparing(text, chars, _STRIPPED_PER_BYTE)
     return text.strip(chars)
 
 
