@@ -47,7 +47,7 @@ class Reason(StrEnum):
     LOWERED = "a limit was lowered"
     """models hold more than they may from now on"""
     DEVICE = "device"
-    """its device has to be emptied"""
+    """its device has to be emptied, or is not there"""
     REMOVED = "removed"
     """it is not in the configuration any more"""
 

@@ -110,8 +110,7 @@ class Pump:
         options = authority.governor.open_to(model, devices)
         if isinstance(options, Refusal):
             return Decision(options)
-        if model.state is _S.WARM and authority.warm.is_stale(model, options):
-            authority.loads.leave(model, Reason.CHANGED)
+        if model.state is _S.WARM and authority.warm.drops_stale(model, options):
             return None
         if any(device.id not in model.estimates for device in options):
             authority.background.estimate(model)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from headgate.shared.units import format_bytes
 from inference.checkpoint import Checkpoint
+from inference.core.health import USABLE
 from inference.core.ledger import Ledger
 from inference.core.lifecycle import Event
 from inference.core.plan import Option, Placement, Refusal, Request
@@ -129,12 +130,23 @@ class WarmPool:
         kept = self._kept.get(model.id)
         return None if kept is None else kept.saved_bytes
 
-    def is_stale(self, model: Model, devices: Iterable[Reading]) -> bool:
-        """Whether a warm model is not what a load would give any more: another file, or a process where none may be."""
+    def drops_stale(self, model: Model, devices: Iterable[Reading]) -> bool:
+        """Drops a warm model that is not what a load would give any more: another file, or a process where none may be.
+
+        `devices` are those it may be loaded onto.
+        """
         assert model.running is not None
         home = self._home(model)
         is_stranded = home is not None and all(device.id != home for device in devices)
-        return is_stranded or model.running.stamp != stamp(model.effective.path)
+        if not is_stranded and model.running.stamp == stamp(model.effective.path):
+            return False
+        reading = None if home is None else self._authority.inventory.get(home)
+        if not is_stranded or (reading is not None and reading.state in USABLE):
+            self._authority.loads.leave(model, Reason.CHANGED)
+        else:
+            why = f"{home} is {'gone' if reading is None else reading.state}"
+            self._authority.loads.leave(model, Reason.DEVICE, explanation=(why,))
+        return True
 
     def _home(self, model: Model) -> str | None:
         """The only device that a warm model can come back onto, if there is but one."""

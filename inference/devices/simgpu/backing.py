@@ -30,6 +30,10 @@ class NotMovedError(Exception):
     """A server did not move its buffers, and is in no known state; the message says why."""
 
 
+class ServerEndedError(NotMovedError):
+    """It ended before it said that it was done, by itself or with its connection."""
+
+
 @dataclass(frozen=True, slots=True)
 class Server:
     """A ggml server that waits for its one client."""
@@ -48,11 +52,18 @@ class Server:
     async def _move(self, said: Mapping[str, object], count_bytes: int) -> None:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
+        if self.process.stdin.is_closing():
+            raise ServerEndedError("its server has ended")
         try:
             async with asyncio.timeout(LEAST_MOVE_SECONDS + count_bytes / SLOWEST_MOVE_BYTES_PER_SECOND):
                 self.process.stdin.write(json.dumps(said).encode() + b"\n")
                 await self.process.stdin.drain()
-                answer = json.loads(await self.process.stdout.readline())
+                line = await self.process.stdout.readline()
+            if not line.endswith(b"\n"):
+                raise ServerEndedError("its server ended")
+            answer = json.loads(line)
+        except (BrokenPipeError, ConnectionResetError):
+            raise ServerEndedError("its server ended") from None
         except (TimeoutError, OSError, ValueError) as error:
             raise NotMovedError(f"its server did not answer ({type(error).__name__})") from None
         if "error" in answer:

@@ -18,7 +18,7 @@ MOST_ANSWER_BYTES = 2**20
 class SimulatorError(Exception):
     """The simulator does not answer, or refuses; the message says which.
 
-    `of_state`: it refuses as things are on the device, such as for want of room.
+    `of_state`: it refuses as things are on the device, such as for want of room, or has ended and all devices with it.
     """
 
     def __init__(self, message: str, *, of_state: bool = False) -> None:
@@ -35,11 +35,13 @@ async def told(path: Path, do: str, device: str, *, seconds: float, **amount: fl
             reader, writer = await asyncio.open_unix_connection(str(path), limit=MOST_ANSWER_BYTES)
             writer.write(json.dumps(said).encode() + b"\n")
             await writer.drain()
-            answer = json.loads(await reader.readline() or b"{}")
+            line = await reader.readline()
+        answer = json.loads(line) if line.endswith(b"\n") else {}
     except TimeoutError:
         raise SimulatorError(f"the simulator gave no answer within {seconds:g} s") from None
     except (OSError, ValueError) as error:
-        raise SimulatorError(f"the simulator gave no answer ({error})") from None
+        is_gone = isinstance(error, OSError)
+        raise SimulatorError(f"the simulator gave no answer ({error})", of_state=is_gone) from None
     finally:
         if writer is not None:
             writer.transport.abort()
@@ -48,7 +50,9 @@ async def told(path: Path, do: str, device: str, *, seconds: float, **amount: fl
 
 
 def _refused(answer: Mapping[str, Any]) -> SimulatorError:
-    return SimulatorError(answer.get("error", "the simulator has ended"), of_state=answer.get("of_state", False))
+    if "error" not in answer:
+        return SimulatorError("the simulator has ended", of_state=True)
+    return SimulatorError(answer["error"], of_state=answer.get("of_state", False))
 
 
 class Control:

@@ -17,7 +17,7 @@ from collections.abc import Collection, Coroutine, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from inference.devices.simgpu.backing import NoServerError, NotMovedError, Server, Servers
+from inference.devices.simgpu.backing import NoServerError, NotMovedError, Server, ServerEndedError, Servers
 from inference.devices.simgpu.core.faults import Order
 from inference.devices.simgpu.core.memory import ALL, Memory
 from inference.devices.simgpu.core.wire import Conversation, WireError
@@ -184,6 +184,8 @@ class Device:
             for link in links:
                 link.relay.open()
             raise StateError(f"process {pid} is using {self.id}") from None
+        except OSError as error:
+            raise StateError(f"process {pid} was cut off {self.id} meanwhile: {error}") from None
 
     async def _resume(self, pid: int) -> None:
         links = {number: link for number, link in self._links.items() if link.pid == pid}
@@ -206,14 +208,19 @@ class Device:
             link.relay.open()
 
     async def _moved(self, pid: int, links: Mapping[int, _Link], moving: Coroutine[Any, Any, None]) -> None:
-        """Waits for one server; where that fails all connections of the process are cut."""
+        """Waits for one server; where that fails all connections of the process are cut.
+
+        That a connection or its server had ended by then is what the device is like, and no failure to move.
+        """
         try:
             await moving
         except NotMovedError as error:
+            has_ended = isinstance(error, ServerEndedError) or any(number not in self._links for number in links)
             for number in links:
                 if number in self._connections:
                     self._connections[number].cancel()
-            raise ValueError(f"the memory of process {pid} was not moved, and it is cut off: {error}") from None
+            kind = StateError if has_ended else ValueError
+            raise kind(f"the memory of process {pid} was not moved, and it is cut off: {error}") from None
 
     # --- connections -----------------------------------------------------------------------------------------------
     async def _listen(self, listener: socket.socket) -> None:
