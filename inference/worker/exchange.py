@@ -49,12 +49,15 @@ class Exchange:
         self.method = str(scope["method"])
         self.path = str(scope["path"])
         self.begun = False
+        self.gone = False
+        """The client was seen leaving; may be asked on any thread."""
         self._headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self.request_id = self.header(H_REQUEST_ID)
         self._receive = receive
         self._send = send
         self._wire = wire.take(scope)
         self._watcher: asyncio.Task[None] | None = None
+        self._leave: Callable[[], None] | None = None
 
     def header(self, name: str) -> str:
         """A header's value, empty when absent."""
@@ -103,15 +106,24 @@ class Exchange:
             raise WorkerError(Code.BODY_TOO_LARGE, f"the body is larger than {MAX_BODY_BYTES} bytes")
         return parts
 
-    def on_disconnect(self, leave: Callable[[], None]) -> None:
-        """Calls `leave` as soon as the client is gone."""
+    def watch(self) -> None:
+        """From now on `gone` is true as soon as the client is; the body must have been read."""
+        if self._watcher is None:
+            self._watcher = asyncio.create_task(self._watch())
 
-        async def watch() -> None:
-            while (await self._receive())["type"] != "http.disconnect":
-                continue
+    def on_disconnect(self, leave: Callable[[], None]) -> None:
+        """Calls `leave` as soon as the client is gone, at once when it is."""
+        self._leave = leave
+        self.watch()
+        if self.gone:
             leave()
 
-        self._watcher = asyncio.create_task(watch())
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            continue
+        self.gone = True
+        if self._leave is not None:
+            self._leave()
 
     def close(self) -> None:
         """Ends the watch."""

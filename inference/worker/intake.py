@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from inference.protocol import Code
 from inference.worker import heap
-from inference.worker.errors import BadRequestError, WorkerError
+from inference.worker.errors import BadRequestError, GoneError, WorkerError
 from inference.worker.exchange import Exchange, parse
 
 BIG_BODY_BYTES = 2**18
@@ -28,7 +28,7 @@ class Intake:
         self._reading_big = asyncio.Lock()
 
     async def understood(self, exchange: Exchange, understand: Callable[[Any], T]) -> T:
-        """What `understand` makes of the body's JSON."""
+        """What `understand` makes of the body's JSON; raises GoneError when the client left before its turn came."""
         if exchange.announced_bytes <= BIG_BODY_BYTES:
             return await self._read(exchange, understand)
         try:
@@ -58,8 +58,11 @@ class Intake:
                 parts = await exchange.body()
         except TimeoutError:
             raise BadRequestError(f"the body did not arrive within {BODY_SECONDS:g} s") from None
+        exchange.watch()
 
         def work() -> T:
+            if exchange.gone:
+                raise GoneError
             raw = b"".join(parts)
             parts.clear()
             body = parse(raw)

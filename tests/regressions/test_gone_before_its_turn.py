@@ -1,0 +1,71 @@
+"""A worker's request whose client left while others were read or rendered is neither read nor rendered itself."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from inference.worker.errors import GoneError
+from inference.worker.exchange import Exchange
+from inference.worker.intake import Intake
+
+
+class _Client:
+    """Sends an empty object, and leaves when it is told to."""
+
+    def __init__(self) -> None:
+        self.leaves = asyncio.Event()
+        self.watched = asyncio.Event()
+        self._sent = False
+        scope = {"method": "POST", "path": "/v1/chat/completions", "headers": [(b"content-length", b"2")]}
+        self.exchange = Exchange(scope, self._receive, self._send)
+
+    async def _receive(self) -> MutableMapping[str, Any]:
+        if not self._sent:
+            self._sent = True
+            return {"type": "http.request", "body": b"{}"}
+        self.watched.set()
+        await self.leaves.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: MutableMapping[str, Any]) -> None:
+        raise AssertionError(message)
+
+
+def test_who_left_while_waiting_for_a_thread_is_not_understood() -> None:
+    """One thread is held by a slow rendering; one of the two behind it leaves. Who asks later learns of it too."""
+    understood: list[str] = []
+
+    async def scenario() -> None:
+        held = threading.Event()
+        left, stayed = _Client(), _Client()
+        with ThreadPoolExecutor(1) as executor:
+            executor.submit(held.wait)
+            intake = Intake(executor)
+            first = asyncio.create_task(intake.understood(left.exchange, lambda _body: understood.append("left")))
+            second = asyncio.create_task(intake.understood(stayed.exchange, lambda _body: understood.append("stayed")))
+            try:
+                await left.watched.wait()
+                await stayed.watched.wait()
+                seen = asyncio.Event()
+                left.exchange.on_disconnect(seen.set)
+                left.leaves.set()
+                await seen.wait()
+            finally:
+                held.set()
+            with pytest.raises(GoneError):
+                await first
+            await second
+        told: list[str] = []
+        left.exchange.on_disconnect(lambda: told.append("left"))
+        stayed.exchange.on_disconnect(lambda: told.append("stayed"))
+        assert told == ["left"]
+        stayed.exchange.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+    assert understood == ["stayed"]
