@@ -32,6 +32,7 @@ class ExpiredError(Exception):
     def __init__(self, deadline: Deadline, waited_seconds: float) -> None:
         super().__init__(f"{deadline.due.value} after {waited_seconds:.3g} s")
         self.due: Due = deadline.due
+        self.kept_alive = deadline.kept_alive
         self.waited_seconds = waited_seconds
 
 

@@ -52,6 +52,8 @@ class Answer:
         self._budget: Budget | None = None
         self._tried: set[Candidate] = set()
         """Whoever was asked since somebody said something new."""
+        self._stalled: set[Candidate] = set()
+        """Whoever sent nothing but keep-alives at last."""
 
     def begin(self) -> list[Frame]:
         """The frames that are here already; at least one."""
@@ -104,6 +106,8 @@ class Answer:
         if kept.is_finished:
             self._count("complete")
             return [Done()]
+        if isinstance(error, ExpiredError) and error.kept_alive:
+            self._stalled.add(broken.candidate)
         if broken.listening.answered:
             self._hops += self._splice is not None
             self._tried.clear()
@@ -135,7 +139,7 @@ class Answer:
         chain = request.choose_again()
         for dropped in chain.dropped:
             log.info("request %s: %s cannot go on: %s", request.record.id, dropped.candidate.name, dropped.said)
-        rungs = resume.ladder(chain.kept, broken, verdict, request.route.resume, said)
+        rungs = resume.ladder(chain.kept, broken, verdict, request.route.resume, said, self._stalled)
         if self._whole:
             rungs = tuple(rung for rung in rungs if rung == broken and rung.is_local)
         return [rung for rung in rungs if rung not in self._tried]

@@ -45,10 +45,11 @@ class Due(StrEnum):
 
 
 class Deadline(NamedTuple):
-    """The next deadline: when, and what it means that it passed."""
+    """The next deadline: when, what it means that it passed, and whether it bounds a silence behind keep-alives."""
 
     at: float
     due: Due
+    kept_alive: bool = False
 
 
 _AT = itemgetter(0)
@@ -137,11 +138,11 @@ def next_deadline(budget: Budget, phase: Phase) -> Deadline:
     """
     limits = budget.limits
     if phase.answered:
-        silence = Deadline(_silent_at(limits, phase, limits.inter_token), Due.SILENCE)
+        silence = _silence(limits, phase, limits.inter_token)
         if not phase.whole or budget.commit_due is not Due.CALLER:
             return silence
         return min(silence, Deadline(budget.commit_by, Due.CALLER), key=_AT)
-    found = [Deadline(_silent_at(limits, phase, limits.first_token), Due.SILENCE)]
+    found = [_silence(limits, phase, limits.first_token)]
     if not phase.last:
         share = budget.share(phase.started)
         heard = phase.heard if phase.idle_since is None else phase.idle_since
@@ -155,12 +156,13 @@ def next_deadline(budget: Budget, phase: Phase) -> Deadline:
     return min(found, key=_AT)
 
 
-def _silent_at(limits: Limits, phase: Phase, allowed: float) -> float:
+def _silence(limits: Limits, phase: Phase, allowed: float) -> Deadline:
     """When the silence of a stream has lasted too long, `allowed` seconds without a word; keep-alives put it off."""
-    at = phase.heard + allowed
+    mute = Deadline(phase.heard + allowed, Due.SILENCE)
     if phase.idle_since is None:
-        return at
-    return min(at, phase.idle_since + max(allowed, KEEP_ALIVE_FACTOR * limits.first_token))
+        return mute
+    bound = phase.idle_since + max(allowed, KEEP_ALIVE_FACTOR * limits.first_token)
+    return min(mute, Deadline(bound, Due.SILENCE, kept_alive=True), key=_AT)
 
 
 def unary_deadline(budget: Budget, started: float, *, is_local: bool, last: bool) -> Deadline:

@@ -7,13 +7,25 @@ from __future__ import annotations
 
 import re
 
-_REASONS = re.compile(r"(ft:)?(o\d|codex-|gpt-([5-9]|[12]\d)(?!\d|-chat))")
+_BEFORE = r"(?:[^:/]*/)*(?:ft:)?"
+"""What may stand before a name: prefixes such as `models/`, and the mark of a fine-tuned model."""
+
+
+def _named(pattern: str) -> re.Pattern[str]:
+    return re.compile(_BEFORE + pattern, re.IGNORECASE)
+
+
+_REASONS = _named(r"(o\d|codex-|gpt-([5-9]|[12]\d)(?!\d|-chat))")
 """The o series and everything from GPT-5 on but `gpt-5-chat`. They answer 400 to sampling arguments."""
 
-_SAMPLES_UNTHINKING = re.compile(r"(ft:)?gpt-5\.\d")
+_SAMPLES_UNTHINKING = _named(r"gpt-5\.\d")
 """GPT-5.1 and its successors of that generation sample as they are told while their effort is `none`."""
 
-_STOPS = re.compile(r"(ft:)?o(1|3-mini)(?!\d)")
+_UNTHINKING = _named(r"gpt-5\.[1-4](?!\d|[^:]*-(chat|codex|pro))")
+"""Those whose effort is `none` where nobody names one. From GPT-5.5 on it is `medium`, as it is for these variants or
+higher."""
+
+_STOPS = _named(r"o(1|3-mini)(?!\d)")
 """Reasoning models that take `stop`: those before o3 and o4-mini."""
 
 
@@ -23,8 +35,11 @@ def reasons(model: str) -> bool:
 
 
 def takes_sampling(model: str, effort: str | None) -> bool:
-    """Whether `model`, asked for this effort by name, takes `temperature`, `top_p` and `logprobs`."""
-    return not reasons(model) or (effort == "none" and _SAMPLES_UNTHINKING.match(model) is not None)
+    """Whether `model`, asked for this effort (None: for none by name), takes `temperature`, `top_p` and `logprobs`."""
+    if not reasons(model):
+        return True
+    unthinking = {None: _UNTHINKING, "none": _SAMPLES_UNTHINKING}.get(effort)
+    return unthinking is not None and unthinking.match(model) is not None
 
 
 def takes_stop(model: str) -> bool:

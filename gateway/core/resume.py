@@ -7,7 +7,7 @@ behind a prefilled message where its model takes one, and is asked in words othe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -100,14 +100,22 @@ def may_go_on(verdict: Verdict) -> bool:
 
 
 def ladder(
-    candidates: Sequence[Candidate], broken: Candidate, verdict: Verdict, policy: str, said: Said
+    candidates: Sequence[Candidate],
+    broken: Candidate,
+    verdict: Verdict,
+    policy: str,
+    said: Said,
+    stalled: Collection[Candidate] = (),
 ) -> tuple[Candidate, ...]:
     """Who is asked to go on, in order: the same local model, other local ones, then clouds, each as in the chain.
 
-    Whoever only refused is not asked again. With no content said there is nothing that a cloud could not begin anew.
+    Whoever only refused is not asked again, nor is a cloud of `stalled`, which sent keep-alives and nothing else until
+    its time was over: it would most likely keep the caller waiting as long again. With no content said there is
+    nothing that a cloud could not begin anew.
     """
     again = isinstance(verdict, Failure)
     found = [candidate for candidate in candidates if again or candidate != broken]
+    found = [candidate for candidate in found if candidate.is_local or candidate not in stalled]
     if policy != Policy.ANY and not said.is_empty:
         found = [candidate for candidate in found if candidate.is_local]
     return tuple(sorted(found, key=lambda other: (not other.is_local, other != broken, other.position)))

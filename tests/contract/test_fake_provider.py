@@ -238,7 +238,7 @@ BAD_OPENAI: list[tuple[dict[str, Any], str | None]] = [
     ({"model": "gpt-5", "max_tokens": 5}, "unsupported_parameter"),
     ({"model": "gpt-5", "temperature": 0}, "unsupported_value"),
     ({"model": "o3", "top_p": 0.5}, "unsupported_value"),
-    ({"model": "gpt-5.2", "logprobs": True}, "unsupported_parameter"),
+    ({"model": "gpt-5.5", "logprobs": True}, "unsupported_parameter"),
     ({"model": "gpt-5.2", "presence_penalty": 0, "reasoning_effort": "none"}, "unsupported_parameter"),
     ({"model": "o4-mini", "stop": "END"}, "unsupported_parameter"),
     ({"stop": ["a", "b", "c", "d", "e"]}, "array_above_max_length"),

@@ -33,6 +33,18 @@ routes:
   anthropic late: {{chain: [anthropic/fault-ping=1, local/demo]}}
 deadlines: {{connect: 1s, first_token: 150ms, inter_token: 150ms, total: 6s}}
 """
+CLOUDS = """
+providers:
+  openai: {{kind: openai, api_key: "${{env:CLOUD}}", base_url: {url}/v1}}
+  google: {{kind: openai, flavor: google, api_key: "${{env:CLOUD}}", base_url: {url}/v1beta/openai}}
+  anthropic: {{kind: anthropic, api_key: "${{env:CLOUD}}", base_url: {url}}}
+routes:
+  openai: {{chain: [openai/fault-ping=1]}}
+  google: {{chain: [google/fault-ping=1]}}
+  anthropic: {{chain: [anthropic/fault-ping=1]}}
+  two: {{chain: [openai/fault-ping=2, anthropic/fault-ping=2]}}
+deadlines: {{connect: 1s, first_token: 300ms, inter_token: 1200ms, total: 20s}}
+"""
 FIRST_TOKEN, INTER_TOKEN = 30.0, 15.0
 PING = Comment(b": keep-alive\n\n")
 EMPTY = Data(b'{"choices": []}', DeltaKind.OTHER)
@@ -137,3 +149,19 @@ async def test_a_cloud_that_only_pings_is_left_blamed_and_another_tier_answers(t
             assert (": headgate resumed on local/demo" in answer.text) == name.endswith("late")
         for name in ("openai/fault-ping", "openai/fault-ping=1", "anthropic/fault-ping", "anthropic/fault-ping=1"):
             assert (await gateway.breaker(name))["failures"] == 2
+
+
+async def test_a_cloud_that_only_pinged_does_not_go_on_with_its_answer(tmp_path: Path) -> None:
+    """It was asked three times, and kept its caller waiting for three times the keep-alives' bound."""
+    asked = {"openai": ["openai"], "google": ["google"], "anthropic": ["anthropic"], "two": ["openai", "anthropic"]}
+    async with (
+        FakeInference("token") as fake,
+        FakeProvider() as cloud,
+        Gateway(tmp_path, fake.url, CLOUDS.format(url=cloud.url), {"CLOUD": CLOUD_KEY}) as gateway,
+    ):
+        await gateway.look()
+        answers = await asyncio.gather(*(gateway.chat(route, stream=True) for route in asked))
+        for route, answer in zip(asked, answers, strict=True):
+            assert '"error"' in answer.text and "[DONE]" not in answer.text, (route, answer.text)
+            told = await gateway.admin("GET", f"/admin/requests/{answer.headers['x-request-id']}")
+            assert [tried["name"].partition("/")[0] for tried in told.json()["attempts"]] == asked[route], told.text

@@ -22,9 +22,9 @@ BUDGET = Budget(LIMITS, started=1000.0)
         (Phase(1280, 1290, sent=True), Deadline(1320, Due.SILENCE)),
         (Phase(1000, 1400, answered=True), Deadline(1415, Due.SILENCE)),
         (Phase(1000, 1050, idle_since=1000), Deadline(1080, Due.SILENCE)),
-        (Phase(1000, 1100, idle_since=1000), Deadline(1120, Due.SILENCE)),
+        (Phase(1000, 1100, idle_since=1000), Deadline(1120, Due.SILENCE, kept_alive=True)),
         (Phase(1000, 1400, answered=True, idle_since=1395), Deadline(1415, Due.SILENCE)),
-        (Phase(1000, 1400, answered=True, idle_since=1290), Deadline(1410, Due.SILENCE)),
+        (Phase(1000, 1400, answered=True, idle_since=1290), Deadline(1410, Due.SILENCE, kept_alive=True)),
     ],
     ids=[
         "silence",
@@ -89,7 +89,9 @@ def test_keep_alives_are_no_progress_to_an_impatient_caller() -> None:
 
 def test_a_long_time_between_tokens_is_never_shortened_by_keep_alives() -> None:
     budget = Budget(Limits(first_token=1, inter_token=15, total=300, load_wait=120, attempts=2), started=0.0)
-    assert next_deadline(budget, Phase(0, 10, answered=True, idle_since=9)) == Deadline(24.0, Due.SILENCE)
+    assert next_deadline(budget, Phase(0, 10, answered=True, idle_since=9)) == Deadline(
+        24.0, Due.SILENCE, kept_alive=True
+    )
 
 
 def test_attempts_and_time_are_one_budget() -> None:

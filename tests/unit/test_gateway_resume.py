@@ -106,6 +106,11 @@ def test_the_same_model_comes_first_then_local_ones_then_clouds() -> None:
     assert ladder(CHAIN, DEMO, BROKE, "local", Said()) == CHAIN
 
 
+def test_a_cloud_that_only_kept_its_connection_alive_is_not_asked_again_but_others_are() -> None:
+    assert ladder(CHAIN, CLAUDE, BROKE, "any", SAID, {CLAUDE}) == (DEMO, MINI, GPT)
+    assert ladder(CHAIN, DEMO, BROKE, "any", SAID, {DEMO, GPT}) == (DEMO, MINI, CLAUDE)
+
+
 # --- what they are asked ----------------------------------------------------------------------------------------------
 def test_nothing_said_is_asked_again_as_it_was() -> None:
     request = chat(tools=[{"type": "function", "function": {"name": "f"}}])

@@ -115,11 +115,15 @@ def openai_chat(body: Mapping[str, Any], flavor: str) -> None:
 
 
 def _reasoning_model(body: Mapping[str, Any]) -> None:
-    """What OpenAI's models that reason take no more; GPT-5.1 and later ones sample while their effort is none."""
+    """What OpenAI's models that reason take no more; GPT-5.1 and later ones sample while their effort is none.
+
+    That is its default from GPT-5.1 to GPT-5.4, but for the variants that know no such effort.
+    """
     match = re.match(r"(o1|o3-mini|o\d|gpt-5(?!-chat)(\.\d)?)", body["model"])
     if match is None:
         return
-    unthinking = match[2] is not None and body.get("reasoning_effort") == "none"
+    silent = match[2] in (".1", ".2", ".3", ".4") and not re.search(r"-(chat|codex|pro)", body["model"])
+    unthinking = match[2] is not None and (body.get("reasoning_effort") or ("none" if silent else "medium")) == "none"
     refused = ["frequency_penalty", "presence_penalty", "logit_bias"]
     refused += [] if unthinking else ["logprobs", "top_logprobs"]
     refused += [] if match[1] in ("o1", "o3-mini") else ["stop"]
