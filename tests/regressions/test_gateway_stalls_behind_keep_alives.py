@@ -31,7 +31,7 @@ routes:
   openai late: {{chain: [openai/fault-ping=1, local/demo]}}
   anthropic early: {{chain: [anthropic/fault-ping, local/demo]}}
   anthropic late: {{chain: [anthropic/fault-ping=1, local/demo]}}
-deadlines: {{connect: 1s, first_token: 150ms, inter_token: 150ms, total: 6s}}
+deadlines: {{connect: 1s, first_token: 250ms, inter_token: 600ms, total: 6s}}
 """
 CLOUDS = """
 providers:
