@@ -112,12 +112,21 @@ class Layers:
         return replace(
             self,
             parameters=now,
-            sizes=tuple(
-                Sizes(weights, min(kv, math.ceil(kv * ratio * SURE)), True) if grows else Sizes(weights, kv, False)
-                for weights, kv, grows in self.sizes
-            ),
+            sizes=tuple(map(_Shrunken(ratio).__getitem__, self.sizes)),
             compute_bytes=self.compute_bytes - less,
         )
+
+
+class _Shrunken(dict[Sizes, Sizes]):
+    """Layers with `ratio` times their cells, each kind of layer computed once."""
+
+    def __init__(self, ratio: float) -> None:
+        super().__init__()
+        self._ratio = ratio
+
+    def __missing__(self, size: Sizes) -> Sizes:
+        kv = min(size.kv_bytes, math.ceil(size.kv_bytes * self._ratio * SURE)) if size.grows else size.kv_bytes
+        return self.setdefault(size, Sizes(size.weights_bytes, kv, size.grows))
 
 
 def layers_of(

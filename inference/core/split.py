@@ -42,9 +42,11 @@ def divide(sums: Sequence[int], rooms: Mapping[str, int], least: int = 1) -> dic
 
 
 def _order(sums: Sequence[int], names: list[str], rooms: Mapping[str, int]) -> list[str] | None:
-    """An order of these devices in which they hold everything."""
+    """An order of these devices, which come roomiest first, in which they hold everything; that one where it will do."""
+    if _filled(sums, names, rooms, 1.0):
+        return names
     if len(names) > EVERY_ORDER:
-        return next((order for order in (names, names[::-1]) if _filled(sums, order, rooms, 1.0)), None)
+        return names[::-1] if _filled(sums, names[::-1], rooms, 1.0) else None
     # The farthest layer that each set of devices can reach, and by which of them it is reached last.
     reach: dict[int, tuple[int, list[str]]] = {0: (0, [])}
     for chosen in range(1, 2 ** len(names)):
