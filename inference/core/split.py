@@ -42,7 +42,7 @@ def divide(sums: Sequence[int], rooms: Mapping[str, int], least: int = 1) -> dic
 
 
 def _order(sums: Sequence[int], names: list[str], rooms: Mapping[str, int]) -> list[str] | None:
-    """An order of these devices, which come roomiest first, in which they hold everything; that one where it will do."""
+    """An order of these devices, given roomiest first, in which they hold everything: as given where that will do."""
     if _filled(sums, names, rooms, 1.0):
         return names
     if len(names) > EVERY_ORDER:
