@@ -35,9 +35,9 @@ def reasons(model: str) -> bool:
 
 
 def takes_sampling(model: str, effort: str | None) -> bool:
-    """Whether `model`, asked for this effort (None: for none by name), takes `temperature`, `top_p` and `logprobs`."""
-    if not reasons(model):
-        return True
+    """Whether a `model` that reasons, asked for this effort (None: for none by name), takes `temperature`, `top_p` and
+    `logprobs`.
+    """
     unthinking = {None: _UNTHINKING, "none": _SAMPLES_UNTHINKING}.get(effort)
     return unthinking is not None and unthinking.match(model) is not None
 

@@ -52,9 +52,10 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
 
 async def _ask(app: Any, path: str, body: bytes) -> dict[str, Any]:
     said: list[MutableMapping[str, Any]] = []
+    unread = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": body, "more_body": False}
+        return unread.pop() if unread else await asyncio.get_running_loop().create_future()  # nobody leaves
 
     async def send(message: MutableMapping[str, Any]) -> None:
         said.append(message)
