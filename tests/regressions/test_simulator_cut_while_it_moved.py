@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -21,10 +22,15 @@ SIZE = 2**24
 SECONDS = 20.0
 
 
-def signalled(devices: SimDevices, number: int) -> None:
-    for pid in children_of(devices.process.pid):
-        if "simgpu.server" in command_of(pid):
-            os.kill(pid, number)
+def servers_of(devices: SimDevices) -> list[int]:
+    return [pid for pid in children_of(devices.process.pid) if "simgpu.server" in command_of(pid)]
+
+
+def signalled(devices: SimDevices, number: int) -> list[int]:
+    """The servers that were told."""
+    for pid in (told := servers_of(devices)):
+        os.kill(pid, number)
+    return told
 
 
 FAULTS: dict[str, Callable[[SimDevices], object]] = {
@@ -40,6 +46,7 @@ async def test_what_ends_while_memory_is_moved_says_nothing_against_the_way(faul
     with SimDevices(SIZE) as devices:
         carrier = SimulatorsCarrier(devices.socket_path)
         endpoint = devices.status()["endpoint"]
+        stopped: list[int] = []
         subject = subprocess.Popen(
             [sys.executable, "-m", "inference.jobs.checkpoint_subject", endpoint],
             stdin=subprocess.PIPE,
@@ -49,7 +56,7 @@ async def test_what_ends_while_memory_is_moved_says_nothing_against_the_way(faul
             assert subject.stdout is not None
             assert subject.stdout.readline() == b"ready\n"
             assert await carrier.carry("suspend", "gpu-0", subject.pid, SECONDS) is None
-            signalled(devices, signal.SIGSTOP)
+            stopped = signalled(devices, signal.SIGSTOP)
             resuming = asyncio.create_task(carrier.carry("resume", "gpu-0", subject.pid, SECONDS))
             async with asyncio.timeout(SECONDS):
                 while devices.status()["suspended_bytes"]:
@@ -57,6 +64,11 @@ async def test_what_ends_while_memory_is_moved_says_nothing_against_the_way(faul
             FAULTS[fault](devices)
             trouble = await resuming
         finally:
+            for (
+                pid
+            ) in stopped:  # one that was just starting would stand still for ever: it has not seen yet whose it is
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
             subject.kill()
             subject.communicate()
         assert trouble is not None
