@@ -16,7 +16,7 @@ from typing import Any
 
 import jinja2
 
-from inference.worker import aside, frugal
+from inference.worker import bounded_child, frugal
 from inference.worker.sandbox import Sandbox, problem, written
 
 RENDER_SECONDS = 5.0
@@ -45,7 +45,7 @@ class Rendering:
         """Raises ValueError with a sentence when the template does not compile."""
         self._source = source
         self._turn = threading.Lock()
-        self._outside: aside.Aside | None = None
+        self._outside: bounded_child.BoundedChild | None = None
         try:
             self._template = frugal.Frugal().from_string(source)
         except (RecursionError, MemoryError) as error:
@@ -68,11 +68,11 @@ class Rendering:
 
     def _written_outside(self, variables: Mapping[str, Any]) -> str:
         if self._outside is None:
-            self._outside = aside.Aside(__name__, json.dumps([RENDER_SECONDS, MEMORY_BYTES]))
+            self._outside = bounded_child.BoundedChild(__name__, json.dumps([RENDER_SECONDS, MEMORY_BYTES]))
         try:
             question = json.dumps([self._source, variables]).encode()
             said, text = json.loads(self._outside.ask(question))
-        except aside.OverLimitsError:
+        except bounded_child.OverLimitsError:
             raise OverLimitsError(
                 f"it took longer than {RENDER_SECONDS:g} s or more than {MEMORY_BYTES >> 20} MiB of memory"
             ) from None
@@ -139,7 +139,7 @@ def main(argv: list[str]) -> None:
             said = ["refused", problem(error)]
         return json.dumps(said).encode()
 
-    aside.serve(answer, cpu_seconds=cpu_seconds, memory_bytes=memory_bytes, stack_bytes=STACK_BYTES)
+    bounded_child.serve(answer, cpu_seconds=cpu_seconds, memory_bytes=memory_bytes, stack_bytes=STACK_BYTES)
 
 
 if __name__ == "__main__":

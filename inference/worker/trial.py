@@ -11,14 +11,14 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from inference.worker import aside
+from inference.worker import bounded_child
 
 CPU_SECONDS = 3.0
 """For one grammar. Ordinary ones take milliseconds."""
 MEMORY_BYTES = 1536 << 20
 
 
-class Trial(aside.Aside):
+class Trial(bounded_child.BoundedChild):
     """The parent's side. `check` may be called by one thread at a time."""
 
     def __init__(self, limits: Mapping[str, Any], stack_bytes: int, cpu_seconds: float = CPU_SECONDS) -> None:
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
             said = str(error) or type(error).__name__
         return said.encode("utf-8", "replace")[: 1 << 16]
 
-    aside.serve(answer, cpu_seconds=cpu_seconds, memory_bytes=MEMORY_BYTES, stack_bytes=stack_bytes)
+    bounded_child.serve(answer, cpu_seconds=cpu_seconds, memory_bytes=MEMORY_BYTES, stack_bytes=stack_bytes)
 
 
 if __name__ == "__main__":

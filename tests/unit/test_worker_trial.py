@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from inference.worker.aside import OverLimitsError
+from inference.worker.bounded_child import OverLimitsError
 from inference.worker.trial import Trial
 from tests.rigs.processes import is_alive, wait_until
 

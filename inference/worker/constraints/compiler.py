@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from inference.protocol import Code
 from inference.worker import heap
-from inference.worker.aside import OverLimitsError
 from inference.worker.backend import Constraint, Mask
+from inference.worker.bounded_child import OverLimitsError
 from inference.worker.constraints import grammar
 from inference.worker.constraints.masks import Guide, Scratch, guarded
 from inference.worker.constraints.reasons import reason

@@ -9,10 +9,10 @@ from typing import Any
 from inference.worker.core import forms
 from inference.worker.core.dialects.base import Caller, arguments_of, one_of
 from inference.worker.core.dialects.conversation import described, explained, normal
-from inference.worker.core.dialects.reading import Markers, Reader, Steps
+from inference.worker.core.dialects.reading import CallReader, Markers, Steps
 from inference.worker.core.dialects.thinking import Thinking
 from inference.worker.core.forms import Form, Literal, Marker, Repeat
-from inference.worker.core.parts import AnswerParser, Content, Reasoning, Tool, ToolChoice
+from inference.worker.core.parts import AnswerParser, Content, Tool, ToolChoice
 
 CALLS = "<｜tool▁calls▁begin｜>"  # noqa: RUF001 - the bars are the tokens' own
 CALLS_END = "<｜tool▁calls▁end｜>"  # noqa: RUF001
@@ -34,27 +34,19 @@ A call is written in exactly this way, with the arguments as one JSON object:
 Several calls stand side by side, each from {begin} to {end}. If no function helps, just answer."""
 
 
-class DeepSeekParser(Reader):
+class DeepSeekParser(CallReader):
     """Reasoning, then text and calls. V3 and R1 write a type, the name on the same line and fenced arguments, V3.1 the
     name and bare arguments; the text says which. The markers are unmistakable: a call of an unknown function is one
     too. The marker around all calls, the fence and the closing markers may be missing.
     """
 
-    def __init__(self, thinking: Thinking | None, opened: str, *, has_tools: bool) -> None:
-        super().__init__((Reasoning, Content) if has_tools else (Reasoning,))
-        self._thinking = thinking
-        self._opened = opened
-        self._has_tools = has_tools
-
-    def answer(self) -> Steps[None]:
-        """The whole answer."""
-        yield from self.thought(self._thinking, self._opened)
-        while self._has_tools and (marker := (yield from self.until(_BEGIN, Content))):
+    def called(self) -> Steps[None]:
+        """Text and calls."""
+        while marker := (yield from self.until(_BEGIN, Content)):
             begun = yield from self.attempt(self._call(inside=marker == CALL), marker)
             while begun:
                 yield from self._closing()
                 begun = (yield from self.literal(CALL)) and (yield from self.attempt(self._call(inside=True), CALL))
-        yield from self.rest()
 
     def _call(self, *, inside: bool) -> Steps[None]:
         if not inside:

@@ -19,7 +19,7 @@ from inference.worker.core.dialects.tagged import (
 )
 from inference.worker.core.dialects.thinking import Thinking
 from inference.worker.core.forms import AnyText, Form, Literal, Marker, Regex, Repeat
-from inference.worker.core.parts import AnswerParser, Content, Reasoning, Tool
+from inference.worker.core.parts import AnswerParser, Content, Tool
 
 TOKEN = "｜DSML｜"
 OLD, NEW = "function_calls", "tool_calls"
@@ -38,16 +38,9 @@ class DsmlParser(TaggedReader):
     all calls either block or none may stand; closing tags may be missing.
     """
 
-    def __init__(self, thinking: Thinking | None, opened: str, *, has_tools: bool) -> None:
-        super().__init__((Reasoning, Content) if has_tools else (Reasoning,))
-        self._thinking = thinking
-        self._opened = opened
-        self._has_tools = has_tools
-
-    def answer(self) -> Steps[None]:
-        """The whole answer."""
-        yield from self.thought(self._thinking, self._opened)
-        while self._has_tools and (marker := (yield from self.until(_BEGIN, Content))):
+    def called(self) -> Steps[None]:
+        """Text and calls."""
+        while marker := (yield from self.until(_BEGIN, Content)):
             begun = yield from self.attempt(self._call(is_inside=marker == _INVOKE), marker)
             while begun:
                 yield from self.space()
@@ -57,7 +50,6 @@ class DsmlParser(TaggedReader):
                 for block in (OLD, NEW):
                     yield from self.literal(f"</{TOKEN}{block}>")
                 begun = False
-        yield from self.rest()
 
     def _call(self, *, is_inside: bool) -> Steps[None]:
         if not is_inside:

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from inference.worker.core import forms
 from inference.worker.core.dialects.base import Caller, object_call, one_of
-from inference.worker.core.dialects.reading import Markers, Reader, Steps
-from inference.worker.core.dialects.thinking import Thinking
+from inference.worker.core.dialects.reading import CallReader, Markers, Steps
 from inference.worker.core.forms import Form, Literal, Marker, Repeat
-from inference.worker.core.parts import AnswerParser, Content, Reasoning, Tool
+from inference.worker.core.parts import AnswerParser, Content, Tool
 
 BEGIN = "<tool_call>"
 END = "</tool_call>"
@@ -17,25 +16,17 @@ END = "</tool_call>"
 _BEGIN = Markers(BEGIN)
 
 
-class HermesParser(Reader):
+class HermesParser(CallReader):
     """Reasoning, then text and calls in any order. The marker is unmistakable, so a call of an unknown function is one
     too; the closing marker may be missing.
     """
 
-    def __init__(self, thinking: Thinking | None, opened: str, *, has_tools: bool) -> None:
-        super().__init__((Reasoning, Content) if has_tools else (Reasoning,))
-        self._thinking = thinking
-        self._opened = opened
-        self._has_tools = has_tools
-
-    def answer(self) -> Steps[None]:
-        """The whole answer."""
-        yield from self.thought(self._thinking, self._opened)
-        while self._has_tools and (yield from self.until(_BEGIN, Content)):
+    def called(self) -> Steps[None]:
+        """Text and calls."""
+        while (yield from self.until(_BEGIN, Content)):
             if (yield from self.attempt(self.calls(), BEGIN)):
                 yield from self.space()
                 yield from self.literal(END)
-        yield from self.rest()
 
 
 class Hermes(Caller):

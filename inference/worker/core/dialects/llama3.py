@@ -8,10 +8,10 @@ from typing import Any
 from inference.worker.core import forms
 from inference.worker.core.dialects.base import Caller, object_call, one_of
 from inference.worker.core.dialects.conversation import described, normal, one_at_a_time
-from inference.worker.core.dialects.reading import Markers, Reader, Steps
+from inference.worker.core.dialects.reading import CallReader, Markers, Steps
 from inference.worker.core.dialects.thinking import MIDST, Thinking
 from inference.worker.core.forms import Form, Literal
-from inference.worker.core.parts import AnswerParser, Content, Reasoning, Tool, ToolChoice
+from inference.worker.core.parts import AnswerParser, Content, Tool, ToolChoice
 
 TAG = "<|python_tag|>"
 
@@ -19,7 +19,7 @@ _TAG = Markers(TAG)
 _BEGINNINGS = ("<|end_header_id|>", "<|header_end|>")
 
 
-class Llama3Parser(Reader):
+class Llama3Parser(CallReader):
     """Reasoning, where the model has any, then bare JSON or text.
 
     Bare JSON is a call only at the beginning of an answer (not of the rest of one that the prompt has begun) and only
@@ -28,22 +28,17 @@ class Llama3Parser(Reader):
     """
 
     def __init__(self, thinking: Thinking | None, opened: str, names: Collection[str]) -> None:
-        super().__init__((Reasoning, Content) if names else (Reasoning,))
-        self._thinking = thinking
-        self._opened = opened
+        super().__init__(thinking, opened, has_tools=bool(names))
         self._names = names
         thinks = thinking is not None and thinking.place(opened) != "before" and not opened.endswith(MIDST)
         self._starts = thinks or opened.rstrip().endswith(_BEGINNINGS)
 
-    def answer(self) -> Steps[None]:
-        """The whole answer."""
-        yield from self.thought(self._thinking, self._opened)
-        if self._names:
-            if self._starts:
-                yield from self.attempt(self._bare())
-            while (yield from self.until(_TAG, Content)):
-                yield from self.attempt(self.calls(), TAG)
-        yield from self.rest()
+    def called(self) -> Steps[None]:
+        """Bare JSON at the beginning, then text and marked calls."""
+        if self._starts:
+            yield from self.attempt(self._bare())
+        while (yield from self.until(_TAG, Content)):
+            yield from self.attempt(self.calls(), TAG)
 
     def _bare(self) -> Steps[None]:
         yield from self.space()

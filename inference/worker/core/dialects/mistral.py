@@ -11,10 +11,10 @@ from typing import Any
 from inference.worker.core import forms
 from inference.worker.core.dialects.base import Caller, arguments_of, object_call, one_of
 from inference.worker.core.dialects.conversation import described, normal
-from inference.worker.core.dialects.reading import Markers, Reader, Steps
+from inference.worker.core.dialects.reading import CallReader, Markers, Steps
 from inference.worker.core.dialects.thinking import Thinking
 from inference.worker.core.forms import Form, Literal, Marker, Regex, Repeat
-from inference.worker.core.parts import AnswerParser, Content, Reasoning, Tool, ToolChoice
+from inference.worker.core.parts import AnswerParser, Content, Tool, ToolChoice
 
 CALLS = "[TOOL_CALLS]"
 ID = "[CALL_ID]"
@@ -25,23 +25,15 @@ _ID = re.compile(r"[A-Za-z0-9]{9}")
 _LETTERS = string.digits + string.ascii_letters
 
 
-class MistralParser(Reader):
+class MistralParser(CallReader):
     """Reasoning, then text and calls in either notation. The marker is a control token and so unmistakable: a call of
     an unknown function is one too.
     """
 
-    def __init__(self, thinking: Thinking | None, opened: str, *, has_tools: bool) -> None:
-        super().__init__((Reasoning, Content) if has_tools else (Reasoning,))
-        self._thinking = thinking
-        self._opened = opened
-        self._has_tools = has_tools
-
-    def answer(self) -> Steps[None]:
-        """The whole answer."""
-        yield from self.thought(self._thinking, self._opened)
-        while self._has_tools and (yield from self.until(_CALLS, Content)):
+    def called(self) -> Steps[None]:
+        """Text and calls."""
+        while (yield from self.until(_CALLS, Content)):
             yield from self.attempt(self._call(), CALLS)
-        yield from self.rest()
 
     def _call(self) -> Steps[None]:
         yield from self.space()

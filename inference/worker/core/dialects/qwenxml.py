@@ -20,7 +20,7 @@ from inference.worker.core.dialects.tagged import (
 )
 from inference.worker.core.dialects.thinking import Thinking
 from inference.worker.core.forms import AnyText, Form, Literal, Marker, Regex, Repeat
-from inference.worker.core.parts import AnswerParser, Content, Reasoning, Tool
+from inference.worker.core.parts import AnswerParser, Content, Tool
 
 BEGIN = "<tool_call>"
 END = "</tool_call>"
@@ -39,19 +39,15 @@ class QwenXmlParser(TaggedReader):
     """
 
     def __init__(self, thinking: Thinking | None, opened: str, tools: Mapping[str, Tool]) -> None:
-        super().__init__((Reasoning, Content) if tools else (Reasoning,))
-        self._thinking = thinking
-        self._opened = opened
+        super().__init__(thinking, opened, has_tools=bool(tools))
         self._tools = tools
 
-    def answer(self) -> Steps[None]:
-        """The whole answer."""
-        yield from self.thought(self._thinking, self._opened)
-        while self._tools and (marker := (yield from self.until(_BEGIN, Content))):
+    def called(self) -> Steps[None]:
+        """Text and calls."""
+        while marker := (yield from self.until(_BEGIN, Content)):
             if (yield from self.attempt(self._call(is_marked=marker == BEGIN), marker)):
                 yield from self.space()
                 yield from self.literal(END)
-        yield from self.rest()
 
     def _call(self, *, is_marked: bool) -> Steps[None]:
         if is_marked:

@@ -324,3 +324,25 @@ class Reader(ABC):
     def _show(self, kind: Kind, end: int) -> None:
         self.out.text(kind, self._text[self._at : end])
         self._at = end
+
+
+class CallReader(Reader):
+    """A parser of reasoning, where the model has any, then text and the calls in it, where there are tools."""
+
+    def __init__(self, thinking: Thinking | None, opened: str, *, has_tools: bool) -> None:
+        """`opened` is the end of the prompt, which may have begun the answer."""
+        super().__init__((Reasoning, Content) if has_tools else (Reasoning,))
+        self._thinking = thinking
+        self._opened = opened
+        self._has_tools = has_tools
+
+    def answer(self) -> Steps[None]:
+        """The whole answer."""
+        yield from self.thought(self._thinking, self._opened)
+        if self._has_tools:
+            yield from self.called()
+        yield from self.rest()
+
+    @abstractmethod
+    def called(self) -> Steps[None]:
+        """Reads text and calls, as far as calls may follow."""

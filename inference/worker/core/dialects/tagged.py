@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
-from inference.worker.core.dialects.reading import Markers, NoCallError, Reader, Steps
+from inference.worker.core.dialects.reading import CallReader, Markers, NoCallError, Steps
 from inference.worker.core.forms import AnyText, Form, Json, OneOf, Repeat
 from inference.worker.core.forms import Literal as Exactly
 from inference.worker.core.parts import Tool
@@ -108,7 +108,7 @@ def _type_of(value: Any) -> str:
     return next((name for kind, name in _TYPES if isinstance(value, kind)), "string")
 
 
-class TaggedReader(Reader):
+class TaggedReader(CallReader):
     """A parser of calls whose arguments are tagged."""
 
     def object(self, name: str, arguments: Steps[None]) -> Steps[None]:

@@ -34,7 +34,7 @@ class _LeftError(Exception):
     """The process left in good order before it read the question."""
 
 
-class Aside:
+class BoundedChild:
     """The parent's side. One thread at a time may ask."""
 
     def __init__(self, module: str, orders: str) -> None:
