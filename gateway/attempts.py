@@ -34,7 +34,7 @@ from gateway.providers.registry import Registry
 from gateway.resume import Answer, assemble
 from gateway.settings import GatewayConfig, RouteSettings
 from gateway.telemetry import Telemetry
-from inference.protocol import H_DEADLINE, H_DEVICE, H_KV, H_PRIORITY, H_TENANT, Priority
+from inference.protocol import H_DEADLINE, H_DEVICE, H_KV, H_PRIORITY, H_STREAM_INTERVAL, H_TENANT, Priority
 
 log = logging.getLogger("gateway.attempts")
 
@@ -44,6 +44,8 @@ T = TypeVar("T")
 _SILENT = (Drop.SILENT, "has several waiting for a first word")
 _RECOVERING = (Drop.RECOVERING, "takes only some requests yet")
 
+WHOLE_INTERVAL_SECONDS = 0.25
+"""Between two pieces of a local answer that the caller gets as a whole: nobody reads them, but silence is judged."""
 NEARLY_OVER_SECONDS = 0.1
 """The service counts whole milliseconds on a clock of its own, and so refuses a little before our time is over."""
 
@@ -109,6 +111,7 @@ class Request:
         self._outcomes = Outcomes(record)
         self._waiting: Collection[Candidate] = ()
         self._out_of_time = False
+        self._interval = 0.0
         self.answered_by: Candidate | None = None
         self.device: str | None = None
         """What computes the answer, as far as its tier said so by now."""
@@ -131,6 +134,8 @@ class Request:
                 H_TENANT: self.caller.tenant,
                 H_DEADLINE: str(max(1, int(wait * 1000))),
             }
+            if self._interval:
+                headers[H_STREAM_INTERVAL] = str(round(self._interval * 1000))
             if self.caller.kv is not None:
                 headers[H_KV] = self.caller.kv
         return Call(
@@ -141,6 +146,11 @@ class Request:
             connect_seconds=self.tools.config.deadlines.connect,
             headers=headers,
         )
+
+    @property
+    def _counts_pieces(self) -> bool:
+        """Whether the pieces of an answer that breaks off are charged as tokens, so that each must come alone."""
+        return self.caller.meter is not None and self.caller.meter.counts_tokens
 
     def _bounded(self, body: Mapping[str, Any], candidate: Candidate) -> Mapping[str, Any]:
         """`body` with a `max_tokens` that the model takes, where the caller only had to name one."""
@@ -161,6 +171,7 @@ class Request:
             await attempt.open(forward_comments=True)
             return attempt
 
+        self._interval = 0.0 if self._counts_pieces else self.tools.config.stream_interval
         return await self._first(work)
 
     async def whole(self) -> dict[str, Any]:
@@ -181,6 +192,7 @@ class Request:
             answer.note_end()
             return assembled
 
+        self._interval = 0.0 if self._counts_pieces else WHOLE_INTERVAL_SECONDS
         return await self._first(work)
 
     async def unary(self) -> bytes:

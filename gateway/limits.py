@@ -122,9 +122,14 @@ class Meter:
         self._pieces = 0
         self._usage: bytes | None = None
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the key's tokens are limited."""
+        return self._limiter.counts_tokens(self._key)
+
     def reserve(self, request: InferenceRequest) -> None:
         """Holds what `request` is estimated to take; raises RefusedError (429)."""
-        if not self._limiter.counts_tokens(self._key):
+        if not self.counts_tokens:
             return
         self._prompt_tokens = core.prompt_tokens(request.body)
         wanted = self._prompt_tokens + core.answer_tokens(request.body, request.most_tokens(core.ANSWER_TOKENS))
@@ -152,7 +157,7 @@ class Meter:
         self._limiter.leave(self._key, self._number, tokens)
 
     def _tokens(self) -> int:
-        if not self._limiter.counts_tokens(self._key):
+        if not self.counts_tokens:
             return 0
         said = None if self._usage is None else core.total_tokens(self._usage)
         return self._prompt_tokens + self._pieces if said is None else max(said, self._pieces)

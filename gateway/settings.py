@@ -56,6 +56,12 @@ def _some_time(value: float) -> float:
     return value
 
 
+def _short(value: float) -> float:
+    if not 0 <= value <= 1:
+        raise ValueError("between 0 and 1s; 0 sends every token alone")
+    return value
+
+
 Url = Annotated[str, AfterValidator(_http_url)]
 SomeTime = Annotated[Duration, AfterValidator(_some_time)]
 Positive = Annotated[int, Field(ge=1)]
@@ -205,8 +211,9 @@ class KeySettings(_Model):
 class GatewayConfig(_Model):
     """Everything in gateway.yaml. `drain_seconds` bounds how long open streams may finish at shutdown. `share_prefixes`
     says whose requests may skip what was computed for one before: those of the same key (`tenant`), or `all`. `limits`
-    are those of every key that names none of its own. `hosted_tools` says what becomes of tools in `/v1/responses` and
-    `/v1/messages` that run at another provider: the request is refused, or they are left out.
+    are those of every key that names none of its own. `stream_interval` is the least time, in seconds, between two
+    pieces of a local answer's text where tokens come faster. `hosted_tools` says what becomes of tools in
+    `/v1/responses` and `/v1/messages` that run at another provider: the request is refused, or they are left out.
     """
 
     host: str = "127.0.0.1"
@@ -220,6 +227,7 @@ class GatewayConfig(_Model):
     deadlines: DeadlineSettings = DeadlineSettings()
     attempts: AttemptSettings = AttemptSettings()
     admission: AdmissionSettings = AdmissionSettings()
+    stream_interval: Annotated[Duration, AfterValidator(_short)] = 0.016
     share_prefixes: Literal["tenant", "all"] = "tenant"
     images: ImageSettings = ImageSettings()
     limits: LimitSettings = LimitSettings()

@@ -34,6 +34,7 @@ from inference.protocol import (
     H_PRIORITY,
     H_PROBE,
     H_REQUEST_ID,
+    H_STREAM_INTERVAL,
     H_TENANT,
     PROGRESS_INTERVAL_SECONDS,
     Code,
@@ -56,7 +57,7 @@ _BIG_BODY_BYTES = 2**20
 """Bodies beyond this are parsed in a thread, because parsing them would hold up everybody else's streams."""
 _EXIT_SECONDS = 0.5
 CONNECT_SECONDS = 5.0
-_PASSED_ON = (H_TENANT, H_KV, H_PRIORITY, H_PROBE)
+_PASSED_ON = (H_TENANT, H_KV, H_PRIORITY, H_PROBE, H_STREAM_INTERVAL)
 _PASSED_BACK = ("content-type", "retry-after", "x-should-retry")
 
 

@@ -24,6 +24,7 @@ from inference.worker.core.steps import Limits, Phase, Remove, Row
 from inference.worker.divided import DividedGeneration
 from inference.worker.errors import WorkerError
 from inference.worker.generation import Generation, Output
+from inference.worker.outbox import Delivery, Outbox
 from inference.worker.pulse import Pulse
 from inference.worker.requests import Sampling
 from inference.worker.runner import Runner
@@ -44,7 +45,6 @@ Then the request waits, without a slot, until it is read on. About 4 MiB."""
 UNREAD_SECONDS = 60.0
 """How long it waits so. The gateway ends a client that reads nothing for half of that."""
 
-Delivery = tuple[Ticket[Output], Output]
 SamplerFactory = Callable[[Sampling, int, int, Constraint | None], TokenSampler]
 """(sampling, choice, most tokens of the answer, constraint) -> sampler."""
 
@@ -55,6 +55,7 @@ class _Running:
     generation: Generation
     logprobs: int | None
     most_unread: int
+    patience: float
     answers: bool = True
     scoring: Scoring | None = None
     started: float | None = None
@@ -86,7 +87,8 @@ class Engine:
         self._ids = itertools.count(1)
         self._pace = Pace.first(limits.batch)
         self._orders: deque[Callable[[], None]] = deque()
-        self._outbox: list[Delivery] = []
+        self._outbox = Outbox()
+        self._next_seconds = math.inf
         self._unread_since: dict[Ticket[Output], float] = {}
         self._told_progress = -math.inf
         self._turnover = Turnover(limits)
@@ -226,6 +228,7 @@ class Engine:
             if row.sample or row.every:
                 self._advance(running, row, index)
         seconds = self.pulse.end()
+        self._next_seconds = seconds if not step.prefill else math.inf
         self.pulse.prefill = self.pulse.prefill.read(step.prefill + reused, seconds)
         self._pace = self._pace.observe(step.prefill, step.tokens, seconds, allowed, decoding=decoding, prompts=prompts)
 
@@ -281,12 +284,18 @@ class Engine:
         if running.started is not None:
             self._turnover.took(self._clock() - running.started)
         self._release(job)
-        self._outbox.append((running.ticket, output))
+        self._outbox.put(running.ticket, output)
 
     def _send(self, running: _Running, output: Output) -> None:
-        """An output that is not the last of its choice. Who does not read must not make us hold more and more."""
+        """An output that is not the last of its choice: the first of a request leaves at once, others may wait as long
+        as its reader has patience. Who does not read must not make us hold more and more.
+        """
         ticket = running.ticket
-        self._outbox.append((ticket, output))
+        if running.patience > 0 and ticket.sent > 0 and not output.is_scored:
+            if not self._outbox.hold(ticket, output, self._clock() + running.patience):
+                return
+        else:
+            self._outbox.put(ticket, output)
         ticket.sent += 1
         if ticket.sent - ticket.read > running.most_unread and ticket not in self._unread_since:
             self._suspend(ticket, running.most_unread)
@@ -322,12 +331,13 @@ class Engine:
                 sampler.accept(job.prompt[-work.said.tokens :])
                 generation.resume(work.said)
             scoring = Scoring(job.prompt, self._vocabulary, alternatives) if work.score_prompt else None
+            answers = work.max_tokens > work.said.tokens
             self._running[job.id] = _Running(
-                ticket, generation, work.logprobs, most_unread, work.max_tokens > work.said.tokens, scoring
+                ticket, generation, work.logprobs, most_unread, work.patience, answers, scoring
             )
 
     def _refuse(self, ticket: Ticket[Output], error: WorkerError) -> None:
-        self._outbox.append((ticket, Output(0, "", 0, error=error)))
+        self._outbox.put(ticket, Output(0, "", 0, error=error))
 
     def _drop(self, ticket: Ticket[Output]) -> None:
         for job in self._jobs_of.get(ticket, set()).copy():
@@ -335,6 +345,7 @@ class Engine:
             self._release(job)
         self._jobs_of.pop(ticket, None)
         self._unread_since.pop(ticket, None)
+        self._outbox.drop(ticket)
 
     def _suspend(self, ticket: Ticket[Output], most_unread: int) -> None:
         self._unread_since[ticket] = self._clock()
@@ -359,7 +370,7 @@ class Engine:
     def _end(self, job: int, error: WorkerError) -> None:
         """Tells the request that this choice failed; the scheduler knows already (or everything ends)."""
         running = self._running[job]
-        self._outbox.append((running.ticket, running.generation.fail(error)))
+        self._outbox.put(running.ticket, running.generation.fail(error))
         self._release(job)
 
     def _release(self, job: int) -> None:
@@ -388,10 +399,19 @@ class Engine:
         self._hand_over()
 
     def _hand_over(self) -> None:
-        """Everything since the last call, in one delivery. What cannot be delivered is kept for the next."""
-        if self._outbox:
-            self._deliver(self._outbox)
-            self._outbox = []
+        """Everything since the last call but what may wait for the next, in one delivery. What cannot be delivered is
+        kept for the next.
+        """
+        if self._outbox.is_waiting:
+            self._outbox.release(self._next_chance())
+        if self._outbox.ready:
+            self._deliver(self._outbox.ready)
+            self._outbox.ready = []
+
+    def _next_chance(self) -> float:
+        """When the coming step will be over: as far as it resembles the last one, and both only decode."""
+        decoding, prompts = self._scheduler.load
+        return self._clock() + self._next_seconds if decoding and not prompts else math.inf
 
     def _note_progress(self) -> None:
         self.pulse.active = self._scheduler.active

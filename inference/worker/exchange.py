@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from headgate.shared import wire
-from inference.protocol import H_DEADLINE, H_PRIORITY, H_REQUEST_ID, Code, Priority
+from inference.protocol import H_DEADLINE, H_PRIORITY, H_REQUEST_ID, H_STREAM_INTERVAL, Code, Priority
 from inference.worker import responses
 from inference.worker.errors import BadRequestError, GoneError, WorkerError
 
@@ -73,12 +73,20 @@ class Exchange:
 
     def deadline(self, now: float) -> float | None:
         """When the first token must be there, on the clock that says `now`."""
-        said = self.header(H_DEADLINE)
+        milliseconds = self._milliseconds(H_DEADLINE)
+        return None if milliseconds is None else now + milliseconds / 1000
+
+    def patience(self) -> float:
+        """Seconds that text of a stream may wait for more to leave with it; 0 where nothing is said."""
+        return (self._milliseconds(H_STREAM_INTERVAL) or 0) / 1000
+
+    def _milliseconds(self, name: str) -> int | None:
+        said = self.header(name)
         if not said:
             return None
         if not (said.isascii() and said.isdigit() and len(said) < 12):
-            raise BadRequestError(f"{H_DEADLINE} must be a whole number of milliseconds", H_DEADLINE)
-        return now + int(said) / 1000
+            raise BadRequestError(f"{name} must be a whole number of milliseconds", name)
+        return int(said)
 
     @property
     def announced_bytes(self) -> float:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from inference.worker.backend import TokenSampler, Vocabulary
 from inference.worker.core.detokenize import Detokenizer
-from inference.worker.core.parts import Part
+from inference.worker.core.parts import Part, joined
 from inference.worker.core.stops import StopFilter
 from inference.worker.errors import WorkerError
 from inference.worker.requests import Begun
@@ -50,6 +50,15 @@ class Output:
     reasoning_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     stop: str | None = None
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether it tells log probabilities."""
+        return bool(self.logprobs or self.prompt_logprobs)
+
+    def joined(self, later: Output) -> Output:
+        """What this one and the next of the same choice, `later`, say together. Neither is scored, nor an error."""
+        return replace(later, text=self.text + later.text, parts=joined(self.parts, later.parts))
 
 
 class Generation:

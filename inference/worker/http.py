@@ -50,6 +50,8 @@ MAX_LOGPROBS_BYTES = 2**25
 """Of an answer that is not streamed: it is held until it is whole."""
 COMMIT_SECONDS = 1.0
 """How long a stream's status waits for the first output, so that a refusal can still be a status of its own."""
+WHOLE_PATIENCE_SECONDS = 1.0
+"""How long text of an answer that is not streamed waits before it is put to the rest."""
 _PROGRESS_SECONDS = PROGRESS_INTERVAL_SECONDS * 0.75
 
 
@@ -220,6 +222,7 @@ class App:
             constraint=constraint,
             score_prompt=request.score_prompt,
             said=prepared.said,
+            patience=exchange.patience() if request.stream else WHOLE_PATIENCE_SECONDS,
         )
         ticket.held = prepared.images
         engine.submit(work, ticket)

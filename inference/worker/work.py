@@ -22,6 +22,8 @@ class Work:
     `logprobs` alternatives); a prompt that is scored reuses nothing that was computed before. With `max_tokens` 0 a
     choice finishes with "length" as soon as its prompt is computed, and scored.
 
+    `patience`: how many seconds text may wait for more to leave with it, where there are no log probabilities.
+
     `said`: the only prompt ends in the beginning of its only answer, which was given before it broke off.
     """
 
@@ -38,6 +40,7 @@ class Work:
     constraint: Constraint | None = None
     score_prompt: bool = False
     said: Begun = NOTHING
+    patience: float = 0.0
 
     @property
     def sequences(self) -> int:

@@ -16,11 +16,15 @@ from inference.worker.core.pacing import (
     STEP_SECONDS,
     Pace,
 )
-from inference.worker.core.scheduler import OLDEST_PART, STRETCH_PART, WORTH_PART, Scheduler
+from inference.worker.core.scheduler import LAST_PART, OLDEST_PART, STRETCH_PART, WORTH_PART, Scheduler
 from inference.worker.core.steps import Job, Limits, Step
 
 SLOTS, CONTEXT, BATCH = 4, 3000, 2048
-STRETCH = 1 + 1 / STRETCH_PART
+
+
+def stretch(decoding: int, prompts: int) -> float:
+    """How many times its budget a step may carry."""
+    return 1 + 1 / (LAST_PART if prompts > decoding else STRETCH_PART)
 
 
 @dataclass(frozen=True)
@@ -86,9 +90,10 @@ class Drive:
 def test_a_stream_waits_no_longer_for_prompts_than_was_promised(
     machine: Machine, requests: list[tuple[int, int, int]]
 ) -> None:
-    """At most 0.4 s in a step, or up to 1 s in proportion as prompts outnumber streams, or one, and a quarter more; in
-    any run of steps 80 ms for each and 4 s in all, where a second counts less the more wait for it; or 32 tokens, where
-    those take longer. From the first step on, because learning begins there.
+    """At most 0.4 s in a step, or up to 1 s in proportion as prompts outnumber streams, or one, and a quarter more, or
+    half where more prompts than streams wait and all are complete; in any run of steps 80 ms for each and 4 s in all,
+    where a second counts less the more wait for it; or 32 tokens, where those take longer. From the first step on,
+    because learning begins there.
     """
     drive = Drive(requests)
     least = machine.prompt * SMALLEST
@@ -97,9 +102,11 @@ def test_a_stream_waits_no_longer_for_prompts_than_was_promised(
         (decoding, prompts), step = turn
         took = machine.prompt * step.prefill
         bound = min(LONGEST_SECONDS, STEP_SECONDS * max(1.0, prompts / max(1, decoding)))
-        assert took <= max(bound, least) * STRETCH * 1.001
+        assert took <= max(bound, least) * stretch(decoding, prompts) * 1.001
         counts = took * min(1.0, decoding / max(1, prompts))
-        held_up = max(0.0, held_up + counts / STRETCH - max(MIXED_SECONDS, least)) if decoding else 0.0
+        held_up = (
+            max(0.0, held_up + counts / stretch(decoding, prompts) - max(MIXED_SECONDS, least)) if decoding else 0.0
+        )
         assert held_up <= CREDIT_SECONDS * 1.001
 
 
@@ -120,7 +127,7 @@ def test_one_step_pays_for_a_machine_that_became_slower(
             return
         (decoding, prompts), step = turn
         took = used.prompt * step.prefill
-        bound = max(pace.seconds(decoding, prompts), used.prompt * SMALLEST) * STRETCH * 1.001
+        bound = max(pace.seconds(decoding, prompts), used.prompt * SMALLEST) * stretch(decoding, prompts) * 1.001
         if took > bound:
             assert used is slow
             assert took <= bound * factor
@@ -176,6 +183,9 @@ def test_the_shortest_rest_goes_first_and_the_oldest_is_never_kept_waiting(
     assert all(given_to[100 + number] == 1 for number in range(decoding))
     room = min(budget, BATCH - decoding)
     most = min(BATCH - decoding, room + room // STRETCH_PART)
+    if len(prompts) > decoding and sum(prompts) <= min(BATCH - decoding, room + room // LAST_PART):
+        most = max(most, sum(prompts))
+        assert step.prefill == sum(prompts)
     assert given_to.get(0, 0) >= min(prompts[0], max(1, room // OLDEST_PART))
     in_turn = sorted(range(1, len(prompts)), key=lambda number: (prompts[number], number))
     unfinished = [number for number in in_turn if given_to.get(number, 0) < prompts[number]]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from inference.protocol import Priority
-from inference.worker.core.scheduler import STRETCH_PART, Scheduler
+from inference.worker.core.scheduler import LAST_PART, Scheduler
 from inference.worker.core.slots import common_prefix
 from inference.worker.core.steps import Copy, Job, Limits, Phase, Remove, Step
 
@@ -250,7 +250,7 @@ class Traffic(RuleBasedStateMachine):
         for job, known in self.live.items():
             assert not known.decodes or job in served, "a decoding sequence was left out"
         prompts = [len(row.tokens) for row in step.rows if not self.live[row.job].decodes]
-        assert step.prefill <= max(budget + budget // STRETCH_PART, len(prompts))
+        assert step.prefill <= max(budget + budget // LAST_PART, len(prompts))
 
     def end(self, job: int) -> None:
         del self.live[job]

@@ -12,10 +12,11 @@ from typing import Any
 from inference.worker import llama
 from inference.worker.backend import Constraint
 from inference.worker.core.steps import Limits
-from inference.worker.engine import Delivery, Engine
+from inference.worker.engine import Engine
 from inference.worker.generation import Output
 from inference.worker.loading import Loaded, load
 from inference.worker.logtail import LogTail
+from inference.worker.outbox import Delivery
 from inference.worker.requests import Sampling
 from inference.worker.sampling import ChainSampler
 from inference.worker.work import Work

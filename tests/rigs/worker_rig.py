@@ -149,9 +149,11 @@ class WorkerRig:
                 else:
                     lines.append(line)
 
-    def chunks(self, path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def chunks(
+        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+    ) -> list[dict[str, Any]]:
         """The JSON chunks of a streamed request that must end in [DONE]."""
-        frames = [frame for frame in self.stream(path, body) if not frame.startswith(b":")]
+        frames = [frame for frame in self.stream(path, body, headers) if not frame.startswith(b":")]
         assert frames[-1] == b"data: [DONE]", frames[-1]
         return [json.loads(frame.removeprefix(b"data: ")) for frame in frames[:-1]]
 

@@ -21,9 +21,14 @@ def test_a_scored_prompt_never_asks_for_more_outputs_than_there_are() -> None:
     assert [(row.job, len(row.tokens), row.every) for row in rows_of(scheduler, 30)] == [(1, 4, True), (2, 1, False)]
 
 
-def given(prompts: list[int], budget: int, batch: int = 512) -> list[int]:
-    """Tokens of each prompt in the first step."""
+def given(prompts: list[int], budget: int, batch: int = 512, decoding: int = 0) -> list[int]:
+    """Tokens of each prompt in the first step beside so many streams."""
     scheduler = Scheduler(Limits(slots=8, context=2000, batch=batch, queue=4))
+    for number in range(100, 100 + decoding):
+        scheduler.submit([Job(number, (number,))])
+        rows_of(scheduler, budget)
+        for stream in range(100, number + 1):
+            scheduler.extend(stream, 7)
     scheduler.submit([Job(number, (number,) * length) for number, length in enumerate(prompts)])
     lengths = {row.job: len(row.tokens) for row in rows_of(scheduler, budget)}
     return [lengths.get(number, 0) for number in range(len(prompts))]
@@ -45,8 +50,16 @@ def test_a_long_prompt_takes_what_is_left_of_a_step_where_that_is_much() -> None
 
 def test_a_small_remainder_is_taken_along_as_far_as_the_batch_has_room() -> None:
     """It would be another step that holds everybody up; a large one is none of this step's."""
-    assert [given([length], 400) for length in (300, 401, 500, 501)] == [[300], [401], [500], [400]]
+    assert [given([length], 400, decoding=1) for length in (300, 401, 500, 501)] == [[300], [401], [500], [400]]
     assert given([460], 400, batch=450) == [400]
+
+
+def test_more_is_taken_along_where_that_is_all_and_few_are_held_up_by_it() -> None:
+    assert given([80] * 7, 374, batch=1000, decoding=1) == [80] * 7
+    assert given([80] * 7, 373, batch=1000, decoding=1) == [80] * 5 + [0] * 2, "not all of it would be complete"
+    assert given([80] * 4, 240, decoding=4) == [80] * 3 + [0], "as many are held up as wait"
+    assert given([80] * 7, 374, batch=561, decoding=1) == [80] * 7
+    assert given([80] * 7, 374, batch=560, decoding=1) == [80] * 5 + [0] * 2, "llama.cpp takes no more at once"
 
 
 def test_what_was_scored_before_a_preemption_is_not_scored_again() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 
@@ -60,6 +60,18 @@ class CallArguments:
 
 
 Part = Content | Reasoning | CallBegin | CallArguments
+
+
+def joined(parts: tuple[Part, ...], more: tuple[Part, ...]) -> tuple[Part, ...]:
+    """`parts` and then `more`: where the first of `more` continues the last of `parts`, they are one."""
+    if not parts or not more:
+        return parts or more
+    last, first = parts[-1], more[0]
+    if isinstance(last, CallBegin) or isinstance(first, CallBegin) or type(last) is not type(first):
+        return parts + more
+    if isinstance(last, CallArguments) and isinstance(first, CallArguments) and last.index != first.index:
+        return parts + more
+    return (*parts[:-1], replace(last, text=last.text + first.text), *more[1:])
 
 
 class AnswerParser(Protocol):

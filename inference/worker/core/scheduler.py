@@ -32,6 +32,10 @@ STRETCH_PART = 4
 """A step exceeds its budget by one part in so many for a prompt that is complete then: a remainder would hold up once
 more everybody who had a first token in this step."""
 
+LAST_PART = 2
+"""It exceeds it by one part in so many where more wait for a first token than for a next one, and none of them is left
+then: whoever has a first token is held up no more."""
+
 WORTH_PART = 2
 """A prompt that cannot be completed is read on with what is left of the budget where that is one part in so many of it.
 llama.cpp computes rows together as far as they have the same length (`llama_batch_allocr::split_equal`), so pieces of
@@ -174,7 +178,7 @@ class Scheduler:
 
     def plan(self, now: float, prefill_budget: int) -> Step:
         """The next step: a token for every decoding job, and at most `prefill_budget` (1 or more) tokens of prompts, or
-        a quarter more where these complete one.
+        a quarter more where these complete one, or half where they complete all and more prompts than streams wait.
         """
         assert not self._pending, "the last step was not reported"
         expired = self._expire(now) if now >= self._earliest else ()
@@ -307,6 +311,9 @@ class Scheduler:
         )
         most = self.limits.batch - len(rows)
         room = min(most, budget)
+        everything = sum([left for _passed, left, _key, _run in prompts])
+        if len(prompts) > len(rows) and everything <= min(most, room + room // LAST_PART):
+            room = max(room, everything)
         stretch = min(most - room, room // STRETCH_PART)
         worth = -(-room // WORTH_PART)
         outputs = (self.limits.outputs or self.limits.slots) - len(rows) - len(prompts)

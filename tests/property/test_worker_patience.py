@@ -1,0 +1,197 @@
+"""Pieces of an answer that may wait for more: none is lost, none waits longer than it may, none passes its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference.worker.backend import BatchRow, Decode
+from inference.worker.core.parts import CallArguments, CallBegin, Content, Part, Reasoning, joined
+from inference.worker.core.steps import Limits
+from inference.worker.engine import Engine
+from inference.worker.generation import Output
+from inference.worker.requests import Sampling
+from inference.worker.work import Work
+from tests.rigs.engine_rig import Mailbox
+from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, SamplerShop
+
+SAY = bytes(range(97, 123)) * 3
+MILLISECOND = 0.001
+
+
+@dataclass
+class Timed(FakeBackend):
+    """Steps take time on the bench's clock: one that only decodes always as long, with prompts `prefill_seconds` more.
+    It remembers when each sequence drew which of its tokens.
+    """
+
+    now: float = 0.0
+    step_seconds: float = MILLISECOND
+    prefill_seconds: float = 0.0
+
+    def decode(self, rows: Sequence[BatchRow]) -> tuple[Decode, list[int]]:
+        """As ever, and the clock moves."""
+        self.now += self.step_seconds + (self.prefill_seconds if any(len(row.tokens) > 1 for row in rows) else 0.0)
+        return super().decode(rows)
+
+
+@dataclass
+class Bench:
+    """An engine whose turns are taken by hand; `heard` is when which output came to whom."""
+
+    backend: Timed = field(default_factory=Timed)
+    heard: list[tuple[float, Any, Output]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.engine = Engine(
+            self.backend,
+            ByteVocabulary(),
+            SamplerShop(SAY),
+            Limits(slots=4, context=200, batch=32, queue=8),
+            lambda batch: self.heard.extend((self.backend.now, *delivery) for delivery in batch),
+            lambda message: pytest.fail(message),
+            clock=lambda: self.backend.now,
+        )
+
+    def ask(self, **changes: Any) -> Mailbox:
+        ticket = Mailbox()
+        said = {"prompts": [list(b"hello")], "n": 1, "sampling": Sampling(), "max_tokens": 60, "patience": 0.01}
+        self.engine.submit(Work(**{**said, **changes}), ticket)  # type: ignore[arg-type]
+        return ticket
+
+    def run(self, turns: int = 1000) -> None:
+        while turns and self.engine._turn():
+            turns -= 1
+
+    def of(self, ticket: Mailbox, choice: int = 0) -> list[tuple[float, Output]]:
+        return [(at, output) for at, owner, output in self.heard if owner is ticket and output.choice == choice]
+
+
+def test_text_that_comes_faster_than_it_is_asked_for_leaves_together() -> None:
+    bench = Bench()
+    ticket = bench.ask()
+    bench.run()
+    outputs = [output for _at, output in bench.of(ticket)]
+    assert "".join(output.text for output in outputs) == SAY[:60].decode()
+    assert outputs[0].text == "a", "the first token leaves at once"
+    assert {len(output.text) for output in outputs[1:-1]} == {10}
+    assert [output.tokens for output in outputs] == [1, 11, 21, 31, 41, 51, 60]
+    assert [output.finish for output in outputs] == [None] * 6 + ["length"]
+
+
+def test_without_patience_and_with_log_probabilities_every_token_leaves_alone() -> None:
+    bench = Bench()
+    plain, scored = bench.ask(patience=0.0), bench.ask(logprobs=2)
+    bench.run()
+    assert [output.text for _at, output in bench.of(plain)] == [chr(byte) for byte in SAY[:60]]
+    assert [output.text for _at, output in bench.of(scored)] == [chr(byte) for byte in SAY[:60]]
+
+
+def test_steps_that_take_longer_than_the_patience_hold_nothing_back() -> None:
+    bench = Bench(Timed(step_seconds=0.011))
+    ticket = bench.ask()
+    bench.run()
+    assert len(bench.of(ticket)) == 60
+
+
+def test_before_a_prompt_is_read_everything_leaves() -> None:
+    """A step with a prompt may take a second."""
+    bench = Bench(Timed(prefill_seconds=1.0))
+    first = bench.ask()
+    bench.run(turns=5)
+    bench.ask(prompts=[list(b"another prompt")])
+    began = bench.backend.now
+    bench.run(turns=1)
+    assert bench.backend.now - began > 1.0
+    assert "".join(output.text for at, output in bench.of(first) if at <= began) == SAY[:5].decode()
+
+
+def test_who_left_gets_nothing_of_what_waited_for_more() -> None:
+    bench = Bench()
+    ticket, other = bench.ask(), bench.ask()
+    bench.run(turns=5)
+    bench.engine.abort(ticket)  # type: ignore[arg-type]
+    bench.run()
+    assert "".join(output.text for _at, output in bench.of(ticket)) == "a"
+    assert "".join(output.text for _at, output in bench.of(other)) == SAY[:60].decode()
+
+
+def test_an_error_comes_behind_the_text_before_it() -> None:
+    bench = Bench()
+    ticket = bench.ask()
+    bench.run(turns=5)
+    bench.backend.fates.append(Decode.COMPUTE_FAILED)
+    bench.run()
+    (_, first), (_, second), (_, end) = bench.of(ticket)
+    assert (first.text, second.text, end.text) == ("a", "bcde", "")
+    assert second.error is None
+    assert end.error is not None
+
+
+def test_what_waited_is_not_counted_as_unread() -> None:
+    """A reader that takes everything is never taken for one that reads nothing."""
+    bench = Bench()
+    ticket = bench.ask()
+    bench.run()
+    assert ticket.sent <= len(bench.of(ticket))
+
+
+@given(
+    step=st.floats(0.0003, 0.03),
+    prefill=st.floats(0.0, 0.5),
+    asked=st.lists(
+        st.tuples(st.integers(0, 30), st.floats(0, 0.05), st.integers(1, 3), st.integers(1, 70)), min_size=1, max_size=5
+    ),
+)
+def test_nothing_is_lost_and_nothing_is_late(
+    step: float, prefill: float, asked: list[tuple[int, float, int, int]]
+) -> None:
+    bench = Bench(Timed(step_seconds=step, prefill_seconds=prefill))
+    tickets = []
+    for turns, patience, n, most in asked:
+        tickets.append((bench.ask(patience=patience, n=n, max_tokens=most), patience, n, most))
+        bench.run(turns)
+    bench.run()
+    slack = 1e-9
+    for ticket, patience, n, most in tickets:
+        for choice in range(n):
+            outputs = bench.of(ticket, choice)
+            assert "".join(output.text for _at, output in outputs) == SAY[:most].decode()
+            assert [output.finish is not None for _at, output in outputs] == [False] * (len(outputs) - 1) + [True]
+            for (_, before), (at, output) in pairwise(outputs):
+                # of what left together the first token waited longest, one step for each that came after it
+                waited = (output.tokens - before.tokens - 1) * step
+                assert waited <= patience + slack, (at, output)
+
+
+PARTS = st.lists(
+    st.one_of(
+        st.builds(Content, st.text(max_size=3)),
+        st.builds(Reasoning, st.text(max_size=3)),
+        st.builds(CallArguments, st.integers(0, 1), st.text(max_size=3)),
+        st.builds(CallBegin, st.integers(0, 1), st.sampled_from(["f", "g"])),
+    ),
+    max_size=6,
+).map(tuple)
+
+
+def _spread(parts: Sequence[Part]) -> list[tuple[object, ...]]:
+    """Letter by letter, so that what continues reads like what was whole."""
+    return [
+        (type(part), getattr(part, "index", None), letter)
+        for part in parts
+        for letter in ([part.name] if isinstance(part, CallBegin) else part.text)
+    ]
+
+
+@given(PARTS, PARTS)
+def test_joined_parts_say_the_same(parts: tuple[Part, ...], more: tuple[Part, ...]) -> None:
+    both = joined(parts, more)
+    assert _spread(both) == _spread([*parts, *more])
+    assert len(both) >= len(parts) + len(more) - 1
