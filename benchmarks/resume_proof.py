@@ -55,6 +55,7 @@ GATEWAY = """
 routes:
   "*": {chain: ["local/*"]}
 breaker: {failures: 1000000, min_requests: 1000000}
+stream_interval: 0
 """
 MODEL = "  {name}: {{path: 'bundled:{name}', context_length: 512, parallel: 2}}\n"
 WAYS = ("cut", "kill")

@@ -1,18 +1,21 @@
 """A model service that computes nothing: answers at once, at a pace, badly or never, as it is asked; measures nothing.
 
 It speaks the wire of the inference service (chunks as a worker writes them, /v1/models, /events, /readyz) and, to
-whoever does not ask for a stream, OpenAI's. Raw protocols, because it shares its core with who asks.
+whoever does not ask for a stream, OpenAI's. Where text may wait so long that nobody can be reading it, it comes as a
+worker would send it: the first token, then the others with the end. Raw protocols, because it shares its core with who
+asks.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping
 
 import httptools
 import orjson
 
-from inference.protocol import DONE, Code, ModelState, ModelStatus, error_body
+from inference.protocol import DONE, H_STREAM_INTERVAL, Code, ModelState, ModelStatus, error_body
 
 AT_ONCE, PACED, ENDLESS, BUSY, SILENT = "bench", "bench-paced", "bench-endless", "bench-busy", "bench-silent"
 """Models: an answer at once, one at a pace, one that goes on until the client leaves, a 503, no answer at all."""
@@ -23,6 +26,7 @@ PHASES = 20
 """Paced streams take turns within a pace, as sequences of different workers would."""
 ANSWER_TOKENS = 8
 _WORD = "water "
+_INTERVAL = re.compile(H_STREAM_INTERVAL.encode() + rb": (\d+)\r\n")
 
 _HEAD = {"id": "chatcmpl-0123456789abcdef01234567", "object": "chat.completion.chunk", "created": 1, "model": AT_ONCE}
 _BEGIN = b"data: " + orjson.dumps(_HEAD)[:-1]
@@ -52,6 +56,8 @@ _STREAM_HEAD = (
     b"cache-control: no-cache\r\nx-headgate-device: cpu\r\ntransfer-encoding: chunked\r\n\r\n"
 )
 _STREAM = _STREAM_HEAD + _ROLE + TOKEN * ANSWER_TOKENS + _LAST
+_JOINED = _STREAM_HEAD + _ROLE + TOKEN + _chunk(b'{"content":"%b"}' % (_WORD * (ANSWER_TOKENS - 1)).encode()) + _LAST
+UNREAD_MILLISECONDS = 100
 
 
 def _json(status: bytes, body: object) -> bytes:
@@ -168,6 +174,7 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._url = b""
         self._body: list[bytes] = []
+        self._unread = False
         self._phase: int | None = None
         self._left = 0
 
@@ -179,6 +186,8 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes came."""
+        if (interval := _INTERVAL.search(data)) is not None:
+            self._unread = int(interval[1]) >= UNREAD_MILLISECONDS
         self._parser.feed_data(data)
 
     def connection_lost(self, _error: Exception | None) -> None:
@@ -201,6 +210,7 @@ class _Connection(asyncio.Protocol):
         """The request is whole."""
         url, self._url = self._url, b""
         body, self._body = b"".join(self._body), []
+        unread, self._unread = self._unread, False
         if not url.endswith(b"/chat/completions"):
             self.write(_OTHERS.get(url, _NOTHING))
             if url == b"/events":
@@ -210,7 +220,7 @@ class _Connection(asyncio.Protocol):
         asked = orjson.loads(body)
         model, streams = asked.get("model"), bool(asked.get("stream"))
         if model == AT_ONCE:
-            self.write(_STREAM if streams else _WHOLE)
+            self.write((_JOINED if unread else _STREAM) if streams else _WHOLE)
         elif model == BUSY:
             self.write(_REFUSAL)
         elif model != SILENT:

@@ -90,7 +90,7 @@ def test_a_streamed_call_is_gathered_by_the_official_client(client: openai.OpenA
 
 
 def test_the_inference_service_says_the_same(stack: Stack, client: openai.OpenAI) -> None:
-    """Chunk for chunk, but for what names the answer."""
+    """But for what names the answer, and for pieces of arguments that leave the gateway together."""
     token = stack.state.read_secret(INFERENCE_TOKEN)
     assert token is not None
     said = []
@@ -105,7 +105,7 @@ def test_the_inference_service_says_the_same(stack: Stack, client: openai.OpenAI
                 temperature=0,
                 stream=True,
             )
-            said.append([_nameless(chunk.model_dump(exclude_unset=True)) for chunk in chunks])
+            said.append(_joined([_nameless(chunk.model_dump(exclude_unset=True)) for chunk in chunks]))
     assert said[0] == said[1]
     assert said[0][0]["choices"][0]["delta"] == {"role": "assistant", "content": None}
 
@@ -182,3 +182,22 @@ def test_an_agent_speaks_responses_with_a_local_model(client: openai.OpenAI) -> 
     assert after.usage.input_tokens > whole.usage.input_tokens
     parsed = client.responses.parse(model="demo", input=question, text_format=Bring)
     assert isinstance(parsed.output_parsed, Bring)
+
+
+def _joined(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Chunks that only continue the arguments of a call are added to the one before."""
+    whole: list[dict[str, Any]] = []
+    for chunk in chunks:
+        before, now = (_continued(item) for item in (whole[-1] if whole else {}, chunk))
+        if before is not None and now is not None:
+            before["arguments"] += now["arguments"]
+        else:
+            whole.append(chunk)
+    return whole
+
+
+def _continued(chunk: dict[str, Any]) -> dict[str, Any] | None:
+    """The function of a chunk that brings arguments and nothing else."""
+    calls = [call for choice in chunk.get("choices", ()) for call in choice["delta"].get("tool_calls") or ()]
+    is_more = len(calls) == 1 and "id" not in calls[0] and set(calls[0]["function"]) == {"arguments"}
+    return calls[0]["function"] if is_more else None
