@@ -46,7 +46,7 @@ SINGLES = 3
 SERIAL_STREAMS = 8
 """The most streams that llama_cpp.server is asked for at once: it answers one after the other."""
 WARM_UP_TOKENS, WARM_UP_ANSWER_TOKENS = 32, 8
-PREFIX_ROUNDS, PREFIX_ANSWER_TOKENS = 3, 8
+PREFIX_ROUNDS, PREFIX_QUESTIONS, PREFIX_ANSWER_TOKENS = 3, 5, 8
 REST_SECONDS = 0.2
 """Before every burst, for the threads of the one before to fall asleep."""
 
@@ -165,7 +165,7 @@ def _without_ready(setting: Setting, root: Path) -> Iterator[System]:
 
 
 def bench_prefix(name: str, client: Client, found: Results, root: Path) -> None:
-    """The second question after a shared beginning, and then the memory of the idle worker."""
+    """Questions after a shared beginning, several because they are short, then the memory of the idle worker."""
     path = models.path_of(models.SHAPES[name])
     prompts = Prompts(models.one_token_words(path), seed=len(MODELS))
     setting = Setting(path, parallel=4, context=4096)
@@ -175,9 +175,16 @@ def bench_prefix(name: str, client: Client, found: Results, root: Path) -> None:
         for number in range(PREFIX_ROUNDS):
             say(f"{name}: shared prefix, round {number + 1} of {PREFIX_ROUNDS}")
             beginning = prompts.text(PREFIX_TOKENS)
-            questions = [beginning + prompts.text(QUESTION_TOKENS) for _ in range(2)]
-            for system in (ours, theirs) if number % 2 else (theirs, ours):
-                found.prefixes.append(ask_twice(client, system, name, number, questions))
+            firsts: dict[str, float] = {}
+            for turn in range(1 + PREFIX_QUESTIONS):
+                question = beginning + prompts.text(QUESTION_TOKENS)
+                for system in (ours, theirs) if (number + turn) % 2 else (theirs, ours):
+                    seen = ask_after(client, system, question)
+                    first = firsts.setdefault(system.name, seen.times[0])
+                    if turn:
+                        prefilled = seen.usage["prompt_tokens"] - seen.usage["prompt_tokens_details"]["cached_tokens"]
+                        at = number * PREFIX_QUESTIONS + turn - 1
+                        found.prefixes.append(Prefix(name, system.name, at, first, seen.times[0], prefilled))
         time.sleep(1.0)
         found.idle["pss"] = systems.pss_bytes(ours.pid)
         for buffer in ready.buffers:
@@ -185,17 +192,12 @@ def bench_prefix(name: str, client: Client, found: Results, root: Path) -> None:
     found.write(RESULTS)
 
 
-def ask_twice(client: Client, system: System, model: str, number: int, questions: Sequence[str]) -> Prefix:
-    """Both questions one after the other."""
-    seen: list[Seen] = []
-    for question in questions:
-        time.sleep(REST_SECONDS)
-        burst = client.burst(system.order([body(question, PREFIX_ANSWER_TOKENS)]))
-        seen += checked(system, burst, PREFIX_ANSWER_TOKENS, PREFIX_TOKENS + QUESTION_TOKENS).streams
-    first, second = seen
-    cached = second.usage["prompt_tokens_details"]["cached_tokens"]
-    prefilled = second.usage["prompt_tokens"] - cached
-    return Prefix(model, system.name, number, first.times[0], second.times[0], prefilled)
+def ask_after(client: Client, system: System, question: str) -> Seen:
+    """One question with a long beginning."""
+    time.sleep(REST_SECONDS)
+    burst = client.burst(system.order([body(question, PREFIX_ANSWER_TOKENS)]))
+    (seen,) = checked(system, burst, PREFIX_ANSWER_TOKENS, PREFIX_TOKENS + QUESTION_TOKENS).streams
+    return seen
 
 
 def say(text: str) -> None:
