@@ -53,9 +53,9 @@ QUESTIONS = (
 
 GATEWAY = """
 routes:
-  "*": {chain: ["local/*"]}
-breaker: {failures: 1000000, min_requests: 1000000}
-stream_interval: 0
+  "*": {{chain: ["local/*"]}}
+breaker: {{failures: 1000000, min_requests: 1000000}}
+stream_interval: {interval}
 """
 MODEL = "  {name}: {{path: 'bundled:{name}', context_length: 512, parallel: 2}}\n"
 WAYS = ("cut", "kill")
@@ -87,12 +87,14 @@ class Cut:
 
 
 class Proof:
-    """The running Headgate; use as a context."""
+    """The running Headgate; use as a context. With an `interval` other than 0 a frame may hold several tokens."""
 
-    def __init__(self, root: Path, models: tuple[str, ...] = ("demo",), tokens: int = 32) -> None:
+    def __init__(
+        self, root: Path, models: tuple[str, ...] = ("demo",), tokens: int = 32, *, interval: str = "0"
+    ) -> None:
         self._tokens = tokens
         text = "models:\n" + "".join(MODEL.format(name=name) for name in models)
-        self._stack = Stack(root, models=text, gateway=GATEWAY)
+        self._stack = Stack(root, models=text, gateway=GATEWAY.format(interval=interval))
         self._proxy = CuttingProxy(self._stack.inference.port)
 
     def __enter__(self) -> Proof:

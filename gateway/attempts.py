@@ -147,10 +147,13 @@ class Request:
             headers=headers,
         )
 
-    @property
-    def _counts_pieces(self) -> bool:
-        """Whether the pieces of an answer that breaks off are charged as tokens, so that each must come alone."""
-        return self.caller.meter is not None and self.caller.meter.counts_tokens
+    def _piece_seconds(self, wanted: float) -> float:
+        """How long text of a local answer may wait for more: no time where the pieces of an answer that breaks off are
+        charged as tokens, and otherwise so little that the wait is not taken for silence.
+        """
+        if self.caller.meter is not None and self.caller.meter.counts_tokens:
+            return 0.0
+        return min(wanted, self.tools.config.deadlines.inter_token / 4)
 
     def _bounded(self, body: Mapping[str, Any], candidate: Candidate) -> Mapping[str, Any]:
         """`body` with a `max_tokens` that the model takes, where the caller only had to name one."""
@@ -171,7 +174,7 @@ class Request:
             await attempt.open(forward_comments=True)
             return attempt
 
-        self._interval = 0.0 if self._counts_pieces else self.tools.config.stream_interval
+        self._interval = self._piece_seconds(self.tools.config.stream_interval)
         return await self._first(work)
 
     async def whole(self) -> dict[str, Any]:
@@ -192,7 +195,7 @@ class Request:
             answer.note_end()
             return assembled
 
-        self._interval = 0.0 if self._counts_pieces else WHOLE_INTERVAL_SECONDS
+        self._interval = self._piece_seconds(WHOLE_INTERVAL_SECONDS)
         return await self._first(work)
 
     async def unary(self) -> bytes:

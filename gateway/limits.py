@@ -109,8 +109,9 @@ class Meter:
     """What one request of a limited key takes. It counts while the context is open.
 
     An answer that ends with a usage is charged that, and a token for every piece at least: the usage of a resumed one
-    is its last tier's. One that was cut, or whose caller left, is charged the estimate of
-    its prompt and a token for every piece that came. Who gets an error instead of an answer is charged no tokens.
+    is its last tier's. One that was cut, or whose caller left, is charged the estimate of its prompt and a token for
+    every piece that came; where tokens were limited when it began, pieces of local answers are single tokens. Who gets
+    an error instead of an answer is charged no tokens.
     """
 
     def __init__(self, limiter: Limiter, key: Key, exchange: Exchange, number: int) -> None:

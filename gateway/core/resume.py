@@ -24,7 +24,9 @@ MOST_PAUSE_SECONDS = 5.0
 """A model that says it is back so soon is waited for, before another one goes on."""
 
 CHARACTERS_PER_TOKEN = 4
-"""Of English text, about: for clouds, whose tokens nobody here counts."""
+"""Of English text, about."""
+BYTES_PER_FOREIGN_TOKEN = 3
+"""Of UTF-8 beyond ASCII: a Chinese or Japanese character, or one and a half of Cyrillic or Greek."""
 
 _COMPLETION_TOKENS = 16
 """OpenAI's `max_tokens` of a completion that names none."""
@@ -33,6 +35,13 @@ GO_ON = (
     "The connection broke while you were answering. Your answer above is cut off at its end. Go on with it from the "
     "very next character. Write only what follows: repeat nothing of it, and say nothing about the interruption."
 )
+
+
+def estimated_tokens(text: str) -> int:
+    """How many tokens `text` is, about: for who counts in a vocabulary that nobody here has."""
+    ascii_characters = len(text.encode("ascii", "ignore"))
+    foreign_bytes = len(text.encode()) - ascii_characters
+    return -(-ascii_characters // CHARACTERS_PER_TOKEN) + -(-foreign_bytes // BYTES_PER_FOREIGN_TOKEN)
 
 
 class Policy(StrEnum):

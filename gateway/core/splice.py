@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from gateway.core.frames import Comment, Data, DeltaKind, Done, Frame
-from gateway.core.resume import CHARACTERS_PER_TOKEN, How, Said
+from gateway.core.resume import How, Said, estimated_tokens
 
 FOLD = 64
 MAX_SAID_CHARACTERS = 2**20
@@ -74,8 +74,8 @@ class Kept:
     def said(self) -> Said:
         """The text so far."""
         self._fold()
-        tokens = max(self._frames, -(-self._characters // CHARACTERS_PER_TOKEN))
-        return Said("".join(self._content), "".join(self._reasoning), tokens)
+        content, reasoning = "".join(self._content), "".join(self._reasoning)
+        return Said(content, reasoning, max(self._frames, estimated_tokens(content + reasoning)))
 
     @property
     def is_finished(self) -> bool:

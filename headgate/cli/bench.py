@@ -136,7 +136,7 @@ def _show(session: Session, figures: dict[str, Any]) -> None:
         [title, *("-" if value is None else f"{value * 1000:.1f}" for value in figures[name].values())]
         for title, name in (
             ("time to first token", "ttft_seconds"),
-            ("between tokens", "inter_token_seconds"),
+            ("between pieces", "inter_token_seconds"),
             ("whole request", "request_seconds"),
         )
     ]

@@ -39,8 +39,8 @@ log = logging.getLogger("headgate.worker.engine")
 PROGRESS_SECONDS = 0.5
 
 UNREAD_OUTPUTS = 2**14
-"""How far a reader may lag behind, in outputs without log probabilities; every alternative of a token counts as one.
-Then the request waits, without a slot, until it is read on. About 4 MiB."""
+"""How far a reader may lag behind, in pieces of text without log probabilities, joined ones too; every alternative of a
+token counts as one. Then the request waits, without a slot, until it is read on. About 4 MiB."""
 
 UNREAD_SECONDS = 60.0
 """How long it waits so. The gateway ends a client that reads nothing for half of that."""
@@ -58,6 +58,7 @@ class _Running:
     patience: float
     answers: bool = True
     scoring: Scoring | None = None
+    begun: bool = False
     started: float | None = None
 
 
@@ -287,15 +288,15 @@ class Engine:
         self._outbox.put(running.ticket, output)
 
     def _send(self, running: _Running, output: Output) -> None:
-        """An output that is not the last of its choice: the first of a request leaves at once, others may wait as long
-        as its reader has patience. Who does not read must not make us hold more and more.
+        """An output that is not the last of its choice: the first leaves at once, others may wait as long as the reader
+        has patience. Who does not read must not make us hold more and more.
         """
         ticket = running.ticket
-        if running.patience > 0 and ticket.sent > 0 and not output.is_scored:
-            if not self._outbox.hold(ticket, output, self._clock() + running.patience):
-                return
-        else:
+        if running.patience == 0 or not running.begun:
+            running.begun = True
             self._outbox.put(ticket, output)
+        elif not self._outbox.hold(ticket, output, self._clock() + running.patience):
+            return  # it is part of what is counted already
         ticket.sent += 1
         if ticket.sent - ticket.read > running.most_unread and ticket not in self._unread_since:
             self._suspend(ticket, running.most_unread)
@@ -331,10 +332,9 @@ class Engine:
                 sampler.accept(job.prompt[-work.said.tokens :])
                 generation.resume(work.said)
             scoring = Scoring(job.prompt, self._vocabulary, alternatives) if work.score_prompt else None
+            patience = work.patience if work.logprobs is None and not work.score_prompt else 0.0
             answers = work.max_tokens > work.said.tokens
-            self._running[job.id] = _Running(
-                ticket, generation, work.logprobs, most_unread, work.patience, answers, scoring
-            )
+            self._running[job.id] = _Running(ticket, generation, work.logprobs, most_unread, patience, answers, scoring)
 
     def _refuse(self, ticket: Ticket[Output], error: WorkerError) -> None:
         self._outbox.put(ticket, Output(0, "", 0, error=error))
@@ -404,14 +404,11 @@ class Engine:
         """
         if self._outbox.is_waiting:
             self._outbox.release(self._next_chance())
-        if self._outbox.ready:
-            self._deliver(self._outbox.ready)
-            self._outbox.ready = []
+        self._outbox.deliver(self._deliver)
 
     def _next_chance(self) -> float:
         """When the coming step will be over: as far as it resembles the last one, and both only decode."""
-        decoding, prompts = self._scheduler.load
-        return self._clock() + self._next_seconds if decoding and not prompts else math.inf
+        return self._clock() + self._next_seconds if self._scheduler.only_decodes else math.inf
 
     def _note_progress(self) -> None:
         self.pulse.active = self._scheduler.active

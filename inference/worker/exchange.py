@@ -18,6 +18,8 @@ from inference.worker.errors import BadRequestError, GoneError, WorkerError
 MAX_BODY_BYTES = 32 * 2**20
 MAX_DISCARDED_BYTES = 256 * 2**20
 """A body over the limit is read to its end before the refusal, or the client would see a reset instead of it."""
+MOST_PATIENCE_SECONDS = 1.0
+"""However much is asked for: a stream that says nothing for longer looks hung."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -78,7 +80,7 @@ class Exchange:
 
     def patience(self) -> float:
         """Seconds that text of a stream may wait for more to leave with it; 0 where nothing is said."""
-        return (self._milliseconds(H_STREAM_INTERVAL) or 0) / 1000
+        return min((self._milliseconds(H_STREAM_INTERVAL) or 0) / 1000, MOST_PATIENCE_SECONDS)
 
     def _milliseconds(self, name: str) -> int | None:
         said = self.header(name)

@@ -51,13 +51,8 @@ class Output:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     stop: str | None = None
 
-    @property
-    def is_scored(self) -> bool:
-        """Whether it tells log probabilities."""
-        return bool(self.logprobs or self.prompt_logprobs)
-
     def joined(self, later: Output) -> Output:
-        """What this one and the next of the same choice, `later`, say together. Neither is scored, nor an error."""
+        """What this one and the next of the same choice, `later`, say together. Neither has log probabilities."""
         return replace(later, text=self.text + later.text, parts=joined(self.parts, later.parts))
 
 

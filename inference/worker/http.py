@@ -1,7 +1,7 @@
 """The worker's HTTP app on its Unix socket: routes, bodies, disconnects, streams; decides nothing about tokens.
 
 Raw ASGI without authentication: the socket is the parent's, private to the user, and the services in front have checked
-the caller. Headers it reads: request id, priority, tenant, deadline.
+the caller. Headers it reads: request id, priority, tenant, deadline, stream interval.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from inference.worker.counting import Counting
 from inference.worker.embedder import Embedder
 from inference.worker.engine import Engine
 from inference.worker.errors import BadRequestError, GoneError, UnloadedError, WorkerError
-from inference.worker.exchange import Exchange, Receive, Scope, Send
+from inference.worker.exchange import MOST_PATIENCE_SECONDS, Exchange, Receive, Scope, Send
 from inference.worker.generation import Output
 from inference.worker.intake import Intake
 from inference.worker.lull import Lull
@@ -50,8 +50,6 @@ MAX_LOGPROBS_BYTES = 2**25
 """Of an answer that is not streamed: it is held until it is whole."""
 COMMIT_SECONDS = 1.0
 """How long a stream's status waits for the first output, so that a refusal can still be a status of its own."""
-WHOLE_PATIENCE_SECONDS = 1.0
-"""How long text of an answer that is not streamed waits before it is put to the rest."""
 _PROGRESS_SECONDS = PROGRESS_INTERVAL_SECONDS * 0.75
 
 
@@ -222,7 +220,7 @@ class App:
             constraint=constraint,
             score_prompt=request.score_prompt,
             said=prepared.said,
-            patience=exchange.patience() if request.stream else WHOLE_PATIENCE_SECONDS,
+            patience=exchange.patience() if request.stream else MOST_PATIENCE_SECONDS,
         )
         ticket.held = prepared.images
         engine.submit(work, ticket)

@@ -48,6 +48,7 @@ routes:
   tiny-deep: {{chain: [local/tiny-deep, local/tiny, cloud/gpt-test], load_wait: 8s}}
   shaky:     {{chain: [shaky/gemini-test, cloud/gpt-test]}}
   alone:     {{chain: [local/tiny], load_wait: 8s}}
+stream_interval: 2ms
 breaker: {{failures: 5, open: {open}s, probes: 1, window: 60s, failure_ratio: 0.5, min_requests: 1000}}
 deadlines: {{connect: 2s, first_token: 6s, inter_token: 6s, total: 40s}}
 drain_seconds: {drain}

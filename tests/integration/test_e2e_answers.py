@@ -102,6 +102,16 @@ def test_a_stream_without_include_usage_carries_none_and_ends_in_done(stack: Sta
     assert '"usage":{' not in answer.text
 
 
+def test_tokens_of_a_quick_model_leave_together(stack: Stack) -> None:
+    """Through all three processes: a demo model draws a token every few milliseconds."""
+    asked: dict[str, Any] = {"model": "demo-mini", "messages": _messages(STORY), "temperature": 0, "max_tokens": 200}
+    with _client(stack) as client:
+        chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    texts = [chunk for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]
+    assert chunks[-1].usage is not None
+    assert len(texts) < chunks[-1].usage.completion_tokens / 2
+
+
 def test_completions_and_models_answer_the_official_client(stack: Stack) -> None:
     with _client(stack) as client:
         completion = client.completions.create(model="demo", prompt="Once upon a time", max_tokens=8, temperature=0)

@@ -43,9 +43,19 @@ async def test_answers_whose_pieces_are_charged_come_token_by_token(
     """One that is cut is charged what came of it, and a piece is taken for a token."""
     config = f"{CONFIG}\nkeys:\n  - {{name: team, hash: 'sha256:{HASH}', limits: {{{limits}}}}}\n"
     async with Gateway(tmp_path, fake.url, config) as gateway:
-        answer = await gateway.chat(stream=True, headers={"authorization": f"Bearer {TEAM}"})
-        assert answer.status_code == 200
-    assert fake.seen[-1].headers.get(H_STREAM_INTERVAL) == asked
+        for stream in (True, False):
+            answer = await gateway.chat(stream=stream, headers={"authorization": f"Bearer {TEAM}"})
+            assert answer.status_code == 200
+    assert fake.seen[-2].headers.get(H_STREAM_INTERVAL) == asked
+    assert fake.seen[-1].headers.get(H_STREAM_INTERVAL) == (asked and "250")
+
+
+async def test_waiting_for_more_is_never_taken_for_silence(tmp_path: Path, fake: FakeInference) -> None:
+    config = f"{CONFIG}\nstream_interval: 1s\ndeadlines: {{inter_token: 200ms}}\n"
+    async with Gateway(tmp_path, fake.url, config) as gateway:
+        for stream in (True, False):
+            assert (await gateway.chat(stream=stream)).status_code == 200
+            assert fake.seen[-1].headers[H_STREAM_INTERVAL] == "50"
 
 
 @pytest.mark.parametrize("said", ["never", "2s", "-1"])

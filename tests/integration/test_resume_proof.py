@@ -21,3 +21,10 @@ def test_an_answer_that_broke_off_is_the_one_that_would_have_come(tmp_path: Path
     assert {cut.way for cut in cuts} == {"cut", "kill"}
     assert len(cuts) > 6
     assert [cut.said for cut in cuts if not cut.same] == []
+
+
+def test_so_is_one_whose_tokens_came_together(tmp_path: Path) -> None:
+    with Proof(tmp_path, interval="3ms") as proof:
+        cuts = [*proof.cuts("demo", "Why is the sky blue?", "cut"), *proof.cuts("demo", "Hello!", "kill", every=3)]
+    assert {cut.way for cut in cuts} == {"cut", "kill"}
+    assert [cut.said for cut in cuts if not cut.same] == []

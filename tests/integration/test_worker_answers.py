@@ -392,12 +392,12 @@ def test_bad_headers_are_a_400(worker: WorkerRig) -> None:
 def test_a_stream_interval_joins_what_comes_faster_and_changes_nothing_else(worker: WorkerRig) -> None:
     body = ask("joined", stream=True, stream_options={"include_usage": True})
     alone = worker.chunks(CHAT, body)
-    joined = worker.chunks(CHAT, body, {"x-headgate-stream-interval-ms": "1000"})
+    joined = worker.chunks(CHAT, body, {"x-headgate-stream-interval-ms": "60000"})
     assert streamed(joined) == streamed(alone) != ""
     assert joined[-1]["usage"]["completion_tokens"] == alone[-1]["usage"]["completion_tokens"]
     texts = [len([chunk for chunk in chunks if streamed([chunk])]) for chunks in (alone, joined)]
     assert texts[0] > 10
-    assert texts[1] == 2, "the first token at once, the others with the end"
+    assert texts[1] < texts[0] // 2, "the first token at once, the others with the end or every second"
     status, said = worker.post(CHAT, body, {"x-headgate-stream-interval-ms": "soon"})
     assert (status, said["error"]["param"]) == (400, "x-headgate-stream-interval-ms")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -16,10 +16,11 @@ from inference.worker.core.parts import CallArguments, CallBegin, Content, Part,
 from inference.worker.core.steps import Limits
 from inference.worker.engine import Engine
 from inference.worker.generation import Output
+from inference.worker.outbox import Delivery, Outbox
 from inference.worker.requests import Sampling
 from inference.worker.work import Work
 from tests.rigs.engine_rig import Mailbox
-from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, SamplerShop
+from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, FakeSampler
 
 SAY = bytes(range(97, 123)) * 3
 MILLISECOND = 0.001
@@ -27,9 +28,7 @@ MILLISECOND = 0.001
 
 @dataclass
 class Timed(FakeBackend):
-    """Steps take time on the bench's clock: one that only decodes always as long, with prompts `prefill_seconds` more.
-    It remembers when each sequence drew which of its tokens.
-    """
+    """Steps take time on the bench's clock: one that only decodes always as long, one with prompts so much more."""
 
     now: float = 0.0
     step_seconds: float = MILLISECOND
@@ -42,17 +41,37 @@ class Timed(FakeBackend):
 
 
 @dataclass
+class TimedSampler(FakeSampler):
+    """Remembers when it drew."""
+
+    clock: Callable[[], float] = lambda: 0.0
+    times: list[float] = field(default_factory=list)
+
+    def sample(self, index: int) -> int:
+        """As ever."""
+        self.times.append(self.clock())
+        return super().sample(index)
+
+
+@dataclass
 class Bench:
-    """An engine whose turns are taken by hand; `heard` is when which output came to whom."""
+    """An engine whose turns are taken by hand; `heard` is when which output came to whom, `samplers` are in the order
+    in which choices were asked for.
+    """
 
     backend: Timed = field(default_factory=Timed)
     heard: list[tuple[float, Any, Output]] = field(default_factory=list)
+    samplers: list[TimedSampler] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        def sampler(*_what: object) -> TimedSampler:
+            self.samplers.append(TimedSampler(SAY, clock=lambda: self.backend.now))
+            return self.samplers[-1]
+
         self.engine = Engine(
             self.backend,
             ByteVocabulary(),
-            SamplerShop(SAY),
+            sampler,
             Limits(slots=4, context=200, batch=32, queue=8),
             lambda batch: self.heard.extend((self.backend.now, *delivery) for delivery in batch),
             lambda message: pytest.fail(message),
@@ -85,12 +104,61 @@ def test_text_that_comes_faster_than_it_is_asked_for_leaves_together() -> None:
     assert [output.finish for output in outputs] == [None] * 6 + ["length"]
 
 
-def test_without_patience_and_with_log_probabilities_every_token_leaves_alone() -> None:
+@pytest.mark.parametrize("changes", [{"patience": 0.0}, {"logprobs": 2}])
+def test_without_patience_and_with_log_probabilities_every_token_leaves_alone(changes: dict[str, Any]) -> None:
     bench = Bench()
-    plain, scored = bench.ask(patience=0.0), bench.ask(logprobs=2)
+    ticket = bench.ask(**changes)
     bench.run()
-    assert [output.text for _at, output in bench.of(plain)] == [chr(byte) for byte in SAY[:60]]
-    assert [output.text for _at, output in bench.of(scored)] == [chr(byte) for byte in SAY[:60]]
+    assert [output.text for _at, output in bench.of(ticket)] == [chr(byte) for byte in SAY[:60]]
+
+
+def test_each_choice_begins_at_once() -> None:
+    bench = Bench()
+    ticket = bench.ask(n=3)
+    bench.run()
+    assert [bench.of(ticket, choice)[0][1].text for choice in range(3)] == ["a"] * 3
+
+
+def test_a_reader_of_log_probabilities_that_reads_everything_is_never_taken_for_one_that_reads_nothing() -> None:
+    """Text whose scores wait for their token, because a stop string may have begun in it, is counted once."""
+    bench = Bench()
+    ticket = bench.ask(logprobs=2, stops=("cdx", "fgy"), max_tokens=70)
+    bench.run()
+    assert ticket.sent <= len(bench.of(ticket))
+
+
+def test_who_waits_for_a_slot_keeps_nobody_from_joining() -> None:
+    bench = Bench()
+    bench.engine.limit(1)
+    first, second = bench.ask(), bench.ask()
+    bench.run()
+    assert len(bench.of(first)) == len(bench.of(second)) == 7
+
+
+def test_what_left_early_hurries_nobody_else() -> None:
+    outbox = Outbox()
+    left, stays = Mailbox(), Mailbox()
+    outbox.hold(left, Output(0, "a", 1), 1.0)  # type: ignore[arg-type]
+    outbox.hold(stays, Output(0, "b", 1), 9.0)  # type: ignore[arg-type]
+    outbox.drop(left)  # type: ignore[arg-type]
+    outbox.release(2.0)
+    assert outbox.is_waiting
+    outbox.release(10.0)
+    assert not outbox.is_waiting
+
+
+def test_what_could_not_be_delivered_is_kept() -> None:
+    outbox, got = Outbox(), []  # type: ignore[var-annotated]
+    outbox.put(Mailbox(), Output(0, "a", 1))  # type: ignore[arg-type]
+
+    def fail(_batch: list[Delivery]) -> None:
+        raise OSError
+
+    with pytest.raises(OSError):
+        outbox.deliver(fail)
+    outbox.deliver(got.extend)
+    outbox.deliver(fail)
+    assert [output.text for _ticket, output in got] == ["a"]
 
 
 def test_steps_that_take_longer_than_the_patience_hold_nothing_back() -> None:
@@ -159,15 +227,16 @@ def test_nothing_is_lost_and_nothing_is_late(
         bench.run(turns)
     bench.run()
     slack = 1e-9
+    samplers = list(bench.samplers)
     for ticket, patience, n, most in tickets:
         for choice in range(n):
             outputs = bench.of(ticket, choice)
             assert "".join(output.text for _at, output in outputs) == SAY[:most].decode()
             assert [output.finish is not None for _at, output in outputs] == [False] * (len(outputs) - 1) + [True]
-            for (_, before), (at, output) in pairwise(outputs):
-                # of what left together the first token waited longest, one step for each that came after it
-                waited = (output.tokens - before.tokens - 1) * step
-                assert waited <= patience + slack, (at, output)
+            drawn = samplers.pop(0).times
+            assert outputs[0][0] == drawn[0], "the first token of each choice leaves at once"
+            for (_, before), (at, _output) in pairwise(outputs):
+                assert at - drawn[before.tokens] <= patience + slack
 
 
 PARTS = st.lists(

@@ -171,6 +171,8 @@ def test_what_was_said_is_read_from_the_payloads() -> None:
     found.note([chunk(finish="stop"), usage(1, 2)])
     assert found.is_finished
     assert kept(chunk("word " * 8)).said.tokens == 10
+    assert kept(chunk("水は川から水車へ流れる。")).said.tokens == 12, "a character of Japanese is a token, about"
+    assert kept(chunk("Вода идёт к мельнице")).said.tokens == 13
 
 
 def test_nothing_is_kept_of_what_cannot_go_on() -> None:

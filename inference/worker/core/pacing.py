@@ -22,6 +22,10 @@ CREDIT_SECONDS = 4.0
 """How much more than that prompts may take in all before streams have had steps to catch up in. Requests that come
 together are so computed at once: paused once, a stream is faster afterwards than one that is held up at every token."""
 
+DEBT_SECONDS = LONGEST_SECONDS / 2
+"""How much of what a step took beyond that is made up for by the next ones: what the scheduler may exceed a budget by.
+Where a step was longer for another reason, the pace is corrected instead."""
+
 SMALLEST = 32
 """Where even these take longer they are taken all the same; also where learning begins."""
 
@@ -73,7 +77,7 @@ class Pace:
         credit = CREDIT_SECONDS
         if decoding:
             held_up = spent * weight(decoding, prompts)
-            credit = min(CREDIT_SECONDS, max(0.0, self.credit_seconds + MIXED_SECONDS - held_up))
+            credit = min(CREDIT_SECONDS, max(-DEBT_SECONDS, self.credit_seconds + MIXED_SECONDS - held_up))
         known = replace(self, credit_seconds=credit)
         few = prompt_tokens * 2 < self.budget(allowed)
         if prompt_tokens == 0 or (few and spent <= allowed):

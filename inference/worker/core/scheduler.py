@@ -94,6 +94,13 @@ class Scheduler:
         return decoding, min(self.limits.slots, len(self._running) + len(self._waiting)) - decoding
 
     @property
+    def only_decodes(self) -> bool:
+        """Whether the next step draws a token for every job that runs and reads no prompt."""
+        if not self._running or (self._waiting and self._free > 0):
+            return False
+        return all(run.phase is Phase.DECODE for run in self._running)
+
+    @property
     def queued(self) -> int:
         """Jobs without a slot."""
         return len(self._runs) - len(self._running)
@@ -262,16 +269,20 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Gives free slots to those who wait, in order: nobody passes a job that could not be placed yet."""
-        free = max(0, min(self.limits.slots, self._most) - len(self._running))
-        if self._crowded and self._running:
-            return
-        for run in self._waiting[:free]:
+        for run in self._waiting[: self._free]:
             if self._is_prefilled_by_sibling(run):
                 continue  # its slot is kept for it
             self._waiting.remove(run)
             run.slot = self._slots.take(run.tokens, run.job.tenant, self._reusable(run))
             insort(self._running, run, key=_order)
             self._move(run, "admit")
+
+    @property
+    def _free(self) -> int:
+        """Slots that may be given out now."""
+        if self._crowded and self._running:
+            return 0
+        return max(0, min(self.limits.slots, self._most) - len(self._running))
 
     def _is_prefilled_by_sibling(self, run: _Run) -> bool:
         """Whether another choice of the same prompt is about to have computed what this one can copy."""
