@@ -38,6 +38,11 @@ log = logging.getLogger("headgate.worker.engine")
 
 PROGRESS_SECONDS = 0.5
 
+GATHER_SECONDS, GATHER_FROM_SECONDS = 0.01, 0.05
+"""How long an idle engine waits for requests that are being read, where the prompts that are here take the second or
+more: those that come together begin together. A step with one of them alone costs nearly what it would with several,
+and holds up all others; a short one is over by the time they are read."""
+
 UNREAD_OUTPUTS = 2**14
 """How far a reader may lag behind, in pieces of text without log probabilities, joined ones too; every alternative of a
 token counts as one. Then the request waits, without a slot, until it is read on. About 4 MiB."""
@@ -90,6 +95,7 @@ class Engine:
         self._orders: deque[Callable[[], None]] = deque()
         self._outbox = Outbox()
         self._next_seconds = math.inf
+        self._expected: Callable[[], int] = lambda: 0
         self._unread_since: dict[Ticket[Output], float] = {}
         self._told_progress = -math.inf
         self._turnover = Turnover(limits)
@@ -105,6 +111,10 @@ class Engine:
         arrival = self._clock()
         ticket.on_room = lambda: self._post(ticket, lambda: self._resume(ticket))
         self._post(ticket, lambda: self._take(work, ticket, arrival))
+
+    def expect(self, count: Callable[[], int]) -> None:
+        """`count` says, on any thread, how many requests are about to be submitted."""
+        self._expected = count
 
     def abort(self, ticket: Ticket[Output]) -> None:
         """Ends a request that nobody reads any more, before the next step. Ended ones are ignored."""
@@ -139,6 +149,8 @@ class Engine:
     # --- the thread --------------------------------------------------------------------------------------------------
     def _turn(self) -> bool:
         self._obey()
+        if self._scheduler.has_work and not self._scheduler.active:
+            self._gather()
         self._publish()
         if self._scheduler.has_work:
             self._guarded_step()
@@ -156,6 +168,15 @@ class Engine:
         for job in jobs:
             self._scheduler.abort(job)
         self.pulse.active = self.pulse.queued = 0
+
+    def _gather(self) -> None:
+        """Before the first step of those that come to an idle engine."""
+        if self._pace.duration(self._scheduler.waiting_tokens) < GATHER_FROM_SECONDS:
+            return
+        until = self._clock() + GATHER_SECONDS
+        while self._expected() and (left := until - self._clock()) > 0:
+            self._runner.pause(left)
+            self._obey()
 
     def _obey(self) -> None:
         while self._orders:

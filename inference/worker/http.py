@@ -32,7 +32,7 @@ from inference.worker.engine import Engine
 from inference.worker.errors import BadRequestError, GoneError, UnloadedError, WorkerError
 from inference.worker.exchange import MOST_PATIENCE_SECONDS, Exchange, Receive, Scope, Send
 from inference.worker.generation import Output
-from inference.worker.intake import Intake
+from inference.worker.intake import Coming, Intake
 from inference.worker.lull import Lull
 from inference.worker.prompts import Prepared, Prompts
 from inference.worker.requests import Facts, GenerateRequest
@@ -83,6 +83,9 @@ class App:
         self._engine = engine
         self._sight = sight
         self._intake = Intake(executor)
+        self._coming = Coming()
+        if engine is not None:
+            engine.expect(lambda: self._coming.count)
         self._counting = Counting(facts, prompts, detokenize)
         vectors = Vectors(facts, prompts, self._intake, embedder, reranker)
         self._forms = None if compiler is None else FormQueue(compiler, executor, compiling)
@@ -152,12 +155,17 @@ class App:
         await exchange.json(orjson.dumps({"status": "draining" if self.draining else "ok"}))
 
     async def _chat(self, exchange: Exchange) -> None:
-        await self._generate(exchange, bodies.chat)
+        with self._coming.one() as arrived:
+            await self._generate(exchange, bodies.chat, arrived)
 
     async def _completion(self, exchange: Exchange) -> None:
-        await self._generate(exchange, bodies.completion)
+        with self._coming.one() as arrived:
+            await self._generate(exchange, bodies.completion, arrived)
 
-    async def _generate(self, exchange: Exchange, read: Callable[[Any, Facts], GenerateRequest]) -> None:
+    async def _generate(
+        self, exchange: Exchange, read: Callable[[Any, Facts], GenerateRequest], arrived: Callable[[], None]
+    ) -> None:
+        """`arrived` is called when the engine is about to have the request."""
         arrival = time.monotonic()
 
         def understand(body: Any) -> tuple[GenerateRequest, Prepared | None]:
@@ -171,7 +179,7 @@ class App:
         ticket: Ticket[Output] = Ticket(asyncio.get_running_loop())
         exchange.on_disconnect(ticket.leave)
         if prepared is not None:
-            await self._run(exchange, request, prepared, ticket, arrival)
+            await self._run(exchange, request, prepared, ticket, arrival, arrived)
             return
         sight = self._sight
         assert sight is not None, "images are refused where there is no projector"
@@ -187,7 +195,7 @@ class App:
             prepared = await sight.off_loop(look, exchange.header(H_TENANT))
             request = _shorter(request)
             let_go()
-            await self._run(exchange, request, prepared, ticket, arrival)
+            await self._run(exchange, request, prepared, ticket, arrival, arrived)
 
     async def _run(
         self,
@@ -196,6 +204,7 @@ class App:
         prepared: Prepared,
         ticket: Ticket[Output],
         arrival: float,
+        arrived: Callable[[], None],
     ) -> None:
         deadline = exchange.deadline(arrival)
         constraint = await self._compiled(prepared.shape, ticket, deadline)
@@ -223,6 +232,7 @@ class App:
             patience=exchange.patience() if request.stream else MOST_PATIENCE_SECONDS,
         )
         ticket.held = prepared.images
+        arrived()
         engine.submit(work, ticket)
         try:
             if request.stream:

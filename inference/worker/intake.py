@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
@@ -18,6 +19,29 @@ BODY_SECONDS = 30.0
 """For a body to arrive, and for the large ones before it to be read."""
 
 T = TypeVar("T")
+
+
+class Coming:
+    """Counts requests between their arrival and the engine; on the event loop, read by any thread."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[Callable[[], None]]:
+        """One request; what is called when the engine has it."""
+        self.count += 1
+        is_coming = True
+
+        def arrived() -> None:
+            nonlocal is_coming
+            self.count -= is_coming
+            is_coming = False
+
+        try:
+            yield arrived
+        finally:
+            arrived()
 
 
 class Intake:

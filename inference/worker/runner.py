@@ -54,6 +54,11 @@ class Runner:
         """There is something to do; from any thread."""
         self._wake.set()
 
+    def pause(self, seconds: float) -> None:
+        """Waits until there is something to do, so long at most. On the thread itself."""
+        self._wake.wait(seconds)
+        self._wake.clear()
+
     def stop(self, reason: WorkerError, seconds: float) -> bool:
         """Ends the thread with `reason` after the running turn; whether it ended within `seconds`. From any thread."""
         self._stopping = self._stopping or reason

@@ -12,11 +12,13 @@ import pytest
 
 from inference.protocol import Code
 from inference.worker.backend import Decode
+from inference.worker.core.pacing import Pace
 from inference.worker.core.parts import Content
 from inference.worker.core.steps import Limits
 from inference.worker.engine import Engine
 from inference.worker.errors import WorkerError
 from inference.worker.generation import Output
+from inference.worker.intake import Coming
 from inference.worker.requests import Sampling
 from inference.worker.runner import FATAL_FAILURES
 from inference.worker.tickets import Courier, Ticket
@@ -195,3 +197,40 @@ async def test_the_pulse_counts_what_was_computed(bench: Bench) -> None:
     assert (beat.active, beat.queued, beat.step_seconds) == (0, 0, None)
     assert beat.prompt_tokens == 5 + 1, "the second prompt reuses the first"
     assert beat.generated_tokens == 2 * 9
+
+
+async def test_requests_that_come_together_begin_together(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first waits for one that is being read."""
+    monkeypatch.setattr("inference.worker.engine.GATHER_SECONDS", 10.0)
+    coming = [1]
+    bench.engine.expect(lambda: coming[0])
+    first = bench.ask(b"one")
+    await asyncio.sleep(0.002)
+    coming[0] = 0
+    second = bench.ask(b"two")
+    for ticket in (first, second):
+        assert await bench.outcome(ticket) == [("abcdefgh", "stop", None)]
+    assert len(bench.backend.batches[0]) == 2
+
+
+async def test_nobody_is_waited_for_for_long(bench: Bench) -> None:
+    bench.engine.expect(lambda: 1)
+    assert await asyncio.wait_for(bench.outcome(bench.ask()), 5) == [("abcdefgh", "stop", None)]
+
+
+async def test_a_short_step_waits_for_nobody(bench: Bench) -> None:
+    asked = []
+    bench.engine.expect(lambda: asked.append(1) or 1)
+    bench.engine._pace = Pace(LIMITS.batch, 1000)
+    assert await bench.outcome(bench.ask()) == [("abcdefgh", "stop", None)]
+    assert asked == []
+
+
+def test_a_request_is_coming_until_the_engine_has_it_or_it_fails() -> None:
+    coming = Coming()
+    with coming.one() as arrived, coming.one():
+        assert coming.count == 2
+        arrived()
+        arrived()
+        assert coming.count == 1
+    assert coming.count == 0

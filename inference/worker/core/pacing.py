@@ -60,6 +60,10 @@ class Pace:
         worth = min(STEP_SECONDS * max(1.0, prompts / max(1, decoding)), LONGEST_SECONDS)
         return min(worth, (MIXED_SECONDS + self.credit_seconds) / weight(decoding, prompts)) if decoding else worth
 
+    def duration(self, tokens: int) -> float:
+        """Seconds that so many tokens of prompts take, as far as is known."""
+        return tokens * STEP_SECONDS / max(1, self.tokens)
+
     def budget(self, seconds: float) -> int:
         """Tokens of prompts for a step in which they may take so long."""
         return min(self.most, max(SMALLEST, int(self.tokens * seconds / STEP_SECONDS)))

@@ -106,6 +106,11 @@ class Scheduler:
         return len(self._runs) - len(self._running)
 
     @property
+    def waiting_tokens(self) -> int:
+        """Tokens of jobs without a slot, also those that need not be computed again."""
+        return sum([len(run.tokens) for run in self._waiting])
+
+    @property
     def cells_used(self) -> int:
         """KV cells that slots hold, retained prefixes included."""
         return self._slots.used
