@@ -51,8 +51,9 @@ class _Mold:
         return text if isinstance(text, str) else None
 
 
-_MOLDS_TRIED = 4
-"""Chunks that are looked at for a mold; a stream that has none by then writes them in another way."""
+_MOLDS_FROM, _MOLDS_TRIED = 4, 4
+"""Chunks before the first that is looked at for a mold, which a short answer does not need; and how many are looked at:
+a stream that has none by then writes them in another way."""
 
 
 class Assembly:
@@ -66,6 +67,7 @@ class Assembly:
     def __init__(self) -> None:
         self._mold: _Mold | None = None
         self._molds_tried = 0
+        self._read = 0
         self._head: dict[str, Any] = {}
         self._object: str | None = None
         self._choices: dict[int, _Choice] = {}
@@ -79,7 +81,8 @@ class Assembly:
             return
         chunk = loads(payload)
         self.add(chunk)
-        if self._mold is None and self._molds_tried < _MOLDS_TRIED:
+        self._read += 1
+        if self._mold is None and self._read > _MOLDS_FROM and self._molds_tried < _MOLDS_TRIED:
             self._mold = self._mold_of(payload, chunk)
 
     def _mold_of(self, payload: bytes, chunk: Mapping[str, Any]) -> _Mold | None:

@@ -134,9 +134,11 @@ def mapping(known: Mapping[str, Check] | None = None, needed: tuple[str, ...] = 
         for name in needed:
             if value.get(name) is None:
                 refuse(f"{path}.{name}", f"`{path}` needs `{name}`")
-        for name, inner in (known or {}).items():
-            if value.get(name) is not None:
-                inner.run(value[name], f"{path}.{name}")
+        if not known:
+            return
+        for name, item in value.items():
+            if item is not None and (inner := known.get(name)) is not None:
+                inner.run(item, f"{path}.{name}")
 
     return Check(check, object_schema(known or {}, needed))
 

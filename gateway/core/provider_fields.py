@@ -231,7 +231,7 @@ _LOCAL_REFUSES: Mapping[str, Refusal] = {
 
 def refused_by_local(body: Mapping[str, Any]) -> tuple[str, ...]:
     """The fields of a checked `body` that make every local model unsuitable."""
-    return tuple(name for name, refusal in _LOCAL_REFUSES.items() if name in body and refusal.refuses(body[name]))
+    return tuple(name for name in body if name in _LOCAL_REFUSES and _LOCAL_REFUSES[name].refuses(body[name]))
 
 
 def token_ids_in(body: Mapping[str, Any]) -> str | None:

@@ -230,8 +230,8 @@ def test_a_spoken_answer_is_a_need_like_a_spoken_question() -> None:
 def test_what_no_local_model_takes_is_known_without_asking_it() -> None:
     assert refused_by_local({"n": 16, "modalities": ["text"], "functions": [], "audio": None}) == ()
     assert refused_by_local({"n": 17, "modalities": ["text", "audio"], "prediction": {}, "seed": 1}) == (
-        "modalities",
         "n",
+        "modalities",
         "prediction",
     )
 
