@@ -124,11 +124,11 @@ class Proof:
         assert lines[-1] == "data: [DONE]", lines[-1]
         return _read(lines)
 
-    def cuts(self, model: str, question: str, way: str, every: int = 1) -> Iterator[Cut]:
-        """Breaks the answer off after each `every`th frame."""
+    def cuts(self, model: str, question: str, way: str, every: int = 1, most: int | None = None) -> Iterator[Cut]:
+        """Breaks the answer off after each `every`th frame, up to the `most`th."""
         whole = self.ask(model, question)
         assert not whole.resumed
-        for frame in range(1, whole.frames + 1, every):
+        for frame in range(1, min(whole.frames, most or whole.frames) + 1, every):
             began = time.monotonic()
             pid = self._stack.worker_pid(model)
             self._proxy.plan(Break(frame, functools.partial(_kill, pid) if way == "kill" else None))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from inference.worker.backend import Backend, BatchRow, Decode
 from inference.worker.core.crew import Crew
-from inference.worker.hardware import IdleCores
+from inference.worker.hardware import IdleCores, LostCores
 
 DIVIDED_FROM = 256
 """Cells of a lone sequence from which llama.cpp divides its attention over the threads, so that their number changes
@@ -27,6 +27,7 @@ class CrewedBackend:
         spare: Callable[[int], None],
         clock: Callable[[], float] = time.perf_counter,
         idle: IdleCores | None = None,
+        lost: LostCores | None = None,
     ) -> None:
         self.can_trim = backend.can_trim
         self.remove = backend.remove
@@ -36,6 +37,7 @@ class CrewedBackend:
         self._leave = spare
         self._clock = clock
         self._idle = idle or IdleCores()
+        self._lost = lost or LostCores()
         self._crew = Crew()
         self._spared = 0
 
@@ -43,14 +45,21 @@ class CrewedBackend:
         """Computes a step with as many threads as are worth it."""
         if any(len(row.tokens) != 1 for row in rows) or (len(rows) == 1 and rows[0].start >= DIVIDED_FROM):
             self._spare(0)
-            return self._backend.decode(rows)
+            began = self._clock()
+            computed = self._backend.decode(rows)
+            self._lost.computed(self._clock() - began)
+            return computed
         self._spare(self._crew.spared)
         began = self._clock()
         status, last = self._backend.decode(rows)
         if status is Decode.OK:
             ended = self._clock()
+            self._lost.computed(ended - began)
             idle = self._idle.over(began, ended) if self._crew.spared else None
-            self._crew = self._crew.observe(len(rows), ended - began, idle)
+            is_due = self._crew.is_due
+            self._crew = self._crew.observe(len(rows), ended - began, idle, self._lost.share() if is_due else None)
+            if (is_due and not self._crew.is_due) or self._crew.spared:
+                self._lost.forget()  # what was waited for with a thread fewer says nothing of all of them
         return status, last
 
     def _spare(self, count: int) -> None:

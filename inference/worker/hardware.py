@@ -41,6 +41,45 @@ def idle_seconds() -> Mapping[int, float] | None:
     return {cpu: seconds[cpu] for cpu in os.sched_getaffinity(0) if cpu in seconds}
 
 
+def waited_seconds() -> float | None:
+    """Seconds that the calling thread was ready to run and had no core, since it began; None where the kernel does not
+    tell (`/proc/thread-self/schedstat`: the second figure, in nanoseconds).
+    """
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+class LostCores:
+    """How much of the time in which a thread computed it was without a core; asked on that thread. `read` gives the
+    seconds that it waited for one.
+    """
+
+    def __init__(self, read: Callable[[], float | None] = waited_seconds) -> None:
+        self._read = read
+        self._computed = 0.0
+        self._before: float | None = None
+
+    def computed(self, seconds: float) -> None:
+        """The thread computed for so long, waiting included."""
+        if self._before is None:
+            self._before = self._read()  # what it waited before that is not known
+        else:
+            self._computed += seconds
+
+    def share(self) -> float | None:
+        """Of what was computed since the last call of `forget`; None where nobody can tell."""
+        now = self._read()
+        if now is None or self._before is None or self._computed <= 0:
+            return None
+        return (now - self._before) / self._computed
+
+    def forget(self) -> None:
+        """Begins anew with the next step."""
+        self._computed, self._before = 0.0, None
+
+
 class IdleCores:
     """How many physical cores have nothing to do while something computes. `read` gives idle seconds per processor."""
 

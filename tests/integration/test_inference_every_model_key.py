@@ -102,9 +102,9 @@ async def _how_long_it_stays_idle_and_what_becomes_of_it_then(directory: Path, s
 
 @shows("min_residency", "pinned")
 async def _who_is_evicted_by_nobody(directory: Path, start: Start) -> None:
-    """The one that may be was used last, long after the others."""
+    """The one that may be was used last, long after the others. What others use of the machine's memory is left out."""
     models: dict[str, dict[str, Any]] = {"young": {"min_residency": 1000}, "pinned": {"pinned": True}, "a": {}, "b": {}}
-    service = await start(models, MEMORY_LIMIT_GB="0.35", ENABLE_CPU_OFFLOAD="false")
+    service = await start(models, MEMORY_LIMIT_GB="0.35", ENABLE_CPU_OFFLOAD="false", ENABLE_MEMORY_GOVERNOR="false")
     await load(service, "young", "pinned", "a")
     for name in ("young", "pinned"):
         service.authority.resolve(name).last_used_at -= 500

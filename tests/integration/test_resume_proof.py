@@ -24,7 +24,8 @@ def test_an_answer_that_broke_off_is_the_one_that_would_have_come(tmp_path: Path
 
 
 def test_so_is_one_whose_tokens_came_together(tmp_path: Path) -> None:
+    """In how many frames depends on the hour, but for the first two."""
     with Proof(tmp_path, interval="3ms") as proof:
-        cuts = [*proof.cuts("demo", "Why is the sky blue?", "cut"), *proof.cuts("demo", "Hello!", "kill", every=3)]
+        cuts = [cut for way in ("cut", "kill") for cut in proof.cuts("demo", "Why is the sky blue?", way, most=2)]
     assert {cut.way for cut in cuts} == {"cut", "kill"}
     assert [cut.said for cut in cuts if not cut.same] == []

@@ -101,3 +101,22 @@ def test_a_stream_that_has_no_mold_is_not_searched_for_one_for_ever() -> None:
     escaped = MOLD % b'"\\u00e9"'
     read, added = _sums([*[twice] * 3, *[escaped] * 5, *[MOLD % b'"x"'] * 3])
     assert read == added
+
+
+BEFORE, AFTER = b'{"object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":', b"}}]}"
+
+
+def test_what_only_looks_like_the_chunks_before_is_read_as_what_it_is() -> None:
+    """The same bytes around something that is no text."""
+    read, added = _sums([BEFORE + text + AFTER for text in (*[b'"x"'] * 20, b"null", b'"y"')])
+    assert read == added
+    assert read["choices"][0]["message"]["content"] == "x" * 20 + "y"
+
+
+def test_what_is_no_json_is_refused_behind_chunks_of_the_same_bytes() -> None:
+    read = Assembly()
+    for _ in range(20):
+        read.read(BEFORE + b'"x"' + AFTER)
+    with pytest.raises(ValueError, match="Expecting"):
+        read.read(BEFORE + b'"a"b"' + AFTER)
+    assert read.result()["choices"][0]["message"]["content"] == "x" * 20

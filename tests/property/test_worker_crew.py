@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.worker.core.crew import FIRST_PAUSE, IDLE, LONGEST_PAUSE, SETTLING, WINDOW, Crew
+from inference.worker.core.crew import FIRST_PAUSE, IDLE, LONGEST_PAUSE, LOST, SETTLING, WINDOW, WORSE, Crew
 
 TRIAL = SETTLING + WINDOW
 COSTS = st.tuples(st.floats(1e-4, 0.1), st.floats(1e-4, 0.1))
@@ -30,6 +30,27 @@ def test_the_faster_way_is_found_and_the_other_one_seldom_taken(costs: tuple[flo
     slower = 0 if costs[1] < costs[0] else 1
     assert no_matter or spared.count(slower) <= 10 * TRIAL
     assert no_matter or spared[-1] != slower or spared[-TRIAL:].count(slower) <= TRIAL
+
+
+@given(COSTS, st.integers(1, 32), st.floats(0, LOST, exclude_max=True))
+def test_nothing_is_tried_where_no_core_is_lost(costs: tuple[float, float], rows: int, lost: float) -> None:
+    """Until steps take far longer than they did, for whatever reason."""
+    crew = Crew()
+    for _ in range(2 * LONGEST_PAUSE):
+        crew = crew.observe(rows, costs[0], lost=lost)
+        assert crew.spared == 0
+    for _ in range(WINDOW):
+        crew = crew.observe(rows, costs[0] * WORSE * 1.1, lost=lost)
+    assert crew.is_trying
+
+
+def test_a_trial_is_due_once_a_pause() -> None:
+    crew, due = Crew(), 0
+    for _ in range(10 * FIRST_PAUSE):
+        due += crew.is_due
+        crew = crew.observe(1, 0.01, lost=0.0)
+    assert 9 <= due <= 10
+    assert not Crew(spared=1, until_trial=0).is_due
 
 
 @given(st.integers(1, 32))

@@ -6,6 +6,7 @@ import pytest
 
 from inference.worker.core.pacing import (
     CREDIT_SECONDS,
+    DEBT_SECONDS,
     LONGEST_SECONDS,
     MIXED_SECONDS,
     SMALLEST,
@@ -132,8 +133,14 @@ def test_streams_that_were_held_up_catch_up_before_they_are_held_up_so_long_agai
         pace = pace.observe(1000, 1000, STEP_SECONDS, allowed, decoding=1, prompts=1)
         held += 1
     assert held == pytest.approx(CREDIT_SECONDS / (STEP_SECONDS - MIXED_SECONDS), abs=1)
-    while pace.credit_seconds:
+    while pace.credit_seconds > 0:
         pace = pace.observe(1000, 1000, STEP_SECONDS, STEP_SECONDS, decoding=1, prompts=1)
+    assert pace.credit_seconds < 0, "the last step took more than there was"
+    assert pace.budget(pace.seconds(1, 1)) == SMALLEST, "which is paid back"
+    for _ in range(9):
+        pace = pace.observe(1000, 1000, 9.0, STEP_SECONDS, decoding=1, prompts=1)
+    assert pace.credit_seconds == -DEBT_SECONDS, "a machine that stood still is not made up for"
+    pace = Pace(2048, pace.tokens, 0.0)
     assert pace.seconds(9, 9) == MIXED_SECONDS
     assert pace.seconds(2, 6) == pytest.approx(3 * MIXED_SECONDS), "more wait for it than are held up"
     for _ in range(4):

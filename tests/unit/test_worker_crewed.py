@@ -12,7 +12,14 @@ import pytest
 from inference.worker.backend import BatchRow, Decode
 from inference.worker.core.steps import Row
 from inference.worker.crewed import DIVIDED_FROM, CrewedBackend
-from inference.worker.hardware import GAP_SECONDS, LEAST_SECONDS, IdleCores, idle_seconds
+from inference.worker.hardware import (
+    GAP_SECONDS,
+    LEAST_SECONDS,
+    IdleCores,
+    LostCores,
+    idle_seconds,
+    waited_seconds,
+)
 from tests.rigs.fake_backend import FakeBackend
 
 
@@ -24,6 +31,7 @@ class Machine:
 
     now: float = 0.0
     idle: float = 0.0
+    waited: float = 0.0
     are_others_here: bool = True
     spared: int = 0
     steps: list[int] = field(default_factory=list)
@@ -41,10 +49,12 @@ class Machine:
             seconds = (crowded if self.are_others_here else alone)[self.spared]
             self.now += seconds
             self.idle += 0.0 if self.are_others_here else seconds * self.spared
+            self.waited += seconds / 2 if self.are_others_here and not self.spared else 0.0
             return self.status, [0] * len(rows)
 
         fake.decode = decode  # type: ignore[method-assign]
-        return CrewedBackend(fake, self.spare, lambda: self.now, IdleCores(lambda: {0: 0.0, 1: self.idle}))
+        idle, lost = IdleCores(lambda: {0: 0.0, 1: self.idle}), LostCores(lambda: self.waited)
+        return CrewedBackend(fake, self.spare, lambda: self.now, idle, lost)
 
 
 def row(start: int = 5, tokens: tuple[int, ...] = (1,), slot: int = 0) -> Row:
@@ -72,6 +82,55 @@ def test_a_core_that_nobody_needs_any_more_is_taken_back() -> None:
     for _ in range(20):
         backend.decode([row()])
     assert machine.steps[-10:] == [0] * 10
+
+
+def test_where_no_core_is_lost_nothing_is_tried() -> None:
+    """Nor after others were there for a while."""
+    machine = Machine(are_others_here=False)
+    backend = machine.backend()
+    for _ in range(500):
+        backend.decode([row()])
+    assert machine.steps == [0] * 500
+    machine.are_others_here = True
+    for _ in range(100):
+        backend.decode([row()])
+    assert machine.steps[-10:] == [1] * 10
+    machine.are_others_here = False
+    machine.steps.clear()
+    for _ in range(500):
+        backend.decode([row()])
+    assert machine.steps[10:] == [0] * 490
+
+
+def test_a_share_is_of_the_time_since_it_was_last_asked_for() -> None:
+    waited = [0.0]
+    lost = LostCores(lambda: waited[0])
+    assert lost.share() is None
+    waited[0] = 5.0
+    lost.computed(1.0)
+    assert lost.share() is None, "what was waited in the first step is not known"
+    waited[0] = 5.5
+    lost.computed(2.0)
+    assert lost.share() == pytest.approx(0.25)
+    lost.forget()
+    lost.computed(1.0)
+    lost.computed(1.0)
+    assert lost.share() == pytest.approx(0.0)
+
+
+def test_a_kernel_that_does_not_tell_is_no_quiet_one() -> None:
+    lost = LostCores(lambda: None)
+    for _ in range(3):
+        lost.computed(1.0)
+    assert lost.share() is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_the_kernel_counts_what_a_thread_waited_for_a_core() -> None:
+    before, after = waited_seconds(), waited_seconds()
+    assert before is not None
+    assert after is not None
+    assert 0 <= before <= after
 
 
 def test_idle_cores_are_those_of_steps_in_a_row() -> None:

@@ -3,8 +3,9 @@ clock.
 
 Threads that compute a step wait for each other some sixty times. One that lost its core, to another process or to our
 own event loop, holds up all of them, and a step can take ten times as long as with one thread fewer. On quiet cores
-every thread helps. Which is true changes from minute to minute, so both ways are tried, side by side in time; and a
-core that was left to others is taken back when they leave it idle.
+every thread helps. Which is true changes from minute to minute, so both ways are tried, side by side in time, unless
+the kernel says that nobody takes a core from us; and a core that was left to others is taken back when they leave it
+idle.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ WORTH = 0.9
 IDLE = 0.5
 """Of a core: where so much lay idle while one was spared, nobody needs it."""
 
+LOST = 0.1
+"""Of the time in which a thread computes: where it was without a core for less, a thread fewer cannot be faster."""
+
 WORSE = 1.5
 """Steps that take so many times what they took at the last trial are a reason for the next one."""
 
@@ -55,9 +59,14 @@ class Crew:
         """Whether the next step belongs to a trial."""
         return bool(self.before)
 
-    def observe(self, rows: int, seconds: float, idle: float | None = None) -> Crew:
+    @property
+    def is_due(self) -> bool:
+        """Whether a trial may begin with the next step, because it is time for one."""
+        return not self.spared and not self.is_trying and self.until_trial <= 1
+
+    def observe(self, rows: int, seconds: float, idle: float | None = None, lost: float | None = None) -> Crew:
         """After a step that computed one token of each of `rows` sequences in `seconds`. `idle` cores had nothing to do
-        meanwhile; None where that was not looked at.
+        meanwhile, and a thread was without a core for the share `lost` of its time; None where that was not looked at.
         """
         if self.spared and not self.is_trying and idle is not None and idle >= IDLE:
             return replace(self._changed(), rows=rows, usual=None)._patient()
@@ -74,6 +83,8 @@ class Crew:
         if len(took) < WINDOW:
             return waited
         suffers = self.usual is not None and median(took) > WORSE * self.usual
+        if waited.until_trial == 0 and not suffers and lost is not None and lost < LOST:
+            return replace(waited, usual=median(took), until_trial=self.pause)
         if waited.until_trial == 0 or suffers:
             return replace(self._changed(), before=took, until_trial=waited.until_trial)
         return waited
