@@ -140,6 +140,8 @@ def test_streams_that_were_held_up_catch_up_before_they_are_held_up_so_long_agai
     for _ in range(9):
         pace = pace.observe(1000, 1000, 9.0, STEP_SECONDS, decoding=1, prompts=1)
     assert pace.credit_seconds == -DEBT_SECONDS, "a machine that stood still is not made up for"
+    short = pace.observe(5, 37, 0.1, pace.seconds(32, 1), decoding=32, prompts=1)
+    assert short.tokens == pace.tokens, "a short step tells nothing of the costs, in debt either"
     pace = Pace(2048, pace.tokens, 0.0)
     assert pace.seconds(9, 9) == MIXED_SECONDS
     assert pace.seconds(2, 6) == pytest.approx(3 * MIXED_SECONDS), "more wait for it than are held up"

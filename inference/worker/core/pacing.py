@@ -84,7 +84,7 @@ class Pace:
             credit = min(CREDIT_SECONDS, max(-DEBT_SECONDS, self.credit_seconds + MIXED_SECONDS - held_up))
         known = replace(self, credit_seconds=credit)
         few = prompt_tokens * 2 < self.budget(allowed)
-        if prompt_tokens == 0 or (few and spent <= allowed):
+        if prompt_tokens == 0 or (few and spent <= max(allowed, MIXED_SECONDS)):  # nothing is allowed while in debt
             return known
         fitting = prompt_tokens * STEP_SECONDS / max(spent, 1e-9)
         return replace(known, tokens=int(min(2 * max(self.tokens, prompt_tokens), fitting)))
