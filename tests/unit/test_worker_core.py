@@ -9,8 +9,10 @@ from inference.worker.core.pacing import (
     DEBT_SECONDS,
     LONGEST_SECONDS,
     MIXED_SECONDS,
+    SLOWEST,
     SMALLEST,
     STEP_SECONDS,
+    TOKEN_SECONDS,
     Pace,
 )
 from inference.worker.core.scheduler import Scheduler
@@ -106,7 +108,8 @@ def test_prompt_pieces_grow_and_shrink_towards_their_time() -> None:
     assert after(1000, STEP_SECONDS) == settled
     assert after(0, 100.0) == settled, "a step that prefills nothing tells nothing"
     assert after(1, STEP_SECONDS / 2) == settled, "nor does a short one with little of it"
-    assert after(400, STEP_SECONDS * 4).tokens == 100, "one that was too long does"
+    assert after(400, STEP_SECONDS / 20) == Pace(2048, 2000), "unless that they are cheaper than was known"
+    assert after(800, STEP_SECONDS * 2).tokens == 400, "one that was too long does"
     assert Pace.first(8).budget(STEP_SECONDS) == 8
 
 
@@ -115,11 +118,25 @@ def test_what_decodes_takes_its_part_of_a_steps_time() -> None:
     assert pace.tokens == 800
 
 
+def test_a_step_of_a_slow_model_has_room_for_so_many_tokens_however_long_they_take() -> None:
+    def settled(token_seconds: float) -> Pace:
+        pace = Pace.first(2048)
+        for _ in range(9):
+            tokens = pace.budget(LONGEST_SECONDS)
+            pace = pace.observe(tokens, tokens, tokens * token_seconds, LONGEST_SECONDS, decoding=0, prompts=1)
+        return pace
+
+    assert settled(TOKEN_SECONDS / 2).budget(STEP_SECONDS) == 2 * STEP_SECONDS / TOKEN_SECONDS
+    for times in (1, 2, SLOWEST):
+        assert settled(TOKEN_SECONDS * times).budget(STEP_SECONDS) == STEP_SECONDS / TOKEN_SECONDS
+    assert settled(TOKEN_SECONDS * SLOWEST * 2).budget(STEP_SECONDS) == STEP_SECONDS / TOKEN_SECONDS / 2
+    slow = settled(TOKEN_SECONDS * 4).observe(100, 100, 0.8, STEP_SECONDS, decoding=1, prompts=1)
+    assert slow.credit_seconds == pytest.approx(CREDIT_SECONDS + MIXED_SECONDS - 0.2), "and takes of the credit less"
+
+
 def test_few_streams_are_held_up_longer_for_many_prompts() -> None:
     pace = Pace(2048, 1000)
-    assert pace.seconds(0, 1) == STEP_SECONDS, "that is no stream, and new requests are to be seen"
-    assert pace.seconds(0, 2) == pytest.approx(2 * STEP_SECONDS)
-    assert pace.seconds(0, 9) == LONGEST_SECONDS
+    assert pace.seconds(0, 1) == pace.seconds(0, 9) == LONGEST_SECONDS, "that is no stream"
     assert pace.seconds(4, 1) == pace.seconds(4, 4) == STEP_SECONDS
     assert pace.seconds(4, 6) == pytest.approx(1.5 * STEP_SECONDS)
     assert pace.seconds(1, 31) == LONGEST_SECONDS

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+TOKEN_SECONDS, SLOWEST = 0.002, 6
+"""A token of a prompt that takes longer than the first counts as long as that, but no less than one part in the second
+of what it took. On a slow model every time below is longer in that proportion, as its streams are slower: steps with
+room for less than a prompt, each beside a token for every stream, would cost it half of what it can do."""
+
 STEP_SECONDS = 0.4
-"""What prompts take of a step: how late an abort or a new request is seen, and the pause of a stream."""
+"""What prompts take of a step that streams wait for: the pause of a stream."""
 
 LONGEST_SECONDS = 1.0
 """What they take where fewer are held up by it than wait for it, up to STEP_SECONDS times the proportion: one stream
-pauses once, and all others begin. Where nobody is held up, one counts."""
+pauses once, and all others begin. Also where nobody is held up: how late an abort or a new request is seen."""
 
 MIXED_SECONDS = 0.08
 """What prompts take of a step that also decodes, on average: what a reader of a stream may notice as a pause."""
@@ -30,6 +35,11 @@ SMALLEST = 32
 """Where even these take longer they are taken all the same; also where learning begins."""
 
 
+def counted(tokens: int, seconds: float) -> float:
+    """What so many tokens of prompts count that took `seconds`."""
+    return max(seconds / SLOWEST, min(seconds, tokens * TOKEN_SECONDS))
+
+
 def weight(decoding: int, prompts: int) -> float:
     """What a second counts in which so many streams are held up for so many prompts: less the more wait for it."""
     return min(1.0, decoding / max(1, prompts))
@@ -37,7 +47,7 @@ def weight(decoding: int, prompts: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """`tokens` of prompts take STEP_SECONDS, as far as is known; a step carries at most `most`. `credit_seconds` is
+    """`tokens` of prompts count STEP_SECONDS, as far as is known; a step carries at most `most`. `credit_seconds` is
     what decoding sequences may still be held up beyond MIXED_SECONDS a step; a second in which more wait for a first
     token than for a next one counts in that proportion (`weight`).
 
@@ -56,35 +66,39 @@ class Pace:
         return cls(most, int(SMALLEST * STEP_SECONDS / LONGEST_SECONDS))
 
     def seconds(self, decoding: int, prompts: int) -> float:
-        """What `prompts` of the next step may take beside so many `decoding` sequences."""
-        worth = min(STEP_SECONDS * max(1.0, prompts / max(1, decoding)), LONGEST_SECONDS)
-        return min(worth, (MIXED_SECONDS + self.credit_seconds) / weight(decoding, prompts)) if decoding else worth
+        """What `prompts` of the next step may count beside so many `decoding` sequences."""
+        if not decoding:
+            return LONGEST_SECONDS
+        worth = min(STEP_SECONDS * max(1.0, prompts / decoding), LONGEST_SECONDS)
+        return min(worth, (MIXED_SECONDS + self.credit_seconds) / weight(decoding, prompts))
 
     def duration(self, tokens: int) -> float:
-        """Seconds that so many tokens of prompts take, as far as is known."""
+        """Seconds that so many tokens of prompts count, as far as is known; they take no less."""
         return tokens * STEP_SECONDS / max(1, self.tokens)
 
     def budget(self, seconds: float) -> int:
-        """Tokens of prompts for a step in which they may take so long."""
+        """Tokens of prompts for a step in which they may count so much."""
         return min(self.most, max(SMALLEST, int(self.tokens * seconds / STEP_SECONDS)))
 
     def observe(
         self, prompt_tokens: int, all_tokens: int, seconds: float, allowed: float, *, decoding: int, prompts: int
     ) -> Pace:
-        """The pace after a step that took `seconds` and whose prompts were `allowed` so many; for the last two see
-        `seconds`.
+        """The pace after a step that took `seconds` and whose prompts were `allowed` to count so many; for the last two
+        see `seconds`.
 
-        A short step that carried less than half of what it might tells nothing of the costs. Where nobody decoded
-        nobody was held up, and whoever decodes next has not been.
+        A short step that carried less than half of what it might can only show that prompts take less than was known:
+        most of it was not theirs. Where nobody decoded nobody was held up, and whoever decodes next has not been.
         """
-        spent = seconds * prompt_tokens / max(1, all_tokens)
+        spent = counted(prompt_tokens, seconds * prompt_tokens / max(1, all_tokens))
         credit = CREDIT_SECONDS
         if decoding:
             held_up = spent * weight(decoding, prompts)
             credit = min(CREDIT_SECONDS, max(-DEBT_SECONDS, self.credit_seconds + MIXED_SECONDS - held_up))
         known = replace(self, credit_seconds=credit)
-        few = prompt_tokens * 2 < self.budget(allowed)
-        if prompt_tokens == 0 or (few and spent <= max(allowed, MIXED_SECONDS)):  # nothing is allowed while in debt
+        if prompt_tokens == 0:
             return known
         fitting = prompt_tokens * STEP_SECONDS / max(spent, 1e-9)
-        return replace(known, tokens=int(min(2 * max(self.tokens, prompt_tokens), fitting)))
+        tokens = int(min(2 * max(self.tokens, prompt_tokens), fitting))
+        if prompt_tokens * 2 < self.budget(allowed) and spent <= max(allowed, MIXED_SECONDS):  # in debt 0 is allowed
+            tokens = max(self.tokens, tokens)
+        return replace(known, tokens=tokens)
