@@ -434,9 +434,11 @@ class Engine:
     def _note_progress(self) -> None:
         self.pulse.active = self._scheduler.active
         self.pulse.queued = self._scheduler.queued
-        self.pulse.cells_used, self.pulse.cells_retained = self._scheduler.cells
         now = self._clock()
-        if now - self._told_progress >= PROGRESS_SECONDS:
+        is_due = now - self._told_progress >= PROGRESS_SECONDS
+        if is_due or not self.pulse.active:
+            self.pulse.cells_used, self.pulse.cells_retained = self._scheduler.cells
+        if is_due:
             self._told_progress = now
             self._end_unread(now)
             for job, phase, done, total in self._scheduler.progress():
