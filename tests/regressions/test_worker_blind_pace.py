@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 
-from inference.worker.core.pacing import STEP_SECONDS, Pace
+from inference.worker.core.pacing import SLOWEST, STEP_SECONDS, Pace
 from inference.worker.core.steps import Limits
 from inference.worker.engine import Engine
 from inference.worker.requests import Sampling
@@ -19,7 +19,7 @@ from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, SamplerShop
 
 
 def test_a_step_that_was_too_long_shrinks_the_budget_whatever_it_used() -> None:
-    pace = Pace(2048, 2048).observe(800, 800, 10 * STEP_SECONDS, STEP_SECONDS, decoding=1, prompts=1)
+    pace = Pace(2048, 2048).observe(800, 800, 10 * SLOWEST * STEP_SECONDS, STEP_SECONDS, decoding=1, prompts=1)
     assert pace.tokens == 80
 
 
@@ -30,15 +30,15 @@ async def test_the_pace_is_learned_from_every_prompt_token_that_was_computed() -
         FakeBackend(),
         ByteVocabulary(),
         SamplerShop(),
-        Limits(slots=1, context=200, batch=128, queue=1),
+        Limits(slots=1, context=600, batch=512, queue=1),
         lambda _batch: None,
         lambda _message: None,
         clock=lambda: next(ticks) * 1e-3,
     )
     engine.submit(
-        Work(prompts=[list(b"x" * 150)], n=1, sampling=Sampling(), max_tokens=1), Ticket(asyncio.get_running_loop())
+        Work(prompts=[list(b"x" * 400)], n=1, sampling=Sampling(), max_tokens=1), Ticket(asyncio.get_running_loop())
     )
     for _ in range(4):
         engine._turn()
     pieces = [count for batch in engine._backend.batches for _slot, _start, count in batch]  # type: ignore[attr-defined]
-    assert pieces == [32, 64, 54]
+    assert pieces == [32, 160, 208]
