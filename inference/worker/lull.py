@@ -1,10 +1,11 @@
-"""Does one piece of work, once, when nobody has been served for a while; knows neither the work nor the requests."""
+"""Does one piece of work when nobody has been served for a while; knows neither the work nor the requests."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
+from functools import partial
 from typing import Protocol
 
 LULL_SECONDS = 1.0
@@ -32,7 +33,7 @@ class Lull:
         executor: Executor,
         later: Callable[[float, Callable[[], object]], Timer] = _later,
     ) -> None:
-        """`work` runs on `executor`."""
+        """`work` runs on `executor`, once, and again in a later lull where it returns True."""
         self._work: Callable[[], object] | None = work
         self._executor = executor
         self._later = later
@@ -53,4 +54,9 @@ class Lull:
     def _start(self) -> None:
         if (work := self._work) is not None:
             self._work = self._timer = None
-            self._executor.submit(work)
+            self._executor.submit(work).add_done_callback(partial(self._done, work))
+
+    def _done(self, work: Callable[[], object], job: Future[object]) -> None:
+        """On whatever thread the work ended."""
+        if not job.cancelled() and job.exception() is None and job.result() is True:
+            self._work = work

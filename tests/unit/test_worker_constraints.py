@@ -457,12 +457,56 @@ def test_a_vocabulary_too_large_to_be_read_on_a_guess_waits_for_the_first_constr
     vocabulary = Counted()
     vocabulary.n_vocab = MOST_AHEAD + 1
     compiler = Compiler(vocabulary)
-    compiler.read_vocabulary()
+    assert not compiler.read_vocabulary()
     assert vocabulary.reads == 0
     vocabulary.n_vocab = PieceVocabulary().n_vocab
     vocabulary.end_tokens = frozenset()
     compiler.read_vocabulary()
     assert vocabulary.reads == 0
+
+
+def test_a_large_vocabulary_gets_its_tables_in_a_lull_after_the_first_constraint() -> None:
+    """Until then an idle worker is spared most of the memory, and no stream ever waits for them."""
+    vocabulary = Counted()
+    compiler = Compiler(vocabulary, most_with_tables=vocabulary.n_vocab - 1)
+    assert compiler.read_vocabulary()
+    assert compiler.read_vocabulary()
+    assert vocabulary.reads == 1
+    form = Json({"type": "string"})
+    early = compiler.compile(form, "f")
+    mask = early.start()
+    assert vocabulary.follow(mask, '"ab')
+    assert not compiler.read_vocabulary()
+    assert not compiler.read_vocabulary()
+    assert vocabulary.reads == 1
+    assert compiler.known(form, "f") is None
+    late = compiler.compile(form, "f")
+    assert late is not early
+    assert late is compiler.compile(form, "f")
+    assert vocabulary.follow(mask, 'abc"') and vocabulary.may_end(mask)
+
+
+def test_masks_are_the_same_without_the_tables() -> None:
+    vocabulary = PieceVocabulary()
+    bare = Compiler(vocabulary, most_with_tables=0)
+    bare.read_vocabulary()
+    for schema, answer in (
+        ({"type": "string", "maxLength": 12}, '"ab éabc"'),
+        ({"type": "array", "items": {"type": "number"}}, "[12,0.5]"),
+        (POINT, '{"x":12}'),
+    ):
+        with_tables, without = (one.compile(Json(schema), "f").start() for one in (COMPILER, bare))
+        for token in vocabulary.tokens(answer):
+            assert vocabulary.allowed(with_tables) == vocabulary.allowed(without)
+            with_tables.accept(token)
+            without.accept(token)
+        assert vocabulary.may_end(without)
+
+
+def test_a_vocabulary_that_no_lull_had_time_for_is_read_whole_with_the_first_constraint() -> None:
+    compiler = Compiler(VOCABULARY, most_with_tables=0)
+    compiler.compile(Literal("a"), "f")
+    assert not compiler.read_vocabulary()
 
 
 def test_a_vocabulary_without_an_end_is_refused() -> None:

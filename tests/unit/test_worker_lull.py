@@ -35,8 +35,12 @@ class AtOnce(Executor):
     """Runs what it is given."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        fn(*args, **kwargs)
-        return Future()
+        job: Future[Any] = Future()
+        try:
+            job.set_result(fn(*args, **kwargs))
+        except BaseException as error:
+            job.set_exception(error)
+        return job
 
 
 def test_it_is_done_in_the_first_lull_and_never_again() -> None:
@@ -69,3 +73,41 @@ def test_who_asks_again_in_time_puts_it_off() -> None:
     lull.quiet()
     timers.pass_by()
     assert done == ["read"]
+
+
+def test_work_that_says_so_goes_on_in_another_lull() -> None:
+    done: list[str] = []
+    timers = Timers()
+
+    def work() -> bool:
+        done.append("a part")
+        return len(done) < 3
+
+    lull = Lull(work, AtOnce(), timers.later)
+    for parts in (1, 2, 3, 3):
+        lull.busy()
+        lull.quiet()
+        timers.pass_by()
+        assert len(done) == parts
+
+
+def test_work_that_fails_or_is_called_off_is_not_tried_again() -> None:
+    done: list[str] = []
+    timers = Timers()
+
+    def work() -> bool:
+        done.append("tried")
+        raise ArithmeticError
+
+    class Never(AtOnce):
+        def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+            job: Future[Any] = Future()
+            job.cancel()
+            return job
+
+    for executor, times in ((AtOnce(), 1), (Never(), 1)):
+        lull = Lull(work, executor, timers.later)
+        for _ in range(2):
+            lull.quiet()
+            timers.pass_by()
+        assert len(done) == times
