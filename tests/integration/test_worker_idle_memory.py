@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from inference import demo
+from tests.rigs import tiny_gguf
 from tests.rigs.processes import wait_until
 from tests.rigs.worker_rig import WorkerRig, grant_for
 
@@ -36,3 +37,17 @@ def test_an_idle_worker_takes_little_beside_its_model(tmp_path: Path) -> None:
             assert status == 200, said
         taken = pss_mb(rig.process.pid) - reserved
         assert taken < MOST_MB, f"{taken:.0f} MB beside {reserved:.0f} MB of weights, cells and buffers"
+
+
+def test_an_idle_worker_with_a_large_vocabulary_has_its_tables_once_constraints_are_asked_for(tmp_path: Path) -> None:
+    """Before that it does without most of what llguidance would keep of its 70,000 tokens."""
+    path = tiny_gguf.generative(extra_words=9_000)
+    with WorkerRig(tmp_path, grant_for(path)) as rig:
+        rig.ready()
+        wait_until("the vocabulary is read", lambda: "tables=False" in rig.log)
+        asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+        for more in ({}, {"response_format": {"type": "json_object"}}):
+            assert rig.post("/v1/chat/completions", {**asked, **more})[0] == 200
+            assert "tables=True" not in rig.log
+        wait_until("the tables are made", lambda: "tables=True" in rig.log)
+        assert rig.post("/v1/chat/completions", {**asked, "response_format": {"type": "json_object"}})[0] == 200

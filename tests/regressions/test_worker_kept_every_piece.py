@@ -14,7 +14,7 @@ MOST_BYTES = 1.5e6
 
 def test_a_vocabulary_that_was_read_once_is_not_kept() -> None:
     start()
-    path = tiny_gguf.generative(extra_words=20_000)
+    path = tiny_gguf.generative(extra_words=3_000)
     model = llama.Model(str(path), llama.model_params(grant_for(path), vocab_only=True))
     try:
         tracemalloc.start()
