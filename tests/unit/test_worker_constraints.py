@@ -15,7 +15,7 @@ import pytest
 from inference.worker.backend import Mask
 from inference.worker.constrained import ConstrainedSampler
 from inference.worker.constraints import Compiler, grammar
-from inference.worker.constraints.compiler import MOST_AHEAD, _Compiled
+from inference.worker.constraints.compiler import MOST_AHEAD, TABLES_SECONDS, _Compiled
 from inference.worker.constraints.masks import Guide, Scratch
 from inference.worker.core.forms import (
     AnyText,
@@ -484,6 +484,22 @@ def test_a_large_vocabulary_gets_its_tables_in_a_lull_after_the_first_constraint
     assert late is not early
     assert late is compiler.compile(form, "f")
     assert vocabulary.follow(mask, 'abc"') and vocabulary.may_end(mask)
+
+
+def test_a_large_vocabulary_of_a_worker_that_is_never_idle_gets_its_tables_after_a_minute() -> None:
+    now = [0.0]
+    compiler = Compiler(VOCABULARY, most_with_tables=0, clock=lambda: now[0])
+    assert compiler.read_vocabulary()
+    form = Json({"type": "string"})
+    early = compiler.compile(form, "f")
+    now[0] = TABLES_SECONDS
+    assert compiler.known(form, "f") is early
+    now[0] += 1
+    assert compiler.known(form, "f") is None
+    late = compiler.compile(form, "f")
+    assert late is not early
+    assert compiler.known(form, "f") is late
+    assert not compiler.read_vocabulary()
 
 
 def test_masks_are_the_same_without_the_tables() -> None:

@@ -34,6 +34,8 @@ MOST_AHEAD = 160_000
 """Tokens of a vocabulary that is read before anybody asks: an idle worker then holds 0.12 kB for each."""
 MOST_WITH_TABLES = 64_000
 """Tokens of one that is read with its tables of common texts before anybody asks, 0.3 kB for each."""
+TABLES_SECONDS = 60.0
+"""So long after the first constraint they are made, whoever is served."""
 _COMMON = r'[^"\\\x00-\x1F\x7F]'
 _TABLES = [_COMMON + "{1,10}", _COMMON + "{1,30}", _COMMON + "+"]
 """llguidance's own, but for one of blanks, which takes a sixth of the memory and saves a mask a microsecond or two."""
@@ -90,6 +92,7 @@ class Compiler:
         kept_bytes: int = KEPT_BYTES,
         stack_bytes: int = STACK_BYTES,
         most_with_tables: int = MOST_WITH_TABLES,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Keeps the `kept` constraints used last, as long as they take less than `kept_bytes`. A vocabulary of more
         than `most_with_tables` tokens is read on a guess without them.
@@ -99,7 +102,8 @@ class Compiler:
         self._most_bytes = kept_bytes
         self._stack_bytes = stack_bytes
         self._most_with_tables = most_with_tables
-        self._was_asked = False
+        self._clock = clock
+        self._asked: float | None = None
         self._compiling = threading.Lock()
         self._looking = threading.Lock()
         self._cache: OrderedDict[bytes, tuple[_Compiled, int]] = OrderedDict()
@@ -116,10 +120,13 @@ class Compiler:
         """
         key = _key(form, param)
         with self._compiling:
+            if self._trie is not None and self._is_slow_for_long:
+                self._add_tables(self._trie)
             known = self._find(key)
             if known is not None and not known.is_spent:
                 return known
-            self._was_asked = True
+            if self._asked is None:
+                self._asked = self._clock()
             if self._trie is None:
                 self._trie = _Trie(self._vocabulary, with_tables=True)
             source = self._written(self._trie, form, param)
@@ -138,26 +145,30 @@ class Compiler:
         with self._compiling:
             if self._trie is None and (self._vocabulary.n_vocab > MOST_AHEAD or not self._vocabulary.end_tokens):
                 return False
-            began = time.monotonic()
-            wants_tables = self._was_asked or self._vocabulary.n_vocab <= self._most_with_tables
+            began = self._clock()
+            wants_tables = self._asked is not None or self._vocabulary.n_vocab <= self._most_with_tables
             if self._trie is None:
                 self._trie = _Trie(self._vocabulary, with_tables=wants_tables)
             elif wants_tables and not self._trie.has_tables:
-                self._trie.add_tables()
-                self._forget()
+                self._add_tables(self._trie)
             else:
                 return not self._trie.has_tables
             heap.trim()  # of the pieces, which the trie has copied
             log.info(
                 "vocabulary read tokens=%d tables=%s seconds=%.2f",
-                self._vocabulary.n_vocab, self._trie.has_tables, time.monotonic() - began,
+                self._vocabulary.n_vocab, self._trie.has_tables, self._clock() - began,
             )  # fmt: skip
             return not self._trie.has_tables
 
     def known(self, form: Form, param: str) -> Constraint | None:
         """The constraint of a form that needs no compiling; waits for none that is being compiled."""
         found = self._find(_key(form, param))
-        return found if found is not None and not found.is_spent else None
+        return None if found is None or found.is_spent or self._is_slow_for_long else found
+
+    @property
+    def _is_slow_for_long(self) -> bool:
+        trie, asked = self._trie, self._asked
+        return trie is not None and not trie.has_tables and asked is not None and self._clock() - asked > TABLES_SECONDS
 
     def _find(self, key: bytes) -> _Compiled | None:
         with self._looking:
@@ -206,8 +217,9 @@ class Compiler:
                 _constraint, dropped = self._cache.popitem(last=False)[1]
                 self._bytes -= dropped
 
-    def _forget(self) -> None:
-        """Constraints that were compiled without the tables."""
+    def _add_tables(self, trie: _Trie) -> None:
+        """Constraints that were compiled without them are forgotten."""
+        trie.add_tables()
         with self._looking:
             self._cache.clear()
             self._bytes = 0
