@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 
 from gateway.core.budget import Budget, Deadline, Due, Phase, next_deadline
-from gateway.core.frames import Comment, Data, DeltaKind, Frame
+from gateway.core.frames import CONTENT, FINISH, OTHER, Comment, Data, Frame
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.base import Call, Provider
 from inference.protocol import Progress
@@ -193,7 +193,7 @@ class Listening:
                 self._note_idle()
             else:
                 self._idle_since = None
-        elif isinstance(frame, Data) and frame.kind is not DeltaKind.OTHER:
+        elif isinstance(frame, Data) and frame.kind is not OTHER:
             self._idle_since = None
             if not self._answered and frame.kind in _ANSWER:
                 self._answered = True
@@ -250,4 +250,4 @@ class Listening:
             raise ExpiredError(passed, self._loop.time() - self._started) from None
 
 
-_ANSWER = frozenset({DeltaKind.CONTENT, DeltaKind.FINISH})
+_ANSWER = frozenset({CONTENT, FINISH})

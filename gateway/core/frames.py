@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -15,7 +16,7 @@ class Endpoint(StrEnum):
     EMBEDDINGS = "embeddings"
     RERANK = "rerank"
 
-    @property
+    @functools.cached_property
     def streams(self) -> bool:
         """Whether its answers come as a stream; the others come whole."""
         return self not in (Endpoint.EMBEDDINGS, Endpoint.RERANK)
@@ -32,6 +33,10 @@ class DeltaKind(StrEnum):
     """the usage chunk: `choices` is empty"""
     OTHER = "other"
     """role only, empty delta"""
+
+
+CONTENT, FINISH, USAGE, OTHER = DeltaKind
+"""By themselves, for every frame: Python 3.11 takes as long to find a member in its enum as for ten other names."""
 
 
 class Data(NamedTuple):

@@ -55,7 +55,7 @@ class SseSplitter:
             rest = rest.removeprefix(_BOM)
         frames: list[SseFrame] = []
         begin, look = 0, self._searched
-        is_plain = b"\r" not in rest  # whoever writes plain line feeds, as all of ours do, costs no regular expression
+        is_plain = rest.find(b"\r") < 0  # whoever writes plain line feeds, as all of ours do, costs no regular expression
         while (end := rest.find(b"\n\n", look) + 2 if is_plain else _blank_end(rest, look)) > 1:
             if frame := _frame(rest[begin:end]):
                 frames.append(frame)
@@ -71,7 +71,7 @@ class SseSplitter:
         """The data of the frames in `piece` if it is nothing but whole frames of one `data: ` line each, as a model
         writes them, and no beginning of a frame waits for it. None otherwise: then `feed` takes it.
         """
-        if self._rest or piece[:6] != b"data: " or piece[-2:] != b"\n\n" or b"\r" in piece:
+        if self._rest or piece[:6] != b"data: " or piece[-2:] != b"\n\n" or piece.find(b"\r") >= 0:
             return None
         lines = piece[6:-2].split(b"\n\ndata: ")
         if piece.count(b"\n") != 2 * len(lines):

@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from gateway.core.frames import Comment, Data, DeltaKind, Done, Frame
+from gateway.core.frames import CONTENT, FINISH, OTHER, USAGE, Comment, Data, DeltaKind, Done, Frame
 from gateway.core.sse import SseFrame, SseSplitter
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.base import Call
@@ -32,9 +32,9 @@ Ask = Callable[[Call, bytes], Awaitable[Answer]]
 CLOSE_SECONDS = 0.2
 """How long the end of a finished response may take to come so that its connection can serve again."""
 
-_FINISH_KEY, _NO_FINISH = b'"finish_reason"', b'"finish_reason":null'
+_CHOICES, _FINISH_KEY, _NO_FINISH = b'"choices"', b'"finish_reason"', b":null"
 _FINISH = re.compile(rb'"finish_reason"\s*:\s*"')
-_NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
+_EMPTY, _NO_CHOICES = b'"choices":[]', re.compile(rb'"choices"\s*:\s*\[\s*\]')
 _CONTENT = re.compile(
     rb'"(?:content|reasoning_content|reasoning|refusal|text)"\s*:\s*"[^"]'
     rb'|"tool_calls"\s*:\s*\[\s*\{|"function_call"\s*:\s*\{'
@@ -49,16 +49,29 @@ def kind_of(payload: bytes) -> DeltaKind:
 
     A quote inside a JSON string is escaped, so a key's closing quote and colon cannot occur in generated text.
     """
-    # as our own worker writes it, and counted several times as quickly as it is searched for
-    if payload.count(_FINISH_KEY) != payload.count(_NO_FINISH) and _FINISH.search(payload):
-        return DeltaKind.FINISH
+    begin = max(0, payload.find(_CHOICES))
+    if _is_finish(payload, begin):
+        return FINISH
+    if payload.startswith(_EMPTY, begin):
+        return USAGE
     for key in _USUAL:
-        begin = payload.find(key) + len(key)
-        if begin >= len(key) and payload[begin : begin + 1] not in (b'"', b""):
-            return DeltaKind.CONTENT
-    if _CONTENT.search(payload):
-        return DeltaKind.CONTENT
-    return DeltaKind.USAGE if _NO_CHOICES.search(payload) else DeltaKind.OTHER
+        text = payload.find(key, begin) + len(key)
+        if text >= len(key) and payload[text : text + 1] not in (b'"', b""):
+            return CONTENT
+    if _CONTENT.search(payload, begin):
+        return CONTENT
+    return USAGE if _NO_CHOICES.search(payload, begin) else OTHER
+
+
+def _is_finish(payload: bytes, begin: int) -> bool:
+    """Whether some choice of a chunk has its finish reason."""
+    first = payload.find(_FINISH_KEY, begin)
+    if first < 0:
+        return False
+    value = first + len(_FINISH_KEY)
+    if payload.startswith(_NO_FINISH, value) and payload.find(_FINISH_KEY, value) < 0:
+        return False  # as our own worker writes it, and searched for several times as quickly as by an expression
+    return _FINISH.search(payload, first) is not None
 
 
 def upstream_error(kind: UpstreamKind, raw: Any, status: int | None, retry_after: float | None) -> UpstreamError:
@@ -97,7 +110,9 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
         self._call = call
         self._body = body
         self._splitter = SseSplitter()
-        self._ready: deque[Frame | UpstreamError] = deque()
+        self._ready: deque[Frame] = deque()
+        self._error: UpstreamError | None = None
+        """What comes after the last of them."""
         self._answer: Answer | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Callable[[list[Frame]], bool] | None = None
@@ -134,28 +149,22 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
 
     async def __anext__(self) -> Frame:
         while not self._ready:
+            error, self._error = self._error, None
+            if error is not None:
+                raise error
             if self._over:
                 raise StopAsyncIteration
             await self._changed()
-        frame = self._ready.popleft()
-        if isinstance(frame, UpstreamError):
-            raise frame
-        return frame
+        return self._ready.popleft()
 
     def take_next(self) -> Frame | None:
         """The next frame if it is here already."""
-        if not self._ready or isinstance(self._ready[0], UpstreamError):
-            return None
-        frame = self._ready.popleft()
-        assert not isinstance(frame, UpstreamError)
-        return frame
+        return self._ready.popleft() if self._ready else None
 
     def take_ready(self) -> list[Frame]:
         """The frames that are here already, so that they can leave in one write; an error waits its turn."""
-        ready: list[Frame] = []
-        while self._ready and not isinstance(frame := self._ready[0], UpstreamError):
-            ready.append(frame)
-            self._ready.popleft()
+        ready = list(self._ready)
+        self._ready.clear()
         return ready
 
     def pass_on(self, sink: Callable[[list[Frame]], bool]) -> None:
@@ -189,7 +198,7 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
                 self._fail(UpstreamError(UpstreamKind.MALFORMED, str(error)))
             else:
                 self._take_all(frames)
-        if not self._ready or self._passes():
+        if not self._over and (not self._ready or self._passes()):
             return
         if self._waiter is None and not self._over:
             self._paused = True
@@ -210,11 +219,10 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
 
     def _passes(self) -> bool:
         """Whether everything that is here was passed on."""
-        if self._sink is None or self._waiter is None or self._waiter.done() or self._over:
+        if self._sink is None or self._waiter is None or self._waiter.done():
             return False
-        frames = [frame for frame in self._ready if not isinstance(frame, UpstreamError)]
         try:
-            taken = self._sink(frames)
+            taken = self._sink(list(self._ready))
         except Exception:
             log.exception("frames of the inference service could not be passed on")
             return False
@@ -248,12 +256,12 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
 
     def _take_payload(self, payload: bytes) -> None:
         if payload.startswith(b"{") and payload.endswith(b"}"):
-            if b'"error"' in payload and b'"choices"' not in payload:
+            if payload.find(_CHOICES) < 0 and payload.find(b'"error"') >= 0:  # `in` is slow for bytes
                 self._refuse(payload)
                 return
             kind = kind_of(payload)
-            self._finished = self._finished or kind is DeltaKind.FINISH
-            self._answered = self._answered or kind is DeltaKind.CONTENT
+            self._finished = self._finished or kind is FINISH
+            self._answered = self._answered or kind is CONTENT
             self._ready.append(Data(payload, kind))
         elif payload.strip() == b"[DONE]":
             self._end("the end mark came")
@@ -281,4 +289,4 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
 
     def _fail(self, error: UpstreamError) -> None:
         self._over = True
-        self._ready.append(error)
+        self._error = error
