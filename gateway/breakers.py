@@ -42,10 +42,14 @@ class Refused:
 class _Held:
     """One permit of a lease; `proven` once its success was recorded while the answer goes on."""
 
-    scope: Scope
     guard: Guard
     permit: Permit
     proven: bool = False
+
+    @property
+    def scope(self) -> Scope:
+        """Whose failures it is about."""
+        return Scope.PAIR if self.guard.model else Scope.PROVIDER
 
     def prove(self) -> None:
         """What is known already is the success of a probe; nothing else changes."""
@@ -74,9 +78,10 @@ class Lease:
         Our own service says it while a model loads, which may take minutes: that the service itself is there is proven.
         """
         for held in () if self._settled else self._held:
-            held.guard.heard()
-            if held.scope is Scope.PROVIDER and held.guard.provider == LOCAL:
+            if held.guard.name == LOCAL:
                 held.prove()
+            else:
+                held.guard.heard()
 
     @contextlib.contextmanager
     def until_gone(self, leave: Callable[[], None]) -> Iterator[None]:
@@ -106,17 +111,17 @@ class Lease:
         if self._settled:
             return
         self._settled = True
-        answered = isinstance(verdict, Success) or (isinstance(verdict, Failure) and verdict.reached)
+        failure = verdict if isinstance(verdict, Failure) else None
+        answered = isinstance(verdict, Success) if failure is None else failure.reached
         for held in self._held:
-            failed = isinstance(verdict, Failure) and (held.scope is verdict.scope or verdict.pair_too)
-            if isinstance(verdict, Failure) and failed:
-                held.guard.fail(held.permit, verdict, why)
+            if failure is not None and (held.scope is failure.scope or failure.pair_too):
+                held.guard.fail(held.permit, failure, why)
             elif answered and not held.proven:
                 held.guard.succeed(held.permit)
             else:
                 held.guard.give_back(held.permit)
-        if isinstance(verdict, Failure):
-            self._breakers.on_failure(*self._key, verdict)
+        if failure is not None:
+            self._breakers.on_failure(*self._key, failure)
         if isinstance(verdict, Ignore) and verdict.hold:
             self._breakers.hold(*self._key, verdict.hold)
 
@@ -184,16 +189,15 @@ class Breakers:
         if isinstance(second, Refusal):
             outer.give_back(first)
             return _refused(inner, second)
-        held = (_Held(Scope.PROVIDER, outer, first), _Held(Scope.PAIR, inner, second))
-        return Lease(held, self, (provider, model))
+        return Lease((_Held(outer, first), _Held(inner, second)), self, (provider, model))
 
     def closed_for(self, provider: str, model: str) -> float | None:
         """Seconds until the pair may be tried, None when now. Advisory: the permit is what counts."""
-        waits = [
-            wait
-            for key in ((provider, ""), (provider, model))
-            if key in self._guards and (wait := self._guards[key].closed_for) is not None
-        ]
+        waits: list[float] = []
+        for key in ((provider, ""), (provider, model)):
+            guard = self._guards.get(key)
+            if guard is not None and (wait := guard.closed_for) is not None:
+                waits.append(wait)
         return max(waits, default=None)
 
     def outstanding(self, provider: str, model: str) -> int:

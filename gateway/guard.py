@@ -18,7 +18,7 @@ import pybreaker
 
 from gateway.core import breaker as core
 from gateway.core import ramp as ramps
-from gateway.core.breaker import Count, Permit, Refusal, Rule, State
+from gateway.core.breaker import CLOSED, HALF_OPEN, OPEN, Count, Permit, Refusal, Rule, State
 from gateway.core.chain import LOCAL
 from gateway.core.outcome import Failure
 from gateway.core.probing import MOST_PACE_SECONDS, POSTPONE_SECONDS, Finding
@@ -26,9 +26,9 @@ from gateway.core.probing import MOST_PACE_SECONDS, POSTPONE_SECONDS, Finding
 log = logging.getLogger("gateway.breakers")
 
 _STATES = {
-    pybreaker.STATE_CLOSED: State.CLOSED,
-    pybreaker.STATE_HALF_OPEN: State.HALF_OPEN,
-    pybreaker.STATE_OPEN: State.OPEN,
+    pybreaker.STATE_CLOSED: CLOSED,
+    pybreaker.STATE_HALF_OPEN: HALF_OPEN,
+    pybreaker.STATE_OPEN: OPEN,
 }
 
 REQUESTS, PROBES, RESTART = "requests", "probes", "restart"
@@ -92,7 +92,7 @@ class Guard:
             listeners=[_Watcher(self)],
             throw_new_error_on_trip=False,
         )
-        on_state(provider, model, State.CLOSED)
+        on_state(provider, model, CLOSED)
 
     def set_rule(self, rule: Rule) -> None:
         """Applies a new rule; the present state and counts stay."""
@@ -107,21 +107,21 @@ class Guard:
         failures = self._machine.fail_counter
         self.book = core.entered(self.book, self._rule, state, now)
         self._unanswered.clear()
-        if state is State.CLOSED:
+        if state is CLOSED:
             self.source = None
         self._on_state(self.provider, self.model, state)
         if state is before:
             return
         detail = ""
-        if state is State.OPEN:
+        if state is OPEN:
             pause = self.book.open_until - now
-            why = "its probe failed" if before is State.HALF_OPEN else self._tripped or f"{failures} failures in a row"
+            why = "its probe failed" if before is HALF_OPEN else self._tripped or f"{failures} failures in a row"
             detail = f" for {pause:.3g} s after {why}: {self.last_failure or 'unknown'}"
         log.log(
-            logging.WARNING if state is State.OPEN else logging.INFO,
+            logging.WARNING if state is OPEN else logging.INFO,
             "breaker %s: %s -> %s%s", self.name, before.label, state.label, detail,
         )  # fmt: skip
-        if state is State.OPEN and self.source == PROBES:
+        if state is OPEN and self.source == PROBES:
             for leave in tuple(self.leaving):
                 leave()
 
@@ -148,7 +148,7 @@ class Guard:
 
     def _is_silent(self, now: float) -> bool:
         """Whether others had better be asked; our own service is asked itself instead, and says when it is busy."""
-        if self.provider == LOCAL or self.book.state is not State.CLOSED:
+        if self.provider == LOCAL or self.book.state is not CLOSED:
             return False
         waiting = (began for began, expires in self._unanswered.values() if now < expires)
         return core.is_silent(waiting, self._machine.fail_counter, self._rule, now)
@@ -195,7 +195,7 @@ class Guard:
             self.book, self._rule, permit, False, self._clock(), failure.retry_after, failure.opens, failure.broke
         )
         self._tell(count, failure.opens)
-        if self.book.state is State.CLOSED:
+        if self.book.state is CLOSED:
             self.source = None
 
     def _tell(self, count: Count, asked: bool = False) -> None:
@@ -203,14 +203,14 @@ class Guard:
 
         `asked` is whether the tier itself said how long to stay away.
         """
-        if count is Count.SUCCESS:
-            if self.book.state is not State.CLOSED or self._machine.fail_counter:
+        if count is core.SUCCESS:
+            if self.book.state is not CLOSED or self._machine.fail_counter:
                 self._machine.call(_succeed)  # to a closed one without failures it says nothing
-        elif count is not Count.NOTHING:
+        elif count is not core.NOTHING:
             try:
                 self._machine.call(_fail)
             except _AttemptFailed:
-                if count is Count.TRIP and self.book.state is not State.OPEN:
+                if count is core.TRIP and self.book.state is not OPEN:
                     self._tripped = "it asked to be left alone" if asked else self._share_of_failures()
                     self._machine.open()
                     self._tripped = None
@@ -264,7 +264,7 @@ class Guard:
     @property
     def is_blank(self) -> bool:
         """Whether nothing would be lost if this breaker were made anew."""
-        return self.book.state is State.CLOSED and not any(tally.failed for tally in self.book.tallies)
+        return self.book.state is CLOSED and not any(tally.failed for tally in self.book.tallies)
 
     @property
     def may_be_forgotten(self) -> bool:
@@ -274,22 +274,22 @@ class Guard:
     @property
     def closed_for(self) -> float | None:
         """Seconds until a probe may pass, None when an attempt may pass now. Advisory."""
-        if self.book.state is State.CLOSED or core.is_due(self.book, now := self._clock()):
+        if self.book.state is CLOSED or core.is_due(self.book, now := self._clock()):
             return None
         if core.is_probed(self.book, now):
             return self._worth_asking_in(max(core.MOMENT_SECONDS, self.book.open_until - now))
-        return self._worth_asking_in(self.book.open_until - now) if self.book.state is State.OPEN else None
+        return self._worth_asking_in(self.book.open_until - now) if self.book.state is OPEN else None
 
     @property
     def remaining(self) -> float:
         """Seconds that are left of the open period; 0 when it is over or there is none."""
-        return max(0.0, self.book.open_until - self._clock()) if self.book.state is State.OPEN else 0.0
+        return max(0.0, self.book.open_until - self._clock()) if self.book.state is OPEN else 0.0
 
     def describe(self) -> dict[str, Any]:
         """What `/admin/breakers` shows."""
         now = self._clock()
         tallies = self.book.tallies
-        remaining = self.remaining if self.book.state is State.OPEN else None
+        remaining = self.remaining if self.book.state is OPEN else None
         return {
             "name": self.name,
             "provider": self.provider,

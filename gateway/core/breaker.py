@@ -43,6 +43,10 @@ class State(IntEnum):
         return self.name.lower().replace("_", "-")
 
 
+CLOSED, HALF_OPEN, OPEN = State
+"""By themselves: every request meets them a dozen times, and Python 3.11 is slow to find members of an enum."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """When a breaker opens and for how long. `open` and `window` are seconds.
@@ -98,6 +102,9 @@ class Count(IntEnum):
     """a failure that opens the breaker whatever the count in a row"""
 
 
+NOTHING, SUCCESS, FAILURE, TRIP = Count
+
+
 class Book(NamedTuple):
     """Everything remembered about one breaker.
 
@@ -105,7 +112,7 @@ class Book(NamedTuple):
     half-open, or while it is open the one under which we ask ourselves.
     """
 
-    state: State = State.CLOSED
+    state: State = CLOSED
     epoch: int = 0
     issued: int = 0
     open_until: float = 0.0
@@ -121,7 +128,7 @@ class Book(NamedTuple):
 def is_due(book: Book, now: float) -> bool:
     """Whether the open period is over, so that the state machine should become half-open. While we ask ourselves it is
     not: there are never two probes at once."""
-    return book.state is State.OPEN and now >= book.open_until and not is_probed(book, now)
+    return book.state is OPEN and now >= book.open_until and not is_probed(book, now)
 
 
 def is_probed(book: Book, now: float) -> bool:
@@ -131,7 +138,7 @@ def is_probed(book: Book, now: float) -> bool:
 
 def scout(book: Book, now: float, expires: float) -> tuple[Book, Permit | None]:
     """The permit to ask an open tier off the users' path until `expires`; None when it is not open or probed."""
-    if book.state is not State.OPEN or is_probed(book, now):
+    if book.state is not OPEN or is_probed(book, now):
         return book, None
     permit = Permit(book.epoch, book.issued + 1, True, expires)
     return book._replace(issued=book.issued + 1, probe=permit), permit
@@ -139,12 +146,12 @@ def scout(book: Book, now: float, expires: float) -> tuple[Book, Permit | None]:
 
 def hasten(book: Book, now: float) -> Book:
     """The book with its open period over: somebody saw the tier come back. The next attempt still is a probe."""
-    return book._replace(open_until=min(book.open_until, now)) if book.state is State.OPEN else book
+    return book._replace(open_until=min(book.open_until, now)) if book.state is OPEN else book
 
 
 def postpone(book: Book, until: float) -> Book:
     """The book with an open period that ends no sooner than `until`: the tier was just seen to be away."""
-    return book._replace(open_until=max(book.open_until, until)) if book.state is State.OPEN else book
+    return book._replace(open_until=max(book.open_until, until)) if book.state is OPEN else book
 
 
 def entered(book: Book, rule: Rule, state: State, now: float) -> Book:
@@ -154,8 +161,8 @@ def entered(book: Book, rule: Rule, state: State, now: float) -> Book:
         state=state,
         epoch=book.epoch + 1,
         issued=book.issued,
-        open_until=now + pause if state is State.OPEN else 0.0,
-        ramp=ramps.begun(now) if state is State.CLOSED and book.state is State.HALF_OPEN else None,
+        open_until=now + pause if state is OPEN else 0.0,
+        ramp=ramps.begun(now) if state is CLOSED and book.state is HALF_OPEN else None,
     )
 
 
@@ -187,9 +194,9 @@ def ask(
 
     After a recovery the ramp refuses while `running` attempts fill it, unless the attempt is `forced`.
     """
-    if book.state is State.OPEN:
+    if book.state is OPEN:
         return book, Refusal(max(MOMENT_SECONDS if is_probed(book, now) else 0.0, book.open_until - now), book.state)
-    is_probe = book.state is State.HALF_OPEN
+    is_probe = book.state is HALF_OPEN
     if is_probe and is_probed(book, now):
         return book, Refusal(MOMENT_SECONDS, book.state)
     if not forced and book.ramp is not None:
@@ -245,20 +252,20 @@ def settle(
     failure.
     """
     if not counts(book, permit):
-        return book, Count.NOTHING
+        return book, NOTHING
     book = give_back(book, permit)
     if ok:
         climbed = None if book.ramp is None else ramps.won(book.ramp)
         tallies = _tally(book, rule, now, succeeded=1)
-        return _changed(book, book.issued, book.probe, climbed, tallies), Count.SUCCESS
+        return _changed(book, book.issued, book.probe, climbed, tallies), SUCCESS
     if broke:
         if permit.number <= book.broke_below and now - book.broke_at < ONE_EVENT_SECONDS:
-            return book, Count.NOTHING
+            return book, NOTHING
         book = book._replace(broke_at=now, broke_below=book.issued)
     asked = pause if pause is None or trip else max(pause, rule.open)
     anew = None if book.ramp is None else ramps.lost(book.ramp, now)
     book = book._replace(ramp=anew, tallies=_tally(book, rule, now, failed=1), asked_pause=asked)
-    return book, Count.TRIP if trip or _ratio_exceeded(book, rule) else Count.FAILURE
+    return book, TRIP if trip or _ratio_exceeded(book, rule) else FAILURE
 
 
 def _tally(book: Book, rule: Rule, now: float, succeeded: int = 0, failed: int = 0) -> tuple[Tally, ...]:

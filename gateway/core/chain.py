@@ -20,26 +20,29 @@ LOCAL = "local"
 """The provider name of the inference service."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Candidate:
-    """One PROVIDER/MODEL of a chain; `position` 0 is the first choice. `named` is False when `*` stood for it."""
+    """One PROVIDER/MODEL of a chain; `position` 0 is the first choice. `named` is False when `*` stood for it.
+
+    One serves all requests of its route, so what follows from it is found once.
+    """
 
     provider: str
     model: str
     position: int
     named: bool = True
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         """PROVIDER/MODEL."""
         return f"{self.provider}/{self.model}"
 
-    @property
+    @functools.cached_property
     def is_local(self) -> bool:
         """Whether the inference service answers."""
         return self.provider == LOCAL
 
-    @property
+    @functools.cached_property
     def tier(self) -> Tier:
         """What `x-headgate-tier` says when this candidate answers."""
         if not self.is_local:
