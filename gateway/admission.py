@@ -101,7 +101,8 @@ class Admission:
                 waiting.turn.set_result(None)
             else:
                 waiting.turn.set_exception(self._refusal(effect, waiting))
-        self._arm()
+        if self._timer is not None or self._door.waiting:
+            self._arm()
 
     def _refusal(self, turned: core.TurnAway, waiting: _Waiting) -> RefusedError:
         settings = self._settings

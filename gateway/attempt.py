@@ -59,7 +59,7 @@ class Attempt:
         self.last = last
         self._request = request
         self._lease = lease
-        self._began = time.monotonic()
+        self.began = time.monotonic()
         budget = budget or request.budget
         self.call = request.call_for(candidate, last, budget, body)
         meter = request.caller.meter
@@ -120,7 +120,7 @@ class Attempt:
         outcome = outcome_name(verdict, observation)
         request.tools.telemetry.count_attempt(candidate.provider, request.label(candidate), outcome)
         request.record.attempts.append(
-            Tried(candidate.name, outcome, said[:500], round(time.monotonic() - self._began, 6))
+            Tried(candidate.name, outcome, said[:500], round(time.monotonic() - self.began, 6))
         )
         if isinstance(verdict, Failure) or (isinstance(verdict, Ignore) and verdict.next is not Next.STOP):
             misconfigured = isinstance(verdict, Ignore) and verdict.reason is Reason.MISCONFIGURED
@@ -143,7 +143,7 @@ class Attempt:
         if isinstance(error, ExpiredError):
             return Observation(_ENDS[error.due], is_local=self.candidate.is_local), str(error)
         if isinstance(error, asyncio.CancelledError):
-            return Observation(self._request.caller.why_cancelled()), "cancelled"
+            return Observation(self._request.why_cancelled()), "cancelled"
         # a defect of ours or of an adapter: the tier answered nothing usable, and nothing of it may stay open
         log.error("request %s: %s broke its contract", self._request.record.id, self.candidate.name, exc_info=error)
         return Observation(UpstreamKind.MALFORMED, is_local=self.candidate.is_local), f"internal: {error!r}"

@@ -51,11 +51,8 @@ NEARLY_OVER_SECONDS = 0.1
 
 
 class Caller(NamedTuple):
-    """Who asks, as far as an attempt must know. `silence_seconds` is the caller's own read time-out, of which
-    `waited_seconds` passed before a tier could be asked. `retries`: it asks the same for the so manieth time again.
-
-    `meter` counts what the answer takes, for a key with limits. `why_cancelled` says, inside a cancelled task, whether
-    the caller left or the gateway stops.
+    """Who asks, as far as an attempt must know. `silence_seconds` is the caller's own read time-out. `retries`: it asks
+    the same for the so manieth time again. `meter` counts what the answer takes, for a key with limits.
     """
 
     request_id: str
@@ -63,11 +60,9 @@ class Caller(NamedTuple):
     priority: Priority = Priority.NORMAL
     cloud_allowed: bool = True
     silence_seconds: float | None = None
-    waited_seconds: float = 0.0
     retries: int = 0
     kv: str | None = None
     meter: Meter | None = None
-    why_cancelled: Callable[[], End] = lambda: End.CLIENT_LEFT
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +78,29 @@ class Tools:
 
 
 class Request:
-    """One request on its way. Create it, then call `stream`, `whole` or `unary` once."""
+    """One request on its way. Create it, then call `stream`, `whole` or `unary` once.
+
+    Of the caller's time `waited_seconds` passed before a tier could be asked. `why_cancelled` says, inside a cancelled
+    task, whether the caller left or the gateway stops.
+    """
 
     def __init__(
-        self, tools: Tools, request: InferenceRequest, found: Found, caller: Caller, record: Record, began: float
+        self,
+        tools: Tools,
+        request: InferenceRequest,
+        found: Found,
+        caller: Caller,
+        record: Record,
+        began: float,
+        waited_seconds: float = 0.0,
+        why_cancelled: Callable[[], End] = lambda: End.CLIENT_LEFT,
     ) -> None:
         self.tools = tools
         self.request = request
         self.caller = caller
         self.record = record
         self.began = began
+        self.why_cancelled = why_cancelled
         self.upstream_seconds = 0.0
         self.route: RouteSettings = tools.config.routes[found.route]
         self._found = found
@@ -100,7 +108,7 @@ class Request:
         limits = Limits(
             deadlines.first_token, deadlines.inter_token, deadlines.total, self.route.load_wait,
             tools.config.attempts.max,
-            None if caller.silence_seconds is None else caller.silence_seconds - caller.waited_seconds,
+            None if caller.silence_seconds is None else caller.silence_seconds - waited_seconds,
         )  # fmt: skip
         self.budget = Budget(limits, asyncio.get_running_loop().time())
         self.candidates = expand(self.route.chain, found.model)
@@ -157,9 +165,11 @@ class Request:
 
     def _bounded(self, body: Mapping[str, Any], candidate: Candidate) -> Mapping[str, Any]:
         """`body` with a `max_tokens` that the model takes, where the caller only had to name one."""
+        if not self.request.is_only_bounded:
+            return body
         status = self.tools.view.models.get(candidate.model)
         asked = body.get("max_tokens")
-        if not self.request.is_only_bounded or asked is None or status is None or not status.context_length:
+        if asked is None or status is None or not status.context_length:
             return body
         most = min(asked, status.context_length)
         return body if most == asked else {**body, "max_tokens": most}
@@ -273,6 +283,8 @@ class Request:
 
     async def _judge(self, candidate: Candidate, waiting: Collection[Candidate]) -> Dropped | None:
         """What speaks against `candidate` now that its turn has come; nobody is put behind the others twice."""
+        if not self._choice.is_open(candidate, waiting):
+            return None
         began = time.monotonic()
         verdict = await self._choice.judge(candidate, tuple(waiting), self.budget)
         self.upstream_seconds += time.monotonic() - began
@@ -288,7 +300,6 @@ class Request:
         work: Callable[[Attempt], Awaitable[T]],
     ) -> T | None:
         """`work` on one candidate; None when the next one should be asked."""
-        began = time.monotonic()
         try:
             attempt = Attempt(self, candidate, provider, lease, last)
         except BaseException:
@@ -304,7 +315,7 @@ class Request:
             self._judge_next(attempt, verdict, seen, said, error)
             return None
         finally:
-            self.upstream_seconds += time.monotonic() - began
+            self.upstream_seconds += time.monotonic() - attempt.began
         self._note_answer(candidate)
         self.device = attempt.call.heard.get(H_DEVICE)
         return result
@@ -346,7 +357,7 @@ class Request:
 
     def _fold(self) -> Chain:
         chain = self._choice.fold()
-        self.record.chain = [candidate.name for candidate in self.candidates]
+        self.record.chain = self.candidates
         for dropped in chain.dropped:
             self._outcomes.drop(dropped)
         for put_off in chain.put_off:

@@ -34,7 +34,7 @@ class Key:
 
     def cap(self, asked: Priority) -> Priority:
         """`asked`, or the key's own ceiling when that is lower."""
-        return asked if self.ceiling is Priority.HIGH else max(asked, self.ceiling, key=_RANKS.index)
+        return asked if self.ceiling is _RANKS[0] else max(asked, self.ceiling, key=_RANKS.index)
 
 
 class Keys:

@@ -7,7 +7,7 @@ is looked into when a candidate's turn comes (`judge`), and only where the verdi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from gateway.core import length, prediction
@@ -31,6 +31,7 @@ COUNT_SECONDS = 5.0
 """How long a count is waited for, and never longer than a quarter of the time that is left."""
 
 _ENDPOINT_NEEDS = {Endpoint.CHAT: frozenset(("chat",)), Endpoint.COMPLETIONS: frozenset(("completions",))}
+_HIGH = Priority.HIGH
 _UNCOUNTED = frozenset(("vision", "audio"))
 """What else than text a prompt may hold; only the model itself knows its length then."""
 
@@ -54,7 +55,7 @@ class Choice:
         self._request = request
         self._candidates = candidates
         self._record = record
-        self._is_first = priority is Priority.HIGH
+        self._is_first = priority is _HIGH
         self._ids = token_ids_in(request.body)
         self._any_vectors = route.same_vectors or request.endpoint.streams
         self._wants = Wants(
@@ -62,7 +63,7 @@ class Choice:
             cloud_allowed=cloud_allowed and route.cloud == "allowed",
             fit_check=route.fit_check,
         )
-        record.needs = sorted(self._wants.capabilities)
+        record.needs = self._wants.capabilities
         record.size_bytes, record.max_tokens = request.size_bytes, request.max_tokens
         record.cloud_allowed = self._wants.cloud_allowed
         self._is_countable = request.endpoint.streams and not request.needs & _UNCOUNTED
@@ -72,9 +73,7 @@ class Choice:
     def fold(self) -> Chain:
         """The candidates in order, without those that facts or policy rule out."""
         self._considered = [Considered(self.facts(candidate)) for candidate in self._candidates]
-        self._record.considered = {
-            candidate.name: found for candidate, found in zip(self._candidates, self._considered, strict=True)
-        }
+        self._record.considered = self._considered
         return fold(self._candidates, self._known, self._wants)
 
     def again(self) -> Chain:
@@ -120,10 +119,12 @@ class Choice:
         """What was known of it when the chain was folded."""
         return self._considered[candidate.position].facts
 
+    def is_open(self, candidate: Candidate, later: Collection[Candidate]) -> bool:
+        """Whether `judge` could find anything against `candidate`, with `later` still to come."""
+        return candidate.is_local and bool(later or self._counts)
+
     async def judge(self, candidate: Candidate, later: Sequence[Candidate], budget: Budget) -> Dropped | None:
-        """Why `candidate` is not asked now, with `later` still to come; None when it should be."""
-        if not candidate.is_local or not (later or self._counts):
-            return None
+        """Why `candidate`, which `is_open`, is not asked now; None when it should be."""
         return await self._by_length(candidate, later, budget) or self._by_speed(candidate, later, budget)
 
     def ready_in(self, candidate: Candidate) -> float:

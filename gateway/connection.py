@@ -186,22 +186,24 @@ class BoundedHttp(WiredHttp):
 
     def on_url(self, url: bytes) -> None:
         """A piece of the request line."""
-        self._count(len(url))
+        self._header_bytes += len(url)
+        if self._header_bytes > MAX_HEADER_BYTES:
+            self._refuse_head()
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header."""
-        self._count(len(name) + len(value) + 4)
+        self._header_bytes += len(name) + len(value) + 4
+        if self._header_bytes > MAX_HEADER_BYTES or len(self.headers) >= MAX_HEADERS:
+            self._refuse_head()
         super().on_header(name, value)
 
-    def _count(self, more: int) -> None:
-        self._header_bytes += more
+    def _refuse_head(self) -> None:
         if self._header_bytes > MAX_HEADER_BYTES:
             self._too_large = f"line and headers have more than {MAX_HEADER_BYTES} bytes"
-        elif len(self.headers) >= MAX_HEADERS:
+        else:
             self._too_large = f"there are more than {MAX_HEADERS} headers"
-        if self._too_large is not None:
-            raise _RefusedHead
+        raise _RefusedHead
 
     def on_headers_complete(self) -> None:
         """A request's head is whole."""

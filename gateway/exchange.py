@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import re
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -95,7 +95,7 @@ class Exchange:
     def response_headers(self) -> list[tuple[bytes, bytes]]:
         """The headers that every response carries."""
         told = [
-            (_REQUEST_ID, _header_value(self.request_id)),
+            (_REQUEST_ID, self.request_id.encode()),
             (_TIER, self.tier.encode()),
             (_MODEL, _header_value(self.model)),
             (_ATTEMPTS, b"%d" % self.attempts),
@@ -106,7 +106,7 @@ class Exchange:
         if self.device is not None:
             told.append((_DEVICE, _header_value(self.device)))
         if self.is_messages:
-            told.append((_MESSAGES_ID, _header_value(self.request_id)))
+            told.append((_MESSAGES_ID, self.request_id.encode()))
         return told
 
 
@@ -120,8 +120,8 @@ def _header_value(value: str) -> bytes:
 def new_exchange(scope: Scope) -> Exchange:
     """The exchange of a request; the caller's own request id is kept when it is sane."""
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-    asked = headers.get(H_REQUEST_ID, "")
-    request_id = asked if _SANE_ID.fullmatch(asked) else f"req_{secrets.token_hex(12)}"
+    asked = headers.get(H_REQUEST_ID)
+    request_id = asked if asked and _SANE_ID.fullmatch(asked) else f"req_{os.urandom(12).hex()}"
     exchange = Exchange(request_id, headers, wire=wire.take(scope))
     if scope["path"].startswith(_MESSAGES) or (_VERSION in headers and scope["path"].startswith(_MODELS)):
         exchange.is_messages, exchange.error_body = True, messages_errors.envelope

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any
 
-from gateway.core.chain import Facts
+from gateway.core.chain import Candidate, Facts
 from gateway.core.prediction import Prediction
 
 KEPT = 1000
@@ -64,12 +65,13 @@ class Record:
     key: str = ""
     priority: str = ""
     retries: int = 0
-    chain: list[str] = field(default_factory=list)
-    needs: list[str] = field(default_factory=list)
+    chain: Sequence[Candidate] = ()
+    needs: Collection[str] = ()
     size_bytes: int = 0
     max_tokens: int | None = None
     cloud_allowed: bool = True
-    considered: dict[str, Considered] = field(default_factory=dict)
+    considered: Sequence[Considered] = ()
+    """Of each of the chain."""
     dropped: dict[str, str] = field(default_factory=dict)
     attempts: list[Tried] = field(default_factory=list)
     answered_by: str | None = None
@@ -87,7 +89,10 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         """Everything, as JSON can hold it."""
         said = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        said["considered"] = {name: found.to_json() for name, found in self.considered.items()}
+        said["chain"] = [candidate.name for candidate in self.chain]
+        said["needs"] = sorted(self.needs)
+        considered = zip(said["chain"], self.considered, strict=True)
+        said["considered"] = {name: found.to_json() for name, found in considered}
         said["attempts"] = [asdict(tried) for tried in self.attempts]
         return said
 

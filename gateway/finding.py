@@ -24,17 +24,22 @@ async def find(runtime: Runtime, model: str, exchange: Exchange) -> Found:
         await view.refresh()  # it may have been added a moment ago
         exchange.waited_seconds += time.monotonic() - began
         found = find_route(model, runtime.config.routes, view.aliases)
-    if found is not None and not _seems_unknown(runtime, found):
-        return found
-    known = sorted({*(route for route in runtime.config.routes if route != "*"), *view.models})
+        if found is None or _seems_unknown(runtime, found):
+            raise _unknown(runtime, model)
+    return found
+
+
+def _unknown(runtime: Runtime, model: str) -> RequestError:
+    """The refusal, with a name that may have been meant."""
+    known = sorted({*(route for route in runtime.config.routes if route != "*"), *runtime.view.models})
     near = difflib.get_close_matches(model, known, n=1)
     advice = f"did you mean {near[0]!r}?" if near else f"known models: {', '.join(known[:20]) or 'none'}"
-    raise RequestError(Code.MODEL_NOT_FOUND, f"there is no model {model[:100]!r}; {advice}", param="model")
+    return RequestError(Code.MODEL_NOT_FOUND, f"there is no model {model[:100]!r}; {advice}", param="model")
 
 
 def _seems_unknown(runtime: Runtime, found: Found) -> bool:
     """Whether only the service could serve this name and its snapshot does not hold it."""
     view = runtime.view
-    if found.route != "*" or not view.is_fresh or found.model in view.models:
+    if found.route != "*" or found.model in view.models or not view.is_fresh:
         return False
     return all(entry.startswith(f"{LOCAL}/") for entry in runtime.config.routes["*"].chain)

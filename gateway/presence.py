@@ -57,6 +57,8 @@ class Presence:
 
     def release(self) -> None:
         """Stops watching. Called before the last byte: the end of a response looks like the client's leaving."""
+        if self._task is None:
+            return
         self._task = None
         self._everyone.discard(self)
         if self._wire is not None:

@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
+from typing import TypeVar
 
 from gateway.attempts import Caller, Request, Tools
 from gateway.auth import Key
@@ -31,7 +32,10 @@ from inference.protocol import H_KV, H_POLICY, H_PRIORITY, Code, Priority, Tier
 
 log = logging.getLogger("gateway.requests")
 
-_PRIORITIES = tuple(Priority)
+S = TypeVar("S", bound=str)
+
+_PRIORITIES, _NORMAL = tuple(Priority), Priority.NORMAL
+_LEFT = str(End.CLIENT_LEFT)
 
 READ_TIMEOUT_HEADER = "x-stainless-read-timeout"
 """The official clients of Python tell how long they wait for each read, in seconds."""
@@ -64,7 +68,7 @@ class Generation:
             exchange.attempts = len(record.attempts)
             raise
         except (ClientLeftError, asyncio.CancelledError):
-            record.outcome = str(End.CLIENT_LEFT) if record.outcome == "running" else record.outcome
+            record.outcome = _LEFT if record.outcome == "running" else record.outcome
             raise
         finally:
             self._finish(exchange, record)
@@ -118,11 +122,12 @@ class Generation:
                 request = await runtime.images.inlined(request, runtime.config.max_body)
                 waited = time.monotonic() - queued
                 exchange.waited_seconds += waited
-                caller = caller._replace(waited_seconds=waited, why_cancelled=presence.why_cancelled)
-                job = Request(tools, request, found, caller, record, exchange.began)
+                job = Request(tools, request, found, caller, record, exchange.began, waited, presence.why_cancelled)
                 if request.stream:
-                    with _Timed(job, exchange):
+                    try:
                         attempt = await job.stream()
+                    finally:
+                        exchange.upstream_seconds = job.upstream_seconds
                     try:
                         self._note(job, exchange, record)
                         job.note_committed(attempt)
@@ -131,8 +136,10 @@ class Generation:
                         raise
                     record.outcome = await self._relay(Answer(job, attempt), asked, presence, exchange, send)
                     return
-                with _Timed(job, exchange):
+                try:
                     body = asked.whole(await job.whole()) if request.endpoint.streams else await job.unary()
+                finally:  # what tiers took is not the gateway's own time, also when all of them refused
+                    exchange.upstream_seconds = job.upstream_seconds
                 self._note(job, exchange, record)
             presence.release()
             record.outcome = "success"
@@ -161,7 +168,7 @@ class Generation:
         self._runtime.telemetry.overhead.observe(record.overhead_seconds)
 
     def _finish(self, exchange: Exchange, record: Record) -> None:
-        if record.outcome == str(End.CLIENT_LEFT):
+        if record.outcome == _LEFT:
             self._runtime.telemetry.disconnects.inc()
         record.total_seconds = time.monotonic() - exchange.began
         route = record.route or "none"
@@ -181,12 +188,12 @@ class Generation:
 def caller_of(exchange: Exchange, key: Key, tenant: str, meter: Meter | None) -> Caller:
     """Who asks, from the key and the headers; raises RequestError for header values that mean nothing."""
     headers = exchange.headers
-    priority = _one_of(headers, H_PRIORITY, _PRIORITIES, Priority.NORMAL)
+    priority = _one_of(headers, H_PRIORITY, _PRIORITIES, _NORMAL)
     policy = _one_of(headers, H_POLICY, ("local-only", "any"), "any")
     return Caller(
         request_id=exchange.request_id,
         tenant=tenant,
-        priority=key.cap(Priority(priority)),
+        priority=key.cap(priority),
         cloud_allowed=policy != "local-only",
         silence_seconds=_patience(headers.get(READ_TIMEOUT_HEADER) or headers.get(TIMEOUT_HEADER)),
         retries=_count(headers.get(RETRY_COUNT_HEADER)),
@@ -195,23 +202,8 @@ def caller_of(exchange: Exchange, key: Key, tenant: str, meter: Meter | None) ->
     )
 
 
-class _Timed:
-    """What tiers took within this context is not the gateway's own time, also when all of them refused."""
-
-    __slots__ = ("_exchange", "_job")
-
-    def __init__(self, job: Request, exchange: Exchange) -> None:
-        self._job = job
-        self._exchange = exchange
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, *_error: object) -> None:
-        self._exchange.upstream_seconds = self._job.upstream_seconds
-
-
-def _one_of(headers: Mapping[str, str], name: str, allowed: tuple[str, ...], default: str) -> str:
+def _one_of(headers: Mapping[str, str], name: str, allowed: tuple[S, ...], default: S) -> S:
+    """Which of `allowed` a header says."""
     if name not in headers:
         return default
     said = headers[name].strip().lower()
@@ -221,13 +213,15 @@ def _one_of(headers: Mapping[str, str], name: str, allowed: tuple[str, ...], def
             f"the header {name} must be one of {', '.join(allowed)}; it is {said[:40]!r}",
             param=name,
         )
-    return said
+    return allowed[allowed.index(said)]
 
 
 def _patience(header: str | None) -> float | None:
     """How long the caller may be left without a byte, a little less than it says; None when it says nothing usable."""
+    if header is None:
+        return None
     try:
-        said = float(header or "")
+        said = float(header)
     except ValueError:
         return None
     if not 0 < said < math.inf:

@@ -105,7 +105,7 @@ def leave(door: Door, bounds: Bounds, number: int, now: float) -> tuple[Door, tu
         door = Door(running, door.waiting, door.turns, took if mean is None else mean + (took - mean) / _MEMORY)
     elif door.waiting:
         door = door._replace(waiting=tuple(waiter for waiter in door.waiting if waiter.number != number))
-    return _fill(door, bounds, now)
+    return _fill(door, bounds, now) if door.waiting else (door, ())
 
 
 def expire(door: Door, bounds: Bounds, now: float) -> tuple[Door, tuple[Effect, ...]]:

@@ -10,6 +10,7 @@ from inference.protocol import DeviceState, ModelState, ModelStatus
 SHORT_REST_SECONDS = 2.0
 """A model that failed and is tried again within so long is waited for by the service itself."""
 
+_FAILED = ModelState.FAILED
 _GONE = (DeviceState.QUARANTINED, DeviceState.LOST)
 
 
@@ -23,7 +24,7 @@ class Ailment:
 
 def ailment(status: ModelStatus, devices: Mapping[str, DeviceState], age: float) -> Ailment | None:
     """What speaks against a model whose `status` was heard `age` seconds ago; None while nothing does."""
-    if status.state is ModelState.FAILED:
+    if status.state is _FAILED:
         rest = None if status.retry_after_seconds is None else max(0.0, status.retry_after_seconds - age)
         if rest is not None and rest <= SHORT_REST_SECONDS:
             return None

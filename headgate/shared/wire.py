@@ -134,7 +134,10 @@ class WiredHttp(HttpToolsProtocol):
             if self.scope["http_version"] == "1.0":
                 self.cycle.__class__ = _Unchunked
             wire = Wire(self.cycle)
-            self._unanswered = (*(one for one in self._unanswered if not one.is_answered), wire)
+            if self.pipeline:
+                self._unanswered = (*(one for one in self._unanswered if not one.is_answered), wire)
+            else:
+                self._unanswered = (wire,)  # it does not wait, so all before it are answered
             self.scope["extensions"] = {_EXTENSION: wire}  # type: ignore[dict-item]
             if len(self.pipeline) == 1:
                 self.flow.resume_reading()  # uvicorn stops while one waits, and would not see the client leave
