@@ -83,17 +83,15 @@ class Attempt:
     async def open(self, *, forward_comments: bool) -> None:
         """Reads until there is something to commit to; the frames so far are in `backlog`."""
         await self.begin()
-        while True:
-            frame = await self.listening.next()
-            if isinstance(frame, Comment):
-                if forward_comments and self.last and self._waited_long():
+        is_enough = False
+        while not (is_enough or self.listening.answered):
+            for frame in self.listening.ready() or [await self.listening.next()]:
+                if not isinstance(frame, Comment):
                     self.backlog.append(frame)
-                    return
-                continue
-            self.backlog.append(frame)
-            if self.listening.answered:
-                self.note_begun()
-                return
+                elif forward_comments and self.last and self._waited_long():
+                    self.backlog.append(frame)
+                    is_enough = True
+        self.note_begun()
 
     def note_begun(self) -> None:
         """Records, once, that the answer's first content is here: a probe's success, the time to the first token."""

@@ -7,6 +7,7 @@ attempts and time. Verdicts are recorded synchronously, once, before the connect
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections import deque
@@ -65,7 +66,7 @@ class Caller(NamedTuple):
     meter: Meter | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tools:
     """What every request shares: the configuration in force and the long-lived parts of the gateway."""
 
@@ -75,6 +76,15 @@ class Tools:
     view: InferenceView
     counter: Counter
     telemetry: Telemetry
+
+    @functools.cached_property
+    def limits(self) -> Mapping[str, Limits]:
+        """What a request of each route may take, as long as its caller names no time of its own."""
+        said, most = self.config.deadlines, self.config.attempts.max
+        return {
+            name: Limits(said.first_token, said.inter_token, said.total, route.load_wait, most)
+            for name, route in self.config.routes.items()
+        }
 
 
 class Request:
@@ -104,12 +114,9 @@ class Request:
         self.upstream_seconds = 0.0
         self.route: RouteSettings = tools.config.routes[found.route]
         self._found = found
-        deadlines = tools.config.deadlines
-        limits = Limits(
-            deadlines.first_token, deadlines.inter_token, deadlines.total, self.route.load_wait,
-            tools.config.attempts.max,
-            None if caller.silence_seconds is None else caller.silence_seconds - waited_seconds,
-        )  # fmt: skip
+        limits = tools.limits[found.route]
+        if caller.silence_seconds is not None:
+            limits = limits._replace(caller_silence=caller.silence_seconds - waited_seconds)
         self.budget = Budget(limits, asyncio.get_running_loop().time())
         self.candidates = expand(self.route.chain, found.model)
         self._choice = Choice(
@@ -161,7 +168,7 @@ class Request:
         """
         if self.caller.meter is not None and self.caller.meter.counts_tokens:
             return 0.0
-        return min(wanted, self.tools.config.deadlines.inter_token / 4)
+        return min(wanted, self.budget.limits.inter_token / 4)
 
     def _bounded(self, body: Mapping[str, Any], candidate: Candidate) -> Mapping[str, Any]:
         """`body` with a `max_tokens` that the model takes, where the caller only had to name one."""

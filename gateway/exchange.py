@@ -100,9 +100,10 @@ class Exchange:
             (_MODEL, _header_value(self.model)),
             (_ATTEMPTS, b"%d" % self.attempts),
             (_REASON, _header_value(self.reason)),
-            *((name.encode(), _header_value(value)) for name, value in self.limits),
             (_OVERHEAD, b"%.3f" % (self.overhead_seconds * 1000)),
         ]
+        if self.limits:
+            told += [(name.encode(), _header_value(value)) for name, value in self.limits]
         if self.device is not None:
             told.append((_DEVICE, _header_value(self.device)))
         if self.is_messages:

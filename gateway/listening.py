@@ -98,11 +98,6 @@ class Listening:
     async def next(self) -> Frame:
         """The next frame; raises UpstreamError or ExpiredError. Not to be called after Done."""
         assert self._frames is not None, "the stream is opened first"
-        take = getattr(self._frames, "take_next", None)
-        if take is not None and (here := take()) is not None:
-            self._heard = self._loop.time()  # nobody waits for it, so no timer is needed
-            self._note(here)
-            return here  # type: ignore[no-any-return]
         self._begin()
         try:
             frame = await self._frames.__anext__()
@@ -117,7 +112,9 @@ class Listening:
         return frame
 
     def ready(self) -> list[Frame]:
-        """Frames that came together with the last one; empty for a provider that hands them out one by one."""
+        """Frames that are here already, for which no timer is needed; none for a provider that hands them out one by
+        one.
+        """
         take = getattr(self._frames, "take_ready", None)
         frames: list[Frame] = take() if take is not None else []
         self._note_all(frames)

@@ -62,11 +62,13 @@ class Answer:
     async def next(self) -> list[Frame]:
         """What comes next; at least one frame. Raises the UpstreamError or ExpiredError that ends the answer."""
         while True:
-            try:
-                frames = [await self.attempt.listening.next()]
-            except (UpstreamError, ExpiredError) as error:
-                return await self._after(error)
-            frames += self.attempt.listening.ready()
+            frames = self.attempt.listening.ready()
+            if not frames:
+                try:
+                    frames = [await self.attempt.listening.next()]
+                except (UpstreamError, ExpiredError) as error:
+                    return await self._after(error)
+                frames += self.attempt.listening.ready()
             self.attempt.note_begun()
             if joined := self._join(frames):
                 return joined

@@ -11,7 +11,7 @@ import orjson
 from gateway.core.unchecked import dumps, loads
 
 _JOINED = ("content", "reasoning_content", "reasoning", "refusal")
-_COPIED = ("id", "created", "model", "system_fingerprint", "service_tier")
+_COPIED = frozenset(("id", "created", "model", "system_fingerprint", "service_tier"))
 _TOLD = ("stop_reason", "native_finish_reason", "stop_details")
 """What a choice may say about its end beside the finish reason."""
 _OBJECTS = {"chat.completion.chunk": "chat.completion", "text_completion": "text_completion"}
@@ -69,6 +69,8 @@ class Assembly:
         self._molds_tried = 0
         self._read = 0
         self._head: dict[str, Any] = {}
+        self._untold = _COPIED
+        """What the head still lacks."""
         self._object: str | None = None
         self._choices: dict[int, _Choice] = {}
         self._usage: Mapping[str, Any] | None = None
@@ -82,7 +84,7 @@ class Assembly:
         chunk = loads(payload)
         self.add(chunk)
         self._read += 1
-        if self._mold is None and self._read > _MOLDS_FROM and self._molds_tried < _MOLDS_TRIED:
+        if self._read > _MOLDS_FROM and self._mold is None and self._molds_tried < _MOLDS_TRIED:
             self._mold = self._mold_of(payload, chunk)
 
     def _mold_of(self, payload: bytes, chunk: Mapping[str, Any]) -> _Mold | None:
@@ -114,9 +116,9 @@ class Assembly:
             self._object = _OBJECTS.get(str(chunk.get("object")))
             if self._object is None:
                 raise ValueError(f"a chunk of an unknown kind {chunk.get('object')!r}")
-        for name in _COPIED:
-            if name not in self._head and chunk.get(name) is not None:
-                self._head[name] = chunk[name]
+        if not self._untold.isdisjoint(chunk):
+            self._head |= {name: chunk[name] for name in self._untold if chunk.get(name) is not None}
+            self._untold -= self._head.keys()
         if isinstance(usage := chunk.get("usage"), dict):
             self._usage = usage
         for part in choices:

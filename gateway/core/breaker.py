@@ -44,7 +44,7 @@ class State(IntEnum):
 
 
 CLOSED, HALF_OPEN, OPEN = State
-"""By themselves: every request meets them a dozen times, and Python 3.11 is slow to find members of an enum."""
+"""By themselves, because every request asks a dozen times: Python 3.11 is slow to find a member in its enum."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,16 +175,21 @@ def array(item: Check = anything, low: int = 0, high: int | None = None) -> Chec
 
 def by_type(expected: str, **checks: Check) -> Check:
     """The check for the value's JSON type: keys `text`, `array`, `mapping`, `boolean`; others are refused."""
-    types: Mapping[type, str] = {str: "text", list: "array", dict: "mapping", bool: "boolean"}
+    runs = {_TYPES[kind][0]: inner.run for kind, inner in checks.items()}
 
     def check(value: Any, path: str) -> None:
-        chosen = checks.get(types.get(type(value), ""))
-        if chosen is None:
+        run = runs.get(type(value))
+        if run is None:
             refuse(path, f"`{path}` must be {expected}, not {_kind(value)}")
-        chosen.run(value, path)
+        run(value, path)
 
-    return Check(check, {"anyOf": [{"type": _TYPES[kind], **inner.schema} for kind, inner in checks.items()]})
+    return Check(check, {"anyOf": [{"type": _TYPES[kind][1], **inner.schema} for kind, inner in checks.items()]})
 
 
-_TYPES: Mapping[str, str] = {"text": "string", "array": "array", "mapping": "object", "boolean": "boolean"}
-"""JSON Schema's names of the keys of `by_type`."""
+_TYPES: Mapping[str, tuple[type, str]] = {
+    "text": (str, "string"),
+    "array": (list, "array"),
+    "mapping": (dict, "object"),
+    "boolean": (bool, "boolean"),
+}
+"""What the keys of `by_type` are in Python and in JSON Schema."""

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 BYTES_PER_TOKEN = 4
 """What a token of a prompt is estimated at, in bytes of UTF-8 text."""
@@ -38,8 +38,7 @@ class Which(StrEnum):
     CONCURRENT = "concurrent"
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(NamedTuple):
     """What one key may do; None is no limit."""
 
     requests_per_minute: int | None = None

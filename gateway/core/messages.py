@@ -81,7 +81,7 @@ _SHAPE = f.mapping(_FIELDS, needed=("role",))
 
 
 def _check_message(value: Any, path: str) -> None:
-    _SHAPE(value, path)
+    _SHAPE.run(value, path)
     role = value["role"]
     if value.get("content") is None and not (role == "assistant" and _says_otherwise(value)):
         f.refuse(f"{path}.content", f"`{path}` needs `content`")

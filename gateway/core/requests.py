@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from gateway.core import fields as f
-from gateway.core.frames import Endpoint
+from gateway.core.frames import CHAT, COMPLETIONS, Endpoint
 from gateway.core.messages import MESSAGES, TOOL, TOOL_CHOICE, needs_of_messages
 from gateway.core.shape import check_shape
 from gateway.errors import RequestError
@@ -199,24 +199,23 @@ _FIELDS: Mapping[Endpoint, Mapping[str, f.Check]] = {
     Endpoint.RERANK: _RERANK,
 }
 _NEEDED: Mapping[Endpoint, tuple[str, ...]] = {
-    Endpoint.CHAT: ("messages",),
-    Endpoint.COMPLETIONS: ("prompt",),
-    Endpoint.EMBEDDINGS: ("input",),
-    Endpoint.RERANK: ("query", "documents"),
+    Endpoint.CHAT: ("model", "messages"),
+    Endpoint.COMPLETIONS: ("model", "prompt"),
+    Endpoint.EMBEDDINGS: ("model", "input"),
+    Endpoint.RERANK: ("model", "query", "documents"),
 }
 
 
 def schema(endpoint: Endpoint) -> dict[str, Any]:
     """The body that `parse` takes, in JSON Schema; rules between fields are not in it."""
-    needed = ("model", *_NEEDED[endpoint])
-    return {**f.object_schema(_FIELDS[endpoint], needed), "additionalProperties": False}
+    return {**f.object_schema(_FIELDS[endpoint], _NEEDED[endpoint]), "additionalProperties": False}
 
 
 def parse(endpoint: Endpoint, raw: bytes) -> InferenceRequest:
     """The typed request in `raw`; raises RequestError (400) naming the field and what to write instead."""
     body = parse_json(raw)
     known = _FIELDS[endpoint]
-    for name in ("model", *_NEEDED[endpoint]):
+    for name in _NEEDED[endpoint]:
         if body.get(name) is None:
             f.refuse(name, f"`{name}` is needed and not there")
     for name, value in body.items():
@@ -237,7 +236,7 @@ def typed(endpoint: Endpoint, body: Mapping[str, Any], size_bytes: int) -> Infer
     """The request of a checked `body`; `size_bytes` is what the caller sent."""
     options = body.get("stream_options") or {}
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
-    needs = needs_of_messages(body) if endpoint is Endpoint.CHAT else frozenset[str]()
+    needs = needs_of_messages(body) if endpoint is CHAT else frozenset[str]()
     return InferenceRequest(
         endpoint=endpoint,
         model=body["model"],
@@ -266,7 +265,7 @@ def _check_together(endpoint: Endpoint, body: Mapping[str, Any]) -> None:
     """Rules between fields."""
     if body.get("stream_options") is not None and not body.get("stream"):
         f.refuse("stream_options", "`stream_options` is only allowed when `stream` is true")
-    if endpoint is Endpoint.CHAT:
+    if endpoint is CHAT:
         if body.get("top_logprobs") is not None and not body.get("logprobs"):
             f.refuse("top_logprobs", "`top_logprobs` needs `logprobs` to be true")
         if body.get("tool_choice") not in (None, "none", "auto") and not body.get("tools"):
@@ -274,7 +273,7 @@ def _check_together(endpoint: Endpoint, body: Mapping[str, Any]) -> None:
         shape = body.get("response_format") or {}
         if shape.get("type") == "json_schema" and not isinstance(shape.get("json_schema"), dict):
             f.refuse("response_format.json_schema", "`response_format` of type json_schema needs `json_schema`")
-    if endpoint is Endpoint.COMPLETIONS and (body.get("best_of") or 1) < (body.get("n") or 1) and body.get("best_of"):
+    if endpoint is COMPLETIONS and (body.get("best_of") or 1) < (body.get("n") or 1) and body.get("best_of"):
         f.refuse("best_of", "`best_of` must be at least `n`")
 
 

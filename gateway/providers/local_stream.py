@@ -32,7 +32,7 @@ Ask = Callable[[Call, bytes], Awaitable[Answer]]
 CLOSE_SECONDS = 0.2
 """How long the end of a finished response may take to come so that its connection can serve again."""
 
-_CHOICES, _FINISH_KEY, _NO_FINISH = b'"choices"', b'"finish_reason"', b":null"
+_CHOICES, _FINISH_KEY, _NO_FINISH = b'"choices"', b'"finish_reason"', b'"finish_reason":null'
 _FINISH = re.compile(rb'"finish_reason"\s*:\s*"')
 _EMPTY, _NO_CHOICES = b'"choices":[]', re.compile(rb'"choices"\s*:\s*\[\s*\]')
 _CONTENT = re.compile(
@@ -50,7 +50,8 @@ def kind_of(payload: bytes) -> DeltaKind:
     A quote inside a JSON string is escaped, so a key's closing quote and colon cannot occur in generated text.
     """
     begin = max(0, payload.find(_CHOICES))
-    if _is_finish(payload, begin):
+    # as our own worker writes it, and counted several times as quickly as it is searched for
+    if payload.count(_FINISH_KEY, begin) != payload.count(_NO_FINISH, begin) and _FINISH.search(payload, begin):
         return FINISH
     if payload.startswith(_EMPTY, begin):
         return USAGE
@@ -61,17 +62,6 @@ def kind_of(payload: bytes) -> DeltaKind:
     if _CONTENT.search(payload, begin):
         return CONTENT
     return USAGE if _NO_CHOICES.search(payload, begin) else OTHER
-
-
-def _is_finish(payload: bytes, begin: int) -> bool:
-    """Whether some choice of a chunk has its finish reason."""
-    first = payload.find(_FINISH_KEY, begin)
-    if first < 0:
-        return False
-    value = first + len(_FINISH_KEY)
-    if payload.startswith(_NO_FINISH, value) and payload.find(_FINISH_KEY, value) < 0:
-        return False  # as our own worker writes it, and searched for several times as quickly as by an expression
-    return _FINISH.search(payload, first) is not None
 
 
 def upstream_error(kind: UpstreamKind, raw: Any, status: int | None, retry_after: float | None) -> UpstreamError:
@@ -156,10 +146,6 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
                 raise StopAsyncIteration
             await self._changed()
         return self._ready.popleft()
-
-    def take_next(self) -> Frame | None:
-        """The next frame if it is here already."""
-        return self._ready.popleft() if self._ready else None
 
     def take_ready(self) -> list[Frame]:
         """The frames that are here already, so that they can leave in one write; an error waits its turn."""

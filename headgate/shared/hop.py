@@ -156,10 +156,10 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._error: BrokenError | None = None
         self._flows = True
+        self._parser = httptools.HttpResponseParser(self)
         self._renew()
 
     def _renew(self) -> None:
-        self._parser = httptools.HttpResponseParser(self)
         self._head: asyncio.Future[Answer] | None = None
         self._headers: dict[str, str] = {}
         self._pieces: list[bytes] = []

@@ -75,12 +75,11 @@ class Wire:
             return False
         cycle.response_started = cycle.response_complete = True
         cycle.waiting_for_100_continue = cycle.chunked_encoding = False
-        lines = [STATUS_LINE[status]]
-        for name, value in (*cycle.default_headers, *headers):
-            lines += (name, b": ", value, b"\r\n")
+        lines = [b": ".join(header) for header in (*cycle.default_headers, *headers)]
         if not cycle.keep_alive:
-            lines.append(b"connection: close\r\n")
-        cycle.transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (b"".join(lines), len(body), body))
+            lines.append(b"connection: close")
+        head = STATUS_LINE[status] + b"\r\n".join(lines)
+        cycle.transport.write(b"%b\r\ncontent-length: %d\r\n\r\n%b" % (head, len(body), body))
         cycle.message_event.set()
         if not cycle.keep_alive:
             cycle.transport.close()
