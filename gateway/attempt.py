@@ -116,7 +116,7 @@ class Attempt:
         said = without_quotes(said, self.call.body)
         self._lease.settle(verdict, said)
         outcome = outcome_name(verdict, observation)
-        request.tools.telemetry.count_attempt(candidate.provider, request.label(candidate), outcome)
+        request.tools.telemetry.attempts.count(candidate.provider, request.label(candidate), outcome)
         request.record.attempts.append(
             Tried(candidate.name, outcome, said[:500], round(time.monotonic() - self.began, 6))
         )

@@ -173,7 +173,7 @@ class Generation:
         record.total_seconds = time.monotonic() - exchange.began
         route = record.route or "none"
         tier = record.tier if record.outcome in ("success", "broken") else str(Tier.NONE)
-        self._runtime.telemetry.count_request(route, tier, record.outcome)
+        self._runtime.telemetry.requests.count(route, tier, record.outcome)
         ordinary = record.outcome == "success" and record.reason == "none"
         if ordinary and not log.isEnabledFor(logging.DEBUG):
             return  # what is not written down need not be put into words

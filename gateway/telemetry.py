@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
 
 from gateway.core.breaker import State
+from gateway.tallies import Counts, Times
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a time series per time series that nobody reads
 
@@ -23,14 +24,11 @@ class Telemetry:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         to = self.registry
-        self.requests = Counter(
-            "gateway_requests_total",
-            "Requests by route, answering tier and outcome",
-            ["route", "tier", "outcome"],
-            registry=to,
+        self.requests = Counts(
+            "gateway_requests_total", "Requests by route, answering tier and outcome", ["route", "tier", "outcome"], to
         )
-        self.attempts = Counter(
-            "gateway_attempts_total", "Attempts at tiers by verdict", ["provider", "model", "outcome"], registry=to
+        self.attempts = Counts(
+            "gateway_attempts_total", "Attempts at tiers by verdict", ["provider", "model", "outcome"], to
         )
         self.breaker_state = Gauge(
             "gateway_breaker_state", "0 closed, 1 half-open, 2 open", ["provider", "model"], registry=to
@@ -50,36 +48,15 @@ class Telemetry:
         self.resume = Counter(
             "gateway_resume_total", "Answers that broke off, by what became of them", ["result"], registry=to
         )
-        self.ttft = Histogram("gateway_ttft_seconds", "From the request to its first token", buckets=_TTFT, registry=to)
-        self.inter_token = Histogram(
-            "gateway_inter_token_seconds", "Between two frames of an answer", buckets=_INTER_TOKEN, registry=to
-        )
-        self.overhead = Histogram(
-            "gateway_overhead_seconds", "Time of a request spent in the gateway itself", buckets=_OVERHEAD, registry=to
-        )
+        self.ttft = Times("gateway_ttft_seconds", "From the request to its first token", _TTFT, to)
+        self.inter_token = Times("gateway_inter_token_seconds", "Between two frames of an answer", _INTER_TOKEN, to)
+        self.overhead = Times("gateway_overhead_seconds", "Time of a request in the gateway itself", _OVERHEAD, to)
         self.in_flight = Gauge("gateway_in_flight", "Requests being served", registry=to)
         self.queue_depth = Gauge("gateway_queue_depth", "Requests waiting for a place", registry=to)
         self.rate_limited = Counter(
             "gateway_rate_limited_total", "Requests beyond what their key may do, by limit", ["limit"], registry=to
         )
-        self._known: dict[Counter, dict[tuple[str, str, str], Counter]] = {self.requests: {}, self.attempts: {}}
         self.disconnects = Counter("gateway_client_disconnect_total", "Callers who left before the end", registry=to)
-
-    def count_request(self, route: str, tier: str, outcome: str) -> None:
-        """A request ended."""
-        self._count(self.requests, (route, tier, outcome))
-
-    def count_attempt(self, provider: str, model: str, outcome: str) -> None:
-        """An attempt ended."""
-        self._count(self.attempts, (provider, model, outcome))
-
-    def _count(self, counter: Counter, labels: tuple[str, str, str]) -> None:
-        """Adds one. To look up a labelled counter takes longer than to count."""
-        known = self._known[counter]
-        child = known.get(labels)
-        if child is None:
-            child = known[labels] = counter.labels(*labels)
-        child.inc()
 
     def on_breaker(self, provider: str, model: str, state: State | None) -> None:
         """A breaker moved, or was forgotten (None)."""
