@@ -53,6 +53,9 @@ class _Held:
 
     def prove(self) -> None:
         """What is known already is the success of a probe; nothing else changes."""
+        if not self.permit.is_probe:
+            self.guard.heard()
+            return
         fresh = self.guard.prove(self.permit)
         self.proven |= fresh is not self.permit
         self.permit = fresh
@@ -193,12 +196,12 @@ class Breakers:
 
     def closed_for(self, provider: str, model: str) -> float | None:
         """Seconds until the pair may be tried, None when now. Advisory: the permit is what counts."""
-        waits: list[float] = []
+        longest = None
         for key in ((provider, ""), (provider, model)):
             guard = self._guards.get(key)
             if guard is not None and (wait := guard.closed_for) is not None:
-                waits.append(wait)
-        return max(waits, default=None)
+                longest = wait if longest is None else max(longest, wait)
+        return longest
 
     def outstanding(self, provider: str, model: str) -> int:
         """Attempts at the pair that run now."""

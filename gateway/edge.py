@@ -84,7 +84,7 @@ class Edge:
             await send(message)
 
         try:
-            if name := _repeated(scope):
+            if len(exchange.headers) < len(scope["headers"]) and (name := _repeated(scope)):
                 raise RequestError(Code.INVALID_REQUEST, f"the header {name} came more than once", param=name)
             if self._check_host and not _host_is_ours(exchange.headers.get("host", "")):
                 raise RequestError(

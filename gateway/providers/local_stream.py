@@ -226,33 +226,32 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
             if self._over:
                 return  # nothing counts after [DONE] or an error
 
-    def _take_payloads(self, payloads: list[bytes]) -> None:
-        for payload in payloads:
-            self._take_payload(payload)
-            if self._over:
-                return  # as above
-
     def _take(self, frame: SseFrame) -> None:
         if frame.data is not None:
-            self._take_payload(frame.data)
+            self._take_payloads([frame.data])
         elif frame.is_comment:
             if device := device_of(frame.raw):
                 self._call.heard[H_DEVICE] = device
             self._ready.append(Comment(frame.raw))
 
-    def _take_payload(self, payload: bytes) -> None:
-        if payload.startswith(b"{") and payload.endswith(b"}"):
-            if payload.find(_CHOICES) < 0 and payload.find(b'"error"') >= 0:  # `in` is slow for bytes
-                self._refuse(payload)
-                return
-            kind = kind_of(payload)
-            self._finished = self._finished or kind is FINISH
-            self._answered = self._answered or kind is CONTENT
-            self._ready.append(Data(payload, kind))
-        elif payload.strip() == b"[DONE]":
-            self._end("the end mark came")
-        else:
-            self._fail(UpstreamError(UpstreamKind.MALFORMED, f"not a chunk: {payload[:80]!r}"))
+    def _take_payloads(self, payloads: list[bytes]) -> None:
+        for payload in payloads:
+            if payload.startswith(b"{") and payload.endswith(b"}"):
+                if payload.find(_CHOICES) < 0 and payload.find(b'"error"') >= 0:  # `in` is slow for bytes
+                    self._refuse(payload)
+                    return
+                kind = kind_of(payload)
+                if kind is FINISH:
+                    self._finished = True
+                elif kind is CONTENT:
+                    self._answered = True
+                self._ready.append(Data(payload, kind))
+                continue
+            if payload.strip() == b"[DONE]":
+                self._end("the end mark came")
+            else:
+                self._fail(UpstreamError(UpstreamKind.MALFORMED, f"not a chunk: {payload[:80]!r}"))
+            return  # nothing counts after either
 
     def _refuse(self, payload: bytes) -> None:
         """Queues the error frame in `payload`."""

@@ -56,7 +56,7 @@ class Hop:
         connection, then BrokenError.
         """
         lines = [f"POST {path} HTTP/1.1", f"host: {self._host}", f"content-length: {len(body)}"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
+        lines += map(": ".join, headers.items())
         if not self._idle_seconds:
             lines.append("connection: close")
         head = "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n"

@@ -75,7 +75,7 @@ class Wire:
             return False
         cycle.response_started = cycle.response_complete = True
         cycle.waiting_for_100_continue = cycle.chunked_encoding = False
-        lines = [b": ".join(header) for header in (*cycle.default_headers, *headers)]
+        lines = [*map(b": ".join, cycle.default_headers), *map(b": ".join, headers)]
         if not cycle.keep_alive:
             lines.append(b"connection: close")
         head = STATUS_LINE[status] + b"\r\n".join(lines)
