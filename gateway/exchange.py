@@ -216,6 +216,14 @@ async def send_answer(send: Send, exchange: Exchange, body: bytes) -> None:
     await send_bytes(send, 200, body)
 
 
+async def send_head(send: Send, exchange: Exchange, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Status and headers of a good answer that comes in pieces, by the `wire` where there is one."""
+    if exchange.wire is not None and exchange.wire.begin(200, (*headers, *exchange.response_headers())):
+        exchange.started = True
+        return
+    await send({"type": "http.response.start", "status": 200, "headers": [*headers]})
+
+
 async def send_error(send: Send, exchange: Exchange, error: GatewayError) -> None:
     """`error` as clients of the path know it."""
     await send_bytes(send, error.status, orjson.dumps(exchange.told(error)), [_JSON, *error_headers(error)])

@@ -155,7 +155,7 @@ class Generation:
                 raise RefusedError(Code.SHUTTING_DOWN, "the gateway stops; ask again", retry_after=1.0) from None
 
     async def _relay(self, answer: Answer, asked: Asked, presence: Presence, exchange: Exchange, send: Send) -> str:
-        return await relay(answer, send, presence, self._runtime.telemetry, asked.writer(), exchange.wire)
+        return await relay(answer, send, presence, self._runtime.telemetry, asked.writer(), exchange)
 
     def _note(self, job: Request, exchange: Exchange, record: Record) -> None:
         """Fills what the response's headers tell."""

@@ -12,12 +12,11 @@ from gateway.core.frames import Comment, Done, Frame
 from gateway.core.outcome import End
 from gateway.dialects.base import Writer
 from gateway.errors import UpstreamError, UpstreamKind
-from gateway.exchange import Send
+from gateway.exchange import Exchange, Send, send_head
 from gateway.listening import ExpiredError
 from gateway.presence import Presence
 from gateway.resume import Answer
 from gateway.telemetry import Telemetry
-from headgate.shared.wire import Wire
 from inference.protocol import Code
 
 _HEADERS = [
@@ -33,13 +32,14 @@ async def relay(
     presence: Presence,
     telemetry: Telemetry,
     writer: Writer,
-    wire: Wire | None = None,
+    exchange: Exchange,
 ) -> str:
     """Sends status, headers and the rest of `answer`, settles it and closes it; returns the outcome's name.
 
-    With a `wire` a frame leaves as it comes, and this task sleeps until there is more to do than to pass it on.
+    With a wire a frame leaves as it comes, and this task sleeps until there is more to do than to pass it on.
     Returns `client_left` quietly when the client did; a cancellation from elsewhere propagates.
     """
+    wire = exchange.wire
     before = 0.0
 
     def observe(first: Frame) -> None:
@@ -58,19 +58,26 @@ async def relay(
         return True
 
     try:
-        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        await send_head(send, exchange, _HEADERS)
         frames = answer.begin()
         before = time.perf_counter()
         answer.pass_on(pass_on)
         while not isinstance(frames[-1], Done):
             if body := writer.write(frames):
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+                if wire is not None and wire.is_free:
+                    wire.write(body)
+                else:
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
             frames = await answer.next()
             observe(frames[0])
         answer.attempt.succeed()
         answer.note_end()
         presence.release()
-        await send({"type": "http.response.body", "body": writer.write(frames[:-1]) + writer.end()})
+        last = writer.write(frames[:-1]) + writer.end()
+        if wire is not None and wire.is_free:
+            wire.end(last)
+        else:
+            await send({"type": "http.response.body", "body": last})
     except asyncio.CancelledError as error:
         answer.attempt.settle_error(error)
         if not presence.absorb():

@@ -6,6 +6,7 @@ are for one thread.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -54,7 +55,7 @@ class Times(Collector):
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """What the registry tells."""
-        ends = [floatToGoString(bound) for bound in (*self._bounds, float("inf"))]
+        ends = [floatToGoString(bound) for bound in (*self._bounds, math.inf)]  # type: ignore[no-untyped-call]
         buckets = list(zip(ends, accumulate(self._counts), strict=True))
         family = HistogramMetricFamily(*self._described)
         family.add_metric([], buckets, self._sum)

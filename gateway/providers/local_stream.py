@@ -40,7 +40,7 @@ _CONTENT = re.compile(
     rb'|"tool_calls"\s*:\s*\[\s*\{|"function_call"\s*:\s*\{'
 )
 
-_USUAL = (b'"content":"', b'"text":"')
+_USUAL = tuple((key, len(key)) for key in (b'"content":"', b'"text":"'))
 """How text begins in what our own worker writes: looked for first, because that is several times as quick."""
 
 
@@ -55,9 +55,9 @@ def kind_of(payload: bytes) -> DeltaKind:
         return FINISH
     if payload.startswith(_EMPTY, begin):
         return USAGE
-    for key in _USUAL:
-        text = payload.find(key, begin) + len(key)
-        if text >= len(key) and payload[text : text + 1] not in (b'"', b""):
+    for key, length in _USUAL:
+        text = payload.find(key, begin) + length
+        if text >= length and not payload.startswith(b'"', text):
             return CONTENT
     if _CONTENT.search(payload, begin):
         return CONTENT

@@ -19,8 +19,8 @@ _EXTENSION = "headgate.wire"
 
 
 class Wire:
-    """One request and its response. Pieces are written to a body without a length, between the first `send` of its
-    status and the last of its body.
+    """One request and its response. Pieces are written to a body without a length, behind `begin` or the `send` of its
+    status, and before `end` or the `send` of its last piece.
     """
 
     __slots__ = ("_cycle", "_tell")
@@ -70,21 +70,46 @@ class Wire:
         """Sends a whole response in one write; False when only `send` can, because something was sent or somebody has
         to be waited for. `headers` hold no line breaks and say nothing about length or connection.
         """
-        cycle = self._cycle
-        if cycle.response_started or cycle.disconnected or cycle.flow.write_paused or cycle.scope["method"] == "HEAD":
+        if not self._may_begin:
             return False
-        cycle.response_started = cycle.response_complete = True
-        cycle.waiting_for_100_continue = cycle.chunked_encoding = False
+        cycle = self._cycle
+        cycle.chunked_encoding = False
+        head = self._head(status, headers)
+        cycle.transport.write(b"%b\r\ncontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+        self._complete()
+        return True
+
+    def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        """Sends status and headers of a response whose pieces follow; False when only `send` can, as for `answer`."""
+        if not self._may_begin or isinstance(self._cycle, _Unchunked):
+            return False
+        self._cycle.chunked_encoding = True
+        self._cycle.transport.write(b"%b\r\ntransfer-encoding: chunked\r\n\r\n" % self._head(status, headers))
+        return True
+
+    @property
+    def _may_begin(self) -> bool:
+        cycle = self._cycle
+        return not (
+            cycle.response_started or cycle.disconnected or cycle.flow.write_paused or cycle.scope["method"] == "HEAD"
+        )
+
+    def _head(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+        cycle = self._cycle
+        cycle.response_started = True
+        cycle.waiting_for_100_continue = False
         lines = [*map(b": ".join, cycle.default_headers), *map(b": ".join, headers)]
         if not cycle.keep_alive:
             lines.append(b"connection: close")
-        head = STATUS_LINE[status] + b"\r\n".join(lines)
-        cycle.transport.write(b"%b\r\ncontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+        return STATUS_LINE[status] + b"\r\n".join(lines)
+
+    def _complete(self) -> None:
+        cycle = self._cycle
+        cycle.response_complete = True
         cycle.message_event.set()
         if not cycle.keep_alive:
             cycle.transport.close()
         cycle.on_response()
-        return True
 
     @property
     def is_free(self) -> bool:
@@ -102,6 +127,12 @@ class Wire:
         """Writes one piece. Only while `is_free`, and while no `send` is awaited."""
         if data:  # an empty chunk would end the body
             self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def end(self, data: bytes) -> None:
+        """Writes the last piece. As `write`."""
+        last = b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) if data else b"0\r\n\r\n"
+        self._cycle.transport.write(last)
+        self._complete()
 
 
 class _Unchunked(RequestResponseCycle):

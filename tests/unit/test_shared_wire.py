@@ -65,6 +65,60 @@ async def test_pieces_stand_between_what_is_sent() -> None:
     assert frees == [False, True, False] * 2
 
 
+@pytest.mark.parametrize("last", [b"", b"two"])
+async def test_a_wire_begins_and_ends_as_send_does(last: bytes) -> None:
+    """Byte for byte, and the connection serves again."""
+    headers = [(b"content-type", b"text/plain"), (b"x-a", b"b")]
+
+    async def app(scope: Any, _receive: Any, send: Any) -> None:
+        found = wire.take(scope)
+        assert found is not None
+        if scope["path"] == "/send":
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": b"one", "more_body": True})
+            await send({"type": "http.response.body", "body": last})
+            return
+        assert found.begin(200, headers)
+        assert not found.begin(200, headers)
+        assert not found.answer(200, headers, b"")
+        found.write(b"one")
+        found.end(last)
+        assert found.is_answered
+        assert not found.is_free
+
+    async with serving(app) as address:
+        for closing in (b"", b"connection: close\r\n"):
+            said = []
+            reader, writer = await asyncio.open_connection(*address)
+            for path in (b"/wire", b"/wire", b"/send") if not closing else (b"/wire",):
+                writer.write(b"POST %b HTTP/1.1\r\nhost: here\r\n%bcontent-length: 0\r\n\r\n" % (path, closing))
+                head = await reader.readuntil(b"\r\n\r\n")
+                said.append((sorted(head.split(b"\r\n")), await reader.readuntil(b"\r\n0\r\n\r\n")))
+            assert said == said[:1] * len(said)
+            assert (b"connection: close" in said[0][0]) == bool(closing)
+            if closing:
+                assert await reader.read() == b""
+            writer.close()
+
+
+async def test_callers_of_http_1_0_get_no_pieces_from_a_wire() -> None:
+    """They know no chunks."""
+
+    async def app(scope: Any, _receive: Any, send: Any) -> None:
+        found = wire.take(scope)
+        assert found is not None
+        assert not found.begin(200, [])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        assert not found.is_free
+        await send({"type": "http.response.body", "body": b"all"})
+
+    async with serving(app) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(b"POST / HTTP/1.0\r\ncontent-length: 0\r\n\r\n")
+        assert (await reader.read()).endswith(b"\r\n\r\nall")
+        writer.close()
+
+
 async def test_an_answer_with_a_length_has_no_pieces() -> None:
     frees: list[bool] = []
 
