@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from gateway.core.frames import Comment, Data, DeltaKind, Endpoint, Frame
+from gateway.core.frames import USAGE, Comment, Data, Endpoint, Frame
 from gateway.core.requests import InferenceRequest, parse
 from gateway.core.unchecked import dumps
 from gateway.errors import GatewayError
@@ -23,7 +23,14 @@ class OpenAIWriter:
 
     def write(self, frames: Sequence[Frame]) -> bytes:
         """See `gateway.dialects.base.Writer`."""
-        return b"".join([self._bytes(frame) for frame in frames])
+        pieces: list[bytes] = []
+        for frame in frames:
+            if isinstance(frame, Data):
+                if self._include_usage or frame.kind is not USAGE:
+                    pieces += (b"data: ", frame.payload, b"\n\n")
+            elif isinstance(frame, Comment):
+                pieces.append(frame.frame)
+        return b"".join(pieces)
 
     def end(self) -> bytes:
         """See `gateway.dialects.base.Writer`."""
@@ -33,13 +40,6 @@ class OpenAIWriter:
         """See `gateway.dialects.base.Writer`."""
         known = Code(code) if code in frozenset(Code) else code
         return b"data: " + orjson.dumps(error_body(known, message)) + b"\n\n"
-
-    def _bytes(self, frame: Frame) -> bytes:
-        if isinstance(frame, Data):
-            if frame.kind is DeltaKind.USAGE and not self._include_usage:
-                return b""
-            return b"data: " + frame.payload + b"\n\n"
-        return frame.frame if isinstance(frame, Comment) else b""
 
 
 @dataclass(frozen=True, slots=True)
