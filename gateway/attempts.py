@@ -153,14 +153,8 @@ class Request:
                 headers[H_STREAM_INTERVAL] = str(round(self._interval * 1000))
             if self.caller.kv is not None:
                 headers[H_KV] = self.caller.kv
-        return Call(
-            endpoint=self.request.endpoint,
-            model=candidate.model,
-            body=asked,
-            request_id=self.caller.request_id,
-            connect_seconds=self.tools.config.deadlines.connect,
-            headers=headers,
-        )
+        connect_seconds = self.tools.config.deadlines.connect
+        return Call(self.request.endpoint, candidate.model, asked, self.caller.request_id, connect_seconds, headers)
 
     def _piece_seconds(self, wanted: float) -> float:
         """How long text of a local answer may wait for more: no time where the pieces of an answer that breaks off are

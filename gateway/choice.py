@@ -95,25 +95,14 @@ class Choice:
         closed_for = breakers.closed_for(candidate.provider, candidate.model)
         held_for = breakers.held_for(candidate.provider, candidate.model)
         if status is None:
-            return Facts(
-                present, closed_for, held_for,
-                unsupported=unsupported, same_vectors=same_vectors, foreign_ids=foreign_ids,
-            )  # fmt: skip
+            return Facts(present, closed_for, held_for, None, unsupported, same_vectors, foreign_ids)
+        capabilities = frozenset(status.capabilities) if status.capabilities else None
+        context_length, speed = status.context_length or None, self._speed(candidate, status)
+        ailment = self._tools.view.ailment(status.id)
         return Facts(
-            present=present,
-            unsupported=unsupported,
-            same_vectors=same_vectors,
-            foreign_ids=foreign_ids,
-            closed_for=closed_for,
-            held_for=held_for,
-            capabilities=frozenset(status.capabilities) if status.capabilities else None,
-            context_length=status.context_length or None,
-            speed=self._speed(candidate, status),
-            fits=status.fits,
-            fit_reason=status.reason,
-            fit_in=status.retry_after_seconds,
-            ailment=self._tools.view.ailment(status.id),
-        )
+            present, closed_for, held_for, capabilities, unsupported, same_vectors, foreign_ids,
+            context_length, speed, status.fits, status.reason, status.retry_after_seconds, ailment,
+        )  # fmt: skip
 
     def _known(self, candidate: Candidate) -> Facts:
         """What was known of it when the chain was folded."""

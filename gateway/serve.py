@@ -53,11 +53,12 @@ class Generation:
     def __init__(self, runtime: Runtime, dialect: Dialect) -> None:
         self._runtime = runtime
         self._dialect = dialect
+        self._path = dialect.path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
         exchange = exchange_of(scope)
-        record = Record(exchange.request_id, time.time(), self._dialect.path)
+        record = Record(exchange.request_id, time.time(), self._path)
         try:
             with self._runtime.generation():
                 await self._serve(exchange, record, receive, send)
@@ -190,16 +191,12 @@ def caller_of(exchange: Exchange, key: Key, tenant: str, meter: Meter | None) ->
     headers = exchange.headers
     priority = _one_of(headers, H_PRIORITY, _PRIORITIES, _NORMAL)
     policy = _one_of(headers, H_POLICY, ("local-only", "any"), "any")
+    silence_seconds = _patience(headers.get(READ_TIMEOUT_HEADER) or headers.get(TIMEOUT_HEADER))
+    retries = _count(headers.get(RETRY_COUNT_HEADER))
     return Caller(
-        request_id=exchange.request_id,
-        tenant=tenant,
-        priority=key.cap(priority),
-        cloud_allowed=policy != "local-only",
-        silence_seconds=_patience(headers.get(READ_TIMEOUT_HEADER) or headers.get(TIMEOUT_HEADER)),
-        retries=_count(headers.get(RETRY_COUNT_HEADER)),
-        kv=headers.get(H_KV),
-        meter=meter,
-    )
+        exchange.request_id, tenant, key.cap(priority), policy != "local-only",
+        silence_seconds, retries, headers.get(H_KV), meter,
+    )  # fmt: skip
 
 
 def _one_of(headers: Mapping[str, str], name: str, allowed: tuple[S, ...], default: S) -> S:

@@ -253,7 +253,8 @@ def settle(
     """
     if not counts(book, permit):
         return book, NOTHING
-    book = give_back(book, permit)
+    if permit.is_probe:
+        book = give_back(book, permit)
     if ok:
         climbed = None if book.ramp is None else ramps.won(book.ramp)
         tallies = _tally(book, rule, now, succeeded=1)
