@@ -71,7 +71,7 @@ class Record:
     max_tokens: int | None = None
     cloud_allowed: bool = True
     considered: Sequence[Considered] = ()
-    """Of each of the chain."""
+    """Of each of the chain, once it was folded."""
     dropped: dict[str, str] = field(default_factory=dict)
     attempts: list[Tried] = field(default_factory=list)
     answered_by: str | None = None
@@ -91,7 +91,7 @@ class Record:
         said = {name: getattr(self, name) for name in self.__dataclass_fields__}
         said["chain"] = [candidate.name for candidate in self.chain]
         said["needs"] = sorted(self.needs)
-        considered = zip(said["chain"], self.considered, strict=True)
+        considered = zip(said["chain"], self.considered, strict=False)
         said["considered"] = {name: found.to_json() for name, found in considered}
         said["attempts"] = [asdict(tried) for tried in self.attempts]
         return said

@@ -58,7 +58,9 @@ class Listening:
         self._started = self._heard = self._loop.time()
         self._idle_since: float | None = None
         self._left = self._started
-        self._waiting = self._answered = self._sent = False
+        self._waiting = self._sent = False
+        self.answered = False
+        """Whether content or a finish reason came."""
         self._last = last
         self._on_frame = on_frame
         self._whole = whole
@@ -66,11 +68,6 @@ class Listening:
         self._task: asyncio.Task[object] | None = None
         self._passed: Deadline | None = None
         self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def answered(self) -> bool:
-        """Whether content or a finish reason came."""
-        return self._answered
 
     def mark_sent(self) -> None:
         """The caller got something of this stream: from now on only silence counts."""
@@ -172,7 +169,7 @@ class Listening:
     def _note_all(self, frames: list[Frame]) -> None:
         for frame in frames:
             # chunks of an answer that has begun say nothing new to anybody but who counts them
-            if not self._answered or self._on_frame is not None or not isinstance(frame, Data):
+            if not self.answered or self._on_frame is not None or not isinstance(frame, Data):
                 self._note(frame)
             else:
                 self._idle_since = None
@@ -192,8 +189,8 @@ class Listening:
                 self._idle_since = None
         elif isinstance(frame, Data) and frame.kind is not OTHER:
             self._idle_since = None
-            if not self._answered and frame.kind in _ANSWER:
-                self._answered = True
+            if not self.answered and frame.kind in _ANSWER:
+                self.answered = True
                 self._rearm()
         else:
             self._note_idle()
@@ -212,7 +209,7 @@ class Listening:
 
     def _deadline(self) -> Deadline:
         phase = Phase(
-            self._started, self._heard, self._waiting, self._answered, self._sent, self._last, self._whole,
+            self._started, self._heard, self._waiting, self.answered, self._sent, self._last, self._whole,
             self._idle_since,
         )  # fmt: skip
         return next_deadline(self._budget, phase)
