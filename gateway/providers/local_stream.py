@@ -49,7 +49,9 @@ def kind_of(payload: bytes) -> DeltaKind:
 
     A quote inside a JSON string is escaped, so a key's closing quote and colon cannot occur in generated text.
     """
-    begin = max(0, payload.find(_CHOICES))
+    begin = payload.find(_CHOICES)
+    if begin < 0:
+        begin = 0  # `max` takes as long as to find it
     # as our own worker writes it, and counted several times as quickly as it is searched for
     if payload.count(_FINISH_KEY, begin) != payload.count(_NO_FINISH, begin) and _FINISH.search(payload, begin):
         return FINISH
