@@ -39,9 +39,9 @@ log = logging.getLogger("headgate.worker.engine")
 PROGRESS_SECONDS = 0.5
 
 GATHER_SECONDS, GATHER_FROM_SECONDS = 0.01, 0.05
-"""How long an idle engine waits for requests that are being read, where the prompts that are here take the second or
-more: those that come together begin together. A step with one of them alone costs nearly what it would with several,
-and holds up all others; a short one is over by the time they are read."""
+"""How long an idle engine waits for requests that are being read, where the prompts that are here count the second or
+more (`Pace.duration`): those that come together begin together. A step with one of them alone costs nearly what it
+would with several, and holds up all others; a short one is over by the time they are read."""
 
 UNREAD_OUTPUTS = 2**14
 """How far a reader may lag behind, in pieces of text without log probabilities, joined ones too; every alternative of a

@@ -98,10 +98,10 @@ class Drive:
 def test_a_stream_waits_no_longer_for_prompts_than_was_promised(
     machine: Machine, requests: list[tuple[int, int, int]]
 ) -> None:
-    """At most 0.4 s in a step, or up to 1 s in proportion as prompts outnumber streams, or one, and a quarter more, or
-    half where more prompts than streams wait and all are complete; in any run of steps 80 ms for each and 4.5 s in all,
-    where a second counts less the more wait for it; or 32 tokens, where those take longer. From the first step on,
-    because learning begins there. All of it up to six times as long as a token takes longer than 2 ms.
+    """At most 0.4 s in a step, or up to 1 s in proportion as prompts outnumber streams, or where no stream waits; and a
+    quarter more, or half where more prompts than streams wait and all are complete; in any run of steps 80 ms for each
+    and 4.5 s in all, where a second counts less the more wait for it; or 32 tokens, where those take longer. From the
+    first step on, because learning begins there. All of it up to six times as long as a token takes longer than 2 ms.
     """
     drive = Drive(requests)
     least = machine.prompt * SMALLEST / machine.leeway

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 
+import llguidance
 import numpy as np
 import pytest
 
@@ -466,7 +467,7 @@ def test_a_vocabulary_too_large_to_be_read_on_a_guess_waits_for_the_first_constr
 
 
 def test_a_large_vocabulary_gets_its_tables_in_a_lull_after_the_first_constraint() -> None:
-    """Until then an idle worker is spared most of the memory, and no stream ever waits for them."""
+    """Until then an idle worker is spared half of the memory."""
     vocabulary = Counted()
     compiler = Compiler(vocabulary, most_with_tables=vocabulary.n_vocab - 1)
     assert compiler.read_vocabulary()
@@ -493,6 +494,7 @@ def test_a_large_vocabulary_of_a_worker_that_is_never_idle_gets_its_tables_after
     form = Json({"type": "string"})
     early = compiler.compile(form, "f")
     now[0] = TABLES_SECONDS
+    compiler.compile(Literal("a"), "f")
     assert compiler.known(form, "f") is early
     now[0] += 1
     assert compiler.known(form, "f") is None
@@ -520,9 +522,63 @@ def test_masks_are_the_same_without_the_tables() -> None:
 
 
 def test_a_vocabulary_that_no_lull_had_time_for_is_read_whole_with_the_first_constraint() -> None:
-    compiler = Compiler(VOCABULARY, most_with_tables=0)
-    compiler.compile(Literal("a"), "f")
+    now = [0.0]
+    compiler = Compiler(VOCABULARY, most_with_tables=0, clock=lambda: now[0])
+    found = compiler.compile(Literal("a"), "f")
+    now[0] = 2 * TABLES_SECONDS
+    assert compiler.known(Literal("a"), "f") is found
     assert not compiler.read_vocabulary()
+    assert compiler.known(Literal("a"), "f") is found
+
+
+def test_tables_that_cannot_be_made_are_tried_again_and_fail_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    compiler = Compiler(VOCABULARY, most_with_tables=0, clock=lambda: now[0])
+    compiler.read_vocabulary()
+    early = compiler.compile(Literal("a"), "f")
+    tries = []
+
+    class Panic(BaseException):
+        """As Rust's arrive."""
+
+    def add_tables(_trie: object) -> None:
+        tries.append(now[0])
+        raise Panic
+
+    monkeypatch.setattr("inference.worker.constraints.compiler._Trie.add_tables", add_tables)
+    for seconds in (61, 100, 122):
+        now[0] = seconds
+        assert compiler.compile(Literal("a"), "f") is early
+    assert tries == [61, 122]
+
+
+def test_forms_are_compiled_anew_with_the_tables_but_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = Compiler(VOCABULARY, most_with_tables=0, kept_bytes=1)
+    compiler.read_vocabulary()
+    compiler.compile(Literal("a"), "f")
+    tokenizers: list[object] = []
+    with_slices = llguidance.LLTokenizer.with_slices
+
+    def counted(tokenizer: llguidance.LLTokenizer, slices: list[str]) -> llguidance.LLTokenizer:
+        tokenizers.append(slices)
+        return with_slices(tokenizer, slices)
+
+    class Tokenizer:
+        def __init__(self, tokenizer: llguidance.LLTokenizer) -> None:
+            self.tokenizer = tokenizer
+
+        def with_slices(self, slices: list[str]) -> llguidance.LLTokenizer:
+            return counted(self.tokenizer, slices)
+
+    assert compiler._trie is not None
+    compiler._trie._tokenizer = Tokenizer(compiler._trie._tokenizer)
+    assert not compiler.read_vocabulary()
+    assert len(tokenizers) == 1 and len(tokenizers[0]) == 3  # type: ignore[arg-type]
+    assert isinstance(compiler._trie._tokenizer, llguidance.LLTokenizer), "and they are used"
+    monkeypatch.setattr(compiler, "_try", lambda *_: pytest.fail("it was tried before"))
+    again = compiler.compile(Literal("a"), "f")
+    assert compiler._bytes == compiler._cache.popitem()[1][1], "those that were forgotten count no more"
+    assert again is not None
 
 
 def test_a_vocabulary_without_an_end_is_refused() -> None:

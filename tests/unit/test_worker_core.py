@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gateway.settings import DeadlineSettings
 from inference.worker.core.pacing import (
     CREDIT_SECONDS,
     DEBT_SECONDS,
@@ -15,9 +16,10 @@ from inference.worker.core.pacing import (
     TOKEN_SECONDS,
     Pace,
 )
-from inference.worker.core.scheduler import Scheduler
+from inference.worker.core.scheduler import LAST_PART, Scheduler
 from inference.worker.core.steps import Copy, Job, Limits, Remove
 from inference.worker.core.stops import StopFilter
+from inference.worker.pulse import STEP_PATIENCE_SECONDS
 
 ALONE = {"decoding": 0, "prompts": 1}
 
@@ -134,6 +136,13 @@ def test_a_step_of_a_slow_model_has_room_for_so_many_tokens_however_long_they_ta
     assert slow.credit_seconds == pytest.approx(CREDIT_SECONDS + MIXED_SECONDS - 0.2), "and takes of the credit less"
 
 
+def test_no_step_of_a_slow_model_is_taken_for_a_hung_one() -> None:
+    """What streams take of it comes on top."""
+    longest = SLOWEST * LONGEST_SECONDS * (1 + 1 / LAST_PART)
+    assert longest < 0.95 * STEP_PATIENCE_SECONDS
+    assert DeadlineSettings().inter_token > STEP_PATIENCE_SECONDS
+
+
 def test_few_streams_are_held_up_longer_for_many_prompts() -> None:
     pace = Pace(2048, 1000)
     assert pace.seconds(0, 1) == pace.seconds(0, 9) == LONGEST_SECONDS, "that is no stream"
@@ -157,8 +166,9 @@ def test_streams_that_were_held_up_catch_up_before_they_are_held_up_so_long_agai
     for _ in range(9):
         pace = pace.observe(1000, 1000, 9.0, STEP_SECONDS, decoding=1, prompts=1)
     assert pace.credit_seconds == -DEBT_SECONDS, "a machine that stood still is not made up for"
-    short = pace.observe(5, 37, 0.1, pace.seconds(32, 1), decoding=32, prompts=1)
-    assert short.tokens == pace.tokens, "a short step tells nothing of the costs, in debt either"
+    owing = Pace(2048, 1000, -DEBT_SECONDS)
+    short = owing.observe(15, 19, 0.1, owing.seconds(4, 1), decoding=4, prompts=1)
+    assert short.tokens == owing.tokens, "a short step tells nothing of the costs, in debt either"
     pace = Pace(2048, pace.tokens, 0.0)
     assert pace.seconds(9, 9) == MIXED_SECONDS
     assert pace.seconds(2, 6) == pytest.approx(3 * MIXED_SECONDS), "more wait for it than are held up"

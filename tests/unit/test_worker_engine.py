@@ -15,7 +15,7 @@ from inference.worker.backend import Decode
 from inference.worker.core.pacing import Pace
 from inference.worker.core.parts import Content
 from inference.worker.core.steps import Limits
-from inference.worker.engine import Engine
+from inference.worker.engine import PROGRESS_SECONDS, Engine
 from inference.worker.errors import WorkerError
 from inference.worker.generation import Output
 from inference.worker.intake import Coming
@@ -197,6 +197,22 @@ async def test_the_pulse_counts_what_was_computed(bench: Bench) -> None:
     assert (beat.active, beat.queued, beat.step_seconds) == (0, 0, None)
     assert beat.prompt_tokens == 5 + 1, "the second prompt reuses the first"
     assert beat.generated_tokens == 2 * 9
+
+
+async def test_the_pulse_tells_now_and_then_how_many_cells_are_used(bench: Bench) -> None:
+    """And at the end."""
+    now = [0.0]
+    engine = Engine(bench.backend, ByteVocabulary(), bench.samplers, LIMITS, len, bench.fatal.append, lambda: now[0])
+    work = Work(prompts=[list(b"hi")], n=1, sampling=Sampling(), max_tokens=3)
+    engine.submit(work, Ticket(asyncio.get_running_loop()))
+    engine._turn()
+    now[0] = PROGRESS_SECONDS
+    engine._turn()
+    assert (engine.pulse.cells_used, engine.pulse.cells_retained) == (2, 0)
+    engine._turn()
+    assert engine.pulse.cells_used == 2
+    engine._turn()
+    assert (engine.pulse.cells_used, engine.pulse.cells_retained) == (0, 4)
 
 
 async def test_requests_that_come_together_begin_together(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,15 +99,25 @@ def test_work_that_fails_or_is_called_off_is_not_tried_again() -> None:
         done.append("tried")
         raise ArithmeticError
 
-    class Never(AtOnce):
+    class Counting(AtOnce):
+        submits = 0
+
         def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+            self.submits += 1
+            return super().submit(fn, *args, **kwargs)
+
+    class Never(Counting):
+        def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+            self.submits += 1
             job: Future[Any] = Future()
             job.cancel()
+            job.set_running_or_notify_cancel()
             return job
 
-    for executor, times in ((AtOnce(), 1), (Never(), 1)):
-        lull = Lull(work, executor, timers.later)
+    for executor, worked in ((Counting(), work), (Never(), work), (Counting(), lambda: "done")):
+        lull = Lull(worked, executor, timers.later)
         for _ in range(2):
             lull.quiet()
             timers.pass_by()
-        assert len(done) == times
+        assert executor.submits == 1
+    assert done == ["tried"]

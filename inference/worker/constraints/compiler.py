@@ -30,12 +30,12 @@ log = logging.getLogger("headgate.worker.constraints")
 STACK_BYTES = 256 << 20
 """Of the thread that compiles; only what is touched is ever allocated. llguidance follows references by recursion, at
 most 10,000 of them and at about 8 KiB each; an overflow would end the process."""
-MOST_AHEAD = 160_000
-"""Tokens of a vocabulary that is read before anybody asks: an idle worker then holds 0.12 kB for each."""
+MOST_AHEAD = 300_000
+"""Tokens of a vocabulary that is read before anybody asks: an idle worker then holds 0.15 kB for each."""
 MOST_WITH_TABLES = 64_000
-"""Tokens of one that is read with its tables of common texts before anybody asks, 0.3 kB for each."""
+"""Tokens of one that is read with its tables of common texts before anybody asks, 0.35 to 0.45 kB for each."""
 TABLES_SECONDS = 60.0
-"""So long after the first constraint they are made, whoever is served."""
+"""So long after the first constraint they are made with the next one, whoever is served."""
 _COMMON = r'[^"\\\x00-\x1F\x7F]'
 _TABLES = [_COMMON + "{1,10}", _COMMON + "{1,30}", _COMMON + "+"]
 """llguidance's own, but for one of blanks, which takes a sixth of the memory and saves a mask a microsecond or two."""
@@ -104,6 +104,7 @@ class Compiler:
         self._most_with_tables = most_with_tables
         self._clock = clock
         self._asked: float | None = None
+        self._tried: frozenset[bytes] = frozenset()
         self._compiling = threading.Lock()
         self._looking = threading.Lock()
         self._cache: OrderedDict[bytes, tuple[_Compiled, int]] = OrderedDict()
@@ -121,7 +122,8 @@ class Compiler:
         key = _key(form, param)
         with self._compiling:
             if self._trie is not None and self._is_slow_for_long:
-                self._add_tables(self._trie)
+                self._asked = self._clock()  # should it fail, it is tried again so much later
+                self._dare_add_tables(self._trie)
             known = self._find(key)
             if known is not None and not known.is_spent:
                 return known
@@ -130,7 +132,7 @@ class Compiler:
             if self._trie is None:
                 self._trie = _Trie(self._vocabulary, with_tables=True)
             source = self._written(self._trie, form, param)
-            if known is None:
+            if known is None and key not in self._tried:
                 self._try(source, param)
             constraint = self._compiled(self._trie, source, param, shared=known is None)
             if known is None:
@@ -140,7 +142,8 @@ class Compiler:
     def read_vocabulary(self) -> bool:
         """What the first constraint would have to do, unless the vocabulary is too large to be read on a guess.
 
-        Of a large one the tables are made when constraints are wanted: then it returns that there is more to do later.
+        Of a large one the tables are made when constraints are wanted: until then it returns True, which asks for
+        another call when somebody may have wanted one.
         """
         with self._compiling:
             if self._trie is None and (self._vocabulary.n_vocab > MOST_AHEAD or not self._vocabulary.end_tokens):
@@ -153,11 +156,7 @@ class Compiler:
                 self._add_tables(self._trie)
             else:
                 return not self._trie.has_tables
-            heap.trim()  # of the pieces, which the trie has copied
-            log.info(
-                "vocabulary read tokens=%d tables=%s seconds=%.2f",
-                self._vocabulary.n_vocab, self._trie.has_tables, self._clock() - began,
-            )  # fmt: skip
+            self._note(self._trie, began)
             return not self._trie.has_tables
 
     def known(self, form: Form, param: str) -> Constraint | None:
@@ -218,11 +217,31 @@ class Compiler:
                 self._bytes -= dropped
 
     def _add_tables(self, trie: _Trie) -> None:
-        """Constraints that were compiled without them are forgotten."""
+        """Constraints that were compiled without them are forgotten, but not that they can be compiled."""
         trie.add_tables()
         with self._looking:
+            self._tried = frozenset(self._cache)
             self._cache.clear()
             self._bytes = 0
+
+    def _dare_add_tables(self, trie: _Trie) -> None:
+        """What goes wrong is no matter of the request that happens to come now."""
+        began = self._clock()
+        try:
+            self._add_tables(trie)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # panics of Rust are no Exception
+            log.exception("the tables of the vocabulary could not be made")
+        else:
+            self._note(trie, began)
+
+    def _note(self, trie: _Trie, began: float) -> None:
+        heap.trim()  # of the pieces, which the trie has copied
+        log.info(
+            "vocabulary read tokens=%d tables=%s seconds=%.2f",
+            self._vocabulary.n_vocab, trie.has_tables, self._clock() - began,
+        )  # fmt: skip
 
 
 class _Compiled:

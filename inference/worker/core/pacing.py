@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-TOKEN_SECONDS, SLOWEST = 0.002, 6
-"""A token of a prompt that takes longer than the first counts as long as that, but no less than one part in the second
-of what it took. On a slow model every time below is longer in that proportion, as its streams are slower: steps with
-room for less than a prompt, each beside a token for every stream, would cost it half of what it can do."""
+TOKEN_SECONDS = 0.002
+"""A token of a prompt that takes longer counts so long. On a slow model every time below is longer in that proportion,
+as its streams are slower: steps with room for less than a prompt, each beside a token for every stream, cost it a sixth
+of what it can do."""
+
+SLOWEST = 6
+"""But no less than one part in so many of what it took."""
 
 STEP_SECONDS = 0.4
 """What prompts take of a step that streams wait for: the pause of a stream."""
@@ -99,6 +102,6 @@ class Pace:
             return known
         fitting = prompt_tokens * STEP_SECONDS / max(spent, 1e-9)
         tokens = int(min(2 * max(self.tokens, prompt_tokens), fitting))
-        if prompt_tokens * 2 < self.budget(allowed) and spent <= max(allowed, MIXED_SECONDS):  # in debt 0 is allowed
+        if prompt_tokens * 2 < self.budget(allowed) and spent <= max(allowed, MIXED_SECONDS):  # nothing in debt
             tokens = max(self.tokens, tokens)
         return replace(known, tokens=tokens)
