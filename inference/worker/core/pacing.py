@@ -102,6 +102,7 @@ class Pace:
             return known
         fitting = prompt_tokens * STEP_SECONDS / max(spent, 1e-9)
         tokens = int(min(2 * max(self.tokens, prompt_tokens), fitting))
-        if prompt_tokens * 2 < self.budget(allowed) and spent <= max(allowed, MIXED_SECONDS):  # nothing in debt
+        was_short = spent <= max(allowed, MIXED_SECONDS)  # in debt nothing is allowed
+        if was_short and prompt_tokens * 2 < self.budget(allowed):
             tokens = max(self.tokens, tokens)
         return replace(known, tokens=tokens)
