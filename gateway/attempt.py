@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from gateway.breakers import Lease
 from gateway.core.budget import Budget, Due
 from gateway.core.chain import Candidate
-from gateway.core.frames import Comment, Frame
+from gateway.core.frames import Comment, Data, Frame
 from gateway.core.outcome import End, Failure, Ignore, Next, Observation, Reason, Success, Verdict, judge
 from gateway.core.quotes import without_quotes
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.explain import Tried
-from gateway.listening import ExpiredError, Listening
+from gateway.listening import ANSWERS, ExpiredError, Listening
 from gateway.providers.base import Provider
 from inference.protocol import Code
 
@@ -84,11 +84,12 @@ class Attempt:
         """Reads until there is something to commit to; the frames so far are in `backlog`."""
         await self.begin()
         is_enough = False
-        while not (is_enough or self.listening.answered):
+        while not is_enough:
             for frame in self.listening.ready() or [await self.listening.next()]:
                 if not isinstance(frame, Comment):
                     self.backlog.append(frame)
-                elif forward_comments and self.last and self._waited_long():
+                    is_enough |= isinstance(frame, Data) and frame.kind in ANSWERS
+                elif is_enough or (forward_comments and self.last and self._waited_long()):
                     self.backlog.append(frame)
                     is_enough = True
         self.note_begun()

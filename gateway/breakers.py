@@ -53,9 +53,6 @@ class _Held:
 
     def prove(self) -> None:
         """What is known already is the success of a probe; nothing else changes."""
-        if not self.permit.is_probe:
-            self.guard.heard()
-            return
         fresh = self.guard.prove(self.permit)
         self.proven |= fresh is not self.permit
         self.permit = fresh

@@ -19,6 +19,9 @@ from inference.protocol import Progress
 
 log = logging.getLogger("gateway.listening")
 
+ANSWERS = frozenset({CONTENT, FINISH})
+"""The kinds of chunks with which an answer has begun."""
+
 LATE_SECONDS = 1.0
 """A timer that fires so much too late says that this process slept, and nothing about the provider."""
 
@@ -93,7 +96,7 @@ class Listening:
             self._expire(Deadline(self._loop.time(), Due.SILENCE))
 
     async def next(self) -> Frame:
-        """The next frame; raises UpstreamError or ExpiredError. Not to be called after Done."""
+        """The next frame, where none is `ready`; raises UpstreamError or ExpiredError. Not to be called after Done."""
         assert self._frames is not None, "the stream is opened first"
         self._begin()
         try:
@@ -114,7 +117,9 @@ class Listening:
         """
         take = getattr(self._frames, "take_ready", None)
         frames: list[Frame] = take() if take is not None else []
-        self._note_all(frames)
+        if frames:
+            self._heard = self._loop.time()
+            self._note_all(frames)
         return frames
 
     def pass_on(self, sink: Callable[[list[Frame]], bool]) -> None:
@@ -189,7 +194,7 @@ class Listening:
                 self._idle_since = None
         elif isinstance(frame, Data) and frame.kind is not OTHER:
             self._idle_since = None
-            if not self.answered and frame.kind in _ANSWER:
+            if not self.answered and frame.kind in ANSWERS:
                 self.answered = True
                 self._rearm()
         else:
@@ -242,6 +247,3 @@ class Listening:
         task = asyncio.current_task()
         if passed is not None and task is not None and task.uncancel() <= 0:
             raise ExpiredError(passed, self._loop.time() - self._started) from None
-
-
-_ANSWER = frozenset({CONTENT, FINISH})

@@ -50,7 +50,9 @@ class Telemetry:
         )
         self.ttft = Times("gateway_ttft_seconds", "From the request to its first token", _TTFT, to)
         self.inter_token = Times("gateway_inter_token_seconds", "Between two frames of an answer", _INTER_TOKEN, to)
-        self.overhead = Times("gateway_overhead_seconds", "Time of a request in the gateway itself", _OVERHEAD, to)
+        self.overhead = Times(
+            "gateway_overhead_seconds", "Time of a request spent in the gateway itself", _OVERHEAD, to
+        )
         self.in_flight = Gauge("gateway_in_flight", "Requests being served", registry=to)
         self.queue_depth = Gauge("gateway_queue_depth", "Requests waiting for a place", registry=to)
         self.rate_limited = Counter(

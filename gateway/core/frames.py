@@ -23,8 +23,7 @@ class Endpoint(StrEnum):
 
 
 CHAT, COMPLETIONS = Endpoint.CHAT, Endpoint.COMPLETIONS
-"""By themselves, because every request asks: Python 3.11 takes as long to find a member in its enum as for ten names.
-"""
+"""By themselves, because every request asks: Python 3.11 takes as long to find a member in its enum as ten names."""
 
 
 class DeltaKind(StrEnum):

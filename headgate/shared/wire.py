@@ -98,10 +98,10 @@ class Wire:
         cycle = self._cycle
         cycle.response_started = True
         cycle.waiting_for_100_continue = False
-        lines = [*map(b": ".join, cycle.default_headers), *map(b": ".join, headers)]
+        lines = [STATUS_LINE[status][:-2], *map(b": ".join, cycle.default_headers), *map(b": ".join, headers)]
         if not cycle.keep_alive:
             lines.append(b"connection: close")
-        return STATUS_LINE[status] + b"\r\n".join(lines)
+        return b"\r\n".join(lines)
 
     def _complete(self) -> None:
         cycle = self._cycle

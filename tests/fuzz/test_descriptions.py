@@ -44,7 +44,7 @@ def test_every_hot_path_is_described() -> None:
 def test_the_gateway_describes_the_fields_that_it_checks(endpoint: Endpoint) -> None:
     said = requests.schema(endpoint)
     assert set(said["properties"]) == set(requests._FIELDS[endpoint])
-    assert said["required"] == ["model", *requests._NEEDED[endpoint]]
+    assert said["required"] == [*requests._NEEDED[endpoint]]
     assert all("anyOf" in field or name in said["required"] for name, field in said["properties"].items())
 
 

@@ -500,17 +500,24 @@ async def test_status_goes_out_only_with_the_first_token(patient: Gateway, fake:
 async def test_progress_of_the_last_tier_is_forwarded_once_the_wait_is_long(
     gateway: Gateway, fake: FakeInference
 ) -> None:
-    fake.answers["demo-mini"] = Answer(comments=8, pause=0.2)
+    gate = asyncio.Event()
+    fake.answers["demo-mini"] = Answer(comments=8, pause=0.2, hold=gate)
+    began = asyncio.get_running_loop().time()
     async with gateway.client.stream(
         "POST",
         "/v1/chat/completions",
         json={"model": "demo-mini", "messages": MESSAGES, "stream": True},
         headers={"x-stainless-read-timeout": "3"},
     ) as answer:
-        lines = await _lines(answer)
+        assert asyncio.get_running_loop().time() - began > 0.4, "the first ones came before the wait was long"
+        lines = []
+        async with asyncio.timeout(10):
+            async for line in answer.aiter_lines():
+                lines.append(line)
+                gate.set()  # so progress was here before the first word was let go
     assert answer.status_code == 200
     assert lines[0].startswith(": headgate loading")
-    assert lines[-1] == "data: [DONE]"
+    assert [line for line in lines if line][-1] == "data: [DONE]"
 
 
 async def test_a_slow_load_with_progress_is_waited_for_and_trips_nothing(gateway: Gateway, fake: FakeInference) -> None:

@@ -26,6 +26,14 @@ def _sum(*chunks: Any) -> dict[str, Any]:
     return assembly.result()
 
 
+def test_of_what_every_chunk_says_the_first_counts() -> None:
+    """A resumed answer goes on under the name with which it began."""
+    later = {**_chunk({"content": "b"}, finish="stop"), "id": "c2", "model": "other", "created": 6}
+    answer = _sum({**_chunk({"content": "a"}), "system_fingerprint": None}, later)
+    assert (answer["id"], answer["model"], answer["created"]) == ("c1", "demo", 5)
+    assert answer["system_fingerprint"] == "fp", "nothing was said before"
+
+
 def test_text_usage_and_head() -> None:
     usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
     answer = _sum(

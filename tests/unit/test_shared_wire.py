@@ -18,9 +18,9 @@ HEAD = b"POST / HTTP/1.1\r\nhost: here\r\ncontent-length: 0\r\n\r\n"
 
 
 @contextlib.asynccontextmanager
-async def serving(app: Any) -> AsyncIterator[tuple[str, int]]:
+async def serving(app: Any, **options: Any) -> AsyncIterator[tuple[str, int]]:
     """A server of `app` and its address."""
-    config = uvicorn.Config(app, port=0, http=WiredHttp, lifespan="off", log_config=None, ws="none")
+    config = uvicorn.Config(app, port=0, http=WiredHttp, lifespan="off", log_config=None, ws="none", **options)
     server = QuietServer(config)
     task = asyncio.create_task(server.serve())
     while not server.started:
@@ -99,6 +99,26 @@ async def test_a_wire_begins_and_ends_as_send_does(last: bytes) -> None:
             if closing:
                 assert await reader.read() == b""
             writer.close()
+
+
+@pytest.mark.parametrize("begins", [True, False])
+async def test_an_answer_without_any_header_of_its_own_has_a_head(begins: bool) -> None:
+    async def app(scope: Any, _receive: Any, _send: Any) -> None:
+        found = wire.take(scope)
+        assert found is not None
+        if begins:
+            assert found.begin(200, [])
+            found.end(b"all")
+        else:
+            assert found.answer(200, [], b"all")
+
+    async with serving(app, server_header=False, date_header=False) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(HEAD)
+        length = b"transfer-encoding: chunked" if begins else b"content-length: 3"
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 200 OK\r\n" + length + b"\r\n\r\n"
+        assert await reader.readuntil(b"all") in (b"3\r\nall", b"all")
+        writer.close()
 
 
 async def test_callers_of_http_1_0_get_no_pieces_from_a_wire() -> None:
