@@ -83,7 +83,7 @@ class Attempt:
     async def open(self, *, forward_comments: bool) -> None:
         """Reads until there is something to commit to; the frames so far are in `backlog`."""
         await self.begin()
-        is_enough = False
+        is_enough = False  # `listening.answered` speaks of all frames that came together, and so of those behind
         while not is_enough:
             for frame in self.listening.ready() or [await self.listening.next()]:
                 if not isinstance(frame, Comment):

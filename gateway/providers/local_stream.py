@@ -51,7 +51,7 @@ def kind_of(payload: bytes) -> DeltaKind:
     """
     begin = payload.find(_CHOICES)
     if begin < 0:
-        begin = 0  # `max` takes as long as to find it
+        begin = 0  # not by `max`, which takes as long as the search
     # as our own worker writes it, and counted several times as quickly as it is searched for
     if payload.count(_FINISH_KEY, begin) != payload.count(_NO_FINISH, begin) and _FINISH.search(payload, begin):
         return FINISH
