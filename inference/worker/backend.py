@@ -24,6 +24,10 @@ class Decode(IntEnum):
     COMPUTE_FAILED = -3
 
 
+OK = Decode.OK
+"""Asked for several times a step; Python 3.11 looks members of enums up through their class."""
+
+
 class BatchRow(Protocol):
     """A run of tokens of one sequence; `sample` asks for logits at its last token, `every` at all of them."""
 

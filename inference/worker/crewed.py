@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from inference.worker.backend import Backend, BatchRow, Decode
+from inference.worker.backend import OK, Backend, BatchRow, Decode
 from inference.worker.core.crew import Crew
 from inference.worker.hardware import IdleCores, LostCores
 
@@ -49,16 +49,17 @@ class CrewedBackend:
             computed = self._backend.decode(rows)
             self._lost.computed(self._clock() - began)
             return computed
-        self._spare(self._crew.spared)
+        crew = self._crew
+        self._spare(crew.spared)
         began = self._clock()
         status, last = self._backend.decode(rows)
-        if status is Decode.OK:
+        if status is OK:
             ended = self._clock()
             self._lost.computed(ended - began)
-            idle = self._idle.over(began, ended) if self._crew.spared else None
-            is_due = self._crew.is_due
-            self._crew = self._crew.observe(len(rows), ended - began, idle, self._lost.share() if is_due else None)
-            if (is_due and not self._crew.is_due) or self._crew.spared:
+            idle = self._idle.over(began, ended) if crew.spared else None
+            is_due = crew.is_due
+            crew.observe(len(rows), ended - began, idle, self._lost.share() if is_due else None)
+            if crew.spared or (is_due and not crew.is_due):
                 self._lost.forget()  # what was waited for with a thread fewer says nothing of all of them
         return status, last
 

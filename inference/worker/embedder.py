@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from inference.protocol import Code, Priority
-from inference.worker.backend import BatchRow, Decode
+from inference.worker.backend import OK, BatchRow, Decode
 from inference.worker.core.pooling import Input, PoolQueue
 from inference.worker.core.steps import Row
 from inference.worker.errors import WorkerError
@@ -151,7 +151,7 @@ class Embedder:
         self.pulse.begin(total)
         try:
             status, pooled = self._backend.pool(rows)
-            failure = None if status is Decode.OK else f"llama.cpp could not compute a step ({status.name.lower()})"
+            failure = None if status is OK else f"llama.cpp could not compute a step ({status.name.lower()})"
             vectors = [self._vector(item.index, values) for item, values in zip(batch, pooled, strict=failure is None)]
         except (KeyboardInterrupt, SystemExit):
             raise

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from inference.protocol import Code, Progress
-from inference.worker.backend import Backend, Constraint, Decode, TokenSampler, Vocabulary
+from inference.worker.backend import OK, Backend, Constraint, Decode, TokenSampler, Vocabulary
 from inference.worker.core.keeping import Retained
 from inference.worker.core.pacing import Pace
 from inference.worker.core.scheduler import Scheduler
@@ -228,7 +228,7 @@ class Engine:
             return
         self.pulse.begin(step.tokens)
         status, last = self._backend.decode(step.rows)
-        if status is not Decode.OK:
+        if status is not OK:
             self.pulse.end()
             if status is Decode.NO_ROOM:
                 for job in self._scheduler.no_room():

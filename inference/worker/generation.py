@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from inference.worker.backend import TokenSampler, Vocabulary
 from inference.worker.core.detokenize import Detokenizer
@@ -25,8 +26,7 @@ class TokenLogprob:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """What one step added to one choice. The last one of a choice has `finish` or `error`; `tokens` counts those drawn
     so far, `cached` the prompt tokens that did not have to be computed.
 
@@ -53,7 +53,7 @@ class Output:
 
     def joined(self, later: Output) -> Output:
         """What this one and the next of the same choice, `later`, say together. Neither has log probabilities."""
-        return replace(later, text=self.text + later.text, parts=joined(self.parts, later.parts))
+        return later._replace(text=self.text + later.text, parts=joined(self.parts, later.parts))
 
 
 class Generation:
@@ -67,6 +67,7 @@ class Generation:
         self.cached: int | None = None
         self.tokens = 0
         self._vocabulary = vocabulary
+        self._ends = vocabulary.end_tokens
         self._max_tokens = max_tokens
         self._detokenizer = Detokenizer()
         self._stops = StopFilter(stops)
@@ -89,7 +90,7 @@ class Generation:
     def accept(self, token: int, logprob: float | None = None, top: Sequence[tuple[int, float]] = ()) -> Output | None:
         """What the token adds, or None while it is held back; an output with `finish` is the last."""
         self.tokens += 1
-        if token in self._vocabulary.end_tokens:
+        if token in self._ends:
             return self._output(self._rest(), "stop")
         piece = self._vocabulary.piece(token)
         if logprob is not None:
@@ -122,8 +123,12 @@ class Generation:
 
     def _output(self, text: str, finish: str | None, *, cut: bool = False) -> Output:
         self._shown += len(text)
-        # Log probabilities go out with their text; those of a stop string that was cut away are dropped with it.
+        logprobs = self._ready(finish, cut) if self._logprobs else ()
+        stop = self._stops.matched if finish is not None else None
+        return Output(self.choice, text, self.tokens, self.cached or 0, logprobs, finish, stop=stop)
+
+    def _ready(self, finish: str | None, cut: bool) -> tuple[TokenLogprob, ...]:
+        """Log probabilities go out with their text; those of a stop string that was cut away are dropped with it."""
         ready = [item for item in self._logprobs if item.offset < self._shown or (finish is not None and not cut)]
         self._logprobs = [] if finish is not None else self._logprobs[len(ready) :]
-        stop = self._stops.matched if finish is not None else None
-        return Output(self.choice, text, self.tokens, self.cached or 0, tuple(ready), finish, stop=stop)
+        return tuple(ready)

@@ -89,7 +89,8 @@ class Runner:
 
     def _run(self) -> None:
         while self._stopping is None:
-            self._wake.clear()
+            if self._wake.is_set():  # clearing takes a lock
+                self._wake.clear()
             try:
                 has_more = self._turn()
             except BaseException as error:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from inference.worker.backend import Backend, BatchRow, Decode, Picture
+from inference.worker.backend import OK, Backend, BatchRow, Decode, Picture
 
 
 class PictureBackend(Backend, Protocol):
@@ -79,7 +79,7 @@ class SightedBackend:
             return self._backend.decode([self._moved(of_row[0]) for of_row in parts])
         before = {row.slot: self._seen[row.slot] for row in rows}
         status, last = self._compute(parts)
-        if status is not Decode.OK:
+        if status is not OK:
             undone = [self.remove(row.slot, row.start) for row in rows]
             self._seen = [before.get(slot, seen) for slot, seen in enumerate(self._seen)]
             if status is Decode.NO_ROOM and not all(undone):
@@ -91,17 +91,17 @@ class SightedBackend:
         for turn in range(max(map(len, early))):
             now = [of_row[turn] for of_row in early if turn < len(of_row)]
             for part in now:
-                if part.picture is not None and (status := self._look(part, part.picture)) is not Decode.OK:
+                if part.picture is not None and (status := self._look(part, part.picture)) is not OK:
                     return status, []
             if texts := [self._moved(part) for part in now if part.picture is None]:
                 status, _last = self._backend.decode(texts)
-                if status is not Decode.OK:
+                if status is not OK:
                     return status, []
         ends = [self._moved(of_row[-1]) for of_row in parts if of_row[-1].picture is None]
         if not ends:
-            return Decode.OK, [-1] * len(parts)
+            return OK, [-1] * len(parts)
         status, found = self._backend.decode(ends)
-        if status is not Decode.OK:
+        if status is not OK:
             return status, []
         indices = iter(found)
         return status, [next(indices) if of_row[-1].picture is None else -1 for of_row in parts]
@@ -115,7 +115,7 @@ class SightedBackend:
         assert picture.rows is not None, "an image is encoded before its request is queued"
         status = self._backend.decode_picture(part.slot, positions, picture.rows, sees_all=picture.sees_all)
         saved = picture.n_tokens - picture.n_positions
-        if status is Decode.OK and saved:
+        if status is OK and saved:
             self._seen[part.slot] = (*self._seen[part.slot], _Seen(part.start, saved))
         return status
 

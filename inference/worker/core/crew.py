@@ -10,7 +10,9 @@ idle.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from collections import deque
+from dataclasses import dataclass, field
 from statistics import median
 
 WINDOW = 8
@@ -39,15 +41,16 @@ WORSE = 1.5
 """Steps that take so many times what they took at the last trial are a reason for the next one."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Crew:
     """`spared` cores (0 or 1) are left to others in the next step. `took` are the seconds of the last steps of `rows`
-    sequences this way, `before` those of the way that a running trial is held against.
+    sequences this way, `before` those of the way that a running trial is held against. Changed in place: it hears of
+    every step.
     """
 
     spared: int = 0
     rows: int = 0
-    took: tuple[float, ...] = ()
+    took: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     before: tuple[float, ...] = ()
     usual: float | None = None
     settling: int = 0
@@ -62,47 +65,65 @@ class Crew:
     @property
     def is_due(self) -> bool:
         """Whether a trial may begin with the next step, because it is time for one."""
-        return not self.spared and not self.is_trying and self.until_trial <= 1
+        return self.until_trial <= 1 and not self.spared and not self.before
 
-    def observe(self, rows: int, seconds: float, idle: float | None = None, lost: float | None = None) -> Crew:
+    def observe(self, rows: int, seconds: float, idle: float | None = None, lost: float | None = None) -> None:
         """After a step that computed one token of each of `rows` sequences in `seconds`. `idle` cores had nothing to do
         meanwhile, and a thread was without a core for the share `lost` of its time; None where that was not looked at.
         """
-        if self.spared and not self.is_trying and idle is not None and idle >= IDLE:
-            return replace(self._changed(), rows=rows, usual=None)._patient()
-        if rows != self.rows:
-            return self._other_load(rows)
-        if self.is_trying and self.spared and seconds > HOPELESS * median(self.before):
-            return self._judged(seconds)
-        if self.settling:
-            return replace(self, settling=self.settling - 1)
-        took = (*self.took, seconds)[-WINDOW:]
-        if self.is_trying:
-            return replace(self, took=took) if len(took) < WINDOW else self._judged(median(took))
-        waited = replace(self, took=took, until_trial=max(0, self.until_trial - 1))
-        if len(took) < WINDOW:
-            return waited
-        suffers = self.usual is not None and median(took) > WORSE * self.usual
-        if waited.until_trial == 0 and not suffers and lost is not None and lost < LOST:
-            return replace(waited, usual=median(took), until_trial=self.pause)
-        if waited.until_trial == 0 or suffers:
-            return replace(self._changed(), before=took, until_trial=waited.until_trial)
-        return waited
+        if idle is not None and idle >= IDLE and self.spared and not self.before:
+            self._change()
+            self.rows, self.usual = rows, None
+            self._wait_longer()
+        elif rows != self.rows:
+            self._begin(rows)
+        elif self.before and self.spared and seconds > HOPELESS * median(self.before):
+            self._judge(seconds)
+        elif self.settling:
+            self.settling -= 1
+        else:
+            self._compare(seconds, lost)
 
-    def _other_load(self, rows: int) -> Crew:
+    def _begin(self, rows: int) -> None:
         """What was measured says nothing of steps of another size; a trial ends without a judgment."""
-        here = self._changed() if self.is_trying else self
-        return replace(here, rows=rows, took=(), before=(), usual=None, settling=SETTLING)
+        if self.before:
+            self._change()
+        self.rows, self.usual, self.settling = rows, None, SETTLING
+        self.before = ()
+        self.took.clear()
 
-    def _changed(self) -> Crew:
-        return replace(self, spared=1 - self.spared, took=(), settling=SETTLING)
+    def _compare(self, seconds: float, lost: float | None) -> None:
+        self.took.append(seconds)
+        is_full = len(self.took) == WINDOW
+        if self.before:
+            if is_full:
+                self._judge(median(self.took))
+            return
+        self.until_trial = max(0, self.until_trial - 1)
+        if not is_full:
+            return
+        limit = math.inf if self.usual is None else WORSE * self.usual
+        suffers = seconds > limit and median(self.took) > limit
+        if suffers or (self.until_trial == 0 and (lost is None or lost >= LOST)):
+            before = tuple(self.took)
+            self._change()
+            self.before = before
+        elif self.until_trial == 0:
+            self.usual, self.until_trial = median(self.took), self.pause
 
-    def _judged(self, other: float) -> Crew:
+    def _change(self) -> None:
+        self.spared, self.settling = 1 - self.spared, SETTLING
+        self.took.clear()
+
+    def _judge(self, other: float) -> None:
         known = median(self.before)
+        self.before = ()
         if other <= WORTH * known:
-            return replace(self, before=(), usual=other, pause=FIRST_PAUSE, until_trial=FIRST_PAUSE)
-        return replace(self._changed(), before=(), usual=known)._patient()
+            self.usual, self.pause, self.until_trial = other, FIRST_PAUSE, FIRST_PAUSE
+        else:
+            self._change()
+            self.usual = known
+            self._wait_longer()
 
-    def _patient(self) -> Crew:
-        pause = min(2 * self.pause, LONGEST_PAUSE)
-        return replace(self, pause=pause, until_trial=pause)
+    def _wait_longer(self) -> None:
+        self.pause = self.until_trial = min(2 * self.pause, LONGEST_PAUSE)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import codecs
-
-_decoder = codecs.getincrementaldecoder("utf-8")
+from encodings.utf_8 import IncrementalDecoder
 
 
 class Detokenizer:
     """Exact incremental UTF-8: the pieces joined equal the bytes joined and decoded at once, with U+FFFD for errors."""
 
     def __init__(self) -> None:
-        self._decoder = _decoder("replace")
+        self._decoder = IncrementalDecoder("replace")
 
     def push(self, piece: bytes) -> str:
         """The text that `piece` completes; bytes of an unfinished character wait."""
+        if piece.isascii() and not self._decoder.buffer:
+            return piece.decode("ascii")  # as most are: the decoder itself is Python
         return self._decoder.decode(piece)
 
     def flush(self) -> str:

@@ -97,7 +97,7 @@ class Pace:
         if decoding:
             held_up = spent * weight(decoding, prompts)
             credit = min(CREDIT_SECONDS, max(-DEBT_SECONDS, self.credit_seconds + MIXED_SECONDS - held_up))
-        known = replace(self, credit_seconds=credit)
+        known = self if credit == self.credit_seconds else replace(self, credit_seconds=credit)
         if prompt_tokens == 0:
             return known
         fitting = prompt_tokens * STEP_SECONDS / max(spent, 1e-9)

@@ -19,11 +19,12 @@ from array import array
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from inference.worker.core.keeping import Retained
 from inference.worker.core.pictures import undivided
 from inference.worker.core.slots import Slot, Slots
-from inference.worker.core.steps import TRANSITIONS, Job, Limits, Phase, Row, Step
+from inference.worker.core.steps import DECODE, PREFILL, TRANSITIONS, WAITING, Job, Limits, Phase, Row, Step
 
 OLDEST_PART = 4
 """The prompt that came first gets at least one part in so many of a step's budget."""
@@ -51,7 +52,7 @@ class _Run:
     job: Job
     key: tuple[float, int]
     tokens: array[int]
-    phase: Phase = Phase.WAITING
+    phase: Phase = WAITING
     slot: Slot | None = None
     generated: int = 0
     scored: int = 0
@@ -62,8 +63,7 @@ def _order(run: _Run) -> tuple[float, int]:
     return run.key
 
 
-def _by_slot(row: Row) -> int:
-    return row.slot
+_by_slot = attrgetter("slot")
 
 
 class Scheduler:
@@ -90,7 +90,7 @@ class Scheduler:
     @property
     def load(self) -> tuple[int, int]:
         """How many jobs generate, and so wait for every step to end, and how many prompts are there or find a slot."""
-        decoding = sum([run.phase is Phase.DECODE for run in self._running])
+        decoding = sum([run.phase is DECODE for run in self._running])
         return decoding, min(self.limits.slots, len(self._running) + len(self._waiting)) - decoding
 
     @property
@@ -98,7 +98,7 @@ class Scheduler:
         """Whether the next step draws a token for every job that runs and reads no prompt."""
         if not self._running or (self._waiting and self._free > 0):
             return False
-        return all(run.phase is Phase.DECODE for run in self._running)
+        return self.load[0] == len(self._running)
 
     @property
     def queued(self) -> int:
@@ -131,7 +131,7 @@ class Scheduler:
         return places + [
             (run.job.id, run.phase, run.slot.computed, len(run.tokens))
             for run in self._running
-            if run.phase is Phase.PREFILL and run.slot is not None
+            if run.phase is PREFILL and run.slot is not None
         ]
 
     # --- events ------------------------------------------------------------------------------------------------------
@@ -209,10 +209,10 @@ class Scheduler:
         """The step's batch was computed."""
         for row in self._pending:
             run = self._runs[row.job]
-            self._slots.grow(self._slot_of(run), len(row.tokens))
+            self._slot_of(run).computed += len(row.tokens)
             if row.every:
                 run.scored = row.start + len(row.tokens)
-            if row.sample:
+            if row.sample and run.phase is not DECODE:
                 self._move(run, "computed")
         self._pending = ()
 
@@ -295,8 +295,7 @@ class Scheduler:
         if group is None or not self.limits.can_trim or self._reusable(run) < self.limits.copied:
             return False
         return any(
-            other.phase is Phase.PREFILL and other.job.group == group and self._left(other) > 1
-            for other in self._running
+            other.phase is PREFILL and other.job.group == group and self._left(other) > 1 for other in self._running
         )
 
     def _reusable(self, run: _Run) -> int:

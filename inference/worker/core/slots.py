@@ -94,10 +94,6 @@ class Slots:
         target.tokens, target.tenant, target.taken = tokens, tenant, True
         return target
 
-    def grow(self, slot: Slot, count: int) -> None:
-        """`count` more of its tokens were computed."""
-        slot.computed += count
-
     def release(self, slot: Slot) -> None:
         """Its job left; what it holds is retained."""
         self._clock += 1

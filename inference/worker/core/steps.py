@@ -22,15 +22,17 @@ class Phase(StrEnum):
     ENDED = "ended"
 
 
+WAITING, PREFILL, DECODE, ENDED = Phase
+"""Every step asks for them once per sequence, and Python 3.11 looks members of enums up through their class."""
+
 TRANSITIONS: Mapping[tuple[Phase, str], Phase] = {
-    (Phase.WAITING, "admit"): Phase.PREFILL,
-    (Phase.WAITING, "end"): Phase.ENDED,
-    (Phase.PREFILL, "computed"): Phase.DECODE,
-    (Phase.PREFILL, "preempt"): Phase.WAITING,
-    (Phase.PREFILL, "end"): Phase.ENDED,
-    (Phase.DECODE, "computed"): Phase.DECODE,
-    (Phase.DECODE, "preempt"): Phase.WAITING,
-    (Phase.DECODE, "end"): Phase.ENDED,
+    (WAITING, "admit"): PREFILL,
+    (WAITING, "end"): ENDED,
+    (PREFILL, "computed"): DECODE,
+    (PREFILL, "preempt"): WAITING,
+    (PREFILL, "end"): ENDED,
+    (DECODE, "preempt"): WAITING,
+    (DECODE, "end"): ENDED,
 }
 
 
@@ -109,8 +111,7 @@ class Row(NamedTuple):
     every: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """Memory operations to run in order, then one batch, its rows in the order of their slots: one token each for what
     decodes, and pieces of prompts, which have `prefill` tokens in all; `tokens` counts both. `expired` jobs ended
     because their deadline passed.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from inference.protocol import ExitCause
-from inference.worker.backend import BatchRow, Decode
+from inference.worker.backend import OK, BatchRow, Decode
 from inference.worker.binding import lib
 from inference.worker.errors import LoadError
 from inference.worker.llama.model import Model
@@ -198,30 +198,23 @@ class Context:
     def _decode(self, rows: Sequence[BatchRow], every: bool) -> tuple[Decode, list[int]]:
         tokens, positions, owners, wanted = self._tokens, self._positions, self._owners, self._wanted
         pointers = self._sequence_pointers
-        single = 0
+        last: list[int] = []
+        at = 0
         for row in rows:
-            if len(row.tokens) != 1:
-                break
-            single += 1
-        last = list(range(single))
-        if single:  # a step that only decodes is written column by column
-            heads = rows[:single]
-            tokens[:single] = [row.tokens[0] for row in heads]
-            positions[:single] = [row.start for row in heads]
-            owners[:single] = [pointers[row.slot] for row in heads]
-            wanted[:single] = [row.sample or row.every or every for row in heads]
-        at = single
-        for row in rows[single:]:
             count = len(row.tokens)
             end = at + count
-            tokens[at:end] = row.tokens
-            positions[at:end] = np.arange(row.start, row.start + count, dtype=np.int32)
-            owners[at:end] = pointers[row.slot]
-            wanted[at:end] = row.every or every
-            wanted[end - 1] |= row.sample
+            if count == 1:  # as in every step that decodes
+                tokens[at], positions[at], owners[at] = row.tokens[0], row.start, pointers[row.slot]
+                wanted[at] = row.sample or row.every or every
+            else:
+                tokens[at:end] = row.tokens
+                positions[at:end] = np.arange(row.start, row.start + count, dtype=np.int32)
+                owners[at:end] = pointers[row.slot]
+                wanted[at:end] = row.every or every
+                wanted[end - 1] |= row.sample
             last.append(end - 1)
             at = end
-        if not every and np.count_nonzero(wanted[:at]) > self.n_outputs:
+        if not every and at > self.n_outputs and np.count_nonzero(wanted[:at]) > self.n_outputs:
             return Decode.BAD_BATCH, []
         self._batch.n_tokens = at
         return self._computed(self._batch), last
@@ -261,10 +254,10 @@ class Context:
         """Computes a batch to its end. On a device `llama_decode` returns before that, and whatever reads outputs first
         waits for it; those calls keep the interpreter lock, so that every thread of the process would wait too.
         """
-        status = Decode(lib.llama_decode(self.handle, batch))
-        if status is Decode.OK:
-            lib.llama_synchronize(self.handle)
-        return status
+        if code := lib.llama_decode(self.handle, batch):
+            return Decode(code)
+        lib.llama_synchronize(self.handle)
+        return OK
 
     def pool(self, rows: Sequence[BatchRow]) -> tuple[Decode, list[np.ndarray]]:
         """Computes whole inputs, at most `pool_tokens` in all, and leaves the memory empty.
@@ -280,14 +273,14 @@ class Context:
         vectors = []
         for pieces in _in_pieces(rows, self.n_ubatch) if self._in_pieces else [[(row, True) for row in rows]]:
             status, _last = self.decode([piece for piece, _ends in pieces], every=True)
-            if status is not Decode.OK:
+            if status is not OK:
                 return status, []
             for piece, ends in pieces:
                 if ends:
                     pointer = lib.llama_get_embeddings_seq(self.handle, piece.slot)
                     vectors.append(np.ctypeslib.as_array(pointer, shape=(size,)).copy())
         self.forget_all()
-        return Decode.OK, vectors
+        return OK, vectors
 
     def forget_all(self) -> None:
         """Empties the memory."""
@@ -318,7 +311,7 @@ class Context:
         status = self.pool([row])[0] if self.pooling > 0 else self.decode([row])[0]
         self.can_trim = self.pooling <= 0 and not self.model.keeps_whole_state and self.remove(0, 1)
         self.forget_all()
-        if status is not Decode.OK:
+        if status is not OK:
             raise LoadError(ExitCause.OOM_COMPUTE, f"the first step failed ({status.name.lower()})")
 
 
