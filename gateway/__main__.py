@@ -9,8 +9,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-import uvloop
-
 from gateway.app import make_app
 from gateway.runtime import Runtime, Source
 from gateway.server import serve
@@ -18,6 +16,7 @@ from headgate.shared import log as logs
 from headgate.shared import ports
 from headgate.shared.environ import load_environ
 from headgate.shared.errors import Exit, HeadgateError
+from headgate.shared.loops import new_event_loop
 from headgate.shared.state import GATEWAY_KEY, StateDir, config_dir
 
 log = logging.getLogger("gateway")
@@ -42,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             port = sock.getsockname()[1]
             log.info("listening on http://%s:%d, configuration in %s", config.host, port, source.config_dir)
             _show_key(runtime, state)
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
                 runner.run(serve(runtime, make_app(runtime), sock))
         finally:
             sock.close()

@@ -14,6 +14,7 @@ from typing import Any
 from headgate.shared import log, ports, tether
 from headgate.shared.environ import load_environ
 from headgate.shared.errors import Exit, HeadgateError
+from headgate.shared.loops import new_event_loop
 from headgate.shared.state import MachineLock, config_dir
 
 
@@ -40,18 +41,10 @@ def _serve(arguments: argparse.Namespace, environ: dict[str, str]) -> int:
     host, port = config.settings.host, config.settings.port
     lock = MachineLock.acquire(environ, {"pid": os.getpid(), "url": f"http://{host}:{port}"})
     try:
-        with ports.listen(host, port) as sock, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with ports.listen(host, port) as sock, asyncio.Runner(loop_factory=new_event_loop) as runner:
             return runner.run(app.serve(config, environ, overrides, sock))
     finally:
         lock.release()
-
-
-def _loop_factory() -> Any:
-    try:
-        import uvloop
-    except ImportError:  # platforms without it
-        return None
-    return uvloop.new_event_loop
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 from headgate import __version__
 from headgate.shared import coredump, tether
 from headgate.shared import log as logs
+from headgate.shared.loops import new_event_loop
 from inference.protocol import ExitCause
 from inference.worker import heap
 from inference.worker.channel import Channel
@@ -128,10 +129,8 @@ class Worker:
             held, order = self._hold(order)
         kept = self._loading(partial(self._load, order, held))
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
-        import uvloop
-
         while True:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
                 runner.run(self._serve(kept))
             from inference.worker.kept import reopen_kept
 

@@ -1,0 +1,74 @@
+"""A thread that serves is run soon after it wakes, and nothing that it starts is."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import platform
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from headgate.shared import loops, timeslice
+
+SHORTEST = int(timeslice.SECONDS * 1e9)
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux is asked")
+
+
+def granted() -> int:
+    """The slice of the calling thread in nanoseconds, 0 before Linux 6.12."""
+    attributes = timeslice._Attributes()
+    number = timeslice._NUMBERS[platform.machine()][1]
+    assert ctypes.CDLL(None).syscall(number, 0, ctypes.byref(attributes), ctypes.sizeof(attributes), 0) == 0
+    return int(attributes.sched_runtime)
+
+
+def on_a_thread(work: Any) -> Any:
+    """What `work` returns on a thread of its own, whose slices end with it."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(work()))
+    thread.start()
+    thread.join(10)
+    return found[0]
+
+
+@linux
+def test_the_thread_that_makes_a_loop_has_short_slices_and_those_it_starts_have_not() -> None:
+    usual = granted()
+
+    def serve() -> tuple[int, int, int]:
+        loops.new_event_loop().close()
+        code = "from tests.unit.test_timeslice import granted; print(granted())"
+        child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+        return granted(), on_a_thread(granted), int(child.stdout)
+
+    mine, threads, childs = on_a_thread(serve)
+    assert mine == (SHORTEST if usual else 0), "a Linux before 6.12 knows no slices of a thread"
+    assert (threads, childs) == (usual, usual)
+    assert granted() == usual
+
+
+@linux
+def test_a_thread_whose_priority_somebody_chose_keeps_everything() -> None:
+    """Its children would lose a priority above the usual one."""
+
+    def batch() -> tuple[bool, int]:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        return timeslice.shorten(), os.sched_getscheduler(0)
+
+    assert on_a_thread(batch) == (False, os.SCHED_BATCH)
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "riscv64"])
+def test_a_kernel_that_knows_no_such_call_serves_all_the_same(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(timeslice, "_NUMBERS", {"x86_64": (100_000, 100_001)})
+    assert on_a_thread(timeslice.shorten) is False
+    loop = on_a_thread(loops.new_event_loop)
+    assert isinstance(loop, asyncio.AbstractEventLoop)
+    loop.close()
