@@ -1,7 +1,8 @@
 """`make bench-engine`: the worker and the whole chain beside llama-server, llama_cpp.server and llama.cpp's own loop.
 
-Every round asks all systems the same prompts in turn, so that what else the machine does hits all of them; ratios are
-taken within a round. Ends with one BAR line per promise; raw samples go to benchmarks/results/engine.json.
+Every round asks all systems the same prompts, in another order each time, so that what else the machine does hits all
+of them; ratios are taken within a round. Ends with one BAR line per promise; raw samples go to
+benchmarks/results/engine.json.
 
 Environment: MODELS (15m,135m,1b), STREAMS (1,8,32), QUICK=1 (at most five minutes), ROUNDS, HEADGATE_PEERS_DIR.
 """
@@ -9,6 +10,7 @@ Environment: MODELS (15m,135m,1b), STREAMS (1,8,32), QUICK=1 (at most five minut
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import signal
@@ -41,8 +43,10 @@ from benchmarks.systems import Setting, System
 RESULTS = Path(__file__).parent / "results" / "engine.json"
 ROUNDS = {"15m": 12, "135m": 7, "1b": 3}
 QUICK_ROUNDS = {"15m": 4, "135m": 2, "1b": 1}
-SINGLES = 3
-"""Requests in a row that make one sample of a single stream."""
+SAMPLE_TOKENS = {"15m": 1536, "135m": 192, "1b": 192}
+"""Bursts follow each other until they have as many tokens: a sample of half a second says more of what else the host
+did than of who was asked.
+"""
 SERIAL_STREAMS = 8
 """The most streams that llama_cpp.server is asked for at once: it answers one after the other."""
 WARM_UP_TOKENS, WARM_UP_ANSWER_TOKENS = 32, 8
@@ -94,10 +98,15 @@ def checked(system: System, burst: Burst, tokens: int, prompt_tokens: int | None
     return burst
 
 
+def sample_prompts(model: str, streams: int) -> int:
+    """How many prompts make one sample."""
+    return streams * max(1, math.ceil(SAMPLE_TOKENS[model] / (streams * ANSWER_TOKENS)))
+
+
 def measure(client: Client, system: System, model: str, number: int, prompts: Sequence[str], streams: int) -> Sample:
-    """One sample: all prompts at once, or one after the other when there is one stream."""
+    """One sample: so many `streams` of the prompts at once, until all were asked."""
     time.sleep(REST_SECONDS)
-    groups = [[prompt] for prompt in prompts] if streams == 1 else [list(prompts)]
+    groups = [prompts[first : first + streams] for first in range(0, len(prompts), streams)]
     before = system.cpu_seconds()
     bursts = []
     for group in groups:
@@ -127,6 +136,7 @@ def bench_model(
     prompts = Prompts(models.one_token_words(path), seed=MODELS.index(name))
     setting = Setting(path)
     built = peers.ensure()
+    order = random.Random(MODELS.index(name))
     with contextlib.ExitStack() as stack:
         running = [stack.enter_context(system) for system in _systems(who, setting, root, built)]
         for system in running:  # what is loaded or learned at the first requests is there before the first round
@@ -135,10 +145,9 @@ def bench_model(
                 checked(system, client.burst(system.order(asked)), WARM_UP_ANSWER_TOKENS)
         for number in range(rounds):
             say(f"{name}: round {number + 1} of {rounds}")
-            turn = number % len(running)
             for count in streams:
-                texts = [prompts.text(PROMPT_TOKENS) for _ in range(SINGLES if count == 1 else count)]
-                for system in running[turn:] + running[:turn]:
+                texts = [prompts.text(PROMPT_TOKENS) for _ in range(sample_prompts(name, count))]
+                for system in order.sample(running, len(running)):
                     if system.name != LLAMA_CPP_SERVER or count <= SERIAL_STREAMS:
                         found.samples.append(measure(client, system, name, number, texts, count))
             rates = systems.batched_bench(setting, built, PROMPT_TOKENS, ANSWER_TOKENS, streams)
