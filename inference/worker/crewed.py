@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from inference.worker.backend import OK, Backend, BatchRow, Decode
+from inference.worker.companions import Companions
 from inference.worker.core.crew import Crew
 from inference.worker.hardware import IdleCores, LostCores
 
@@ -38,6 +39,7 @@ class CrewedBackend:
         self._clock = clock
         self._idle = idle or IdleCores()
         self._lost = lost or LostCores()
+        self._companions = Companions()
         self._crew = Crew()
         self._spared = 0
 
@@ -45,16 +47,13 @@ class CrewedBackend:
         """Computes a step with as many threads as are worth it."""
         if any(len(row.tokens) != 1 for row in rows) or (len(rows) == 1 and rows[0].start >= DIVIDED_FROM):
             self._spare(0)
-            began = self._clock()
-            computed = self._backend.decode(rows)
-            self._lost.computed(self._clock() - began)
-            return computed
+            began, ended, status, last = self._computed(rows)
+            self._lost.computed(ended - began)
+            return status, last
         crew = self._crew
         self._spare(crew.spared)
-        began = self._clock()
-        status, last = self._backend.decode(rows)
+        began, ended, status, last = self._computed(rows)
         if status is OK:
-            ended = self._clock()
             self._lost.computed(ended - began)
             idle = self._idle.over(began, ended) if crew.spared else None
             is_due = crew.is_due
@@ -62,6 +61,15 @@ class CrewedBackend:
             if crew.spared or (is_due and not crew.is_due):
                 self._lost.forget()  # what was waited for with a thread fewer says nothing of all of them
         return status, last
+
+    def _computed(self, rows: Sequence[BatchRow]) -> tuple[float, float, Decode, list[int]]:
+        """When it began and ended, and what came of it."""
+        began = self._clock()
+        self._companions.begin(began)
+        status, last = self._backend.decode(rows)
+        ended = self._clock()
+        self._companions.end(ended)
+        return began, ended, status, last
 
     def _spare(self, count: int) -> None:
         if count != self._spared:

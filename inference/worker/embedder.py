@@ -13,6 +13,7 @@ import numpy as np
 
 from inference.protocol import Code, Priority
 from inference.worker.backend import OK, BatchRow, Decode
+from inference.worker.companions import Companions
 from inference.worker.core.pooling import Input, PoolQueue
 from inference.worker.core.steps import Row
 from inference.worker.errors import WorkerError
@@ -76,6 +77,7 @@ class Embedder:
         self._taken: Sequence[_Input] = []
         """No longer in the queue and not answered yet."""
         self._lock = threading.Lock()
+        self._companions = Companions()
         self._runner = Runner("embedder", self._turn, self._close, on_fatal)
 
     def start(self) -> None:
@@ -150,6 +152,7 @@ class Embedder:
         self.pulse.active = len(batch)
         self.pulse.begin(total)
         try:
+            self._companions.begin(self._clock())
             status, pooled = self._backend.pool(rows)
             failure = None if status is OK else f"llama.cpp could not compute a step ({status.name.lower()})"
             vectors = [self._vector(item.index, values) for item, values in zip(batch, pooled, strict=failure is None)]
@@ -159,6 +162,7 @@ class Embedder:
             log.exception("the step failed")
             vectors, failure = [], f"the engine failed ({type(error).__name__}: {error})"
         seconds = self.pulse.end()
+        self._companions.end(self._clock())
         self._queue.computed(seconds)
         self.pulse.active = 0
         if failure is None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 
 from inference.protocol import Code
+from inference.worker.companions import name_thread
 from inference.worker.errors import WorkerError
 
 log = logging.getLogger("headgate.worker.runner")
@@ -88,6 +89,7 @@ class Runner:
                 log.exception("that the engine gave up could not be told")
 
     def _run(self) -> None:
+        name_thread(self._thread.name)
         while self._stopping is None:
             if self._wake.is_set():  # clearing takes a lock
                 self._wake.clear()

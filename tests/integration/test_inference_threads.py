@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -58,3 +60,17 @@ def test_a_worker_changes_its_threads_and_says_the_same(tmp_path: Path) -> None:
             assert status == 200
             texts.append(answer["choices"][0]["text"])
         assert len(set(texts)) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of threads")
+def test_threads_that_compute_have_the_name_of_the_engine(tmp_path: Path) -> None:
+    """By which it finds them; the process has another one, and so have those that answer."""
+    with WorkerRig(tmp_path, grant_for(generative(), threads=2)) as rig:
+        rig.ready()
+        assert rig.post("/v1/completions", {"model": "tiny", "prompt": "once upon", "max_tokens": 4})[0] == 200
+        tasks = Path(f"/proc/{rig.process.pid}/task")
+        names = {task.name: (task / "comm").read_text().strip() for task in tasks.iterdir()}
+        cores = {os.sched_getaffinity(int(task)) == os.sched_getaffinity(0) for task in names}
+        assert list(names.values()).count("engine") == 2, names
+        assert names[str(rig.process.pid)] != "engine"
+        assert cores == {True}, "nobody is kept off a core between steps"

@@ -1,0 +1,88 @@
+"""Keeps the threads that compute a step off each other's core when they wake up; decides nothing about their number.
+
+Threads that have slept for some milliseconds may all wake up on one core of several that are idle, and stay there until
+the kernel balances its load: in a virtual machine Linux takes a core that sleeps for one that the host took away
+(`available_idle_cpu`, `vcpu_is_preempted`), and wakes a thread where its waker runs. As they wait for each other at
+every operation, the first step after a rest took 25 ms longer, 35 instead of 10 for a prompt of 80 tokens of a model of
+15 M parameters (docs/benchmarks.md). So while that step is computed the others may run anywhere but where the first one
+runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+from pathlib import Path
+
+REST_SECONDS = 0.005
+"""Threads that slept for less wake up where they were."""
+
+_TASKS = Path("/proc/self/task")
+
+
+def name_thread(name: str) -> None:
+    """Names the calling thread, as its companions will be that OpenMP makes for it; up to 15 bytes on Linux, elsewhere
+    nothing.
+    """
+    with contextlib.suppress(OSError):
+        Path("/proc/thread-self/comm").write_text(name)
+
+
+class Companions:
+    """Those that compute with the calling thread: threads of this process that have its name, if it has one of its own.
+
+    Asked on that thread alone, in turn. Nothing is done where there is one core or the kernel is not Linux.
+    """
+
+    def __init__(self) -> None:
+        self._ended = -math.inf
+        self._parted: dict[int, set[int]] = {}
+
+    def begin(self, now: float) -> None:
+        """A step begins, on a clock in seconds."""
+        if now - self._ended > REST_SECONDS:
+            with contextlib.suppress(OSError, ValueError):  # a kernel that has none of it computes all the same
+                self._part()
+
+    def end(self, now: float) -> None:
+        """The step is over: they may run where they might before."""
+        self._ended = now
+        for thread, cores in self._parted.items():
+            _allow(thread, cores)
+        self._parted = {}
+
+    def _part(self) -> None:
+        cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+        if len(cores) < 2:
+            return
+        others = cores - {_core()}
+        for thread in _namesakes():
+            self._parted[thread] = cores
+            _allow(thread, others)
+
+
+def _core() -> int:
+    """Where the calling thread runs (proc_pid_stat(5): the 39th field, 36 behind the name)."""
+    return int(Path("/proc/thread-self/stat").read_text().rpartition(")")[2].split()[36])
+
+
+def _namesakes() -> list[int]:
+    """The other threads of the calling one's name; none when the process has that name as well."""
+    mine, name = threading.get_native_id(), Path("/proc/thread-self/comm").read_text()
+    if name == Path("/proc/self/comm").read_text():
+        return []
+    return [int(task.name) for task in _TASKS.iterdir() if int(task.name) != mine and _name_of(task) == name]
+
+
+def _name_of(task: Path) -> str:
+    try:
+        return (task / "comm").read_text()
+    except OSError:  # it ended
+        return ""
+
+
+def _allow(thread: int, cores: set[int]) -> None:
+    with contextlib.suppress(OSError):  # it ended, or may not be told
+        os.sched_setaffinity(thread, cores)
