@@ -188,23 +188,21 @@ class Request:
         self._interval = self._piece_seconds(self.tools.config.stream_interval)
         return await self._first(work)
 
-    async def whole(self) -> dict[str, Any]:
-        """The whole answer as one object; a tier that breaks off half-way is replaced by the next one."""
+    async def whole(self) -> tuple[dict[str, Any], Answer]:
+        """The whole answer as one object; a tier that breaks off half-way is replaced by the next one.
 
-        async def work(attempt: Attempt) -> dict[str, Any]:
+        The caller concludes the answer, when the object has left: nobody need wait for what is only written down.
+        """
+
+        async def work(attempt: Attempt) -> tuple[dict[str, Any], Answer]:
             await attempt.open(forward_comments=False)
             answer = Answer(self, attempt, whole=True)
             try:
-                assembled = await assemble(answer)
-                answer.attempt.succeed()
+                return await assemble(answer), answer
             except BaseException as error:
-                answer.attempt.settle_error(error)
-                raise
-            finally:
                 answer.forget_sink()
-                await answer.attempt.close()
-            answer.note_end()
-            return assembled
+                await answer.attempt.abandon(error)
+                raise
 
         self._interval = self._piece_seconds(WHOLE_INTERVAL_SECONDS)
         return await self._first(work)

@@ -206,14 +206,14 @@ async def send_bytes(
     await send({"type": "http.response.body", "body": b"" if head else body})
 
 
-async def send_answer(send: Send, exchange: Exchange, body: bytes) -> None:
-    """A whole answer, by the `wire` where there is one: ASGI's way takes two messages, and looks at headers of ours as
-    if they came from elsewhere.
+def has_left(exchange: Exchange, body: bytes) -> bool:
+    """Sends a whole answer by the `wire`, at once; False where only ASGI can, which takes two messages and looks at
+    headers of ours as if they came from elsewhere.
     """
     if exchange.wire is not None and exchange.wire.answer(200, (_JSON, *exchange.response_headers()), body):
         exchange.started = True
-        return
-    await send_bytes(send, 200, body)
+        return True
+    return False
 
 
 async def send_head(send: Send, exchange: Exchange, headers: Iterable[tuple[bytes, bytes]]) -> None:

@@ -94,6 +94,13 @@ class Answer:
         """Nothing is passed on any more. A sink mostly knows its answer: a circle that nothing else would undo."""
         self._sink = None
 
+    async def conclude(self) -> None:
+        """Records that the answer came whole, and closes it."""
+        self.attempt.succeed()
+        self.note_end()
+        self.forget_sink()
+        await self.attempt.close()
+
     def note_end(self) -> None:
         """The answer reached its true end."""
         if self._splice is not None:

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from gateway.attempts import Caller, Request, Tools
 from gateway.auth import Key
@@ -20,7 +20,17 @@ from gateway.core.outcome import End
 from gateway.core.quotes import without_quotes
 from gateway.dialects.base import Asked, Dialect
 from gateway.errors import GatewayError, RefusedError, RequestError
-from gateway.exchange import ClientLeftError, Exchange, Receive, Scope, Send, exchange_of, read_body, send_answer
+from gateway.exchange import (
+    ClientLeftError,
+    Exchange,
+    Receive,
+    Scope,
+    Send,
+    exchange_of,
+    has_left,
+    read_body,
+    send_bytes,
+)
 from gateway.explain import Record
 from gateway.finding import find
 from gateway.limits import Meter
@@ -138,13 +148,14 @@ class Generation:
                     record.outcome = await self._relay(Answer(job, attempt), asked, presence, exchange, send)
                     return
                 try:
-                    body = asked.whole(await job.whole()) if request.endpoint.streams else await job.unary()
+                    whole = await job.whole() if request.endpoint.streams else await job.unary()
                 finally:  # what tiers took is not the gateway's own time, also when all of them refused
                     exchange.upstream_seconds = job.upstream_seconds
-                self._note(job, exchange, record)
+                body = await self._pass(whole, asked, job, presence, exchange)
             presence.release()
             record.outcome = "success"
-            await send_answer(send, exchange, body)
+            if body is not None:
+                await send_bytes(send, 200, body)
         except GatewayError as error:
             record.error = without_quotes(error.message, request.body)
             raise
@@ -155,6 +166,26 @@ class Generation:
             if presence.reason is End.SHUTTING_DOWN and not exchange.started:
                 raise RefusedError(Code.SHUTTING_DOWN, "the gateway stops; ask again", retry_after=1.0) from None
 
+    async def _pass(
+        self,
+        whole: bytes | tuple[dict[str, Any], Answer],
+        asked: Asked,
+        job: Request,
+        presence: Presence,
+        exchange: Exchange,
+    ) -> bytes | None:
+        """Sends a whole answer where nobody has to be waited for, before it is concluded; else its body comes back."""
+        try:
+            self._note(job, exchange, job.record)
+            body = whole if isinstance(whole, bytes) else asked.whole(whole[0])
+            if not has_left(exchange, body):
+                return body
+            presence.release()
+            return None
+        finally:
+            if not isinstance(whole, bytes):
+                await whole[1].conclude()
+
     async def _relay(self, answer: Answer, asked: Asked, presence: Presence, exchange: Exchange, send: Send) -> str:
         return await relay(answer, send, presence, self._runtime.telemetry, asked.writer(), exchange)
 
@@ -163,7 +194,8 @@ class Generation:
         candidate = job.answered_by
         assert candidate is not None, "a tier answered"
         exchange.tier, exchange.model, exchange.device = candidate.tier, candidate.name, job.device
-        exchange.attempts, exchange.reason = len(record.attempts) + (1 if job.request.stream else 0), record.reason
+        unsettled = 1 if job.request.endpoint.streams else 0
+        exchange.attempts, exchange.reason = len(record.attempts) + unsettled, record.reason
         record.status = 200
         record.overhead_seconds = exchange.overhead_seconds
         self._runtime.telemetry.overhead.observe(record.overhead_seconds)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from headgate.shared.sending import send_now
+
 if TYPE_CHECKING:
     from uvicorn._types import ASGISendEvent
 
@@ -75,7 +77,7 @@ class Wire:
         cycle = self._cycle
         cycle.chunked_encoding = False
         head = self._head(status, headers)
-        cycle.transport.write(b"%b\r\ncontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+        send_now(cycle.transport, b"%b\r\ncontent-length: %d\r\n\r\n%b" % (head, len(body), body))
         self._complete()
         return True
 
