@@ -70,7 +70,7 @@ class Listening:
         self._owner: asyncio.Task[object] | None = None
         self._task: asyncio.Task[object] | None = None
         self._passed: Deadline | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
 
     def mark_sent(self) -> None:
         """The caller got something of this stream: from now on only silence counts."""
@@ -169,7 +169,7 @@ class Listening:
             self._idle_since += self._heard - self._left
         self._task = self._owner
         if self._timer is None:
-            self._timer = self._loop.call_at(self._deadline().at, self._fire)
+            self._timer = self._loop.call_soon(self._arm)
 
     def _note_all(self, frames: list[Frame]) -> None:
         for frame in frames:
@@ -211,6 +211,10 @@ class Listening:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None
+
+    def _arm(self) -> None:
+        """Sets the timer, in a turn of its own: then what is listened to was asked before."""
+        self._timer = None if self._task is None else self._loop.call_at(self._deadline().at, self._fire)
 
     def _deadline(self) -> Deadline:
         phase = Phase(

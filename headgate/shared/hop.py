@@ -13,6 +13,8 @@ from typing import Any
 
 import httptools
 
+from headgate.shared.sending import send_now
+
 MAX_HEAD_BYTES = 65536
 
 _FEW = 16
@@ -181,7 +183,7 @@ class _Connection(asyncio.Protocol):
         self._head = self._loop.create_future()
         if self._error is not None:
             raise self._error
-        self._transport.write(request)
+        send_now(self._transport, request)
         try:
             return await self._head
         except BaseException:
