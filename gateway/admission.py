@@ -73,7 +73,7 @@ class Admission:
         deadline = now + (timeout if patience is None else min(patience, timeout))
         outcome = core.arrive(self._door, self._bounds, number, priority, deadline, now)
         if number in outcome[0].running:
-            self._step(outcome)
+            self._door = outcome[0]  # nobody else is let in or turned away where somebody walks in
             return number
         turn: asyncio.Future[None] = loop.create_future()
         self._waiting[number] = _Waiting(turn, timeout, patience)

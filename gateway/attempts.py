@@ -117,7 +117,8 @@ class Request:
         limits = tools.limits[found.route]
         if caller.silence_seconds is not None:
             limits = limits._replace(caller_silence=caller.silence_seconds - waited_seconds)
-        self.budget = Budget(limits, asyncio.get_running_loop().time())
+        self._loop = asyncio.get_running_loop()  # asked once: every time it asks the kernel who we are
+        self.budget = Budget(limits, self._loop.time())
         self.candidates = expand(self.route.chain, found.model)
         self._choice = Choice(
             tools, request, self.route, self.candidates, record,
@@ -141,7 +142,7 @@ class Request:
         asked = self.request.body if body is None else body
         if candidate.is_local:
             asked = self._bounded(asked, candidate)
-            wait = budget.commit_by - asyncio.get_running_loop().time()
+            wait = budget.commit_by - self._loop.time()
             if not last:
                 wait = min(wait, self.route.load_wait)
             headers = {
@@ -211,7 +212,7 @@ class Request:
         """The bytes of an answer that has no stream."""
 
         async def work(attempt: Attempt) -> bytes:
-            now = asyncio.get_running_loop().time()
+            now = self._loop.time()
             deadline = unary_deadline(self.budget, now, is_local=attempt.candidate.is_local, last=attempt.last)
             try:
                 async with asyncio.timeout_at(deadline.at):
@@ -243,7 +244,7 @@ class Request:
     async def _first(self, work: Callable[[Attempt], Awaitable[T]]) -> T:
         """What `work` makes of the first candidate that lets it; raises GatewayError when none does."""
         chain = self._fold()
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         waiting = self._waiting = deque(chain.kept)
         while waiting:
             candidate = waiting.popleft()
@@ -252,7 +253,7 @@ class Request:
                 spent = "time was" if self._out_of_time else f"{self.budget.limits.attempts} attempts were"
                 self._outcomes.drop(Dropped(candidate, Drop.BUDGET, f"not asked, the request's {spent} spent"))
                 continue
-            if (verdict := await self._judge(candidate, waiting)) is not None:
+            if self._choice.is_open(candidate, waiting) and (verdict := await self._judge(candidate, waiting)):
                 if verdict.drop in PUT_OFF:
                     self._outcomes.put_behind(verdict)
                     waiting.append(candidate)
@@ -282,8 +283,6 @@ class Request:
 
     async def _judge(self, candidate: Candidate, waiting: Collection[Candidate]) -> Dropped | None:
         """What speaks against `candidate` now that its turn has come; nobody is put behind the others twice."""
-        if not self._choice.is_open(candidate, waiting):
-            return None
         began = time.monotonic()
         verdict = await self._choice.judge(candidate, tuple(waiting), self.budget)
         self.upstream_seconds += time.monotonic() - began
@@ -342,7 +341,7 @@ class Request:
 
         A model may be loading for other reasons too, so there the clock must agree.
         """
-        left = self.budget.commit_by - asyncio.get_running_loop().time()
+        left = self.budget.commit_by - self._loop.time()
         return reason is Reason.DEADLINE or (reason is Reason.MODEL_LOADING and left < NEARLY_OVER_SECONDS)
 
     def _pass_on(self, verdict: Verdict, error: UpstreamError) -> PassedOnError:
@@ -395,7 +394,7 @@ class Request:
 
     def _time_spent(self) -> str | None:
         """Whose time is over, for people; None while some is left."""
-        if not self._out_of_time and self.budget.has_time(asyncio.get_running_loop().time()):
+        if not self._out_of_time and self.budget.has_time(self._loop.time()):
             return None
         if self.budget.commit_due is Due.CALLER:
             return f"the caller's own time-out of {self.caller.silence_seconds:g} s"

@@ -78,7 +78,7 @@ class Listening:
 
     async def open(self) -> None:
         """Opens the stream for the running task; raises UpstreamError or ExpiredError."""
-        self._owner = asyncio.current_task()
+        self._owner = asyncio.current_task(self._loop)
         self._begin()
         try:
             context = self._provider.stream(self._call)
@@ -248,6 +248,6 @@ class Listening:
     def _raise_expired(self) -> None:
         """Raises ExpiredError when it was our timer that cancelled, and nobody else did too."""
         passed, self._passed = self._passed, None
-        task = asyncio.current_task()
+        task = asyncio.current_task(self._loop)
         if passed is not None and task is not None and task.uncancel() <= 0:
             raise ExpiredError(passed, self._loop.time() - self._started) from None

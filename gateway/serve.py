@@ -109,7 +109,7 @@ class Generation:
         found = await find(runtime, request.model, exchange)
         tools = runtime.tools  # as long as it waits, too: a reload may take the route away
         record.route = found.route
-        runtime.ring.add(record)
+        asyncio.get_running_loop().call_soon(runtime.ring.add, record)  # the oldest is freed while a tier works
         presence = runtime.presences.watch(receive, exchange.wire)
         with runtime.bodies.room(built_on, runtime.config.max_body), presence:
             await self._answer(asked, tools, found, caller, presence, exchange, record, send)

@@ -59,8 +59,7 @@ class Why(StrEnum):
     LATE = "late"
 
 
-@dataclass(frozen=True, slots=True)
-class Admit:
+class Admit(NamedTuple):
     """Request `number` may start."""
 
     number: int

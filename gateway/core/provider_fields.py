@@ -231,6 +231,8 @@ _LOCAL_REFUSES: Mapping[str, Refusal] = {
 
 def refused_by_local(body: Mapping[str, Any]) -> tuple[str, ...]:
     """The fields of a checked `body` that make every local model unsuitable."""
+    if _LOCAL_REFUSES.keys().isdisjoint(body):
+        return ()
     return tuple(name for name in body if name in _LOCAL_REFUSES and _LOCAL_REFUSES[name].refuses(body[name]))
 
 

@@ -75,10 +75,9 @@ class Hop:
         self._idle.clear()
 
     def _used_before(self) -> _Connection | None:
-        soonest = asyncio.get_running_loop().time() - self._idle_seconds
         while self._idle:
             connection = self._idle.pop()
-            if not connection.is_closed and connection.idle_since >= soonest:
+            if connection.is_fresh(self._idle_seconds):
                 return connection
             connection.close()
         return None
@@ -152,7 +151,7 @@ class _Connection(asyncio.Protocol):
     """One connection with one request at a time; also what its parser calls."""
 
     def __init__(self, keep: Callable[[_Connection], None] | None) -> None:
-        self.idle_since = 0.0
+        self._idle_since = 0.0
         self._keep = keep
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -176,6 +175,10 @@ class _Connection(asyncio.Protocol):
     def is_closed(self) -> bool:
         """Whether nothing can be asked any more."""
         return self._error is not None or self._transport is None or self._transport.is_closing()
+
+    def is_fresh(self, idle_seconds: float) -> bool:
+        """Whether something can be asked, and something was within so long."""
+        return not self.is_closed and self._loop.time() - self._idle_since <= idle_seconds
 
     async def ask(self, request: bytes) -> Answer:
         """Sends a request and waits for the head of its answer; raises BrokenError."""
@@ -220,7 +223,7 @@ class _Connection(asyncio.Protocol):
         if self._complete and self._keeps and self._keep is not None and not self.is_closed:
             self._renew()
             self.flow(True)
-            self.idle_since = self._loop.time()
+            self._idle_since = self._loop.time()
             self._keep(self)
         else:
             self.close()
