@@ -88,7 +88,7 @@ class Attempt:
             for frame in self.listening.ready() or [await self.listening.next()]:
                 if not isinstance(frame, Comment):
                     self.backlog.append(frame)
-                    is_enough |= isinstance(frame, Data) and frame.kind in ANSWERS
+                    is_enough = is_enough or (isinstance(frame, Data) and frame.kind in ANSWERS)
                 elif is_enough or (forward_comments and self.last and self._waited_long()):
                     self.backlog.append(frame)
                     is_enough = True

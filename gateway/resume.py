@@ -87,7 +87,8 @@ class Answer:
 
     def _join(self, frames: list[Frame]) -> list[Frame]:
         joined = frames if self._splice is None else self._splice.join(frames)
-        self._kept.note(joined)
+        if not joined or not isinstance(joined[-1], Done):  # nobody goes on with what has its end
+            self._kept.note(joined)
         return joined
 
     def forget_sink(self) -> None:

@@ -7,15 +7,17 @@ else that is done in it, though whoever waits for the bytes waits for none of th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 
 
 def send_now(transport: asyncio.WriteTransport, data: bytes) -> None:
     """Writes `data`, at once as far as the kernel takes it. What is not plain, or waits already, is the transport's."""
-    sent = 0
-    if not (transport.is_closing() or transport.get_write_buffer_size() or transport.get_extra_info("sslcontext")):
-        with contextlib.suppress(OSError):  # it takes nothing now, or the transport will see for itself what is wrong
-            sent = os.write(transport.get_extra_info("socket").fileno(), data)
+    if transport.is_closing() or transport.get_write_buffer_size() or transport.get_extra_info("sslcontext"):
+        transport.write(data)
+        return
+    try:
+        sent = os.write(transport.get_extra_info("socket").fileno(), data)
+    except OSError:  # it takes nothing now, or the transport will see for itself what is wrong
+        sent = 0
     if sent < len(data):
         transport.write(data[sent:])
