@@ -13,8 +13,6 @@ from typing import Any
 
 import httptools
 
-from headgate.shared.sending import send_now
-
 MAX_HEAD_BYTES = 65536
 
 _FEW = 16
@@ -186,7 +184,7 @@ class _Connection(asyncio.Protocol):
         self._head = self._loop.create_future()
         if self._error is not None:
             raise self._error
-        send_now(self._transport, request)
+        self._transport.write(request)
         try:
             return await self._head
         except BaseException:

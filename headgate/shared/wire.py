@@ -1,8 +1,8 @@
 """Lets an answer that has begun write its pieces at once, from any callback of the loop; decides nothing about them.
 
-ASGI's `send` needs a task to await it, and so a turn of the loop and a wake-up for every token. Pieces of one turn
-leave in one system call all the same: the transport gathers them. A body that is here can be had without awaiting it
-under a deadline, and the client's leaving without a task that waits for it, which costs every request a twentieth.
+ASGI's `send` needs a task to await it, and so a turn of the loop and a wake-up for every token. A body that is here can
+be had without awaiting it under a deadline, and the client's leaving without a task that waits for it, which costs every
+request a twentieth.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
-
-from headgate.shared.sending import send_now
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGISendEvent
@@ -77,7 +75,7 @@ class Wire:
         cycle = self._cycle
         cycle.chunked_encoding = False
         head = self._head(status, headers)
-        send_now(cycle.transport, b"%b\r\ncontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+        cycle.transport.write(b"%b\r\ncontent-length: %d\r\n\r\n%b" % (head, len(body), body))
         self._complete()
         return True
 
