@@ -1,8 +1,8 @@
 """Lets an answer that has begun write its pieces at once, from any callback of the loop; decides nothing about them.
 
 ASGI's `send` needs a task to await it, and so a turn of the loop and a wake-up for every token. A body that is here can
-be had without awaiting it under a deadline, and the client's leaving without a task that waits for it, which costs every
-request a twentieth.
+be had without awaiting it under a deadline, and the client's leaving without a task that waits for it, which costs
+every request a twentieth.
 """
 
 from __future__ import annotations
