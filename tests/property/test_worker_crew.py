@@ -107,6 +107,15 @@ def test_a_trial_is_judged_by_its_steps_alone() -> None:
     assert crew.is_trying
 
 
+def test_a_trial_ends_with_its_load() -> None:
+    """Where it began: steps of another size say nothing of either way."""
+    crew = Crew()
+    driven(crew, (0.01, 0.01), FIRST_PAUSE + SETTLING + 1)
+    assert (crew.spared, crew.is_trying) == (1, True)
+    crew.observe(2, 0.01)
+    assert (crew.spared, crew.is_trying, crew.rows) == (0, False, 2)
+
+
 @given(st.lists(st.tuples(st.integers(1, 4), st.floats(1e-5, 1.0)), max_size=400))
 def test_only_steps_of_the_same_size_are_compared(steps: list[tuple[int, float]]) -> None:
     """Whatever happens, one core at most is spared, and a trial whose load changed ends where it began."""

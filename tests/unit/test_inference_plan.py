@@ -336,6 +336,16 @@ def test_a_division_keeps_to_every_limit() -> None:
     assert isinstance(refusal, Refusal)
 
 
+def test_no_setting_helps_where_no_model_may_be_added() -> None:
+    ledger, held = hold(machine(gpu_0=900, cpu=0), "pinned", {"gpu-0": 100}, Standing.FIXED)
+    spread = layered(parallel=4)
+    for most, has_fix in ((2, True), (1, False)):
+        decision = plan(ask(alone(spread), spread=spread), ledger, [held], Policy(NOW, max_models=most))
+        assert isinstance(decision, Refusal)
+        assert decision.lacks
+        assert bool(decision.fix) is has_fix
+
+
 def test_models_beside_the_devices_that_may_be_used_are_no_help() -> None:
     """A victim of a division is one that gives something on its devices, or on the host."""
     spread = layered(("gpu-0", "gpu-1"))
