@@ -52,7 +52,7 @@ SERIAL_STREAMS = 8
 WARM_UP_TOKENS, WARM_UP_ANSWER_TOKENS = 32, 8
 PREFIX_ROUNDS, PREFIX_QUESTIONS, PREFIX_ANSWER_TOKENS = 3, 5, 8
 REST_SECONDS = 0.2
-"""Before every burst, for the threads of the one before to fall asleep."""
+"""Before every sample, for the threads of the one before to fall asleep."""
 
 
 class Prompts:

@@ -107,6 +107,11 @@ class Attempt:
         grace = COMMENT_GRACE_SECONDS if patience is None else min(COMMENT_GRACE_SECONDS, patience / 3)
         return time.monotonic() - self._request.began >= grace
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether its end is recorded."""
+        return self._settled
+
     def settle(self, observation: Observation, said: str = "") -> Verdict:
         """Records the end of the attempt; the first call counts."""
         verdict = judge(observation)

@@ -189,21 +189,27 @@ class Request:
         self._interval = self._piece_seconds(self.tools.config.stream_interval)
         return await self._first(work)
 
-    async def whole(self) -> tuple[dict[str, Any], Answer]:
+    async def whole(self) -> tuple[dict[str, Any], Answer | None]:
         """The whole answer as one object; a tier that breaks off half-way is replaced by the next one.
 
-        The caller concludes the answer, when the object has left: nobody need wait for what is only written down.
+        Where its stream is closed without waiting the answer comes along, and the caller concludes it, when the object
+        has left: nobody need wait for what is only written down. A cloud's stream is closed first: until then the
+        request keeps its place.
         """
 
-        async def work(attempt: Attempt) -> tuple[dict[str, Any], Answer]:
+        async def work(attempt: Attempt) -> tuple[dict[str, Any], Answer | None]:
             await attempt.open(forward_comments=False)
             answer = Answer(self, attempt, whole=True)
             try:
-                return await assemble(answer), answer
+                assembled = await assemble(answer)
+                if answer.attempt.candidate.is_local:
+                    return assembled, answer
             except BaseException as error:
                 answer.forget_sink()
                 await answer.attempt.abandon(error)
                 raise
+            await answer.conclude()
+            return assembled, None
 
         self._interval = self._piece_seconds(WHOLE_INTERVAL_SECONDS)
         return await self._first(work)

@@ -97,10 +97,12 @@ class Answer:
 
     async def conclude(self) -> None:
         """Records that the answer came whole, and closes it."""
-        self.attempt.succeed()
-        self.note_end()
-        self.forget_sink()
-        await self.attempt.close()
+        try:
+            self.attempt.succeed()
+            self.note_end()
+        finally:
+            self.forget_sink()
+            await self.attempt.close()
 
     def note_end(self) -> None:
         """The answer reached its true end."""

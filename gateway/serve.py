@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from gateway.attempts import Caller, Request, Tools
 from gateway.auth import Key
@@ -140,21 +140,33 @@ class Generation:
                     finally:
                         exchange.upstream_seconds = job.upstream_seconds
                     try:
-                        self._note(job, exchange, record)
+                        self._note(job, exchange, record, unsettled=1)
                         job.note_committed(attempt)
                     except BaseException as error:
                         await attempt.abandon(error)
                         raise
                     record.outcome = await self._relay(Answer(job, attempt), asked, presence, exchange, send)
                     return
+                answer: Answer | None = None
                 try:
-                    whole = await job.whole() if request.endpoint.streams else await job.unary()
+                    if request.endpoint.streams:
+                        assembled, answer = await job.whole()
+                    else:
+                        body = await job.unary()
                 finally:  # what tiers took is not the gateway's own time, also when all of them refused
                     exchange.upstream_seconds = job.upstream_seconds
-                body = await self._pass(whole, asked, job, presence, exchange)
+                try:
+                    self._note(job, exchange, record, 0 if answer is None or answer.attempt.is_settled else 1)
+                    if request.endpoint.streams:
+                        body = asked.whole(assembled)
+                    if is_sent := has_left(exchange, body):
+                        presence.release()
+                finally:
+                    if answer is not None:
+                        await answer.conclude()
             presence.release()
             record.outcome = "success"
-            if body is not None:
+            if not is_sent:
                 await send_bytes(send, 200, body)
         except GatewayError as error:
             record.error = without_quotes(error.message, request.body)
@@ -166,35 +178,14 @@ class Generation:
             if presence.reason is End.SHUTTING_DOWN and not exchange.started:
                 raise RefusedError(Code.SHUTTING_DOWN, "the gateway stops; ask again", retry_after=1.0) from None
 
-    async def _pass(
-        self,
-        whole: bytes | tuple[dict[str, Any], Answer],
-        asked: Asked,
-        job: Request,
-        presence: Presence,
-        exchange: Exchange,
-    ) -> bytes | None:
-        """Sends a whole answer where nobody has to be waited for, before it is concluded; else its body comes back."""
-        try:
-            self._note(job, exchange, job.record)
-            body = whole if isinstance(whole, bytes) else asked.whole(whole[0])
-            if not has_left(exchange, body):
-                return body
-            presence.release()
-            return None
-        finally:
-            if not isinstance(whole, bytes):
-                await whole[1].conclude()
-
     async def _relay(self, answer: Answer, asked: Asked, presence: Presence, exchange: Exchange, send: Send) -> str:
         return await relay(answer, send, presence, self._runtime.telemetry, asked.writer(), exchange)
 
-    def _note(self, job: Request, exchange: Exchange, record: Record) -> None:
-        """Fills what the response's headers tell."""
+    def _note(self, job: Request, exchange: Exchange, record: Record, unsettled: int) -> None:
+        """Fills what the response's headers tell; so many attempts are `unsettled`, and on record later."""
         candidate = job.answered_by
         assert candidate is not None, "a tier answered"
         exchange.tier, exchange.model, exchange.device = candidate.tier, candidate.name, job.device
-        unsettled = 1 if job.request.endpoint.streams else 0
         exchange.attempts, exchange.reason = len(record.attempts) + unsettled, record.reason
         record.status = 200
         record.overhead_seconds = exchange.overhead_seconds

@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 from gateway.core.frames import Endpoint, Frame
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Call:
     """One attempt at one provider.
 

@@ -53,7 +53,7 @@ def shorten() -> bool:
     attributes = _Attributes()
     size = ctypes.sizeof(attributes)
     taken: bool = libc.syscall(numbers[1], 0, ctypes.byref(attributes), size, 0) == 0
-    if taken and (attributes.sched_policy != os.SCHED_OTHER or attributes.sched_nice < 0):
+    if taken and (attributes.sched_policy != os.SCHED_OTHER or attributes.sched_nice):
         return False
     attributes.sched_runtime = int(SECONDS * 1e9)
     attributes.sched_flags |= _RESET_ON_FORK

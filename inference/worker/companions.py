@@ -54,13 +54,14 @@ class Companions:
         self._parted = {}
 
     def _part(self) -> None:
-        cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-        if len(cores) < 2:
+        if not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2:
             return
-        others = cores - {_core()}
+        here = _core()
         for thread in _namesakes():
-            self._parted[thread] = cores
-            _allow(thread, others)
+            cores = os.sched_getaffinity(thread)
+            if here in cores and len(cores) > 1:
+                self._parted[thread] = cores
+                _allow(thread, cores - {here})
 
 
 def _core() -> int:

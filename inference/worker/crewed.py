@@ -29,6 +29,7 @@ class CrewedBackend:
         clock: Callable[[], float] = time.perf_counter,
         idle: IdleCores | None = None,
         lost: LostCores | None = None,
+        companions: Companions | None = None,
     ) -> None:
         self.can_trim = backend.can_trim
         self.remove = backend.remove
@@ -39,7 +40,7 @@ class CrewedBackend:
         self._clock = clock
         self._idle = idle or IdleCores()
         self._lost = lost or LostCores()
-        self._companions = Companions()
+        self._companions = companions or Companions()
         self._crew = Crew()
         self._spared = 0
 
@@ -66,9 +67,11 @@ class CrewedBackend:
         """When it began and ended, and what came of it."""
         began = self._clock()
         self._companions.begin(began)
-        status, last = self._backend.decode(rows)
-        ended = self._clock()
-        self._companions.end(ended)
+        try:
+            status, last = self._backend.decode(rows)
+        finally:
+            ended = self._clock()
+            self._companions.end(ended)
         return began, ended, status, last
 
     def _spare(self, count: int) -> None:

@@ -65,6 +65,7 @@ class Embedder:
         clock: Callable[[], float] = time.monotonic,
         *,
         scales: bool = True,
+        companions: Companions | None = None,
     ) -> None:
         """`scales`: vectors are scaled to length 1."""
         self.pulse = Pulse(clock)
@@ -77,7 +78,7 @@ class Embedder:
         self._taken: Sequence[_Input] = []
         """No longer in the queue and not answered yet."""
         self._lock = threading.Lock()
-        self._companions = Companions()
+        self._companions = companions or Companions()
         self._runner = Runner("embedder", self._turn, self._close, on_fatal)
 
     def start(self) -> None:
@@ -151,8 +152,8 @@ class Embedder:
         total = sum(len(item.tokens) for item in batch)
         self.pulse.active = len(batch)
         self.pulse.begin(total)
+        self._companions.begin(self._clock())
         try:
-            self._companions.begin(self._clock())
             status, pooled = self._backend.pool(rows)
             failure = None if status is OK else f"llama.cpp could not compute a step ({status.name.lower()})"
             vectors = [self._vector(item.index, values) for item, values in zip(batch, pooled, strict=failure is None)]

@@ -107,6 +107,14 @@ def test_a_trial_is_judged_by_its_steps_alone() -> None:
     assert crew.is_trying
 
 
+def test_slow_steps_do_not_become_usual_when_one_of_them_is_quick() -> None:
+    """Though nobody took a core: they are a reason for a trial, also at the time at which none would be due else."""
+    crew = Crew(rows=1, usual=0.01, until_trial=WINDOW)
+    for seconds in (*[0.02] * (WINDOW - 1), 0.012):
+        crew.observe(1, seconds, lost=0.0)
+    assert (crew.is_trying, crew.usual) == (True, 0.01)
+
+
 def test_a_trial_ends_with_its_load() -> None:
     """Where it began: steps of another size say nothing of either way."""
     crew = Crew()

@@ -54,14 +54,20 @@ def test_the_thread_that_makes_a_loop_has_short_slices_and_those_it_starts_have_
 
 
 @linux
-def test_a_thread_whose_priority_somebody_chose_keeps_everything() -> None:
+def test_a_thread_whose_policy_or_priority_somebody_chose_keeps_everything() -> None:
     """Its children would lose a priority above the usual one."""
+    usual = granted()
 
-    def batch() -> tuple[bool, int]:
+    def batch() -> tuple[bool, int, int]:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-        return timeslice.shorten(), os.sched_getscheduler(0)
+        return timeslice.shorten(), granted(), os.sched_getscheduler(0)
 
-    assert on_a_thread(batch) == (False, os.SCHED_BATCH)
+    def nice() -> tuple[bool, int]:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + 5)
+        return timeslice.shorten(), granted()
+
+    assert on_a_thread(batch) == (False, usual, os.SCHED_BATCH)
+    assert on_a_thread(nice) == (False, usual)
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "riscv64"])

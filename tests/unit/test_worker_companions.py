@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from inference.protocol import Code
 from inference.worker import companions
+from inference.worker.backend import OK, BatchRow, Decode
 from inference.worker.companions import REST_SECONDS, Companions, name_thread
+from inference.worker.core.steps import Row
+from inference.worker.crewed import CrewedBackend
+from inference.worker.embedder import Embedder, Vector
+from inference.worker.errors import WorkerError
+from inference.worker.tickets import Courier, Ticket
+from tests.rigs.fake_backend import FakeBackend
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="takes Linux and two cores"
@@ -88,6 +98,22 @@ def test_steps_in_a_row_cost_no_look() -> None:
     assert on_a_thread(compute) == os.sched_getaffinity(0)
 
 
+def test_a_companion_keeps_the_cores_that_somebody_gave_it() -> None:
+    def compute() -> tuple[set[int], set[int], set[int]]:
+        name_thread(NAME)
+        together = Companions()
+        with asleep() as thread:
+            only = {min(os.sched_getaffinity(0))}
+            os.sched_setaffinity(thread, only)
+            together.begin(100.0)
+            during = os.sched_getaffinity(thread)
+            together.end(100.2)
+            return only, during, os.sched_getaffinity(thread)
+
+    only, during, after = on_a_thread(compute)
+    assert during == after == only
+
+
 def test_threads_of_another_name_run_where_they_did() -> None:
     """Also where nobody has a name of its own: then all of the process would be companions."""
 
@@ -144,3 +170,61 @@ def test_a_thread_that_ended_meanwhile_is_no_error(monkeypatch: pytest.MonkeyPat
     assert on_a_thread(compute)
     monkeypatch.setattr(companions, "_TASKS", Path("/proc/self/nowhere"))
     assert on_a_thread(compute)
+
+
+class Recorded(Companions):
+    """Notes when it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def begin(self, now: float) -> None:
+        self.asked.append("begin")
+
+    def end(self, now: float) -> None:
+        self.asked.append("end")
+
+
+def test_every_step_of_the_engine_tells_its_companions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with prompts, steps that only decode, and one that raises."""
+    together, fake = Recorded(), FakeBackend()
+
+    def decode(rows: Sequence[BatchRow]) -> tuple[Decode, list[int]]:
+        together.asked.append("step")
+        if rows[0].start == 7:
+            raise RuntimeError("a defect")
+        return OK, [0]
+
+    monkeypatch.setattr(fake, "decode", decode)
+    backend = CrewedBackend(fake, lambda _count: None, companions=together)
+    backend.decode([Row(1, 0, 0, [1, 2, 3], True)])
+    backend.decode([Row(1, 0, 3, [1], True)])
+    with pytest.raises(RuntimeError):
+        backend.decode([Row(1, 0, 7, [1], True)])
+    assert together.asked == ["begin", "step", "end"] * 3
+
+
+class Pooling:
+    """Pools whatever comes."""
+
+    n_slots, pool_tokens = 1, 10
+
+    def __init__(self, asked: list[str]) -> None:
+        self.asked = asked
+
+    def pool(self, rows: Sequence[BatchRow]) -> tuple[Decode, list[np.ndarray]]:
+        self.asked.append("step")
+        return OK, [np.ones(2, np.float32) for _row in rows]
+
+
+async def test_every_step_of_the_embedder_does() -> None:
+    together = Recorded()
+    loop = asyncio.get_running_loop()
+    embedder = Embedder(Pooling(together.asked), 4, Courier(loop).deliver, print, companions=together)
+    embedder.start()
+    ticket: Ticket[Vector] = Ticket(loop)
+    embedder.submit([[1, 2]], ticket)
+    assert await ticket.take(10)
+    assert embedder.stop(WorkerError(Code.MODEL_FAILED, "over"))
+    assert together.asked == ["begin", "step", "end"]

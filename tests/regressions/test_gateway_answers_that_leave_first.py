@@ -1,0 +1,138 @@
+"""Whole answers left before they were concluded, also those whose conclusion waits: a cloud's.
+
+Whoever asked again at once met his own last request, in its place and in its key's limit. An answer that was whole when
+it broke off had one attempt too many in its header.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from gateway import serve
+from gateway.attempt import Attempt
+from gateway.resume import Answer
+from tests.rigs.fake_inference import Answer as Said
+from tests.rigs.fake_inference import FakeInference, _chunk
+from tests.rigs.gateway_rig import Gateway
+
+KEY = "key-of-a-team"
+WHOLE = _chunk("demo", True, text="Hi") + _chunk("demo", True, finish="stop")
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[FakeInference]:
+    async with FakeInference() as service:
+        yield service
+
+
+@pytest.fixture
+async def slow_to_end() -> AsyncIterator[str]:
+    """The address of a cloud whose bodies end 30 ms after what they say."""
+
+    async def chat(request: web.Request) -> web.StreamResponse:
+        await request.read()
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        choice = {"index": 0, "delta": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}
+        chunk = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "gpt", "choices": [choice]}
+        await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\ndata: [DONE]\n\n")
+        await asyncio.sleep(0.03)
+        return response
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", chat)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    await runner.cleanup()
+
+
+def cloud(address: str, more: str) -> str:
+    return f"""
+providers:
+  openai: {{kind: openai, api_key: k, base_url: "{address}"}}
+routes:
+  demo: {{chain: [openai/gpt]}}
+{more}
+"""
+
+
+@pytest.mark.parametrize(
+    "bound",
+    [
+        "admission: {max_in_flight: 1, queue: 0}\nkeys: [{name: team, hash: 'sha256:HASH'}]",
+        "keys: [{name: team, hash: 'sha256:HASH', limits: {concurrent: 1}}]",
+    ],
+)
+async def test_who_has_his_answer_holds_no_place(tmp_path: Path, slow_to_end: str, bound: str) -> None:
+    config = cloud(slow_to_end, bound.replace("HASH", hashlib.sha256(KEY.encode()).hexdigest()))
+    async with Gateway(tmp_path, "http://127.0.0.1:9", config) as gateway:
+        for _ in range(5):
+            answer = await gateway.chat(headers={"authorization": f"Bearer {KEY}"})
+            assert answer.status_code == 200, answer.text
+            record = await gateway.admin("GET", f"/admin/requests/{answer.headers['x-request-id']}")
+            assert record.json()["outcome"] == "success"
+
+
+@pytest.mark.parametrize("behind", [b"", b"data: oops\n\n", b'data: {"error": {"message": "x", "code": "e"}}\n\n'])
+async def test_one_tier_that_was_asked_is_one_attempt(tmp_path: Path, fake: FakeInference, behind: bytes) -> None:
+    fake.answers["demo"] = Said(raw=WHOLE + behind)
+    async with Gateway(tmp_path, fake.url) as gateway:
+        answer = await gateway.chat()
+    assert (answer.status_code, answer.headers["x-headgate-attempts"]) == (200, "1")
+
+
+async def test_a_local_answer_leaves_first(
+    tmp_path: Path, fake: FakeInference, slow_to_end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its stream is closed without waiting, so nobody can meet the request in its place."""
+    seen: list[str] = []
+    has_left, conclude = serve.has_left, Answer.conclude
+
+    def leaving(*args: Any) -> bool:
+        seen.append("leaves")
+        return has_left(*args)
+
+    async def concluding(answer: Answer) -> None:
+        seen.append("concluded")
+        await conclude(answer)
+
+    monkeypatch.setattr(serve, "has_left", leaving)
+    monkeypatch.setattr(Answer, "conclude", concluding)
+    for name in ("local", "cloud"):
+        (tmp_path / name).mkdir()
+    async with Gateway(tmp_path / "local", fake.url) as gateway:
+        assert (await gateway.chat()).status_code == 200
+    async with Gateway(tmp_path / "cloud", "http://127.0.0.1:9", cloud(slow_to_end, "")) as gateway:
+        assert (await gateway.chat()).status_code == 200
+    assert seen == ["leaves", "concluded", "concluded", "leaves"]
+
+
+async def test_what_cannot_be_recorded_is_closed_all_the_same(
+    tmp_path: Path, fake: FakeInference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Attempt] = []
+    close = Attempt.close
+
+    async def closing(attempt: Attempt) -> None:
+        closed.append(attempt)
+        await close(attempt)
+
+    def fail(_attempt: Attempt) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(Attempt, "close", closing)
+    monkeypatch.setattr(Attempt, "succeed", fail)
+    async with Gateway(tmp_path, fake.url) as gateway:
+        await gateway.chat()
+        assert len(closed) == 1
+        assert gateway.runtime.admission.in_flight == 0
