@@ -147,12 +147,12 @@ async def test_the_simulators_end_is_the_loss_of_its_devices_and_never_a_hang() 
     assert {reading.sign for reading in probe.readings()} == {Sign.GONE}
     with pytest.raises(HeadgateError, match="has ended"):
         await probe.tell("status")
-    with pytest.raises(SimulatorError, match="no simulated device answers"):
-        Control(probe.socket_path)
     await probe.refresh()
     assert {reading.sign for reading in probe.readings()} == {Sign.GONE}
     assert [reading.total_bytes for reading in probe.readings()] == list(SIZES)
     wait_until("its servers end", lambda: not any(is_alive(pid) for pid in servers))
+    with pytest.raises(SimulatorError, match="no simulated device answers"):
+        Control(probe.socket_path)
     await probe.close()
 
 
