@@ -206,9 +206,9 @@ async def send_bytes(
     await send({"type": "http.response.body", "body": b"" if head else body})
 
 
-def has_left(exchange: Exchange, body: bytes) -> bool:
-    """Sends a whole answer by the `wire`, at once; False where only ASGI can, which takes two messages and looks at
-    headers of ours as if they came from elsewhere.
+def send_at_once(exchange: Exchange, body: bytes) -> bool:
+    """Sends a whole answer by the `wire`, without waiting; False, and nothing is sent, where only ASGI can, which takes
+    two messages and looks at headers of ours as if they came from elsewhere.
     """
     if exchange.wire is not None and exchange.wire.answer(200, (_JSON, *exchange.response_headers()), body):
         exchange.started = True

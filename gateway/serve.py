@@ -27,8 +27,8 @@ from gateway.exchange import (
     Scope,
     Send,
     exchange_of,
-    has_left,
     read_body,
+    send_at_once,
     send_bytes,
 )
 from gateway.explain import Record
@@ -159,7 +159,7 @@ class Generation:
                     self._note(job, exchange, record, 0 if answer is None or answer.attempt.is_settled else 1)
                     if request.endpoint.streams:
                         body = asked.whole(assembled)
-                    if is_sent := has_left(exchange, body):
+                    if is_sent := send_at_once(exchange, body):
                         presence.release()
                 finally:
                     if answer is not None:

@@ -184,8 +184,6 @@ def fold(candidates: Sequence[Candidate], facts: Callable[[Candidate], Facts], w
             ailing.append(Dropped(candidate, Drop.AILING, known.ailment.said, known.ailment.retry_in))
         else:
             kept.append(candidate)
-    if not ailing:
-        return Chain(tuple(kept), tuple(dropped))
     last = tuple(item.candidate for item in ailing)
     return Chain((*kept, *last), tuple(dropped), tuple(ailing) if kept else ())
 

@@ -96,17 +96,17 @@ async def test_a_local_answer_leaves_first(
 ) -> None:
     """Its stream is closed without waiting, so nobody can meet the request in its place."""
     seen: list[str] = []
-    has_left, conclude = serve.has_left, Answer.conclude
+    send_at_once, conclude = serve.send_at_once, Answer.conclude
 
     def leaving(*args: Any) -> bool:
         seen.append("leaves")
-        return has_left(*args)
+        return send_at_once(*args)
 
     async def concluding(answer: Answer) -> None:
         seen.append("concluded")
         await conclude(answer)
 
-    monkeypatch.setattr(serve, "has_left", leaving)
+    monkeypatch.setattr(serve, "send_at_once", leaving)
     monkeypatch.setattr(Answer, "conclude", concluding)
     for name in ("local", "cloud"):
         (tmp_path / name).mkdir()

@@ -103,7 +103,7 @@ class Crew:
         if not is_full:
             return
         limit = math.inf if self.usual is None else WORSE * self.usual
-        suffers = max(self.took) > limit and median(self.took) > limit
+        suffers = max(self.took) > limit and median(self.took) > limit  # the first alone is asked of most steps
         if suffers or (self.until_trial == 0 and (lost is None or lost >= LOST)):
             before = tuple(self.took)
             self._change()
