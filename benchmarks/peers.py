@@ -72,7 +72,8 @@ def _build(place: Path) -> None:
         _run([sys.executable, "-m", "pip", "download", "--no-binary", ENGINE, "--no-deps", "-d", str(place), _pinned()])
         archive = next(place.glob("llama_cpp_python-*.tar.gz"))
         with tarfile.open(archive) as opened:
-            opened.extractall(place, filter="data")
+            opened.extraction_filter = getattr(tarfile, "data_filter", None)  # not before Python 3.11.4
+            opened.extractall(place)
         archive.unlink()
         next(place.glob("llama_cpp_python-*/")).rename(source)
     where = ["-S", str(source / "vendor" / "llama.cpp"), "-B", str(place / "build")]

@@ -121,7 +121,8 @@ def fetched(scratch: Path) -> Path:
     subprocess.run([*download, "-d", scratch, "jsonschema"], check=True, stdout=sys.stderr)
     archive = next(scratch.glob("jsonschema-*.tar.gz"))
     with tarfile.open(archive) as packed:
-        packed.extractall(scratch, filter="data")
+        packed.extraction_filter = getattr(tarfile, "data_filter", None)  # not before Python 3.11.4
+        packed.extractall(scratch)
     return next(scratch.glob("jsonschema-*/json/tests"))
 
 

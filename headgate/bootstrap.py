@@ -8,6 +8,10 @@ Everything but llama-cpp-python comes from `requirements.lock` in a minute. llam
 with ggml's RPC backend (simulated GPUs need it) and whatever backends CMAKE_ARGS asks for; pip may hold a wheel of it
 that was compiled without them, so what was installed is looked at, by name and symbol, never by loading it: a compute
 driver has no business in this process.
+
+An interpreter that was compiled without optimizations, as pyenv compiles one unless told otherwise, takes a third to a
+half more time for the same code. Where the one that runs this is such, and nobody named it by `PYTHON`, `.venv` is made
+with an optimized one that is installed as well.
 """
 
 from __future__ import annotations
@@ -30,12 +34,22 @@ ROOT = Path(__file__).resolve().parents[1]
 LOCK = "requirements.lock"
 ENGINE = "llama-cpp-python"
 OUR_CMAKE_ARGS = "-DGGML_RPC=ON"
+OLDEST_PYTHON = (3, 11)
+PROBE_SECONDS = 20.0
+"""How long an interpreter may take to say what it is; one that hangs is passed over."""
 REPORT_SECONDS = 20.0
 """Where no terminal shows a live line, the build says how far it is this often."""
 
 _BACKEND = re.compile(
     r"-DGGML_(RPC|CUDA|HIP|VULKAN|SYCL|MUSA|CANN|OPENCL|OPENVINO)(?::\w+)?=(?:ON|1|TRUE|YES)\b", re.IGNORECASE
 )
+_DESCRIBE = """
+import ensurepip, json, sys, sysconfig, venv
+profiled = "--enable-optimizations" in (sysconfig.get_config_var("CONFIG_ARGS") or "") or sys.base_prefix == "/usr"
+print(json.dumps([getattr(sys, "_base_executable", None) or sys.executable, sys.version_info[:3], profiled]))
+"""
+"""What an interpreter is asked. Those of distributions are all optimized; Debian's, which is so by a target of its own,
+does not show it among the arguments of `configure`. One without `ensurepip` cannot make an environment with pip."""
 _STEP = re.compile(r"\[(\d+)/(\d+)\]|\[ *(\d+)%\]")
 
 
@@ -114,6 +128,48 @@ def progress(line: str) -> float | None:
     if match[3]:
         return int(match[3]) / 100
     return int(match[1]) / max(int(match[2]), 1)
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """A Python that `.venv` can be made with."""
+
+    executable: str
+    version: tuple[int, int, int]
+    optimized: bool
+
+    @classmethod
+    def ask(cls, path: str) -> Interpreter | None:
+        """What the interpreter at `path` is; None if it is none, is too old, or cannot make an environment."""
+        try:
+            said = subprocess.run(
+                [path, "-I", "-c", _DESCRIBE], capture_output=True, text=True, check=True, timeout=PROBE_SECONDS
+            )
+            executable, version, optimized = json.loads(said.stdout)
+        except (OSError, subprocess.SubprocessError, ValueError):
+            return None
+        return cls(executable, tuple(version), optimized) if tuple(version) >= OLDEST_PYTHON else None
+
+    def __str__(self) -> str:
+        return f"{self.executable} ({'.'.join(map(str, self.version))})"
+
+
+def installed_interpreters(path: str, ask: Callable[[str], Interpreter | None] = Interpreter.ask) -> list[Interpreter]:
+    """Every usable Python in the folders of `path` (as in `PATH`), each once, also those that another one hides."""
+    found = {}
+    for folder in path.split(os.pathsep):
+        for file in sorted(Path(folder).glob("python3*")) if folder else ():
+            if re.fullmatch(r"python3(\.\d+)?", file.name) and (interpreter := ask(str(file))) is not None:
+                found[interpreter.executable] = interpreter
+    return list(found.values())
+
+
+def best_interpreter(own: Interpreter, others: Sequence[Interpreter]) -> Interpreter:
+    """`own`, unless only others are optimized: then one of the same minor version if there is one, else the newest."""
+    better = [other for other in others if other.optimized]
+    if own.optimized or not better:
+        return own
+    return max(better, key=lambda other: (other.version[:2] == own.version[:2], other.version))
 
 
 def compiler(environ: Mapping[str, str], which: Callable[[str], str | None] = shutil.which) -> str:
@@ -248,7 +304,7 @@ class Setup:
             return
         if self.venv.exists():
             shutil.rmtree(self.venv)
-        base = getattr(sys, "_base_executable", None) or sys.executable
+        base = self._base()
         made = subprocess.run([base, "-m", "venv", str(self.venv)], capture_output=True, text=True, check=False)
         if made.returncode != 0 or not self._has_pip():
             shutil.rmtree(self.venv, ignore_errors=True)
@@ -256,6 +312,28 @@ class Setup:
                 f"{base} cannot make a virtual environment:\n{(made.stdout + made.stderr).strip()}\n"
                 f"on Debian and Ubuntu, run: apt install python3-venv"
             )
+
+    def _base(self) -> str:
+        """The interpreter that `.venv` is made with; says which one where that is not the one that runs this."""
+        base: str = getattr(sys, "_base_executable", None) or sys.executable
+        own = Interpreter.ask(base)
+        if own is None or own.optimized or self.environ.get("PYTHON"):
+            return base
+        best = best_interpreter(own, installed_interpreters(self.environ.get("PATH", "")))
+        if best.optimized:
+            print(
+                f"  .venv is made with {best}: {own} was compiled without optimizations, which costs Headgate a "
+                f"third of its speed. To take it all the same: make PYTHON={own.executable}",
+                file=sys.stderr,
+            )
+        else:
+            print(
+                f"  {own} was compiled without optimizations, which costs Headgate a third of its speed, and there is "
+                f"no other. Those of distributions have them; pyenv compiles with them when "
+                f"PYTHON_CONFIGURE_OPTS=--enable-optimizations is set",
+                file=sys.stderr,
+            )
+        return best.executable
 
     def _has_pip(self) -> bool:
         argv = [str(self.python), "-c", "import pip"]

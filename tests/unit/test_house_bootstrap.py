@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 
 from headgate import bootstrap
-from headgate.bootstrap import Setup, SetupError, Stamp
+from headgate.bootstrap import Interpreter, Setup, SetupError, Stamp
 
 LOCK = "# header\naiohttp==3.0\nllama-cpp-python==0.3.36\nyarl==1.0\n"
 
@@ -95,6 +97,89 @@ def test_a_failing_step_shows_the_end_of_its_log_and_where_it_is(tmp_path: Path,
     assert f"failed with status 3; the whole log is {log}" in said
     assert "line 0" in log.read_text()
     assert "doing it: failed" in capsys.readouterr().err
+
+
+def _python(folder: Path, name: str, version: str, optimized: bool, also: str = "") -> Path:
+    """A stand-in that answers what an interpreter answers, after the shell's `also`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / name
+    said = json.dumps([str(file), [int(part) for part in version.split(".")], optimized])
+    file.write_text(f"#!/bin/sh\n{also}\necho '{said}'\n")
+    file.chmod(0o755)
+    return file
+
+
+def test_the_interpreter_of_these_tests_says_what_it_is() -> None:
+    said = Interpreter.ask(sys.executable)
+    assert said is not None
+    assert said.version == sys.version_info[:3]
+    assert Path(said.executable).resolve() == Path(sys.executable).resolve()
+
+
+def test_whatever_is_no_usable_interpreter_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too old, broken, silent for too long, talking nonsense, not there; what is usable is found behind them."""
+    monkeypatch.setattr(bootstrap, "PROBE_SECONDS", 1.0)
+    _python(tmp_path / "a", "python3", "3.10.4", True)
+    _python(tmp_path / "a", "python3.11", "3.11.1", True, also="exit 1")
+    _python(tmp_path / "a", "python3.12", "3.12.1", True, also="exec sleep 60")
+    _python(tmp_path / "a", "python3.13", "3.13.1", True, also="echo command not found")
+    _python(tmp_path / "a", "python3-config", "3.13.1", True)
+    hidden = _python(tmp_path / "b", "python3.11", "3.11.2", True)
+    path = os.pathsep.join(["", str(tmp_path / "a"), str(tmp_path / "gone"), str(tmp_path / "b")])
+    assert bootstrap.installed_interpreters(path) == [Interpreter(str(hidden), (3, 11, 2), True)]
+
+
+SLOW, SAME, NEWEST = (
+    Interpreter("slow", (3, 12, 1), False),
+    Interpreter("same", (3, 12, 0), True),
+    Interpreter("newest", (3, 13, 0), True),
+)
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "best"),
+    [
+        (SAME, [NEWEST], SAME),
+        (SLOW, [], SLOW),
+        (SLOW, [Interpreter("slow too", (3, 13, 9), False)], SLOW),
+        (SLOW, [NEWEST, SAME], SAME),
+        (SLOW, [Interpreter("older", (3, 11, 9), True), NEWEST], NEWEST),
+    ],
+)
+def test_an_optimized_interpreter_is_chosen_only_before_one_that_is_not(
+    own: Interpreter, others: list[Interpreter], best: Interpreter
+) -> None:
+    assert bootstrap.best_interpreter(own, others) == best
+
+
+def _base_of(root: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, own: Path) -> str:
+    monkeypatch.setattr(sys, "_base_executable", str(own))
+    return Setup(root, environ)._base()
+
+
+def test_the_environment_is_made_with_an_optimized_interpreter_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    own = _python(tmp_path / "own", "python3", "3.12.1", False)
+    path = {"PATH": str(tmp_path / "others")}
+    assert _base_of(tmp_path, path, monkeypatch, own) == str(own)
+    assert "compiled without optimizations" in capsys.readouterr().err
+    other = _python(tmp_path / "others", "python3.11", "3.11.2", True)
+    assert _base_of(tmp_path, path, monkeypatch, own) == str(other)
+    said = capsys.readouterr().err
+    assert f"made with {other} (3.11.2)" in said
+    assert f"make PYTHON={own}" in said
+
+
+def test_an_interpreter_that_somebody_named_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """`make PYTHON=...` and a PYTHON in the environment reach the set-up as a variable."""
+    own = _python(tmp_path / "own", "python3", "3.12.1", False)
+    _python(tmp_path / "others", "python3.11", "3.11.2", True)
+    environ = {"PATH": str(tmp_path / "others"), "PYTHON": "python3"}
+    assert _base_of(tmp_path, environ, monkeypatch, own) == str(own)
+    assert capsys.readouterr().err == ""
 
 
 class _Recorded(Setup):
