@@ -94,7 +94,7 @@ def _backend(context: Context, grant: Grant, sight: Sight | None) -> Backend:
     backend: Backend = context
     if sight is not None:
         backend = SightedBackend(context, context.n_slots, picture_finder(sight.pictures))
-    if all(device.kind == "cpu" for device in grant.devices):
+    if grant.on_cpu:
         backend = CrewedBackend(backend, context.spare)
     return backend
 

@@ -1,4 +1,5 @@
-"""Keeps the threads that compute a step off each other's core when they wake up; decides nothing about their number.
+"""Keeps the threads that compute a step off each other's core when they wake up; decides nothing about their number,
+nor how they wait for each other.
 
 Threads that have slept for some milliseconds may all wake up on one core of several that are idle, and stay there until
 the kernel balances its load: in a virtual machine Linux takes a core that sleeps for one that the host took away
@@ -13,21 +14,13 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import threading
 from pathlib import Path
+
+from inference.worker.patience import Patience, openmp_throttle
+from inference.worker.threads import namesakes, waited
 
 REST_SECONDS = 0.005
 """Threads that slept for less wake up where they were."""
-
-_TASKS = Path("/proc/self/task")
-
-
-def name_thread(name: str) -> None:
-    """Names the calling thread, as its companions will be that OpenMP makes for it; up to 15 bytes on Linux, elsewhere
-    nothing.
-    """
-    with contextlib.suppress(OSError):
-        Path("/proc/thread-self/comm").write_text(name)
 
 
 class Companions:
@@ -36,12 +29,15 @@ class Companions:
     Asked on that thread alone, in turn. Nothing is done where there is one core or the kernel is not Linux.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience: Patience | None = None) -> None:
+        self._patience = patience or Patience(openmp_throttle(), waited)
+        self._began = 0.0
         self._ended = -math.inf
         self._parted: dict[int, set[int]] = {}
 
     def begin(self, now: float) -> None:
         """A step begins, on a clock in seconds."""
+        self._began = now
         if now - self._ended > REST_SECONDS:
             with contextlib.suppress(OSError, ValueError):  # a kernel that has none of it computes all the same
                 self._part()
@@ -52,12 +48,13 @@ class Companions:
         for thread, cores in self._parted.items():
             _allow(thread, cores)
         self._parted = {}
+        self._patience.computed(now - self._began)
 
     def _part(self) -> None:
         if not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2:
             return
         here = _core()
-        for thread in _namesakes():
+        for thread in namesakes():
             cores = os.sched_getaffinity(thread)
             if here in cores and len(cores) > 1:
                 self._parted[thread] = cores
@@ -67,21 +64,6 @@ class Companions:
 def _core() -> int:
     """Where the calling thread runs (proc_pid_stat(5): the 39th field, 36 behind the name)."""
     return int(Path("/proc/thread-self/stat").read_text().rpartition(")")[2].split()[36])
-
-
-def _namesakes() -> list[int]:
-    """The other threads of the calling one's name; none when the process has that name as well."""
-    mine, name = threading.get_native_id(), Path("/proc/thread-self/comm").read_text()
-    if name == Path("/proc/self/comm").read_text():
-        return []
-    return [int(task.name) for task in _TASKS.iterdir() if int(task.name) != mine and _name_of(task) == name]
-
-
-def _name_of(task: Path) -> str:
-    try:
-        return (task / "comm").read_text()
-    except OSError:  # it ended
-        return ""
 
 
 def _allow(thread: int, cores: set[int]) -> None:

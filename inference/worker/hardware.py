@@ -41,12 +41,13 @@ def idle_seconds() -> Mapping[int, float] | None:
     return {cpu: seconds[cpu] for cpu in os.sched_getaffinity(0) if cpu in seconds}
 
 
-def waited_seconds() -> float | None:
-    """Seconds that the calling thread was ready to run and had no core, since it began; None where the kernel does not
-    tell (`/proc/thread-self/schedstat`: the second figure, in nanoseconds).
+def waited_seconds(thread: int | None = None) -> float | None:
+    """Seconds that the calling thread, or that one of this process, was ready to run and had no core, since it began;
+    None where the kernel does not tell (`/proc/thread-self/schedstat`: the second figure, in nanoseconds).
     """
+    place = "thread-self" if thread is None else f"self/task/{thread}"
     try:
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+        return int(Path(f"/proc/{place}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return None
 

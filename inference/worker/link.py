@@ -91,6 +91,11 @@ class Grant:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Of a worker that was started before its devices were known: set before llama.cpp sees any."""
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether no device but the CPU computes."""
+        return all(device.kind == "cpu" for device in self.devices)
+
 
 @dataclass(frozen=True, slots=True)
 class Hold:

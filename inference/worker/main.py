@@ -25,7 +25,7 @@ from headgate.shared import coredump, tether
 from headgate.shared import log as logs
 from headgate.shared.loops import new_event_loop
 from inference.protocol import ExitCause
-from inference.worker import heap
+from inference.worker import heap, patience
 from inference.worker.channel import Channel
 from inference.worker.errors import LoadError, UnloadedError
 from inference.worker.link import (
@@ -60,10 +60,6 @@ log = logging.getLogger("headgate.worker")
 
 SWITCH_SECONDS = 0.0005
 """How long another thread may keep the interpreter from the engine after a step; Python's own is ten times it."""
-SPINS = "4000"
-"""How often a computing thread looks whether the others have finished before it sleeps, about a tenth of a millisecond.
-GNU OpenMP's own default is 75 times as much: as long as anything else runs, the thread that waits takes the core which
-the one that it waits for needs, and a token takes up to twenty times as long (docs/benchmarks.md)."""
 DRAIN_SECONDS = 600.0
 STOP_SECONDS = 2.0
 LAST_STEP_SECONDS = 60.0
@@ -83,8 +79,6 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     sys.setswitchinterval(SWITCH_SECONDS)
-    if "OMP_WAIT_POLICY" not in environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when llama.cpp's libraries are loaded
     heap.set_up()
     keep = environ.get(KEEP_FD_ENV, "")
     worker = Worker(link_handle, socket_handle, int(keep) if keep.isdecimal() else None)
@@ -124,6 +118,7 @@ class Worker:
         threading.Thread(target=self._await_sigterm, name="signals", daemon=True).start()
         self._channel.send(Hello(os.getpid(), __version__))
         order = self._channel.order()
+        patience.choose(on_cpu=isinstance(order, Grant) and order.on_cpu)  # before llama.cpp's libraries are loaded
         held = None
         if isinstance(order, Hold):
             held, order = self._hold(order)

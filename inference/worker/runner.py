@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable
 
 from inference.protocol import Code
-from inference.worker.companions import name_thread
 from inference.worker.errors import WorkerError
+from inference.worker.threads import name_thread
 
 log = logging.getLogger("headgate.worker.runner")
 

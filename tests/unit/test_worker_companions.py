@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 
 from inference.protocol import Code
-from inference.worker import companions
+from inference.worker import threads
 from inference.worker.backend import OK, BatchRow, Decode
-from inference.worker.companions import REST_SECONDS, Companions, name_thread
+from inference.worker.companions import REST_SECONDS, Companions
 from inference.worker.core.steps import Row
 from inference.worker.crewed import CrewedBackend
 from inference.worker.embedder import Embedder, Vector
 from inference.worker.errors import WorkerError
+from inference.worker.threads import name_thread
 from inference.worker.tickets import Courier, Ticket
 from tests.rigs.fake_backend import FakeBackend
 
@@ -168,7 +169,7 @@ def test_a_thread_that_ended_meanwhile_is_no_error(monkeypatch: pytest.MonkeyPat
         return True
 
     assert on_a_thread(compute)
-    monkeypatch.setattr(companions, "_TASKS", Path("/proc/self/nowhere"))
+    monkeypatch.setattr(threads, "_TASKS", Path("/proc/self/nowhere"))
     assert on_a_thread(compute)
 
 
