@@ -9,13 +9,14 @@ with ggml's RPC backend (simulated GPUs need it) and whatever backends CMAKE_ARG
 that was compiled without them, so what was installed is looked at, by name and symbol, never by loading it: a compute
 driver has no business in this process.
 
-An interpreter that was compiled without optimizations, as pyenv compiles one unless told otherwise, takes a third to a
+An interpreter that was compiled without optimizations, as pyenv compiles one unless told otherwise, takes up to a
 half more time for the same code. Where the one that runs this is such, and nobody named it by `PYTHON`, `.venv` is made
 with an optimized one that is installed as well.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import mmap
@@ -45,11 +46,15 @@ _BACKEND = re.compile(
 )
 _DESCRIBE = """
 import ensurepip, json, sys, sysconfig, venv
-profiled = "--enable-optimizations" in (sysconfig.get_config_var("CONFIG_ARGS") or "") or sys.base_prefix == "/usr"
-print(json.dumps([getattr(sys, "_base_executable", None) or sys.executable, sys.version_info[:3], profiled]))
+usual = sys.version_info.releaselevel == "final" and not hasattr(sys, "gettotalrefcount")
+usual = usual and sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
+print(json.dumps({
+    "executable": getattr(sys, "_base_executable", None) or sys.executable, "version": sys.version_info[:3],
+    "prefix": sys.base_prefix, "configured": sysconfig.get_config_var("CONFIG_ARGS") or "", "usual": usual,
+}))
 """
-"""What an interpreter is asked. Those of distributions are all optimized; Debian's, which is so by a target of its own,
-does not show it among the arguments of `configure`. One without `ensurepip` cannot make an environment with pip."""
+"""What an interpreter is asked. One without `ensurepip` cannot make an environment with pip."""
+_PYTHON = re.compile(r"python3(\.\d+)?")
 _STEP = re.compile(r"\[(\d+)/(\d+)\]|\[ *(\d+)%\]")
 
 
@@ -137,39 +142,56 @@ class Interpreter:
     executable: str
     version: tuple[int, int, int]
     optimized: bool
+    usual: bool = True
+    """A release of CPython, neither for debugging nor without the global lock."""
 
     @classmethod
-    def ask(cls, path: str) -> Interpreter | None:
+    def ask(cls, path: str, seconds: float = PROBE_SECONDS) -> Interpreter | None:
         """What the interpreter at `path` is; None if it is none, is too old, or cannot make an environment."""
         try:
             said = subprocess.run(
-                [path, "-I", "-c", _DESCRIBE], capture_output=True, text=True, check=True, timeout=PROBE_SECONDS
+                [path, "-I", "-c", _DESCRIBE], capture_output=True, text=True, check=True, timeout=seconds
             )
-            executable, version, optimized = json.loads(said.stdout)
-        except (OSError, subprocess.SubprocessError, ValueError):
+            about = json.loads(said.stdout)
+            version = tuple(about["version"])
+            optimized = is_optimized(about["configured"], about["prefix"])
+            found = cls(about["executable"], version, optimized, about["usual"])
+        except (OSError, subprocess.SubprocessError, ValueError, TypeError, KeyError):
             return None
-        return cls(executable, tuple(version), optimized) if tuple(version) >= OLDEST_PYTHON else None
+        return found if version >= OLDEST_PYTHON else None
 
     def __str__(self) -> str:
         return f"{self.executable} ({'.'.join(map(str, self.version))})"
 
 
+def is_optimized(configured: str, prefix: str) -> bool:
+    """By the arguments of its `configure` and where it is installed. Those of distributions all are; Debian's, which is
+    so by a target of its own, does not show it among the arguments.
+    """
+    return "--enable-optimizations" in configured or prefix == "/usr"
+
+
 def installed_interpreters(path: str, ask: Callable[[str], Interpreter | None] = Interpreter.ask) -> list[Interpreter]:
-    """Every usable Python in the folders of `path` (as in `PATH`), each once, also those that another one hides."""
-    found = {}
-    for folder in path.split(os.pathsep):
-        for file in sorted(Path(folder).glob("python3*")) if folder else ():
-            if re.fullmatch(r"python3(\.\d+)?", file.name) and (interpreter := ask(str(file))) is not None:
-                found[interpreter.executable] = interpreter
-    return list(found.values())
+    """Every usable Python in the folders of `path` (as in `PATH`), also those that another one hides; each is asked
+    once.
+    """
+    found: dict[Path, Interpreter | None] = {}
+    for folder in filter(None, path.split(os.pathsep)):
+        with contextlib.suppress(OSError):  # not there, or nothing for this user
+            for file in sorted(Path(folder).iterdir()):
+                real = file.resolve()
+                itself = real if _PYTHON.fullmatch(real.name) else file  # a link to a launcher goes by its own name
+                if _PYTHON.fullmatch(file.name) and itself not in found:
+                    found[itself] = ask(str(file))
+    return [interpreter for interpreter in found.values() if interpreter is not None]
 
 
 def best_interpreter(own: Interpreter, others: Sequence[Interpreter]) -> Interpreter:
-    """`own`, unless only others are optimized: then one of the same minor version if there is one, else the newest."""
-    better = [other for other in others if other.optimized]
+    """`own`, unless only others are optimized: then the one of the nearest minor version, of several the newest."""
+    better = [other for other in others if other.optimized and other.usual and other.version[0] == own.version[0]]
     if own.optimized or not better:
         return own
-    return max(better, key=lambda other: (other.version[:2] == own.version[:2], other.version))
+    return max(better, key=lambda other: (-abs(other.version[1] - own.version[1]), other.version))
 
 
 def compiler(environ: Mapping[str, str], which: Callable[[str], str | None] = shutil.which) -> str:
@@ -322,14 +344,15 @@ class Setup:
         best = best_interpreter(own, installed_interpreters(self.environ.get("PATH", "")))
         if best.optimized:
             print(
-                f"  .venv is made with {best}: {own} was compiled without optimizations, which costs Headgate a "
-                f"third of its speed. To take it all the same: make PYTHON={own.executable}",
+                f"  .venv is made with {best}: {own} was compiled without optimizations and takes up to a half more "
+                f"time for the same code. To have that one all the same: make clean, then make serve "
+                f"PYTHON={own.executable}",
                 file=sys.stderr,
             )
         else:
             print(
-                f"  {own} was compiled without optimizations, which costs Headgate a third of its speed, and there is "
-                f"no other. Those of distributions have them; pyenv compiles with them when "
+                f"  {own} was compiled without optimizations and takes up to a half more time than one with them for "
+                f"the same code. Those of distributions have them; pyenv compiles with them when "
                 f"PYTHON_CONFIGURE_OPTS=--enable-optimizations is set",
                 file=sys.stderr,
             )

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from inference.worker.backend import Backend, Constraint, TokenSampler
+from inference.worker.companions import Companions
 from inference.worker.constrained import ConstrainedSampler
 from inference.worker.constraints import Compiler
 from inference.worker.core.steps import Limits
@@ -26,6 +27,7 @@ from inference.worker.reranking import Reranker
 from inference.worker.sampling import ChainSampler
 from inference.worker.sight import Sight
 from inference.worker.sighted import SightedBackend, picture_finder
+from inference.worker.spinning import Brake, Watch
 from inference.worker.templates import ChatTemplate
 from inference.worker.tickets import Courier
 
@@ -63,14 +65,18 @@ def sight_of(loaded: Loaded) -> Sight | None:
 
 
 def engines_of(
-    loaded: Loaded, grant: Grant, sight: Sight | None, on_fatal: Callable[[str], None]
+    loaded: Loaded, grant: Grant, sight: Sight | None, on_fatal: Callable[[str], None], brake: Brake | None
 ) -> tuple[Engine, None] | tuple[None, Embedder]:
-    """What generates or what pools, not started; within the running loop, to which it delivers."""
+    """What generates or what pools, not started; within the running loop, to which it delivers. `brake`: of the threads
+    that compute on the CPU.
+    """
     courier = Courier(asyncio.get_running_loop())
+    companions = Companions(Watch(brake))
     context = loaded.context
     if context.pooling > 0:
         scales = "embeddings" in loaded.facts.capabilities
-        return None, Embedder(context, grant.queue_limit, courier.deliver, on_fatal, scales=scales)
+        queue = grant.queue_limit
+        return None, Embedder(context, queue, courier.deliver, on_fatal, scales=scales, companions=companions)
     limits = Limits(
         slots=context.n_slots,
         context=loaded.facts.context_length,
@@ -86,16 +92,16 @@ def engines_of(
         chain = ChainSampler(loaded.model, context, sampling, choice, most)
         return chain if mask is None else ConstrainedSampler(chain, context, mask)
 
-    backend = _backend(context, grant, sight)
+    backend = _backend(context, grant, sight, companions)
     return Engine(backend, loaded.model, sampler, limits, courier.deliver, on_fatal), None
 
 
-def _backend(context: Context, grant: Grant, sight: Sight | None) -> Backend:
+def _backend(context: Context, grant: Grant, sight: Sight | None, companions: Companions) -> Backend:
     backend: Backend = context
     if sight is not None:
         backend = SightedBackend(context, context.n_slots, picture_finder(sight.pictures))
     if grant.on_cpu:
-        backend = CrewedBackend(backend, context.spare)
+        backend = CrewedBackend(backend, context.spare, companions=companions)
     return backend
 
 

@@ -16,8 +16,8 @@ import math
 import os
 from pathlib import Path
 
-from inference.worker.patience import Patience, openmp_throttle
-from inference.worker.threads import namesakes, waited
+from inference.worker.spinning import Watch
+from inference.worker.threads import namesakes
 
 REST_SECONDS = 0.005
 """Threads that slept for less wake up where they were."""
@@ -26,11 +26,12 @@ REST_SECONDS = 0.005
 class Companions:
     """Those that compute with the calling thread: threads of this process that have its name, if it has one of its own.
 
-    Asked on that thread alone, in turn. Nothing is done where there is one core or the kernel is not Linux.
+    Asked on that thread alone, in turn. None is moved where there is one core or the kernel is not Linux.
     """
 
-    def __init__(self, patience: Patience | None = None) -> None:
-        self._patience = patience or Patience(openmp_throttle(), waited)
+    def __init__(self, watch: Watch | None = None) -> None:
+        """`watch` hears of every step."""
+        self._watch = watch or Watch(None)
         self._began = 0.0
         self._ended = -math.inf
         self._parted: dict[int, set[int]] = {}
@@ -48,7 +49,7 @@ class Companions:
         for thread, cores in self._parted.items():
             _allow(thread, cores)
         self._parted = {}
-        self._patience.computed(now - self._began)
+        self._watch.computed(now - self._began, now)
 
     def _part(self) -> None:
         if not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2:

@@ -25,7 +25,7 @@ from headgate.shared import coredump, tether
 from headgate.shared import log as logs
 from headgate.shared.loops import new_event_loop
 from inference.protocol import ExitCause
-from inference.worker import heap, patience
+from inference.worker import heap, spinning
 from inference.worker.channel import Channel
 from inference.worker.errors import LoadError, UnloadedError
 from inference.worker.link import (
@@ -107,6 +107,7 @@ class Worker:
         self._sight: Sight | None = None
         self._engine: Engine | None = None
         self._context: Context | None = None
+        self._brake: spinning.Brake | None = None
         self._threads: int | None = None
         self._pulse: Callable[[], Beat] = _still
         self._draining = False
@@ -118,7 +119,7 @@ class Worker:
         threading.Thread(target=self._await_sigterm, name="signals", daemon=True).start()
         self._channel.send(Hello(os.getpid(), __version__))
         order = self._channel.order()
-        patience.choose(on_cpu=isinstance(order, Grant) and order.on_cpu)  # before llama.cpp's libraries are loaded
+        self._brake = spinning.choose(on_cpu=isinstance(order, Grant) and order.on_cpu)  # before llama.cpp is loaded
         held = None
         if isinstance(order, Hold):
             held, order = self._hold(order)
@@ -251,7 +252,7 @@ class Worker:
         from inference.worker import assembly  # late: `hello` is quick
 
         self._sight = self._sight or assembly.sight_of(kept.loaded)
-        engine, embedder = assembly.engines_of(kept.loaded, kept.grant, self._sight, self._fatal)
+        engine, embedder = assembly.engines_of(kept.loaded, kept.grant, self._sight, self._fatal, self._brake)
         self._engine = engine
         running = engine or embedder
         assert running is not None

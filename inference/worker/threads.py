@@ -35,7 +35,7 @@ def waited() -> dict[int, float]:
     """
     try:
         found = {thread: waited_seconds(thread) for thread in (threading.get_native_id(), *namesakes())}
-    except OSError:
+    except (OSError, ValueError):
         return {}
     return {thread: seconds for thread, seconds in found.items() if seconds is not None}
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
 import sys
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from inference.demo import bundled_path
 from inference.worker import link
+from inference.worker.spinning import openmp_brake
 from tests.rigs.authority_rig import Start, services, until
 from tests.rigs.instant_workers import InstantSupervisor
 from tests.rigs.tiny_gguf import generative
@@ -74,3 +79,35 @@ def test_threads_that_compute_have_the_name_of_the_engine(tmp_path: Path) -> Non
         assert list(names.values()).count("engine") == 2, names
         assert names[str(rig.process.pid)] != "engine"
         assert cores == {True}, "nobody is kept off a core between steps"
+
+
+@contextlib.contextmanager
+def busy(count: int) -> Iterator[None]:
+    """So many processes that compute."""
+    neighbors = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for neighbor in neighbors:
+            neighbor.kill()
+            neighbor.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells who waits for a core")
+def test_threads_stop_spinning_beside_others(tmp_path: Path) -> None:
+    """Beside as many busy processes as make every thread wait: the worker holds its brake and goes on answering."""
+    if openmp_brake({}) is None:
+        pytest.skip("takes GNU OpenMP and from 2 to 32 cores")
+    cores = len(os.sched_getaffinity(0))
+    with WorkerRig(tmp_path, grant_for(bundled_path("demo"), context_length=512, threads=2)) as rig:
+        rig.ready()
+
+        def names() -> list[str]:
+            return [(task / "comm").read_text().strip() for task in Path(f"/proc/{rig.process.pid}/task").iterdir()]
+
+        with busy(2 * cores):
+            until = time.monotonic() + 60
+            while "brake" not in names() and time.monotonic() < until:
+                body = {"model": "demo", "prompt": "once upon", "max_tokens": 200}
+                assert rig.post("/v1/completions", body)[0] == 200
+            assert names().count("brake") == cores + 1

@@ -103,7 +103,10 @@ def _python(folder: Path, name: str, version: str, optimized: bool, also: str = 
     """A stand-in that answers what an interpreter answers, after the shell's `also`."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / name
-    said = json.dumps([str(file), [int(part) for part in version.split(".")], optimized])
+    configured = "--enable-shared --enable-optimizations" if optimized else "--enable-shared"
+    numbers = [int(part) for part in version.split(".")]
+    about = {"executable": str(file), "version": numbers, "prefix": "/opt", "configured": configured, "usual": True}
+    said = json.dumps(about)
     file.write_text(f"#!/bin/sh\n{also}\necho '{said}'\n")
     file.chmod(0o755)
     return file
@@ -116,13 +119,43 @@ def test_the_interpreter_of_these_tests_says_what_it_is() -> None:
     assert Path(said.executable).resolve() == Path(sys.executable).resolve()
 
 
-def test_whatever_is_no_usable_interpreter_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too old, broken, silent for too long, talking nonsense, not there; what is usable is found behind them."""
-    monkeypatch.setattr(bootstrap, "PROBE_SECONDS", 1.0)
+@pytest.mark.parametrize(
+    ("configured", "prefix", "expected"),
+    [
+        ("'--enable-shared' '--prefix=/root/.pyenv/versions/3.11.7'", "/root/.pyenv/versions/3.11.7", False),
+        ("'--prefix=/opt/pyenv' '--enable-optimizations' '--with-lto'", "/opt/pyenv", True),
+        ("'--enable-shared' '--prefix=/usr' '--with-computed-gotos'", "/usr", True),
+        ("'--build=x86_64-linux-gnu' '--enable-optimizations'", "/usr/local", True),
+        ("'--build=x86_64-linux-gnu'", "/usr/local", False),
+        ("", "/home/me/python", False),
+    ],
+    ids=["pyenv", "pyenv with options", "Debian", "container image", "by hand", "unknown"],
+)
+def test_optimized_are_those_that_say_so_and_those_of_distributions(
+    configured: str, prefix: str, expected: bool
+) -> None:
+    assert bootstrap.is_optimized(configured, prefix) is expected
+
+
+def test_a_silent_interpreter_is_waited_for_so_long_and_no_longer(tmp_path: Path) -> None:
+    silent = _python(tmp_path, "python3", "3.12.1", True, also="exec sleep 60")
+    assert Interpreter.ask(str(silent), seconds=0.2) is None
+
+
+def test_a_folder_that_may_not_be_entered_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    here = _python(tmp_path / "here", "python3.12", "3.12.1", True)
+    path = os.pathsep.join([str(tmp_path / "file"), str(tmp_path / "gone"), str(here.parent)])
+    assert [found.executable for found in bootstrap.installed_interpreters(path)] == [str(here)]
+
+
+def test_whatever_is_no_usable_interpreter_is_passed_over(tmp_path: Path) -> None:
+    """Too old, broken, talking nonsense, not there; what is usable is found behind them, each file once."""
     _python(tmp_path / "a", "python3", "3.10.4", True)
     _python(tmp_path / "a", "python3.11", "3.11.1", True, also="exit 1")
-    _python(tmp_path / "a", "python3.12", "3.12.1", True, also="exec sleep 60")
+    _python(tmp_path / "a", "python3.12", "3.12.1", True, also="echo 5; exit 0")
     _python(tmp_path / "a", "python3.13", "3.13.1", True, also="echo command not found")
+    (tmp_path / "a" / "python3.14").symlink_to(tmp_path / "b" / "python3.11")
     _python(tmp_path / "a", "python3-config", "3.13.1", True)
     hidden = _python(tmp_path / "b", "python3.11", "3.11.2", True)
     path = os.pathsep.join(["", str(tmp_path / "a"), str(tmp_path / "gone"), str(tmp_path / "b")])
@@ -144,6 +177,8 @@ SLOW, SAME, NEWEST = (
         (SLOW, [Interpreter("slow too", (3, 13, 9), False)], SLOW),
         (SLOW, [NEWEST, SAME], SAME),
         (SLOW, [Interpreter("older", (3, 11, 9), True), NEWEST], NEWEST),
+        (SLOW, [Interpreter("far", (3, 15, 0), True), NEWEST], NEWEST),
+        (SLOW, [Interpreter("debug", (3, 12, 0), True, usual=False)], SLOW),
     ],
 )
 def test_an_optimized_interpreter_is_chosen_only_before_one_that_is_not(
@@ -168,7 +203,7 @@ def test_the_environment_is_made_with_an_optimized_interpreter_and_says_so(
     assert _base_of(tmp_path, path, monkeypatch, own) == str(other)
     said = capsys.readouterr().err
     assert f"made with {other} (3.11.2)" in said
-    assert f"make PYTHON={own}" in said
+    assert f"make serve PYTHON={own}" in said
 
 
 def test_an_interpreter_that_somebody_named_is_taken(
