@@ -17,7 +17,7 @@ import os
 from pathlib import Path
 
 from inference.worker.spinning import Watch
-from inference.worker.threads import namesakes
+from inference.worker.threads import Namesakes
 
 REST_SECONDS = 0.005
 """Threads that slept for less wake up where they were."""
@@ -32,6 +32,7 @@ class Companions:
     def __init__(self, watch: Watch | None = None) -> None:
         """`watch` hears of every step."""
         self._watch = watch or Watch(None)
+        self._others = Namesakes()
         self._began = 0.0
         self._ended = -math.inf
         self._parted: dict[int, set[int]] = {}
@@ -40,8 +41,10 @@ class Companions:
         """A step begins, on a clock in seconds."""
         self._began = now
         if now - self._ended > REST_SECONDS:
-            with contextlib.suppress(OSError, ValueError):  # a kernel that has none of it computes all the same
+            try:
                 self._part()
+            except (OSError, ValueError):  # one ended, or a kernel that has none of it: it computes all the same
+                self._others.forget()
 
     def end(self, now: float) -> None:
         """The step is over: they may run where they might before."""
@@ -55,7 +58,7 @@ class Companions:
         if not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2:
             return
         here = _core()
-        for thread in namesakes():
+        for thread in self._others.ids():
             cores = os.sched_getaffinity(thread)
             if here in cores and len(cores) > 1:
                 self._parted[thread] = cores

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from inference.worker import hardware, spinning
 from inference.worker.companions import Companions
 from inference.worker.core.spinning import CALM, LONGEST_LOOK, LOOK_SECONDS, LOST, Spinning
 from inference.worker.spinning import SPINS, Watch, choose, openmp_brake
+from inference.worker.threads import Namesakes, name_thread
 
 takes_openmp = pytest.mark.skipif(
     openmp_brake({}) is None, reason="takes Linux, GNU OpenMP, and from 2 to 32 cores: elsewhere nothing brakes"
@@ -194,14 +196,14 @@ CHILD = """
 import os, sys, threading, time, ctypes
 from pathlib import Path
 from inference.worker.spinning import Watch, openmp_brake
-from inference.worker.threads import name_thread, namesakes
+from inference.worker.threads import Namesakes, name_thread
 
 brake = openmp_brake(dict(os.environ))
 nothing = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)
 idle = len(os.listdir("/proc/self/task"))
 
 def ran():  # of the one that computes with this thread, in nanoseconds
-    (companion,) = namesakes()
+    (companion,) = Namesakes().ids()
     return int(Path(f"/proc/self/task/{companion}/schedstat").read_text().split()[0])
 
 def spun():
@@ -265,6 +267,48 @@ print("alive", len(os.listdir("/proc/self/task")))
     argv = ["prlimit", "--nproc=2", sys.executable, "-c", script]
     said = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert said.stdout.split() == ["alive", "2"], said.stderr
+
+
+@takes_openmp
+def test_namesakes_are_those_of_now() -> None:
+    """Found once, and again when threads came, ended, or took the place of each other."""
+    said: list[tuple[int, int]] = []
+
+    def compute() -> None:
+        name_thread("computing")
+        others = Namesakes()
+
+        def sleeping() -> tuple[threading.Thread, threading.Event]:
+            leave = threading.Event()
+            thread = threading.Thread(target=leave.wait)
+            thread.start()
+            return thread, leave
+
+        def settled(expected: int) -> tuple[int, int]:
+            """How many there are, and of how many the kernel tells; one that was joined is there for a moment."""
+            until = time.monotonic() + 10
+            while True:
+                count = len(others.ids()), len(others.waited())
+                if count == (expected, expected + 1) or time.monotonic() > until:
+                    return count
+                time.sleep(0.01)
+
+        said.append(settled(0))
+        first, leave_first = sleeping()
+        said.append(settled(1))
+        leave_first.set()
+        first.join()
+        second, leave_second = sleeping()
+        said.append(settled(1))
+        said.append((others.ids() == [second.native_id], 0))
+        leave_second.set()
+        second.join()
+        said.append(settled(0))
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    assert said == [(0, 1), (1, 2), (1, 2), (True, 0), (0, 1)]
 
 
 def test_the_kernel_tells_of_each_thread() -> None:
