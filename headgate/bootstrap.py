@@ -178,10 +178,10 @@ def installed_interpreters(path: str, ask: Callable[[str], Interpreter | None] =
     found: dict[Path, Interpreter | None] = {}
     for folder in filter(None, path.split(os.pathsep)):
         with contextlib.suppress(OSError):  # not there, or nothing for this user
-            for file in sorted(Path(folder).iterdir()):
+            for file in sorted(file for file in Path(folder).iterdir() if _PYTHON.fullmatch(file.name)):
                 real = file.resolve()
                 itself = real if _PYTHON.fullmatch(real.name) else file  # a link to a launcher goes by its own name
-                if _PYTHON.fullmatch(file.name) and itself not in found:
+                if itself not in found:
                     found[itself] = ask(str(file))
     return [interpreter for interpreter in found.values() if interpreter is not None]
 
