@@ -27,7 +27,7 @@ from inference.worker.reranking import Reranker
 from inference.worker.sampling import ChainSampler
 from inference.worker.sight import Sight
 from inference.worker.sighted import SightedBackend, picture_finder
-from inference.worker.spinning import Brake, Watch
+from inference.worker.spinning import Brake
 from inference.worker.templates import ChatTemplate
 from inference.worker.tickets import Courier
 
@@ -71,7 +71,7 @@ def engines_of(
     that compute on the CPU.
     """
     courier = Courier(asyncio.get_running_loop())
-    companions = Companions(Watch(brake))
+    companions = Companions(brake)
     context = loaded.context
     if context.pooling > 0:
         scales = "embeddings" in loaded.facts.capabilities

@@ -16,7 +16,7 @@ import math
 import os
 from pathlib import Path
 
-from inference.worker.spinning import Watch
+from inference.worker.spinning import Brake, Watch
 from inference.worker.threads import Namesakes
 
 REST_SECONDS = 0.005
@@ -29,10 +29,10 @@ class Companions:
     Asked on that thread alone, in turn. None is moved where there is one core or the kernel is not Linux.
     """
 
-    def __init__(self, watch: Watch | None = None) -> None:
-        """`watch` hears of every step."""
-        self._watch = watch or Watch(None)
+    def __init__(self, brake: Brake | None = None) -> None:
+        """`brake`: what keeps them from spinning while others want their cores."""
         self._others = Namesakes()
+        self._watch = Watch(brake, self._others.waited)
         self._began = 0.0
         self._ended = -math.inf
         self._parted: dict[int, set[int]] = {}

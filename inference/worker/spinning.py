@@ -22,7 +22,7 @@ from typing import Protocol
 
 from inference.worker.core.spinning import Spinning
 from inference.worker.hardware import waited_seconds
-from inference.worker.threads import Namesakes, name_thread
+from inference.worker.threads import name_thread
 
 log = logging.getLogger("headgate.worker.spinning")
 
@@ -149,9 +149,10 @@ class Watch:
     brake, which begins released.
     """
 
-    def __init__(self, brake: Brake | None, read: Callable[[], Mapping[int, float]] | None = None) -> None:
+    def __init__(self, brake: Brake | None, read: Callable[[], Mapping[int, float]]) -> None:
+        """`read` gives the seconds that each of them has been ready to run without a core, by its id."""
         self._brake = brake
-        self._read = read or Namesakes().waited
+        self._read = read
         self._spinning = Spinning()
         if brake is not None:
             brake.release()

@@ -117,15 +117,12 @@ def test_nobody_asks_the_kernel_where_nothing_can_be_changed() -> None:
     assert team.looks == 0
 
 
-def test_every_step_is_counted() -> None:
+def test_every_step_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the time between its beginning and its end, and not what lies between two steps."""
     found: list[tuple[float, float]] = []
 
-    class Noted(Watch):
-        def computed(self, seconds: float, now: float) -> None:
-            found.append((seconds, now))
-
-    together = Companions(Noted(None, dict))
+    monkeypatch.setattr(Watch, "computed", lambda _watch, seconds, now: found.append((seconds, now)))
+    together = Companions()
     together.begin(10.0)
     together.end(10.5)
     together.begin(20.0)
@@ -228,7 +225,7 @@ def run():
     brake.hold()
     held = wait_for(before + 1 + len(os.sched_getaffinity(0)))
     short = spun()
-    Watch(brake)  # the engine's next life begins released
+    Watch(brake, dict)  # the engine's next life begins released
     after = wait_for(before)
     print(before, held, after, long, short, spun())
 
