@@ -215,7 +215,7 @@ class Engine:
 
     def _step(self) -> None:
         decoding, prompts = self._scheduler.load
-        allowed = self._pace.seconds(decoding, prompts)
+        allowed = self._pace.seconds(decoding, prompts, just_begun=prompts > 0 and self._scheduler.just_begun)
         step = self._scheduler.plan(self._clock(), self._pace.budget(allowed))
         for job in step.expired:
             self._end(job, WorkerError(Code.DEADLINE_EXCEEDED, "the model did not start to answer within the deadline"))

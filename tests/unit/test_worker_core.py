@@ -149,6 +149,8 @@ def test_few_streams_are_held_up_longer_for_many_prompts() -> None:
     assert pace.seconds(4, 1) == pace.seconds(4, 4) == STEP_SECONDS
     assert pace.seconds(4, 6) == pytest.approx(1.5 * STEP_SECONDS)
     assert pace.seconds(1, 31) == LONGEST_SECONDS
+    assert pace.seconds(4, 1, just_begun=True) == LONGEST_SECONDS, "once, before they go on"
+    assert Pace(2048, 1000, 0.0).seconds(4, 4, just_begun=True) == MIXED_SECONDS, "as far as it was not done before"
     assert pace.budget(LONGEST_SECONDS) == 2048
 
 

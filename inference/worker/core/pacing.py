@@ -21,7 +21,8 @@ STEP_SECONDS = 0.4
 
 LONGEST_SECONDS = 1.0
 """What they take where fewer are held up by it than wait for it, up to STEP_SECONDS times the proportion: one stream
-pauses once, and all others begin. Also where nobody is held up: how late an abort or a new request is seen."""
+pauses once, and all others begin. Also where nobody is held up who has had more than a first token: requests that came
+together wait for each other once. And how late an abort or a new request is seen."""
 
 MIXED_SECONDS = 0.08
 """What prompts take of a step that also decodes, on average: what a reader of a stream may notice as a pause."""
@@ -68,11 +69,13 @@ class Pace:
         """Before anything was measured: SMALLEST, however long a step may take."""
         return cls(most, int(SMALLEST * STEP_SECONDS / LONGEST_SECONDS))
 
-    def seconds(self, decoding: int, prompts: int) -> float:
-        """What `prompts` of the next step may count beside so many `decoding` sequences."""
+    def seconds(self, decoding: int, prompts: int, *, just_begun: bool = False) -> float:
+        """What `prompts` of the next step may count beside so many `decoding` sequences, of which none has had more
+        than a first token where they have `just_begun`.
+        """
         if not decoding:
             return LONGEST_SECONDS
-        worth = min(STEP_SECONDS * max(1.0, prompts / decoding), LONGEST_SECONDS)
+        worth = LONGEST_SECONDS if just_begun else min(STEP_SECONDS * max(1.0, prompts / decoding), LONGEST_SECONDS)
         return min(worth, (MIXED_SECONDS + self.credit_seconds) / weight(decoding, prompts))
 
     def duration(self, tokens: int) -> float:

@@ -94,6 +94,11 @@ class Scheduler:
         return decoding, min(self.limits.slots, len(self._running) + len(self._waiting)) - decoding
 
     @property
+    def just_begun(self) -> bool:
+        """Whether nobody who generates has had more than a first token."""
+        return all([run.generated <= 1 for run in self._running if run.phase is DECODE])
+
+    @property
     def only_decodes(self) -> bool:
         """Whether the next step draws a token for every job that runs and reads no prompt."""
         if not self._running or (self._waiting and self._free > 0):
