@@ -96,7 +96,7 @@ class Scheduler:
     @property
     def just_begun(self) -> bool:
         """Whether nobody who generates has had more than a first token."""
-        return all([run.generated <= 1 for run in self._running if run.phase is DECODE])
+        return all(run.generated <= 1 for run in self._running if run.phase is DECODE)
 
     @property
     def only_decodes(self) -> bool:
