@@ -1,4 +1,5 @@
-"""Lets an answer that has begun write its pieces at once, from any callback of the loop; decides nothing about them.
+"""Lets an answer that has begun write its pieces at once, from any callback of the loop, and takes a request whose head
+is known past the parser; decides nothing about either.
 
 ASGI's `send` needs a task to await it, and so a turn of the loop and a wake-up for every token. A body that is here can
 be had without awaiting it under a deadline, and the client's leaving without a task that waits for it, which costs
@@ -7,15 +8,22 @@ every request a twentieth.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from headgate.shared.heads import Head, learn
+
 if TYPE_CHECKING:
-    from uvicorn._types import ASGISendEvent
+    from uvicorn._types import ASGISendEvent, HTTPScope
 
 _EXTENSION = "headgate.wire"
+
+_HEADS_IN_VAIN = 4
+"""After so many heads that never came again, a connection's are no longer remembered."""
 
 
 class Wire:
@@ -23,10 +31,13 @@ class Wire:
     status, and before `end` or the `send` of its last piece.
     """
 
-    __slots__ = ("_cycle", "_tell")
+    __slots__ = ("_cycle", "_tell", "head", "length")
 
-    def __init__(self, cycle: RequestResponseCycle) -> None:
+    def __init__(self, cycle: RequestResponseCycle, head: Head | None = None, length: bytes = b"") -> None:
         self._cycle = cycle
+        self.head = head
+        """The request's, where it is known: others of the same connection have it too, but for the `length`."""
+        self.length = length
         self._tell: Callable[[], None] | None = None
 
     def take_body(self) -> bytes | None:
@@ -152,12 +163,102 @@ class _Unchunked(RequestResponseCycle):
 
 
 class WiredHttp(HttpToolsProtocol):
-    """uvicorn's HTTP that leaves a wire in the scope of every request."""
+    """uvicorn's HTTP that leaves a wire in the scope of every request.
+
+    The parser sees no byte of a request that comes between two messages with the head of the last it parsed: for it,
+    such a request never was.
+    """
 
     _unanswered: tuple[Wire, ...] = ()
+    _head: Head | None = None
+    _heads_in_vain = 0
+    _is_between = True
+    """Whether a message has ended, its answer still to come, and nothing came since; or nothing came at all."""
+    _missing_bytes = 0
+    """What has not come of the body of a request that the parser does not see."""
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes came."""
+        if self._missing_bytes:
+            self._unset_keepalive_if_required()
+            data = self._take_missing(data)
+            if not data:
+                return
+        head = self._head
+        if (
+            head is None
+            or not self._is_between
+            or not self.cycle.response_complete
+            or not self.cycle.keep_alive
+            or self.flow.write_paused
+            or (rest := head.rest(data)) is None
+        ):
+            self._parse(data)
+        else:
+            self._begin_again(head, *rest)
+
+    def _parse(self, data: bytes) -> None:
+        is_whole_head = self._is_between
+        before = self.cycle
+        self._is_between = False
+        super().data_received(data)
+        if is_whole_head and self.cycle is not before and self._heads_in_vain < _HEADS_IN_VAIN:
+            raw = data[: data.find(b"\r\n\r\n") + 4]
+            # behind the request's first step, while it waits for somebody
+            self.loop.call_soon(self._learn, raw, self.scope.copy(), self.url)
+
+    def _learn(self, raw: bytes, scope: HTTPScope, url: bytes) -> None:
+        is_last = self.headers is scope["headers"]
+        if is_last and self.limit_concurrency is None and (head := learn(raw, scope, url)) is not None:
+            self._head = head
+            self._heads_in_vain += 1
+
+    def _begin_again(self, head: Head, length: bytes, body: bytes) -> None:
+        """A request whose head is known: what uvicorn does at its beginning, and for as much of its body as is here."""
+        self._unset_keepalive_if_required()
+        self._heads_in_vain = 0
+        scope: Any = head.scope(length)
+        cycle = RequestResponseCycle(
+            scope, self.transport, self.flow, self.logger, self.access_logger, self.access_log,
+            self.server_state.default_headers, asyncio.Event(), False, True, self.on_response_complete,
+        )  # fmt: skip
+        wire = Wire(cycle, head, length)
+        scope["state"] = self.app_state.copy()
+        scope["extensions"] = {_EXTENSION: wire}
+        self.scope, self.headers, self.cycle, self._unanswered = scope, scope["headers"], cycle, (wire,)
+        self._start_asgi_task(cycle, self.app)
+        if len(body) == int(length) <= HIGH_WATER_LIMIT:
+            cycle.body = body  # type: ignore[assignment]  # nothing is added to it
+            cycle.more_body = False
+            cycle.message_event.set()
+        else:
+            self._is_between = False
+            self._missing_bytes = int(length)
+            self._take_missing(body)
+
+    def _take_missing(self, data: bytes) -> bytes:
+        """Takes what `data` has of the body, and returns what it has beyond."""
+        missing = self._missing_bytes
+        if piece := data[:missing]:
+            self._missing_bytes -= len(piece)
+            self.on_body(piece)
+        if not self._missing_bytes:
+            self.on_message_complete()
+        return data[missing:]
+
+    def on_message_begin(self) -> None:
+        """A request's first byte came."""
+        self._is_between = False
+        super().on_message_begin()
+
+    def on_message_complete(self) -> None:
+        """A request is whole."""
+        super().on_message_complete()
+        self._is_between = self.cycle is not None and not self.cycle.response_complete
 
     def on_headers_complete(self) -> None:
         """A request's head is whole."""
+        self._head = None
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is not before:
