@@ -57,6 +57,15 @@ class Admission:
         self._bounds = _bounds(settings)
         self._step(core.resize(self._door, self._bounds, asyncio.get_running_loop().time()))
 
+    def walk_in(self) -> int | None:
+        """A place that is free, by its number, which is given back with `leave`; None when it is to be waited for."""
+        number = next(self._numbers)
+        door = core.walk_in(self._door, self._bounds, number, asyncio.get_running_loop().time())
+        if door is None:
+            return None
+        self._door = door
+        return number
+
     def enter(self, priority: Priority, patience: float | None = None) -> _Place:
         """A place for one request, taken on entering the context. See `take`."""
         return _Place(self, priority, patience)

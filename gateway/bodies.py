@@ -31,15 +31,8 @@ class Bodies:
         self.held_bytes = 0
 
     def hold(self, headers: Mapping[str, str], limit: int) -> AbstractContextManager[None]:
-        """While a request with these headers is served; raises RefusedError (429) when there is no memory for it.
-
-        A body whose length is not told counts as the longest there may be, which is `limit` bytes.
-        """
-        declared = headers.get("content-length", "")
-        size = min(int(declared), limit) if declared.isdigit() else limit
-        if not declared and "transfer-encoding" not in headers:
-            size = 0  # HTTP: then there is no body
-        return self.room(size, limit)
+        """While a request with these headers is served; raises RefusedError (429) when there is no memory for it."""
+        return self.room(length_of(headers, limit), limit)
 
     def room(self, size: int, limit: int) -> AbstractContextManager[None]:
         """The same for `size` bytes that a request needs beside its body."""
@@ -55,3 +48,11 @@ class Bodies:
             yield
         finally:
             self.held_bytes -= size
+
+
+def length_of(headers: Mapping[str, str], limit: int) -> int:
+    """How long a body is said to be, but at most `limit` bytes; so long is one whose length is not told."""
+    declared = headers.get("content-length", "")
+    if declared.isdigit():
+        return min(int(declared), limit)
+    return limit if declared or "transfer-encoding" in headers else 0  # HTTP: then there is no body

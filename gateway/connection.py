@@ -12,7 +12,7 @@ from http import HTTPStatus
 
 import orjson
 
-from gateway.exchange import Exchange
+from gateway.exchange import Exchange, Told
 from headgate.shared.wire import WiredHttp
 from inference.protocol import CODES, Code, error_body
 
@@ -229,7 +229,7 @@ class BoundedHttp(WiredHttp):
     def _refuse(self, code: Code, said: str, *headers: bytes) -> None:
         """Answers without a request, and ends the connection."""
         status = HTTPStatus(CODES[code].status)
-        exchange = Exchange(f"req_{secrets.token_hex(12)}", {}, reason=code)
+        exchange = Exchange(f"req_{secrets.token_hex(12)}", Told({}), reason=code)
         body = orjson.dumps(error_body(code, said))
         head = [
             b"HTTP/1.1 %d %b" % (status, status.phrase.encode()), b"content-type: application/json",

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from gateway.errors import GatewayError, RequestError
-from gateway.exchange import ClientLeftError, Message, Receive, Scope, Send, new_exchange, send_error
+from gateway.exchange import ClientLeftError, Exchange, Message, Receive, Scope, Send, new_exchange, send_error
 from inference.protocol import Code
 
 log = logging.getLogger("gateway.edge")
@@ -73,7 +73,6 @@ class Edge:
             await self._app(scope, receive, send)
             return
         exchange = new_exchange(scope)
-        exchange.error_body = self._errors.get(scope["path"], exchange.error_body)
         scope.setdefault("state", {})
         scope["state"]["exchange"] = exchange
 
@@ -84,15 +83,7 @@ class Edge:
             await send(message)
 
         try:
-            if len(exchange.headers) < len(scope["headers"]) and (name := _repeated(scope)):
-                raise RequestError(Code.INVALID_REQUEST, f"the header {name} came more than once", param=name)
-            if self._check_host and not _host_is_ours(exchange.headers.get("host", "")):
-                raise RequestError(
-                    Code.PERMISSION_DENIED,
-                    "the Host header does not name this machine; use http://127.0.0.1 or http://localhost",
-                )
-            app = self._hot.get(scope["path"]) if scope["method"] == "POST" else None
-            await (app or self._app)(scope, receive, send_on)
+            await (exchange.told.way or self._way(scope, exchange))(scope, receive, send_on)
         except GatewayError as error:
             if exchange.reason == "none":
                 exchange.reason = str(error.code)
@@ -106,3 +97,17 @@ class Edge:
                 await send_error(send_on, exchange, GatewayError(Code.INTERNAL_ERROR, said))
         finally:
             exchange.wire = None  # it leads back to the scope, and so to here: a circle that nothing else would undo
+
+    def _way(self, scope: Scope, exchange: Exchange) -> App:
+        """The application that a request goes to; raises RequestError when its head is not let in."""
+        told = exchange.told
+        told.error_body = self._errors.get(scope["path"], told.error_body)
+        if len(told.headers) < len(scope["headers"]) and (name := _repeated(scope)):
+            raise RequestError(Code.INVALID_REQUEST, f"the header {name} came more than once", param=name)
+        if self._check_host and not _host_is_ours(told.headers.get("host", "")):
+            raise RequestError(
+                Code.PERMISSION_DENIED,
+                "the Host header does not name this machine; use http://127.0.0.1 or http://localhost",
+            )
+        told.way = way = (self._hot.get(scope["path"]) if scope["method"] == "POST" else None) or self._app
+        return way

@@ -48,6 +48,7 @@ _REQUEST_ID, _TIER, _MODEL, _ATTEMPTS, _REASON, _OVERHEAD, _DEVICE = (
     name.encode() for name in (H_REQUEST_ID, H_TIER, H_MODEL, H_ATTEMPTS, H_REASON, H_OVERHEAD, H_DEVICE)
 )
 _MODELS = "/v1/models"
+_LENGTH, _ENCODING = "content-length", "content-encoding"
 _VERSION = "anthropic-version"
 """Every client of Anthropic's sends it; there is a listing of models in both APIs, under one path."""
 
@@ -57,13 +58,34 @@ class ClientLeftError(Exception):
 
 
 @dataclass(slots=True)
+class Told:
+    """What the head of a request says to the layers that the request passes, each of which adds its part.
+
+    It is found out once where a connection sends the same head again and again, and forgotten with that head. What
+    follows from a configuration is only good together with the part of it that is named beside.
+    """
+
+    headers: Mapping[str, str]
+    request_id: str | None = None
+    """The caller's own, if it is sane."""
+    is_messages: bool = False
+    """Whether Anthropic's API is asked, whose clients look for the request's id in a header of their own."""
+    error_body: Callable[[GatewayError], dict[str, Any]] = GatewayError.body
+    """How errors are told to clients of the path that was asked."""
+    way: Any = None
+    """The application that it goes to, once the edge has let it in."""
+    visitor: Any = None
+    """Who sent it, once that was found out."""
+
+
+@dataclass(slots=True)
 class Exchange:
     """What the headers of a response tell. `waited_seconds`, and `upstream_seconds` that tiers took, are not the
     gateway's own time.
     """
 
     request_id: str
-    headers: Mapping[str, str]
+    told: Told
     began: float = field(default_factory=time.monotonic)
     tier: str = Tier.NONE
     model: str = "none"
@@ -77,19 +99,15 @@ class Exchange:
     started: bool = False
     wire: wire.Wire | None = None
     """Where pieces of an answer that has begun can be written at once; None under a server that has none."""
-    error_body: Callable[[GatewayError], dict[str, Any]] = GatewayError.body
-    """How errors are told to clients of the path that was asked."""
-    is_messages: bool = False
-    """Whether Anthropic's API is asked, whose clients look for the request's id in a header of their own."""
 
     @property
     def overhead_seconds(self) -> float:
         """Time spent in the gateway itself until now."""
         return max(0.0, time.monotonic() - self.began - self.waited_seconds - self.upstream_seconds)
 
-    def told(self, error: GatewayError) -> dict[str, Any]:
+    def envelope(self, error: GatewayError) -> dict[str, Any]:
         """The body for `error` on this path; an envelope that names the request gets its id."""
-        body = self.error_body(error)
+        body = self.told.error_body(error)
         return {**body, "request_id": self.request_id} if "request_id" in body else body
 
     def response_headers(self) -> list[tuple[bytes, bytes]]:
@@ -106,7 +124,7 @@ class Exchange:
             told += [(name.encode(), _header_value(value)) for name, value in self.limits]
         if self.device is not None:
             told.append((_DEVICE, _header_value(self.device)))
-        if self.is_messages:
+        if self.told.is_messages:
             told.append((_MESSAGES_ID, self.request_id.encode()))
         return told
 
@@ -120,13 +138,23 @@ def _header_value(value: str) -> bytes:
 
 def new_exchange(scope: Scope) -> Exchange:
     """The exchange of a request; the caller's own request id is kept when it is sane."""
+    wired = wire.take(scope)
+    if wired is None or (head := wired.head) is None:
+        told = _told(scope)
+    elif (told := head.understood) is None:
+        told = head.understood = _told(scope)
+    elif told.headers[_LENGTH] != (length := wired.length.decode()):
+        told.headers = {**told.headers, _LENGTH: length}
+    return Exchange(told.request_id or f"req_{os.urandom(12).hex()}", told, wire=wired)
+
+
+def _told(scope: Scope) -> Told:
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     asked = headers.get(H_REQUEST_ID)
-    request_id = asked if asked and _SANE_ID.fullmatch(asked) else f"req_{os.urandom(12).hex()}"
-    exchange = Exchange(request_id, headers, wire=wire.take(scope))
+    request_id = asked if asked and _SANE_ID.fullmatch(asked) else None
     if scope["path"].startswith(_MESSAGES) or (_VERSION in headers and scope["path"].startswith(_MODELS)):
-        exchange.is_messages, exchange.error_body = True, messages_errors.envelope
-    return exchange
+        return Told(headers, request_id, True, messages_errors.envelope)
+    return Told(headers, request_id)
 
 
 def exchange_of(scope: Scope) -> Exchange:
@@ -135,29 +163,37 @@ def exchange_of(scope: Scope) -> Exchange:
     return found
 
 
+def body_at_hand(exchange: Exchange, limit: int) -> bytes | None:
+    """The whole body, once, when it came with its head; None when `read_body` has to see about it.
+
+    Raises RequestError when it is longer than `limit` bytes.
+    """
+    if exchange.wire is None or _ENCODING in exchange.told.headers:
+        return None
+    whole = exchange.wire.take_body()
+    if whole is not None and len(whole) > limit:
+        raise _too_large(limit)
+    return whole
+
+
 async def read_body(
     receive: Receive,
     headers: Mapping[str, str],
     limit: int,
     silence_seconds: float = BODY_SILENCE_SECONDS,
     total_seconds: float = BODY_SECONDS,
-    wire: wire.Wire | None = None,
 ) -> bytes:
     """The whole body; raises RequestError when it is encoded, longer than `limit` bytes, stops or comes too slowly.
 
-    Raises ClientLeftError when the client went away. What came with its head is taken from the `wire`, if there is one.
+    Raises ClientLeftError when the client went away.
     """
-    encoding = headers.get("content-encoding", "identity").strip().lower()
+    encoding = headers.get(_ENCODING, "identity").strip().lower()
     if encoding not in ("", "identity"):
         said = f"the body is encoded ({encoding[:40]}), and the gateway unpacks nothing; send it as it is"
         raise RequestError(Code.UNSUPPORTED_MEDIA_TYPE, said, param="content-encoding")
     declared = headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(limit)
-    if wire is not None and (whole := wire.take_body()) is not None:
-        if len(whole) > limit:
-            raise _too_large(limit)
-        return whole
     pieces: list[bytes] = []
     size = 0
     loop = asyncio.get_running_loop()
@@ -226,4 +262,4 @@ async def send_head(send: Send, exchange: Exchange, headers: Iterable[tuple[byte
 
 async def send_error(send: Send, exchange: Exchange, error: GatewayError) -> None:
     """`error` as clients of the path know it."""
-    await send_bytes(send, error.status, orjson.dumps(exchange.told(error)), [_JSON, *error_headers(error)])
+    await send_bytes(send, error.status, orjson.dumps(exchange.envelope(error)), [_JSON, *error_headers(error)])

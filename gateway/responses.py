@@ -19,5 +19,5 @@ def json_response(content: Any, status: int = 200) -> Response:
 def error_response(exchange: Exchange, error: GatewayError) -> Response:
     """`error` as clients of the path know it."""
     headers = {name.decode(): value.decode() for name, value in error_headers(error)}
-    body = orjson.dumps(exchange.told(error))
+    body = orjson.dumps(exchange.envelope(error))
     return Response(body, status_code=error.status, headers=headers, media_type="application/json")

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from gateway.attempts import Caller, Request, Tools
-from gateway.auth import Key
-from gateway.bodies import NOTHING
+from gateway.auth import Key, Keys
+from gateway.bodies import NOTHING, SMALL_BYTES, length_of
 from gateway.core.chain import Found
 from gateway.core.outcome import End
 from gateway.core.quotes import without_quotes
@@ -26,6 +26,7 @@ from gateway.exchange import (
     Receive,
     Scope,
     Send,
+    body_at_hand,
     exchange_of,
     read_body,
     send_at_once,
@@ -43,6 +44,7 @@ from inference.protocol import H_KV, H_POLICY, H_PRIORITY, Code, Priority, Tier
 log = logging.getLogger("gateway.requests")
 
 S = TypeVar("S", bound=str)
+_Wishes = tuple[Priority, bool, float | None, int, str | None]
 
 _PRIORITIES, _NORMAL = tuple(Priority), Priority.NORMAL
 _LEFT = str(End.CLIENT_LEFT)
@@ -85,34 +87,54 @@ class Generation:
             self._finish(exchange, record)
 
     async def _serve(self, exchange: Exchange, record: Record, receive: Receive, send: Send) -> None:
-        runtime = self._runtime
-        key, tenant = runtime.keys.admit(exchange.headers, "use")
-        meter = runtime.limiter.enter(key, exchange)
-        with meter or NOTHING, runtime.bodies.hold(exchange.headers, runtime.config.max_body):
-            caller = caller_of(exchange, key, tenant, meter)
-            await self._admitted(key, caller, exchange, record, receive, send)
+        runtime, told = self._runtime, exchange.told
+        visitor = told.visitor
+        if visitor is None or visitor.keys is not runtime.keys:
+            visitor = told.visitor = _Visitor(runtime.keys, *runtime.keys.admit(told.headers, "use"))
+        meter = runtime.limiter.enter(visitor.key, exchange)
+        size = length_of(told.headers, runtime.config.max_body)
+        if meter is None and size <= SMALL_BYTES:
+            await self._admitted(visitor, None, exchange, record, receive, send)
+        else:
+            with meter or NOTHING, runtime.bodies.room(size, runtime.config.max_body):
+                await self._admitted(visitor, meter, exchange, record, receive, send)
 
     async def _admitted(
-        self, key: Key, caller: Caller, exchange: Exchange, record: Record, receive: Receive, send: Send
+        self,
+        visitor: _Visitor,
+        meter: Meter | None,
+        exchange: Exchange,
+        record: Record,
+        receive: Receive,
+        send: Send,
     ) -> None:
         """The way of a request whose key may make it."""
-        runtime = self._runtime
-        raw = await read_body(receive, exchange.headers, runtime.config.max_body, wire=exchange.wire)
-        asked = self._dialect.parse(raw, key.digest.hex())
+        runtime, told = self._runtime, exchange.told
+        if visitor.wishes is None:
+            visitor.wishes = _wishes_of(told.headers, visitor.key)
+        caller = Caller(exchange.request_id, visitor.tenant, *visitor.wishes, meter)
+        max_body = runtime.config.max_body
+        if (raw := body_at_hand(exchange, max_body)) is None:
+            raw = await read_body(receive, told.headers, max_body)
+        asked = self._dialect.parse(raw, visitor.owner)
         request = asked.request
         built_on = request.size_bytes - len(raw)
         del raw
-        if caller.meter is not None:
-            caller.meter.reserve(request)
-        record.asked, record.stream, record.key = request.model, request.stream, key.name
+        if meter is not None:
+            meter.reserve(request)
+        record.asked, record.stream, record.key = request.model, request.stream, visitor.key.name
         record.priority, record.retries = caller.priority, caller.retries
         found = await find(runtime, request.model, exchange)
         tools = runtime.tools  # as long as it waits, too: a reload may take the route away
         record.route = found.route
         asyncio.get_running_loop().call_soon(runtime.ring.add, record)  # the oldest is freed while a tier works
         presence = runtime.presences.watch(receive, exchange.wire)
-        with runtime.bodies.room(built_on, runtime.config.max_body), presence:
-            await self._answer(asked, tools, found, caller, presence, exchange, record, send)
+        if built_on <= SMALL_BYTES:
+            with presence:
+                await self._answer(asked, tools, found, caller, presence, exchange, record, send)
+        else:
+            with runtime.bodies.room(built_on, max_body), presence:
+                await self._answer(asked, tools, found, caller, presence, exchange, record, send)
 
     async def _answer(
         self,
@@ -129,8 +151,10 @@ class Generation:
         runtime, request = self._runtime, asked.request
         queued = time.monotonic()
         try:
-            async with runtime.admission.enter(caller.priority, caller.silence_seconds):
-                request = await runtime.images.inlined(request, runtime.config.max_body)
+            place = runtime.admission.walk_in() or await runtime.admission.take(caller.priority, caller.silence_seconds)
+            try:
+                if request.needs:
+                    request = await runtime.images.inlined(request, runtime.config.max_body)
                 waited = time.monotonic() - queued
                 exchange.waited_seconds += waited
                 job = Request(tools, request, found, caller, record, exchange.began, waited, presence.why_cancelled)
@@ -164,6 +188,8 @@ class Generation:
                 finally:
                     if answer is not None:
                         await answer.conclude()
+            finally:
+                runtime.admission.leave(place)
             presence.release()
             record.outcome = "success"
             if not is_sent:
@@ -209,17 +235,30 @@ class Generation:
         )  # fmt: skip
 
 
+class _Visitor:
+    """Who sent a request's head, as long as `keys` are in force."""
+
+    __slots__ = ("key", "keys", "owner", "tenant", "wishes")
+
+    def __init__(self, keys: Keys, key: Key, tenant: str) -> None:
+        self.keys, self.key, self.tenant = keys, key, tenant
+        self.owner = key.digest.hex()
+        self.wishes: _Wishes | None = None
+        """Found out once somebody is let in who says them."""
+
+
 def caller_of(exchange: Exchange, key: Key, tenant: str, meter: Meter | None) -> Caller:
     """Who asks, from the key and the headers; raises RequestError for header values that mean nothing."""
-    headers = exchange.headers
+    return Caller(exchange.request_id, tenant, *_wishes_of(exchange.told.headers, key), meter)
+
+
+def _wishes_of(headers: Mapping[str, str], key: Key) -> _Wishes:
+    """What a caller has to say besides its request: the fields of `Caller` from `priority` to `kv`."""
     priority = _one_of(headers, H_PRIORITY, _PRIORITIES, _NORMAL)
     policy = _one_of(headers, H_POLICY, ("local-only", "any"), "any")
     silence_seconds = _patience(headers.get(READ_TIMEOUT_HEADER) or headers.get(TIMEOUT_HEADER))
     retries = _count(headers.get(RETRY_COUNT_HEADER))
-    return Caller(
-        exchange.request_id, tenant, key.cap(priority), policy != "local-only",
-        silence_seconds, retries, headers.get(H_KV), meter,
-    )  # fmt: skip
+    return key.cap(priority), policy != "local-only", silence_seconds, retries, headers.get(H_KV)
 
 
 def _one_of(headers: Mapping[str, str], name: str, allowed: tuple[S, ...], default: S) -> S:

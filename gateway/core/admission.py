@@ -77,12 +77,20 @@ class TurnAway:
 Effect = Admit | TurnAway
 
 
+def walk_in(door: Door, bounds: Bounds, number: int, now: float) -> Door | None:
+    """The door when a request that comes starts without being seen by anybody else; None when it cannot."""
+    running, waiting, turns, mean_seconds = door
+    if waiting or len(running) >= bounds.in_flight:
+        return None
+    return Door({**running, number: now}, (), turns, mean_seconds)
+
+
 def arrive(
     door: Door, bounds: Bounds, number: int, priority: Priority, deadline: float, now: float
 ) -> tuple[Door, tuple[Effect, ...]]:
     """A request comes. It starts, waits, or is turned away; a full queue gives way from its lowest class only."""
-    if len(door.running) < bounds.in_flight and not door.waiting:
-        return Door({**door.running, number: now}, (), door.turns, door.mean_seconds), (Admit(number),)
+    if (entered := walk_in(door, bounds, number, now)) is not None:
+        return entered, (Admit(number),)
     waiter = Waiter(number, priority, deadline)
     if len(door.waiting) < bounds.queue:
         return door._replace(waiting=(*door.waiting, waiter)), ()

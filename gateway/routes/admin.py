@@ -18,7 +18,7 @@ def router(runtime: Runtime) -> APIRouter:
     routes = APIRouter(prefix="/admin")
 
     def admit(request: Request) -> None:
-        runtime.keys.admit(exchange_of(request.scope).headers, "admin")
+        runtime.keys.admit(exchange_of(request.scope).told.headers, "admin")
 
     @routes.get("/breakers")
     async def breakers(request: Request) -> Response:

@@ -46,12 +46,12 @@ class CountTokens:
         """One question."""
         runtime, exchange = self._runtime, exchange_of(scope)
         with runtime.generation(), contextlib.ExitStack() as held:
-            key, tenant = runtime.keys.admit(exchange.headers, "use")
+            key, tenant = runtime.keys.admit(exchange.told.headers, "use")
             if (meter := runtime.limiter.enter(key, exchange)) is not None:
                 held.enter_context(meter)
-            held.enter_context(runtime.bodies.hold(exchange.headers, runtime.config.max_body))
+            held.enter_context(runtime.bodies.hold(exchange.told.headers, runtime.config.max_body))
             caller = caller_of(exchange, key, tenant, None)
-            raw = await read_body(receive, exchange.headers, runtime.config.max_body)
+            raw = await read_body(receive, exchange.told.headers, runtime.config.max_body)
             request = self._parse(raw, key.digest.hex())
             held.enter_context(runtime.bodies.room(request.size_bytes - len(raw), runtime.config.max_body))
             found = await find(runtime, request.model, exchange)

@@ -26,7 +26,7 @@ def router(runtime: Runtime, app: FastAPI) -> APIRouter:
 
     @routes.get(openapi.PATH, include_in_schema=False)
     async def describe(request: Request) -> Response:
-        runtime.keys.admit(exchange_of(request.scope).headers, "use")
+        runtime.keys.admit(exchange_of(request.scope).told.headers, "use")
         return json_response(description(app))
 
     return routes

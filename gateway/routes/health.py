@@ -41,7 +41,7 @@ def router(runtime: Runtime) -> APIRouter:
         opened = sorted(name for name, state in runtime.breakers.states().items() if state is not State.CLOSED)
         status = "draining" if runtime.is_draining else "degraded" if opened or reachable is False else "ok"
         code = 503 if runtime.is_draining else 200
-        known = runtime.keys.identify(exchange_of(request.scope).headers)
+        known = runtime.keys.identify(exchange_of(request.scope).told.headers)
         if known is None or "use" not in known[0].scopes:
             return json_response({"status": status}, code)
         body = {

@@ -28,15 +28,15 @@ def router(runtime: Runtime) -> APIRouter:
     @routes.get("/v1/models")
     async def list_models(request: Request) -> Response:
         exchange = exchange_of(request.scope)
-        runtime.keys.admit(exchange.headers, "use")
+        runtime.keys.admit(exchange.told.headers, "use")
         await runtime.view.ensure(VIEW_SECONDS)
         found = list(_models(runtime).values())
-        return json_response(messages_models.listing(found) if exchange.is_messages else _listed(found))
+        return json_response(messages_models.listing(found) if exchange.told.is_messages else _listed(found))
 
     @routes.get("/v1/models/{name:path}")
     async def one_model(request: Request, name: str) -> Response:
         exchange = exchange_of(request.scope)
-        runtime.keys.admit(exchange.headers, "use")
+        runtime.keys.admit(exchange.told.headers, "use")
         await runtime.view.ensure(VIEW_SECONDS)
         models = _models(runtime)
         found = models.get(name) or models.get(runtime.view.aliases.get(name, ""))
@@ -45,7 +45,7 @@ def router(runtime: Runtime) -> APIRouter:
             raise RequestError(
                 Code.MODEL_NOT_FOUND, f"there is no model {name[:100]!r}; known models: {known}", param="model"
             )
-        return json_response(messages_models.entry(found) if exchange.is_messages else found)
+        return json_response(messages_models.entry(found) if exchange.told.is_messages else found)
 
     return routes
 

@@ -22,7 +22,7 @@ def router(runtime: Runtime, store: Store) -> APIRouter:
     routes = APIRouter()
 
     def asking(request: Request) -> Key:
-        key, _ = runtime.keys.admit(exchange_of(request.scope).headers, "use")
+        key, _ = runtime.keys.admit(exchange_of(request.scope).told.headers, "use")
         return key
 
     @routes.get(f"{PATH}/{{response_id}}")
