@@ -12,6 +12,11 @@ VISION = "vision"
 TOOLS = "tools"
 AUDIO = "audio"
 
+_NOTHING: frozenset[str] = frozenset()
+_NEEDS: Mapping[str, str] = {"image_url": VISION, "input_audio": AUDIO}
+"""What parts of a content ask of a model."""
+
+_SPEAKERS = ("user", "assistant", "system", "developer")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -93,7 +98,24 @@ def _says_otherwise(message: Mapping[str, Any]) -> bool:
     return any(message.get(name) is not None for name in ("tool_calls", "function_call", "refusal", "audio"))
 
 
-MESSAGES: f.Check = f.array(f.Check(_check_message, _SHAPE.schema), low=1)
+_LIST = f.array(f.Check(_check_message, _SHAPE.schema), low=1)
+
+
+def _check_messages(value: Any, path: str) -> None:
+    """As `_LIST` does; text that somebody said, which most messages are, is seen to be well-formed at a glance."""
+    if type(value) is not list or not value:
+        _LIST.run(value, path)
+    for index, message in enumerate(value):
+        if (
+            type(message) is not dict
+            or len(message) != 2
+            or type(message.get("content")) is not str
+            or message.get("role") not in _SPEAKERS
+        ):
+            _check_message(message, f"{path}[{index}]")
+
+
+MESSAGES: f.Check = f.Check(_check_messages, _LIST.schema)
 
 TOOL: f.Check = f.mapping(
     {
@@ -117,8 +139,13 @@ def needs_of_messages(body: Mapping[str, Any]) -> frozenset[str]:
         needs.add(TOOLS)
     if body.get("audio") or "audio" in (body.get("modalities") or ()):
         needs.add(AUDIO)
+    return frozenset(needs) | needs_of_contents(body)
+
+
+def needs_of_contents(body: Mapping[str, Any]) -> frozenset[str]:
+    """Those of its messages' contents alone."""
+    needs = _NOTHING
     for message in body["messages"]:
-        if isinstance(parts := message.get("content"), list):
-            needs |= {VISION for part in parts if part["type"] == "image_url"}
-            needs |= {AUDIO for part in parts if part["type"] == "input_audio"}
-    return frozenset(needs)
+        if type(parts := message.get("content")) is list:
+            needs |= {_NEEDS[part["type"]] for part in parts if part["type"] in _NEEDS}
+    return needs

@@ -15,7 +15,7 @@ import orjson
 
 from gateway.core import fields as f
 from gateway.core.frames import CHAT, COMPLETIONS, Endpoint
-from gateway.core.messages import MESSAGES, TOOL, TOOL_CHOICE, needs_of_messages
+from gateway.core.messages import MESSAGES, TOOL, TOOL_CHOICE, needs_of_contents, needs_of_messages
 from gateway.core.shape import check_shape
 from gateway.errors import RequestError
 from inference.protocol import Code
@@ -204,6 +204,18 @@ _NEEDED: Mapping[Endpoint, tuple[str, ...]] = {
     Endpoint.EMBEDDINGS: ("model", "input"),
     Endpoint.RERANK: ("model", "query", "documents"),
 }
+_NEEDS: Mapping[Endpoint, frozenset[str]] = {
+    endpoint: frozenset() if endpoint.streams else frozenset({str(endpoint)}) for endpoint in Endpoint
+}
+"""What an endpoint asks of a model, whatever is in the body."""
+
+_ORDINARY = frozenset(
+    {
+        "model", "messages", "prompt", "stream", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k",
+        "min_p", "seed", "stop", "user", "presence_penalty", "frequency_penalty",
+    }
+)  # fmt: skip
+"""Fields that have no rules between them and leave one text of any shape as the answer; most bodies have no other."""
 
 
 def schema(endpoint: Endpoint) -> dict[str, Any]:
@@ -228,29 +240,36 @@ def parse(endpoint: Endpoint, raw: bytes) -> InferenceRequest:
             )
         if value is not None:
             check.run(value, name)
-    _check_together(endpoint, body)
+    if not body.keys() <= _ORDINARY:
+        _check_together(endpoint, body)
     return typed(endpoint, body, len(raw))
 
 
 def typed(endpoint: Endpoint, body: Mapping[str, Any], size_bytes: int) -> InferenceRequest:
     """The request of a checked `body`; `size_bytes` is what the caller sent."""
-    options = body.get("stream_options") or {}
-    limit = body.get("max_completion_tokens") or body.get("max_tokens")
-    needs = needs_of_messages(body) if endpoint is CHAT else frozenset[str]()
+    is_ordinary = body.keys() <= _ORDINARY
+    if endpoint is CHAT:
+        needs = needs_of_contents(body) if is_ordinary else needs_of_messages(body)
+    else:
+        needs = _NEEDS[endpoint]
+    options = body.get("stream_options")
     return InferenceRequest(
-        endpoint=endpoint,
-        model=body["model"],
-        stream=bool(body.get("stream")),
-        include_usage=bool(options.get("include_usage")),
-        body=body,
-        needs=needs if endpoint.streams else frozenset({str(endpoint)}),
-        max_tokens=limit,
-        size_bytes=size_bytes,
-        is_plain=(body.get("n") or 1) == 1
-        and not body.get("logprobs")
-        and "tools" not in needs
-        and not _is_shaped(body),
+        endpoint,
+        body["model"],
+        bool(body.get("stream")),
+        options is not None and bool(options.get("include_usage")),
+        body,
+        needs,
+        body.get("max_completion_tokens") or body.get("max_tokens"),
+        size_bytes,
+        is_ordinary or _is_plain(body, needs),
     )
+
+
+def _is_plain(body: Mapping[str, Any], needs: frozenset[str]) -> bool:
+    """See `InferenceRequest`."""
+    is_one = (body.get("n") or 1) == 1
+    return is_one and not body.get("logprobs") and "tools" not in needs and not _is_shaped(body)
 
 
 def _is_shaped(body: Mapping[str, Any]) -> bool:
@@ -279,12 +298,12 @@ def _check_together(endpoint: Endpoint, body: Mapping[str, Any]) -> None:
 
 def parse_json(raw: bytes) -> dict[str, Any]:
     """The object in `raw`; raises RequestError for what is none or nests too deep."""
-    if not raw.strip():
-        raise RequestError(Code.INVALID_JSON, "the body is empty; send a JSON object")
     check_shape(raw)
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
+        if not raw.strip():
+            raise RequestError(Code.INVALID_JSON, "the body is empty; send a JSON object") from None
         raise RequestError(
             Code.INVALID_JSON, f"the body is not valid JSON: {error}", param=_not_a_number(raw)
         ) from error

@@ -25,8 +25,7 @@ _STEP = {**dict.fromkeys(b"[{", 1), **dict.fromkeys(b"]}", -1)}
 def check_shape(raw: bytes) -> None:
     """Raises RequestError (400) when `raw` nests deeper or holds more values than a request may."""
     opened = raw.count(b"[") + raw.count(b"{")
-    commas = raw.count(b",")
-    if opened <= MAX_NESTING and commas + opened < MAX_VALUES:
+    if opened <= MAX_NESTING and (len(raw) < MAX_VALUES or raw.count(b",") + opened < MAX_VALUES):
         return
     plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     if plain.count(b'"') > 4 * MAX_VALUES:  # a name and a text, two quotes each
