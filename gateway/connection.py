@@ -234,7 +234,6 @@ class BoundedHttp(WiredHttp):
         head = [
             b"HTTP/1.1 %d %b" % (status, status.phrase.encode()), b"content-type: application/json",
             b"connection: close", b"content-length: %d" % len(body), *headers,
-            *(name + b": " + value for name, value in exchange.response_headers()),
         ]  # fmt: skip
-        self.transport.write(b"\r\n".join(head) + b"\r\n\r\n" + body)
+        self.transport.write(b"\r\n".join(head) + b"\r\n" + exchange.response_lines() + b"\r\n" + body)
         self.transport.close()

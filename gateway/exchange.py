@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import os
 import re
@@ -42,11 +43,9 @@ BODY_SECONDS = 120.0
 
 _SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _JSON = (b"content-type", b"application/json")
+_JSON_LINE = b"content-type: application/json\r\n"
 _MESSAGES = "/v1/messages"
-_MESSAGES_ID = b"request-id"
-_REQUEST_ID, _TIER, _MODEL, _ATTEMPTS, _REASON, _OVERHEAD, _DEVICE = (
-    name.encode() for name in (H_REQUEST_ID, H_TIER, H_MODEL, H_ATTEMPTS, H_REASON, H_OVERHEAD, H_DEVICE)
-)
+_MESSAGES_ID = "request-id"
 _MODELS = "/v1/models"
 _LENGTH, _ENCODING = "content-length", "content-encoding"
 _VERSION = "anthropic-version"
@@ -110,30 +109,33 @@ class Exchange:
         body = self.told.error_body(error)
         return {**body, "request_id": self.request_id} if "request_id" in body else body
 
-    def response_headers(self) -> list[tuple[bytes, bytes]]:
-        """The headers that every response carries."""
-        told = [
-            (_REQUEST_ID, self.request_id.encode()),
-            (_TIER, self.tier.encode()),
-            (_MODEL, _header_value(self.model)),
-            (_ATTEMPTS, b"%d" % self.attempts),
-            (_REASON, _header_value(self.reason)),
-            (_OVERHEAD, b"%.3f" % (self.overhead_seconds * 1000)),
-        ]
-        if self.limits:
-            told += [(name.encode(), _header_value(value)) for name, value in self.limits]
+    def response_lines(self) -> bytes:
+        """The headers that every response carries, as they stand on the wire."""
+        lines = (
+            f"{H_REQUEST_ID}: {self.request_id}\r\n{H_TIER}: {self.tier}\r\n{H_MODEL}: {_header_value(self.model)}\r\n"
+            f"{H_ATTEMPTS}: {self.attempts}\r\n{H_REASON}: {_header_value(self.reason)}\r\n"
+            f"{H_OVERHEAD}: {self.overhead_seconds * 1000:.3f}\r\n"
+        )
+        for name, value in self.limits:
+            lines += f"{name}: {_header_value(value)}\r\n"
         if self.device is not None:
-            told.append((_DEVICE, _header_value(self.device)))
+            lines += f"{H_DEVICE}: {_header_value(self.device)}\r\n"
         if self.told.is_messages:
-            told.append((_MESSAGES_ID, self.request_id.encode()))
-        return told
+            lines += f"{_MESSAGES_ID}: {self.request_id}\r\n"
+        return lines.encode("ascii")
+
+    def response_headers(self) -> list[tuple[bytes, bytes]]:
+        """The same, apart."""
+        pairs = (line.partition(b": ") for line in self.response_lines().split(b"\r\n")[:-1])
+        return [(name, value) for name, _, value in pairs]
 
 
-def _header_value(value: str) -> bytes:
+@functools.lru_cache(maxsize=256)
+def _header_value(value: str) -> str:
     """`value` as a header may hold it: a model's name is text of the caller's."""
     if value.isascii() and value.isprintable() and len(value) <= 512:
-        return value.encode("ascii")
-    return re.sub(r"[^\x20-\x7e]", "?", value)[:512].encode("ascii")
+        return value
+    return re.sub(r"[^\x20-\x7e]", "?", value)[:512]
 
 
 def new_exchange(scope: Scope) -> Exchange:
@@ -246,7 +248,7 @@ def send_at_once(exchange: Exchange, body: bytes) -> bool:
     """Sends a whole answer by the `wire`, without waiting; False, and nothing is sent, where only ASGI can, which takes
     two messages and looks at headers of ours as if they came from elsewhere.
     """
-    if exchange.wire is not None and exchange.wire.answer(200, (_JSON, *exchange.response_headers()), body):
+    if exchange.wire is not None and exchange.wire.answer(200, _JSON_LINE + exchange.response_lines(), body):
         exchange.started = True
         return True
     return False
@@ -254,9 +256,11 @@ def send_at_once(exchange: Exchange, body: bytes) -> bool:
 
 async def send_head(send: Send, exchange: Exchange, headers: Iterable[tuple[bytes, bytes]]) -> None:
     """Status and headers of a good answer that comes in pieces, by the `wire` where there is one."""
-    if exchange.wire is not None and exchange.wire.begin(200, (*headers, *exchange.response_headers())):
-        exchange.started = True
-        return
+    if exchange.wire is not None:
+        own = b"".join(b"%b: %b\r\n" % header for header in headers)
+        if exchange.wire.begin(200, own + exchange.response_lines()):
+            exchange.started = True
+            return
     await send({"type": "http.response.start", "status": 200, "headers": [*headers]})
 
 

@@ -12,19 +12,22 @@ from gateway.runtime import Runtime
 from inference.protocol import Code
 
 
+def known(runtime: Runtime, model: str) -> Found | None:
+    """The route of `model` in the configuration of now; None when `find` has to ask who knows such a model."""
+    found = find_route(model, runtime.config.routes, runtime.view.aliases)
+    return None if found is None or _seems_unknown(runtime, found) else found
+
+
 async def find(runtime: Runtime, model: str, exchange: Exchange) -> Found:
-    """The route of `model` in the configuration of now; raises RequestError 404 where nobody knows such a model.
+    """The same; raises RequestError 404 where nobody knows such a model.
 
     Whoever goes on without awaiting finds the route there; a reload may take it away at any later time.
     """
-    view = runtime.view
-    found = find_route(model, runtime.config.routes, view.aliases)
-    if found is None or _seems_unknown(runtime, found):
+    if (found := known(runtime, model)) is None:
         began = time.monotonic()
-        await view.refresh()  # it may have been added a moment ago
+        await runtime.view.refresh()  # it may have been added a moment ago
         exchange.waited_seconds += time.monotonic() - began
-        found = find_route(model, runtime.config.routes, view.aliases)
-        if found is None or _seems_unknown(runtime, found):
+        if (found := known(runtime, model)) is None:
             raise _unknown(runtime, model)
     return found
 

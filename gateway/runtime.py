@@ -138,11 +138,13 @@ class Runtime:
 
     def generation(self) -> _InUse:
         """A context that keeps the providers in force now open until the request ends, whatever a reload does."""
-        return _InUse(self, self._number)
+        return _InUse(self)
 
-    def use(self, number: int) -> None:
-        """One more request uses the providers of a generation."""
+    def join(self) -> int:
+        """One more request uses the generation of providers in force now, until `disuse` is called with its number."""
+        number = self._number
         self._users[number] += 1
+        return number
 
     def disuse(self, number: int) -> None:
         """One request fewer does."""
@@ -226,12 +228,11 @@ class _InUse:
 
     __slots__ = ("_number", "_runtime")
 
-    def __init__(self, runtime: Runtime, number: int) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._number = number
 
     def __enter__(self) -> None:
-        self._runtime.use(self._number)
+        self._number = self._runtime.join()
 
     def __exit__(self, *_error: object) -> None:
         self._runtime.disuse(self._number)

@@ -33,7 +33,7 @@ from gateway.exchange import (
     send_bytes,
 )
 from gateway.explain import Record
-from gateway.finding import find
+from gateway.finding import find, known
 from gateway.limits import Meter
 from gateway.presence import Presence
 from gateway.resume import Answer
@@ -69,11 +69,21 @@ class Generation:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
-        exchange = exchange_of(scope)
+        runtime, exchange = self._runtime, exchange_of(scope)
+        told = exchange.told
         record = Record(exchange.request_id, time.time(), self._path)
+        generation = runtime.join()
         try:
-            with self._runtime.generation():
-                await self._serve(exchange, record, receive, send)
+            visitor = told.visitor
+            if visitor is None or visitor.keys is not runtime.keys:
+                visitor = told.visitor = _Visitor(runtime.keys, *runtime.keys.admit(told.headers, "use"))
+            meter = runtime.limiter.enter(visitor.key, exchange) if visitor.is_limited else None
+            size = length_of(told.headers, runtime.config.max_body)
+            if meter is None and size <= SMALL_BYTES:
+                await self._admitted(visitor, None, exchange, record, receive, send)
+            else:
+                with meter or NOTHING, runtime.bodies.room(size, runtime.config.max_body):
+                    await self._admitted(visitor, meter, exchange, record, receive, send)
         except GatewayError as error:
             record.outcome, record.status = str(error.code), error.status
             record.error = record.error or error.message
@@ -84,20 +94,8 @@ class Generation:
             record.outcome = _LEFT if record.outcome == "running" else record.outcome
             raise
         finally:
+            runtime.disuse(generation)
             self._finish(exchange, record)
-
-    async def _serve(self, exchange: Exchange, record: Record, receive: Receive, send: Send) -> None:
-        runtime, told = self._runtime, exchange.told
-        visitor = told.visitor
-        if visitor is None or visitor.keys is not runtime.keys:
-            visitor = told.visitor = _Visitor(runtime.keys, *runtime.keys.admit(told.headers, "use"))
-        meter = runtime.limiter.enter(visitor.key, exchange)
-        size = length_of(told.headers, runtime.config.max_body)
-        if meter is None and size <= SMALL_BYTES:
-            await self._admitted(visitor, None, exchange, record, receive, send)
-        else:
-            with meter or NOTHING, runtime.bodies.room(size, runtime.config.max_body):
-                await self._admitted(visitor, meter, exchange, record, receive, send)
 
     async def _admitted(
         self,
@@ -124,7 +122,7 @@ class Generation:
             meter.reserve(request)
         record.asked, record.stream, record.key = request.model, request.stream, visitor.key.name
         record.priority, record.retries = caller.priority, caller.retries
-        found = await find(runtime, request.model, exchange)
+        found = known(runtime, request.model) or await find(runtime, request.model, exchange)
         tools = runtime.tools  # as long as it waits, too: a reload may take the route away
         record.route = found.route
         asyncio.get_running_loop().call_soon(runtime.ring.add, record)  # the oldest is freed while a tier works
@@ -238,11 +236,11 @@ class Generation:
 class _Visitor:
     """Who sent a request's head, as long as `keys` are in force."""
 
-    __slots__ = ("key", "keys", "owner", "tenant", "wishes")
+    __slots__ = ("is_limited", "key", "keys", "owner", "tenant", "wishes")
 
     def __init__(self, keys: Keys, key: Key, tenant: str) -> None:
         self.keys, self.key, self.tenant = keys, key, tenant
-        self.owner = key.digest.hex()
+        self.owner, self.is_limited = key.digest.hex(), key.limits.is_any
         self.wishes: _Wishes | None = None
         """Found out once somebody is let in who says them."""
 

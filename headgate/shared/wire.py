@@ -9,7 +9,7 @@ every request a twentieth.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
@@ -77,25 +77,25 @@ class Wire:
         """Whether the response ended."""
         return bool(self._cycle.response_complete)
 
-    def answer(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bool:
+    def answer(self, status: int, lines: bytes, body: bytes) -> bool:
         """Sends a whole response in one write; False when only `send` can, because something was sent or somebody has
-        to be waited for. `headers` hold no line breaks and say nothing about length or connection.
+        to be waited for. `lines` are headers as they stand on the wire and say nothing about length or connection.
         """
         if not self._may_begin:
             return False
         cycle = self._cycle
         cycle.chunked_encoding = False
-        head = self._head(status, headers)
-        cycle.transport.write(b"%b\r\ncontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+        head = self._head(status, lines)
+        cycle.transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
         self._complete()
         return True
 
-    def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    def begin(self, status: int, lines: bytes) -> bool:
         """Sends status and headers of a response whose pieces follow; False when only `send` can, as for `answer`."""
         if not self._may_begin or isinstance(self._cycle, _Unchunked):
             return False
         self._cycle.chunked_encoding = True
-        self._cycle.transport.write(b"%b\r\ntransfer-encoding: chunked\r\n\r\n" % self._head(status, headers))
+        self._cycle.transport.write(b"%btransfer-encoding: chunked\r\n\r\n" % self._head(status, lines))
         return True
 
     @property
@@ -105,14 +105,12 @@ class Wire:
             cycle.response_started or cycle.disconnected or cycle.flow.write_paused or cycle.scope["method"] == "HEAD"
         )
 
-    def _head(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    def _head(self, status: int, lines: bytes) -> bytes:
         cycle = self._cycle
         cycle.response_started = True
         cycle.waiting_for_100_continue = False
-        lines = [STATUS_LINE[status][:-2], *map(b": ".join, cycle.default_headers), *map(b": ".join, headers)]
-        if not cycle.keep_alive:
-            lines.append(b"connection: close")
-        return b"\r\n".join(lines)
+        own = b"".join([b"%b: %b\r\n" % header for header in cycle.default_headers])
+        return STATUS_LINE[status] + own + (lines if cycle.keep_alive else lines + b"connection: close\r\n")
 
     def _complete(self) -> None:
         cycle = self._cycle

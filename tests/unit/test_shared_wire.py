@@ -69,6 +69,7 @@ async def test_pieces_stand_between_what_is_sent() -> None:
 async def test_a_wire_begins_and_ends_as_send_does(last: bytes) -> None:
     """Byte for byte, and the connection serves again."""
     headers = [(b"content-type", b"text/plain"), (b"x-a", b"b")]
+    lines = b"content-type: text/plain\r\nx-a: b\r\n"
 
     async def app(scope: Any, _receive: Any, send: Any) -> None:
         found = wire.take(scope)
@@ -78,9 +79,9 @@ async def test_a_wire_begins_and_ends_as_send_does(last: bytes) -> None:
             await send({"type": "http.response.body", "body": b"one", "more_body": True})
             await send({"type": "http.response.body", "body": last})
             return
-        assert found.begin(200, headers)
-        assert not found.begin(200, headers)
-        assert not found.answer(200, headers, b"")
+        assert found.begin(200, lines)
+        assert not found.begin(200, lines)
+        assert not found.answer(200, lines, b"")
         found.write(b"one")
         found.end(last)
         assert found.is_answered
@@ -107,10 +108,10 @@ async def test_an_answer_without_any_header_of_its_own_has_a_head(begins: bool) 
         found = wire.take(scope)
         assert found is not None
         if begins:
-            assert found.begin(200, [])
+            assert found.begin(200, b"")
             found.end(b"all")
         else:
-            assert found.answer(200, [], b"all")
+            assert found.answer(200, b"", b"all")
 
     async with serving(app, server_header=False, date_header=False) as address:
         reader, writer = await asyncio.open_connection(*address)
@@ -127,7 +128,7 @@ async def test_callers_of_http_1_0_get_no_pieces_from_a_wire() -> None:
     async def app(scope: Any, _receive: Any, send: Any) -> None:
         found = wire.take(scope)
         assert found is not None
-        assert not found.begin(200, [])
+        assert not found.begin(200, b"")
         await send({"type": "http.response.start", "status": 200, "headers": []})
         assert not found.is_free
         await send({"type": "http.response.body", "body": b"all"})
