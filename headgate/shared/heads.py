@@ -52,11 +52,13 @@ class Head:
         body = data[end + len(after) :]
         return (length, body) if len(body) <= int(length) else None
 
-    def scope(self, length: bytes) -> dict[str, Any]:
-        """A new scope of a request with this head; `state` and extensions are not in it."""
-        headers = [*self._headers]
+    def scope(self) -> dict[str, Any]:
+        """A new scope of such a request, without `state` and extensions; the length in it is the first one's."""
+        return {**self._said, "headers": [*self._headers]}
+
+    def set_length(self, headers: list[tuple[bytes, bytes]], length: bytes) -> None:
+        """Puts the length that a request tells into the headers of its scope."""
         headers[self._position] = (_LENGTH, length)
-        return {**self._said, "headers": headers}
 
 
 def learn(raw: bytes, scope: Mapping[str, Any], url: bytes) -> Head | None:

@@ -169,6 +169,8 @@ class WiredHttp(HttpToolsProtocol):
 
     _unanswered: tuple[Wire, ...] = ()
     _head: Head | None = None
+    _next: RequestResponseCycle | None = None
+    """Made ready for a request with this head."""
     _heads_in_vain = 0
     _is_between = True
     """Whether a message has ended, its answer still to come, and nothing came since; or nothing came at all."""
@@ -215,13 +217,11 @@ class WiredHttp(HttpToolsProtocol):
         """A request whose head is known: what uvicorn does at its beginning, and for as much of its body as is here."""
         self._unset_keepalive_if_required()
         self._heads_in_vain = 0
-        scope: Any = head.scope(length)
-        cycle = RequestResponseCycle(
-            scope, self.transport, self.flow, self.logger, self.access_logger, self.access_log,
-            self.server_state.default_headers, asyncio.Event(), False, True, self.on_response_complete,
-        )  # fmt: skip
+        cycle, self._next = self._next or self._cycle_of(head), None
+        cycle.default_headers = self.server_state.default_headers
+        scope: Any = cycle.scope
+        head.set_length(scope["headers"], length)
         wire = Wire(cycle, head, length)
-        scope["state"] = self.app_state.copy()
         scope["extensions"] = {_EXTENSION: wire}
         self.scope, self.headers, self.cycle, self._unanswered = scope, scope["headers"], cycle, (wire,)
         self._start_asgi_task(cycle, self.app)
@@ -233,6 +233,21 @@ class WiredHttp(HttpToolsProtocol):
             self._is_between = False
             self._missing_bytes = int(length)
             self._take_missing(body)
+
+    def _cycle_of(self, head: Head) -> RequestResponseCycle:
+        """What a request with this head is to uvicorn, but for its length."""
+        scope: Any = head.scope()
+        scope["state"] = self.app_state.copy()
+        return RequestResponseCycle(
+            scope, self.transport, self.flow, self.logger, self.access_logger, self.access_log,
+            [], asyncio.Event(), False, True, self.on_response_complete,
+        )  # fmt: skip
+
+    def on_response_complete(self) -> None:
+        """An answer is written; there is time to make ready for the same head."""
+        super().on_response_complete()
+        if self._head is not None and self._next is None and not self.transport.is_closing():
+            self._next = self._cycle_of(self._head)
 
     def _take_missing(self, data: bytes) -> bytes:
         """Takes what `data` has of the body, and returns what it has beyond."""
@@ -256,7 +271,7 @@ class WiredHttp(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """A request's head is whole."""
-        self._head = None
+        self._head = self._next = None
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is not before:
@@ -274,6 +289,7 @@ class WiredHttp(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The client left. uvicorn tells the last request only, though one that came before may be what is answered."""
         super().connection_lost(exc)
+        self._head = self._next = None
         unanswered, self._unanswered = self._unanswered, ()
         for wire in unanswered:
             wire.leave()
