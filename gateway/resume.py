@@ -24,6 +24,7 @@ from gateway.core.outcome import Verdict
 from gateway.core.quotes import without_quotes
 from gateway.core.resume import Said
 from gateway.core.splice import Kept, Splice, hop_comment
+from gateway.core.unchecked import loads
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.listening import ExpiredError
 
@@ -45,7 +46,7 @@ class Answer:
         self.attempt = attempt
         self._request = request
         self._whole = whole
-        self._kept = Kept(resume.why_not(request.request, request.route.resume))
+        self._known: Kept | None = None
         self._splice: Splice | None = None
         self._sink: Sink | None = None
         self._hops = 0
@@ -55,9 +56,17 @@ class Answer:
         self._stalled: set[Candidate] = set()
         """Whoever sent nothing but keep-alives at last."""
 
+    @property
+    def _kept(self) -> Kept:
+        """What the caller has; an answer that is here at once has its end before anything is kept of it."""
+        if self._known is None:
+            self._known = Kept(resume.why_not(self._request.request, self._request.route.resume))
+        return self._known
+
     def begin(self) -> list[Frame]:
         """The frames that are here already; at least one."""
-        return self._join([*self.attempt.backlog, *self.attempt.listening.ready()])
+        frames = self.attempt.backlog
+        return frames if isinstance(frames[-1], Done) else self._join(frames + self.attempt.listening.ready())
 
     async def next(self) -> list[Frame]:
         """What comes next; at least one frame. Raises the UpstreamError or ExpiredError that ends the answer."""
@@ -236,26 +245,29 @@ async def assemble(answer: Answer) -> dict[str, Any]:
     """The whole answer as one object; raises UpstreamError or ExpiredError for one that ends early."""
     assembly = Assembly()
 
-    def read(frames: list[Frame]) -> None:
-        for frame in frames:
-            if isinstance(frame, Data):
-                assembly.read(frame.payload)
-
     def take(frames: list[Frame]) -> bool:
         """Reads what comes and wakes nobody; what is no chunk stays for the loop, which says so."""
         try:
-            read(frames)
+            _read(frames, assembly)
         except ValueError:
             return False
         return True
 
-    frames = answer.begin()
-    answer.pass_on(take)
+    frames, is_passed_on = answer.begin(), False
     while True:
         try:
-            read(frames)
+            _read(frames, assembly)
         except ValueError as error:
             raise UpstreamError(UpstreamKind.MALFORMED, f"not a chunk: {error}") from error
         if isinstance(frames[-1], Done):
             return assembly.result()
+        if not is_passed_on:
+            answer.pass_on(take)
+            is_passed_on = True
         frames = await answer.next()
+
+
+def _read(frames: list[Frame], assembly: Assembly) -> None:
+    for frame in frames:
+        if isinstance(frame, Data):
+            assembly.add(loads(frame.payload) if frame.chunk is None else frame.chunk)

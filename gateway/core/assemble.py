@@ -6,10 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
-
-from gateway.core.unchecked import dumps, loads
-
 _JOINED = ("content", "reasoning_content", "reasoning", "refusal")
 _COPIED = frozenset(("id", "created", "model", "system_fingerprint", "service_tier"))
 _TOLD = ("stop_reason", "native_finish_reason", "stop_details")
@@ -31,43 +27,105 @@ class _Choice:
     """How many pieces of the reasoning belong to blocks that have their signature."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Mold:
-    """The bytes around the text of a chunk that has nothing else to say; `texts` is where that text goes."""
-
-    before: bytes
-    after: bytes
-    texts: list[str]
-
-    def text_of(self, payload: bytes) -> str | None:
-        """The text of a chunk from this mold; None when it is from another."""
-        begin, end = len(self.before), len(payload) - len(self.after)
-        if end < begin + 2 or not payload.startswith(self.before) or not payload.endswith(self.after):
-            return None
-        try:
-            text = orjson.loads(payload[begin:end])
-        except orjson.JSONDecodeError:
-            return None
-        return text if isinstance(text, str) else None
-
-
-_MOLDS_FROM, _MOLDS_TRIED = 4, 4
-"""Chunks before the first that is looked at for a mold, which a short answer does not need; and how many are looked at:
-a stream that has none by then writes them in another way."""
-
-
 class Assembly:
-    """Collects chunks of a chat or text completion. `read` and `add` raise ValueError for what is no chunk of one
-    stream.
+    """Collects the chunks of a chat or text completion, which it does not change.
 
-    Chunks of text differ in their text alone. One is taken apart, and the text of those that have the same bytes
-    around theirs is cut out: a JSON value between bytes that were proven to surround one means the same as before.
+    An answer that is one text, as most are, is kept as that: what all chunks can say takes four times as long.
     """
 
+    _first: dict[str, Any] | None = None
+    _texts: list[str] | None = None
+    _role: Any = "assistant"
+    _finish: Any = None
+    _usage: dict[str, Any] | None = None
+    _any: _Any | None = None
+    """Everything, as soon as something else than a text was said."""
+
+    def add(self, chunk: Any) -> None:
+        """One parsed chunk, in the order of the stream; raises ValueError for what is no chunk of one stream."""
+        if self._any is None:
+            if self._adds_text(chunk):
+                return
+            self._any = _Any()
+            if self._first is not None:
+                self._any.add(self._summed(self._first))
+        self._any.add(chunk)
+
+    def _adds_text(self, chunk: Any) -> bool:
+        """Whether `chunk` says nothing new about the answer, and of its one choice no more than a text and an end."""
+        if not isinstance(chunk, dict) or "system_fingerprint" in chunk or "service_tier" in chunk:
+            return False
+        if self._first is None and (
+            chunk.get("object") != "chat.completion.chunk"
+            or chunk.get("id") is None
+            or chunk.get("created") is None
+            or chunk.get("model") is None
+        ):
+            return False
+        choices = chunk.get("choices")
+        if not isinstance(choices, list) or (choices and not self._adds_text_of(choices)):
+            return False
+        if self._first is None:
+            self._first = chunk
+        if isinstance(usage := chunk.get("usage"), dict):
+            self._usage = usage
+        return True
+
+    def _adds_text_of(self, choices: list[Any]) -> bool:
+        choice = choices[0]
+        if len(choices) != 1 or not isinstance(choice, dict) or len(choice) != 4 or choice.get("index") != 0:
+            return False
+        delta = choice.get("delta")
+        if not isinstance(delta, dict) or "finish_reason" not in choice or choice.get("logprobs", delta) is not None:
+            return False
+        role, content = delta.get("role"), delta.get("content")
+        if len(delta) != (role is not None) + (content is not None):
+            return False
+        if content is not None and not isinstance(content, str):
+            return False
+        if self._texts is None:
+            self._texts = []
+        if content is not None:
+            self._texts.append(content)
+        if role is not None:
+            self._role = role
+        if choice["finish_reason"] is not None:
+            self._finish = choice["finish_reason"]
+        return True
+
+    def _summed(self, first: Mapping[str, Any]) -> dict[str, Any]:
+        """One chunk that says what was said."""
+        said: dict[str, Any] = {"role": self._role}
+        if self._texts:
+            said["content"] = "".join(self._texts)
+        choices = [] if self._texts is None else [{"delta": said, "finish_reason": self._finish}]
+        return {**first, "choices": choices, "usage": self._usage}
+
+    def result(self) -> dict[str, Any]:
+        """The `chat.completion` or `text_completion` object; raises ValueError when nothing was added."""
+        if self._any is not None:
+            return self._any.result()
+        if self._first is None:
+            raise ValueError("no chunk was added")
+        answer = {
+            "id": self._first["id"],
+            "object": "chat.completion",
+            "created": self._first["created"],
+            "model": self._first["model"],
+            "choices": [],
+        }
+        if self._texts is not None:
+            message = {"role": self._role, "content": "".join(self._texts), "refusal": None}
+            answer["choices"] = [{"index": 0, "message": message, "logprobs": None, "finish_reason": self._finish}]
+        if self._usage is not None:
+            answer["usage"] = dict(self._usage)
+        return answer
+
+
+class _Any:
+    """What all chunks can say."""
+
     def __init__(self) -> None:
-        self._mold: _Mold | None = None
-        self._molds_tried = 0
-        self._read = 0
         self._head: dict[str, Any] = {}
         self._untold = _COPIED
         """What the head still lacks."""
@@ -75,41 +133,7 @@ class Assembly:
         self._choices: dict[int, _Choice] = {}
         self._usage: Mapping[str, Any] | None = None
 
-    def read(self, payload: bytes) -> None:
-        """The JSON of one chunk, in the order of the stream."""
-        mold = self._mold
-        if mold is not None and (text := mold.text_of(payload)) is not None:
-            mold.texts.append(text)
-            return
-        chunk = loads(payload)
-        self.add(chunk)
-        self._read += 1
-        if self._read > _MOLDS_FROM and self._mold is None and self._molds_tried < _MOLDS_TRIED:
-            self._mold = self._mold_of(payload, chunk)
-
-    def _mold_of(self, payload: bytes, chunk: Mapping[str, Any]) -> _Mold | None:
-        """What surrounds the text of `payload`, when that is all it adds."""
-        choices = chunk["choices"]
-        if len(choices) != 1 or isinstance(chunk.get("usage"), dict):
-            return None
-        choice = choices[0]
-        if choice.get("finish_reason") is not None or choice.get("logprobs") is not None:
-            return None
-        name, holder = ("text", choice) if "text" in choice else ("content", choice.get("delta"))
-        if not isinstance(holder, dict) or (holder is not choice and list(holder) != [name]):
-            return None
-        if not holder[name] or not isinstance(holder[name], str):
-            return None
-        self._molds_tried += 1
-        key = b'"%b":' % name.encode()
-        before, found, after = payload.partition(key + dumps(holder[name]))
-        mold = _Mold(before + key, after, self._choices[choice.get("index", 0)].texts[name])
-        probe = orjson.loads(mold.before + b'""' + after) if found else None
-        holder[name] = ""
-        return mold if probe == chunk else None
-
     def add(self, chunk: Any) -> None:
-        """One parsed chunk, in the order of the stream."""
         if not isinstance(chunk, dict) or not isinstance(choices := chunk.get("choices"), list):
             raise ValueError("a chunk without choices")
         if self._object is None:
@@ -162,17 +186,9 @@ class Assembly:
             else:
                 choice.extra[name] = value
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether there is a choice and every choice has its finish reason."""
-        return bool(self._choices) and all(choice.finish is not None for choice in self._choices.values())
-
     def result(self) -> dict[str, Any]:
-        """The `chat.completion` or `text_completion` object; raises ValueError when nothing was added."""
-        if self._object is None:
-            raise ValueError("no chunk was added")
         build = _text_choice if self._object == "text_completion" else _chat_choice
-        answer = {
+        answer: dict[str, Any] = {
             "id": self._head.get("id"),
             "object": self._object,
             "created": self._head.get("created"),

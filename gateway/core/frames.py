@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Endpoint(StrEnum):
@@ -44,10 +44,13 @@ CONTENT, FINISH, USAGE, OTHER = DeltaKind
 
 
 class Data(NamedTuple):
-    """One chunk: `payload` is the JSON bytes without `data: `; `kind` was read from it once, by the provider."""
+    """One chunk: `payload` is the JSON bytes without `data: `; `kind` was read from it once, by the provider. `chunk`
+    is what the bytes say, where the provider has parsed them; nobody changes it.
+    """
 
     payload: bytes
     kind: DeltaKind
+    chunk: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
@@ -17,7 +16,8 @@ from typing import Any
 
 import orjson
 
-from gateway.core.frames import CONTENT, FINISH, OTHER, USAGE, Comment, Data, DeltaKind, Done, Frame
+from gateway.core.chunks import CHOICES, frame_of
+from gateway.core.frames import CONTENT, FINISH, Comment, Done, Frame
 from gateway.core.sse import SseFrame, SseSplitter
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.base import Call
@@ -32,38 +32,9 @@ Ask = Callable[[Call, bytes], Awaitable[Answer]]
 CLOSE_SECONDS = 0.2
 """How long the end of a finished response may take to come so that its connection can serve again."""
 
-_CHOICES, _FINISH_KEY, _NO_FINISH = b'"choices"', b'"finish_reason"', b'"finish_reason":null'
-_FINISH = re.compile(rb'"finish_reason"\s*:\s*"')
-_EMPTY, _NO_CHOICES = b'"choices":[]', re.compile(rb'"choices"\s*:\s*\[\s*\]')
-_CONTENT = re.compile(
-    rb'"(?:content|reasoning_content|reasoning|refusal|text)"\s*:\s*"[^"]'
-    rb'|"tool_calls"\s*:\s*\[\s*\{|"function_call"\s*:\s*\{'
-)
 
-_USUAL = tuple((key, len(key)) for key in (b'"content":"', b'"text":"'))
-"""How text begins in what our own worker writes: looked for first, because that is several times as quick."""
-
-
-def kind_of(payload: bytes) -> DeltaKind:
-    """What a chunk of ours carries, from its bytes.
-
-    A quote inside a JSON string is escaped, so a key's closing quote and colon cannot occur in generated text.
-    """
-    begin = payload.find(_CHOICES)
-    if begin < 0:
-        begin = 0  # not by `max`, which takes as long as the search
-    # as our own worker writes it, and counted several times as quickly as it is searched for
-    if payload.count(_FINISH_KEY, begin) != payload.count(_NO_FINISH, begin) and _FINISH.search(payload, begin):
-        return FINISH
-    if payload.startswith(_EMPTY, begin):
-        return USAGE
-    for key, length in _USUAL:
-        text = payload.find(key, begin) + length
-        if text >= length and not payload.startswith(b'"', text):
-            return CONTENT
-    if _CONTENT.search(payload, begin):
-        return CONTENT
-    return USAGE if _NO_CHOICES.search(payload, begin) else OTHER
+_USUAL_TYPE = "text/event-stream; charset=utf-8"
+"""As our own service says it."""
 
 
 def upstream_error(kind: UpstreamKind, raw: Any, status: int | None, retry_after: float | None) -> UpstreamError:
@@ -117,7 +88,7 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
     async def __aenter__(self) -> LocalStream:
         answer = await self._ask(self._call, self._body)
         kind = answer.headers.get("content-type", "")
-        if kind.partition(";")[0].strip().lower() != "text/event-stream":
+        if kind != _USUAL_TYPE and kind.partition(";")[0].strip().lower() != "text/event-stream":
             answer.close()
             raise UpstreamError(UpstreamKind.MALFORMED, f"expected an event stream, got {kind or 'no type'}")
         self._answer = answer
@@ -239,15 +210,15 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
     def _take_payloads(self, payloads: list[bytes]) -> None:
         for payload in payloads:
             if payload.startswith(b"{") and payload.endswith(b"}"):
-                if payload.find(_CHOICES) < 0 and payload.find(b'"error"') >= 0:  # `in` is slow for bytes
-                    self._refuse(payload)
+                frame = frame_of(payload)
+                if frame.chunk is None and payload.find(CHOICES) < 0 and payload.find(b'"error"') >= 0:
+                    self._refuse(payload)  # `in` is slow for bytes
                     return
-                kind = kind_of(payload)
-                if kind is FINISH:
+                if frame.kind is FINISH:
                     self._finished = True
-                elif kind is CONTENT:
+                elif frame.kind is CONTENT:
                     self._answered = True
-                self._ready.append(Data(payload, kind))
+                self._ready.append(frame)
                 continue
             if payload.strip() == b"[DONE]":
                 self._end("the end mark came")

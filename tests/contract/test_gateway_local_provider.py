@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from gateway.core.chunks import frame_of, kind_of
 from gateway.core.frames import Comment, Data, DeltaKind, Done, Endpoint, Frame
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.http import make_local_session
 from gateway.inference_view import InferenceView
 from gateway.providers.base import Call
 from gateway.providers.local import LocalProvider
-from gateway.providers.local_stream import kind_of
 from inference.protocol import Code, ModelState, ModelStatus, Progress
 from tests.rigs.fake_inference import Answer, FakeInference
 
@@ -87,7 +87,7 @@ async def test_frames_that_came_together_can_be_taken_together(fake: FakeInferen
     async with provider.stream(Call(Endpoint.CHAT, "demo", BODY, "id-1")) as stream:
         first = await anext(stream)
         ready = stream.take_ready()  # type: ignore[attr-defined]
-        assert [first, *ready] == [Data(chunk[6:-2], DeltaKind.CONTENT)] * 3
+        assert [first, *ready] == [frame_of(chunk[6:-2])] * 3
         with pytest.raises(UpstreamError, match="oops"):
             await anext(stream)
 

@@ -6,11 +6,12 @@ import json
 from typing import Any
 
 import orjson
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.frames import DeltaKind
-from gateway.providers.local_stream import kind_of
+from gateway.core.chunks import frame_of, kind_of
+from gateway.core.frames import Data, DeltaKind
 
 _TEXTS = st.one_of(
     st.sampled_from(["", '"', '"finish_reason":"stop"', '"text":"x"', '","content":"', "\\", '"choices":[]']),
@@ -28,7 +29,7 @@ _DELTAS = st.fixed_dictionaries(
 )
 _CHOICES = st.fixed_dictionaries(
     {"index": st.integers(0, 3), "finish_reason": st.sampled_from([None, None, "stop", "length"])},
-    optional={"delta": _DELTAS, "text": _TEXTS},
+    optional={"delta": _DELTAS | st.just({"role": "assistant", "content": ""}), "text": _TEXTS, "logprobs": st.none()},
 )
 _CHUNKS = st.fixed_dictionaries({"choices": st.lists(_CHOICES, max_size=3)}, optional={"usage": st.none()})
 
@@ -49,7 +50,22 @@ def _parsed(chunk: dict[str, Any]) -> DeltaKind:
 
 @given(_CHUNKS)
 def test_bytes_say_what_a_parser_says(chunk: dict[str, Any]) -> None:
-    """Whoever wrote them, with blanks or without."""
+    """Whoever wrote them, with blanks or without; and what was parsed says the same."""
     kind = _parsed(chunk)
-    assert kind_of(orjson.dumps(chunk)) is kind
-    assert kind_of(json.dumps(chunk).encode()) is kind
+    for payload in (orjson.dumps(chunk), json.dumps(chunk).encode()):
+        assert kind_of(payload) is kind
+        assert frame_of(payload) == Data(payload, kind, chunk)
+
+
+@pytest.mark.parametrize(
+    "payload", [b"{}", b'{"choices":null}', b'{"error":{"message":"no"}}', b"{oops}", b'{"choices":[],"x":"\\ud83d"}']
+)
+def test_what_is_no_chunk_is_handed_on_as_bytes_alone(payload: bytes) -> None:
+    """Nor is half an emoji, which no parser here takes."""
+    assert frame_of(payload) == Data(payload, kind_of(payload), None)
+
+
+@pytest.mark.parametrize("choice", [1, None, {"delta": 1}, {"delta": {"content": 7}}, {"delta": {"content": ["x"]}}])
+def test_odd_choices_are_what_their_bytes_say(choice: Any) -> None:
+    payload = orjson.dumps({"choices": [choice]})
+    assert frame_of(payload) == Data(payload, kind_of(payload), {"choices": [choice]})

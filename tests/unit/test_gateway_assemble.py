@@ -139,16 +139,14 @@ def test_what_is_no_chunk_is_refused(chunk: Any) -> None:
         _sum(chunk)
 
 
-def test_completeness_needs_every_choice_to_finish() -> None:
-    assembly = Assembly()
-    assert not assembly.is_complete
+def test_nothing_is_no_answer() -> None:
     with pytest.raises(ValueError, match="no chunk"):
-        assembly.result()
-    assembly.add(_chunk(finish="stop"))
-    assembly.add(_chunk({"content": "x"}, 1))
-    assert not assembly.is_complete
-    assembly.add(_chunk(index=1, finish="stop"))
-    assert assembly.is_complete
+        Assembly().result()
+
+
+def test_thinking_alone_is_an_empty_answer() -> None:
+    message = _sum(_chunk({"reasoning_content": "hm"}), _chunk(finish="stop"))["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("", "hm")
 
 
 def test_signatures_belong_to_what_was_thought_since_the_last_one() -> None:

@@ -14,9 +14,9 @@ from benchmarks.gateway_samples import STREAMED, WHOLE, Alone, Crowd, Failed, Go
 from benchmarks.gateways import DIRECT, GATEWAY, PASS_THROUGH
 from benchmarks.upstream import Upstream
 from gateway.core.assemble import Assembly
+from gateway.core.chunks import kind_of
 from gateway.core.frames import DeltaKind
 from gateway.core.sse import SseSplitter
-from gateway.providers.local_stream import kind_of
 from inference.protocol import ModelStatus
 
 

@@ -49,7 +49,7 @@ def test_an_emoji_in_two_chunks_reaches_anthropics_clients_and_who_waits_for_the
     assert said.encode("utf-16", "surrogatepass").decode("utf-16") == "😀"
     assembly = Assembly()
     for chunk in chunks:
-        assembly.read(chunk)
+        assembly.add(loads(chunk))
     content = json.loads(dumps(assembly.result()))["choices"][0]["message"]["content"]
     assert content == "😀"
 
