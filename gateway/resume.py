@@ -47,6 +47,7 @@ class Answer:
         self._request = request
         self._whole = whole
         self._known: Kept | None = None
+        self._unnoted: list[Frame] = []
         self._splice: Splice | None = None
         self._sink: Sink | None = None
         self._hops = 0
@@ -58,18 +59,23 @@ class Answer:
 
     @property
     def _kept(self) -> Kept:
-        """What the caller has; an answer that is here at once has its end before anything is kept of it."""
+        """What the caller has; of an answer that was here at once nothing is kept."""
         if self._known is None:
             self._known = Kept(resume.why_not(self._request.request, self._request.route.resume))
         return self._known
 
     def begin(self) -> list[Frame]:
-        """The frames that are here already; at least one."""
+        """The frames that are here already; at least one. They are noted when `next` is called: they leave first."""
         frames = self.attempt.backlog
-        return frames if isinstance(frames[-1], Done) else self._join(frames + self.attempt.listening.ready())
+        if not isinstance(frames[-1], Done):
+            self._unnoted = frames = frames + self.attempt.listening.ready()
+        return frames
 
     async def next(self) -> list[Frame]:
         """What comes next; at least one frame. Raises the UpstreamError or ExpiredError that ends the answer."""
+        if self._unnoted:
+            self._kept.note(self._unnoted)
+            self._unnoted = []
         while True:
             frames = self.attempt.listening.ready()
             if not frames:

@@ -71,7 +71,7 @@ class SseSplitter:
         """The data of the frames in `piece` if it is nothing but whole frames of one `data: ` line each, as a model
         writes them, and no beginning of a frame waits for it. None otherwise: then `feed` takes it.
         """
-        if self._rest or piece[:6] != b"data: " or piece[-2:] != b"\n\n" or piece.find(b"\r") >= 0:
+        if self._rest or not piece.startswith(b"data: ") or not piece.endswith(b"\n\n") or piece.count(b"\r"):
             return None
         lines = piece[6:-2].split(b"\n\ndata: ")
         if piece.count(b"\n") != 2 * len(lines):

@@ -1,6 +1,6 @@
 """One stream of the inference service: raw frames in, raw frames out; asks nothing again and judges nothing.
 
-This is the hot path. Payloads are never parsed: what a chunk carries is read from its bytes.
+This is the hot path. Payloads leave as they came; what was parsed to see what a chunk carries goes with them.
 """
 
 from __future__ import annotations
