@@ -66,6 +66,17 @@ class Caller(NamedTuple):
     meter: Meter | None = None
 
 
+class Way(NamedTuple):
+    """What the configuration says of the requests of a route; `limits` as long as a caller names no time of its own."""
+
+    route: RouteSettings
+    limits: Limits
+    chain: tuple[str, ...]
+    is_cloud_allowed: bool
+    same_vectors: bool
+    connect_seconds: float
+
+
 @dataclass(frozen=True)
 class Tools:
     """What every request shares: the configuration in force and the long-lived parts of the gateway."""
@@ -78,13 +89,16 @@ class Tools:
     telemetry: Telemetry
 
     @functools.cached_property
-    def limits(self) -> Mapping[str, Limits]:
-        """What a request of each route may take, as long as its caller names no time of its own."""
+    def ways(self) -> Mapping[str, Way]:
+        """By route; read once, because a model of pydantic's takes as long to tell one setting as a call."""
         said, most = self.config.deadlines, self.config.attempts.max
         return {
-            name: Limits(said.first_token, said.inter_token, said.total, route.load_wait, most)
+            name: Way(
+                route, Limits(said.first_token, said.inter_token, said.total, route.load_wait, most), route.chain,
+                route.cloud == "allowed", route.same_vectors, said.connect,
+            )
             for name, route in self.config.routes.items()
-        }
+        }  # fmt: skip
 
 
 class Request:
@@ -112,16 +126,15 @@ class Request:
         self.began = began
         self.why_cancelled = why_cancelled
         self.upstream_seconds = 0.0
-        self.route: RouteSettings = tools.config.routes[found.route]
-        self._found = found
-        limits = tools.limits[found.route]
+        self._way = way = tools.ways[found.route]
+        limits = way.limits
         if caller.silence_seconds is not None:
             limits = limits._replace(caller_silence=caller.silence_seconds - waited_seconds)
         self._loop = asyncio.get_running_loop()  # asked once: every time it asks the kernel who we are
         self.budget = Budget(limits, self._loop.time())
-        self.candidates = expand(self.route.chain, found.model)
+        self.candidates = expand(way.chain, found.model)
         self._choice = Choice(
-            tools, request, self.route, self.candidates, record,
+            tools, request, way, self.candidates, record,
             cloud_allowed=caller.cloud_allowed, priority=caller.priority,
         )  # fmt: skip
         self._outcomes = Outcomes(record)
@@ -131,6 +144,11 @@ class Request:
         self.answered_by: Candidate | None = None
         self.device: str | None = None
         """What computes the answer, as far as its tier said so by now."""
+
+    @property
+    def route(self) -> RouteSettings:
+        """The route's settings."""
+        return self._way.route
 
     def label(self, candidate: Candidate) -> str:
         """The candidate's model as a metric label: names that callers invent share one."""
@@ -144,7 +162,7 @@ class Request:
             asked = self._bounded(asked, candidate)
             wait = budget.commit_by - self._loop.time()
             if not last:
-                wait = min(wait, self.route.load_wait)
+                wait = min(wait, self._way.limits.load_wait)
             headers = {
                 H_PRIORITY: self.caller.priority,
                 H_TENANT: self.caller.tenant,
@@ -154,8 +172,9 @@ class Request:
                 headers[H_STREAM_INTERVAL] = str(round(self._interval * 1000))
             if self.caller.kv is not None:
                 headers[H_KV] = self.caller.kv
-        connect_seconds = self.tools.config.deadlines.connect
-        return Call(self.request.endpoint, candidate.model, asked, self.caller.request_id, connect_seconds, headers)
+        return Call(
+            self.request.endpoint, candidate.model, asked, self.caller.request_id, self._way.connect_seconds, headers
+        )
 
     def _piece_seconds(self, wanted: float) -> float:
         """How long text of a local answer may wait for more: no time where the pieces of an answer that breaks off are
@@ -176,7 +195,8 @@ class Request:
         most = min(asked, status.context_length)
         return body if most == asked else {**body, "max_tokens": most}
 
-    async def stream(self) -> Attempt:
+    # These three await nothing themselves: every coroutine that waits is gone through whenever the task wakes.
+    def stream(self) -> Awaitable[Attempt]:
         """An attempt whose answer has begun; raises GatewayError when no tier began one.
 
         The caller relays `backlog`, then `listening.next()`, settles, and closes it.
@@ -187,9 +207,9 @@ class Request:
             return attempt
 
         self._interval = self._piece_seconds(self.tools.config.stream_interval)
-        return await self._first(work)
+        return self._first(work)
 
-    async def whole(self) -> tuple[dict[str, Any], Answer | None]:
+    def whole(self) -> Awaitable[tuple[dict[str, Any], Answer | None]]:
         """The whole answer as one object; a tier that breaks off half-way is replaced by the next one.
 
         Where its stream is closed without waiting the answer comes along, and the caller concludes it, when the object
@@ -212,9 +232,9 @@ class Request:
             return assembled, None
 
         self._interval = self._piece_seconds(WHOLE_INTERVAL_SECONDS)
-        return await self._first(work)
+        return self._first(work)
 
-    async def unary(self) -> bytes:
+    def unary(self) -> Awaitable[bytes]:
         """The bytes of an answer that has no stream."""
 
         async def work(attempt: Attempt) -> bytes:
@@ -230,7 +250,7 @@ class Request:
                 self.caller.meter.note_whole(answer)
             return answer
 
-        return await self._first(work)
+        return self._first(work)
 
     def choose_again(self) -> Chain:
         """The candidates as things are now."""

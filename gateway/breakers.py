@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.core.breaker import Permit, Refusal, Rule, State
+from gateway.core.breaker import CLOSED, Permit, Refusal, Rule, State
 from gateway.core.chain import LOCAL
 from gateway.core.outcome import Failure, Ignore, Scope, Success, Verdict
 from gateway.guard import Clock, Guard, OnState
@@ -127,7 +127,7 @@ class Lease:
 
 
 def _refused(guard: Guard, refusal: Refusal) -> Refused:
-    is_closed = refusal.state is State.CLOSED
+    is_closed = refusal.state is CLOSED
     return Refused(guard.name, refusal.retry_in, is_closed and not refusal.silent, refusal.silent)
 
 
@@ -147,8 +147,11 @@ class Breakers:
         self._max_guards = max_guards
         self._clock = clock
         self._on_state = on_state
+        self._shut: set[tuple[str, str]] = set()
+        """The breakers that are not closed."""
         self._guards: dict[tuple[str, str], Guard] = {}
         self._held: dict[tuple[str, str], float] = {}
+        """Until when pairs asked to be left alone."""
 
     def set_rule(self, rule: Rule) -> None:
         """Applies a new rule to every breaker."""
@@ -162,7 +165,7 @@ class Breakers:
         if key not in self._guards:
             if len(self._guards) >= self._max_guards:
                 self._make_room()
-            self._guards[key] = Guard(provider, model, self._rule, self._clock, self._on_state)
+            self._guards[key] = Guard(provider, model, self._rule, self._clock, self._moved)
         return self._guards[key]
 
     def _make_room(self) -> None:
@@ -171,10 +174,17 @@ class Breakers:
         leaving = [key for key, guard in idle if guard.is_blank]
         if not leaving:
             # sorting is stable and the dictionary in order of age
-            leaving = [key for key, _ in sorted(idle, key=lambda item: item[1].book.state is not State.CLOSED)[:1]]
+            leaving = [key for key, _ in sorted(idle, key=lambda item: item[1].book.state is not CLOSED)[:1]]
         for key in leaving:
             self._guards.pop(key).retire()
-            self._on_state(*key, None)
+            self._moved(*key, None)
+
+    def _moved(self, provider: str, model: str, state: State | None) -> None:
+        if state is None or state is CLOSED:
+            self._shut.discard((provider, model))
+        else:
+            self._shut.add((provider, model))
+        self._on_state(provider, model, state)
 
     def acquire(self, provider: str, model: str, expires: float, forced: bool = False) -> Lease | Refused:
         """Both permits for an attempt that ends by `expires` (monotonic seconds), or the refusal and neither.
@@ -190,6 +200,13 @@ class Breakers:
             outer.give_back(first)
             return _refused(inner, second)
         return Lease((_Held(outer, first), _Held(inner, second)), self, (provider, model))
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether all breakers are closed and nobody asked to be left alone: `closed_for` and `held_for` are None."""
+        if self._held:
+            self._forget_past_holds()
+        return not self._shut and not self._held
 
     def closed_for(self, provider: str, model: str) -> float | None:
         """Seconds until the pair may be tried, None when now. Advisory: the permit is what counts."""
@@ -207,9 +224,12 @@ class Breakers:
 
     def hold(self, provider: str, model: str, seconds: float) -> None:
         """The pair asked to be left alone for so long."""
+        self._forget_past_holds()
+        self._held[provider, model] = self._clock() + seconds
+
+    def _forget_past_holds(self) -> None:
         now = self._clock()
         self._held = {key: until for key, until in self._held.items() if until > now}
-        self._held[provider, model] = now + seconds
 
     def held_for(self, provider: str, model: str) -> float | None:
         """Seconds that the pair still wants to be left alone, or None."""
@@ -230,7 +250,7 @@ class Breakers:
         return [
             (provider, model, guard.remaining)
             for (provider, model), guard in self._guards.items()
-            if guard.book.state is not State.CLOSED
+            if guard.book.state is not CLOSED
         ]
 
     def restore(self, provider: str, model: str, seconds: float) -> None:

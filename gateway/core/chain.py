@@ -14,10 +14,12 @@ from typing import NamedTuple
 from gateway.core.ailing import Ailment
 from gateway.core.outcome import Ignore, Next, Reason
 from gateway.core.speed import UNKNOWN, Speed
-from inference.protocol import Tier
+from inference.protocol import ModelState, ModelStatus, Tier
 
 LOCAL = "local"
 """The provider name of the inference service."""
+
+_FAILED = ModelState.FAILED
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,24 @@ class Facts(NamedTuple):
     """Seconds until what it needs may be there again, where the service knows."""
     ailment: Ailment | None = None
     """Why it would likely fail now: a reason to ask the others first, and none to drop it."""
+
+
+UNKNOWN_FACTS = Facts()
+"""Nothing is known, and so nothing speaks against it."""
+
+
+def plain_facts(status: ModelStatus, ailment: Ailment | None) -> Facts | None:
+    """What is known of a local model by the service's word alone; None where that may speak against some request."""
+    if ailment is not None or status.state is _FAILED or status.fits is False:
+        return None
+    return Facts(
+        capabilities=frozenset(status.capabilities) if status.capabilities else None,
+        context_length=status.context_length or None,
+        speed=Speed(status.load_seconds, status.queue_seconds, status.prefill_tokens_per_second),
+        fits=status.fits,
+        fit_reason=status.reason,
+        fit_in=status.retry_after_seconds,
+    )
 
 
 class Wants(NamedTuple):

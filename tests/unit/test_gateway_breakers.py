@@ -602,6 +602,27 @@ def test_holds_that_are_over_are_forgotten(breakers: Breakers, clock: Clock) -> 
     assert breakers.held_for("p", "b") == 5.0
 
 
+def test_nothing_keeps_off_while_all_is_quiet(clock: Clock) -> None:
+    breakers = Breakers(Rule(), clock, max_guards=2)
+    _lease(breakers).release()
+    assert breakers.is_quiet
+    _fail(breakers, 5)
+    assert not breakers.is_quiet
+    clock.now += 30.0
+    assert not breakers.is_quiet, "it is to be probed"
+    _lease(breakers).settle(Success())
+    assert breakers.is_quiet
+    breakers.hold("p", "m", 5.0)
+    assert not breakers.is_quiet
+    clock.now += 5.0
+    assert breakers.is_quiet
+    _fail(breakers, 5)
+    assert not breakers.is_quiet
+    breakers.guard("p", "another")
+    assert set(breakers.states()) == {"p", "p/another"}
+    assert breakers.is_quiet, "the open one was forgotten"
+
+
 def test_one_event_that_breaks_many_answers_is_one_failure(breakers: Breakers, clock: Clock) -> None:
     """Those that ran beside each other and broke off together; what breaks off later is another event."""
     beside = [_lease(breakers) for _ in range(4)]

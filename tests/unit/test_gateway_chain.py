@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
 from gateway.core.ailing import Ailment
-from gateway.core.chain import Candidate, Drop, Facts, Found, Wants, expand, find_route, fold, passes_on
+from gateway.core.chain import Candidate, Drop, Facts, Found, Wants, expand, find_route, fold, passes_on, plain_facts
 from gateway.core.frames import Endpoint
 from gateway.core.outcome import Ignore, Reason
 from gateway.core.refusal import Outcome, no_answer
 from gateway.core.requests import parse
+from gateway.core.speed import Speed
 from gateway.errors import GatewayError, PassedOnError, RequestError, UpstreamError, UpstreamKind
-from inference.protocol import Code, Tier
+from inference.protocol import Code, ModelState, ModelStatus, Tier
 
 ROUTES = ("demo", "big/model", "*")
 
@@ -68,6 +70,17 @@ def test_each_fact_drops_or_keeps(candidate: Candidate, facts: Facts, wants: Wan
     chain = fold([candidate], lambda _: facts, wants)
     assert [dropped.drop for dropped in chain.dropped] == ([] if drop is None else [drop])
     assert chain.kept == (() if drop else (candidate,))
+
+
+def test_what_the_service_says_of_a_model_is_plain_unless_it_may_speak_against_it() -> None:
+    ready = ModelStatus("m", ModelState.READY, context_length=4096, capabilities=("chat",), fits=True, load_seconds=0.0)
+    assert plain_facts(ready, None) == Facts(
+        capabilities=frozenset({"chat"}), context_length=4096, fits=True, speed=Speed(load_seconds=0.0)
+    )
+    assert plain_facts(ModelStatus("m", ModelState.COLD), None) == Facts()
+    assert plain_facts(ready, Ailment("its device is lost")) is None
+    assert plain_facts(replace(ready, state=ModelState.FAILED), None) is None
+    assert plain_facts(replace(ready, fits=False), None) is None
 
 
 def test_the_order_stays_and_every_drop_has_its_reason() -> None:
