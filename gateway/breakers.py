@@ -78,7 +78,7 @@ class Lease:
         Our own service says it while a model loads, which may take minutes: that the service itself is there is proven.
         """
         for held in () if self._settled else self._held:
-            if held.guard.name == LOCAL:
+            if held.permit.is_probe and held.guard.name == LOCAL:
                 held.prove()
             else:
                 held.guard.heard()
@@ -96,7 +96,10 @@ class Lease:
     def prove(self) -> None:
         """The answer has begun: a probe's success is recorded now, so that others need not wait for its end."""
         for held in () if self._settled else self._held:
-            held.prove()
+            if held.permit.is_probe:
+                held.prove()
+            else:
+                held.guard.heard()
 
     def release(self) -> None:
         """Gives both permits back: no attempt was made."""

@@ -131,14 +131,15 @@ class Guard:
         A `forced` attempt passes whatever the ramp after a recovery says.
         """
         now = self._clock()
-        if core.is_due(self.book, now):
+        if self.book.state is OPEN and core.is_due(self.book, now):
             self._machine.half_open()
-        if not forced and self._is_silent(now):
+        if self._unanswered and not forced and self._is_silent(now):
             return Refusal(core.MOMENT_SECONDS, self.book.state, silent=True)
         self.book, answer = core.ask(self.book, now, expires, self.outstanding, forced)
         if isinstance(answer, Permit):
             self.outstanding += 1
-            self._unanswered[answer.number] = now, expires
+            if self.provider != LOCAL:  # whose silence is not judged by this
+                self._unanswered[answer.number] = now, expires
             return answer
         return replace(answer, retry_in=self._worth_asking_in(answer.retry_in))
 
@@ -148,7 +149,7 @@ class Guard:
 
     def _is_silent(self, now: float) -> bool:
         """Whether others had better be asked; our own service is asked itself instead, and says when it is busy."""
-        if self.provider == LOCAL or self.book.state is not CLOSED:
+        if self.book.state is not CLOSED:
             return False
         waiting = (began for began, expires in self._unanswered.values() if now < expires)
         return core.is_silent(waiting, self._machine.fail_counter, self._rule, now)

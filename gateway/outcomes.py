@@ -45,7 +45,7 @@ class Outcomes:
 
     def take_up(self, candidate: Candidate) -> None:
         """A candidate is asked: what had put it behind the others is no outcome any more."""
-        if candidate in self._put_off:
+        if self._put_off and candidate in self._put_off:  # of nothing nobody need know its hash
             self._all = [outcome for outcome in self._all if outcome.candidate != candidate]
 
     def fail(self, outcome: Outcome) -> None:

@@ -89,7 +89,7 @@ class Budget(NamedTuple):
 
     def allows_attempt(self, now: float) -> bool:
         """Whether one more attempt may start."""
-        return self.attempts < self.limits.attempts and self.has_time(now)
+        return self.attempts < self.limits.attempts and now < self.commit_by
 
     def share(self, started: float) -> float:
         """How long a tier asked since `started` may be silent or load while another one waits behind it, in seconds.
