@@ -21,9 +21,9 @@ from typing import Any, Protocol, runtime_checkable
 from gateway.core.frames import Endpoint, Frame
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen it takes a call for each field
 class Call:
-    """One attempt at one provider.
+    """One attempt at one provider. Nobody changes its fields.
 
     `body` is the caller's validated OpenAI request; providers copy what they change. `model` is the provider's own
     name. `headers` are extra headers for the local hop (request id, priority, tenant, deadline, probe). `heard` is

@@ -47,7 +47,8 @@ class LocalProvider:
         self._headers = {"content-type": "application/json"}
         if token:
             self._headers["authorization"] = f"Bearer {token}"
-        self._hop, self._path = make_hop(self._url)
+        self._hop, path = make_hop(self._url)
+        self._paths = {endpoint: f"{path}/v1/{endpoint}" for endpoint in Endpoint}
 
     def unsupported_params(self, endpoint: Endpoint, body: Mapping[str, Any], model: str) -> tuple[str, ...]:
         """What no local model takes; what the one asked for can do stands in the service's own snapshot."""
@@ -120,7 +121,7 @@ class LocalProvider:
         """The answer to a POST once its good status is known."""
         headers = {**self._headers, H_REQUEST_ID: call.request_id, **call.headers}
         try:
-            answer = await self._hop.post(f"{self._path}/v1/{call.endpoint}", body, headers, call.connect_seconds)
+            answer = await self._hop.post(self._paths[call.endpoint], body, headers, call.connect_seconds)
         except OSError as error:
             raise UpstreamError(
                 UpstreamKind.CONNECT, f"the inference service cannot be reached: {_said(error)}"

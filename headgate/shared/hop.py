@@ -44,6 +44,8 @@ class Hop:
         """`host` is what the requests' Host header says."""
         self._connector = connector
         self._host = host
+        self._end = ("", "") if idle_seconds else ("connection: close", "", "")
+        """The last lines of every head."""
         self._idle_seconds = idle_seconds
         self._idle: list[_Connection] = []
         self._many = _FEW
@@ -55,15 +57,17 @@ class Hop:
         """The answer once its status and headers are here. Raises OSError (TimeoutError is one) when there is no
         connection, then BrokenError.
         """
-        lines = [f"POST {path} HTTP/1.1", f"host: {self._host}", f"content-length: {len(body)}"]
-        lines += map(": ".join, headers.items())
-        if not self._idle_seconds:
-            lines.append("connection: close")
-        head = "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n"
-        if head.count(b"\n") != len(lines) + 1 or head.count(b"\r") != len(lines) + 1:
+        begin = f"POST {path} HTTP/1.1\r\nhost: {self._host}\r\ncontent-length: {len(body)}"
+        head = "\r\n".join((begin, *map(": ".join, headers.items()), *self._end)).encode("latin-1")
+        breaks = 2 + len(headers) + len(self._end)
+        if head.count(b"\n") != breaks or head.count(b"\r") != breaks:
             raise ValueError("a header of a request holds a line break")
         connection = self._used_before() or await self._connected(connect_seconds)
-        return await connection.ask(head + body)
+        try:
+            return await connection.ask(head + body)
+        except BaseException:
+            connection.close()
+            raise
 
     def close(self) -> None:
         """Closes the connections that nobody uses now, and the others when their answers end."""
@@ -178,18 +182,14 @@ class _Connection(asyncio.Protocol):
         """Whether something can be asked, and something was within so long."""
         return not self.is_closed and self._loop.time() - self._idle_since <= idle_seconds
 
-    async def ask(self, request: bytes) -> Answer:
-        """Sends a request and waits for the head of its answer; raises BrokenError."""
+    def ask(self, request: bytes) -> asyncio.Future[Answer]:
+        """Sends a request, now; the head of its answer, or BrokenError, is to come. Who stops waiting closes."""
         assert self._transport is not None
-        self._head = self._loop.create_future()
         if self._error is not None:
             raise self._error
+        self._head = self._loop.create_future()
         self._transport.write(request)
-        try:
-            return await self._head
-        except BaseException:
-            self.close()
-            raise
+        return self._head
 
     def listen(self, on_piece: Callable[[bytes], None], on_end: Callable[[BrokenError | None], None]) -> None:
         """See Answer."""

@@ -216,7 +216,18 @@ async def test_nothing_arrives_while_paused() -> None:
         answer.close()
 
 
-async def test_a_header_cannot_smuggle_another() -> None:
-    async with Scripted(b"").serving() as asks:
+@pytest.mark.parametrize("idle_seconds", [0.0, 60.0])
+@pytest.mark.parametrize("value", ["a\r\nauthorization: b", "a\n", "a\r"])
+async def test_a_header_cannot_smuggle_another(idle_seconds: float, value: str) -> None:
+    async with Scripted(b"").serving(idle_seconds) as asks:
         with pytest.raises(ValueError, match="line break"):
-            await asks.post("/", b"", {"x-request-id": "a\r\nauthorization: b"})
+            await asks.post("/", b"", {"x-request-id": value, "x-other": "c"})
+
+
+async def test_a_head_is_these_bytes() -> None:
+    server = Scripted(OK + b"content-length: 0\r\n\r\n")
+    for idle_seconds in (0.0, 60.0):
+        async with server.serving(idle_seconds) as asks:
+            (await asks.post("/v1/x", b"{}", {"a": "1", "b": "2"})).close()
+    begin = b"POST /v1/x HTTP/1.1\r\nhost: here\r\ncontent-length: 2\r\na: 1\r\nb: 2\r\n"
+    assert server.asked == [begin + b"connection: close\r\n\r\n{}", begin + b"\r\n{}"]
