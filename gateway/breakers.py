@@ -80,7 +80,7 @@ class Lease:
         for held in () if self._settled else self._held:
             if held.permit.is_probe and held.guard.name == LOCAL:
                 held.prove()
-            else:
+            elif held.guard.unanswered:
                 held.guard.heard()
 
     @contextlib.contextmanager
@@ -98,7 +98,7 @@ class Lease:
         for held in () if self._settled else self._held:
             if held.permit.is_probe:
                 held.prove()
-            else:
+            elif held.guard.unanswered:
                 held.guard.heard()
 
     def release(self) -> None:
@@ -165,11 +165,12 @@ class Breakers:
     def guard(self, provider: str, model: str = "") -> Guard:
         """The breaker of a provider (no model) or of a pair."""
         key = (provider, model)
-        if key not in self._guards:
+        guard = self._guards.get(key)
+        if guard is None:
             if len(self._guards) >= self._max_guards:
                 self._make_room()
-            self._guards[key] = Guard(provider, model, self._rule, self._clock, self._moved)
-        return self._guards[key]
+            guard = self._guards[key] = Guard(provider, model, self._rule, self._clock, self._moved)
+        return guard
 
     def _make_room(self) -> None:
         """Forgets every blank breaker, or else the oldest one that is closed, or else the oldest."""

@@ -75,7 +75,7 @@ class Guard:
         """Whether its last failure was a refusal of memory by our own service."""
         self.source: str | None = None
         self.outstanding = 0
-        self._unanswered: dict[int, tuple[float, float]] = {}
+        self.unanswered: dict[int, tuple[float, float]] = {}
         """Begin and last moment of the attempts that had no word yet, since the tier last said one to anybody."""
         self.leaving: set[Callable[[], None]] = set()
         """Called when probes of our own find the tier gone: by them leave who had no word and have somewhere to go."""
@@ -106,7 +106,7 @@ class Guard:
         before, now = self.book.state, self._clock()
         failures = self._machine.fail_counter
         self.book = core.entered(self.book, self._rule, state, now)
-        self._unanswered.clear()
+        self.unanswered.clear()
         if state is CLOSED:
             self.source = None
         self._on_state(self.provider, self.model, state)
@@ -133,13 +133,13 @@ class Guard:
         now = self._clock()
         if self.book.state is OPEN and core.is_due(self.book, now):
             self._machine.half_open()
-        if self._unanswered and not forced and self._is_silent(now):
+        if self.unanswered and not forced and self._is_silent(now):
             return Refusal(core.MOMENT_SECONDS, self.book.state, silent=True)
         self.book, answer = core.ask(self.book, now, expires, self.outstanding, forced)
         if isinstance(answer, Permit):
             self.outstanding += 1
             if self.provider != LOCAL:  # whose silence is not judged by this
-                self._unanswered[answer.number] = now, expires
+                self.unanswered[answer.number] = now, expires
             return answer
         return replace(answer, retry_in=self._worth_asking_in(answer.retry_in))
 
@@ -151,16 +151,16 @@ class Guard:
         """Whether others had better be asked; our own service is asked itself instead, and says when it is busy."""
         if self.book.state is not CLOSED:
             return False
-        waiting = (began for began, expires in self._unanswered.values() if now < expires)
+        waiting = (began for began, expires in self.unanswered.values() if now < expires)
         return core.is_silent(waiting, self._machine.fail_counter, self._rule, now)
 
     def heard(self) -> None:
         """The tier said a word: who waits since before does not wait for one that is gone."""
-        self._unanswered.clear()
+        self.unanswered.clear()
 
     def give_back(self, permit: Permit) -> None:
         """The attempt under `permit` says nothing about this tier, or nothing more."""
-        self._unanswered.pop(permit.number, None)
+        self.unanswered.pop(permit.number, None)
         self.outstanding -= 1
         self.book = core.give_back(self.book, permit)
 
@@ -188,7 +188,7 @@ class Guard:
 
     def fail(self, permit: Permit, failure: Failure, why: str, source: str = REQUESTS) -> None:
         """The attempt under `permit`, whose was `source`, failed because of `why`."""
-        self._unanswered.pop(permit.number, None)
+        self.unanswered.pop(permit.number, None)
         self.outstanding -= 1
         if core.counts(self.book, permit):
             self.last_failure, self.needs_memory, self.source = why, failure.needs_memory, source
