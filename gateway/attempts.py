@@ -67,7 +67,10 @@ class Caller(NamedTuple):
 
 
 class Way(NamedTuple):
-    """What the configuration says of the requests of a route; `limits` as long as a caller names no time of its own."""
+    """What the configuration says of the requests of a route; `limits` as long as a caller names no time of its own.
+
+    `stream_interval` and `whole_interval` are as a header says them, empty for none.
+    """
 
     route: RouteSettings
     limits: Limits
@@ -75,6 +78,8 @@ class Way(NamedTuple):
     is_cloud_allowed: bool
     same_vectors: bool
     connect_seconds: float
+    stream_interval: str
+    whole_interval: str
 
 
 @dataclass(frozen=True)
@@ -92,13 +97,22 @@ class Tools:
     def ways(self) -> Mapping[str, Way]:
         """By route; read once, because a model of pydantic's takes as long to tell one setting as a call."""
         said, most = self.config.deadlines, self.config.attempts.max
+        intervals = [
+            _interval(wanted, said.inter_token) for wanted in (self.config.stream_interval, WHOLE_INTERVAL_SECONDS)
+        ]
         return {
             name: Way(
                 route, Limits(said.first_token, said.inter_token, said.total, route.load_wait, most), route.chain,
-                route.cloud == "allowed", route.same_vectors, said.connect,
+                route.cloud == "allowed", route.same_vectors, said.connect, *intervals,
             )
             for name, route in self.config.routes.items()
         }  # fmt: skip
+
+
+def _interval(wanted_seconds: float, silence_seconds: float) -> str:
+    """How long text of a local answer may wait for more, in milliseconds: too little to be taken for silence."""
+    seconds = min(wanted_seconds, silence_seconds / 4)
+    return str(round(seconds * 1000)) if seconds else ""
 
 
 class Request:
@@ -140,7 +154,7 @@ class Request:
         self._outcomes = Outcomes(record)
         self._waiting: Collection[Candidate] = ()
         self._out_of_time = False
-        self._interval = 0.0
+        self._interval = ""
         self.answered_by: Candidate | None = None
         self.device: str | None = None
         """What computes the answer, as far as its tier said so by now."""
@@ -169,20 +183,17 @@ class Request:
                 H_DEADLINE: str(max(1, int(wait * 1000))),
             }
             if self._interval:
-                headers[H_STREAM_INTERVAL] = str(round(self._interval * 1000))
+                headers[H_STREAM_INTERVAL] = self._interval
             if self.caller.kv is not None:
                 headers[H_KV] = self.caller.kv
         return Call(
             self.request.endpoint, candidate.model, asked, self.caller.request_id, self._way.connect_seconds, headers
         )
 
-    def _piece_seconds(self, wanted: float) -> float:
-        """How long text of a local answer may wait for more: no time where the pieces of an answer that breaks off are
-        charged as tokens, and otherwise so little that the wait is not taken for silence.
-        """
-        if self.caller.meter is not None and self.caller.meter.counts_tokens:
-            return 0.0
-        return min(wanted, self.budget.limits.inter_token / 4)
+    @property
+    def _may_wait_for_more(self) -> bool:
+        """Whether text may wait for more: not where the pieces of an answer that breaks off are charged as tokens."""
+        return self.caller.meter is None or not self.caller.meter.counts_tokens
 
     def _bounded(self, body: Mapping[str, Any], candidate: Candidate) -> Mapping[str, Any]:
         """`body` with a `max_tokens` that the model takes, where the caller only had to name one."""
@@ -206,7 +217,8 @@ class Request:
             await attempt.open(forward_comments=True)
             return attempt
 
-        self._interval = self._piece_seconds(self.tools.config.stream_interval)
+        if self._may_wait_for_more:
+            self._interval = self._way.stream_interval
         return self._first(work)
 
     def whole(self) -> Awaitable[tuple[dict[str, Any], Answer | None]]:
@@ -231,7 +243,8 @@ class Request:
             await answer.conclude()
             return assembled, None
 
-        self._interval = self._piece_seconds(WHOLE_INTERVAL_SECONDS)
+        if self._may_wait_for_more:
+            self._interval = self._way.whole_interval
         return self._first(work)
 
     def unary(self) -> Awaitable[bytes]:
