@@ -52,8 +52,9 @@ NEARLY_OVER_SECONDS = 0.1
 
 
 class Caller(NamedTuple):
-    """Who asks, as far as an attempt must know. `silence_seconds` is the caller's own read time-out. `retries`: it asks
-    the same for the so manieth time again. `meter` counts what the answer takes, for a key with limits.
+    """Who asks, as far as an attempt must know. `silence_seconds` is how long the caller waits for an answer to begin,
+    `gap_seconds` for its next byte. `retries`: it asks the same for the so manieth time again. `meter` counts what the
+    answer takes, for a key with limits.
     """
 
     request_id: str
@@ -63,6 +64,7 @@ class Caller(NamedTuple):
     silence_seconds: float | None = None
     retries: int = 0
     kv: str | None = None
+    gap_seconds: float | None = None
     meter: Meter | None = None
 
 
@@ -143,9 +145,9 @@ class Request:
         self._way = way = tools.ways[found.route]
         limits = way.limits
         if caller.silence_seconds is not None:
-            limits = limits._replace(caller_silence=caller.silence_seconds - waited_seconds)
+            limits = limits._replace(caller_silence=caller.silence_seconds, caller_gap=caller.gap_seconds)
         self._loop = asyncio.get_running_loop()  # asked once: every time it asks the kernel who we are
-        self.budget = Budget(limits, self._loop.time())
+        self.budget = Budget(limits, self._loop.time(), waited=waited_seconds)
         self.candidates = expand(way.chain, found.model)
         self._choice = Choice(
             tools, request, way, self.candidates, record,
@@ -435,6 +437,6 @@ class Request:
         """Whose time is over, for people; None while some is left."""
         if not self._out_of_time and self.budget.has_time(self._loop.time()):
             return None
-        if self.budget.commit_due is Due.CALLER:
+        if self.budget.commit_due is Due.CALLER or self._loop.time() >= self.budget.caller_leaves:
             return f"the caller's own time-out of {self.caller.silence_seconds:g} s"
         return f"the {self.budget.limits.total:g} s that a request has (deadlines.total)"

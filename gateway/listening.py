@@ -67,10 +67,17 @@ class Listening:
         self._last = last
         self._on_frame = on_frame
         self._whole = whole
+        self.is_replaceable: Callable[[], bool] | None = None
+        """Tells, of an answer that has begun, whether somebody else could go on with it."""
         self._owner: asyncio.Task[object] | None = None
         self._task: asyncio.Task[object] | None = None
         self._passed: Deadline | None = None
         self._timer: asyncio.Handle | None = None
+
+    @property
+    def heard(self) -> float:
+        """When the last sign of life came, on the loop's clock."""
+        return self._heard
 
     def mark_sent(self) -> None:
         """The caller got something of this stream: from now on only silence counts."""
@@ -145,6 +152,7 @@ class Listening:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self.is_replaceable = None  # it mostly knows this stream: a circle that nothing else would undo
         if self._context is None:
             return
         frames, self._frames = self._frames, None
@@ -217,9 +225,12 @@ class Listening:
         self._timer = None if self._task is None else self._loop.call_at(self._deadline().at, self._fire)
 
     def _deadline(self) -> Deadline:
+        last = self._last
+        if self.answered and self._budget.is_impatient:
+            last = self.is_replaceable is None or not self.is_replaceable()
         phase = Phase(
-            self._started, self._heard, self._waiting, self.answered, self._sent, self._last, self._whole,
-            self._idle_since,
+            self._started, self._heard, self._waiting, self.answered, self._sent, last, self._whole,
+            self._idle_since, self._frames is not None,
         )  # fmt: skip
         return next_deadline(self._budget, phase)
 
@@ -229,7 +240,7 @@ class Listening:
             return  # nobody listens; the next frame that is awaited sets the timer again
         deadline = self._deadline()
         now = self._loop.time()
-        if deadline.due is Due.SILENCE and now - deadline.at > LATE_SECONDS:
+        if now - deadline.at > LATE_SECONDS:
             # we ourselves were stopped or starved: what came meanwhile is still unread, and nobody was silent
             self._heard = now
             self._idle_since = None

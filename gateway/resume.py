@@ -20,7 +20,7 @@ from gateway.core.assemble import Assembly
 from gateway.core.budget import Budget
 from gateway.core.chain import Candidate
 from gateway.core.frames import Data, Done, Frame
-from gateway.core.outcome import Verdict
+from gateway.core.outcome import Ignore, Reason, Verdict
 from gateway.core.quotes import without_quotes
 from gateway.core.resume import Said
 from gateway.core.splice import Kept, Splice, hop_comment
@@ -35,6 +35,9 @@ log = logging.getLogger("gateway.resume")
 
 Sink = Callable[[list[Frame]], bool]
 
+_SPILLED = Ignore(Reason.SPILLED)
+"""The verdict on an attempt that is left without blame."""
+
 
 class Answer:
     """The frames of one committed answer. `attempt` gives them now; whoever reads settles it and closes it.
@@ -48,6 +51,8 @@ class Answer:
         self._whole = whole
         self._known: Kept | None = None
         self._unnoted: list[Frame] = []
+        if not whole:
+            attempt.listening.is_replaceable = self._is_replaceable
         self._splice: Splice | None = None
         self._sink: Sink | None = None
         self._hops = 0
@@ -136,10 +141,10 @@ class Answer:
         if isinstance(error, ExpiredError) and error.kept_alive:
             self._stalled.add(broken.candidate)
         if broken.listening.answered:
-            self._hops += self._splice is not None
+            self._hops = self._hops_with_this
             self._tried.clear()
             self._budget = None
-        result = self._why_not(verdict)
+        result = self._why_not(verdict, self._hops)
         if result is None:
             said = kept.said
             if await self._climb(self._rungs(verdict, said), said):
@@ -153,13 +158,29 @@ class Answer:
         self._count("failed" if result is None or self._splice is not None else result)
         raise error
 
-    def _why_not(self, verdict: Verdict) -> str | None:
+    @property
+    def _hops_with_this(self) -> int:
+        """How often the answer went on elsewhere, once the attempt of now is over that said a part of it."""
+        return self._hops + (self._splice is not None)
+
+    def _is_replaceable(self) -> bool:
+        """Whether somebody else could go on, should the attempt of now be left because it says nothing more."""
+        kept, request = self._kept, self._request
+        if kept.is_finished:
+            return True
+        if self._why_not(_SPILLED, self._hops_with_this) is not None:
+            return False
+        said, policy, left = kept.said, request.route.resume, request.choose_again().kept
+        rungs = resume.ladder(left, self.attempt.candidate, _SPILLED, policy, said, self._stalled)
+        return any(_plan(request, said, rung) is not None for rung in rungs)
+
+    def _why_not(self, verdict: Verdict, hops: int) -> str | None:
         """Why nobody is asked to go on."""
         if self._kept.has_begun and self._kept.why_not is not None:
             return self._kept.why_not
         if not resume.may_go_on(verdict):
             return "refused"
-        return "failed" if self._hops >= resume.MAX_HOPS else None
+        return "failed" if hops >= resume.MAX_HOPS else None
 
     def _rungs(self, verdict: Verdict, said: Said) -> list[Candidate]:
         request, broken = self._request, self.attempt.candidate
@@ -174,13 +195,16 @@ class Answer:
     async def _climb(self, rungs: list[Candidate], said: Said) -> bool:
         """Whether one of them has opened a stream, which is the current attempt's then."""
         request, broken, loop = self._request, self.attempt.candidate, asyncio.get_running_loop()
-        if self._budget is None:
-            self._budget = request.budget if self._whole else request.budget.renewed(loop.time())
+        if self._whole:
+            self._budget = request.budget
+        else:
+            began = loop.time() if self._budget is None else self._budget.started
+            self._budget = request.budget.renewed(began, self.attempt.listening.heard)
         for candidate in rungs:
             if not self._budget.has_time(loop.time()):
                 return False
             self._tried.add(candidate)
-            plan = resume.continuation(request.request, said, candidate, prefills=_prefills(request, candidate))
+            plan = _plan(request, said, candidate)
             if plan is None:
                 continue
             again_in = await self._open(candidate, plan.body, last=candidate == rungs[-1])
@@ -189,13 +213,15 @@ class Answer:
                 again_in = await self._open(candidate, plan.body, last=candidate == rungs[-1])
             if again_in is None:
                 self._splice = Splice(self._kept, said, plan.how, _stops(request))
+                if not self._whole:
+                    self.attempt.listening.is_replaceable = self._is_replaceable
                 return True
         return False
 
     def _longest_pause(self, now: float) -> float:
-        """How long nothing may be done at all: no longer than the caller listens, and the deadline is away."""
+        """How long nothing may be done at all: half as long as the caller listens, and until the deadline at most."""
         assert self._budget is not None
-        return min(resume.MOST_PAUSE_SECONDS, self._budget.patience, self._budget.commit_by - now)
+        return min(resume.MOST_PAUSE_SECONDS, self._budget.quiet_left(now) / 2, self._budget.commit_by - now)
 
     async def _open(self, candidate: Candidate, body: Mapping[str, Any], *, last: bool) -> float | None:
         """None once `candidate` has opened a stream; otherwise in how many seconds it may, as far as it said so."""
@@ -233,6 +259,11 @@ def _attempt(
     except BaseException:
         lease.release()
         raise
+
+
+def _plan(request: Request, said: Said, candidate: Candidate) -> resume.Continuation | None:
+    """What `candidate` would be asked; None where it cannot go on."""
+    return resume.continuation(request.request, said, candidate, prefills=_prefills(request, candidate))
 
 
 def _prefills(request: Request, candidate: Candidate) -> bool:

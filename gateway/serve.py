@@ -44,7 +44,7 @@ from inference.protocol import H_KV, H_POLICY, H_PRIORITY, Code, Priority, Tier
 log = logging.getLogger("gateway.requests")
 
 S = TypeVar("S", bound=str)
-_Wishes = tuple[Priority, bool, float | None, int, str | None]
+_Wishes = tuple[Priority, bool, float | None, int, str | None, float | None]
 
 _PRIORITIES, _NORMAL = tuple(Priority), Priority.NORMAL
 _LEFT = str(End.CLIENT_LEFT)
@@ -251,12 +251,13 @@ def caller_of(exchange: Exchange, key: Key, tenant: str, meter: Meter | None) ->
 
 
 def _wishes_of(headers: Mapping[str, str], key: Key) -> _Wishes:
-    """What a caller has to say besides its request: the fields of `Caller` from `priority` to `kv`."""
+    """What a caller has to say besides its request: the fields of `Caller` from `priority` to `gap_seconds`."""
     priority = _one_of(headers, H_PRIORITY, _PRIORITIES, _NORMAL)
     policy = _one_of(headers, H_POLICY, ("local-only", "any"), "any")
-    silence_seconds = _patience(headers.get(READ_TIMEOUT_HEADER) or headers.get(TIMEOUT_HEADER))
+    gap_seconds = _patience(headers.get(READ_TIMEOUT_HEADER))
+    silence_seconds = _patience(headers.get(TIMEOUT_HEADER)) if gap_seconds is None else gap_seconds
     retries = _count(headers.get(RETRY_COUNT_HEADER))
-    return key.cap(priority), policy != "local-only", silence_seconds, retries, headers.get(H_KV)
+    return key.cap(priority), policy != "local-only", silence_seconds, retries, headers.get(H_KV), gap_seconds
 
 
 def _one_of(headers: Mapping[str, str], name: str, allowed: tuple[S, ...], default: S) -> S:

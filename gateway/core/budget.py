@@ -15,7 +15,8 @@ class Limits(NamedTuple):
     """What the configuration and the caller allow.
 
     `first_token` and `inter_token` bound silence, `total` the time to commit, `load_wait` the wait for a cold model
-    before the next tier is tried. `caller_silence` is the caller's own read time-out, None when it named none.
+    before the next tier is tried. `caller_silence` is how long the caller waits for an answer to begin, `caller_gap`
+    how long it waits for the next byte of one that has begun; None where it named none.
     """
 
     first_token: float
@@ -24,6 +25,7 @@ class Limits(NamedTuple):
     load_wait: float
     attempts: int
     caller_silence: float | None = None
+    caller_gap: float | None = None
 
 
 KEEP_ALIVE_FACTOR = 4
@@ -59,33 +61,49 @@ _AT = itemgetter(0)
 class Budget(NamedTuple):
     """One request's allowance across all its attempts.
 
-    `patience` is how long its caller, who has had a part of the answer, may be left without another byte.
+    `waited` is what had passed of the caller's time when the request `started`. `quiet_since` is when the caller, who
+    has had a part of the answer, got the last byte of it; None as long as it has had none.
     """
 
     limits: Limits
     started: float
     attempts: int = 0
-    patience: float = math.inf
+    waited: float = 0.0
+    quiet_since: float | None = None
+
+    @property
+    def caller_leaves(self) -> float:
+        """When the caller stops waiting for an answer to begin."""
+        silence = self.limits.caller_silence
+        return math.inf if silence is None or self.quiet_since is not None else self.started - self.waited + silence
 
     @property
     def commit_by(self) -> float:
         """When something must have been sent to the caller."""
-        limits = self.limits
-        silence = limits.caller_silence
-        return self.started + (limits.total if silence is None else min(limits.total, silence))
+        return min(self.started + self.limits.total, self.caller_leaves)
 
     @property
     def commit_due(self) -> Due:
         """Whose limit `commit_by` is: the caller's or ours."""
-        return Due.CALLER if self._caller_silence < self.limits.total else Due.TOTAL
+        return Due.CALLER if self.caller_leaves < self.started + self.limits.total else Due.TOTAL
 
     @property
-    def _caller_silence(self) -> float:
-        return math.inf if self.limits.caller_silence is None else self.limits.caller_silence
+    def patience(self) -> float:
+        """How long the caller, who has had a part of the answer, may be left without another byte."""
+        return math.inf if self.limits.caller_gap is None else self.limits.caller_gap
+
+    @property
+    def is_impatient(self) -> bool:
+        """Whether the caller's own limit between two bytes may count before ours between two tokens."""
+        return self.patience < 2 * self.limits.inter_token
+
+    def quiet_left(self, now: float) -> float:
+        """How much longer the caller waits for the rest of an answer that broke off."""
+        return math.inf if self.quiet_since is None else self.quiet_since + self.patience - now
 
     def has_time(self, now: float) -> bool:
-        """Whether there is time left to begin an answer."""
-        return now < self.commit_by
+        """Whether there is time left to begin an answer, or to go on with it."""
+        return now < self.commit_by and self.quiet_left(now) > 0
 
     def allows_attempt(self, now: float) -> bool:
         """Whether one more attempt may start."""
@@ -98,16 +116,16 @@ class Budget(NamedTuple):
         """
         return (self.commit_by - started) / 2 if self.commit_due is Due.CALLER else math.inf
 
-    def renewed(self, now: float) -> Budget:
+    def renewed(self, now: float, quiet_since: float) -> Budget:
         """The budget for going on with an answer that broke off: as long again as its beginning had.
 
-        Its caller has had a byte, and is told what goes on: only silence can be too long for it.
+        Its caller, who got the last byte at `quiet_since`, is told what goes on: only silence can be too long for it.
         """
-        return Budget(self.limits._replace(caller_silence=None), now, self.attempts, self._caller_silence)
+        return Budget(self.limits, now, self.attempts, self.waited, quiet_since)
 
     def spend(self) -> Budget:
         """The budget after one more attempt began."""
-        return Budget(self.limits, self.started, self.attempts + 1, self.patience)
+        return Budget(self.limits, self.started, self.attempts + 1, self.waited, self.quiet_since)
 
 
 class Phase(NamedTuple):
@@ -115,7 +133,8 @@ class Phase(NamedTuple):
 
     `heard` is when the last frame or comment came (at first: when the attempt started). `waiting` is whether its last
     sign of life said that it queues or loads. `answered` is whether content came; `sent` whether the caller got
-    anything of it; `last` whether no tier is left after it; `whole` whether the caller gets nothing before the end.
+    anything of it; `last` whether nobody is left who could answer, or go on, after it; `whole` whether the caller gets
+    nothing before the end; `opened` whether its stream is open, of which a caller that waits for the rest is told.
     `idle_since` is since when nothing came but keep-alives, which say that a connection lives and nothing about an
     answer; None when the last sign of life was one of the answer or of its progress.
     """
@@ -128,20 +147,20 @@ class Phase(NamedTuple):
     last: bool = False
     whole: bool = False
     idle_since: float | None = None
+    opened: bool = True
 
 
 def next_deadline(budget: Budget, phase: Phase) -> Deadline:
     """The earliest deadline that applies in `phase`; silence wins a tie, for then the provider had its full time.
 
-    A tier that used up its share of an impatient caller's time is left without blame: a spill, not a failure. The time
-    to commit ends with the first token, but who waits for a whole answer goes on waiting for its first byte.
+    A tier that used up its share of an impatient caller's time is left without blame: a spill, not a failure. Our own
+    time to commit ends with the first token, but who waits for a whole answer goes on waiting for its first byte.
     """
     limits = budget.limits
     if phase.answered:
         silence = _silence(limits, phase, limits.inter_token)
-        if not phase.whole or budget.commit_due is not Due.CALLER:
-            return silence
-        return min(silence, Deadline(budget.commit_by, Due.CALLER), key=_AT)
+        impatience = Deadline(budget.caller_leaves, Due.CALLER) if phase.whole else _impatience(budget, phase)
+        return min(silence, impatience, key=_AT)
     found = [_silence(limits, phase, limits.first_token)]
     if not phase.last:
         share = budget.share(phase.started)
@@ -151,9 +170,19 @@ def next_deadline(budget: Budget, phase: Phase) -> Deadline:
             found.append(Deadline(phase.started + min(limits.load_wait, share), Due.LOAD_WAIT))
     if not phase.sent:
         found.append(Deadline(budget.commit_by, budget.commit_due))
-    if budget.patience < math.inf:
-        found.append(Deadline(phase.heard + budget.patience, Due.CALLER if phase.last else Due.LOAD_WAIT))
+    if phase.sent or budget.quiet_since is not None:
+        found.append(_impatience(budget, phase))
     return min(found, key=_AT)
+
+
+def _impatience(budget: Budget, phase: Phase) -> Deadline:
+    """When the caller, who has had a part of the answer, is left without a byte too long.
+
+    Half of the time is kept for whoever could go on; where nobody could, all of it is waited for.
+    """
+    quiet_since = phase.heard if phase.opened or budget.quiet_since is None else budget.quiet_since
+    gone = quiet_since + budget.patience
+    return Deadline(gone, Due.CALLER) if phase.last else Deadline((phase.heard + gone) / 2, Due.LOAD_WAIT)
 
 
 def _silence(limits: Limits, phase: Phase, allowed: float) -> Deadline:

@@ -46,10 +46,19 @@ def test_the_next_deadline_and_what_it_means(phase: Phase, deadline: Deadline) -
 
 
 def test_a_shorter_time_out_of_the_caller_ends_the_wait_and_is_nobodys_fault() -> None:
+    """That of clients that wait so long for an answer to begin says nothing about what follows."""
     budget = Budget(Limits(30, 15, 300, 120, 2, caller_silence=5.0), started=0.0)
     assert budget.commit_by == 5.0
     assert next_deadline(budget, Phase(0, 0, last=True)) == Deadline(5.0, Due.CALLER)
     assert next_deadline(budget, Phase(0, 4, answered=True)) == Deadline(19.0, Due.SILENCE)
+    assert not budget.is_impatient
+
+
+def test_what_passed_at_the_door_is_the_callers_time_and_not_ours() -> None:
+    budget = Budget(Limits(30, 15, 300, 120, 2, 5.0, 5.0), started=1000.0, waited=4.0)
+    assert (budget.commit_by, budget.commit_due) == (1001.0, Due.CALLER)
+    assert next_deadline(budget, Phase(1000, 1000, answered=True, last=True)) == Deadline(1005.0, Due.CALLER)
+    assert Budget(LIMITS, started=1000.0, waited=4.0).commit_by == 1300.0
 
 
 def test_who_waits_for_a_whole_answer_waits_for_its_first_byte() -> None:
@@ -61,15 +70,39 @@ def test_who_waits_for_a_whole_answer_waits_for_its_first_byte() -> None:
     assert next_deadline(BUDGET, Phase(1000, 1400, answered=True, whole=True)) == Deadline(1415, Due.SILENCE)
 
 
+def test_who_waits_longer_than_our_total_for_a_whole_answer_still_does_not_wait_for_ever() -> None:
+    budget = Budget(Limits(30, 15, 300, 120, 2, 600.0, 600.0), started=0.0)
+    assert (budget.commit_by, budget.commit_due) == (300.0, Due.TOTAL)
+    assert next_deadline(budget, Phase(0, 580, answered=True, whole=True)) == Deadline(595.0, Due.SILENCE)
+    assert next_deadline(budget, Phase(0, 590, answered=True, whole=True)) == Deadline(600.0, Due.CALLER)
+
+
+def test_a_caller_that_has_a_part_of_the_answer_is_left_silent_no_longer_than_it_listens() -> None:
+    """Half of its time is kept for whoever could go on; what it would not stand any longer is nobody's fault."""
+    budget = Budget(Limits(30, 15, 300, 120, 4, 10.0, 10.0), started=0.0)
+    assert budget.is_impatient
+    assert next_deadline(budget, Phase(0, 400, answered=True)) == Deadline(405.0, Due.LOAD_WAIT)
+    assert next_deadline(budget, Phase(0, 400, answered=True, last=True)) == Deadline(410.0, Due.CALLER)
+    assert next_deadline(budget, Phase(0, 400, sent=True, last=True)) == Deadline(410.0, Due.CALLER)
+    patient = Budget(Limits(30, 15, 300, 120, 4, 30.0, 30.0), started=0.0)
+    assert not patient.is_impatient
+    assert next_deadline(patient, Phase(0, 400, answered=True)) == Deadline(415.0, Due.SILENCE)
+
+
 def test_going_on_has_a_time_of_its_own() -> None:
-    """As long as the beginning had. What its caller would not stand any longer is nobody's fault."""
-    limits = Limits(first_token=30, inter_token=15, total=300, load_wait=120, attempts=4, caller_silence=10)
-    again = Budget(limits, 0.0, attempts=4).renewed(500.0)
-    assert (again.commit_by, again.commit_due) == (800.0, Due.TOTAL)
-    assert next_deadline(again, Phase(500, 510)) == Deadline(520.0, Due.LOAD_WAIT)
-    assert next_deadline(again, Phase(500, 510, last=True)) == Deadline(520.0, Due.CALLER)
-    patient = Budget(LIMITS, 0.0).renewed(500.0)
+    """As long as the beginning had. Until a stream is open, its caller has heard nothing since the last one."""
+    limits = Limits(30, 15, 300, 120, 4, 10.0, 10.0)
+    again = Budget(limits, 0.0, attempts=4).renewed(505.0, quiet_since=500.0)
+    assert (again.commit_by, again.commit_due, again.attempts) == (805.0, Due.TOTAL, 4)
+    opening = Phase(506, 506, opened=False)
+    assert next_deadline(again, opening) == Deadline(508.0, Due.LOAD_WAIT)
+    assert next_deadline(again, opening._replace(last=True)) == Deadline(510.0, Due.CALLER)
+    assert next_deadline(again, Phase(506, 507)) == Deadline(512.0, Due.LOAD_WAIT)
+    assert next_deadline(again, Phase(506, 507, last=True)) == Deadline(517.0, Due.CALLER)
+    assert (again.quiet_left(506.0), again.has_time(509.0), again.has_time(510.0)) == (4.0, True, False)
+    patient = Budget(LIMITS, 0.0).renewed(500.0, quiet_since=485.0)
     assert next_deadline(patient, Phase(500, 510)) == Deadline(540.0, Due.SILENCE)
+    assert patient.has_time(799.0) and not patient.has_time(800.0)
 
 
 def test_an_impatient_callers_time_is_shared_between_the_tiers() -> None:

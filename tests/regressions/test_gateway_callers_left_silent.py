@@ -1,0 +1,133 @@
+"""Callers whose own time-out is short were left silent, or at work, for longer than they had said they would wait.
+
+A stalled stream was given up after `inter_token` alone, when its client had gone. A whole answer had no end at all
+where the client waits longer than `deadlines.total`: it timed out by itself and asked for the long answer again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.auth import Key
+from gateway.exchange import Exchange
+from gateway.serve import caller_of
+from inference.protocol import ModelState, ModelStatus
+from tests.rigs.fake_inference import Answer, FakeInference
+from tests.rigs.gateway_rig import MESSAGES, Gateway
+
+pytestmark = pytest.mark.timeout(60)
+
+CONFIG = """
+routes:
+  demo: {chain: [local/demo, local/demo-mini]}
+  three: {chain: [local/demo, local/demo-mini, local/third]}
+  alone: {chain: [local/demo]}
+deadlines: {inter_token: 50s, first_token: 50s}
+"""
+HASTY = {"x-stainless-read-timeout": "1"}
+STALL = Answer(words=("one ", "two "), stall=True)
+WHOLE = Answer(words=("one ", "two ", "three"))
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[FakeInference]:
+    async with FakeInference("token") as fake:
+        fake.models["third"] = ModelStatus(id="third", state=ModelState.READY, capabilities=("chat",))
+        fake.answers = {"demo": STALL, "demo-mini": WHOLE, "third": WHOLE}
+        yield fake
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]:
+    async with Gateway(tmp_path, fake.url, CONFIG) as gateway:
+        yield gateway
+
+
+async def test_a_whole_answer_ends_with_its_callers_time_also_when_that_is_longer_than_ours(
+    gateway: Gateway, fake: FakeInference
+) -> None:
+    gateway.write(CONFIG.replace("{inter", "{total: 900ms, connect: 500ms, inter"))
+    assert (await gateway.admin("POST", "/admin/reload")).status_code == 200
+    fake.answers["demo"] = Answer(words=("word ",) * 60, pause=0.1)
+    late = await gateway.chat("alone", headers={"x-stainless-read-timeout": "1.5"})
+    assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+    assert late.headers["x-should-retry"] == "false"
+    assert "the caller's own time-out" in late.json()["error"]["message"]
+    await fake.seen[0].closed.wait()
+    assert (await gateway.breaker("local/demo"))["failures"] == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "end"),
+    [
+        ("/v1/chat/completions", {}, "data: [DONE]\n\n"),
+        ("/v1/messages", {"max_tokens": 9}, 'data: {"type":"message_stop"}\n\n'),
+    ],
+)
+async def test_a_stall_is_left_while_its_caller_still_listens_and_is_nobodys_fault(
+    gateway: Gateway, path: str, more: dict[str, Any], end: str
+) -> None:
+    """Another model goes on; the one that was only too slow for this caller is not asked again."""
+    body = {"model": "demo", "messages": MESSAGES, "stream": True, **more}
+    got = await gateway.client.post(path, content=json.dumps(body), headers=HASTY)
+    assert "three" in got.text and got.text.endswith(end), got.text
+    record = (await gateway.admin("GET", f"/admin/requests/{got.headers['x-request-id']}")).json()
+    assert [(tried["name"], tried["outcome"]) for tried in record["attempts"]] == [
+        ("local/demo", "spilled"), ("local/demo-mini", "success"),
+    ]  # fmt: skip
+    assert (await gateway.breaker("local/demo"))["failures"] == 0
+
+
+async def test_a_successor_that_does_not_open_leaves_time_for_the_next_one(
+    gateway: Gateway, fake: FakeInference
+) -> None:
+    fake.answers["demo-mini"] = Answer(stall_before_headers=True)
+    got = await gateway.chat("three", stream=True, headers=HASTY)
+    assert ": headgate resumed on local/third after 8 characters (spilled)" in got.text
+    assert got.text.endswith("data: [DONE]\n\n")
+    assert (await gateway.breaker("local/demo-mini"))["failures"] == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "more"), [("alone", {}), ("demo", {"n": 2})], ids=["no other tier", "an answer with a shape"]
+)
+async def test_where_nobody_can_go_on_all_of_the_callers_time_is_waited_and_the_end_is_honest(
+    gateway: Gateway, fake: FakeInference, model: str, more: dict[str, Any]
+) -> None:
+    got = await gateway.chat(model, stream=True, headers=HASTY, **more)
+    last = json.loads(got.text.rstrip().rpartition("data: ")[2])
+    assert last["error"]["code"] == "deadline_exceeded"
+    record = (await gateway.admin("GET", f"/admin/requests/{got.headers['x-request-id']}")).json()
+    assert [(tried["name"], tried["outcome"]) for tried in record["attempts"]] == [("local/demo", "caller_deadline")]
+    assert fake.seen_for("demo-mini") == []
+    assert (await gateway.breaker("local/demo"))["failures"] == 0
+
+
+async def test_a_successor_that_stalls_too_ends_honestly_while_the_caller_listens(
+    gateway: Gateway, fake: FakeInference
+) -> None:
+    fake.answers["demo-mini"] = Answer(hold=asyncio.Event())
+    got = await gateway.chat(stream=True, headers=HASTY)
+    assert "deadline_exceeded" in got.text and "[DONE]" not in got.text
+    assert (await gateway.breaker("local/demo-mini"))["failures"] == 0
+
+
+def test_a_client_that_only_waits_for_the_beginning_says_nothing_about_the_rest() -> None:
+    key = Key("somebody", b"", frozenset())
+    waits = [
+        caller_of(Exchange("id", headers), key, "", None)
+        for headers in (
+            {"x-stainless-timeout": "5"},
+            {"x-stainless-timeout": "9", "x-stainless-read-timeout": "5"},
+            {"x-stainless-timeout": "5", "x-stainless-read-timeout": "NOT_GIVEN"},
+            {},
+        )
+    ]
+    said = [(caller.silence_seconds, caller.gap_seconds) for caller in waits]
+    assert said == [(4.5, None), (4.5, 4.5), (4.5, None), (None, None)]
