@@ -192,10 +192,11 @@ class Guard:
         self.outstanding -= 1
         if core.counts(self.book, permit):
             self.last_failure, self.needs_memory, self.source = why, failure.needs_memory, source
+        opens = failure.opens and bool(self.model)  # other models of the provider were not spoken of
         self.book, count = core.settle(
-            self.book, self._rule, permit, False, self._clock(), failure.retry_after, failure.opens, failure.broke
+            self.book, self._rule, permit, False, self._clock(), failure.retry_after, opens, failure.broke
         )
-        self._tell(count, failure.opens)
+        self._tell(count, opens)
         if self.book.state is CLOSED:
             self.source = None
 

@@ -113,9 +113,9 @@ class Success:
 class Failure:
     """The tier is to blame. `retry_after` (seconds) is the provider's own word on when to come back.
 
-    `opens`: the breaker opens at once, for `retry_after` (a 429 that says when). `reached`: the provider itself
-    answered, which is a success in its scope. `pair_too`: it may as well be this model alone (a 5xx that names no
-    reason, a stream that ended early), so that it counts in both scopes; otherwise another model's successes would
+    `opens`: the pair's breaker opens at once, for `retry_after` (a cloud that says when). `reached`: the provider
+    itself answered, which is a success in its scope. `pair_too`: it may as well be this model alone (a 5xx that names
+    no reason, a stream that ended early), so that it counts in both scopes; otherwise another model's successes would
     hide it. `broke`: the attempt was running and something broke it off; one such event may break many.
     `needs_memory`: our own service refused it for lack of memory, so that a plan tells when that is over.
     """
@@ -227,11 +227,11 @@ def _judge_answer(seen: Observation) -> Verdict:
         ruling = _by_status(seen.status)
     if isinstance(ruling, Reason):
         return Ignore(ruling, hold=wait if ruling is Reason.QUEUE_FULL else None)
-    throttled = seen.status == 429 and wait is not None
     named = ruling is Scope.PAIR or seen.code == Code.SHUTTING_DOWN
     broke = seen.is_local and (seen.code in _BREAKING or seen.cause == ExitCause.OOM_LOAD)
+    opens = wait is not None and not seen.is_local  # ours is probed at no cost, and has rules of its own
     return Failure(
-        ruling, wait, opens=throttled, reached=ruling is Scope.PAIR, pair_too=not named, broke=broke,
+        ruling, wait, opens=opens, reached=ruling is Scope.PAIR, pair_too=not named, broke=broke,
         needs_memory=seen.is_local and seen.code == Code.MEMORY_LIMIT_EXCEEDED,
     )  # fmt: skip
 

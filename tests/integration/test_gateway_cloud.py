@@ -28,6 +28,7 @@ routes:
   g: {{chain: [local/demo, google/gemini]}}
   misconfigured: {{chain: [wrong/gpt, openai/gpt]}}
   throttled: {{chain: [openai/fault-429=9, anthropic/claude]}}
+  away: {{chain: [openai/fault-503=9, openai/gpt]}}
   down: {{chain: [local/demo, openai/fault-503, anthropic/fault-529]}}
   cut: {{chain: [openai/fault-cut=2, anthropic/claude]}}
   context: {{chain: [openai/fault-context, anthropic/claude]}}
@@ -96,6 +97,17 @@ async def test_a_throttled_cloud_is_left_alone_for_as_long_as_it_says(gateway: G
     assert entry["state"] == "open"
     assert 8 < entry["retry_after"] <= 9
     assert (await gateway.chat("throttled")).headers["x-headgate-reason"] == "breaker_open"
+
+
+async def test_a_cloud_that_says_when_it_is_back_is_not_asked_before(gateway: Gateway) -> None:
+    """Its 503 with Retry-After counted as one failure, and the next request went there at once."""
+    first = await gateway.chat("away")
+    assert (first.headers["x-headgate-model"], first.headers["x-headgate-reason"]) == ("openai/gpt", "status_503")
+    entry = await gateway.breaker("openai/fault-503=9")
+    assert entry["state"] == "open"
+    assert 8 < entry["retry_after"] <= 9
+    assert (await gateway.chat("away")).headers["x-headgate-reason"] == "breaker_open"
+    assert (await gateway.breaker("openai"))["state"] == "closed"
 
 
 async def test_everybody_down_is_a_503_that_names_each(gateway: Gateway) -> None:

@@ -194,6 +194,16 @@ def test_a_429_closes_the_tier_for_as_long_as_it_says(breakers: Breakers, clock:
     assert _lease(breakers).is_probe
 
 
+def test_a_503_that_says_when_closes_its_model_alone_for_so_long(breakers: Breakers, clock: Clock) -> None:
+    """It was asked again at once. For the provider it is one failure, as any that may be everybody's."""
+    _lease(breakers).settle(Failure(Scope.PROVIDER, 7.0, opens=True, pair_too=True), "maintenance")
+    assert breakers.closed_for("p", "m") == 7.0
+    assert breakers.closed_for("p", "other") is None
+    assert breakers.guard("p").describe()["failures"] == 1
+    clock.now += 7
+    assert _lease(breakers).is_probe
+
+
 def test_a_longer_retry_after_lengthens_the_open_period(breakers: Breakers) -> None:
     _fail(breakers, 5, Failure(Scope.PAIR, 90.0))
     assert breakers.closed_for("p", "m") == 90.0
