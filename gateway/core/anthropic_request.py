@@ -20,6 +20,8 @@ from gateway.core.anthropic_models import (
     thinking_by_effort,
     thinking_for,
 )
+from gateway.core.anthropic_schema import held
+from gateway.core.origin import origin_of
 from gateway.core.provider_fields import ANTHROPIC_CHAT, unsupported
 from gateway.errors import UpstreamError
 
@@ -125,9 +127,28 @@ def _shape_errors(body: Mapping[str, Any], model: str | None) -> Iterator[Upstre
         and not takes_format(model)
     ):
         yield unsupported("response_format", f"{model} keeps to no schema")
+    yield from _schema_errors(body)
     turns = [message["role"] for message in said if message["role"] not in ("system", "developer")]
     if turns and turns[-1] == "assistant" and model is not None and not takes_prefill(model):
         yield unsupported("messages", f"{model} wants the last message to be the user's or a tool's")
+
+
+def _schema_errors(body: Mapping[str, Any]) -> Iterator[UpstreamError]:
+    """What an answer cannot be held to. A request of Anthropic's own dialect is not translated, nor are its schemas."""
+    if origin_of(body) is not None:
+        return
+    try:
+        if (shape := body.get("response_format") or {}).get("type") == "json_schema":
+            held(_schema_of(shape), "response_format")
+        for tool in body.get("tools") or ():
+            if (tool.get("function") or {}).get("strict"):
+                _held_input(tool["function"])
+    except UpstreamError as error:
+        yield error
+
+
+def _schema_of(shape: Mapping[str, Any]) -> Any:
+    return shape["json_schema"].get("schema") or {"type": "object"}
 
 
 def _says_something(message: Mapping[str, Any]) -> bool:
@@ -307,10 +328,15 @@ def _tool(function: Mapping[str, Any]) -> dict[str, Any]:
     tool: dict[str, Any] = {"name": function["name"]}
     if function.get("description"):
         tool["description"] = function["description"]
-    tool["input_schema"] = {"type": "object", **(function.get("parameters") or {})}
     if function.get("strict"):
-        tool["strict"] = True
-    return tool
+        return {**tool, "input_schema": _held_input(function), "strict": True}
+    return {**tool, "input_schema": {"type": "object", **(function.get("parameters") or {})}}
+
+
+def _held_input(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a strict tool's input; no parameters are none."""
+    schema = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
+    return {"type": "object", **held(schema, "tools")}
 
 
 def _tool_choice(choice: Any) -> dict[str, Any]:
@@ -345,8 +371,7 @@ def _output(kept: Mapping[str, Any], model: str) -> dict[str, Any]:
     config: dict[str, Any] = {}
     shape = kept.get("response_format") or {}
     if shape.get("type") == "json_schema":
-        schema = shape["json_schema"].get("schema") or {"type": "object"}
-        config["format"] = {"type": "json_schema", "schema": _closed(schema)}
+        config["format"] = {"type": "json_schema", "schema": held(_schema_of(shape), "response_format")}
     effort = kept.get("reasoning_effort")
     if isinstance(effort, str) and effort in _EFFORTS and (known := effort_for(_EFFORTS[effort], model)):
         config["effort"] = known
@@ -363,25 +388,3 @@ def _excludes_thinking(kept: Mapping[str, Any], model: str) -> bool:
     """Whether something was asked that cannot be had together with thinking: a forced call, sampling."""
     forced = kept.get("tool_choice") not in (None, "none", "auto")
     return forced or needs_sampling_version(sampling(kept, model))
-
-
-def _closed(schema: Any) -> Any:
-    """`schema` with every object closed to properties it does not name, without which Anthropic refuses it.
-
-    One that says itself what else it takes stays as it is.
-    """
-    if not isinstance(schema, Mapping):
-        return schema
-    closed = dict(schema)
-    for name in ("properties", "$defs", "definitions"):
-        if isinstance(inner := closed.get(name), Mapping):
-            closed[name] = {key: _closed(value) for key, value in inner.items()}
-    for name in ("anyOf", "oneOf", "allOf"):
-        if isinstance(inner := closed.get(name), list):
-            closed[name] = [_closed(value) for value in inner]
-    if "items" in closed:
-        closed["items"] = _closed(closed["items"])
-    kind = closed.get("type")
-    if kind == "object" or (isinstance(kind, list) and "object" in kind):
-        closed.setdefault("additionalProperties", False)
-    return closed

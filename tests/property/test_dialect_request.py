@@ -64,7 +64,7 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
         [
             {"type": "text"},
             {"type": "json_object"},
-            {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}},
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "properties": {}}}},
         ]
     ),
     "parallel_tool_calls": st.booleans(),

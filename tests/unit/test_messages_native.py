@@ -28,8 +28,8 @@ MARK = {"type": "ephemeral", "ttl": "1h"}
 PNG = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
 SIGNED = {"type": "thinking", "thinking": "Two.", "signature": "c2ln"}
 TOOL = {
-    "name": "look", "description": "Looks.", "input_schema": {"type": "object", "properties": {}}, "strict": True,
-    "cache_control": MARK,
+    "name": "look", "description": "Looks.", "strict": True, "cache_control": MARK,
+    "input_schema": {"type": "object", "properties": {}, "additionalProperties": False},
 }  # fmt: skip
 ASKED = {"role": "user", "content": "Hi"}
 
@@ -78,7 +78,10 @@ def test_an_agents_request_arrives_as_it_was_written() -> None:
         "metadata": {"user_id": "u" * 200},
         "stop_sequences": ["END"],
         "thinking": {"type": "adaptive", "display": "summarized"},
-        "output_config": {"effort": "xhigh", "format": {"type": "json_schema", "schema": {"type": "object"}}},
+        "output_config": {
+            "effort": "xhigh",
+            "format": {"type": "json_schema", "schema": {"type": "object", "additionalProperties": False}},
+        },
         "service_tier": "auto",
         "cache_control": {"type": "ephemeral"},
     }
@@ -167,7 +170,7 @@ def test_thinking_with_a_budget_waits_for_the_next_turn_when_another_tier_though
 
 
 def test_sampling_and_the_old_name_of_the_format() -> None:
-    shape = {"type": "json_schema", "schema": {"type": "object"}}
+    shape = {"type": "json_schema", "schema": {"type": "object", "additionalProperties": False}}
     early = native("claude-sonnet-4-5", temperature=0.5, top_k=5, output_format=shape)
     assert (early["temperature"], early["top_k"], early["output_config"]) == (0.5, 5, {"format": shape})
     late = native("claude-opus-5", temperature=0.5, top_p=0.5, top_k=5)

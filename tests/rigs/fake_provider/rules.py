@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tests.rigs.fake_provider import schemas
+
 
 @dataclass(eq=False)
 class RefusedError(Exception):
@@ -271,6 +273,8 @@ def _output(body: Mapping[str, Any]) -> None:
         _fields(config["format"], frozenset(("type", "schema")), frozenset(), "output_config.format")
         if config["format"]["type"] != "json_schema" or not isinstance(config["format"]["schema"], dict):
             raise RefusedError("output_config.format: Input should be a json_schema")
+        if problem := schemas.anthropic_problem(config["format"]["schema"]):
+            raise RefusedError(f"output_config.format.schema: {problem}")
     thinking = body.get("thinking", {"type": "disabled"})
     if thinking.get("type") not in ("enabled", "disabled", "adaptive"):
         raise RefusedError("thinking: Input tag does not match any of the expected tags")
@@ -294,6 +298,8 @@ def _anthropic_tools(body: Mapping[str, Any]) -> None:
             raise RefusedError(f"tools.{index}.name: String should match pattern '^[a-zA-Z0-9_-]{{1,128}}$'")
         if not isinstance(tool["input_schema"], dict) or tool["input_schema"].get("type") != "object":
             raise RefusedError(f"tools.{index}.input_schema.type: Input should be 'object'")
+        if tool.get("strict") and (problem := schemas.anthropic_problem(tool["input_schema"])):
+            raise RefusedError(f"tools.{index}.custom.input_schema: {problem}")
     if len({tool["name"] for tool in tools}) < len(tools):
         raise RefusedError("tools: Tool names must be unique.")
     if (choice := body.get("tool_choice")) is None:

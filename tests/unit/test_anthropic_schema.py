@@ -1,0 +1,212 @@
+"""JSON schemas as Anthropic holds answers to them: what stays, what becomes words, what makes the tier unsuitable."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated, Any, Literal
+
+import orjson
+import pytest
+from anthropic import transform_schema
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.lib._pydantic import to_strict_json_schema
+from pydantic import BaseModel, Field
+
+from gateway.core.anthropic_request import to_anthropic, unsupported_params
+from gateway.core.anthropic_schema import held
+from gateway.core.messages_request import parse
+from gateway.errors import UpstreamError
+from tests.rigs.fake_provider import rules
+from tests.rigs.fake_provider.schemas import anthropic_problem
+
+MODEL = "claude-opus-5"
+
+
+class Grain(enum.StrEnum):
+    RYE = "rye"
+    OATS = "oats"
+
+
+class Wheel(BaseModel):
+    kind: Literal["wheel"]
+    metres: float = Field(gt=0, multiple_of=0.5)
+
+
+class Stone(BaseModel):
+    kind: Literal["stone"]
+    age: int | None = Field(default=None, ge=0, le=400)
+
+
+class Mill(BaseModel):
+    name: str = Field(min_length=1, max_length=10, pattern="^[a-z]+$", description="What people call it.")
+    grains: list[Grain] = Field(min_length=2, max_length=3)
+    rivers: list[str] = Field(min_length=1)
+    part: Annotated[Wheel | Stone, Field(discriminator="kind")]
+    spare: Wheel = Field(description="In the shed.")
+
+
+def body_of(schema: Any) -> dict[str, Any]:
+    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    return {"messages": [{"role": "user", "content": "Hi"}], "response_format": shape}
+
+
+def refusal(schema: Any) -> UpstreamError:
+    with pytest.raises(UpstreamError) as caught:
+        held(schema, "response_format")
+    return caught.value
+
+
+@pytest.mark.parametrize("schema", [to_strict_json_schema(Mill), Mill.model_json_schema()])
+def test_what_the_official_openai_client_parses_into_is_taken(schema: dict[str, Any]) -> None:
+    """A schema with bounds was sent as it was, and answered with a 400 that was passed on."""
+    assert unsupported_params(body_of(schema), MODEL) == ()
+    sent = to_anthropic(body_of(schema), MODEL)
+    rules.anthropic(sent, "2026-10-21")
+    told = sent["output_config"]["format"]["schema"]
+    name = told["properties"]["name"]
+    assert name["description"] == 'What people call it.\n\n{maxLength: 10, minLength: 1, pattern: "^[a-z]+$"}'
+    assert told["properties"]["grains"]["description"] == "{maxItems: 3, minItems: 2}"
+    assert told["properties"]["rivers"]["minItems"] == 1
+    assert "anyOf" in told["properties"]["part"] and "oneOf" not in told["properties"]["part"]
+    assert "multipleOf: 0.5" in told["$defs"]["Wheel"]["properties"]["metres"]["description"]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "minimum": 1, "maximum": 10, "description": "A number"},
+        {"type": "array", "items": {"type": "string", "maxLength": 3}, "minItems": 0, "uniqueItems": True},
+        {"type": "string", "format": "date"},
+        {"enum": ["a", None], "type": ["string", "null"]},
+        {"const": 3, "title": "Three"},
+        {"oneOf": [{"type": "null"}, {"type": "boolean"}], "title": "T"},
+        {"allOf": [{"type": "object", "properties": {}, "required": []}]},
+        {"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"type": "null"}}},
+        {"type": "object", "additionalProperties": False},
+    ],
+)
+def test_it_says_what_anthropics_own_client_says(schema: dict[str, Any]) -> None:
+    got = held(schema, "x")
+    assert {**got, "description": None} == {**transform_schema(schema), "description": None}
+    assert anthropic_problem(got) is None and anthropic_problem(transform_schema(schema)) is None
+
+
+def test_what_its_client_would_lose_or_raise_at_stays() -> None:
+    said: dict[str, Any] = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "properties": {
+            "at": {"$ref": "#/definitions/p", "description": "Where."},
+            "all": {"items": {"type": ["string", "null"], "format": "phone"}, "minItems": 2},
+            "listed": {"type": "array"},
+            "odd": {"type": "object", "enum": [{"a": 1}], "const": {"a": 1}, "properties": {}},
+        },
+        "definitions": {"p": {"type": ["object", "null"], "properties": {}, "additionalProperties": True}},
+    }
+    before = str(said)
+    got = held(said, "x")
+    assert str(said) == before
+    assert anthropic_problem(got) is None
+    assert got == {
+        "definitions": {"p": {"type": ["object", "null"], "properties": {}, "additionalProperties": False}},
+        "type": "object",
+        "properties": {
+            "at": {"anyOf": [{"$ref": "#/definitions/p"}], "description": "Where."},
+            "all": {
+                "type": "array",
+                "items": {"type": ["string", "null"], "description": '{format: "phone"}'},
+                "description": "{minItems: 2}",
+            },
+            "listed": {"type": "array"},
+            "odd": {
+                "type": "object",
+                "properties": {},
+                "additionalProperties": False,
+                "description": '{enum: [{"a":1}], const: {"a":1}}',
+            },
+        },
+        "additionalProperties": False,
+    }
+
+
+def test_a_union_of_objects_may_say_that_it_is_an_object() -> None:
+    variant = {"type": "object", "properties": {}, "additionalProperties": False}
+    got = held({"type": "object", "anyOf": [variant]}, "x")
+    assert got == {"anyOf": [variant]}
+    both = held({"type": "object", "properties": {"a": {"type": "null"}}, "anyOf": [variant]}, "x")
+    assert both["properties"] == {"a": {"type": "null"}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        {"description": "Anything."},
+        {"type": "object"},
+        {"type": "object", "additionalProperties": {"type": "integer"}},
+        {"type": "object", "properties": {"any": {}}},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}},
+        {"$ref": "#/$defs/b", "$defs": {"a": {"type": "null"}}},
+        {"type": "object", "properties": {"a": {"$ref": "#"}}},
+    ],
+)
+def test_what_would_be_another_answer_makes_the_tier_unsuitable(schema: Any) -> None:
+    error = refusal(schema)
+    assert (error.status, error.code, error.param) == (400, "unsupported_parameter", "response_format")
+    if isinstance(schema, dict):
+        assert anthropic_problem(schema) is not None
+        assert unsupported_params(body_of(schema)) == ("response_format",)
+
+
+def test_strict_tools_are_held_and_others_stay_as_they_are() -> None:
+    parameters = {"type": "object", "properties": {"litres": {"type": "integer", "minimum": 1}}}
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": parameters, "strict": strict}}
+        for name, strict in (("a", True), ("b", False))
+    ]
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": tools}
+    strict, free = to_anthropic(body, MODEL)["tools"]
+    rules.anthropic(to_anthropic(body, MODEL), "2026-10-21")
+    assert strict["input_schema"]["properties"]["litres"] == {"type": "integer", "description": "{minimum: 1}"}
+    assert strict["input_schema"]["additionalProperties"] is False
+    assert free["input_schema"] == parameters
+    open_ended = {"name": "c", "parameters": {"properties": {"any": {}}}, "strict": True}
+    body["tools"] = [{"type": "function", "function": open_ended}]
+    assert unsupported_params(body) == ("tools",)
+
+
+def test_a_schema_in_anthropics_own_dialect_is_the_callers_affair() -> None:
+    """It is sent as it was written, so what Anthropic thinks of it is Anthropic's to say."""
+    format = {"type": "json_schema", "schema": {"type": "object", "properties": {"any": {}}}}
+    asked = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]}
+    request = parse(orjson.dumps({**asked, "output_config": {"format": format}}))
+    assert unsupported_params(request.body, MODEL) == ()
+
+
+_BOUNDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "minimum": st.integers(), "maxLength": st.integers(0), "pattern": st.text(), "uniqueItems": st.booleans(),
+        "default": st.none() | st.integers(), "title": st.text(), "description": st.text(),
+        "minItems": st.integers(0, 3), "format": st.sampled_from(["date", "phone"]), "not": st.just({}),
+    },
+)  # fmt: skip
+_LEAF = st.sampled_from(["string", "integer", "number", "boolean", "null"]).map(lambda kind: {"type": kind})
+_SCHEMAS: st.SearchStrategy[dict[str, Any]] = st.recursive(
+    _LEAF | st.lists(st.text() | st.integers() | st.none(), min_size=1).map(lambda values: {"enum": values}),
+    lambda inner: (
+        inner.map(lambda one: {"type": "array", "items": one})
+        | st.dictionaries(st.text(), inner, max_size=3).map(lambda named: {"type": "object", "properties": named})
+        | st.tuples(st.sampled_from(["anyOf", "oneOf", "allOf"]), st.lists(inner, min_size=1, max_size=3)).map(
+            lambda said: {said[0]: said[1]}
+        )
+    ),
+    max_leaves=6,
+)
+
+
+@given(_SCHEMAS, _BOUNDS)
+def test_whatever_is_held_is_taken_and_held_again_the_same(schema: dict[str, Any], bounds: dict[str, Any]) -> None:
+    got = held({**bounds, **schema}, "x")
+    assert anthropic_problem(got) is None
+    assert held(got, "x") == got
