@@ -57,9 +57,9 @@ class Assembly:
             return False
         if self._first is None and (
             chunk.get("object") != "chat.completion.chunk"
-            or chunk.get("id") is None
-            or chunk.get("created") is None
-            or chunk.get("model") is None
+            or not chunk.get("id")
+            or not chunk.get("created")
+            or not chunk.get("model")
         ):
             return False
         choices = chunk.get("choices")
@@ -128,7 +128,7 @@ class _Any:
     def __init__(self) -> None:
         self._head: dict[str, Any] = {}
         self._untold = _COPIED
-        """What the head still lacks."""
+        """What the head still lacks, or has empty: Azure's first chunk has a head of empty texts."""
         self._object: str | None = None
         self._choices: dict[int, _Choice] = {}
         self._usage: Mapping[str, Any] | None = None
@@ -136,13 +136,13 @@ class _Any:
     def add(self, chunk: Any) -> None:
         if not isinstance(chunk, dict) or not isinstance(choices := chunk.get("choices"), list):
             raise ValueError("a chunk without choices")
-        if self._object is None:
-            self._object = _OBJECTS.get(str(chunk.get("object")))
+        if self._object is None and (named := chunk.get("object")):
+            self._object = _OBJECTS.get(str(named))
             if self._object is None:
-                raise ValueError(f"a chunk of an unknown kind {chunk.get('object')!r}")
+                raise ValueError(f"a chunk of an unknown kind {named!r}")
         if not self._untold.isdisjoint(chunk):
             self._head |= {name: chunk[name] for name in self._untold if chunk.get(name) is not None}
-            self._untold -= self._head.keys()
+            self._untold = frozenset(name for name in self._untold if not self._head.get(name))
         if isinstance(usage := chunk.get("usage"), dict):
             self._usage = usage
         for part in choices:
@@ -187,10 +187,14 @@ class _Any:
                 choice.extra[name] = value
 
     def result(self) -> dict[str, Any]:
-        build = _text_choice if self._object == "text_completion" else _chat_choice
+        if self._object is None and not self._choices:
+            raise ValueError("no chunk was added")
+        is_text = any("text" in choice.texts for choice in self._choices.values())
+        kind = self._object or ("text_completion" if is_text else "chat.completion")
+        build = _text_choice if kind == "text_completion" else _chat_choice
         answer: dict[str, Any] = {
             "id": self._head.get("id"),
-            "object": self._object,
+            "object": kind,
             "created": self._head.get("created"),
             "model": self._head.get("model"),
             "choices": [build(index, self._choices[index]) for index in sorted(self._choices)],

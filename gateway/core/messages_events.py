@@ -101,8 +101,10 @@ class MessageEvents:
     def _chunk(self, chunk: Mapping[str, Any], out: list[bytes]) -> None:
         if chunk.get("usage") is not None:
             self._usage = chunk["usage"]
-        self._start(chunk, out)
-        for choice in objects(chunk, "choices"):
+        choices = objects(chunk, "choices")
+        if choices or chunk.get("id"):  # Azure's first chunk says what it thinks of the prompt, and names nobody
+            self._start(chunk, out)
+        for choice in choices:
             self._delta(mapping(choice, "delta"), out)
             if choice.get("finish_reason") is not None:
                 self._finished = choice

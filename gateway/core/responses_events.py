@@ -232,7 +232,9 @@ class Stream:
                 out.append(frame.frame)
             elif isinstance(frame, Data) and not self._over:
                 chunk = loads(frame.payload)
-                out.append(self._written([*self._begun(chunk.get("model")), *self.answer.add(chunk)]))
+                model = chunk.get("model")
+                begun = self._begun(model) if model or chunk["choices"] else []  # Azure's first chunk names nobody
+                out.append(self._written([*begun, *self.answer.add(chunk)]))
                 if self.answer.is_astray:
                     out.append(self.broke(Code.MODEL_FAILED, "the tier went on with a function call that had ended"))
         return b"".join(out)

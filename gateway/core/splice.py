@@ -123,7 +123,7 @@ class Kept:
             self._give_up("malformed")
             return
         if self.head.id is None:
-            self.head = Head(chunk.get("id"), chunk.get("created"))
+            self.head = Head(chunk.get("id") or None, chunk.get("created"))
         if choices := chunk["choices"]:
             self._read_choice(payload, choices[0])
 

@@ -21,11 +21,13 @@ providers:
   google: {{kind: openai, api_key: "${{env:CLOUD}}", base_url: {url}/v1beta/openai/}}
   anthropic: {{kind: anthropic, api_key: "${{env:CLOUD}}", base_url: {url}}}
   itself: {{kind: openai, flavor: openai, api_key: "${{env:CLOUD}}", base_url: {url}/v1}}
+  azure: {{kind: openai, flavor: openai, api_key: "${{env:CLOUD}}", base_url: {url}/openai/v1}}
   wrong: {{kind: openai, api_key: not-the-key, base_url: {url}/v1}}
 routes:
   demo: {{chain: [local/demo, openai/gpt]}}
   a: {{chain: [local/demo, anthropic/claude]}}
   g: {{chain: [local/demo, google/gemini]}}
+  az: {{chain: [local/demo, azure/gpt-4o]}}
   misconfigured: {{chain: [wrong/gpt, openai/gpt]}}
   throttled: {{chain: [openai/fault-429=9, anthropic/claude]}}
   away: {{chain: [openai/fault-503=9, openai/gpt]}}
@@ -56,7 +58,8 @@ async def gateway(tmp_path: Path, cloud: FakeProvider) -> AsyncIterator[Gateway]
 
 
 @pytest.mark.parametrize(
-    ("route", "answered"), [("demo", "openai/gpt"), ("a", "anthropic/claude"), ("g", "google/gemini")]
+    ("route", "answered"),
+    [("demo", "openai/gpt"), ("a", "anthropic/claude"), ("g", "google/gemini"), ("az", "azure/gpt-4o")],
 )
 async def test_with_local_gone_a_cloud_answers_whole_and_streamed(gateway: Gateway, route: str, answered: str) -> None:
     whole = await gateway.chat(route)
@@ -69,6 +72,18 @@ async def test_with_local_gone_a_cloud_answers_whole_and_streamed(gateway: Gatew
     chunks = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
     said = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
     assert said == whole.json()["choices"][0]["message"]["content"]
+
+
+async def test_a_stream_whose_first_chunk_names_nobody_names_its_answerer(gateway: Gateway) -> None:
+    """Azure's filter speaks before the model does; no dialect takes its empty words for the answer's."""
+    body = {"model": "az", "input": "Hello!", "stream": True}
+    events = (await gateway.client.post("/v1/responses", json=body)).text
+    created = json.loads(events.partition("data: ")[2].partition("\n")[0])
+    assert (created["type"], created["response"]["model"]) == ("response.created", "gpt-4o")
+    body = {"model": "az", "max_tokens": 9, "messages": [{"role": "user", "content": "Hello!"}], "stream": True}
+    events = (await gateway.client.post("/v1/messages", json=body)).text
+    start = json.loads(events.partition("data: ")[2].partition("\n")[0])["message"]
+    assert (start["model"], len(start["id"]) > len("msg_")) == ("gpt-4o", True)
 
 
 async def test_policy_keeps_a_request_local_even_when_only_clouds_could_answer(

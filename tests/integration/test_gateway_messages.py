@@ -30,6 +30,7 @@ pytestmark = pytest.mark.timeout(60)
 CONFIG = """
 providers:
   openai: {{kind: openai, api_key: "${{env:CLOUD}}", base_url: {url}/v1, flavor: openai}}
+  azure: {{kind: openai, api_key: "${{env:CLOUD}}", base_url: {url}/openai/v1, flavor: openai}}
   google: {{kind: openai, api_key: "${{env:CLOUD}}", base_url: {url}/v1beta/openai/}}
   anthropic: {{kind: anthropic, api_key: "${{env:CLOUD}}", base_url: {url}}}
   nowhere: {{kind: anthropic, api_key: "${{env:CLOUD}}", base_url: "http://127.0.0.1:9"}}
@@ -39,6 +40,7 @@ routes:
   claude: {{chain: [anthropic/claude-opus-5]}}
   haiku: {{chain: [anthropic/claude-haiku-4-5]}}
   gpt: {{chain: [openai/gpt-5]}}
+  azure: {{chain: [azure/gpt-4o]}}
   gemini: {{chain: [google/gemini]}}
   nowhere: {{chain: [nowhere/claude-opus-5]}}
   toolless: {{chain: [local/demo-mini, anthropic/claude-opus-5]}}
@@ -100,7 +102,7 @@ async def client(gateway: Gateway) -> AsyncIterator[AsyncAnthropic]:
 
 
 # --- whole and streamed -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("model", ["demo", "claude", "gpt", "gemini"])
+@pytest.mark.parametrize("model", ["demo", "claude", "gpt", "azure", "gemini"])
 async def test_every_tier_answers_whole_and_streamed(client: AsyncAnthropic, model: str) -> None:
     whole = await client.messages.create(model=model, max_tokens=50, messages=MESSAGES, system="Be brief.")
     assert (whole.type, whole.role, whole.stop_reason) == ("message", "assistant", "end_turn")

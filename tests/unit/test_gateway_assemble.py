@@ -34,6 +34,27 @@ def test_of_what_every_chunk_says_the_first_counts() -> None:
     assert answer["system_fingerprint"] == "fp", "nothing was said before"
 
 
+NOBODY = {"id": "", "object": "", "created": 0, "model": "", "choices": [], "prompt_filter_results": []}
+"""How Azure's streams begin."""
+
+
+def test_a_first_chunk_that_names_nobody_is_passed_over() -> None:
+    """Who speaks, and what this is, stands in the first chunk that says so."""
+    answer = _sum(NOBODY, _chunk({"content": "a"}, content_filter_results={}), _chunk(finish="stop"))
+    assert (answer["id"], answer["object"], answer["created"], answer["model"]) == ("c1", "chat.completion", 5, "demo")
+    assert answer["choices"][0]["message"]["content"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("choice", "kind"),
+    [({"delta": {"content": "a"}}, "chat.completion"), ({"text": "a"}, "text_completion")],
+)
+def test_a_stream_that_never_says_what_it_is_is_what_its_choices_are(choice: dict[str, Any], kind: str) -> None:
+    answer = _sum(NOBODY, {"choices": [{"index": 0, **choice, "finish_reason": "stop"}]})
+    assert answer["object"] == kind
+    assert (answer["id"], answer["model"]) == ("", ""), "it was said, though it is empty"
+
+
 def test_text_usage_and_head() -> None:
     usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
     answer = _sum(

@@ -175,6 +175,13 @@ def test_what_was_said_is_read_from_the_payloads() -> None:
     assert kept(chunk("Вода идёт к мельнице")).said.tokens == 13
 
 
+def test_an_answer_goes_on_under_the_first_name_that_it_gave() -> None:
+    """Azure's first chunk has none."""
+    nobody = Data(b'{"id":"","object":"","created":0,"model":"","choices":[]}', DeltaKind.OTHER)
+    found = kept(nobody, chunk("one"), chunk("two"))
+    assert (found.said.content, found.head.id, found.head.created) == ("onetwo", "a", 2)
+
+
 def test_nothing_is_kept_of_what_cannot_go_on() -> None:
     found = Kept("shape")
     found.note([Comment(b": x\n\n")])

@@ -49,7 +49,26 @@ def call(index: int, arguments: str | None = None, name: str | None = None, id: 
 
 ROLE = chunk({"role": "assistant", "content": ""})
 
+NOBODY = {"id": "", "object": "", "created": 0, "model": ""}
+"""The head of Azure's first chunk, and of those in which its filter speaks later."""
+FILTERED = {"hate": {"filtered": False, "severity": "safe"}}
+NO_PROMPT = {
+    **NOBODY,
+    "choices": [],
+    "prompt_filter_results": [{"prompt_index": 0, "content_filter_results": FILTERED}],
+}
+
 STREAMS: dict[str, tuple[list[Frame], tuple[str, ...]]] = {
+    "azure": (
+        [
+            Data(orjson.dumps(NO_PROMPT), DeltaKind.OTHER),
+            PING,
+            chunk({"role": "assistant", "content": "", "refusal": None}, content_filter_results={}),
+            chunk({"content": "Hello"}, content_filter_results=FILTERED),
+            chunk({}, finish="stop", content_filter_results={}),
+        ],
+        (),
+    ),
     "text": ([ROLE, PING, chunk({"content": "Water"}), chunk({"content": " turns\nü"}), chunk(finish="stop")], ()),
     "tools": (
         [

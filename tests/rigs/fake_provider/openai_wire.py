@@ -93,6 +93,27 @@ def chat_stream(number: int, body: Mapping[str, Any], answer: Answer, prompt_tok
     yield "done", b"data: [DONE]\n\n"
 
 
+def azure_stream(number: int, body: Mapping[str, Any], answer: Answer, prompt_tokens: int) -> Iterator[Frame]:
+    """The same as Azure writes it: first what its filter thinks of the prompt, in a chunk that names nobody."""
+    prompt = {"prompt_index": 0, "content_filter_results": FILTERED}
+    nobody = {"choices": [], "created": 0, "id": "", "model": "", "object": "", "prompt_filter_results": [prompt]}
+    yield _frame("role", nobody)
+    for kind, frame in chat_stream(number, body, answer, prompt_tokens):
+        if kind == "done":
+            yield kind, frame
+            continue
+        payload = json.loads(frame.removeprefix(b"data: "))
+        for choice in payload["choices"]:
+            choice["content_filter_results"] = FILTERED if kind == "content" else {}
+        yield _frame(kind, payload)
+
+
+FILTERED: Mapping[str, Any] = {
+    name: {"filtered": False, "severity": "safe"} for name in ("hate", "self_harm", "sexual", "violence")
+}
+"""What Azure's content filter says of a harmless text."""
+
+
 def chat_answer(number: int, body: Mapping[str, Any], answer: Answer, prompt_tokens: int) -> dict[str, Any]:
     choices = body.get("n") or 1
     message: dict[str, Any] = {

@@ -20,7 +20,9 @@ from tests.rigs.fake_provider.streaming import reset, stream_frames
 Handle = Callable[[web.Request, Record, str], Awaitable[web.StreamResponse]]
 MODELS = ("fake-large", "fake-small")
 BODY_LIMIT = 32 * 2**20
-PREFIXES: Mapping[str, str] = {"/v1": "openai", "/v1beta/openai": "google"}
+AZURE = "/openai/v1"
+"""Azure's address: OpenAI's models and rules, streams with what its filters found."""
+PREFIXES: Mapping[str, str] = {"/v1": "openai", AZURE: "openai", "/v1beta/openai": "google"}
 
 
 class FakeProvider:
@@ -43,6 +45,10 @@ class FakeProvider:
     @property
     def openai_url(self) -> str:
         return self.url + "/v1"
+
+    @property
+    def azure_url(self) -> str:
+        return self.url + AZURE
 
     @property
     def google_url(self) -> str:
@@ -135,7 +141,8 @@ class FakeProvider:
     async def _chat(self, request: web.Request, record: Record, flavor: str) -> web.StreamResponse:
         rules.openai_chat(record.body, flavor)
         work = self._work(request, record, prompts.openai_chat(flavor, record.body))
-        return await self._generate(work, openai_wire.chat_stream, openai_wire.chat_answer)
+        stream = openai_wire.azure_stream if request.path.startswith(AZURE) else openai_wire.chat_stream
+        return await self._generate(work, stream, openai_wire.chat_answer)
 
     async def _text(self, request: web.Request, record: Record, flavor: str) -> web.StreamResponse:
         rules.openai_completions(record.body)
