@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from inference.worker.backend import TokenSampler, Vocabulary
 from inference.worker.core.parts import AnswerParser, CallBegin, Content, Part, Reasoning
-from inference.worker.generation import Generation, Output, TokenLogprob
+from inference.worker.generation import Generation, Output
 from inference.worker.requests import Begun
 
 
@@ -79,8 +79,7 @@ class DividedGeneration(Generation):
         is_shown = token in self._reading.shown
         piece = b"" if is_end and not is_shown else self._vocabulary.piece(token, special=is_shown)
         if logprob is not None and not is_end:
-            named = tuple((self._vocabulary.piece(other, special=True), value) for other, value in top)
-            self._logprobs.append(TokenLogprob(piece, logprob, named, self._decoded))
+            self._score(token, logprob, top)
         if decoded := self._detokenizer.push(piece):
             self._decoded += len(decoded)
             self._take(self._parser.push(decoded))

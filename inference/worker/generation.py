@@ -94,8 +94,7 @@ class Generation:
             return self._output(self._rest(), "stop")
         piece = self._vocabulary.piece(token)
         if logprob is not None:
-            named = tuple((self._vocabulary.piece(other, special=True), value) for other, value in top)
-            self._logprobs.append(TokenLogprob(piece, logprob, named, self._decoded))
+            self._score(token, logprob, top)
         decoded = self._detokenizer.push(piece)
         self._decoded += len(decoded)
         text = self._unseen(self._stops.push(decoded))
@@ -108,6 +107,11 @@ class Generation:
     def fail(self, error: WorkerError) -> Output:
         """The end of a choice that cannot go on."""
         return Output(self.choice, "", self.tokens, self.cached or 0, (), None, error)
+
+    def _score(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> None:
+        """Keeps a token's log probability. Control tokens are told by name there, though they are no text."""
+        named = tuple((self._vocabulary.piece(other, special=True), value) for other, value in top)
+        self._logprobs.append(TokenLogprob(self._vocabulary.piece(token, special=True), logprob, named, self._decoded))
 
     def _rest(self) -> str:
         text = self._stops.push(self._detokenizer.flush())
