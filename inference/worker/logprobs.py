@@ -61,11 +61,27 @@ def _chat_token(item: TokenLogprob) -> bytes:
 
 def _completion_token(item: TokenLogprob, shift: int) -> list[bytes]:
     return [
-        orjson.dumps(_show(item.piece)),
+        orjson.dumps(_key(item.piece)),
         orjson.dumps(_finite(item.logprob)),
-        b"null" if item.logprob is None else orjson.dumps({_show(piece): _finite(value) for piece, value in item.top}),
+        b"null" if item.logprob is None else orjson.dumps(_by_key([*item.top, (item.piece, item.logprob)])),
         orjson.dumps(max(0, item.offset + shift)),
     ]
+
+
+def _by_key(scored: Sequence[tuple[bytes, float]]) -> dict[str, float | None]:
+    """Scores by what tokens look like; of tokens that look alike the first, the likelier one's."""
+    found: dict[str, float | None] = {}
+    for piece, value in scored:
+        found.setdefault(_key(piece), _finite(value))
+    return found
+
+
+def _key(piece: bytes) -> str:
+    """A token where nothing but its text is told: OpenAI writes one that is no whole text as bytes."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + piece.decode("latin-1").encode("unicode_escape").decode("ascii")
 
 
 def _finite(value: float | None) -> float | None:

@@ -46,8 +46,9 @@ def test_an_echoed_prompt_is_scored_as_evaluation_harnesses_ask(worker: WorkerRi
         "<|endoftext|>", None, None
     )  # fmt: skip
     assert all(score < 0 for score in logprobs["token_logprobs"][1:])
-    # Two tokens that are no whole characters have the same text, and the format is keyed by it.
-    assert all(1 <= len(top) <= 2 for top in logprobs["top_logprobs"][1:])
+    for at, top in enumerate(logprobs["top_logprobs"][1:], start=1):
+        assert top[logprobs["tokens"][at]] == logprobs["token_logprobs"][at]
+        assert len(top) == 2 or (len(top) == 3 and min(top.values()) == logprobs["token_logprobs"][at])
     for token, offset in list(zip(logprobs["tokens"], logprobs["text_offset"], strict=True))[1:]:
         assert choice["text"][offset:].startswith(token)
 
