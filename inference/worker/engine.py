@@ -188,18 +188,17 @@ class Engine:
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as error:
-                log.exception("a request could not be followed")
-                self._forsake(ticket, f"the engine refused it ({type(error).__name__}: {error})")
+                self._forsake(ticket, _reason(error, "the engine refused the request"))
 
-    def _forsake(self, ticket: Ticket[Output], message: str) -> None:
-        self._refuse(ticket, WorkerError(Code.MODEL_FAILED, message))
+    def _forsake(self, ticket: Ticket[Output], reason: WorkerError) -> None:
+        self._refuse(ticket, reason)
         try:
             self._drop(ticket)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:
             log.exception("a request could not be forgotten")
-            self._runner.give_up(message)
+            self._runner.give_up(reason.message)
 
     def _guarded_step(self) -> None:
         try:
@@ -264,11 +263,7 @@ class Engine:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
-            if isinstance(error, WorkerError):
-                reason = error
-            else:
-                log.exception("sampling failed")
-                reason = WorkerError(Code.MODEL_FAILED, f"sampling failed ({type(error).__name__}: {error})")
+            reason = _reason(error, "sampling failed")
             self._scheduler.abort(row.job)
             self._end(row.job, reason)
 
@@ -446,3 +441,11 @@ class Engine:
                 self._running[job].ticket.progress = (
                     Progress("queued", done) if waits else Progress("prefill", done, total)
                 )
+
+
+def _reason(error: BaseException, failed: str) -> WorkerError:
+    """What a request is told that ends with `error`: the words meant for it, or that we `failed`."""
+    if isinstance(error, WorkerError):
+        return error
+    log.error("%s", failed, exc_info=error)
+    return WorkerError(Code.MODEL_FAILED, f"{failed} ({type(error).__name__}: {error})")

@@ -113,5 +113,7 @@ class SamplerShop:
         """A sampler for one choice."""
         if sampling.seed == 667:
             raise ValueError("no such sampler")
+        if constraint is not None:
+            constraint.start()
         self.made.append(FakeSampler(self.say, 1 if sampling.seed == 666 else -1))
         return self.made[-1]

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import pytest
 
 from inference.protocol import Code
-from inference.worker.backend import Decode
+from inference.worker.backend import Decode, Mask
 from inference.worker.core.pacing import Pace
 from inference.worker.core.parts import Content
 from inference.worker.core.steps import Limits
 from inference.worker.engine import PROGRESS_SECONDS, Engine
-from inference.worker.errors import WorkerError
+from inference.worker.errors import ConstraintError, WorkerError
 from inference.worker.generation import Output
 from inference.worker.intake import Coming
 from inference.worker.requests import Sampling
@@ -148,6 +148,22 @@ async def test_a_broken_sampler_ends_only_its_request(bench: Bench) -> None:
 async def test_a_sampler_that_cannot_be_made_ends_only_its_request(bench: Bench) -> None:
     bad = bench.ask(b"bad", sampling=Sampling(seed=667))
     assert (await bench.outcome(bad))[0][1:] == (None, Code.MODEL_FAILED)
+    assert await bench.outcome(bench.ask()) == [("abcdefgh", "stop", None)]
+
+
+async def test_a_constraint_that_cannot_be_started_is_no_failure_of_the_model(bench: Bench) -> None:
+    """Its own words reach whoever asked for it, as they do when it ends in the middle of an answer."""
+
+    class Unstartable:
+        def start(self) -> Mask:
+            raise ConstraintError("the grammar became too complex for its limits")
+
+    output = (await bench.ask(b"bad", constraint=Unstartable()).take(10))[0]
+    assert output.error is not None
+    assert (output.error.code, output.error.message) == (
+        Code.INVALID_REQUEST,
+        "the grammar became too complex for its limits",
+    )
     assert await bench.outcome(bench.ask()) == [("abcdefgh", "stop", None)]
 
 
