@@ -118,11 +118,13 @@ def chat(body: Any, facts: Facts) -> GenerateRequest:
         raise BadRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
     newer = fields.integer(given, "max_completion_tokens", None, 1)
     older = fields.integer(given, "max_tokens", None, 1)
+    most, most_param = (older, "max_tokens") if newer is None else (newer, "max_completion_tokens")
     return GenerateRequest(
         kind="chat",
         messages=messages,
         logprobs=(top or 0) if wants_logprobs else None,
-        max_tokens=newer if newer is not None else older,
+        max_tokens=most,
+        max_tokens_param=most_param,
         template_arguments=variables(given),
         continue_final=continue_final,
         tools=tools,

@@ -107,7 +107,7 @@ class Prompts:
         """
         most = request.max_tokens
         if most is not None and most > self._facts.context_length:
-            raise self._too_large(most)
+            raise self._too_large(most, request.max_tokens_param)
         opened = ""
         images: list[Image] = []
         said: list[int] = []
@@ -309,12 +309,12 @@ class Prompts:
             details={"context_length": context, "prompt_tokens": prompt, "max_tokens": None},
         )
 
-    def _too_large(self, most: int) -> BadRequestError:
+    def _too_large(self, most: int, param: str) -> BadRequestError:
         context = self._facts.context_length
         return BadRequestError(
-            f"this model's context holds {context} tokens, prompt and answer together, and max_tokens is {most}; "
-            f"ask for fewer than {context}, or leave max_tokens out",
-            "max_tokens",
+            f"this model's context holds {context} tokens, prompt and answer together, and {param} is {most}; "
+            f"ask for fewer than {context}, or leave {param} out",
+            param,
             code=Code.CONTEXT_LENGTH_EXCEEDED,
             details={"context_length": context, "prompt_tokens": None, "max_tokens": most},
         )

@@ -74,7 +74,8 @@ NOTHING = Begun()
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """A validated chat or completion. `logprobs` is None or how many alternatives to name; `max_tokens` is the most
-    that the caller wants, None as many as the context holds, 0 only with `echo`.
+    that the caller wants, None as many as the context holds, 0 only with `echo`; `max_tokens_param` is the parameter
+    that says so.
 
     `form` is what the answer must look like and `form_param` the parameter that says so. `suffix` is what follows the
     gap that the answer fills. `images` are files, in the order of their markers in the messages. `said` is how the
@@ -87,6 +88,7 @@ class GenerateRequest:
     prompts: tuple[Prompt, ...] = ()
     sampling: Sampling = Sampling()
     max_tokens: int | None = None
+    max_tokens_param: str = "max_tokens"
     stops: tuple[str, ...] = ()
     n: int = 1
     stream: bool = False

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from inference.worker import frugal, rendering, sandbox
+from inference.worker import bodies, frugal, rendering, sandbox
 from inference.worker.errors import BadRequestError
 from inference.worker.prompts import Prompts
 from inference.worker.requests import Facts
@@ -191,6 +191,22 @@ def test_a_final_assistant_message_can_be_continued() -> None:
     messages = [*user("q"), {"role": "assistant", "content": "an"}]
     tokens = prompts(source).chat(messages, {}, continue_final=True)
     assert "".join(map(chr, tokens[1:])) == "[q]>an"
+
+
+@pytest.mark.parametrize(
+    ("limits", "param"),
+    [
+        ({"max_tokens": 129}, "max_tokens"),
+        ({"max_completion_tokens": 129}, "max_completion_tokens"),
+        ({"max_tokens": 5, "max_completion_tokens": 129}, "max_completion_tokens"),
+    ],
+)
+def test_a_limit_beyond_the_context_is_refused_by_the_name_it_was_given(limits: dict[str, int], param: str) -> None:
+    facts = Facts("tiny", 128, 300, 64, ("chat",))
+    request = bodies.chat({"messages": user("x"), **limits}, facts)
+    with pytest.raises(BadRequestError, match=f" {param} is 129; .* leave {param} out") as caught:
+        prompts("ab").generate(request)
+    assert (caught.value.param, caught.value.code) == (param, "context_length_exceeded")
 
 
 def test_a_text_that_cannot_fit_is_refused_without_tokenizing_it() -> None:
