@@ -42,7 +42,13 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
         return {"error": error.message}
     marker = "<image>" if "vision" in capabilities else ""
     facts = Facts(
-        grant.model_id, job["context_length"], model.n_vocab, 0, capabilities=capabilities, image_marker=marker
+        grant.model_id,
+        job["context_length"],
+        model.n_vocab,
+        0,
+        capabilities=capabilities,
+        image_marker=marker,
+        family=loading.family_of(template),
     )
     prompts = Prompts(model, template, facts)
     threading.stack_size(TOKENIZER_STACK_BYTES)

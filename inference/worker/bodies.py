@@ -7,6 +7,7 @@ from typing import Any
 
 from inference.protocol import Code
 from inference.worker import fields, format_fields, sampling_fields, tool_fields
+from inference.worker.core.dialects.effort import LEVELS, effort_variables
 from inference.worker.errors import BadRequestError
 from inference.worker.images import ImageParts
 from inference.worker.messages import messages_of
@@ -89,8 +90,6 @@ _RENDERERS_OWN: Mapping[str, str] = {
 }
 """Variables of every template that are not the caller's to set, and what to do instead."""
 
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-
 
 def chat(body: Any, facts: Facts) -> GenerateRequest:
     """The request in a /v1/chat/completions body; raises BadRequestError with `param`."""
@@ -125,7 +124,7 @@ def chat(body: Any, facts: Facts) -> GenerateRequest:
         logprobs=(top or 0) if wants_logprobs else None,
         max_tokens=most,
         max_tokens_param=most_param,
-        template_arguments=variables(given),
+        template_arguments=variables(given, facts),
         continue_final=continue_final,
         tools=tools,
         choice=choice,
@@ -213,9 +212,9 @@ def continues(given: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -
     return found
 
 
-def variables(given: Mapping[str, Any]) -> Mapping[str, Any]:
+def variables(given: Mapping[str, Any], facts: Facts) -> Mapping[str, Any]:
     """What the caller sets of the chat template's variables; raises BadRequestError for one that is the renderer's."""
-    return {**_effort(given), **_arguments(given)}
+    return {**_effort(given, facts), **_arguments(given)}
 
 
 def _arguments(given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -282,15 +281,13 @@ def _check_ending(given: Mapping[str, Any], forced: str) -> None:
         raise _not_together("ignore_eos", forced)
 
 
-def _effort(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`reasoning_effort` in the words of the templates: a level, or thinking switched on and off."""
+def _effort(given: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
     effort = fields.text(given, "reasoning_effort")
     if effort is None:
         return {}
-    if effort not in _EFFORTS:
-        raise BadRequestError(f"reasoning_effort must be one of {', '.join(_EFFORTS)}", "reasoning_effort")
-    thinks = effort != "none"
-    return {"enable_thinking": thinks, "thinking": thinks, **({"reasoning_effort": effort} if thinks else {})}
+    if effort not in LEVELS:
+        raise BadRequestError(f"reasoning_effort must be one of {', '.join(LEVELS)}", "reasoning_effort")
+    return effort_variables(effort, facts.family)
 
 
 def _said(given: Mapping[str, Any], common: Mapping[str, Any]) -> Said | None:

@@ -88,7 +88,7 @@ class Counting:
             )
         tools, choice = tool_fields.tools_of(given, self._facts)
         continues = bodies.continues(given, messages)
-        return self._prompts.chat(messages, bodies.variables(given), continues, tools=tools, choice=choice)
+        return self._prompts.chat(messages, bodies.variables(given, self._facts), continues, tools=tools, choice=choice)
 
     def _longest(self, given: Mapping[str, Any]) -> list[int]:
         """Of several prompts the one with the most tokens: the others need no more room than it."""

@@ -73,6 +73,7 @@ def load(grant: Grant, tail: LogTail, on_progress: Callable[[float], bool]) -> L
         capabilities=capabilities,
         sampling_defaults=sampling.defaults(model.metadata),
         image_marker=f"<image-{secrets.token_hex(12)}>" if "vision" in capabilities else "",
+        family=family_of(template),
     )
     names = {
         ggml.buffer_name(handle): device.id
@@ -230,6 +231,11 @@ def _architecture(model: llama.Model) -> str:
 
 def _is_causal(model: llama.Model) -> bool:
     return model.metadata.get(f"{_architecture(model)}.attention.causal", "true") == "true"
+
+
+def family_of(template: ChatTemplate | None) -> str:
+    """The name of the template's dialect; empty without one."""
+    return "" if template is None else template.dialect.name
 
 
 def template_of(model: llama.Model) -> tuple[ChatTemplate | None, str]:

@@ -26,6 +26,8 @@ class Facts:
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     image_marker: str = ""
     """What stands for an image in a message's text; nobody else can know it. Empty where images are not read."""
+    family: str = ""
+    """Of the chat template, as its dialect is called; empty without one."""
 
 
 @dataclass(frozen=True, slots=True)

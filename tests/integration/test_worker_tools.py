@@ -29,6 +29,11 @@ HERMES = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 THINKING = HERMES + "{% if add_generation_prompt and enable_thinking %}{{ '<think>\n' }}{% endif %}{# </think> #}"
+GPT_OSS = (
+    "{{ 'Reasoning: ' + (reasoning_effort or 'medium') }}"
+    "{% for message in messages %}{{ '\n<|start|>' + message.role + '<|message|>' + message.content }}{% endfor %}"
+    "{{ '\n<|start|>assistant' }}{# <|channel|> #}"
+)
 PARAMETERS = {
     "type": "object",
     "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 99}, "unit": {"enum": ["litre", "gallon"]}},
@@ -195,6 +200,20 @@ def _reason(worker: WorkerRig) -> None:
     chunks = worker.chunks(CHAT, {**body, "reasoning_effort": "low"})
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == message["reasoning_content"]
+
+
+def test_gpt_oss_reasons_at_the_nearest_level_that_it_knows(tmp_path: Path) -> None:
+    """The worker knows by the template whom it holds, and counts what it would compute."""
+    with WorkerRig(tmp_path, grant_for(tiny_gguf.generative(template=GPT_OSS))) as worker:
+        worker.ready()
+
+        def prompt(**effort: str) -> str:
+            tokens = worker.post("/tokenize", {"messages": ask()["messages"], **effort})[1]["tokens"]
+            return str(worker.post("/detokenize", {"tokens": tokens})[1]["content"])
+
+        levels = {level: prompt(reasoning_effort=level).split()[1] for level in ("none", "low", "medium", "max")}
+        assert levels == {"none": "low", "low": "low", "medium": "medium", "max": "high"}
+        assert prompt().split()[1] == "medium"
 
 
 def test_log_probabilities_stand_beside_a_call(worker: WorkerRig) -> None:

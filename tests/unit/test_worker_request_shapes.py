@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -210,6 +211,19 @@ def test_effort_reaches_templates_in_their_own_words() -> None:
     said = chat(reasoning_effort="low", chat_template_kwargs={"enable_thinking": False}).template_arguments
     assert said["enable_thinking"] is False
     assert chat().template_arguments == {}
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [("none", "low"), ("minimal", "low"), ("low", "low"), ("medium", "medium"), ("high", "high"), ("xhigh", "high"),
+     ("max", "high")],
+)  # fmt: skip
+def test_gpt_oss_is_told_the_nearest_level_that_it_knows(asked: str, said: str) -> None:
+    """It reasons always; without a word it would at medium, and other words it has never seen."""
+    facts = dataclasses.replace(FACTS, family="harmony")
+    assert chat(facts, reasoning_effort=asked).template_arguments["reasoning_effort"] == said
+    own = chat(facts, reasoning_effort=asked, chat_template_kwargs={"reasoning_effort": "xhigh"})
+    assert own.template_arguments["reasoning_effort"] == "xhigh"
 
 
 def test_calls_of_the_older_dialect_are_shown_as_tool_calls() -> None:
