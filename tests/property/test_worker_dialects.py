@@ -76,6 +76,8 @@ WHOLE = [
     '{"name": "now", "arguments": {}}', '{"name": "get_weather", "parameters": {"city": "Zoë 😀 }\\" {"}}',
     '{"parameters": {"a": [{}, "]"]}, "name": "now"}', '{"type": "function", "name": "no\\u0077", "id": "x"}',
     '[{"name": "now", "arguments": {"<": 1}, "id": "a", "more": [1, {"x": "}"}], "n": -1.5e3}, {"name": "now"}]',
+    '{"name": "now", "arguments": null}', '{"name": "get_weather", "parameters": "{\\"city\\": \\"Zoë\\"}"}',
+    '{"arguments": "", "name": "now"}', '{"name": "now", "arguments": "text"}',
     '{"a": {"b": ["c\\\\", "d\\"}"]}}', "now", "function", "analysis",
 ]  # fmt: skip
 BITS = [

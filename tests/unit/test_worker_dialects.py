@@ -129,6 +129,19 @@ def test_a_name_has_an_end(name: str, text: str) -> None:
         assert is_call or said == [Content(text.format("n" * length))]
 
 
+def test_arguments_nested_deeper_than_anybody_reads_are_none() -> None:
+    """A text of brackets alone must not end the answer with an error."""
+    text = '<tool_call>{"name": "now", "arguments": "' + "[" * 100_000 + '"}</tool_call>'
+    dialect, opened = DIALECTS["hermes"]
+    parser = dialect.parser(tools=TOOLS, opened=opened)
+    assert [*parser.push(text), *parser.flush()] == [Content(text)]
+
+
+def test_the_token_that_ends_a_call_is_seen() -> None:
+    """It tells a call without arguments from one that was cut off before them."""
+    assert "<|call|>" in Harmony().shows
+
+
 # --- detection --------------------------------------------------------------------------------------------------------
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 HERMES = TURNS + '{% if tools %}Write <tool_call>{"name": N, "arguments": A}</tool_call>{{ tools | tojson }}{% endif %}'

@@ -129,7 +129,7 @@ class HarmonyParser(Reader):
 
     def _arguments(self, name: str) -> Steps[None]:
         yield from self.space()
-        yield from self.arguments(name)
+        yield from self.arguments(name, closing=_CLOSING)
         yield from self.space()
 
 
@@ -137,7 +137,7 @@ class Harmony(Family):
     """The dialect. A call ends the answer, so an answer is forced to one call at most."""
 
     name = "harmony"
-    markers = frozenset({START, CHANNEL, CONSTRAIN, MESSAGE, END})
+    markers = frozenset({START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL})
     ends = frozenset({CALL, RETURN})
 
     @property

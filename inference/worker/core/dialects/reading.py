@@ -100,14 +100,20 @@ class Reader(ABC):
         """The next character, none at the end."""
         return self._text[self._at] if (yield from self.more()) else ""
 
-    def literal(self, text: str) -> Steps[bool]:
-        """Reads `text` if it follows, otherwise nothing."""
+    def follows(self, text: str) -> Steps[bool]:
+        """Whether `text` follows; reads nothing."""
         while (have := self._text[self._at : self._at + len(text)]) != text:
             if self._ended or not text.startswith(have):
                 return False
             yield
-        self._take(self._at + len(text))
         return True
+
+    def literal(self, text: str) -> Steps[bool]:
+        """Reads `text` if it follows, otherwise nothing."""
+        found = yield from self.follows(text)
+        if found:
+            self._take(self._at + len(text))
+        return found
 
     def expect(self, text: str) -> Steps[None]:
         """Reads `text`; raises NoCallError where it does not follow."""
@@ -191,10 +197,15 @@ class Reader(ABC):
         self.out.text(kind, "".join(self._read))
         self._read.clear()
 
-    def arguments(self, name: str, id: str = "") -> Steps[None]:
-        """Begins a call and shows its arguments as they come; raises NoCallError where no JSON object follows."""
+    def arguments(self, name: str, id: str = "", closing: Sequence[str] = ()) -> Steps[None]:
+        """Begins a call and shows its arguments as they come; raises NoCallError where neither a JSON object nor what
+        stands for one follows. Right before one of `closing` there are no arguments.
+        """
         if (yield from self.peek()) != "{":
-            raise NoCallError
+            arguments = yield from self._stand_in(closing)
+            self._begin(name, id)
+            self.out.arguments(arguments)
+            return
         self._begin(name, id)
         end, ended = ValueEnd(), False
         while not ended and (yield from self.more()):
@@ -227,7 +238,8 @@ class Reader(ABC):
         """Reads an object with a name and arguments, in any order; arguments after the name are shown as they come.
 
         Before the call has begun only the keys of a call may stand in it, so that other JSON is seen to be none at its
-        first key. No arguments at all are `{}`. An `id` is skipped: it would come after the arguments are out.
+        first key. No arguments at all are `{}`, null and an empty text too; a text that holds an object is that object.
+        An `id` is skipped: it would come after the arguments are out.
         """
         yield from self.expect("{")
         name: str | None = None
@@ -286,13 +298,27 @@ class Reader(ABC):
         raise NoCallError
 
     def _object(self) -> Steps[str]:
-        """Reads a whole JSON object."""
+        """Reads a whole JSON object, or what stands for one."""
         if (yield from self.peek()) != "{":
-            raise NoCallError
+            return (yield from self._stand_in())
         text, whole = yield from self._value()
         if not whole:
             raise NoCallError
         return text
+
+    def _stand_in(self, closing: Sequence[str] = ()) -> Steps[str]:
+        """Reads what models write instead of a call's arguments as an object; returns the object."""
+        for text in closing:
+            if (yield from self.follows(text)):
+                return "{}"
+        if (yield from self.peek()) != '"':
+            if (yield from self.run(_SCALAR, len("null"))) != "null":
+                raise NoCallError
+            return "{}"
+        written, _ = yield from self._value()
+        held = _loaded(written, str).strip() or "{}"
+        _loaded(held, dict)
+        return held
 
     def _value(self) -> Steps[tuple[str, bool]]:
         """Reads a JSON object, array or string; says whether it was there to its end."""
@@ -324,6 +350,18 @@ class Reader(ABC):
     def _show(self, kind: Kind, end: int) -> None:
         self.out.text(kind, self._text[self._at : end])
         self._at = end
+
+
+def _loaded(text: str, kind: type[T]) -> T:
+    """The JSON value of a kind that `text` is; raises NoCallError where it is none."""
+    try:
+        value = json.loads(text, strict=False)
+        text.encode()
+    except (ValueError, RecursionError):
+        raise NoCallError from None
+    if not isinstance(value, kind):
+        raise NoCallError
+    return value
 
 
 class CallReader(Reader):
