@@ -251,7 +251,7 @@ def _chat_choice(index: int, choice: _Choice) -> dict[str, Any]:
     return {
         "index": index,
         "message": message | choice.extra,
-        "logprobs": choice.logprobs,
+        "logprobs": None if choice.logprobs is None else {"content": None, "refusal": None, **choice.logprobs},
         "finish_reason": choice.finish,
         **choice.told,
     }

@@ -66,6 +66,8 @@ def test_choices_and_log_probabilities_whole_and_streamed(stack: Stack) -> None:
                     streamed[choice.index] += "".join(one.token for one in choice.logprobs.content or ())
     said = {choice.index: choice.message.content for choice in whole.choices}
     assert said == streamed
+    for choice in stack.ask("/v1/chat/completions", asked)["choices"]:
+        assert set(choice["logprobs"]) == {"content", "refusal"}, "clients may insist on both"
     alone = stack.ask("/v1/chat/completions", chat_body("Hello!"))
     assert said[0] == said[1] == alone["choices"][0]["message"]["content"]
     for choice in whole.choices:

@@ -115,7 +115,7 @@ def test_choices_reasoning_refusals_logprobs_and_what_else_a_delta_holds() -> No
         _chunk({"content": "b"}, 1, logprobs={"content": [{"token": "b"}], "refusal": None}),
         _chunk({"content": "c", "annotations": [1]}, 1, logprobs={"content": [{"token": "c"}]}),
         _chunk({"reasoning_content": "hm"}, 0),
-        _chunk({"refusal": "no"}, 0),
+        _chunk({"refusal": "no"}, 0, logprobs={"content": None, "refusal": None}),
         _chunk({"function_call": {"name": "f"}}, 2),
         _chunk({"function_call": {"arguments": "{}"}}, 2),
         _chunk(index=1, finish="length"),
@@ -123,7 +123,8 @@ def test_choices_reasoning_refusals_logprobs_and_what_else_a_delta_holds() -> No
     zero, one, two = answer["choices"]
     assert zero["message"] == {"role": "assistant", "content": None, "refusal": "no", "reasoning_content": "hm"}
     assert (one["message"]["content"], one["message"]["annotations"], one["finish_reason"]) == ("bc", [1], "length")
-    assert one["logprobs"] == {"content": [{"token": "b"}, {"token": "c"}]}
+    assert one["logprobs"] == {"content": [{"token": "b"}, {"token": "c"}], "refusal": None}
+    assert (zero["logprobs"], two["logprobs"]) == ({"content": None, "refusal": None}, None)
     assert two["message"]["function_call"] == {"name": "f", "arguments": "{}"}
 
 
