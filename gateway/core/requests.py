@@ -114,6 +114,7 @@ _CHAT: Mapping[str, f.Check] = {
     "parallel_tool_calls": f.boolean,
     "prediction": f.mapping(),
     "prompt_cache_key": f.string(),
+    "prompt_cache_options": f.mapping(),
     "prompt_cache_retention": f.string(),
     "reasoning_effort": f.string(1),
     "response_format": f.mapping(

@@ -49,8 +49,8 @@ _SCHEMA = _either(_OBJECT, _BOOLEAN)
 
 _IGNORED: Mapping[str, Schema] = dict.fromkeys(
     (
-        "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "prompt_cache_retention",
-        "verbosity", "cache_prompt", "timings_per_token",
+        "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_options",
+        "safety_identifier", "prompt_cache_retention", "verbosity", "cache_prompt", "timings_per_token",
     ),
     _ANY,
 )  # fmt: skip
@@ -151,6 +151,7 @@ BODIES: Mapping[str, Schema] = {
             **_RENDERED,
             "modalities": _list(_one_of("text"), 1, 1),
             "audio": _ANY,
+            "moderation": _ANY,
             "prediction": _ANY,
             "web_search_options": _ANY,
         },

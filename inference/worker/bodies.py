@@ -29,6 +29,7 @@ _IGNORED = frozenset(
         "store",
         "service_tier",
         "prompt_cache_key",
+        "prompt_cache_options",
         "safety_identifier",
         "prompt_cache_retention",
         "verbosity",
@@ -55,6 +56,7 @@ _CHAT = (
             "response_format",
             "reasoning_effort",
             "modalities",
+            "moderation",
             "audio",
             "prediction",
             "web_search_options",
@@ -69,6 +71,7 @@ _EMBEDDING = frozenset(["model", "input", "encoding_format", "dimensions", "user
 
 _UNSUPPORTED: Mapping[str, str] = {
     "audio": "this model does not speak; leave audio out",
+    "moderation": "nothing is moderated here; leave moderation out",
     "prediction": "predicted outputs are not supported; leave prediction out",
     "web_search_options": "this model cannot search the web; leave web_search_options out",
 }
