@@ -132,6 +132,8 @@ def test_attempts_and_time_are_one_budget() -> None:
     assert not BUDGET.allows_attempt(1300.0)
     assert BUDGET.spend().allows_attempt(1000.0)
     assert not BUDGET.spend().spend().allows_attempt(1000.0)
+    assert BUDGET.spend().spend().has_time(1299.0)
+    assert not BUDGET.has_time(1300.0)
 
 
 def test_an_answer_without_a_stream_is_never_held_against_a_service_that_may_be_loading() -> None:
