@@ -148,7 +148,7 @@ class Request:
             limits = limits._replace(caller_silence=caller.silence_seconds, caller_gap=caller.gap_seconds)
         self._loop = asyncio.get_running_loop()  # asked once: every time it asks the kernel who we are
         self.budget = Budget(limits, self._loop.time(), waited=waited_seconds)
-        self.candidates = expand(way.chain, found.model)
+        self.candidates = expand(way.chain, found.model, tools.view.aliases)
         self._choice = Choice(
             tools, request, way, self.candidates, record,
             cloud_allowed=caller.cloud_allowed, priority=caller.priority,

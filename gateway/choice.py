@@ -117,7 +117,7 @@ class Choice:
     def facts(self, candidate: Candidate) -> Facts:
         """What is known about `candidate` now."""
         breakers = self._tools.breakers
-        status = self._tools.view.models.get(self._model(candidate)) if candidate.is_local else None
+        status = self._tools.view.models.get(candidate.model) if candidate.is_local else None
         provider = self._tools.registry.get(candidate.provider)
         present = provider is not None
         unsupported = (
@@ -152,7 +152,7 @@ class Choice:
 
     def ready_in(self, candidate: Candidate) -> float:
         """Seconds until `candidate` takes a request of somebody who comes now; 0 when nothing is known."""
-        status = self._tools.view.models.get(self._model(candidate)) if candidate.is_local else None
+        status = self._tools.view.models.get(candidate.model) if candidate.is_local else None
         return 0.0 if status is None else self._speed(candidate, status).ready_in
 
     # --- length ------------------------------------------------------------------------------------------------------
@@ -235,13 +235,9 @@ class Choice:
         tokens = self._counts.get(candidate.model) or length.about_tokens(self._request.size_bytes)
         return Prediction.of(self._known(candidate).speed, tokens)
 
-    def _model(self, candidate: Candidate) -> str:
-        """The model's own name: a local one may be written by an alias."""
-        return self._tools.view.aliases.get(candidate.model, candidate.model) if candidate.is_local else candidate.model
-
     def _is_equal(self, candidate: Candidate) -> bool:
         """Whether it is the first choice's model, wherever that is computed."""
-        return self._model(candidate) == self._model(self._candidates[0])
+        return candidate.model == self._candidates[0].model
 
     def _speed(self, candidate: Candidate, status: ModelStatus) -> Speed:
         outstanding = self._tools.breakers.outstanding(candidate.provider, candidate.model)

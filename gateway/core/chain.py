@@ -6,7 +6,7 @@ The facts may be stale: they only spare attempts. What gates an attempt is the b
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -178,16 +178,35 @@ def find_route(asked: str, routes: Sequence[str] | Mapping[str, object], aliases
     return Found("*", model) if "*" in routes else None
 
 
+def expand(entries: tuple[str, ...], model: str, aliases: Mapping[str, str]) -> tuple[Candidate, ...]:
+    """The candidates that `PROVIDER/MODEL` entries name, `*` standing for `model`; a repeated one counts once.
+
+    Those of the inference service go by their own names from here on, whichever of the `aliases` (id by alias) the
+    route's author wrote: facts, breakers and counts are kept under them.
+    """
+    found = _expand(entries, model)
+    if aliases and any(candidate.is_local and candidate.model in aliases for candidate in found):
+        return _without_repeats(
+            (name.provider, aliases.get(name.model, name.model) if name.is_local else name.model, name.named)
+            for name in found
+        )
+    return found
+
+
 @functools.lru_cache(maxsize=256)
-def expand(entries: tuple[str, ...], model: str) -> tuple[Candidate, ...]:
-    """The candidates that `PROVIDER/MODEL` entries name, `*` standing for `model`; a repeated one counts once."""
+def _expand(entries: tuple[str, ...], model: str) -> tuple[Candidate, ...]:
+    parts = (entry.partition("/") for entry in entries)
+    return _without_repeats(
+        (provider, model if wanted == "*" else wanted, wanted != "*") for provider, _, wanted in parts
+    )
+
+
+def _without_repeats(found: Iterable[tuple[str, str, bool]]) -> tuple[Candidate, ...]:
     names: dict[tuple[str, str], bool] = {}
-    for entry in entries:
-        provider, _, wanted = entry.partition("/")
-        names.setdefault((provider, model if wanted == "*" else wanted), wanted != "*")
+    for provider, model, named in found:
+        names.setdefault((provider, model), named)
     return tuple(
-        Candidate(provider, wanted, position, named)
-        for position, ((provider, wanted), named) in enumerate(names.items())
+        Candidate(provider, model, position, named) for position, ((provider, model), named) in enumerate(names.items())
     )
 
 

@@ -61,7 +61,7 @@ class CountTokens:
             try:
                 async with runtime.admission.enter(caller.priority, caller.silence_seconds):
                     candidate, count = await self._count(
-                        request, expand(route.chain, found.model), clouds, caller.request_id
+                        request, expand(route.chain, found.model, runtime.view.aliases), clouds, caller.request_id
                     )
             except asyncio.CancelledError:
                 if not presence.absorb():

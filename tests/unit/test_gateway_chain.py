@@ -31,11 +31,21 @@ def test_routes_are_found_by_name_by_alias_and_by_star() -> None:
 
 
 def test_entries_expand_to_candidates_and_repeats_count_once() -> None:
-    found = expand(("local/*", "local/demo", "openai/org/big", "local/demo"), "demo")
+    found = expand(("local/*", "local/demo", "openai/org/big", "local/demo"), "demo", {})
     assert [candidate.name for candidate in found] == ["local/demo", "openai/org/big"]
     assert [candidate.tier for candidate in found] == [Tier.LOCAL, Tier.CLOUD]
     assert not found[0].named
-    assert expand(("openai/x", "local/y"), "z")[1].tier is Tier.LOCAL_FALLBACK
+    assert expand(("openai/x", "local/y"), "z", {})[1].tier is Tier.LOCAL_FALLBACK
+
+
+def test_local_entries_go_by_the_models_own_names() -> None:
+    """One written by an alias had breakers and limits of its own; a cloud's model of that name is another one."""
+    aliases = {"nick": "demo"}
+    found = expand(("local/nick", "openai/nick", "local/demo", "local/*"), "other", aliases)
+    assert [candidate.name for candidate in found] == ["local/demo", "openai/nick", "local/other"]
+    assert [(candidate.position, candidate.named) for candidate in found] == [(0, True), (1, True), (2, False)]
+    assert [candidate.name for candidate in expand(("local/*",), "nick", aliases)] == ["local/demo"]
+    assert expand(("local/demo",), "x", aliases) is expand(("local/demo",), "x", {}), "found once"
 
 
 LOCAL, MINI, CLOUD = Candidate("local", "a", 0), Candidate("local", "b", 1), Candidate("openai", "c", 2)
@@ -212,7 +222,7 @@ def test_where_all_have_too_many_waiting_the_request_may_come_again() -> None:
 def test_what_ails_comes_last_and_is_still_asked() -> None:
     ill = Facts(ailment=Ailment("the model failed: it aborted", 8.0))
     known = {"local/demo": ill, "local/demo-mini": Facts(), "cloud/big": Facts()}
-    chain = fold(expand(tuple(known), "demo"), lambda candidate: known[candidate.name], Wants())
+    chain = fold(expand(tuple(known), "demo", {}), lambda candidate: known[candidate.name], Wants())
     assert [candidate.name for candidate in chain.kept] == ["local/demo-mini", "cloud/big", "local/demo"]
     assert chain.dropped == ()
     (put_off,) = chain.put_off
@@ -221,6 +231,6 @@ def test_what_ails_comes_last_and_is_still_asked() -> None:
 
 def test_when_everybody_ails_the_order_stays() -> None:
     known = {"local/demo": Facts(ailment=Ailment("x")), "local/demo-mini": Facts(ailment=Ailment("y"))}
-    chain = fold(expand(tuple(known), "demo"), lambda candidate: known[candidate.name], Wants())
+    chain = fold(expand(tuple(known), "demo", {}), lambda candidate: known[candidate.name], Wants())
     assert [candidate.name for candidate in chain.kept] == list(known)
     assert chain.put_off == ()
