@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from gateway.attempt import Attempt, outcome_name
 from gateway.breakers import Breakers, Lease, Refused
 from gateway.choice import Choice
-from gateway.core.budget import Budget, Due, Limits, unary_deadline
+from gateway.core.budget import Budget, Limits, unary_deadline
 from gateway.core.chain import PUT_OFF, Candidate, Chain, Drop, Dropped, Found, expand, passes_on
 from gateway.core.outcome import End, Failure, Ignore, Next, Observation, Reason, Verdict
 from gateway.core.refusal import Outcome, no_answer
@@ -435,8 +435,5 @@ class Request:
 
     def _time_spent(self) -> str | None:
         """Whose time is over, for people; None while some is left."""
-        if not self._out_of_time and self.budget.has_time(self._loop.time()):
-            return None
-        if self.budget.commit_due is Due.CALLER or self._loop.time() >= self.budget.caller_leaves:
-            return f"the caller's own time-out of {self.caller.silence_seconds:g} s"
-        return f"the {self.budget.limits.total:g} s that a request has (deadlines.total)"
+        now = self._loop.time()
+        return None if not self._out_of_time and self.budget.has_time(now) else self.budget.whose_time(now)

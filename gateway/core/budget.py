@@ -105,6 +105,12 @@ class Budget(NamedTuple):
         """Whether there is time left to begin an answer, or to go on with it."""
         return now < self.commit_by and self.quiet_left(now) > 0
 
+    def whose_time(self, now: float) -> str:
+        """Whose time for an answer to begin is over first, or is over at `now`; for people."""
+        if self.commit_due is Due.CALLER or now >= self.caller_leaves:
+            return f"the caller's own time-out of {self.limits.caller_silence:g} s"
+        return f"the {self.limits.total:g} s that a request has (deadlines.total)"
+
     def allows_attempt(self, now: float) -> bool:
         """Whether one more attempt may start."""
         return self.attempts < self.limits.attempts and now < self.commit_by

@@ -6,17 +6,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
 
-from gateway.core.chain import Candidate, expand
+from gateway.attempts import Caller, Tools
+from gateway.choice import Choice
+from gateway.core.budget import Budget
+from gateway.core.chain import Candidate, Drop, Found, expand
 from gateway.core.outcome import End
+from gateway.core.quotes import without_quotes
+from gateway.core.refusal import Outcome, no_answer
 from gateway.core.requests import InferenceRequest
-from gateway.errors import PassedOnError, RefusedError, UpstreamError, UpstreamKind
-from gateway.exchange import Receive, Scope, Send, exchange_of, read_body, send_bytes
+from gateway.errors import GatewayError, PassedOnError, RefusedError, UpstreamError, UpstreamKind
+from gateway.exchange import Exchange, Receive, Scope, Send, exchange_of, read_body, send_bytes
+from gateway.explain import Record, Tried
 from gateway.finding import find
+from gateway.outcomes import Outcomes
 from gateway.providers.base import Call, CountsTokens
 from gateway.runtime import Runtime
 from gateway.serve import caller_of
@@ -31,7 +41,8 @@ Parse = Callable[[bytes, str], InferenceRequest]
 SECONDS = 30.0
 """Counting computes nothing, but a model that is not loaded needs a helper that reads its vocabulary first."""
 
-_RETRY_SECONDS = 2.0
+_LACK_OF_ROOM = frozenset((Drop.HELD, Drop.NO_FIT))
+"""Reasons not to ask for an answer now that do not matter to a count."""
 
 
 class CountTokens:
@@ -45,7 +56,22 @@ class CountTokens:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One question."""
         runtime, exchange = self._runtime, exchange_of(scope)
-        with runtime.generation(), contextlib.ExitStack() as held:
+        record = Record(exchange.request_id, time.time(), scope["path"])
+        try:
+            with runtime.generation():
+                count = await self._serve(exchange, record, receive)
+        except GatewayError as error:
+            record.outcome, record.status, record.error = str(error.code), error.status, record.error or error.message
+            raise
+        finally:
+            record.total_seconds = time.monotonic() - exchange.began
+        if count is not None:
+            await send_bytes(send, 200, orjson.dumps({**self._said, "input_tokens": count}))
+
+    async def _serve(self, exchange: Exchange, record: Record, receive: Receive) -> int | None:
+        """The count; None where the client left meanwhile."""
+        runtime = self._runtime
+        with contextlib.ExitStack() as held:
             key, tenant = runtime.keys.admit(exchange.told.headers, "use")
             if (meter := runtime.limiter.enter(key, exchange)) is not None:
                 held.enter_context(meter)
@@ -54,66 +80,118 @@ class CountTokens:
             raw = await read_body(receive, exchange.told.headers, runtime.config.max_body)
             request = self._parse(raw, key.digest.hex())
             held.enter_context(runtime.bodies.room(request.size_bytes - len(raw), runtime.config.max_body))
+            record.asked, record.key, record.priority = request.model, key.name, caller.priority
+            record.retries = caller.retries
             found = await find(runtime, request.model, exchange)
-            route = runtime.config.routes[found.route]
-            clouds = caller.cloud_allowed and route.cloud == "allowed"
+            tools, record.route = runtime.tools, found.route
+            runtime.ring.add(record)
             presence = held.enter_context(runtime.presences.watch(receive, exchange.wire))
+            queued = time.monotonic()
             try:
                 async with runtime.admission.enter(caller.priority, caller.silence_seconds):
-                    candidate, count = await self._count(
-                        request, expand(route.chain, found.model, runtime.view.aliases), clouds, caller.request_id
-                    )
+                    waited = time.monotonic() - queued
+                    exchange.waited_seconds += waited
+                    answered_by, count = await _Counting(tools, request, found, caller, record, waited).result()
+            except GatewayError as error:
+                record.error = without_quotes(error.message, request.body)
+                raise
             except asyncio.CancelledError:
                 if not presence.absorb():
                     raise
+                record.outcome = str(presence.reason)
                 if presence.reason is End.CLIENT_LEFT:
-                    return
+                    return None
                 raise RefusedError(Code.SHUTTING_DOWN, "the gateway stops; ask again", retry_after=1.0) from None
-        exchange.tier, exchange.model = candidate.tier, candidate.name
-        await send_bytes(send, 200, orjson.dumps({**self._said, "input_tokens": count}))
+        exchange.tier, exchange.model, exchange.reason = answered_by.tier, answered_by.name, record.reason
+        exchange.attempts = len(record.attempts)
+        record.outcome, record.status = "success", 200
+        return count
 
-    async def _count(
-        self, request: InferenceRequest, candidates: tuple[Candidate, ...], clouds: bool, request_id: str
-    ) -> tuple[Candidate, int]:
-        """The count of the first tier that could answer; raises GatewayError where that tier counts nothing.
 
-        A tier that cannot be reached is passed over, as an answer would pass it over too.
-        """
-        said: list[str] = []
-        for candidate in candidates:
-            if not self._could_answer(candidate, request, clouds):
-                continue
-            try:
-                async with asyncio.timeout(SECONDS):
-                    return candidate, await self._ask(candidate, request, request_id)
-            except TimeoutError:
-                said.append(f"{candidate.name}: silent for {SECONDS:g} s")
-            except UpstreamError as error:
-                if error.status is not None and error.status in (400, 413, 422):
-                    raise PassedOnError(error, error.status, error.param) from error
-                said.append(f"{candidate.name}: {error}")
-        if said:
-            raise RefusedError(
-                Code.NO_TIER_AVAILABLE, f"no tier could count: {'; '.join(said)}", retry_after=_RETRY_SECONDS
-            )
-        raise RefusedError(Code.NO_TIER_AVAILABLE, f"no tier behind {request.model!r} can answer", should_retry=False)
+class _Counting:
+    """One question on its way along the chain.
 
-    def _could_answer(self, candidate: Candidate, request: InferenceRequest, clouds: bool) -> bool:
-        tools = self._runtime.tools
-        if tools.registry.get(candidate.provider) is None or not (candidate.is_local or clouds):
-            return False
-        status = tools.view.models.get(candidate.model) if candidate.is_local else None
-        return status is None or not status.capabilities or request.needs <= set(status.capabilities)
+    Tiers are passed over as an answer would pass them over: whoever failed lately or asked to be left alone is not
+    asked. What comes of a count moves no breaker, because it says nothing about answers.
+    """
 
-    async def _ask(self, candidate: Candidate, request: InferenceRequest, request_id: str) -> int:
-        tools = self._runtime.tools
+    def __init__(
+        self, tools: Tools, request: InferenceRequest, found: Found, caller: Caller, record: Record, waited: float
+    ) -> None:
+        """Of the caller's time `waited` seconds are over."""
+        self._tools = tools
+        self._request = request
+        self._caller = caller
+        self._record = record
+        self._outcomes = Outcomes(record)
+        self._loop = asyncio.get_running_loop()
+        route = tools.config.routes[found.route]
+        limits = tools.limits[found.route]._replace(caller_silence=caller.silence_seconds)
+        self._budget = Budget(limits, self._loop.time(), waited=waited)
+        record.chain = expand(route.chain, found.model, tools.view.aliases)
+        self._choice = Choice(
+            tools, request, route, record.chain, record, cloud_allowed=caller.cloud_allowed, priority=caller.priority
+        )
+
+    async def result(self) -> tuple[Candidate, int]:
+        """The count of the first tier that could answer; raises GatewayError where that tier counts nothing."""
+        waiting = self._tiers()
+        while waiting and self._budget.has_time(self._loop.time()):
+            candidate = waiting.popleft()
+            count = await self._try(candidate, last=not waiting)
+            if count is not None:
+                self._record.answered_by, self._record.tier = candidate.name, candidate.tier
+                if candidate.position > 0:
+                    self._record.reason = self._outcomes.first.name
+                return candidate, count
+        now = self._loop.time()
+        spent = None if self._budget.has_time(now) else self._budget.whose_time(now)
+        waits = self._outcomes.waiting(lambda _: 0.0)
+        raise no_answer(self._request, waits, spent, asks_again=self._caller.retries > 0)
+
+    def _tiers(self) -> deque[Candidate]:
+        """Whom to ask. Where nobody could answer now for lack of room, the service counts all the same."""
+        chain = self._choice.fold()
+        for dropped in chain.dropped:
+            self._outcomes.drop(dropped)
+        short = (dropped.candidate for dropped in chain.dropped if dropped.drop in _LACK_OF_ROOM)
+        return deque(chain.kept or (candidate for candidate in short if candidate.is_local))
+
+    async def _try(self, candidate: Candidate, *, last: bool) -> int | None:
+        """What `candidate` counts; None when the next one should be asked. Raises PassedOnError for its own 4xx."""
+        began = self._loop.time()
+        seconds = min(SECONDS, self._budget.commit_by - began, math.inf if last else self._budget.share(began))
+        retry_in, failure = None, "timeout"
+        try:
+            async with asyncio.timeout(seconds):
+                count = await self._ask(candidate, seconds)
+        except TimeoutError:
+            said = f"silent for {seconds:.3g} s"
+        except UpstreamError as error:
+            if error.status is not None and error.status in (400, 413, 422):
+                raise PassedOnError(error, error.status, error.param) from error
+            said, retry_in = str(error), error.retry_after
+            failure = str(error.kind) if error.status is None else f"status_{error.status}"
+        else:
+            self._note(candidate, "success", "", began)
+            return count
+        self._note(candidate, failure, said, began)
+        self._outcomes.fail(Outcome(candidate, failure, said, retry_in))
+        return None
+
+    def _note(self, candidate: Candidate, outcome: str, said: str, began: float) -> None:
+        kept = without_quotes(said, self._request.body)[:500]
+        self._record.attempts.append(Tried(candidate.name, outcome, kept, round(self._loop.time() - began, 6)))
+
+    async def _ask(self, candidate: Candidate, seconds: float) -> int:
+        tools, request = self._tools, self._request
         if candidate.is_local:
-            return await tools.counter.count(candidate.model, request.endpoint, request.body, SECONDS)
+            return await tools.counter.count(candidate.model, request.endpoint, request.body, seconds)
         provider = tools.registry.get(candidate.provider)
         if isinstance(provider, CountsTokens):
             connect = tools.config.deadlines.connect
             return await provider.count_tokens(
-                Call(request.endpoint, candidate.model, request.body, request_id, connect)
+                Call(request.endpoint, candidate.model, request.body, self._caller.request_id, connect)
             )
         raise UpstreamError(
             UpstreamKind.STATUS,

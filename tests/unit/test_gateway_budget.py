@@ -73,6 +73,8 @@ def test_who_waits_for_a_whole_answer_waits_for_its_first_byte() -> None:
 def test_who_waits_longer_than_our_total_for_a_whole_answer_still_does_not_wait_for_ever() -> None:
     budget = Budget(Limits(30, 15, 300, 120, 2, 600.0, 600.0), started=0.0)
     assert (budget.commit_by, budget.commit_due) == (300.0, Due.TOTAL)
+    assert budget.whose_time(300.0) == "the 300 s that a request has (deadlines.total)"
+    assert budget.whose_time(600.0) == "the caller's own time-out of 600 s"
     assert next_deadline(budget, Phase(0, 580, answered=True, whole=True)) == Deadline(595.0, Due.SILENCE)
     assert next_deadline(budget, Phase(0, 590, answered=True, whole=True)) == Deadline(600.0, Due.CALLER)
 

@@ -197,6 +197,8 @@ class FakeProvider:
         return await self._generate(work, anthropic_wire.stream, anthropic_wire.message)
 
     async def _counted(self, work: Work) -> web.StreamResponse:
+        if (refused := await self._before(work)) is not None:
+            return refused
         return _answered(work.record, {"input_tokens": work.prompt.tokens})
 
     # --- one request --------------------------------------------------------------------------------------------------
