@@ -14,8 +14,6 @@ from headgate.shared import hop
 LOCAL_KEEPALIVE_SECONDS = 2.0
 """Shorter than any server's own (uvicorn: 5 s), so that a request never meets a connection that is being closed."""
 
-SDK_CONNECTIONS = 512
-
 
 def make_local_session() -> aiohttp.ClientSession:
     """The session for the state of the inference service: no deadlines but those a call names, no cookies, no proxy.
@@ -61,11 +59,14 @@ def make_hop(url: str) -> tuple[hop.Hop, str]:
 def make_sdk_client(connect_seconds: float) -> httpx2.AsyncClient:
     """The client a cloud SDK sends with: only connecting has a deadline, the attempt measures silence itself.
 
+    It has as many connections as there are calls: the door bounds those, and a wait for a connection of ours would
+    look like a fault of the provider.
+
     Certificates are verified, and nothing turns that off. A redirect is not followed: prompts and keys go to the
     address in the configuration and nowhere else. Proxies of the environment (`HTTPS_PROXY`) are used.
     """
     return httpx2.AsyncClient(
-        timeout=httpx2.Timeout(None, connect=connect_seconds, pool=connect_seconds),
-        limits=httpx2.Limits(max_connections=SDK_CONNECTIONS, max_keepalive_connections=64, keepalive_expiry=30.0),
+        timeout=httpx2.Timeout(None, connect=connect_seconds),
+        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=30.0),
         follow_redirects=False,
     )

@@ -49,7 +49,7 @@ class Dialect(Protocol[S]):
 
 def timeout_of(connect_seconds: float) -> httpx2.Timeout:
     """Deadlines for making a connection alone; silence afterwards is measured by the attempt."""
-    return httpx2.Timeout(None, connect=connect_seconds, pool=connect_seconds)
+    return httpx2.Timeout(None, connect=connect_seconds)
 
 
 def upstream_error(error: BaseException, host: str, secrets: Sequence[str] = ()) -> UpstreamError:
@@ -73,7 +73,7 @@ def upstream_error(error: BaseException, host: str, secrets: Sequence[str] = ())
 
 def _kind_of(cause: BaseException) -> tuple[UpstreamKind, str]:
     match cause:
-        case httpx2.ConnectTimeout() | httpx2.PoolTimeout():
+        case httpx2.ConnectTimeout():
             return UpstreamKind.CONNECT, "no connection in time to"
         case httpx2.ConnectError() | httpx2.ProxyError() | httpx2.UnsupportedProtocol():
             return UpstreamKind.CONNECT, "no connection to"

@@ -146,7 +146,6 @@ def test_keys_leave_no_trace() -> None:
     [
         (httpx2.ConnectError("refused"), UpstreamKind.CONNECT),
         (httpx2.ConnectTimeout("slow"), UpstreamKind.CONNECT),
-        (httpx2.PoolTimeout("full"), UpstreamKind.CONNECT),
         (httpx2.ProxyError("no"), UpstreamKind.CONNECT),
         (httpx2.ReadTimeout("slow"), UpstreamKind.TIMEOUT),
         (httpx2.ReadError("reset"), UpstreamKind.READ),
