@@ -13,9 +13,7 @@ from typing import Any
 from gateway.core.provider_fields import unsupported
 from gateway.core.unchecked import dumps
 
-_FORMATS = frozenset(
-    ("date-time", "time", "date", "duration", "email", "hostname", "uri", "ipv4", "ipv6", "uuid")
-)  # fmt: skip
+_FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "uri", "ipv4", "ipv6", "uuid")
 _DEFINITIONS = ("$defs", "definitions")
 _UNIONS = {"anyOf": "anyOf", "oneOf": "anyOf", "allOf": "allOf"}
 _ABOUT = ("$schema", "$id", "$comment")
@@ -41,12 +39,12 @@ def _held(schema: Any, param: str) -> dict[str, Any]:
     for name in _DEFINITIONS:
         if isinstance(left.get(name), Mapping):
             said[name] = {key: _held(inner, param) for key, inner in left.pop(name).items()}
-    if "$ref" in left:
+    if isinstance(left.get("$ref"), str):
         reference = {"$ref": left.pop("$ref")}
         said |= {"anyOf": [reference]} if left else reference  # nothing may stand beside a reference itself
     else:
         said |= _shape(left, param)
-    said |= {name: left.pop(name) for name in ("title", "description") if name in left}
+    said |= {name: left.pop(name) for name in ("title", "description") if isinstance(left.get(name), str)}
     if left:
         told = ", ".join(f"{name}: {dumps(value).decode()}" for name, value in left.items())
         said["description"] = "\n\n".join((*([said["description"]] if said.get("description") else []), f"{{{told}}}"))
@@ -60,7 +58,7 @@ def _shape(left: dict[str, Any], param: str) -> dict[str, Any]:
         return literals
     said: dict[str, Any] = {}
     type_ = left.pop("type", None) or ("object" if "properties" in left else "array" if "items" in left else None)
-    kinds = [type_] if isinstance(type_, str) else type_ or []
+    kinds = type_ if isinstance(type_, list) else [type_] if type_ else []
     union = next((name for name in _UNIONS if isinstance(left.get(name), list)), None)
     if union is not None:
         said[_UNIONS[union]] = [_held(variant, param) for variant in left.pop(union)]

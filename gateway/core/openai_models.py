@@ -28,6 +28,22 @@ higher."""
 _STOPS = _named(r"o(1|3-mini)(?!\d)")
 """Reasoning models that take `stop`: those before o3 and o4-mini."""
 
+_MOST_TOKENS = (
+    (_named(r"gpt-3\.5|gpt-4-(turbo|\d{4}-preview|vision)|gpt-4o-2024-05-13"), 4_096),
+    (_named(r"gpt-4(-0314|-0613)?$"), 8_192),
+    (_named(r"gpt-4o|chatgpt-4o|gpt-4\.5|gpt-5(\.\d)?-chat"), 16_384),
+    (_named(r"gpt-4\.1|o1-preview"), 32_768),
+    (_named(r"o1-mini"), 65_536),
+    (_named(r"o[134](?!\d)"), 100_000),
+    (_named(r"gpt-5(?!\d)"), 128_000),
+)
+"""The longest answers, of the first name that fits; more is answered with 400."""
+
+
+def most_tokens(model: str) -> int | None:
+    """The largest `max_completion_tokens` that `model` takes; None where its name does not tell."""
+    return next((most for name, most in _MOST_TOKENS if name.match(model)), None)
+
 
 def reasons(model: str) -> bool:
     """Whether `model` thinks, and so takes neither penalties nor a bias, whatever its effort."""

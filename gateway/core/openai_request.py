@@ -8,7 +8,9 @@ from enum import StrEnum
 from typing import Any
 
 from gateway.core.frames import Endpoint
-from gateway.core.openai_models import reasons, takes_sampling, takes_stop
+from gateway.core.openai_models import most_tokens, reasons, takes_sampling, takes_stop
+from gateway.core.openai_schema import is_strict
+from gateway.core.origin import origin_of
 from gateway.core.provider_fields import (
     GOOGLE_CHAT,
     OPENAI_CHAT,
@@ -124,6 +126,8 @@ def to_openai(endpoint: Endpoint, body: Mapping[str, Any], model: str, flavor: F
     )
     if endpoint is Endpoint.CHAT:
         _translate_chat(request, flavor)
+        if flavor is Flavor.OPENAI and origin_of(body) is not None:
+            _mean_anthropics(request)
     return request
 
 
@@ -156,6 +160,25 @@ def _translate_chat(request: dict[str, Any], flavor: Flavor) -> None:
         request["messages"] = [_with_plain_calls(message) for message in request["messages"]]
     elif flavor is Flavor.GOOGLE and _WANTS_SIGNATURES.match(request["model"]):
         request["messages"] = [_with_signed_calls(message) for message in request["messages"]]
+
+
+def _mean_anthropics(request: dict[str, Any]) -> None:
+    """What Anthropic's API means by the same words. Its `max_tokens` must be named, so that callers name more than some
+    models take; its strict schemas may have properties that can be absent, which OpenAI then only tries to keep to.
+    """
+    limit, most = request.get("max_completion_tokens"), most_tokens(request["model"])
+    if limit is not None and most is not None:
+        request["max_completion_tokens"] = min(limit, most)
+    if shape := request.get("response_format"):
+        inner = shape["json_schema"]
+        request["response_format"] = {**shape, "json_schema": {**inner, "strict": is_strict(inner["schema"])}}
+    if tools := request.get("tools"):
+        request["tools"] = [{**tool, "function": _loosened(tool["function"])} for tool in tools]
+
+
+def _loosened(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    is_held = not function.get("strict") or is_strict(function["parameters"])
+    return function if is_held else {**function, "strict": False}
 
 
 def _with_plain_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:

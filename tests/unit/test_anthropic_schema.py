@@ -210,3 +210,22 @@ def test_whatever_is_held_is_taken_and_held_again_the_same(schema: dict[str, Any
     got = held({**bounds, **schema}, "x")
     assert anthropic_problem(got) is None
     assert held(got, "x") == got
+
+
+_KEYS = [
+    "type", "properties", "items", "anyOf", "enum", "const", "$ref", "$defs", "required", "format", "description", "a",
+]  # fmt: skip
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.sampled_from(["object", "array", "string", "date", "#/$defs/a"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(_KEYS), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(_JSON)
+def test_whatever_stands_in_a_schema_has_an_answer(schema: Any) -> None:
+    """Nobody has checked it by then."""
+    try:
+        held(schema, "x")
+    except UpstreamError as error:
+        assert error.param == "x"

@@ -113,7 +113,32 @@ def openai_chat(body: Mapping[str, Any], flavor: str) -> None:
             "max_tokens",
         )
     if flavor == "openai":
+        _longest_answer(body)
+        _strict_schemas(body)
         _reasoning_model(body)
+
+
+_LONGEST = {"gpt-4o": 16_384, "gpt-4o-mini": 16_384, "gpt-4.1": 32_768, "gpt-4-turbo": 4_096, "gpt-5-mini": 128_000}
+
+
+def _longest_answer(body: Mapping[str, Any]) -> None:
+    asked, most = body.get("max_completion_tokens") or 0, _LONGEST.get(body["model"])
+    if most is not None and asked > most:
+        said = f"max_tokens is too large: {asked}. This model supports at most {most} completion tokens"
+        raise RefusedError(f"{said}, whereas you provided {asked}.", "invalid_value", "max_tokens")
+
+
+def _strict_schemas(body: Mapping[str, Any]) -> None:
+    shape = (body.get("response_format") or {}).get("json_schema") or {}
+    if shape.get("strict") and (problem := schemas.openai_problem(shape.get("schema"))):
+        said = f"Invalid schema for response_format '{shape['name']}': {problem}"
+        raise RefusedError(said, None, "response_format")
+    for index, tool in enumerate(body.get("tools") or ()):
+        function = tool.get("function") or {}
+        parameters = function.get("parameters") or {"type": "object", "additionalProperties": False}
+        if function.get("strict") and (problem := schemas.openai_problem(parameters)):
+            said = f"Invalid schema for function '{function['name']}': {problem}"
+            raise RefusedError(said, "invalid_function_parameters", f"tools[{index}].function.parameters")
 
 
 def _reasoning_model(body: Mapping[str, Any]) -> None:

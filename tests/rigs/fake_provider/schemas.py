@@ -68,6 +68,58 @@ def _anthropic_reference(ref: str, root: Any, within: tuple[str, ...]) -> Iterat
         yield from _anthropic(target, root, (*within, ref))
 
 
+# --- OpenAI -----------------------------------------------------------------------------------------------------------
+_OPENAI: Mapping[str, frozenset[str]] = {
+    "object": frozenset(("properties", "required", "additionalProperties")),
+    "array": frozenset(("items", "minItems", "maxItems")),
+    "string": frozenset(("format", "pattern")),
+    **dict.fromkeys(
+        ("integer", "number"),
+        frozenset(("multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")),
+    ),
+    "boolean": frozenset(),
+    "null": frozenset(),
+}
+_OPENAI_FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid")
+
+
+def openai_problem(schema: Any) -> str | None:
+    """Why OpenAI's strict mode refuses `schema`; None where it does not."""
+    if not isinstance(schema, dict) or schema.get("type") != "object":
+        return "schema must be a JSON Schema of 'type: \"object\"'"
+    if "anyOf" in schema:
+        return "schema must not have 'anyOf' at the top level"
+    return next(_openai(schema, ()), None)
+
+
+def _openai(schema: Any, at: tuple[str, ...]) -> Iterator[str]:
+    if not isinstance(schema, dict) or not {"type", "anyOf", "$ref", *_LISTED} & set(schema):
+        yield f"In context={at}, schema must have a 'type' key."
+        return
+    type_ = schema.get("type")
+    types = [type_] if isinstance(type_, str) else type_ or []
+    allowed = frozenset(("type", "title", "description", "anyOf", "$ref", "$defs", "definitions")) | _LISTED
+    for name in set(schema) - allowed.union(*(_OPENAI[kind] for kind in types)):
+        yield f"In context={at}, '{name}' is not permitted."
+    if "object" in types:
+        if schema.get("additionalProperties") is not False:
+            yield f"In context={at}, 'additionalProperties' is required to be supplied and to be false."
+        if missing := set(_mapping(schema, "properties")) - set(schema.get("required", ())):
+            yield (
+                f"In context={at}, 'required' is required to be supplied and to be an array including every key in "
+                f"properties. Missing '{missing.pop()}'."
+            )
+        if extra := set(schema.get("required", ())) - set(_mapping(schema, "properties")):
+            yield f"In context={at}, 'required' has the extra key '{extra.pop()}'."
+    if schema.get("format", "uuid") not in _OPENAI_FORMATS:
+        yield f"In context={at}, '{schema['format']}' is not a valid format."
+    for name in ("$defs", "definitions"):
+        for key, inner in _mapping(schema, name).items():
+            yield from _openai(inner, (*at, name, key))
+    for inner in _below(schema):
+        yield from _openai(inner, (*at, "..."))
+
+
 # --- both -------------------------------------------------------------------------------------------------------------
 def _below(schema: Mapping[str, Any]) -> Iterator[Any]:
     yield from _mapping(schema, "properties").values()
