@@ -297,6 +297,8 @@ async def assemble(answer: Answer) -> dict[str, Any]:
         except ValueError as error:
             raise UpstreamError(UpstreamKind.MALFORMED, f"not a chunk: {error}") from error
         if isinstance(frames[-1], Done):
+            if not assembly.is_complete:
+                raise UpstreamError(UpstreamKind.READ, "the stream ended before every choice had its finish reason")
             return assembly.result()
         if not is_passed_on:
             answer.pass_on(take)

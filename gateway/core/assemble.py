@@ -101,6 +101,11 @@ class Assembly:
         choices = [] if self._texts is None else [{"delta": said, "finish_reason": self._finish}]
         return {**first, "choices": choices, "usage": self._usage}
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is a choice and every choice has its finish reason."""
+        return self._finish is not None if self._any is None else self._any.is_complete
+
     def result(self) -> dict[str, Any]:
         """The `chat.completion` or `text_completion` object; raises ValueError when nothing was added."""
         if self._any is not None:
@@ -185,6 +190,10 @@ class _Any:
                     _add_thought(choice, block)
             else:
                 choice.extra[name] = value
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self._choices) and all(choice.finish is not None for choice in self._choices.values())
 
     def result(self) -> dict[str, Any]:
         if self._object is None and not self._choices:

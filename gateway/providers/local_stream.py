@@ -17,6 +17,7 @@ from typing import Any
 import orjson
 
 from gateway.core.chunks import CHOICES, frame_of
+from gateway.core.finishes import Finishes, choices_of
 from gateway.core.frames import CONTENT, FINISH, Comment, Done, Frame
 from gateway.core.sse import SseFrame, SseSplitter
 from gateway.errors import UpstreamError, UpstreamKind
@@ -80,7 +81,7 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Callable[[list[Frame]], bool] | None = None
         self._paused = False
-        self._finished = False
+        self._finishes = Finishes(choices_of(call.body))
         self._answered = False
         self._whole = False
         self._over = False
@@ -215,7 +216,7 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
                     self._refuse(payload)  # `in` is slow for bytes
                     return
                 if frame.kind is FINISH:
-                    self._finished = True
+                    self._finishes.note(payload)
                 elif frame.kind is CONTENT:
                     self._answered = True
                 self._ready.append(frame)
@@ -237,10 +238,10 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
         self._fail(error)
 
     def _end(self, how: str) -> None:
-        if self._finished:
+        if self._finishes.are_all:
             self._over = self._whole = True
             self._ready.append(Done())
-        elif self._answered:
+        elif self._answered or self._finishes.are_any:
             self._fail(UpstreamError(UpstreamKind.READ, f"{how} without a finish_reason"))
         else:
             self._fail(UpstreamError(UpstreamKind.EMPTY, f"{how} without any content"))

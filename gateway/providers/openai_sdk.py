@@ -14,6 +14,7 @@ import orjson
 from openai import AsyncOpenAI, AsyncStream
 
 from gateway.core import openai_events, openai_request
+from gateway.core.finishes import choices_of
 from gateway.core.frames import Endpoint, Frame
 from gateway.core.openai_request import Flavor, flavor_of, to_openai
 from gateway.errors import UpstreamError, UpstreamKind
@@ -50,8 +51,7 @@ class OpenAIProvider:
 
     def stream(self, call: Call) -> AbstractAsyncContextManager[AsyncIterator[Frame]]:
         """Opens `call` as a stream; see the contract in `gateway.providers.base`."""
-        choices = call.body.get("n") or 1
-        state = openai_events.State(choices if isinstance(choices, int) else 1, self._secrets)
+        state = openai_events.State(choices_of(call.body), self._secrets)
         return SdkStream(lambda: self._send(call, stream=True), openai_events, state, self._host, self._secrets)
 
     async def unary(self, call: Call) -> bytes:

@@ -10,6 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
+from gateway.core.finishes import choices_of
 from inference.errors import InferenceError
 from inference.protocol import (
     DONE,
@@ -259,12 +260,15 @@ class FakeInference:
             await response.write(answer.raw)
             return response
         chat = seen.path.endswith("chat/completions")
+        choices = range(choices_of(seen.body))
         if chat and (answer.words or answer.thoughts):
-            await response.write(_chunk(seen.model, chat, role="assistant"))
+            for choice in choices:
+                await response.write(_chunk(seen.model, chat, role="assistant", index=choice))
         so_far = seen.body.get("answer_so_far") or {}
         for name, words in (("reasoning_content", answer.thoughts), ("content", answer.words)):
             for word in _unsaid(words, so_far.get(name) or ""):
-                await response.write(_chunk(seen.model, chat, text=word, field=name))
+                for choice in choices:
+                    await response.write(_chunk(seen.model, chat, text=word, field=name, index=choice))
                 if answer.pause:
                     await asyncio.sleep(answer.pause)
         if answer.garbage is not None:
@@ -280,7 +284,8 @@ class FakeInference:
             await response.write(b"data: " + json.dumps(error.body()).encode() + b"\n\n")
             return response
         if answer.finish is not None:
-            await response.write(_chunk(seen.model, chat, finish=answer.finish))
+            for choice in choices:
+                await response.write(_chunk(seen.model, chat, finish=answer.finish, index=choice))
             count = len(answer.words) + len(answer.thoughts)
             usage = {"prompt_tokens": 3, "completion_tokens": count, "total_tokens": 3 + count}
             await response.write(_chunk(seen.model, chat, usage=usage))
@@ -324,8 +329,9 @@ def _chunk(
     finish: str | None = None,
     usage: Mapping[str, int] | None = None,
     field: str = "content",
+    index: int = 0,
 ) -> bytes:
-    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish}
+    choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": finish}
     if chat:
         choice["delta"] = {"role": role, "content": ""} if role else {field: text} if text is not None else {}
     else:

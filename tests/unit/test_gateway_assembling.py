@@ -27,6 +27,7 @@ class _Coming:
         self._pieces = list(pieces)
         self._sink: Sink = lambda _: False
         self.wakes = 0
+        self.last: list[Frame] = [_data({}, "stop")]
 
     def begin(self) -> list[Frame]:
         return [_data({"role": "assistant", "content": ""})]
@@ -40,7 +41,7 @@ class _Coming:
             piece = self._pieces.pop(0)
             if not self._sink([piece]):
                 return [piece]
-        return [_data({}, "stop"), Done()]
+        return [*self.last, Done()]
 
 
 async def test_pieces_wake_nobody() -> None:
@@ -57,3 +58,12 @@ async def test_what_is_no_chunk_ends_the_answer() -> None:
     with pytest.raises(UpstreamError) as raised:
         await assemble(cast(Answer, coming))
     assert raised.value.kind is UpstreamKind.MALFORMED
+
+
+async def test_an_answer_without_its_finish_reason_is_not_whole() -> None:
+    """Whoever says that it is: nobody who asked for it whole could tell."""
+    coming = _Coming(_data({"content": "one"}))
+    coming.last.clear()
+    with pytest.raises(UpstreamError, match="finish reason") as raised:
+        await assemble(cast(Answer, coming))
+    assert raised.value.kind is UpstreamKind.READ

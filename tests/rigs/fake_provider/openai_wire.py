@@ -153,19 +153,29 @@ def chat_answer(number: int, body: Mapping[str, Any], answer: Answer, prompt_tok
     }
 
 
+def _texts_of(body: Mapping[str, Any]) -> int:
+    """How many texts a completion has: `n` for each prompt."""
+    prompt = body["prompt"]
+    several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+    return (len(prompt) if several else 1) * (body.get("n") or 1)
+
+
 def text_stream(number: int, body: Mapping[str, Any], answer: Answer, prompt_tokens: int) -> Iterator[Frame]:
     with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
     head = {"id": f"cmpl-{number:06d}", "object": "text_completion", "created": CREATED, "model": body["model"]}
 
-    def chunk(kind: str, text: str, finish: str | None) -> Frame:
-        choice = {"text": text, "index": 0, "logprobs": None, "finish_reason": finish}
+    choices = _texts_of(body)
+
+    def chunk(kind: str, index: int, text: str, finish: str | None) -> Frame:
+        choice = {"text": text, "index": index, "logprobs": None, "finish_reason": finish}
         return _frame(kind, head | {"choices": [choice]} | ({"usage": None} if with_usage else {}))
 
-    for piece in answer.pieces:
-        yield chunk("content", piece, None)
-    yield chunk("finish", "", _finish(answer))
+    for index in range(choices):
+        for piece in answer.pieces:
+            yield chunk("content", index, piece, None)
+        yield chunk("finish", index, "", _finish(answer))
     if with_usage:
-        yield _frame("usage", head | {"choices": [], "usage": usage(answer, prompt_tokens)})
+        yield _frame("usage", head | {"choices": [], "usage": usage(answer, prompt_tokens, choices)})
     yield "done", b"data: [DONE]\n\n"
 
 
@@ -176,8 +186,11 @@ def text_answer(number: int, body: Mapping[str, Any], answer: Answer, prompt_tok
         "created": CREATED,
         "model": body["model"],
         "system_fingerprint": FINGERPRINT,
-        "choices": [{"text": answer.text, "index": 0, "logprobs": None, "finish_reason": _finish(answer)}],
-        "usage": usage(answer, prompt_tokens),
+        "choices": [
+            {"text": answer.text, "index": index, "logprobs": None, "finish_reason": _finish(answer)}
+            for index in range(_texts_of(body))
+        ],
+        "usage": usage(answer, prompt_tokens, _texts_of(body)),
     }
 
 
