@@ -19,6 +19,7 @@ from gateway.core.anthropic_models import takes_prefill
 from gateway.core.assemble import Assembly
 from gateway.core.budget import Budget
 from gateway.core.chain import Candidate
+from gateway.core.finishes import choices_of
 from gateway.core.frames import Data, Done, Frame
 from gateway.core.outcome import Ignore, Reason, Verdict
 from gateway.core.quotes import without_quotes
@@ -66,7 +67,8 @@ class Answer:
     def _kept(self) -> Kept:
         """What the caller has; of an answer that was here at once nothing is kept."""
         if self._known is None:
-            self._known = Kept(resume.why_not(self._request.request, self._request.route.resume))
+            asked = self._request.request
+            self._known = Kept(resume.why_not(asked, self._request.route.resume), choices_of(asked.body))
         return self._known
 
     def begin(self) -> list[Frame]:
@@ -144,9 +146,9 @@ class Answer:
             self._hops = self._hops_with_this
             self._tried.clear()
             self._budget = None
+        said = kept.said  # read before it is asked whether that can go on
         result = self._why_not(verdict, self._hops)
         if result is None:
-            said = kept.said
             if await self._climb(self._rungs(verdict, said), said):
                 name = self.attempt.candidate.name
                 characters = len(said.content) + len(said.reasoning)

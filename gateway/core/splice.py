@@ -12,8 +12,10 @@ from typing import Any
 
 import orjson
 
-from gateway.core.frames import Comment, Data, DeltaKind, Done, Frame
+from gateway.core.finishes import Finishes
+from gateway.core.frames import CONTENT, FINISH, Comment, Data, DeltaKind, Done, Frame
 from gateway.core.resume import How, Said, estimated_tokens
+from gateway.core.unchecked import mapping
 
 FOLD = 64
 MAX_SAID_CHARACTERS = 2**20
@@ -37,15 +39,15 @@ class Head:
 
 
 class Kept:
-    """What the caller has of one answer. `why_not` is None, or why it cannot go on once it has begun."""
+    """What the caller has of one answer of `choices`. `why_not` is None, or why it cannot go on once it has begun."""
 
-    def __init__(self, why_not: str | None = None) -> None:
+    def __init__(self, why_not: str | None = None, choices: int = 1) -> None:
         self.why_not = why_not
         self.has_begun = False
-        self.head = Head()
-        self.has_role = False
+        self._beginning: list[bytes] = []
+        """What came up to the first content: who speaks, under which name."""
         self._pending: list[bytes] = []
-        self._finished = False
+        self._finishes = Finishes(choices)
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._characters = 0
@@ -58,17 +60,31 @@ class Kept:
 
     def note(self, frames: Iterable[Frame]) -> None:
         """Frames that the caller gets."""
-        if self.why_not is not None:
-            self.has_begun = self.has_begun or any(isinstance(frame, Data) for frame in frames)
-            return
         pending = self._pending
         for frame in frames:
             if isinstance(frame, Data):
-                pending.append(frame.payload)
-        if pending:
-            self.has_begun = True
-            if len(pending) >= FOLD:
-                self._fold()
+                if frame.kind is FINISH:
+                    self._finishes.note(frame.payload)
+                if not self.has_begun:
+                    self._beginning.append(frame.payload)
+                    self.has_begun = frame.kind is CONTENT or frame.kind is FINISH
+                if self.why_not is None:
+                    pending.append(frame.payload)
+        if len(pending) >= FOLD:
+            self._fold()
+
+    @property
+    def head(self) -> Head:
+        """What the first chunk says that names the answer."""
+        named = (chunk for payload in self._beginning if (chunk := _chunk_in(payload)) and chunk.get("id"))
+        return next((Head(chunk["id"], chunk.get("created")) for chunk in named), Head())
+
+    @property
+    def roles(self) -> frozenset[Any]:
+        """The choices whose role was told."""
+        chunks = filter(None, map(_chunk_in, self._beginning))
+        choices = (choice for chunk in chunks for choice in chunk["choices"])
+        return frozenset(choice.get("index", 0) for choice in choices if "role" in mapping(choice, "delta"))
 
     @property
     def said(self) -> Said:
@@ -79,9 +95,8 @@ class Kept:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the caller has the finish reason, and so the whole answer."""
-        self._fold()
-        return self._finished
+        """Whether the caller has the finish reason of every choice, and so the whole answer."""
+        return self._finishes.are_all
 
     def _fold(self) -> None:
         payloads, self._pending = self._pending, []
@@ -122,9 +137,9 @@ class Kept:
         if chunk is None:
             self._give_up("malformed")
             return
-        if self.head.id is None:
-            self.head = Head(chunk.get("id") or None, chunk.get("created"))
-        if choices := chunk["choices"]:
+        if len(chunk["choices"]) > 1:
+            self._give_up("malformed")
+        elif choices := chunk["choices"]:
             self._read_choice(payload, choices[0])
 
     def _read_choice(self, payload: bytes, choice: Mapping[str, Any]) -> None:
@@ -132,8 +147,6 @@ class Kept:
         if any(value for name, value in delta.items() if name not in _TEXTS):
             self._give_up("shape")  # a refusal or a call, which nobody goes on with
             return
-        self.has_role = self.has_role or "role" in delta
-        self._finished = self._finished or choice.get("finish_reason") is not None
         content = choice.get("text") or delta.get("content") or ""
         reasoning = next((delta[name] for name in _REASONING if delta.get(name)), "")
         if content and self._usual is None and choice.get("finish_reason") is None and len(delta) < 2:
@@ -159,7 +172,7 @@ class Splice:
     def __init__(self, kept: Kept, said: Said, how: How, stops: Sequence[str]) -> None:
         """`stops` are the request's stop strings: a cloud does not know that one may have begun before it."""
         self._head = kept.head
-        self._has_role = kept.has_role
+        self._roles = set(kept.roles)
         self._said = said
         self._how = how
         self._stops = () if how is How.SO_FAR else tuple(stops)
@@ -187,20 +200,26 @@ class Splice:
             chunk["id"], chunk["created"] = self._head.id, self._head.created
         if isinstance(usage := chunk.get("usage"), dict):
             chunk["usage"] = self._whole(usage)
-        if not chunk["choices"]:
+        for choice in chunk["choices"]:
+            self._tell_role_once(choice)
+        if self._said.is_empty or not chunk["choices"]:  # an answer that begins only now is of any shape
             return [Data(orjson.dumps(chunk), frame.kind)]
         return self._choice(chunk, chunk["choices"][0])
+
+    def _tell_role_once(self, choice: dict[str, Any]) -> None:
+        """Clients join what is told twice."""
+        delta, index = choice.get("delta"), choice.get("index", 0)
+        if delta and "role" in delta:
+            if index in self._roles:
+                del delta["role"]
+            self._roles.add(index)
 
     def _choice(self, chunk: dict[str, Any], choice: dict[str, Any]) -> list[Frame]:
         delta = choice.get("delta")
         place, name = (choice, "text") if delta is None else (delta, "content")
-        if delta is not None:
-            if self._has_role:
-                delta.pop("role", None)
-            self._has_role = self._has_role or "role" in delta
-            if self._said.content:  # a thought about going on is no thought about the question
-                for reasoning in _REASONING:
-                    delta.pop(reasoning, None)
+        if delta is not None and self._said.content:  # a thought about going on is no thought about the question
+            for reasoning in _REASONING:
+                delta.pop(reasoning, None)
         finishes = choice.get("finish_reason") is not None
         text = self._placed(place.get(name) or "", finishes)
         if text is None:
@@ -291,12 +310,12 @@ def hop_comment(name: str, characters: int, why: str) -> Comment:
 
 
 def _chunk_in(payload: bytes) -> dict[str, Any] | None:
-    """The chunk of one choice at most, or None. Half an emoji in an escape is none: no text can be made of it."""
+    """The chunk, or None. Half an emoji in an escape is none: no text can be made of it."""
     try:
         chunk = orjson.loads(payload)
     except orjson.JSONDecodeError:
         return None
     choices = chunk.get("choices") if isinstance(chunk, dict) else None
-    if not isinstance(choices, list) or len(choices) > 1 or not all(isinstance(choice, dict) for choice in choices):
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         return None
     return dict(chunk)

@@ -166,7 +166,7 @@ def test_what_was_said_is_read_from_the_payloads() -> None:
     found = kept(
         chunk("", role="assistant"), Comment(b": x\n\n"), chunk(reasoning_content="hm"), chunk("one "), chunk("two"),
     )  # fmt: skip
-    assert (found.said, found.has_begun, found.has_role) == (Said("one two", "hm", 3), True, True)
+    assert (found.said, found.has_begun, found.roles) == (Said("one two", "hm", 3), True, {0})
     assert (found.head.id, found.head.created, found.is_finished) == ("a", 2, False)
     found.note([chunk(finish="stop"), usage(1, 2)])
     assert found.is_finished
@@ -189,6 +189,40 @@ def test_nothing_is_kept_of_what_cannot_go_on() -> None:
     found.note([chunk("x")])
     assert (found.has_begun, found.said.is_empty) == (True, True)
     assert not Kept().has_begun
+
+
+def test_an_answer_has_not_begun_before_its_first_content() -> None:
+    """A role says nothing, whatever the shape; name and roles are kept for who begins anew."""
+    found = Kept("shape", 2)
+    role = {"index": 1, "delta": {"role": "assistant", "content": ""}}
+    found.note([Data(b"{oops", DeltaKind.OTHER), Data(orjson.dumps({"id": "a", "choices": [role]}), DeltaKind.OTHER)])
+    assert (found.has_begun, found.head.id, found.roles, found.said.is_empty) == (False, "a", {1}, True)
+    found.note([chunk(tool_calls=[{"index": 0}])])
+    assert (found.has_begun, found.head.id) == (True, "a")
+    assert not Kept().head.id and not Kept().roles
+
+
+def test_finish_reasons_are_noted_of_answers_that_cannot_go_on() -> None:
+    found = Kept("shape", 2)
+    found.note([chunk("x", finish="stop")])
+    assert not found.is_finished
+    found.note([Data(b'{"choices":[{"index":1,"finish_reason":"tool_calls"}]}', DeltaKind.FINISH)])
+    assert found.is_finished
+
+
+def test_an_answer_that_begins_only_now_is_of_any_shape() -> None:
+    """Calls, scores and choices are as they came; the name is the one that was told, and no role comes twice."""
+    before = Kept("shape", 2)
+    role = {"index": 0, "delta": {"role": "assistant", "content": ""}}
+    before.note([Data(orjson.dumps({"id": "a", "created": 2, "choices": [role]}), DeltaKind.OTHER)])
+    call = {"index": 0, "delta": {"role": "assistant", "tool_calls": [{"index": 0}]}, "logprobs": {"content": []}}
+    other = {"index": 1, "delta": {"role": "assistant", "refusal": "no"}}
+    frame = Data(orjson.dumps({"id": "b", "created": 3, "choices": [call, other]}), DeltaKind.CONTENT)
+    (joined,) = Splice(before, before.said, How.AGAIN, ()).join([frame])
+    assert isinstance(joined, Data)
+    del call["delta"]["role"]  # type: ignore[attr-defined]
+    assert json.loads(joined.payload) == {"id": "a", "created": 2, "choices": [call, other]}
+    assert joined.kind is DeltaKind.CONTENT
 
 
 @pytest.mark.parametrize(
@@ -267,7 +301,8 @@ def test_an_answer_asked_again_keeps_its_role_and_thoughts() -> None:
     assert json.loads(first.payload)["id"] == "b"
     assert json.loads(first.payload)["choices"][0]["delta"]["role"] == "assistant"
     assert json.loads(second.payload)["choices"][0]["delta"] == {"reasoning": "hm"}
-    assert fresh.join([chunk("", role="assistant")]) == []
+    (third,) = fresh.join([chunk("", role="assistant")])
+    assert isinstance(third, Data) and "role" not in json.loads(third.payload)["choices"][0]["delta"]
 
 
 def test_a_thought_about_going_on_is_not_shown() -> None:
