@@ -33,7 +33,7 @@ from inference.statefile import StateFiles
 log = logging.getLogger(__name__)
 
 HEADER_SECONDS = 20.0
-_VERSION = 7
+_VERSION = 8
 _KEPT = ("parts", "source", "note", "output_bytes", "projector_bytes", "layers", "facts", "capabilities")
 """What is remembered of a helper's answer."""
 _MOST_ENTRIES = 2000

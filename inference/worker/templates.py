@@ -13,16 +13,19 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from inference.worker.core.dialects import detect
+from inference.worker.core.dialects import Dialect, detect
+from inference.worker.core.parts import Tool, ToolChoice
 from inference.worker.errors import BadRequestError
 from inference.worker.rendering import OverLimitsError, RefusedError, Rendering
 
 MAX_TEMPLATE_CHARS = 1 << 20
 MAX_PROBLEM_CHARS = 1000
+_PROBE = "hgprobe"
+"""Looked for in what a template makes of it."""
 
 
 class ChatTemplate:
-    """A compiled template. `render` is thread-safe. `dialect` is how its family writes tools, calls and reasoning."""
+    """A compiled template. Thread-safe."""
 
     def __init__(self, source: str, *, bos: str, eos: str, control_texts: Sequence[str]) -> None:
         """Raises ValueError with a sentence when the template does not compile or is too long."""
@@ -30,7 +33,8 @@ class ChatTemplate:
             raise ValueError(f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS} are read")
         self._rendering = Rendering(source)
         self._hopeless = ""
-        self.dialect = detect(source, control_texts)
+        self._source = source
+        self._control_texts = control_texts
         self._special = {"bos_token": bos, "eos_token": eos}
         self._marker = f"hg{secrets.token_hex(12)}"
         texts = [text for text in control_texts if len(text) > 1]
@@ -50,16 +54,37 @@ class ChatTemplate:
         return self._text(self._variables(shown, arguments, generate=generate)).split(self._marker)
 
     @functools.cached_property
+    def dialect(self) -> Dialect:
+        """How its family writes tools, calls and reasoning. A template that drops a tool it is given presents none."""
+        known = detect(self._source, self._control_texts)
+        if not known.writes_tools:
+            return known
+        messages, variables = known.prepare([_said("Hi")], [Tool(_PROBE)], ToolChoice())
+        try:
+            presents = _PROBE in "".join(self.render(messages, variables, generate=True))
+        except BadRequestError:
+            presents = self._refuses_all
+        return known if presents else detect(self._source, self._control_texts, presents=False)
+
+    @property
+    def _refuses_all(self) -> bool:
+        """Whether it refuses plain messages as well, so that a refusal says nothing of what else it was given."""
+        try:
+            self.render([_said("Hi")], {}, generate=True)
+        except BadRequestError:
+            return True
+        return False
+
+    @functools.cached_property
     def _reads_parts(self) -> bool:
         """Whether it takes contents as lists of parts only, as some of models that see do: a text would be lost.
 
         A template that meets the limits with one word will always meet them: that is remembered, so that such a file
         costs them once and not with every request.
         """
-        probe = {"role": "user", "content": "hgprobe"}
-        for message, said in ((probe, False), (_in_parts(probe), True)):
+        for message, said in ((_said(_PROBE), False), (_in_parts(_said(_PROBE)), True)):
             try:
-                if "hgprobe" in self._rendering.text(self._variables([message], {}, generate=True)):
+                if _PROBE in self._rendering.text(self._variables([message], {}, generate=True)):
                     return said
             except OverLimitsError as error:
                 self._hopeless = str(error)
@@ -106,6 +131,10 @@ class ChatTemplate:
         except RefusedError as error:
             problem = str(error).replace(self._marker, "")[:MAX_PROBLEM_CHARS]
             raise BadRequestError(f"the model's chat template refused these messages: {problem}", "messages") from None
+
+
+def _said(text: str) -> Mapping[str, Any]:
+    return {"role": "user", "content": text}
 
 
 def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from tests.rigs.stack import Stack
+from tests.rigs.stack import CALLING, Stack
 
 MESSAGES: Any = [{"role": "user", "content": "What turns the wheel of a mill?"}]
 BRING: Any = {
@@ -26,7 +26,7 @@ BRING: Any = {
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    stack = Stack(tmp_path_factory.mktemp("messages")).start()
+    stack = Stack(tmp_path_factory.mktemp("messages"), models=CALLING).start()
     yield stack
     stack.kill()
 
@@ -70,6 +70,7 @@ def test_parallel_calls_and_their_results_on_a_demo_model(client: anthropic.Anth
     ]
     history: Any = [*MESSAGES, first.to_param(), {"role": "user", "content": results}]
     counted = client.messages.count_tokens(model="demo", messages=history, tools=[BRING]).input_tokens
+    assert counted > client.messages.count_tokens(model="demo", messages=history).input_tokens, "it is told of them"
     second = client.messages.create(model="demo", max_tokens=20, messages=history, tools=[BRING])
     assert second.usage.input_tokens + (second.usage.cache_read_input_tokens or 0) == counted
     prefilled = client.messages.create(

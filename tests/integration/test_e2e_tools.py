@@ -11,11 +11,8 @@ import pydantic
 import pytest
 
 from headgate.shared.state import INFERENCE_TOKEN
-from tests.rigs.stack import MODELS, Stack
+from tests.rigs.stack import CALLING, Stack
 
-MINI_WITHOUT_TOOLS = MODELS.replace(
-    "path: bundled:demo-mini\n", "path: bundled:demo-mini\n    capabilities: [chat, completions]\n"
-)
 ROUTES = """
 routes:
   demo: {chain: [local/demo-mini, local/demo]}
@@ -34,7 +31,7 @@ class Bring(pydantic.BaseModel):
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    stack = Stack(tmp_path_factory.mktemp("tools"), models=MINI_WITHOUT_TOOLS, gateway=ROUTES).start()
+    stack = Stack(tmp_path_factory.mktemp("tools"), models=CALLING, gateway=ROUTES).start()
     yield stack
     stack.kill()
 
@@ -46,9 +43,19 @@ def client(stack: Stack) -> Iterator[openai.OpenAI]:
 
 
 def test_a_model_says_that_it_calls_tools(stack: Stack) -> None:
-    """The demo's template presents them; what is configured is stronger than what a template can do."""
+    """The demos' template presents none; what is configured is stronger than what a template can do."""
     said = {name: stack.ask(f"/v1/models/{name}")["headgate"]["capabilities"] for name in ("demo", "demo-mini")}
     assert said == {"demo": ["chat", "completions", "tools"], "demo-mini": ["chat", "completions"]}
+
+
+def test_a_model_is_told_of_tools_that_its_template_does_not_present(client: openai.OpenAI) -> None:
+    def prompt(**asked: Any) -> int:
+        usage = client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=1, **asked).usage
+        assert usage is not None
+        return int(usage.prompt_tokens)
+
+    tools = [openai.pydantic_function_tool(Bring)]
+    assert prompt(tools=tools) > prompt(tools=tools, tool_choice="none") == prompt()
 
 
 def test_a_forced_call_goes_to_the_tier_that_can_make_it(client: openai.OpenAI) -> None:
@@ -175,7 +182,8 @@ def test_an_agent_speaks_responses_with_a_local_model(client: openai.OpenAI) -> 
     assert call.arguments == same.arguments
     Bring.model_validate_json(call.arguments)
     output: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "done"}]
-    after = client.responses.create(model="demo", input=output, previous_response_id=whole.id, max_output_tokens=16)
+    asked_again: Any = {"previous_response_id": whole.id, "tools": asked["tools"], "max_output_tokens": 16}
+    after = client.responses.create(model="demo", input=output, **asked_again)
     assert after.status in ("completed", "incomplete")
     assert after.usage is not None
     assert whole.usage is not None

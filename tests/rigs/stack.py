@@ -30,6 +30,9 @@ models:
     parallel: 4
 """
 
+CALLING = MODELS.replace("path: bundled:demo\n", "path: bundled:demo\n    capabilities: [chat, completions, tools]\n")
+"""With tools for `demo`, whose template presents none."""
+
 LOCAL_ROUTES = """
 routes:
   demo: {chain: [local/demo, local/demo-mini]}

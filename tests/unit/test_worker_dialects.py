@@ -146,7 +146,12 @@ def test_the_token_that_ends_a_call_is_seen() -> None:
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 HERMES = TURNS + '{% if tools %}Write <tool_call>{"name": N, "arguments": A}</tool_call>{{ tools | tojson }}{% endif %}'
 LLAMA = "<|start_header_id|>{{ messages }}{{ tools }}" + '{"name": "x", "parameters": {}}'
-V3 = "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + c.name + '```json' + c['function']['arguments'] + '```' }}"
+V3 = (
+    "{% for c in calls %}{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + c.name + '```json' "
+    "+ c['function']['arguments'] + '```' }}{% endfor %}"
+)
+HISTORY = TURNS + '{% for c in calls %}<tool_call>{"name": {{ c.name }}</tool_call>{% endfor %}'
+CHANNELS = "{{ '<|start|>assistant' }}{# <|channel|> <|message|> #}"
 V31 = "{{ '<｜tool▁calls▁begin｜>' + c.name + '<｜tool▁sep｜>' + c.function.arguments|tojson }}"
 
 
@@ -229,7 +234,7 @@ def result(text: Any, id: str | None = None) -> dict[str, Any]:
     return {"role": "tool", "content": text, **({} if id is None else {"tool_call_id": id})}
 
 
-AUTO = ToolChoice()
+AUTO, NONE = ToolChoice(), ToolChoice("none")
 
 
 def prepared(dialect: Dialect, *messages: dict[str, Any], tools: Sequence[Tool] = ()) -> list[Any]:
@@ -341,9 +346,38 @@ def test_deepseek_is_told_of_tools_that_its_template_does_not_present(fenced: bo
     assert ("<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>" in text) != fenced
 
 
-def test_a_deepseek_template_presents_tools_where_it_reads_them() -> None:
-    assert detect(V3 + "{{ tools }}", ()).prepare(asked(), TOOLS, AUTO)[1]["tools"]
-    assert prepared(detect(V3, ()), *asked(), tools=TOOLS)[0]["content"] != "Be brief."
+def test_harmony_is_told_of_tools_that_its_template_does_not_present() -> None:
+    dialect = Harmony(presents=False)
+    text = prepared(dialect, *asked(), tools=TOOLS)[0]["content"]
+    assert text.startswith("Be brief.\n\n")
+    assert "Weather of a city" in text
+    assert "functions.NAME" in text
+    assert dialect.prepare(asked(), TOOLS, NONE) == (asked(), {})
+
+
+def of_template(source: str) -> Dialect:
+    return ChatTemplate(source, bos="", eos="", control_texts=[]).dialect
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [(HISTORY, "generic"), (HISTORY + "{# tools #}", "generic"), (HERMES, "hermes"),
+     (HISTORY + "{% if tools %}{{ raise_exception('no tools') }}{% endif %}", "generic"),
+     (HERMES + "{{ raise_exception('nobody may speak') }}", "hermes")],
+)  # fmt: skip
+def test_a_template_that_only_writes_calls_out_presents_no_tools(source: str, name: str) -> None:
+    """What it makes of a tool says so, not what its source looks like."""
+    dialect = of_template(source)
+    assert (dialect.name, dialect.writes_tools) == (name, name != "generic")
+
+
+@pytest.mark.parametrize(("source", "name"), [(V3, "deepseek"), (CHANNELS, "harmony")])
+def test_who_knows_calls_anyway_is_told_where_the_template_drops_tools(source: str, name: str) -> None:
+    for template, is_told in ((source, True), (source + "{{ tools | tojson }}", False)):
+        dialect = of_template(TURNS + template)
+        assert (dialect.name, dialect.writes_tools) == (name, True)
+        messages, variables = dialect.prepare(asked(), TOOLS, AUTO)
+        assert (messages[0]["content"] != "Be brief.", variables == {}) == (is_told, is_told)
 
 
 def test_harmony_takes_reasoning_as_thinking() -> None:
@@ -436,7 +470,7 @@ def test_a_template_renders_what_was_prepared() -> None:
 
 
 # --- forms ------------------------------------------------------------------------------------------------------------
-NONE, REQUIRED = ToolChoice("none"), ToolChoice("required")
+REQUIRED = ToolChoice("required")
 
 
 @pytest.mark.parametrize("name", DIALECTS)

@@ -15,7 +15,7 @@ from inference.worker.core.dialects import deepseek, dsml, harmony, hermes, llam
 from inference.worker.core.dialects.base import Dialect
 from inference.worker.core.dialects.generic import Generic
 from inference.worker.core.dialects.plain import Plain
-from inference.worker.core.dialects.thinking import thinking_of
+from inference.worker.core.dialects.thinking import Thinking, thinking_of
 
 __all__ = ["Dialect", "detect"]
 
@@ -25,24 +25,35 @@ _FOREIGN = ("<function=", "<arg_key>", "<invoke", "<function name=")
 """Markers of notations that share a marker with a family here but are not its."""
 
 
-def detect(template: str, control_texts: Collection[str]) -> Dialect:
-    """The dialect of a template's source and of the texts of the vocabulary's control tokens.
+def detect(template: str, control_texts: Collection[str], *, presents: bool = True) -> Dialect:
+    """The dialect of a template's source and of the texts of the vocabulary's control tokens. `presents` says whether
+    what the template makes of tools reaches the model, which only rendering it shows.
 
-    A template whose notation of calls is none of these, or that has none, is `generic`; no template at all is `plain`.
+    A template whose notation of calls is none of these, or that has none, is `generic`; so is one that writes calls and
+    presents no tools. No template at all is `plain`. Harmony and DeepSeek explain tools that their templates do not
+    present: their models know calls by tokens of their own, whatever a template says.
     """
     if not template.strip():
         return Plain()
     thinking = thinking_of(template, control_texts)
     text = _UNFILTERED.search(template) is not None
     if harmony.CHANNEL in template and harmony.MESSAGE in template:
-        return harmony.Harmony(text_arguments=text)
+        return harmony.Harmony(text_arguments=text, presents=presents)
+    if deepseek.CALLS in template:
+        fenced = f"{deepseek.FENCE}json" in template
+        return deepseek.DeepSeek(thinking, text_arguments=text, fenced=fenced, presents=presents)
+    known = _caller(template, thinking, text=text) if presents else None
+    if known is not None:
+        return known
+    system = re.search(r"""['"]system['"]""", template) and "ystem role not supported" not in template
+    return Generic(thinking, system=bool(system))
+
+
+def _caller(template: str, thinking: Thinking | None, *, text: bool) -> Dialect | None:
+    """The family whose notation of calls is in a template that presents tools; None where it is nobody's."""
     if mistral.CALLS in template:
         lists = mistral.ARGUMENTS not in template
         return mistral.Mistral(thinking, text_arguments=text, lists=lists, ids=mistral.ID in template)
-    if deepseek.CALLS in template:
-        fenced = f"{deepseek.FENCE}json" in template
-        presents = re.search(r"\btools\b", template) is not None
-        return deepseek.DeepSeek(thinking, text_arguments=text, fenced=fenced, presents=presents)
     if dsml.TOKEN in template:
         block = dsml.OLD if f"{dsml.OLD}>" in template else dsml.NEW
         return dsml.Dsml(thinking, text_arguments=text, block=block)
@@ -53,5 +64,4 @@ def detect(template: str, control_texts: Collection[str]) -> Dialect:
             return hermes.Hermes(thinking, text_arguments=text)
         if re.search(r"<\|(start_header_id|header_start)\|>", template) and '"parameters"' in template:
             return llama3.Llama3(thinking, text_arguments=text)
-    system = re.search(r"""['"]system['"]""", template) and "ystem role not supported" not in template
-    return Generic(thinking, system=bool(system))
+    return None

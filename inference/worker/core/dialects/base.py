@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from inference.worker.core import forms
-from inference.worker.core.dialects.conversation import described, normal
+from inference.worker.core.dialects.conversation import described, explained, normal
 from inference.worker.core.dialects.thinking import MIDST, Thinking
 from inference.worker.core.forms import AnyText, Form, Json, Literal, Marker, Repeat
 from inference.worker.core.parts import AnswerParser, Tool, ToolChoice
@@ -105,8 +105,7 @@ class Family:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], choice: ToolChoice
     ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
         """The messages, their calls in one shape, and the tools unless none may be called."""
-        variables = {"tools": described(tools)} if tools and choice.mode != "none" else {}
-        return [*normal(messages, text_arguments=self.text_arguments)], variables
+        return [*normal(messages, text_arguments=self.text_arguments)], presented(tools, choice)
 
     def form(self, tools: Sequence[Tool], choice: ToolChoice, *, opened: str) -> Form | None:
         """Nothing is ever forced."""
@@ -149,6 +148,21 @@ class Caller(Family, abc.ABC):
     @abc.abstractmethod
     def calls(self, tools: Sequence[Tool], most: int | None) -> Form:
         """One to `most` calls of these tools."""
+
+
+def presented(tools: Sequence[Tool], choice: ToolChoice) -> dict[str, Any]:
+    """The variables of a template that presents tools; none where none may be called."""
+    return {"tools": described(tools)} if tools and choice.mode != "none" else {}
+
+
+def told(
+    messages: Sequence[dict[str, Any]], tools: Sequence[Tool], choice: ToolChoice, about: str
+) -> list[Mapping[str, Any]]:
+    """The messages with `about`, which has room for {tools}, for a template that presents none."""
+    if not tools or choice.mode == "none":
+        return [*messages]
+    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in described(tools))
+    return [*explained(messages, about.replace("{tools}", lines))]
 
 
 def wanted(tools: Sequence[Tool], choice: ToolChoice) -> list[Tool]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inference.worker.core import forms
-from inference.worker.core.dialects.base import Caller, arguments_of, one_of
-from inference.worker.core.dialects.conversation import described, explained, normal
+from inference.worker.core.dialects.base import Caller, arguments_of, one_of, presented, told
+from inference.worker.core.dialects.conversation import normal
 from inference.worker.core.dialects.reading import CallReader, Markers, Steps
 from inference.worker.core.dialects.thinking import Thinking
 from inference.worker.core.forms import Form, Literal, Marker, Repeat
@@ -99,11 +98,9 @@ class DeepSeek(Caller):
             {**message, "content": message.get("content") or None} if "tool_calls" in message else message
             for message in normal(messages, text_arguments=self.text_arguments)
         ]
-        if not tools or choice.mode == "none":
-            return [*found], {}
         if self._presents:
-            return [*found], {"tools": described(tools)}
-        return [*explained(found, self._about(tools))], {}
+            return [*found], presented(tools, choice)
+        return told(found, tools, choice, self._about()), {}
 
     def parser(self, *, tools: Sequence[Tool], opened: str) -> AnswerParser:
         """A parser of one answer."""
@@ -115,12 +112,12 @@ class DeepSeek(Caller):
         between = Literal("\n") if self._fenced else None
         return forms.Sequence((Marker(CALLS), Repeat(one, 1, most, between), Marker(CALLS_END)))
 
-    def _about(self, tools: Sequence[Tool]) -> str:
-        lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in described(tools))
+    def _about(self) -> str:
         body = (
             f"function{SEPARATOR}NAME\n{FENCE}json\nARGUMENTS\n{FENCE}" if self._fenced else f"NAME{SEPARATOR}ARGUMENTS"
         )
-        return _ABOUT.format(tools=lines, call=f"{CALLS}{CALL}{body}{CALL_END}{CALLS_END}", begin=CALL, end=CALL_END)
+        call = f"{CALLS}{CALL}{body}{CALL_END}{CALLS_END}"
+        return _ABOUT.format(tools="{tools}", call=call, begin=CALL, end=CALL_END)
 
     def _body(self, tool: Tool) -> tuple[Form, ...]:
         if not self._fenced:

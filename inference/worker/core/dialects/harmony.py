@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from inference.worker.core import forms
-from inference.worker.core.dialects.base import Begun, Family, arguments_of, one_of, wanted
-from inference.worker.core.dialects.conversation import described, joined, normal, one_at_a_time
+from inference.worker.core.dialects.base import Begun, Family, arguments_of, one_of, presented, told, wanted
+from inference.worker.core.dialects.conversation import joined, normal, one_at_a_time
 from inference.worker.core.dialects.output import Kind
 from inference.worker.core.dialects.reading import Markers, NoCallError, Reader, Steps
 from inference.worker.core.forms import AnyText, Form, Literal, Marker, Repeat
@@ -25,6 +25,14 @@ _CLOSING = (END, CALL, RETURN)
 _ENDS = Markers(END, CALL, RETURN, START, CHANNEL)
 _NAMESPACE = "functions."
 _BREAK = "\n\n"
+
+_ABOUT = """\
+# Tools
+
+You can call these functions, each described as JSON:
+{tools}
+
+To call one, send its arguments as one JSON object to functions.NAME on the commentary channel."""
 
 
 class HarmonyParser(Reader):
@@ -134,11 +142,17 @@ class HarmonyParser(Reader):
 
 
 class Harmony(Family):
-    """The dialect. A call ends the answer, so an answer is forced to one call at most."""
+    """The dialect. A call ends the answer, so an answer is forced to one call at most. `presents` says that the
+    template presents tools.
+    """
 
     name = "harmony"
     markers = frozenset({START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL})
     ends = frozenset({CALL, RETURN})
+
+    def __init__(self, *, text_arguments: bool = False, presents: bool = True) -> None:
+        super().__init__(text_arguments=text_arguments)
+        self._presents = presents
 
     @property
     def reasons(self) -> bool:
@@ -152,14 +166,16 @@ class Harmony(Family):
 
         Beside a call the template takes either thinking or content, both of which it writes as analysis.
         """
-        found: list[Mapping[str, Any]] = []
+        found: list[dict[str, Any]] = []
         for message in one_at_a_time(normal(messages, text_arguments=self.text_arguments)):
             if thought := message.pop("reasoning_content", None):
                 message["thinking"] = thought
                 if "tool_calls" in message and (content := message.pop("content", None)):
                     message["thinking"] = joined(thought, content)
             found.append(message)
-        return found, {"tools": described(tools)} if tools and choice.mode != "none" else {}
+        if self._presents:
+            return [*found], presented(tools, choice)
+        return told(found, tools, choice, _ABOUT), {}
 
     def parser(self, *, tools: Sequence[Tool], opened: str) -> AnswerParser:
         """A parser of one answer."""

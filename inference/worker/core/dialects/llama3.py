@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from inference.worker.core import forms
-from inference.worker.core.dialects.base import Caller, object_call, one_of
-from inference.worker.core.dialects.conversation import described, normal, one_at_a_time
+from inference.worker.core.dialects.base import Caller, object_call, one_of, presented
+from inference.worker.core.dialects.conversation import normal, one_at_a_time
 from inference.worker.core.dialects.reading import CallReader, Markers, Steps
 from inference.worker.core.dialects.thinking import MIDST, Thinking
 from inference.worker.core.forms import Form, Literal
@@ -59,8 +59,7 @@ class Llama3(Caller):
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], choice: ToolChoice
     ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
         """One call per message."""
-        variables = {"tools": described(tools)} if tools and choice.mode != "none" else {}
-        return [*one_at_a_time(normal(messages, text_arguments=self.text_arguments))], variables
+        return [*one_at_a_time(normal(messages, text_arguments=self.text_arguments))], presented(tools, choice)
 
     def parser(self, *, tools: Sequence[Tool], opened: str) -> AnswerParser:
         """A parser of one answer."""

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inference.worker.core import forms
-from inference.worker.core.dialects.base import Caller, arguments_of, object_call, one_of
-from inference.worker.core.dialects.conversation import described, normal
+from inference.worker.core.dialects.base import Caller, arguments_of, object_call, one_of, presented
+from inference.worker.core.dialects.conversation import normal
 from inference.worker.core.dialects.reading import CallReader, Markers, Steps
 from inference.worker.core.dialects.thinking import Thinking
 from inference.worker.core.forms import Form, Literal, Marker, Regex, Repeat
@@ -72,7 +72,7 @@ class Mistral(Caller):
             if "tool_call_id" in message:
                 message["tool_call_id"] = short_id(message["tool_call_id"])
             found.append(message)
-        return found, {"tools": described(tools)} if tools and choice.mode != "none" else {}
+        return found, presented(tools, choice)
 
     def parser(self, *, tools: Sequence[Tool], opened: str) -> AnswerParser:
         """A parser of one answer."""
