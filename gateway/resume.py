@@ -170,9 +170,10 @@ class Answer:
         kept, request = self._kept, self._request
         if kept.is_finished:
             return True
+        said = kept.said  # read before it is asked whether that can go on
         if self._why_not(_SPILLED, self._hops_with_this) is not None:
             return False
-        said, policy, left = kept.said, request.route.resume, request.choose_again().kept
+        policy, left = request.route.resume, request.choose_again().kept
         rungs = resume.ladder(left, self.attempt.candidate, _SPILLED, policy, said, self._stalled)
         return any(_plan(request, said, rung) is not None for rung in rungs)
 

@@ -125,12 +125,12 @@ class _Counting:
         self._record = record
         self._outcomes = Outcomes(record)
         self._loop = asyncio.get_running_loop()
-        route = tools.config.routes[found.route]
-        limits = tools.limits[found.route]._replace(caller_silence=caller.silence_seconds)
+        way = tools.ways[found.route]
+        limits = way.limits._replace(caller_silence=caller.silence_seconds)
         self._budget = Budget(limits, self._loop.time(), waited=waited)
-        record.chain = expand(route.chain, found.model, tools.view.aliases)
+        record.chain = expand(way.chain, found.model, tools.view.aliases)
         self._choice = Choice(
-            tools, request, route, record.chain, record, cloud_allowed=caller.cloud_allowed, priority=caller.priority
+            tools, request, way, record.chain, record, cloud_allowed=caller.cloud_allowed, priority=caller.priority
         )
 
     async def result(self) -> tuple[Candidate, int]:
