@@ -23,7 +23,7 @@ def test_the_chunks_of_a_worker_add_up_to_its_whole_answer() -> None:
     for output in OUTPUTS:
         answer.add(output)
         for frame in stream.frames(output).split(b"\n\n")[:-1]:
-            assembly.read(frame.removeprefix(b"data: "))
+            assembly.add(json.loads(frame.removeprefix(b"data: ")))
     whole = json.loads(responses.whole("chat", "tiny", 5, [answer], Usage(1, 2, 0, 0), with_logprobs=True))
     assert assembly.result()["choices"] == whole["choices"]
     assert whole["choices"][0]["logprobs"]["refusal"] is None
