@@ -118,11 +118,11 @@ class InferenceView:
         return None if status is None else self._ailment(status)
 
     def plain(self, model: str) -> Plain | None:
-        """What is known of a model, by its id or an alias; None where one has to look closer."""
+        """What is known of a model, by its id; None where one has to look closer."""
         seen = self._seen_at
         if seen is None or self._clock() - seen >= STALE_SECONDS:
             return None
-        return self._plain.get(self._aliases.get(model, model))
+        return self._plain.get(model)
 
     def look(self) -> None:
         """Something happened: the service is asked now instead of at the next turn."""

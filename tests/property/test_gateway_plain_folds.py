@@ -139,7 +139,7 @@ class World:
 
 
 def _same_both_ways(world: World, entries: tuple[str, ...], asked: tuple[Endpoint, bytes], **more: Any) -> Choice:
-    record, candidates = Record("id", 0.0, "/"), expand(entries, "a", {})
+    record, candidates = Record("id", 0.0, "/"), expand(entries, "a", world.tools.view.aliases)
     choice = Choice(world.tools, parse(*asked), world.tools.ways["a"], candidates, record, **more)
     chain = choice.fold()
     assert [considered.facts for considered in record.considered] == [choice.facts(one) for one in candidates]
