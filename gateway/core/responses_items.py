@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gateway.core.responses_fields import kind_of
@@ -48,7 +48,33 @@ def messages_of(items: str | Iterable[Mapping[str, Any]]) -> list[dict[str, Any]
     for item in items:
         _ADDS[kind_of(item)](turns, item)
     turns.close()
-    return turns.messages
+    return list(_with_outputs_shown(turns.messages))
+
+
+def _with_outputs_shown(messages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """`messages`, with what outputs hold beside text said by the user behind them: tool messages hold text alone."""
+    names: dict[str, str] = {}
+    shown: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "tool":
+            texts, others = _divided(message["content"])
+            if others:
+                name = names.get(message["tool_call_id"], "a call")
+                shown += [{"type": "text", "text": f"From the result of {name}:"}, *others]
+                message["content"] = texts or ""
+        elif shown:
+            yield {"role": "user", "content": shown}
+            shown = []
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls") or ()}
+        yield message
+    if shown:
+        yield {"role": "user", "content": shown}
+
+
+def _divided(content: str | list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The parts that are text, and the others; none of a content that is text as a whole."""
+    parts = content if isinstance(content, list) else []
+    return [part for part in parts if part["type"] == "text"], [part for part in parts if part["type"] != "text"]
 
 
 def with_instructions(instructions: str | None, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

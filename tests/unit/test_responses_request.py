@@ -9,12 +9,14 @@ import pytest
 from openai.types.responses import ResponseCreateParams
 
 from gateway.core.frames import Endpoint
+from gateway.core.openai_request import Flavor, to_openai
 from gateway.core.requests import parse as parse_chat
 from gateway.core.responses_fields import FIELDS, schema
 from gateway.core.responses_items import seal, unseal
 from gateway.core.responses_request import Earlier, ResponsesRequest, parse
 from gateway.errors import RequestError
 from inference.protocol import Code
+from tests.rigs.fake_provider import rules
 
 PNG = "data:image/png;base64,iVBORw0KGgo="
 PDF = "data:application/pdf;base64,JVBERi0="
@@ -236,6 +238,38 @@ def test_parts_keep_what_they_are() -> None:
     assert asked(input=[{"role": "user", "content": [{"type": "input_image", "image_url": PNG}]}]).request.needs == {
         "vision"
     }
+
+
+def test_pictures_in_outputs_are_the_users_because_tool_messages_hold_text() -> None:
+    """An agent that looked at an image ended with OpenAI's 400, which was passed on."""
+    picture = {"type": "input_image", "image_url": PNG}
+    items: list[dict[str, Any]] = [
+        {"role": "user", "content": "Look."},
+        {"type": "function_call", "call_id": "c1", "name": "view", "arguments": "{}"},
+        {"type": "function_call", "call_id": "c2", "name": "read", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": [picture]},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "b"}, picture]},
+        {"role": "user", "content": "And?"},
+        {"type": "function_call_output", "call_id": "of before", "output": [picture]},
+    ]
+    said = messages(*items)
+    image = {"type": "image_url", "image_url": {"url": PNG}}
+    assert said[2:] == [
+        {"role": "tool", "tool_call_id": "c1", "content": ""},
+        {"role": "tool", "tool_call_id": "c2", "content": [{"type": "text", "text": "b"}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "From the result of view:"}, image,
+                {"type": "text", "text": "From the result of read:"}, image,
+            ],
+        },
+        {"role": "user", "content": "And?"},
+        {"role": "tool", "tool_call_id": "of before", "content": ""},
+        {"role": "user", "content": [{"type": "text", "text": "From the result of a call:"}, image]},
+    ]  # fmt: skip
+    request = to_openai(Endpoint.CHAT, asked(input=items[:-1]).request.body, "gpt-4.1", Flavor.OPENAI)
+    rules.openai_chat(request, "openai")
 
 
 def test_the_address_of_an_image_is_told_on_to_who_decides_about_fetching() -> None:

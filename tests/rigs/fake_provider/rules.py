@@ -194,6 +194,9 @@ def _openai_message(message: Any, path: str, open_calls: set[str]) -> set[str]:
     for part in message["content"] if isinstance(message.get("content"), list) else ():
         if part.get("type") == "image_url" and not _IMAGE.match(part["image_url"]["url"]):
             raise RefusedError("Invalid image URL.", "invalid_image_url", f"{path}.content")
+        if role == "tool" and part.get("type") != "text":
+            said = f"Invalid value: '{part.get('type')}'. Supported values are: 'text'."
+            raise RefusedError(said, "invalid_value", f"{path}.content")
     if role == "tool":
         if message.get("tool_call_id") not in open_calls:
             raise RefusedError("'tool' must be a response to a preceding message with 'tool_calls'.", None, path)
