@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from gateway.core.anthropic_request import arguments
@@ -109,8 +110,8 @@ def call_id(given: Any, answer: str, position: int) -> str:
     return given if isinstance(given, str) and given else f"toolu_{answer.removeprefix('msg_')}_{position}"
 
 
-def whole(answer: Mapping[str, Any], bounds: Bounds) -> dict[str, Any]:
-    """The message for a `chat.completion` object."""
+def whole(answer: Mapping[str, Any], bounds: Bounds, names: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+    """The message for a `chat.completion` object. `names` are tools' own, where the tier knew them by others."""
     id = message_id(answer.get("id"))
     choice = answer["choices"][0]
     said = choice["message"]
@@ -118,7 +119,7 @@ def whole(answer: Mapping[str, Any], bounds: Bounds) -> dict[str, Any]:
         {
             "type": "tool_use",
             "id": call_id(call.get("id"), id, position),
-            "name": call["function"]["name"],
+            "name": names.get(call["function"]["name"], call["function"]["name"]),
             "input": arguments(call["function"]["arguments"]),
         }
         for position, call in enumerate(said.get("tool_calls") or ())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import orjson
@@ -52,10 +53,13 @@ class _Call:
 
 
 class MessageEvents:
-    """One stream; see `gateway.dialects.base.Writer` for the contract. `bounds` are the caller's."""
+    """One stream; see `gateway.dialects.base.Writer` for the contract. `bounds` are the caller's, `names` tools' own
+    where the tier knew them by others.
+    """
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: Bounds, names: Mapping[str, str] = MappingProxyType({})) -> None:
         self._bounds = bounds
+        self._names = names
         self._id = ""
         self._model: Any = None
         self._blocks = 0
@@ -163,7 +167,8 @@ class MessageEvents:
         if call is None:
             self._close(out)
             id = call_id(piece.get("id"), self._id, position)
-            block: dict[str, Any] = {"type": "tool_use", "id": id, "name": text(function, "name"), "input": {}}
+            name = text(function, "name")
+            block: dict[str, Any] = {"type": "tool_use", "id": id, "name": self._names.get(name, name), "input": {}}
             call = self._calls[position] = _Call(self._begin(block, out))
         said = text(function, "arguments")
         if said and call.is_open:

@@ -17,6 +17,7 @@ from gateway.core import messages_fields
 from gateway.core.frames import Endpoint
 from gateway.core.origin import Translated
 from gateway.core.requests import InferenceRequest, parse_json, typed
+from gateway.core.tool_names import short_name
 
 ATTRIBUTION = "x-anthropic-billing-header:"
 """How coding agents begin a system block that is meant for Anthropic's accounts. It differs from request to request:
@@ -45,6 +46,12 @@ def parse(raw: bytes, *, counting: bool = False, leaves_out: bool = False) -> In
     _check_together(origin)
     body = Translated(to_chat(origin), origin)
     return typed(Endpoint.CHAT, body, len(raw))._replace(is_only_bounded=True)
+
+
+def long_names(body: Mapping[str, Any]) -> dict[str, str]:
+    """The tools of a checked body that the inner dialect calls by a shorter name: their own, by that."""
+    names = [tool["name"] for tool in body.get("tools") or ()]
+    return {short: name for name in names if (short := short_name(name)) != name}
 
 
 def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,7 +159,7 @@ def _calls(turn: _Turn) -> dict[str, str]:
     for path, block in turn.of("tool_use"):
         if block["id"] in asked:
             f.refuse(f"{path}.id", f"two calls of one turn have the id {block['id'][:64]!r}")
-        asked[block["id"]] = block["name"]
+        asked[block["id"]] = short_name(block["name"])
     return asked
 
 
@@ -170,7 +177,7 @@ def _assistant(turn: _Turn) -> dict[str, Any]:
 
 
 def _call(block: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": block["name"], "arguments": orjson.dumps(block["input"]).decode()}
+    function = {"name": short_name(block["name"]), "arguments": orjson.dumps(block["input"]).decode()}
     return {"id": block["id"], "type": "function", "function": function}
 
 
@@ -237,7 +244,7 @@ def _tools(body: Mapping[str, Any]) -> dict[str, Any]:
         chat["tools"] = [{"type": "function", "function": _function(tool)} for tool in tools]
     if tools and (choice := body.get("tool_choice")):
         words = {"auto": "auto", "any": "required", "none": "none"}
-        named = {"type": "function", "function": {"name": choice.get("name")}}
+        named = {"type": "function", "function": {"name": short_name(choice.get("name", ""))}}
         chat["tool_choice"] = words.get(choice["type"], named)
         if choice.get("disable_parallel_tool_use"):
             chat["parallel_tool_calls"] = False
@@ -245,7 +252,7 @@ def _tools(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool["name"]}
+    function: dict[str, Any] = {"name": short_name(tool["name"])}
     if tool.get("description"):
         function["description"] = tool["description"]
     function["parameters"] = {"type": "object", **tool["input_schema"]}

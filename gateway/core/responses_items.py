@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gateway.core.responses_fields import kind_of
+from gateway.core.tool_names import short_name
 
 SEALED = "headgate.1."
 """Begins the `encrypted_content` of reasoning that was given here: the text itself, for clients that send nothing else
@@ -34,10 +35,10 @@ def unseal(content: str) -> str:
 
 
 def function_name(name: str, namespace: str | None) -> str:
-    """The one name of a function that is in a namespace, as chat knows it."""
-    if not namespace:
-        return name
-    return f"{namespace}{name}" if namespace.endswith("_") else f"{namespace}__{name}"
+    """The one name of a function, in a namespace or not, as chat knows it."""
+    if namespace:
+        name = f"{namespace}{name}" if namespace.endswith("_") else f"{namespace}__{name}"
+    return short_name(name)
 
 
 def messages_of(items: str | Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from gateway.core import messages_answer, messages_errors, messages_request
 from gateway.core.frames import Endpoint
 from gateway.core.messages_answer import Bounds
 from gateway.core.messages_events import MessageEvents
+from gateway.core.origin import origin_of
 from gateway.core.requests import InferenceRequest
 from gateway.core.unchecked import dumps
 from gateway.errors import GatewayError
@@ -23,11 +24,15 @@ class _Asked:
     def _bounds(self) -> Bounds:
         return Bounds(self.request.body.get("stop") or (), self.request.max_tokens)
 
+    @property
+    def _names(self) -> dict[str, str]:
+        return messages_request.long_names(origin_of(self.request.body) or {})
+
     def writer(self) -> MessageEvents:
-        return MessageEvents(self._bounds)
+        return MessageEvents(self._bounds, self._names)
 
     def whole(self, answer: dict[str, Any]) -> bytes:
-        return dumps(messages_answer.whole(answer, self._bounds))
+        return dumps(messages_answer.whole(answer, self._bounds, self._names))
 
 
 class MessagesDialect:

@@ -16,6 +16,7 @@ import pytest
 from anthropic import AsyncAnthropic, beta_async_tool
 from anthropic.types import ModelInfo
 
+from gateway.core.tool_names import short_name
 from inference.protocol import Code
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.fake_provider import KEY as CLOUD_KEY
@@ -246,6 +247,31 @@ async def test_a_coding_agents_turn_with_parallel_calls_on_another_cloud(
     assert [call["id"] for call in sent["messages"][2]["tool_calls"]] == [mill, dark]
     assert [message["content"] for message in sent["messages"][3:5]] == ["a mill", "Error: dark"]
     assert sent["messages"][5]["content"][1]["image_url"]["url"].endswith(PNG)
+
+
+@pytest.mark.parametrize("model", ["gpt", "gemini", "claude"])
+async def test_a_tool_with_a_name_longer_than_openai_takes_is_called_by_it(
+    client: AsyncAnthropic, cloud: FakeProvider, model: str
+) -> None:
+    """Anthropic takes 128 characters, OpenAI and Google 64; the 400 for more was passed on."""
+    name = "mcp__" + "looks_" * 20
+    asked: Any = {"model": model, "max_tokens": 100, "tools": [{**LOOK, "name": name}], "messages": MESSAGES}
+    asked["tool_choice"] = {"type": "tool", "name": name}
+    told = name if model == "claude" else short_name(name)
+    cloud.answers.set(Said(tools=(ToolUse(told, {"at": "a"}),), stop="tool_calls"))
+    whole = await client.messages.create(**asked)
+    async with client.messages.stream(**asked) as stream:
+        streamed = await stream.get_final_message()
+    for said in (whole, streamed):
+        assert [block.name for block in said.content if block.type == "tool_use"] == [name]
+    id = next(block.id for block in whole.content if block.type == "tool_use")
+    cloud.answers.clear()
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": id, "content": "dark"}]}
+    del asked["tool_choice"]
+    await client.messages.create(**{**asked, "messages": [*MESSAGES, whole.to_param(), result]})
+    body = cloud.records[-1].body
+    if model != "claude":
+        assert body["tools"][0]["function"]["name"] == body["messages"][1]["tool_calls"][0]["function"]["name"] == told
 
 
 async def test_max_tokens_beyond_a_local_context_is_as_much_as_there_is_room_for(

@@ -14,6 +14,7 @@ from gateway.core.requests import parse as parse_chat
 from gateway.core.responses_fields import FIELDS, schema
 from gateway.core.responses_items import seal, unseal
 from gateway.core.responses_request import Earlier, ResponsesRequest, parse
+from gateway.core.tool_names import short_name
 from gateway.errors import RequestError
 from inference.protocol import Code
 from tests.rigs.fake_provider import rules
@@ -238,6 +239,35 @@ def test_parts_keep_what_they_are() -> None:
     assert asked(input=[{"role": "user", "content": [{"type": "input_image", "image_url": PNG}]}]).request.needs == {
         "vision"
     }
+
+
+def test_a_joined_name_is_short_enough_for_every_cloud_and_known_again() -> None:
+    """A namespace makes a name longer than OpenAI takes; the 400 for it was passed on."""
+    space, name = "mcp__codex_apps__github_enterprise_server", "list_pull_request_review_threads"
+    tool = {"type": "function", "name": name, "parameters": {"type": "object", "properties": {}}}
+    others = [{**tool, "name": name + letter} for letter in "ab"]
+    found = asked(
+        tools=[{"type": "namespace", "name": space, "tools": [tool, *others]}],
+        tool_choice={"type": "function", "name": name, "namespace": space},
+        input=[
+            {"role": "user", "content": "Look."},
+            {"type": "function_call", "call_id": "c", "name": name, "namespace": space, "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "x"},
+        ],
+    )
+    first, *rest = found.names
+    assert (found.names[first], len(set(found.names))) == ((name, space), 3)
+    assert first.startswith(f"{space}__list") and {len(one) for one in (first, *rest)} == {64}
+    assert found.request.body["tool_choice"]["function"]["name"] == first
+    assert found.request.body["messages"][1]["tool_calls"][0]["function"]["name"] == first
+    rules.openai_chat(to_openai(Endpoint.CHAT, found.request.body, "gpt-4.1", Flavor.OPENAI), "openai")
+
+
+@pytest.mark.parametrize("chars", [1, 63, 64])
+def test_names_that_are_short_enough_stay(chars: int) -> None:
+    assert short_name("n" * chars) == "n" * chars
+    assert short_name("n" * 65) != short_name("n" * 66)
+    assert short_name(short_name("n" * 65)) == short_name("n" * 65)
 
 
 def test_pictures_in_outputs_are_the_users_because_tool_messages_hold_text() -> None:
