@@ -220,6 +220,7 @@ _LOCAL_REFUSES: Mapping[str, Refusal] = {
     "audio": Refusal("local models answer in text"),
     "functions": Refusal("superseded by `tools`", _truthy),
     "modalities": Refusal("local models answer in text", _not_only_text),
+    "moderation": Refusal("local models moderate nothing"),
     "n": Refusal(
         f"a local model gives at most {LOCAL_MOST_CHOICES} choices per request",
         lambda value: isinstance(value, int) and value > LOCAL_MOST_CHOICES,

@@ -111,6 +111,7 @@ _CHAT: Mapping[str, f.Check] = {
     "max_completion_tokens": f.integer(1),
     "metadata": f.mapping(),
     "modalities": f.array(f.one_of("text", "audio")),
+    "moderation": f.mapping(),
     "parallel_tool_calls": f.boolean,
     "prediction": f.mapping(),
     "prompt_cache_key": f.string(),

@@ -102,7 +102,7 @@ def test_fields_without_effect_and_nulls_are_accepted() -> None:
     """What OpenAI's clients send by habit is no error."""
     request = chat(
         model="anything", user="u", metadata={"a": 1}, store=False, service_tier="auto", parallel_tool_calls=True,
-        prompt_cache_key="k", safety_identifier="s", temperature=None, stop=None, tools=None,
+        prompt_cache_key="k", prompt_cache_options={}, safety_identifier="s", temperature=None, stop=None, tools=None,
         tool_choice="none", response_format={"type": "text"}, modalities=["text"], functions=[],
     )  # fmt: skip
     assert request.sampling == Sampling()
