@@ -43,17 +43,19 @@ def message_id(id: Any) -> str:
 def anthropic_usage(usage: Any) -> dict[str, Any]:
     """Anthropic's counts for OpenAI's usage object; zeros where a tier reports none.
 
-    Anthropic counts prompt tokens that were read from a cache, or written to one, beside `input_tokens`.
+    Anthropic counts prompt tokens that were read from a cache, or written to one, beside `input_tokens`, and thoughts
+    within `output_tokens`: some tiers leave hidden ones out of their `completion_tokens`, but not of the total.
     """
     if not isinstance(usage, Mapping):
         return dict(_NO_USAGE)
     details = usage.get("prompt_tokens_details")
+    prompt, completion = _count(usage, "prompt_tokens"), _count(usage, "completion_tokens")
     read, written = _count(details, "cached_tokens"), _count(details, "cache_write_tokens")
     counts: dict[str, Any] = {
-        "input_tokens": max(0, _count(usage, "prompt_tokens") - read - written),
+        "input_tokens": max(0, prompt - read - written),
         "cache_creation_input_tokens": written,
         "cache_read_input_tokens": read,
-        "output_tokens": _count(usage, "completion_tokens"),
+        "output_tokens": max(completion, _count(usage, "total_tokens") - prompt),
     }
     if thought := _count(usage.get("completion_tokens_details"), "reasoning_tokens"):
         counts["output_tokens_details"] = {"thinking_tokens": thought}

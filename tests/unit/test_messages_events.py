@@ -344,6 +344,17 @@ def test_a_whole_answer_with_everything() -> None:
     ]
 
 
+def test_thoughts_that_a_tier_counts_in_the_total_alone_are_output() -> None:
+    """An answer that had used up its `max_tokens` by thinking was said to have had no more room."""
+    answer = completion({"content": "x"}, "length")
+    answer["usage"] = {"prompt_tokens": 21, "completion_tokens": 20, "total_tokens": 1021}
+    said = messages_answer.whole(answer, Bounds((), 1000))
+    assert (said["usage"]["output_tokens"], said["stop_reason"]) == (1000, "max_tokens")
+    answer["usage"] = {"prompt_tokens": 21, "completion_tokens": 20}
+    said = messages_answer.whole(answer, Bounds((), 1000))
+    assert (said["usage"]["output_tokens"], said["stop_reason"]) == (20, "model_context_window_exceeded")
+
+
 def test_ends_of_whole_answers() -> None:
     said = {"content": "x"}
     assert whole(said, "length")["stop_reason"] == whole(said, "length", limit=5)["stop_reason"] == "max_tokens"
