@@ -241,6 +241,23 @@ def test_parts_keep_what_they_are() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("closed", "given", "strict"),
+    [(True, {}, True), (True, {"strict": None}, True), (True, {"strict": False}, False), (False, {}, None),
+     (False, {"strict": True}, True)],
+)  # fmt: skip
+def test_functions_are_strict_unless_somebody_says_otherwise_where_that_can_be(
+    closed: bool, given: dict[str, Any], strict: bool | None
+) -> None:
+    """The API's default, which chat does not have: the guarantee was lost at every tier."""
+    required = ["a"] if closed else []
+    parameters = {"type": "object", "properties": {"a": {"type": "string"}}, "required": required}
+    tool = {"type": "function", "name": "f", "parameters": {**parameters, "additionalProperties": False}, **given}
+    found = asked(tools=[tool])
+    assert found.request.body["tools"][0]["function"].get("strict") == strict
+    assert found.echo["tools"][0]["strict"] == strict
+
+
 def test_a_joined_name_is_short_enough_for_every_cloud_and_known_again() -> None:
     """A namespace makes a name longer than OpenAI takes; the 400 for it was passed on."""
     space, name = "mcp__codex_apps__github_enterprise_server", "list_pull_request_review_threads"
