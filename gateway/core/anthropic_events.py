@@ -93,7 +93,7 @@ def end(state: State) -> tuple[Frame, ...]:
         if state.has_content:
             raise UpstreamError(UpstreamKind.READ, "the stream ended before its stop reason")
         raise UpstreamError(UpstreamKind.EMPTY, "the stream ended with no content and no stop reason")
-    usage = openai_usage(state.usage)
+    usage = _usage(state)
     if usage is None:
         return (Done(),)
     return Data(_chunk(state, usage=usage), DeltaKind.USAGE), Done()
@@ -133,6 +133,20 @@ def openai_usage(usage: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return counts
 
 
+_TRANSLATED = frozenset((
+    "input_tokens", "output_tokens", "cache_read_input_tokens", "cache_creation_input_tokens", "output_tokens_details",
+))  # fmt: skip
+"""Counts that `openai_usage` has words for."""
+
+
+def _usage(state: State) -> dict[str, Any] | None:
+    """The usage to tell, with what only Anthropic's dialect has words for where the caller speaks it."""
+    counts = openai_usage(state.usage)
+    if counts is None or state.usage is None or not state.native:
+        return counts
+    return {**counts, "native": {name: said for name, said in state.usage.items() if name not in _TRANSLATED}}
+
+
 def _count(usage: Mapping[str, Any], name: str) -> int | None:
     value = usage.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
@@ -148,7 +162,7 @@ def _start(state: State, event: Mapping[str, Any]) -> Step:
     state = replace(
         state, id=f"chatcmpl-{message['id']}", model=str(message.get("model", "")), usage=_merged({}, message)
     )
-    usage = openai_usage(state.usage) if state.native else None
+    usage = _usage(state) if state.native else None
     return state, (Data(_chunk(state, {"role": "assistant", "content": ""}, usage=usage), DeltaKind.OTHER),)
 
 

@@ -1,7 +1,8 @@
 """Says in Anthropic's words how an inner answer ended, what it used and what it holds; knows no stream.
 
 What Anthropic alone knows and an inner choice cannot say travels beside it, put there by `core.anthropic_events` for
-requests that came in Anthropic's dialect: `thinking_blocks`, `native_finish_reason`, `stop_details`.
+requests that came in Anthropic's dialect: `thinking_blocks`, `native_finish_reason`, `stop_details`, and in the usage
+`native`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gateway.core.anthropic_request import arguments
+from gateway.core.unchecked import mapping
 
 UNSIGNED = "headgate"
 """The signature of thinking that Anthropic did not sign. Clients want one and send it back; it proves nothing, so such
@@ -60,6 +62,12 @@ def anthropic_usage(usage: Any) -> dict[str, Any]:
     if thought := _count(usage.get("completion_tokens_details"), "reasoning_tokens"):
         counts["output_tokens_details"] = {"thinking_tokens": thought}
     return counts
+
+
+def whole_usage(usage: Any) -> dict[str, Any]:
+    """Anthropic's usage object, with what its own tier said beside the counts (`cache_creation`, `service_tier`)."""
+    native = mapping(usage, "native") if isinstance(usage, Mapping) else {}
+    return {**native, **anthropic_usage(usage)}
 
 
 def _count(holder: Any, name: str) -> int:
@@ -128,7 +136,7 @@ def whole(answer: Mapping[str, Any], bounds: Bounds, names: Mapping[str, str] = 
     ]
     refusal = said.get("refusal") or ""
     text = (said.get("content") or "") + refusal
-    usage = anthropic_usage(answer.get("usage"))
+    usage = whole_usage(answer.get("usage"))
     return {
         "id": id,
         "type": "message",

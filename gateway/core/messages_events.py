@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from gateway.core.frames import Data, Frame
-from gateway.core.messages_answer import UNSIGNED, Bounds, anthropic_usage, call_id, message_id, stop_of
+from gateway.core.messages_answer import UNSIGNED, Bounds, anthropic_usage, call_id, message_id, stop_of, whole_usage
 from gateway.core.messages_errors import frame_error
 from gateway.core.unchecked import dumps, loads, mapping, objects, text
 
@@ -125,7 +125,7 @@ class MessageEvents:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": anthropic_usage(self._usage),
+            "usage": whole_usage(self._usage),
         }
         out.append(_event("message_start", {"message": message}))
 

@@ -355,6 +355,13 @@ def test_thoughts_that_a_tier_counts_in_the_total_alone_are_output() -> None:
     assert (said["usage"]["output_tokens"], said["stop_reason"]) == (20, "model_context_window_exceeded")
 
 
+@pytest.mark.parametrize("odd", [None, 5, "x", []])
+def test_a_usage_of_another_shape_is_none(odd: Any) -> None:
+    answer = completion({"content": "x"})
+    answer["usage"] = {**USAGE, "native": odd}
+    assert messages_answer.whole(answer, Bounds())["usage"] == whole({"content": "x"})["usage"]
+
+
 def test_ends_of_whole_answers() -> None:
     said = {"content": "x"}
     assert whole(said, "length")["stop_reason"] == whole(said, "length", limit=5)["stop_reason"] == "max_tokens"
