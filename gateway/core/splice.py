@@ -27,7 +27,8 @@ MOST_OVERLAP = 400
 """How far back a repetition is looked for."""
 
 _REASONING = ("reasoning_content", "reasoning")
-_TEXTS = frozenset({"role", "content", *_REASONING})
+_TEXTS = frozenset({"role", "content", *_REASONING, "thinking_blocks"})
+"""What may be gone on behind; a signature is of thinking that is over."""
 
 
 @dataclass(frozen=True, slots=True)

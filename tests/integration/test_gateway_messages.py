@@ -16,11 +16,12 @@ import pytest
 from anthropic import AsyncAnthropic, beta_async_tool
 from anthropic.types import ModelInfo
 
+from gateway.core.messages_answer import UNSIGNED
 from gateway.core.tool_names import short_name
 from inference.protocol import Code
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.fake_provider import KEY as CLOUD_KEY
-from tests.rigs.fake_provider import FakeProvider
+from tests.rigs.fake_provider import FakeProvider, Fault
 from tests.rigs.fake_provider.answers import Answer as Said
 from tests.rigs.fake_provider.answers import ToolUse
 from tests.rigs.fake_provider.strict import strictly
@@ -46,6 +47,7 @@ routes:
   nowhere: {{chain: [nowhere/claude-opus-5]}}
   toolless: {{chain: [local/demo-mini, anthropic/claude-opus-5]}}
   breaking: {{chain: [anthropic/fault-cut=2, local/demo]}}
+  thinks: {{chain: [anthropic/claude-opus-5, local/demo]}}
   away: {{chain: [local/away, anthropic/claude-opus-5]}}
 """
 MESSAGES: Any = [{"role": "user", "content": "Hello!"}]
@@ -530,6 +532,22 @@ async def test_an_answer_that_broke_off_goes_on_as_one_message(
     assert final.stop_reason == "end_turn"
     said = await stream.get_final_text()
     assert said == "one two three" if model == "demo" else said.startswith("[anthropic")
+
+
+async def test_a_text_behind_signed_thinking_goes_on_too(
+    client: AsyncAnthropic, local: FakeInference, cloud: FakeProvider
+) -> None:
+    """What was thought, and signed, is over; another tier goes on with the text alone."""
+    cloud.answers.set(Said(text="one two three", reasoning="Hm."))
+    cloud.faults.add(Fault("cut", after=3, count=None))
+    local.answers["demo"] = Answer(words=("one ", "two ", "three"))
+    asked: dict[str, Any] = {"model": "thinks", "max_tokens": 2000, "thinking": {"type": "adaptive"}}
+    async with client.messages.stream(messages=MESSAGES, **asked) as stream:
+        final = await stream.get_final_message()
+    assert [block.type for block in final.content] == ["thinking", "text"]
+    assert final.content[0].type == "thinking" and final.content[0].signature != UNSIGNED
+    assert await stream.get_final_text() == "one two three"
+    assert local.seen[0].body["answer_so_far"] == {"content": "one ", "reasoning_content": "Hm."}
 
 
 async def test_with_the_local_tier_away_anthropic_gets_what_was_asked(

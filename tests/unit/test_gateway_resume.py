@@ -225,6 +225,12 @@ def test_an_answer_that_begins_only_now_is_of_any_shape() -> None:
     assert joined.kind is DeltaKind.CONTENT
 
 
+def test_a_text_behind_signed_thinking_can_go_on() -> None:
+    found = kept(chunk(reasoning_content="hm"), chunk(thinking_blocks=[{"type": "thinking", "signature": "s"}]))
+    found.note([chunk("one "), chunk("two")])
+    assert (found.said, found.why_not) == (Said("one two", "hm", 3), None)
+
+
 @pytest.mark.parametrize(
     ("frame", "reason"),
     [
