@@ -53,6 +53,19 @@ class Tried:
 
 
 @dataclass(slots=True)
+class Broke:
+    """One break of an answer that had begun: whose it was, why it broke, and what came of it.
+
+    `outcome` is `gone_on` or a result of `gateway_resume_total`; `dropped` says of each who was not asked to go on why.
+    """
+
+    name: str
+    said: str
+    outcome: str = "running"
+    dropped: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Record:
     """How one request went. Times are seconds; `started` is wall-clock."""
 
@@ -78,6 +91,7 @@ class Record:
     tier: str = "none"
     hops: list[str] = field(default_factory=list)
     """Who went on with the answer when it broke off, where in it, and why."""
+    breaks: list[Broke] = field(default_factory=list)
     reason: str = "none"
     outcome: str = "running"
     status: int | None = None
@@ -94,6 +108,7 @@ class Record:
         considered = zip(said["chain"], self.considered, strict=False)
         said["considered"] = {name: found.to_json() for name, found in considered}
         said["attempts"] = [asdict(tried) for tried in self.attempts]
+        said["breaks"] = [asdict(broke) for broke in self.breaks]
         return said
 
 

@@ -27,6 +27,7 @@ from gateway.core.resume import Said
 from gateway.core.splice import Kept, Splice, hop_comment
 from gateway.core.unchecked import loads
 from gateway.errors import UpstreamError, UpstreamKind
+from gateway.explain import Broke
 from gateway.listening import ExpiredError
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class Answer:
         self._sink: Sink | None = None
         self._hops = 0
         self._budget: Budget | None = None
+        self._broke: Broke
+        """The last break."""
         self._tried: set[Candidate] = set()
         """Whoever was asked since somebody said something new."""
         self._stalled: set[Candidate] = set()
@@ -137,7 +140,11 @@ class Answer:
         broken, kept = self.attempt, self._kept
         verdict, seen, why = broken.settle_error(error)
         await broken.close()
+        why = without_quotes(why, broken.call.body)[:300]
+        self._broke = Broke(broken.candidate.name, why)
+        self._request.record.breaks.append(self._broke)
         if kept.is_finished:
+            self._broke.outcome = "complete"
             self._count("complete")
             return [Done()]
         if isinstance(error, ExpiredError) and error.kept_alive:
@@ -152,11 +159,12 @@ class Answer:
             if await self._climb(self._rungs(verdict, said), said):
                 name = self.attempt.candidate.name
                 characters = len(said.content) + len(said.reasoning)
-                kept_why = without_quotes(why, broken.call.body)
-                self._request.record.hops.append(f"{name} after {characters} characters: {kept_why[:300]}")
+                self._broke.outcome = "gone_on"
+                self._request.record.hops.append(f"{name} after {characters} characters: {why}")
                 log.info("request %s: %s goes on after %d characters", self._request.record.id, name, characters)
                 return [hop_comment(name, characters, outcome_name(verdict, seen))]
             self.attempt = broken
+        self._broke.outcome = result or "failed"
         self._count("failed" if result is None or self._splice is not None else result)
         raise error
 
@@ -189,11 +197,25 @@ class Answer:
         request, broken = self._request, self.attempt.candidate
         chain = request.choose_again()
         for dropped in chain.dropped:
-            log.info("request %s: %s cannot go on: %s", request.record.id, dropped.candidate.name, dropped.said)
-        rungs = resume.ladder(chain.kept, broken, verdict, request.route.resume, said, self._stalled)
-        if self._whole:
-            rungs = tuple(rung for rung in rungs if rung == broken and rung.is_local)
-        return [rung for rung in rungs if rung not in self._tried]
+            self._drop(dropped.candidate, f"{dropped.drop}: {dropped.said}")
+        asked = (broken, verdict, request.route.resume, said, self._stalled)
+        for candidate in chain.kept:
+            if (why := resume.barred(candidate, *asked)) is not None:
+                self._drop(candidate, why)
+        rungs = []
+        for rung in resume.ladder(chain.kept, *asked):
+            if rung in self._tried:
+                self._drop(rung, "it was asked already")
+            elif self._whole and not (rung == broken and rung.is_local):
+                self._drop(rung, "only the same local model goes on with an answer that is not streamed")
+            else:
+                rungs.append(rung)
+        return rungs
+
+    def _drop(self, candidate: Candidate, why: str) -> None:
+        """Records why `candidate` is not asked to go on."""
+        self._broke.dropped[candidate.name] = why
+        log.info("request %s: %s cannot go on: %s", self._request.record.id, candidate.name, why)
 
     async def _climb(self, rungs: list[Candidate], said: Said) -> bool:
         """Whether one of them has opened a stream, which is the current attempt's then."""
@@ -205,10 +227,12 @@ class Answer:
             self._budget = request.budget.renewed(began, self.attempt.listening.heard)
         for candidate in rungs:
             if not self._budget.has_time(loop.time()):
-                return False
+                self._drop(candidate, "the time was spent")
+                continue
             self._tried.add(candidate)
             plan = _plan(request, said, candidate)
             if plan is None:
+                self._drop(candidate, "it cannot go on behind token ids")
                 continue
             again_in = await self._open(candidate, plan.body, last=candidate == rungs[-1])
             if again_in is not None and candidate == broken and again_in <= self._longest_pause(loop.time()):
@@ -230,7 +254,8 @@ class Answer:
         """None once `candidate` has opened a stream; otherwise in how many seconds it may, as far as it said so."""
         assert self._budget is not None
         attempt = _attempt(self._request, candidate, body, self._budget, last)
-        if attempt is None:
+        if isinstance(attempt, str):
+            self._drop(candidate, attempt)
             return math.inf
         self.attempt = attempt
         try:
@@ -248,15 +273,15 @@ class Answer:
 
 def _attempt(
     request: Request, candidate: Candidate, body: Mapping[str, Any], budget: Budget, last: bool
-) -> Attempt | None:
-    """An attempt of `candidate` to go on with `body`; None where a breaker refuses it."""
+) -> Attempt | str:
+    """An attempt of `candidate` to go on with `body`, or why there is none."""
     provider = request.tools.registry.get(candidate.provider)
     if provider is None:
-        return None
+        return "its provider is gone"
     # no ramp after a recovery may cost an answer that somebody is reading
     lease = request.tools.breakers.acquire(candidate.provider, candidate.model, request.permit_end(), forced=True)
     if isinstance(lease, Refused):
-        return None
+        return f"the breaker of {lease.by} lets nobody pass for {lease.retry_in:.1f} s"
     try:
         return Attempt(request, candidate, provider, lease, last, budget, body)
     except BaseException:

@@ -122,12 +122,26 @@ def ladder(
     its time was over: it would most likely keep the caller waiting as long again. With no content said there is
     nothing that a cloud could not begin anew.
     """
-    again = isinstance(verdict, Failure)
-    found = [candidate for candidate in candidates if again or candidate != broken]
-    found = [candidate for candidate in found if candidate.is_local or candidate not in stalled]
-    if policy != Policy.ANY and not said.is_empty:
-        found = [candidate for candidate in found if candidate.is_local]
+    found = [other for other in candidates if barred(other, broken, verdict, policy, said, stalled) is None]
     return tuple(sorted(found, key=lambda other: (not other.is_local, other != broken, other.position)))
+
+
+def barred(
+    candidate: Candidate,
+    broken: Candidate,
+    verdict: Verdict,
+    policy: str,
+    said: Said,
+    stalled: Collection[Candidate] = (),
+) -> str | None:
+    """Why `candidate` has no place on the ladder; None where it has one."""
+    if candidate == broken and not isinstance(verdict, Failure):
+        return "it refused"
+    if candidate.is_local:
+        return None
+    if candidate in stalled:
+        return "it sent keep-alives and nothing else"
+    return f"the route has resume: {policy}" if policy != Policy.ANY and not said.is_empty else None
 
 
 def continuation(request: InferenceRequest, said: Said, candidate: Candidate, *, prefills: bool) -> Continuation | None:

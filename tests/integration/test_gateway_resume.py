@@ -250,6 +250,52 @@ async def test_a_whole_answer_starts_anew_elsewhere(gateway: Gateway, fake: Fake
     assert "answer_so_far" not in fake.seen[-1].body
 
 
+# --- on record --------------------------------------------------------------------------------------------------------
+async def breaks_of(gateway: Gateway, **more: Any) -> list[dict[str, Any]]:
+    """What the explain record of a request says of its breaks."""
+    got = await gateway.chat(**more)
+    record = (await gateway.admin("GET", f"/admin/requests/{got.headers['x-request-id']}")).json()
+    found: list[dict[str, Any]] = record["breaks"]
+    return found
+
+
+async def test_why_an_answer_was_not_gone_on_with_is_on_record(gateway: Gateway, fake: FakeInference) -> None:
+    fake.answers["demo"] = BREAKS["error frame"]
+    (shaped,) = await breaks_of(gateway, stream=True, n=2)
+    assert shaped == {
+        "name": "local/demo", "said": "model_failed: the fake refuses", "outcome": "shape", "dropped": {},
+    }  # fmt: skip
+
+
+async def test_who_could_not_go_on_is_on_record(gateway: Gateway, fake: FakeInference) -> None:
+    """Whom the facts rule out, whom a breaker keeps away; who was asked stands among the attempts."""
+    fake.queue["demo"] = [BREAKS["error frame"], Answer(refuse=Code.MODEL_FAILED)]
+    gateway.runtime.breakers.restore("local", "demo-mini", 60.0)
+    (broke,) = await breaks_of(gateway, stream=True)
+    assert broke["outcome"] == "failed"
+    assert list(broke["dropped"]) == ["local/demo-mini"]
+    assert broke["dropped"]["local/demo-mini"].startswith("breaker_open")
+
+
+async def test_what_was_gone_on_with_is_on_record_too(gateway: Gateway, fake: FakeInference) -> None:
+    """A whole answer goes on with the same local model alone."""
+    fake.queue["demo"] = [BREAKS["cut"], WHOLE]
+    (broke,) = await breaks_of(gateway)
+    assert broke["outcome"] == "gone_on"
+    assert list(broke["dropped"]) == ["local/demo-mini"]
+    fake.queue["demo"] = [Answer(words=WORDS[:count], cut=True) for count in (1, 2, 3)] + [WHOLE]
+    found = await breaks_of(gateway, stream=True)
+    assert [each["outcome"] for each in found] == ["gone_on", "gone_on", "failed"]
+
+
+async def test_a_breaker_that_opens_meanwhile_is_on_record(tmp_path: Path, fake: FakeInference) -> None:
+    """The second failure of the service opens it, which keeps the next one from being asked."""
+    fake.queue["demo"] = [BREAKS["cut"], Answer(status=500)]
+    async with Gateway(tmp_path, fake.url, CONFIG + "breaker: {failures: 2}\n") as gateway:
+        (broke,) = await breaks_of(gateway, stream=True)
+    assert broke["dropped"]["local/demo-mini"].startswith("the breaker of local lets nobody pass for ")
+
+
 # --- clouds -----------------------------------------------------------------------------------------------------------
 @pytest.fixture
 async def cloud() -> AsyncIterator[FakeProvider]:

@@ -13,7 +13,7 @@ from gateway.core.chain import Candidate
 from gateway.core.frames import Comment, Data, DeltaKind, Done, Endpoint, Frame
 from gateway.core.outcome import Failure, Ignore, Reason, Scope, Success
 from gateway.core.requests import InferenceRequest, parse
-from gateway.core.resume import GO_ON, How, Said, continuation, ladder, may_go_on, why_not
+from gateway.core.resume import GO_ON, How, Said, barred, continuation, ladder, may_go_on, why_not
 from gateway.core.splice import FOLD, MAX_SAID_CHARACTERS, Kept, Splice, across, hop_comment, overlap, white_space
 
 MESSAGES = [{"role": "user", "content": "Hello!"}]
@@ -109,6 +109,13 @@ def test_the_same_model_comes_first_then_local_ones_then_clouds() -> None:
 def test_a_cloud_that_only_kept_its_connection_alive_is_not_asked_again_but_others_are() -> None:
     assert ladder(CHAIN, CLAUDE, BROKE, "any", SAID, {CLAUDE}) == (DEMO, MINI, GPT)
     assert ladder(CHAIN, DEMO, BROKE, "any", SAID, {DEMO, GPT}) == (DEMO, MINI, CLAUDE)
+
+
+def test_who_has_no_place_on_the_ladder_is_told_why() -> None:
+    assert barred(DEMO, DEMO, Ignore(Reason.QUEUE_FULL), "any", SAID) == "it refused"
+    assert barred(GPT, CLAUDE, BROKE, "any", SAID, {GPT}) == "it sent keep-alives and nothing else"
+    assert barred(GPT, DEMO, BROKE, "local", SAID) == "the route has resume: local"
+    assert [barred(who, DEMO, BROKE, "any", SAID) for who in CHAIN] == [None] * 4
 
 
 # --- what they are asked ----------------------------------------------------------------------------------------------
