@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _JOINED = ("content", "reasoning_content", "reasoning", "refusal")
+_SPOKEN = ("data", "transcript")
 _COPIED = frozenset(("id", "created", "model", "system_fingerprint", "service_tier"))
 _TOLD = ("stop_reason", "native_finish_reason", "stop_details")
 """What a choice may say about its end beside the finish reason."""
@@ -21,6 +22,8 @@ class _Choice:
     function: dict[str, str] | None = None
     logprobs: dict[str, list[Any]] | None = None
     finish: str | None = None
+    audio: dict[str, Any] = field(default_factory=dict)
+    """What is spoken: lists of pieces, and what is said of them once."""
     extra: dict[str, Any] = field(default_factory=dict)
     told: dict[str, Any] = field(default_factory=dict)
     signed: int = 0
@@ -188,6 +191,10 @@ class _Any:
             elif name == "thinking_blocks" and isinstance(value, list):
                 for block in value:
                     _add_thought(choice, block)
+            elif name == "audio" and isinstance(value, dict):
+                _add_audio(choice.audio, value)
+            elif isinstance(value, list) and isinstance(so_far := choice.extra.get(name), list):
+                choice.extra[name] = [*so_far, *value]  # annotations come one by one
             else:
                 choice.extra[name] = value
 
@@ -231,6 +238,15 @@ def _add_tool(tools: dict[int, dict[str, Any]], call: Any) -> None:
         _append(whole["function"], function)
 
 
+def _add_audio(audio: dict[str, Any], piece: Mapping[str, Any]) -> None:
+    """A piece of sound, in base64, or of its transcript, or what names it."""
+    for name, value in piece.items():
+        if name in _SPOKEN and isinstance(value, str):
+            audio.setdefault(name, []).append(value)
+        elif name not in _SPOKEN:
+            audio[name] = value
+
+
 def _add_thought(choice: _Choice, block: Any) -> None:
     """One block of thinking: the signature of what was thought since the last one, or one that is whole."""
     if not isinstance(block, dict):
@@ -251,7 +267,9 @@ def _append(whole: dict[str, str], piece: Mapping[str, Any]) -> None:
 def _chat_choice(index: int, choice: _Choice) -> dict[str, Any]:
     message: dict[str, Any] = {"role": choice.role, "content": None, "refusal": None}
     message |= {name: "".join(pieces) for name, pieces in choice.texts.items() if name != "text"}
-    if message["content"] is None and not choice.tools and choice.function is None and message["refusal"] is None:
+    if choice.audio:
+        message["audio"] = {name: "".join(said) if name in _SPOKEN else said for name, said in choice.audio.items()}
+    elif message["content"] is None and not choice.tools and choice.function is None and message["refusal"] is None:
         message["content"] = ""  # an empty answer is an answer
     if choice.tools:
         message["tool_calls"] = [choice.tools[at] for at in sorted(choice.tools)]

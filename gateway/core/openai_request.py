@@ -56,6 +56,8 @@ UNSIGNED_CALL = "skip_thought_signature_validator"
 _STREAM_OPTIONS = ("include_obfuscation",)
 _MOST_STOPS = 4
 """Stop strings that OpenAI and Google take. Others of the dialect have bounds of their own, or none."""
+_STREAMED_AUDIO = "pcm16"
+"""The one format of audio that OpenAI streams."""
 _TUNES = ("temperature", "top_p")
 _SHOWS = ("logprobs", "top_logprobs")
 _WEIGHS = ("frequency_penalty", "presence_penalty", "logit_bias")
@@ -96,6 +98,8 @@ def _shortcomings(endpoint: Endpoint, body: Mapping[str, Any], model: str, flavo
     if isinstance(stop := body.get("stop"), list) and len(stop) > _MOST_STOPS and flavor is not Flavor.COMPATIBLE:
         yield "stop", f"it takes at most {_MOST_STOPS} stop strings"
     if flavor is Flavor.OPENAI and endpoint is Endpoint.CHAT:
+        if ((body.get("audio") or {}).get("format") or _STREAMED_AUDIO) != _STREAMED_AUDIO:
+            yield "audio", f"every answer is asked for as a stream, whose audio is {_STREAMED_AUDIO}"
         for param in _unknown_to(model, body.get("reasoning_effort")):
             if body.get(param) and param not in _TUNES:
                 yield param, f"{model} reasons, and takes none"

@@ -453,6 +453,27 @@ def test_a_value_that_asks_for_nothing_is_no_reason_to_refuse(harmless: dict[str
 
 # --- OpenAI's dialect -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
+    ("flavor", "audio", "refused"),
+    [
+        (Flavor.OPENAI, {"voice": "alloy", "format": "wav"}, ("audio",)),
+        (Flavor.OPENAI, {"voice": "alloy", "format": "pcm16"}, ()),
+        (Flavor.OPENAI, {"voice": "alloy"}, ()),
+        (Flavor.OPENAI, None, ()),
+        (Flavor.COMPATIBLE, {"voice": "alloy", "format": "wav"}, ()),
+    ],
+)
+def test_audio_is_asked_for_where_it_can_be_streamed(flavor: Flavor, audio: Any, refused: tuple[str, ...]) -> None:
+    """Every answer is, also one that its caller gets whole; what other addresses stream is theirs to say."""
+    body = {"model": "m", "messages": [user()], "audio": audio}
+    assert unsupported_by_openai(body, flavor) == refused
+    if refused:
+        with pytest.raises(UpstreamError, match="pcm16"):
+            to_openai(Endpoint.CHAT, body, "gpt-audio", flavor)
+    else:
+        assert to_openai(Endpoint.CHAT, body, "gpt-audio", flavor).get("audio") == audio
+
+
+@pytest.mark.parametrize(
     ("host", "path", "flavor"),
     [
         ("api.openai.com", "/v1/", Flavor.OPENAI),

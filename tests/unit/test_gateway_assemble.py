@@ -202,3 +202,26 @@ def test_what_google_wants_back_with_a_call_is_kept() -> None:
     call = {"index": 0, "id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     answer = _sum(_chunk({"tool_calls": [{**call, "extra_content": extra}]}), _chunk(finish="tool_calls"))
     assert answer["choices"][0]["message"]["tool_calls"][0]["extra_content"] == extra
+
+
+def test_pieces_of_sound_and_of_its_transcript_are_joined() -> None:
+    pieces: list[dict[str, Any]] = [
+        {"id": "audio_1"}, {"transcript": "Hel"}, {"data": "AAAA"}, {"data": "BBBB", "transcript": "lo"},
+        {"data": None, "expires_at": 9},
+    ]  # fmt: skip
+    chunks = [_chunk({"role": "assistant", "content": None}), *(_chunk({"audio": piece}) for piece in pieces)]
+    message = _sum(*chunks, _chunk(finish="stop"))["choices"][0]["message"]
+    assert message["audio"] == {"id": "audio_1", "transcript": "Hello", "data": "AAAABBBB", "expires_at": 9}
+    assert message["content"] is None, "what was said was spoken"
+
+
+def test_annotations_that_come_one_by_one_are_all_there() -> None:
+    first, second = (
+        {"type": "url_citation", "url_citation": {"url": url, "title": "", "start_index": 0, "end_index": 1}}
+        for url in ("https://a", "https://b")
+    )
+    deltas = ({"content": "x", "annotations": [first]}, {"annotations": [second]})
+    chunks = [*map(_chunk, deltas), _chunk(finish="stop")]
+    message = _sum(*chunks)["choices"][0]["message"]
+    assert message["annotations"] == [first, second]
+    ChatCompletion.model_validate(_sum(*chunks))

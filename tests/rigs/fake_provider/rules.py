@@ -116,6 +116,12 @@ def openai_chat(body: Mapping[str, Any], flavor: str) -> None:
         _longest_answer(body)
         _strict_schemas(body)
         _reasoning_model(body)
+        if body.get("stream") and (body.get("audio") or {}).get("format") not in (None, "pcm16"):
+            raise RefusedError(
+                "Unsupported value: 'audio.format' when stream is true. Supported values are: 'pcm16'.",
+                "unsupported_value",
+                "audio.format",
+            )
 
 
 _LONGEST = {"gpt-4o": 16_384, "gpt-4o-mini": 16_384, "gpt-4.1": 32_768, "gpt-4-turbo": 4_096, "gpt-5-mini": 128_000}
