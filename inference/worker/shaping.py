@@ -84,6 +84,12 @@ class Shaping:
         if choice.mode in ("required", "named"):
             return self._calls(dialect, request.tools, choice, opened, "tool_choice"), "tools"
         calls = dialect.form(request.tools, choice, opened=opened) if choice.mode == "auto" else None
+        if calls is None and choice.mode == "auto" and any(tool.strict for tool in request.tools):
+            raise BadRequestError(
+                f"calls of this model ({dialect.name}) cannot be held to strict tools; leave strict out",
+                "tools",
+                code=_UNSUPPORTED,
+            )
         if request.form is None:
             return calls, "tools" if calls is not None else ""
         shaped = dialect.wrap(request.form, opened=opened)

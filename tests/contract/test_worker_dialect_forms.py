@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from inference.worker.core.dialects.mistral import Mistral
 from inference.worker.core.dialects.qwenxml import QwenXml
 from inference.worker.core.dialects.thinking import BRACKETS, TAGS
 from inference.worker.core.forms import Form, Json
-from inference.worker.core.parts import Tool, ToolChoice
+from inference.worker.core.parts import CallBegin, Tool, ToolChoice
 
 
 class Vocabulary:
@@ -125,7 +126,7 @@ ROWS: list[tuple[Dialect, str, ToolChoice, list[str], list[str]]] = [
 MARKERS = [
     "<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]",
     CALLS, CALLS_END, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<|start|>", "<|channel|>",
-    "<|constrain|>", "<|message|>", "<|end|>", "｜DSML｜",
+    "<|constrain|>", "<|message|>", "<|end|>", "｜DSML｜", "<|python_tag|>",
 ]  # fmt: skip
 VOCABULARIES = {"control": Vocabulary(MARKERS, control=True), "plain": Vocabulary(MARKERS), "none": Vocabulary(())}
 """By what their markers are: GGUFs have them as control tokens, as plain tokens, or not at all."""
@@ -161,6 +162,48 @@ def test_calls_are_forced_as_the_family_writes_them(row: int, name: str) -> None
     told = [text.replace(" <tool_call> ", " ") for text in whole] if name == "control" else whole
     assert [text for text in told if not accepts(name, form, text)] == []
     assert [text for text in others if accepts(name, form, text)] == []
+
+
+STRICT = tuple(replace(tool, strict=True) for tool in TOOLS)
+TAG = "<|python_tag|>"
+HEADER = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+LLAMA, LLAMA_NOW = '{"name": "get_weather", "parameters": {"city": "Rome"}}', '{"name": "now", "parameters": {}}'
+NO_CITY = [LLAMA.replace("city", "town"), LLAMA.replace('"Rome"', "1"), LLAMA.replace("get_weather", "other")]
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+@pytest.mark.parametrize(
+    ("dialect", "opened", "whole", "others"),
+    [
+        (Llama3(), HEADER, ["", " \n", "Hi {}", "Hi <|python_", LLAMA, LLAMA_NOW, TAG + LLAMA, f"So: {TAG}{LLAMA_NOW}"],
+         [*NO_CITY, *(TAG + call for call in NO_CITY), "{}", " {", f"{LLAMA} so", f"{TAG}print()", f"Hi {TAG}"]),
+        (Llama3(), f"{HEADER}So", ["{}", LLAMA, NO_CITY[0], TAG + LLAMA], [TAG + call for call in NO_CITY]),
+        (Llama3(TAGS), HEADER, [f"<think>{{}}</think>{LLAMA}", "<think>Hm</think>\n\nHi", LLAMA, "Hi"],
+         [f"<think>Hm</think>{NO_CITY[0]}", NO_CITY[0]]),
+        (Llama3(TAGS), f"{HEADER}<think>\n", [f"Hm</think>{LLAMA}"], [f"Hm</think>{NO_CITY[0]}"]),
+    ],
+)  # fmt: skip
+def test_strict_tools_are_held_to_where_calls_may_be_bare(
+    name: str, dialect: Dialect, opened: str, whole: list[str], others: list[str]
+) -> None:
+    """What is read as a call of a strict tool has its shape, with a tag and without; all other text is free."""
+    form = dialect.form(STRICT, AUTO, opened=opened)
+    assert form is not None
+    assert [text for text in whole if not accepts(name, form, text)] == []
+    assert [text for text in others if accepts(name, form, text)] == []
+    for text in whole:
+        parser = dialect.parser(tools=STRICT, opened=opened)
+        said = [*parser.push(text), *parser.flush()]
+        is_call = any(isinstance(part, CallBegin) for part in said)
+        assert is_call == (text.endswith("}}") and not (opened.endswith("So") and TAG not in text))
+
+
+@pytest.mark.parametrize("dialect", {row[0].name: row[0] for row in ROWS}.values(), ids=lambda dialect: dialect.name)
+def test_every_family_holds_strict_tools_to_their_shape(dialect: Dialect) -> None:
+    opened = START if dialect.name == "harmony" else HEADER if dialect.name == "llama3" else ""
+    count = Tool("count", parameters={"properties": {"to": {"type": "integer"}}, "required": ["to"]}, strict=True)
+    form = dialect.form((count,), AUTO, opened=opened)
+    assert "strict=True" in repr(form)
 
 
 VALUES = Tool(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from inference.protocol import Code
+from inference.worker.core.dialects.llama3 import Llama3
 from inference.worker.core.forms import Form, Json, Literal, OneOf, Regex, Repeat
 from inference.worker.core.forms import Sequence as Then
 from inference.worker.core.parts import Tool, ToolChoice
@@ -117,5 +118,14 @@ def test_only_what_was_asked_for_is_promised() -> None:
     assert not shaping().shape(loose).promised
     assert shaping().shape(strict).promised
     assert shaping().shape(chat("required")).promised
-    tools = (Tool("add", strict=True),)
-    assert shaping().shape(GenerateRequest("chat", tools=tools, choice=ToolChoice("auto"))).promised
+
+
+def test_a_family_that_cannot_hold_strict_tools_says_so() -> None:
+    """What is promised has a form."""
+    request = GenerateRequest("chat", tools=(Tool("add"), Tool("sub", strict=True)), choice=ToolChoice("auto"))
+    with pytest.raises(BadRequestError, match="marks") as caught:
+        asked(request)
+    assert (caught.value.param, caught.value.code) == ("tools", Code.UNSUPPORTED_PARAMETER)
+    shape = Shaping(Llama3(), CONTROLS.get).shape(request, "<|end_header_id|>")
+    assert shape.promised
+    assert shape.form is not None

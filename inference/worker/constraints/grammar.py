@@ -102,11 +102,10 @@ class _Writer:
         if isinstance(form, Regex):
             return f"/{_regex(form.pattern)}/"
         if isinstance(form, AnyText):
-            without = [text for text in form.without if text]
-            if not without:
-                return _ANYTHING
-            texts = "|".join(_escaped(text) for text in without)
-            return f"({_ANYTHING} & ~/(?s:.*)({texts})(?s:.*)/)"
+            without, unopened = _any_of(form.without), _any_of(form.unopened)
+            never = [f"~/(?s:.*)({without})(?s:.*)/"] if without else []
+            never += [f"~/\\s*({unopened})(?s:.*)/"] if unopened else []
+            return f"({' & '.join([_ANYTHING, *never])})" if never else _ANYTHING
         return self._composed(form, self._terminal)
 
     # --- rules -------------------------------------------------------------------------------------------------------
@@ -220,6 +219,10 @@ def _quoted(text: str) -> str:
 def _escaped(text: str) -> str:
     """A text as itself inside a pattern between slashes."""
     return "".join(char if char.isalnum() and char.isascii() else f"\\u{{{ord(char):x}}}" for char in text)
+
+
+def _any_of(texts: tuple[str, ...]) -> str:
+    return "|".join(_escaped(text) for text in texts if text)
 
 
 def _regex(pattern: str) -> str:

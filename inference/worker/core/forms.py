@@ -52,9 +52,12 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class AnyText:
-    """Any text, also none, that neither contains a text of `without` nor any control token."""
+    """Any text, also none, that neither contains a text of `without` nor any control token, and of which no text of
+    `unopened` is the first thing but white space.
+    """
 
     without: tuple[str, ...] = ()
+    unopened: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

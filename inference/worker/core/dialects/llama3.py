@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from inference.worker.core import forms
-from inference.worker.core.dialects.base import Caller, object_call, one_of, presented
+from inference.worker.core.dialects.base import Caller, led, object_call, one_of, presented, wanted
 from inference.worker.core.dialects.conversation import normal, one_at_a_time
 from inference.worker.core.dialects.reading import CallReader, Markers, Steps
 from inference.worker.core.dialects.thinking import MIDST, Thinking
-from inference.worker.core.forms import Form, Literal
+from inference.worker.core.forms import AnyText, Form, Literal, Marker
 from inference.worker.core.parts import AnswerParser, Content, Tool, ToolChoice
 
 TAG = "<|python_tag|>"
@@ -30,8 +30,7 @@ class Llama3Parser(CallReader):
     def __init__(self, thinking: Thinking | None, opened: str, names: Collection[str]) -> None:
         super().__init__(thinking, opened, has_tools=bool(names))
         self._names = names
-        thinks = thinking is not None and thinking.place(opened) != "before" and not opened.endswith(MIDST)
-        self._starts = thinks or opened.rstrip().endswith(_BEGINNINGS)
+        self._starts = _starts(thinking, opened)
 
     def called(self) -> Steps[None]:
         """Bare JSON at the beginning, then text and marked calls."""
@@ -46,6 +45,12 @@ class Llama3Parser(CallReader):
             yield from self.calls(self._names)
         else:
             self.give_back()
+
+
+def _starts(thinking: Thinking | None, opened: str) -> bool:
+    """Whether bare JSON may be a call behind `opened`."""
+    thinks = thinking is not None and thinking.place(opened) != "before" and not opened.endswith(MIDST)
+    return thinks or opened.rstrip().endswith(_BEGINNINGS)
 
 
 class Llama3(Caller):
@@ -64,6 +69,19 @@ class Llama3(Caller):
     def parser(self, *, tools: Sequence[Tool], opened: str) -> AnswerParser:
         """A parser of one answer."""
         return Llama3Parser(self.thinking, opened, {tool.name for tool in tools})
+
+    def form(self, tools: Sequence[Tool], choice: ToolChoice, *, opened: str) -> Form | None:
+        """Where a call is not required, any object may be text; with a strict tool one that opens an answer is a call,
+        and so is what follows the tag.
+        """
+        chosen = wanted(tools, choice)
+        if choice.mode != "auto" or not any(tool.strict for tool in chosen):
+            return super().form(tools, choice, opened=opened)
+        call = self.calls(chosen, 1)
+        bare = [call] if _starts(self.thinking, opened) else []
+        thought = [] if self.thinking is None else [self.thinking.begin]  # behind which an answer begins anew
+        text = AnyText((TAG,), ("{", *thought) if bare else ())
+        return self.wrap(one_of([text, led(text, forms.Sequence((Marker(TAG), call))), *bare]), opened=opened)
 
     def calls(self, tools: Sequence[Tool], most: int | None) -> Form:
         """One bare object."""
