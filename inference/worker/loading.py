@@ -239,19 +239,27 @@ def family_of(template: ChatTemplate | None) -> str:
 
 
 def template_of(model: llama.Model) -> tuple[ChatTemplate | None, str]:
-    """The chat template of the file, or None and why it cannot be used."""
-    if not model.template:
+    """The chat template of the file, or None, and why one cannot be used.
+
+    One of its own for tools counts where it presents them as a family does; all others are told in the first.
+    """
+    with_tools, problem = _compiled(model, model.tool_template)
+    if with_tools is not None and not with_tools.dialect.writes_tools:
+        with_tools = None
+    template, worse = _compiled(model, model.template, with_tools)
+    return template, worse or problem
+
+
+def _compiled(
+    model: llama.Model, source: str | None, with_tools: ChatTemplate | None = None
+) -> tuple[ChatTemplate | None, str]:
+    if not source:
         return None, ""
+    bos, eos = model.text_of(model.bos), model.text_of(model.eos)
     try:
-        template = ChatTemplate(
-            model.template,
-            bos=model.text_of(model.bos),
-            eos=model.text_of(model.eos),
-            control_texts=model.control_texts,
-        )
+        return ChatTemplate(source, bos=bos, eos=eos, control_texts=model.control_texts, with_tools=with_tools), ""
     except ValueError as error:
         return None, str(error)
-    return template, ""
 
 
 def capabilities_of(
@@ -266,7 +274,7 @@ def capabilities_of(
         can: tuple[str, ...] = ("completions",)
     else:
         # A template that knows no tools can still be told of them in a message: whether that is any use, people say.
-        wanted = template.dialect.writes_tools if grant.capabilities is None else True
+        wanted = template.with_tools.dialect.writes_tools if grant.capabilities is None else True
         can = (*GENERATIVE, "tools") if wanted else GENERATIVE
         can = can if grant.mmproj is None else (*can, "vision")
     if grant.capabilities is None:

@@ -96,6 +96,9 @@ class Prompts:
         self._template = template
         self._facts = facts
         self._shaping = Shaping(None if template is None else template.dialect, self._control_token)
+        self._with_tools = self._shaping
+        if template is not None and template.with_tools is not template:
+            self._with_tools = Shaping(template.with_tools.dialect, self._control_token)
 
     def generate(self, request: GenerateRequest) -> Prepared:
         """The prompts' tokens, how many tokens each answer may have, and its shape.
@@ -132,7 +135,8 @@ class Prompts:
             raise self._too_long(longest, "messages" if request.kind == "chat" else "prompt")
         if len(said) > room:
             raise self._too_long(longest + len(said), "answer_so_far")
-        shape = self._shaping.shape(request, opened)
+        shaping = self._with_tools if _may_call(request.tools, request.choice) else self._shaping
+        shape = shaping.shape(request, opened)
         # Held for as long as the answer takes: as a list a token takes 36 bytes, so four.
         packed = [array("i", [*tokens, *said]) for tokens in prompts]
         begun = NOTHING if request.said is None else self._begun(request.said, len(said))
@@ -168,6 +172,7 @@ class Prompts:
                 "messages",
                 code=Code.UNSUPPORTED_PARAMETER,
             )
+        template = template.with_tools if _may_call(tools, choice) else template
         # Templates drop what an assistant thought; what a user or the system said they write out.
         self._check_size(sum(len(m["content"]) for m in messages if m["role"] in ("user", "system")), "messages")
         shown, variables = template.dialect.prepare(messages[:-1] if continue_final else messages, tools, choice)
@@ -318,6 +323,10 @@ class Prompts:
             code=Code.CONTEXT_LENGTH_EXCEEDED,
             details={"context_length": context, "prompt_tokens": None, "max_tokens": most},
         )
+
+
+def _may_call(tools: Sequence[Tool], choice: ToolChoice) -> bool:
+    return bool(tools) and choice.mode != "none"
 
 
 def _opened(template: ChatTemplate, message: Mapping[str, Any], opened: str) -> tuple[str, list[str]]:

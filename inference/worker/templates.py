@@ -11,6 +11,7 @@ import functools
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from inference.worker.core.dialects import Dialect, detect
@@ -24,13 +25,35 @@ _PROBE = "hgprobe"
 """Looked for in what a template makes of it."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Wants:
+    """How a template takes what it is given: contents as lists of `parts` only, as some of models that see do; and
+    `nones` for tools and documents that are not there, which most ask for and some would go through.
+    """
+
+    parts: bool = False
+    nones: bool = True
+
+
 class ChatTemplate:
     """A compiled template. Thread-safe."""
 
-    def __init__(self, source: str, *, bos: str, eos: str, control_texts: Sequence[str]) -> None:
-        """Raises ValueError with a sentence when the template does not compile or is too long."""
+    def __init__(
+        self,
+        source: str,
+        *,
+        bos: str,
+        eos: str,
+        control_texts: Sequence[str],
+        with_tools: ChatTemplate | None = None,
+    ) -> None:
+        """`with_tools` is the file's other template, for requests with tools, where it has one.
+
+        Raises ValueError with a sentence when the template does not compile or is too long.
+        """
         if len(source) > MAX_TEMPLATE_CHARS:
             raise ValueError(f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS} are read")
+        self.with_tools = self if with_tools is None else with_tools
         self._rendering = Rendering(source)
         self._hopeless = ""
         self._source = source
@@ -49,9 +72,9 @@ class ChatTemplate:
         BadRequestError with the template's own words, or when it takes too long.
         """
         shown = [self._defuse(message) for message in messages]
-        if self._reads_parts:
+        if self._wants.parts:
             shown = list(map(_in_parts, shown))
-        return self._text(self._variables(shown, arguments, generate=generate)).split(self._marker)
+        return self._text(self._variables(shown, arguments, self._wants, generate=generate)).split(self._marker)
 
     @functools.cached_property
     def dialect(self) -> Dialect:
@@ -76,27 +99,29 @@ class ChatTemplate:
         return False
 
     @functools.cached_property
-    def _reads_parts(self) -> bool:
-        """Whether it takes contents as lists of parts only, as some of models that see do: a text would be lost.
+    def _wants(self) -> _Wants:
+        """What it must be given so that one word reaches the prompt.
 
         A template that meets the limits with one word will always meet them: that is remembered, so that such a file
         costs them once and not with every request.
         """
-        for message, said in ((_said(_PROBE), False), (_in_parts(_said(_PROBE)), True)):
+        for wants in (_Wants(), _Wants(parts=True), _Wants(nones=False), _Wants(parts=True, nones=False)):
+            message = _in_parts(_said(_PROBE)) if wants.parts else _said(_PROBE)
             try:
-                if _PROBE in self._rendering.text(self._variables([message], {}, generate=True)):
-                    return said
+                if _PROBE in self._rendering.text(self._variables([message], {}, wants, generate=True)):
+                    return wants
             except OverLimitsError as error:
                 self._hopeless = str(error)
-                return False
+                break
             except RefusedError:
                 pass
-        return False
+        return _Wants()
 
-    def _variables(self, messages: Sequence[Any], arguments: Mapping[str, Any], *, generate: bool) -> dict[str, Any]:
+    def _variables(
+        self, messages: Sequence[Any], arguments: Mapping[str, Any], wants: _Wants, *, generate: bool
+    ) -> dict[str, Any]:
         return {
-            "tools": None,
-            "documents": None,
+            **({"tools": None, "documents": None} if wants.nones else {}),
             **{name: self._defuse(value) for name, value in arguments.items()},
             **self._special,
             "messages": messages,

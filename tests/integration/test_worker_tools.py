@@ -28,6 +28,8 @@ HERMES = (
     "{{ call.function.arguments | tojson }}{{ '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+EAGER = HERMES.replace("{% if tools %}", "{% if true %}")
+"""Goes through the tools without asking whether there are any, as those of Hermes 2 and 3 do."""
 THINKING = HERMES + "{% if add_generation_prompt and enable_thinking %}{{ '<think>\n' }}{% endif %}{# </think> #}"
 GPT_OSS = (
     "{{ 'Reasoning: ' + (reasoning_effort or 'medium') }}"
@@ -245,6 +247,30 @@ def test_a_template_that_knows_no_tools_is_used_when_people_say_so(tmp_path: Pat
         assert silent.ready().capabilities == ("chat", "completions")
         status, said = silent.post(CHAT, body)
         assert (status, said["error"]["code"], said["error"]["param"]) == (400, "unsupported_parameter", "tools")
+
+
+def test_a_template_of_its_own_for_tools_is_used_with_tools(tmp_path: Path) -> None:
+    """And the other one without; a model says by the former that it calls tools."""
+    model = tiny_gguf.generative(tool_template=EAGER)
+    with WorkerRig(tmp_path, grant_for(model, context_length=4096)) as rig:
+        assert rig.ready().capabilities == ("chat", "completions", "tools")
+        [call] = answer(rig, ask(tools=[ADD], tool_choice=ONLY_ADD))["choices"][0]["message"]["tool_calls"]
+        check(call["function"]["arguments"])
+        counts = [
+            rig.post("/tokenize", {"messages": ask()["messages"], **asked})[1]["count"]
+            for asked in ({}, {"tools": [ADD], "tool_choice": "none"}, {"tools": [ADD]})
+        ]
+        assert counts[0] == counts[1] == answer(rig, ask(max_tokens=1))["usage"]["prompt_tokens"]
+        assert counts[2] == answer(rig, ask(max_tokens=1, tools=[ADD]))["usage"]["prompt_tokens"] > counts[0] + 50
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}{{ tools }} in no known way", "{% if %}"])
+def test_a_template_for_tools_that_says_nothing_of_calls_is_left_alone(tmp_path: Path, template: str) -> None:
+    with WorkerRig(tmp_path, grant_for(tiny_gguf.generative(tool_template=template))) as rig:
+        ready = rig.ready()
+        assert ready.capabilities == ("chat", "completions")
+        assert ("compile" in str(ready.metadata.get("template_problem"))) == ("if" in template)
+        assert answer(rig, ask(max_tokens=1))["usage"]["completion_tokens"] == 1
 
 
 def huge() -> dict[str, Any]:

@@ -55,6 +55,7 @@ class Shape:
     labels: tuple[str, ...] = ()
     """What the classes of a classification head are called; without any there is no head."""
     rerank_template: str | None = None
+    tool_template: str | None = None
 
 
 def generative(**changes: object) -> Path:
@@ -210,8 +211,9 @@ def _write(shape: Shape, path: Path) -> None:
     writer.add_add_bos_token(shape.bos)
     if shape.template is not None:
         writer.add_chat_template(shape.template)
-    if shape.rerank_template is not None:
-        writer.add_chat_template([{"name": "rerank", "template": shape.rerank_template}])
+    named = {"rerank": shape.rerank_template, "tool_use": shape.tool_template}
+    if any(named.values()):
+        writer.add_chat_template([{"name": name, "template": text} for name, text in named.items() if text])
     if shape.labels:
         writer.add_classifier_output_labels(shape.labels)
 

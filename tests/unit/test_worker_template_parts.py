@@ -1,4 +1,4 @@
-"""Templates that take a message's content as a list of parts get one; all others keep their text."""
+"""Templates that take what they are given in their own way: contents as lists of parts, no tools as nothing at all."""
 
 from __future__ import annotations
 
@@ -35,6 +35,14 @@ def test_control_tokens_in_a_part_are_broken_up_too() -> None:
 def test_who_takes_a_text_gets_a_text() -> None:
     assert rendered(EITHER, "one") == ["text:one"]
     assert "<|im_start|>user\none" in rendered(CHATML, "one")[0]
+
+
+@pytest.mark.parametrize("content", ["{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}"])
+def test_what_is_gone_through_unasked_is_no_none(content: str) -> None:
+    """All others may ask whether tools and documents are none."""
+    body = "{% for m in messages %}" + content + "{% endfor %}"
+    assert rendered("{% for tool in tools %}{{ tool.name }}{% endfor %}" + body, "one") == ["one"]
+    assert rendered("{{ 'none:' if tools is none and documents is none }}" + body, "one") == ["none:one"]
 
 
 def test_who_takes_neither_is_asked_as_ever() -> None:

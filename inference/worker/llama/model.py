@@ -75,13 +75,20 @@ class Model:
     @functools.cached_property
     def template(self) -> str | None:
         """The chat template in the GGUF."""
-        text = lib.llama_model_chat_template(self.handle, None)
-        return text.decode("utf-8", "replace") if text else None
+        return self._template(None)
+
+    @functools.cached_property
+    def tool_template(self) -> str | None:
+        """The one for chats with tools, where the GGUF has another for them."""
+        return self._template(b"tool_use")
 
     @functools.cached_property
     def rerank_template(self) -> str | None:
         """The text around a query and a document in a generative reranker's GGUF, with {query} and {document} in it."""
-        text = lib.llama_model_chat_template(self.handle, b"rerank")
+        return self._template(b"rerank")
+
+    def _template(self, name: bytes | None) -> str | None:
+        text = lib.llama_model_chat_template(self.handle, name)
         return text.decode("utf-8", "replace") if text else None
 
     @property
