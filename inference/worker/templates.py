@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inference.worker.core.dialects import Dialect, detect
+from inference.worker.core.dialects.conversation import goes_on_behind_results, said_in_results
 from inference.worker.core.parts import Tool, ToolChoice
 from inference.worker.errors import BadRequestError
 from inference.worker.rendering import OverLimitsError, RefusedError, Rendering
@@ -71,6 +72,13 @@ class ChatTemplate:
         `arguments` are the caller's extra template variables, `generate` opens the assistant's turn at the end. Raises
         BadRequestError with the template's own words, or when it takes too long.
         """
+        if goes_on_behind_results(messages) and self._ends_with_results:
+            messages = said_in_results(messages)
+        return self._rendered(messages, arguments, generate=generate)
+
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], *, generate: bool
+    ) -> list[str]:
         shown = [self._defuse(message) for message in messages]
         if self._wants.parts:
             shown = list(map(_in_parts, shown))
@@ -86,14 +94,25 @@ class ChatTemplate:
         try:
             presents = _PROBE in "".join(self.render(messages, variables, generate=True))
         except BadRequestError:
-            presents = self._refuses_all
+            presents = self._refuses([_said("Hi")], {})  # then it is not for the tool
         return known if presents else detect(self._source, self._control_texts, presents=False)
 
-    @property
-    def _refuses_all(self) -> bool:
-        """Whether it refuses plain messages as well, so that a refusal says nothing of what else it was given."""
+    @functools.cached_property
+    def _ends_with_results(self) -> bool:
+        """Whether only an answer may follow a call's result, as in templates that insist on turns that alternate."""
+        call = {"id": "hgprobe00", "function": {"name": _PROBE, "arguments": {}}}
+        turns = [
+            _said("Hi"),
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call["id"], "content": _PROBE},
+        ]
+        tools = [Tool(_PROBE)]
+        shown, variables = self.dialect.prepare([*turns, _said("Hi")], tools, ToolChoice())
+        return self._refuses(shown, variables) and not self._refuses(said_in_results(shown), variables)
+
+    def _refuses(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> bool:
         try:
-            self.render([_said("Hi")], {}, generate=True)
+            self._rendered(messages, arguments, generate=True)
         except BadRequestError:
             return True
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -113,6 +114,22 @@ def joined(content: Any, more: Any) -> Any:
 
 def _parts(content: Any) -> list[Any]:
     return content if isinstance(content, list) else [{"type": "text", "text": content}] if content else []
+
+
+def goes_on_behind_results(messages: Sequence[Message]) -> bool:
+    """Whether a user says something right behind a result."""
+    return any(first["role"] == "tool" and then["role"] == "user" for first, then in itertools.pairwise(messages))
+
+
+def said_in_results(messages: Sequence[Message]) -> list[Message]:
+    """The messages with what a user says right behind results in the last of these, as a paragraph of its own."""
+    found: list[Message] = []
+    for message in messages:
+        if found and found[-1]["role"] == "tool" and message["role"] == "user":
+            found[-1] = {**found[-1], "content": joined(found[-1]["content"], message["content"])}
+        else:
+            found.append(message)
+    return found
 
 
 def runs(messages: Sequence[dict[str, Any]], role: str) -> Iterator[list[dict[str, Any]]]:
