@@ -8,7 +8,8 @@ from typing import Any
 
 _JOINED = ("content", "reasoning_content", "reasoning", "refusal")
 _SPOKEN = ("data", "transcript")
-_COPIED = frozenset(("id", "created", "model", "system_fingerprint", "service_tier"))
+_MORE = ("system_fingerprint", "service_tier", "moderation")
+_COPIED = frozenset(("id", "created", "model", *_MORE))
 _TOLD = ("stop_reason", "native_finish_reason", "stop_details")
 """What a choice may say about its end beside the finish reason."""
 _OBJECTS = {"chat.completion.chunk": "chat.completion", "text_completion": "text_completion"}
@@ -56,7 +57,7 @@ class Assembly:
 
     def _adds_text(self, chunk: Any) -> bool:
         """Whether `chunk` says nothing new about the answer, and of its one choice no more than a text and an end."""
-        if not isinstance(chunk, dict) or "system_fingerprint" in chunk or "service_tier" in chunk:
+        if not isinstance(chunk, dict) or any([name in chunk for name in _MORE]):
             return False
         if self._first is None and (
             chunk.get("object") != "chat.completion.chunk"
@@ -217,7 +218,7 @@ class _Any:
         }
         if self._usage is not None:
             answer["usage"] = dict(self._usage)
-        for name in ("system_fingerprint", "service_tier"):
+        for name in _MORE:
             if name in self._head:
                 answer[name] = self._head[name]
         return answer

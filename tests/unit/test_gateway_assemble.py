@@ -225,3 +225,11 @@ def test_annotations_that_come_one_by_one_are_all_there() -> None:
     message = _sum(*chunks)["choices"][0]["message"]
     assert message["annotations"] == [first, second]
     ChatCompletion.model_validate(_sum(*chunks))
+
+
+def test_what_the_end_of_a_stream_says_of_moderation_is_in_the_whole_answer() -> None:
+    said = {"input": {"type": "moderation_results", "results": []}}
+    plain = _chunk({"content": "a"}, finish="stop", logprobs=None)
+    del plain["system_fingerprint"]
+    answer = _sum(plain, {**plain, "choices": [], "moderation": said})
+    assert answer["moderation"] == said
