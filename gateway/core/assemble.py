@@ -57,7 +57,7 @@ class Assembly:
 
     def _adds_text(self, chunk: Any) -> bool:
         """Whether `chunk` says nothing new about the answer, and of its one choice no more than a text and an end."""
-        if not isinstance(chunk, dict) or any([name in chunk for name in _MORE]):
+        if not isinstance(chunk, dict) or any(name in chunk for name in _MORE):
             return False
         if self._first is None and (
             chunk.get("object") != "chat.completion.chunk"
