@@ -264,8 +264,9 @@ async def test_a_tool_with_a_name_longer_than_openai_takes_is_called_by_it(
     whole = await client.messages.create(**asked)
     async with client.messages.stream(**asked) as stream:
         streamed = await stream.get_final_message()
-    for said in (whole, streamed):
-        assert [block.name for block in said.content if block.type == "tool_use"] == [name]
+    contents: list[Any] = [whole.content, streamed.content]
+    for content in contents:
+        assert [block.name for block in content if block.type == "tool_use"] == [name]
     id = next(block.id for block in whole.content if block.type == "tool_use")
     cloud.answers.clear()
     result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": id, "content": "dark"}]}
