@@ -220,8 +220,8 @@ def test_annotations_that_come_one_by_one_are_all_there() -> None:
         {"type": "url_citation", "url_citation": {"url": url, "title": "", "start_index": 0, "end_index": 1}}
         for url in ("https://a", "https://b")
     )
-    deltas = ({"content": "x", "annotations": [first]}, {"annotations": [second]})
-    chunks = [*map(_chunk, deltas), _chunk(finish="stop")]
+    said = _chunk({"content": "x", "annotations": [first]})
+    chunks = (said, _chunk({"annotations": [second]}), _chunk(finish="stop"))
     message = _sum(*chunks)["choices"][0]["message"]
     assert message["annotations"] == [first, second]
     ChatCompletion.model_validate(_sum(*chunks))

@@ -173,7 +173,7 @@ def test_what_was_said_is_read_from_the_payloads() -> None:
     found = kept(
         chunk("", role="assistant"), Comment(b": x\n\n"), chunk(reasoning_content="hm"), chunk("one "), chunk("two"),
     )  # fmt: skip
-    assert (found.said, found.has_begun, found.roles) == (Said("one two", "hm", 3), True, {0})
+    assert (found.said, found.has_begun, found.roles) == (Said("one two", "hm", 3), True, frozenset({0}))
     assert (found.head.id, found.head.created, found.is_finished) == ("a", 2, False)
     found.note([chunk(finish="stop"), usage(1, 2)])
     assert found.is_finished
@@ -203,7 +203,7 @@ def test_an_answer_has_not_begun_before_its_first_content() -> None:
     found = Kept("shape", 2)
     role = {"index": 1, "delta": {"role": "assistant", "content": ""}}
     found.note([Data(b"{oops", DeltaKind.OTHER), Data(orjson.dumps({"id": "a", "choices": [role]}), DeltaKind.OTHER)])
-    assert (found.has_begun, found.head.id, found.roles, found.said.is_empty) == (False, "a", {1}, True)
+    assert (found.has_begun, found.head.id, found.roles, found.said.is_empty) == (False, "a", frozenset({1}), True)
     found.note([chunk(tool_calls=[{"index": 0}])])
     assert (found.has_begun, found.head.id) == (True, "a")
     assert not Kept().head.id and not Kept().roles

@@ -62,7 +62,7 @@ def token(text: str, top: Sequence[str] = ()) -> dict[str, Any]:
 
 ROLE = chunk({"role": "assistant", "content": ""})
 COMMENT = Comment(b": queued 1\n\n")
-NOBODY = {"id": "", "object": "", "created": 0, "model": "", "prompt_filter_results": []}
+NOBODY: dict[str, Any] = {"id": "", "object": "", "created": 0, "model": "", "prompt_filter_results": []}
 """What Azure's first chunk says of itself."""
 CASES: dict[str, tuple[Head, list[Frame]]] = {
     "azure": (
