@@ -34,7 +34,9 @@ class _Waiting:
 
 
 class Admission:
-    """The door of one gateway. Use `async with admission.enter(priority)` around what a request does."""
+    """The door of one gateway. Around what a request does goes `async with admission.enter(priority)`, or, where every
+    step counts, `walk_in` or else `take` before it and `leave` behind it.
+    """
 
     def __init__(self, settings: AdmissionSettings, telemetry: Telemetry) -> None:
         self._settings = settings

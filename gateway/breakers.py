@@ -205,12 +205,12 @@ class Breakers:
             return _refused(inner, second)
         return Lease((_Held(outer, first), _Held(inner, second)), self, (provider, model))
 
-    @property
-    def is_quiet(self) -> bool:
-        """Whether all breakers are closed and nobody asked to be left alone: `closed_for` and `held_for` are None."""
-        if self._held:
-            self._forget_past_holds()
-        return not self._shut and not self._held
+    def is_clear(self, provider: str, model: str) -> bool:
+        """Whether both breakers of the pair are closed and it did not ask to be left alone."""
+        if not self._shut and not self._held:
+            return True
+        pair, shut = (provider, model), self._shut
+        return pair not in shut and (provider, "") not in shut and self.held_for(provider, model) is None
 
     def closed_for(self, provider: str, model: str) -> float | None:
         """Seconds until the pair may be tried, None when now. Advisory: the permit is what counts."""

@@ -87,10 +87,12 @@ class Choice:
         and `core.chain.fold`, in a fifth of the steps. None where those have to look closer.
         """
         tools, request = self._tools, self._request
-        if self._ids is not None or self._is_first or not self._any_vectors or not tools.breakers.is_quiet:
+        if self._ids is not None or self._is_first or not self._any_vectors:
             return None
         considered: list[Considered] = []
         for candidate in self._candidates:
+            if not tools.breakers.is_clear(candidate.provider, candidate.model):
+                return None
             facts = UNKNOWN_FACTS
             if candidate.is_local:
                 told = tools.view.plain(candidate.model)

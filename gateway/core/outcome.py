@@ -227,9 +227,9 @@ def _judge_answer(seen: Observation) -> Verdict:
         ruling = _by_status(seen.status)
     if isinstance(ruling, Reason):
         return Ignore(ruling, hold=wait if ruling is Reason.QUEUE_FULL else None)
-    named = ruling is Scope.PAIR or seen.code == Code.SHUTTING_DOWN
+    named = ruling is Scope.PAIR or (seen.is_local and seen.code == Code.SHUTTING_DOWN)
     broke = seen.is_local and (seen.code in _BREAKING or seen.cause == ExitCause.OOM_LOAD)
-    opens = wait is not None and not seen.is_local  # ours is probed at no cost, and has rules of its own
+    opens = bool(wait) and not seen.is_local  # ours is probed at no cost, and has rules of its own
     return Failure(
         ruling, wait, opens=opens, reached=ruling is Scope.PAIR, pair_too=not named, broke=broke,
         needs_memory=seen.is_local and seen.code == Code.MEMORY_LIMIT_EXCEEDED,

@@ -17,7 +17,7 @@ import orjson
 from gateway.attempts import Caller, Tools
 from gateway.choice import Choice
 from gateway.core.budget import Budget
-from gateway.core.chain import Candidate, Drop, Found, expand
+from gateway.core.chain import Candidate, Drop, Dropped, Found, expand
 from gateway.core.outcome import End
 from gateway.core.quotes import without_quotes
 from gateway.core.refusal import Outcome, no_answer
@@ -62,6 +62,8 @@ class CountTokens:
                 count = await self._serve(exchange, record, receive)
         except GatewayError as error:
             record.outcome, record.status, record.error = str(error.code), error.status, record.error or error.message
+            exchange.attempts = len(record.attempts)
+            exchange.reason = record.reason if record.reason != "none" else exchange.reason
             raise
         finally:
             record.total_seconds = time.monotonic() - exchange.began
@@ -91,7 +93,11 @@ class CountTokens:
                 async with runtime.admission.enter(caller.priority, caller.silence_seconds):
                     waited = time.monotonic() - queued
                     exchange.waited_seconds += waited
-                    answered_by, count = await _Counting(tools, request, found, caller, record, waited).result()
+                    asked_at = time.monotonic()
+                    try:
+                        answered_by, count = await _Counting(tools, request, found, caller, record, waited).result()
+                    finally:
+                        exchange.upstream_seconds = time.monotonic() - asked_at
             except GatewayError as error:
                 record.error = without_quotes(error.message, request.body)
                 raise
@@ -138,12 +144,15 @@ class _Counting:
         waiting = self._tiers()
         while waiting and self._budget.has_time(self._loop.time()):
             candidate = waiting.popleft()
+            self._outcomes.take_up(candidate)
             count = await self._try(candidate, last=not waiting)
             if count is not None:
                 self._record.answered_by, self._record.tier = candidate.name, candidate.tier
                 if candidate.position > 0:
                     self._record.reason = self._outcomes.first.name
                 return candidate, count
+        for candidate in waiting:
+            self._outcomes.drop(Dropped(candidate, Drop.BUDGET, "not asked, the request's time was spent"))
         now = self._loop.time()
         spent = None if self._budget.has_time(now) else self._budget.whose_time(now)
         waits = self._outcomes.waiting(lambda _: 0.0)
@@ -154,6 +163,8 @@ class _Counting:
         chain = self._choice.fold()
         for dropped in chain.dropped:
             self._outcomes.drop(dropped)
+        for put_off in chain.put_off:
+            self._outcomes.put_behind(put_off)
         short = (dropped.candidate for dropped in chain.dropped if dropped.drop in _LACK_OF_ROOM)
         return deque(chain.kept or (candidate for candidate in short if candidate.is_local))
 

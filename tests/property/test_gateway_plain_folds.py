@@ -189,6 +189,7 @@ SLOW = replace(PLAIN, answer_seconds=0.25)
         ([("model", SLOW), ("ask", 2)], CHAT, {}, False),
         ([("model", SLOW)], CHAT, {"priority": Priority.HIGH}, False),
         ([("fail", "cloud")], CHAT, {}, False),
+        ([("fail", "elsewhere")], CHAT, {}, True),
         ([("hold", "local")], CHAT, {}, False),
         ([("hold", "local"), ("wait", 5.0)], CHAT, {}, True),
         ([("device", ("gpu-0", DeviceState.LOST))], CHAT, {}, False),

@@ -15,6 +15,14 @@ from typing import Any
 import httpx2
 import pytest
 
+from gateway.attempts import Caller
+from gateway.core.chain import Found
+from gateway.core.frames import Endpoint
+from gateway.core.requests import parse
+from gateway.errors import GatewayError
+from gateway.explain import Record
+from gateway.routes.count_tokens import _Counting
+from inference.protocol import Code, ModelState
 from tests.rigs.fake_inference import FakeInference
 from tests.rigs.fake_provider import KEY as CLOUD_KEY
 from tests.rigs.fake_provider import FakeProvider
@@ -107,3 +115,28 @@ async def test_a_model_without_room_is_counted_for(gateway: Gateway, fake: FakeI
     await gateway.look()
     assert (await count(gateway, "alone")).json()["input_tokens"] == 42
     assert (await count(gateway, "cloudy")).headers["x-headgate-model"] == "anthropic/claude-opus-5"
+
+
+async def test_a_count_goes_past_a_model_that_ails(gateway: Gateway, fake: FakeInference) -> None:
+    """Nothing was on record of a tier that was put behind the others, and the count ended in a defect."""
+    fake.models["demo"] = replace(fake.models["demo"], state=ModelState.FAILED)
+    await gateway.look()
+    counted = await count(gateway, "cloudy")
+    assert (counted.status_code, counted.headers["x-headgate-reason"]) == (200, "ailing")
+    assert (await record_of(gateway, counted))["answered_by"] == "anthropic/claude-opus-5"
+
+
+async def test_a_refused_count_tells_how_many_were_asked(gateway: Gateway) -> None:
+    refused = await count(gateway, "away")
+    assert (refused.status_code, refused.headers["x-headgate-attempts"]) == (503, "1")
+
+
+async def test_who_waited_at_the_door_until_its_time_was_over_ran_out_of_time(gateway: Gateway) -> None:
+    runtime = gateway.runtime
+    record, found = Record("id", 0.0, "/"), Found("alone", "demo")
+    asked = parse(Endpoint.CHAT, b'{"model":"alone","messages":[{"role":"user","content":"x"}]}')
+    counting = _Counting(runtime.tools, asked, found, Caller("id", silence_seconds=1.0), record, waited=1.0)
+    with pytest.raises(GatewayError) as caught:
+        await counting.result()
+    assert (caught.value.status, caught.value.code) == (504, Code.DEADLINE_EXCEEDED)
+    assert "not asked" in record.dropped["local/demo"]

@@ -227,6 +227,11 @@ def test_annotations_that_come_one_by_one_are_all_there() -> None:
     ChatCompletion.model_validate(_sum(*chunks))
 
 
+def test_a_stream_in_which_nobody_answers_is_no_answer() -> None:
+    with pytest.raises(ValueError, match="no chunk"):
+        _sum(NOBODY)
+
+
 def test_what_the_end_of_a_stream_says_of_moderation_is_in_the_whole_answer() -> None:
     said = {"input": {"type": "moderation_results", "results": []}}
     plain = _chunk({"content": "a"}, finish="stop", logprobs=None)
