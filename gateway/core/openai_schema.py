@@ -15,7 +15,7 @@ _KEYWORDS = frozenset((
     "$ref", "$defs", "definitions", "title", "description", "pattern", "format", "multipleOf", "minimum", "maximum",
     "exclusiveMinimum", "exclusiveMaximum",
 ))  # fmt: skip
-_MEANINGS = ("type", "anyOf", "enum", "const", "$ref")
+_MEANINGS = ("type", "anyOf", "$ref")
 """One of these every schema has."""
 _HOLDERS: Mapping[str, type] = {"properties": dict, "$defs": dict, "definitions": dict, "anyOf": list, "required": list}
 
@@ -27,6 +27,8 @@ def is_strict(schema: Any) -> bool:
 
 def _is_taken(schema: Any) -> bool:
     if not isinstance(schema, dict) or not schema.keys() <= _KEYWORDS or schema.keys().isdisjoint(_MEANINGS):
+        return False
+    if "$ref" in schema and len(schema) > 1:
         return False
     if not all(isinstance(schema[name], kind) for name, kind in _HOLDERS.items() if name in schema):
         return False

@@ -47,8 +47,12 @@ def sent(to: str = "gpt-4o", **more: Any) -> dict[str, Any]:
         CLOSED,
         to_strict_json_schema(Wheel),
         {"type": "object", "additionalProperties": False},
-        {**CLOSED, "properties": {"a": {"type": ["array", "null"], "items": {"enum": [1, 2]}, "maxItems": 3}}},
-        {**CLOSED, "properties": {"a": {"anyOf": [CLOSED, {"const": "x"}]}}},
+        {
+            **CLOSED,
+            "properties": {"a": {"type": ["array", "null"], "items": {"$ref": "#/$defs/n"}, "maxItems": 3}},
+            "$defs": {"n": {"type": "integer", "enum": [1, 2]}},
+        },
+        {**CLOSED, "properties": {"a": {"anyOf": [CLOSED, {"type": "string", "const": "x"}]}}},
     ],
 )
 def test_strict_schemas_are_known(schema: Any) -> None:
@@ -72,6 +76,9 @@ def test_strict_schemas_are_known(schema: Any) -> None:
         {**CLOSED, "properties": {"a": {"type": "array", "items": OPTIONAL}}},
         {**CLOSED, "properties": {"a": {"anyOf": [OPTIONAL]}}},
         {**CLOSED, "$defs": {"b": OPTIONAL}},
+        {**CLOSED, "properties": {"a": {"enum": [1, 2]}}},
+        {**CLOSED, "properties": {"a": {"anyOf": [CLOSED, {"const": "x"}]}}},
+        {**CLOSED, "properties": {"a": {"$ref": "#/$defs/b", "description": "B."}}, "$defs": {"b": CLOSED}},
         {**CLOSED, "required": ["a", "b"]},
         {**CLOSED, "properties": "a"},
     ],
@@ -86,7 +93,17 @@ def test_a_type_that_nobody_knows_is_not_strict() -> None:
 
 
 _ANY = st.recursive(
-    st.sampled_from([{"type": "string"}, {"enum": [1]}, {"type": "integer", "minimum": 1}, {}, {"not": {}}]),
+    st.sampled_from(
+        [
+            {"type": "string"},
+            {"enum": [1]},
+            {"type": "integer", "minimum": 1},
+            {"$ref": "#"},
+            {"$ref": "#", "title": "T"},
+            {},
+            {"not": {}},
+        ]
+    ),
     lambda inner: (
         inner.map(lambda one: {"type": "array", "items": one})
         | st.lists(inner, min_size=1, max_size=3).map(lambda all_: {"anyOf": all_})

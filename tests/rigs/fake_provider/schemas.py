@@ -93,9 +93,11 @@ def openai_problem(schema: Any) -> str | None:
 
 
 def _openai(schema: Any, at: tuple[str, ...]) -> Iterator[str]:
-    if not isinstance(schema, dict) or not {"type", "anyOf", "$ref", *_LISTED} & set(schema):
+    if not isinstance(schema, dict) or not {"type", "anyOf", "$ref"} & set(schema):
         yield f"In context={at}, schema must have a 'type' key."
         return
+    if "$ref" in schema and len(schema) > 1:
+        yield f"In context={at}, $ref cannot have keywords {set(schema) - {'$ref'}}."
     type_ = schema.get("type")
     types = [type_] if isinstance(type_, str) else type_ or []
     allowed = frozenset(("type", "title", "description", "anyOf", "$ref", "$defs", "definitions")) | _LISTED
