@@ -11,7 +11,6 @@ from typing import Any
 
 from gateway.core import fields as f
 from gateway.core.frames import Endpoint
-from gateway.core.openai_schema import is_strict
 from gateway.core.requests import InferenceRequest, parse_json, typed
 from gateway.core.responses_fields import EXTENSIONS, INCLUDE_LOGPROBS, INCLUDE_REASONING, check, without_hosted
 from gateway.core.responses_items import function_name, messages_of, with_instructions
@@ -103,6 +102,9 @@ def _stream(body: Mapping[str, Any]) -> dict[str, Any]:
     return {"stream": True, "stream_options": {"include_usage": True}} if body.get("stream") else {}
 
 
+_OF_A_FUNCTION = ("description", "parameters", "strict")
+
+
 def _tools(tools: Sequence[Mapping[str, Any]]) -> tuple[dict[str, tuple[str, str]], list[dict[str, Any]]]:
     """Functions by their name in chat, and chat's tools; those of a namespace carry its name before theirs."""
     names: dict[str, tuple[str, str]] = {}
@@ -116,18 +118,9 @@ def _tools(tools: Sequence[Mapping[str, Any]]) -> tuple[dict[str, tuple[str, str
                     f"tools[{index}].name", f"`tools` has two functions named {name[:80]!r}; give each its own name"
                 )
             names[name] = (function["name"], namespace)
-            about = {**function, "strict": _strictness(function)}
-            kept = {key: about[key] for key in ("description", "parameters", "strict") if about.get(key) is not None}
+            kept = {key: function[key] for key in _OF_A_FUNCTION if function.get(key) is not None}
             found.append({"type": "function", "function": {"name": name, **kept}})
     return names, found
-
-
-def _strictness(function: Mapping[str, Any]) -> bool | None:
-    """Whether calls must keep to the schema: where nobody says so, this API means yes if strict mode takes the schema,
-    and chat no.
-    """
-    said: bool | None = function.get("strict")
-    return True if said is None and is_strict(function.get("parameters")) else said
 
 
 def _tool_fields(body: Mapping[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any]:
@@ -220,5 +213,4 @@ def _shown(tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool["type"] == "namespace":
         head = {"type": "namespace", "name": tool["name"], "description": tool.get("description") or ""}
         return {**head, "tools": [_shown(inner) for inner in tool["tools"]]}
-    shown = {name: tool.get(name) for name in ("type", "name", "description", "parameters")}
-    return {**shown, "strict": _strictness(tool)}
+    return {name: tool.get(name) for name in ("type", "name", *_OF_A_FUNCTION)}
