@@ -53,6 +53,10 @@ _STOPS = "its stop sequences need a character that is not white space"
 _JSON_OBJECT = "it has no free JSON mode; give a json_schema"
 _AUDIO = "it takes no audio"
 _FUNCTION_TOOLS = "it takes tools of type function"
+_OWN_OBJECT = "it wants an object as the schema of a strict tool, not a union or a reference"
+
+_MOST_STRICT_TOOLS = 20
+"""In one request."""
 
 
 def unsupported_params(body: Mapping[str, Any], model: str | None = None) -> tuple[str, ...]:
@@ -140,9 +144,12 @@ def _schema_errors(body: Mapping[str, Any]) -> Iterator[UpstreamError]:
     try:
         if (shape := body.get("response_format") or {}).get("type") == "json_schema":
             held(_schema_of(shape), "response_format")
-        for tool in body.get("tools") or ():
-            if (tool.get("function") or {}).get("strict"):
-                _held_input(tool["function"])
+        functions = [tool.get("function") or {} for tool in body.get("tools") or ()]
+        strict = [function for function in functions if function.get("strict")]
+        if len(strict) > _MOST_STRICT_TOOLS:
+            raise unsupported("tools", f"it takes at most {_MOST_STRICT_TOOLS} tools with `strict`, not {len(strict)}")
+        for function in strict:
+            _held_input(function)
     except UpstreamError as error:
         yield error
 
@@ -335,8 +342,10 @@ def _tool(function: Mapping[str, Any]) -> dict[str, Any]:
 
 def _held_input(function: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a strict tool's input; no parameters are none."""
-    schema = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
-    return {"type": "object", **held(schema, "tools")}
+    said = function.get("parameters") or {}
+    if not said.keys().isdisjoint(("$ref", "anyOf", "oneOf", "allOf")):
+        raise unsupported("tools", _OWN_OBJECT)
+    return {"type": "object", **held({"type": "object", "properties": {}, **said}, "tools")}
 
 
 def _tool_choice(choice: Any) -> dict[str, Any]:

@@ -93,12 +93,11 @@ def _is_plain(value: Any) -> bool:
 
 def _object(left: dict[str, Any], param: str) -> dict[str, Any]:
     """An object that is closed to what it does not name: an answer to the closed one is an answer to the open one."""
-    properties = left.pop("properties", None)
-    if not isinstance(properties, Mapping):
-        if left.get("additionalProperties") is not False:
-            raise unsupported(param, _NAMELESS)
-        properties = {}
-    left.pop("additionalProperties", None)
+    named = left.pop("properties", None)
+    properties = named if isinstance(named, Mapping) else {}
+    is_open = left.pop("additionalProperties", properties is not named) is not False or "patternProperties" in left
+    if is_open and not properties:
+        raise unsupported(param, _NAMELESS)
     said = {"properties": {name: _held(inner, param) for name, inner in properties.items()}}
     return {**said, "additionalProperties": False} | ({"required": left.pop("required")} if "required" in left else {})
 

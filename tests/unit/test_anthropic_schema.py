@@ -46,6 +46,9 @@ class Mill(BaseModel):
     spare: Wheel = Field(description="In the shed.")
 
 
+CLOSED: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
 def body_of(schema: Any) -> dict[str, Any]:
     shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
     return {"messages": [{"role": "user", "content": "Hi"}], "response_format": shape}
@@ -101,14 +104,14 @@ def test_what_its_client_would_lose_or_raise_at_stays() -> None:
             "listed": {"type": "array"},
             "odd": {"type": "object", "enum": [{"a": 1}], "const": {"a": 1}, "properties": {}},
         },
-        "definitions": {"p": {"type": ["object", "null"], "properties": {}, "additionalProperties": True}},
+        "definitions": {"p": {"type": ["object", "null"], "properties": {"a": CLOSED}, "additionalProperties": True}},
     }
     before = str(said)
     got = held(said, "x")
     assert str(said) == before
     assert anthropic_problem(got) is None
     assert got == {
-        "definitions": {"p": {"type": ["object", "null"], "properties": {}, "additionalProperties": False}},
+        "definitions": {"p": {"type": ["object", "null"], "properties": {"a": CLOSED}, "additionalProperties": False}},
         "type": "object",
         "properties": {
             "at": {"anyOf": [{"$ref": "#/definitions/p"}], "description": "Where."},
@@ -144,6 +147,8 @@ def test_a_union_of_objects_may_say_that_it_is_an_object() -> None:
         {"description": "Anything."},
         {"type": "object"},
         {"type": "object", "additionalProperties": {"type": "integer"}},
+        {"type": "object", "properties": {}, "additionalProperties": True},
+        {"type": "object", "properties": {}, "patternProperties": {"^a": {"type": "null"}}},
         {"type": "object", "properties": {"any": {}}},
         {"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}},
         {"$ref": "#/$defs/b", "$defs": {"a": {"type": "null"}}},
@@ -170,9 +175,43 @@ def test_strict_tools_are_held_and_others_stay_as_they_are() -> None:
     assert strict["input_schema"]["properties"]["litres"] == {"type": "integer", "description": "{minimum: 1}"}
     assert strict["input_schema"]["additionalProperties"] is False
     assert free["input_schema"] == parameters
-    open_ended = {"name": "c", "parameters": {"properties": {"any": {}}}, "strict": True}
-    body["tools"] = [{"type": "function", "function": open_ended}]
-    assert unsupported_params(body) == ("tools",)
+
+
+def with_tools(count: int, parameters: Any, strict: bool = True) -> dict[str, Any]:
+    functions = [{"name": f"f{index}", "parameters": parameters, "strict": strict} for index in range(count)]
+    tools = [{"type": "function", "function": function} for function in functions]
+    return {"messages": [{"role": "user", "content": "Hi"}], "tools": tools}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"any": {}}},
+        {"type": "object", "additionalProperties": {"type": "string"}},
+        {"type": "object", "properties": {}, "additionalProperties": True},
+        {"type": "object", "patternProperties": {"^a": {"type": "null"}}},
+        {"$ref": "#/$defs/a", "$defs": {"a": CLOSED}},
+        *({"type": "object", union: [CLOSED]} for union in ("anyOf", "oneOf", "allOf")),
+    ],
+)
+def test_an_input_that_no_strict_tool_can_have_makes_the_tier_unsuitable(parameters: Any) -> None:
+    """Objects of any keys were closed to none; unions and references at the top were answered with a 400."""
+    assert unsupported_params(with_tools(1, parameters)) == ("tools",)
+    assert unsupported_params(with_tools(1, parameters, strict=False)) == ()
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}, {"additionalProperties": False}])
+def test_a_strict_tool_without_parameters_takes_none(parameters: Any) -> None:
+    sent = to_anthropic(with_tools(20, parameters), MODEL)
+    rules.anthropic(sent, "2026-10-21")
+    assert sent["tools"][0]["input_schema"] == CLOSED
+
+
+def test_more_strict_tools_than_anthropic_takes_make_the_tier_unsuitable() -> None:
+    assert unsupported_params(with_tools(21, CLOSED)) == ("tools",)
+    assert unsupported_params(with_tools(21, CLOSED, strict=False)) == ()
+    with pytest.raises(UpstreamError, match="at most 20 tools with `strict`, not 21"):
+        to_anthropic(with_tools(21, CLOSED), MODEL)
 
 
 def test_a_schema_in_anthropics_own_dialect_is_the_callers_affair() -> None:

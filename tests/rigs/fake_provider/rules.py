@@ -323,6 +323,9 @@ def _system(system: Any) -> None:
         raise RefusedError("system: Input should be a valid string")
 
 
+_AT_NO_TOP = frozenset(("$ref", "anyOf", "oneOf", "allOf"))
+
+
 def _anthropic_tools(body: Mapping[str, Any]) -> None:
     tools: Sequence[Any] = body.get("tools", ())
     for index, tool in enumerate(tools):
@@ -332,8 +335,13 @@ def _anthropic_tools(body: Mapping[str, Any]) -> None:
             raise RefusedError(f"tools.{index}.name: String should match pattern '^[a-zA-Z0-9_-]{{1,128}}$'")
         if not isinstance(tool["input_schema"], dict) or tool["input_schema"].get("type") != "object":
             raise RefusedError(f"tools.{index}.input_schema.type: Input should be 'object'")
+        if tool.get("strict") and not _AT_NO_TOP.isdisjoint(tool["input_schema"]):
+            said = "input_schema does not support oneOf, allOf, or anyOf at the top level"
+            raise RefusedError(f"tools.{index}.custom.input_schema: {said}")
         if tool.get("strict") and (problem := schemas.anthropic_problem(tool["input_schema"])):
             raise RefusedError(f"tools.{index}.custom.input_schema: {problem}")
+    if (strict := sum(bool(tool.get("strict")) for tool in tools)) > 20:
+        raise RefusedError(f"Too many strict tools ({strict}). The maximum number of strict tools supported is 20.")
     if len({tool["name"] for tool in tools}) < len(tools):
         raise RefusedError("tools: Tool names must be unique.")
     if (choice := body.get("tool_choice")) is None:
