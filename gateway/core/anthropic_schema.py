@@ -21,6 +21,7 @@ _ABOUT = ("$schema", "$id", "$comment")
 
 _UNTYPED = "it needs a type for everything in a schema"
 _NAMELESS = "it closes objects to the properties that they name, and one in the schema names none"
+_JOINED = "it closes every object to its own properties, so that those which a schema joins would exclude each other"
 _REFERENCES = "references in a schema must lead to its `$defs`, and none of them to itself"
 
 
@@ -61,12 +62,14 @@ def _shape(left: dict[str, Any], param: str) -> dict[str, Any]:
     kinds = type_ if isinstance(type_, list) else [type_] if type_ else []
     union = next((name for name in _UNIONS if isinstance(left.get(name), list)), None)
     if union is not None:
-        said[_UNIONS[union]] = [_held(variant, param) for variant in left.pop(union)]
+        said[_UNIONS[union]] = variants = [_held(variant, param) for variant in left.pop(union)]
+        if "properties" in left or (union == "allOf" and sum(map(_has_closed, variants)) > 1):
+            raise unsupported(param, _JOINED)
     elif kinds:
         said["type"] = type_
     else:
         raise unsupported(param, _UNTYPED)
-    if "object" in kinds and ("properties" in left or union is None):
+    if "object" in kinds and union is None:
         said |= _object(left, param)
     if "array" in kinds and "items" in left:
         said["items"] = _held(left.pop("items"), param)
@@ -75,6 +78,12 @@ def _shape(left: dict[str, Any], param: str) -> dict[str, Any]:
     if "string" in kinds and left.get("format") in _FORMATS:
         said["format"] = left.pop("format")
     return said
+
+
+def _has_closed(schema: Mapping[str, Any]) -> bool:
+    """Whether what `_held` wrote is an object, or may be one behind a reference."""
+    variants = (*schema.get("anyOf", ()), *schema.get("allOf", ()))
+    return "additionalProperties" in schema or "$ref" in schema or any(map(_has_closed, variants))
 
 
 def _literals(left: dict[str, Any]) -> dict[str, Any]:

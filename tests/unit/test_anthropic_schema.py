@@ -136,8 +136,29 @@ def test_a_union_of_objects_may_say_that_it_is_an_object() -> None:
     variant = {"type": "object", "properties": {}, "additionalProperties": False}
     got = held({"type": "object", "anyOf": [variant]}, "x")
     assert got == {"anyOf": [variant]}
-    both = held({"type": "object", "properties": {"a": {"type": "null"}}, "anyOf": [variant]}, "x")
-    assert both["properties"] == {"a": {"type": "null"}}
+
+
+_OPEN = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [_OPEN, {**_OPEN, "title": "Another"}]},
+        {"allOf": [_OPEN, {"$ref": "#/$defs/b"}], "$defs": {"b": _OPEN}},
+        {"allOf": [{"anyOf": [{"type": "null"}, _OPEN]}, {"$ref": "#/$defs/b", "title": "B"}], "$defs": {"b": _OPEN}},
+        *({**_OPEN, union: [_OPEN]} for union in ("anyOf", "oneOf", "allOf")),
+    ],
+)
+def test_objects_that_are_joined_are_not_closed_against_each_other(schema: dict[str, Any]) -> None:
+    """Each was closed to its own properties, so that no answer could keep to both."""
+    assert "exclude each other" in str(refusal(schema))
+    assert unsupported_params(body_of(schema)) == ("response_format",)
+
+
+@pytest.mark.parametrize("other", [{"type": "null"}, {"enum": ["a"]}])
+def test_one_object_may_be_joined_with_what_is_none(other: dict[str, Any]) -> None:
+    assert held({"allOf": [_OPEN, other]}, "x") == {"allOf": [{**_OPEN, "additionalProperties": False}, other]}
 
 
 @pytest.mark.parametrize(
@@ -236,9 +257,10 @@ _SCHEMAS: st.SearchStrategy[dict[str, Any]] = st.recursive(
     lambda inner: (
         inner.map(lambda one: {"type": "array", "items": one})
         | st.dictionaries(st.text(), inner, max_size=3).map(lambda named: {"type": "object", "properties": named})
-        | st.tuples(st.sampled_from(["anyOf", "oneOf", "allOf"]), st.lists(inner, min_size=1, max_size=3)).map(
+        | st.tuples(st.sampled_from(["anyOf", "oneOf"]), st.lists(inner, min_size=1, max_size=3)).map(
             lambda said: {said[0]: said[1]}
         )
+        | st.tuples(inner, st.lists(_LEAF, max_size=2)).map(lambda said: {"allOf": [said[0], *said[1]]})
     ),
     max_leaves=6,
 )
