@@ -10,7 +10,7 @@ from typing import Any
 from gateway.core.frames import Endpoint
 from gateway.core.openai_models import most_tokens, reasons, takes_sampling, takes_stop
 from gateway.core.openai_schema import is_strict
-from gateway.core.origin import origin_of
+from gateway.core.origin import is_translated
 from gateway.core.provider_fields import (
     GOOGLE_CHAT,
     OPENAI_CHAT,
@@ -130,7 +130,7 @@ def to_openai(endpoint: Endpoint, body: Mapping[str, Any], model: str, flavor: F
     )
     if endpoint is Endpoint.CHAT:
         _translate_chat(request, flavor)
-        if flavor is Flavor.OPENAI and origin_of(body) is not None:
+        if flavor is Flavor.OPENAI and is_translated(body):
             _mean_anthropics(request)
     return request
 

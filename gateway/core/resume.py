@@ -14,6 +14,7 @@ from typing import Any
 
 from gateway.core.chain import Candidate
 from gateway.core.frames import Endpoint
+from gateway.core.origin import changed
 from gateway.core.outcome import Failure, Ignore, Next, Verdict
 from gateway.core.requests import InferenceRequest
 
@@ -151,7 +152,7 @@ def continuation(request: InferenceRequest, said: Said, candidate: Candidate, *,
         return Continuation(body, How.AGAIN)
     if candidate.is_local:
         so_far = {"content": said.content} | ({"reasoning_content": said.reasoning} if said.reasoning else {})
-        return Continuation({**body, "answer_so_far": so_far}, How.SO_FAR)
+        return Continuation(changed(body, answer_so_far=so_far), How.SO_FAR)
     if not said.content:  # no cloud goes on with another's thought: it thinks for itself
         return Continuation(_shortened(body, said), How.AGAIN)
     if request.endpoint is Endpoint.COMPLETIONS:
@@ -160,17 +161,16 @@ def continuation(request: InferenceRequest, said: Said, candidate: Candidate, *,
         if not isinstance(text, str):
             return None
         limit = body.get("max_tokens") or _COMPLETION_TOKENS
-        return Continuation(_shortened({**body, "prompt": text + said.content, "max_tokens": limit}, said), How.PREFILL)
+        return Continuation(_shortened(changed(body, prompt=text + said.content, max_tokens=limit), said), How.PREFILL)
     messages = [*body["messages"], {"role": "assistant", "content": said.content}]
     if prefills and not body.get("reasoning_effort"):
-        return Continuation(
-            _shortened({**body, "messages": messages, "continue_final_message": True}, said), How.PREFILL
-        )
+        prefilled = changed(body, messages=messages, continue_final_message=True)
+        return Continuation(_shortened(prefilled, said), How.PREFILL)
     messages.append({"role": "user", "content": GO_ON})
-    return Continuation(_shortened({**body, "messages": messages}, said), How.ASKED)
+    return Continuation(_shortened(changed(body, messages=messages), said), How.ASKED)
 
 
 def _shortened(body: Mapping[str, Any], said: Said) -> Mapping[str, Any]:
     """`body` with as many tokens fewer as were said already, and at least one."""
     limits = {name: body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None}
-    return {**body, **{name: max(1, limit - said.tokens) for name, limit in limits.items()}}
+    return changed(body, **{name: max(1, limit - said.tokens) for name, limit in limits.items()})

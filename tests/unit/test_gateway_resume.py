@@ -11,6 +11,9 @@ import pytest
 
 from gateway.core.chain import Candidate
 from gateway.core.frames import Comment, Data, DeltaKind, Done, Endpoint, Frame
+from gateway.core.messages_request import parse as parse_messages
+from gateway.core.openai_request import Flavor, to_openai
+from gateway.core.origin import origin_of
 from gateway.core.outcome import Failure, Ignore, Reason, Scope, Success
 from gateway.core.requests import InferenceRequest, parse
 from gateway.core.resume import GO_ON, How, Said, barred, continuation, ladder, may_go_on, why_not
@@ -152,6 +155,18 @@ def test_a_cloud_goes_on_behind_a_message_or_is_asked_to() -> None:
     thinking = continuation(chat(reasoning_effort="high"), SAID, CLAUDE, prefills=True)
     assert thinking is not None
     assert thinking.how is How.ASKED
+
+
+@pytest.mark.parametrize("said", [SAID, Said("", "hm", 2)])
+def test_a_message_of_anthropics_stays_one_when_another_cloud_goes_on(said: Said) -> None:
+    """Its bound is one that callers name larger than some models take. Its origin says nothing of what was said."""
+    asked = {"model": "m", "max_tokens": 32_000, "messages": MESSAGES, "stream": True}
+    request = parse_messages(orjson.dumps(asked))
+    plan = continuation(request, said, GPT, prefills=False)
+    assert plan is not None
+    assert to_openai(Endpoint.CHAT, plan.body, "gpt-4o", Flavor.OPENAI)["max_completion_tokens"] == 16_384
+    assert origin_of(request.body) == asked
+    assert origin_of(plan.body) is None
 
 
 def test_a_cloud_thinks_for_itself() -> None:
