@@ -28,7 +28,7 @@ MOST_OVERLAP = 400
 
 _REASONING = ("reasoning_content", "reasoning")
 _TEXTS = frozenset({"role", "content", *_REASONING, "thinking_blocks"})
-"""What may be gone on behind; a signature is of thinking that is over."""
+"""What may be gone on behind: signed thinking only once text has followed, which says that it is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,12 @@ class Head:
 
 
 class Kept:
-    """What the caller has of one answer of `choices`. `why_not` is None, or why it cannot go on once it has begun."""
+    """What the caller has of one answer of `choices`."""
 
     def __init__(self, why_not: str | None = None, choices: int = 1) -> None:
-        self.why_not = why_not
+        self._why_not = why_not
+        self._is_signed = False
+        """Whether signed thinking came last, which no other answer's can follow."""
         self.has_begun = False
         self._beginning: list[bytes] = []
         """What came up to the first content: who speaks, under which name."""
@@ -69,7 +71,7 @@ class Kept:
                 if not self.has_begun:
                     self._beginning.append(frame.payload)
                     self.has_begun = frame.kind is CONTENT or frame.kind is FINISH
-                if self.why_not is None:
+                if self._why_not is None:
                     pending.append(frame.payload)
         if len(pending) >= FOLD:
             self._fold()
@@ -95,6 +97,11 @@ class Kept:
         return Said(content, reasoning, max(self._frames, estimated_tokens(content + reasoning)))
 
     @property
+    def why_not(self) -> str | None:
+        """Why it cannot go on once it has begun, as far as `said` was read; None when it can."""
+        return self._why_not or ("shape" if self._is_signed else None)
+
+    @property
     def is_finished(self) -> bool:
         """Whether the caller has the finish reason of every choice, and so the whole answer."""
         return self._finishes.are_all
@@ -108,14 +115,14 @@ class Kept:
                     self._cut_out.append(payload[len(before) : -len(behind)])
                     continue
             self._settle()
-            if self.why_not is None:
+            if self._why_not is None:
                 self._read(payload)
         self._settle()
 
     def _settle(self) -> None:
         """Makes text of what was cut out of frames."""
         pieces, self._cut_out = self._cut_out, []
-        if not pieces or self.why_not is not None:
+        if not pieces or self._why_not is not None:
             return
         try:
             text = orjson.loads(b'"' + b"".join(pieces) + b'"')
@@ -148,6 +155,7 @@ class Kept:
         if any(value for name, value in delta.items() if name not in _TEXTS):
             self._give_up("shape")  # a refusal or a call, which nobody goes on with
             return
+        self._is_signed = self._is_signed or bool(delta.get("thinking_blocks"))
         content = choice.get("text") or delta.get("content") or ""
         reasoning = next((delta[name] for name in _REASONING if delta.get(name)), "")
         if content and self._usual is None and choice.get("finish_reason") is None and len(delta) < 2:
@@ -155,6 +163,7 @@ class Kept:
         self._add(content, reasoning, bool(content or reasoning))
 
     def _add(self, content: str, reasoning: str, frames: int) -> None:
+        self._is_signed = self._is_signed and not content
         self._content.append(content)
         self._reasoning.append(reasoning)
         self._frames += frames
@@ -163,7 +172,7 @@ class Kept:
             self._give_up("too_long")
 
     def _give_up(self, why_not: str) -> None:
-        self.why_not = why_not
+        self._why_not = why_not
         self._content, self._reasoning = [], []
 
 

@@ -254,6 +254,17 @@ def test_a_text_behind_signed_thinking_can_go_on() -> None:
 
 
 @pytest.mark.parametrize(
+    "blocks", [[{"type": "redacted_thinking", "data": "aGlk"}], [{"type": "thinking", "signature": "c2ln"}]]
+)
+@pytest.mark.parametrize("behind", [[], [chunk("")], [chunk(reasoning_content="hm")]])
+def test_signed_thinking_without_a_text_behind_it_cannot_go_on(blocks: list[Any], behind: list[Data]) -> None:
+    """The caller has a block of this answer, and no message holds those of two."""
+    found = kept(chunk("", role="assistant"), chunk(thinking_blocks=blocks), *behind)
+    assert not found.said.content
+    assert (found.why_not, found.has_begun) == ("shape", True)
+
+
+@pytest.mark.parametrize(
     ("frame", "reason"),
     [
         (chunk(tool_calls=[{"index": 0}]), "shape"),
