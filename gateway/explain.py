@@ -56,7 +56,8 @@ class Tried:
 class Broke:
     """One break of an answer that had begun: whose it was, why it broke, and what came of it.
 
-    `outcome` is `gone_on` or a result of `gateway_resume_total`; `dropped` says of each who was not asked to go on why.
+    `outcome` is `gone_on`, `left` when the caller left or the gateway stopped before anybody could, or a result of
+    `gateway_resume_total`; `dropped` says of each who was not asked to go on why.
     """
 
     name: str

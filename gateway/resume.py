@@ -156,7 +156,12 @@ class Answer:
         said = kept.said  # read before it is asked whether that can go on
         result = self._why_not(verdict, self._hops)
         if result is None:
-            if await self._climb(self._rungs(verdict, said), said):
+            try:
+                has_climbed = await self._climb(self._rungs(verdict, said), said)
+            except BaseException:
+                self._broke.outcome = "left"
+                raise
+            if has_climbed:
                 name = self.attempt.candidate.name
                 characters = len(said.content) + len(said.reasoning)
                 self._broke.outcome = "gone_on"

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from inference.protocol import Code
@@ -253,7 +254,11 @@ async def test_a_whole_answer_starts_anew_elsewhere(gateway: Gateway, fake: Fake
 # --- on record --------------------------------------------------------------------------------------------------------
 async def breaks_of(gateway: Gateway, **more: Any) -> list[dict[str, Any]]:
     """What the explain record of a request says of its breaks."""
-    got = await gateway.chat(**more)
+    return await breaks_in(gateway, await gateway.chat(**more))
+
+
+async def breaks_in(gateway: Gateway, got: httpx2.Response) -> list[dict[str, Any]]:
+    """The same of an answer that is here, or has begun."""
     record = (await gateway.admin("GET", f"/admin/requests/{got.headers['x-request-id']}")).json()
     found: list[dict[str, Any]] = record["breaks"]
     return found
@@ -286,6 +291,20 @@ async def test_what_was_gone_on_with_is_on_record_too(gateway: Gateway, fake: Fa
     fake.queue["demo"] = [Answer(words=WORDS[:count], cut=True) for count in (1, 2, 3)] + [WHOLE]
     found = await breaks_of(gateway, stream=True)
     assert [each["outcome"] for each in found] == ["gone_on", "gone_on", "failed"]
+
+
+async def test_that_the_client_left_while_another_was_asked_is_on_record(tmp_path: Path, fake: FakeInference) -> None:
+    fake.queue["demo"] = [BREAKS["cut"], Answer(stall_before_headers=True)]
+    body = {"model": "demo", "messages": MESSAGES, "stream": True}
+    async with Gateway(tmp_path, fake.url, CONFIG.partition("deadlines:")[0]) as gateway:
+        async with gateway.client.stream("POST", "/v1/chat/completions", json=body) as stream:
+            await until("the second was asked", lambda: len(fake.seen) == 2)
+            (broke,) = await breaks_in(gateway, stream)
+            assert broke["outcome"] == "running"
+            await stream.aclose()
+        await until("nothing is left", lambda: not len(gateway.runtime.presences))
+        (broke,) = await breaks_in(gateway, stream)
+        assert broke["outcome"] == "left"
 
 
 async def test_a_breaker_that_opens_meanwhile_is_on_record(tmp_path: Path, fake: FakeInference) -> None:
