@@ -169,8 +169,8 @@ class Answer:
                 log.info("request %s: %s goes on after %d characters", self._request.record.id, name, characters)
                 return [hop_comment(name, characters, outcome_name(verdict, seen))]
             self.attempt = broken
-        self._broke.outcome = result or "failed"
-        self._count("failed" if result is None or self._splice is not None else result)
+        self._broke.outcome = result = result or "failed"
+        self._count(result)
         raise error
 
     @property

@@ -293,6 +293,13 @@ async def test_what_was_gone_on_with_is_on_record_too(gateway: Gateway, fake: Fa
     assert [each["outcome"] for each in found] == ["gone_on", "gone_on", "failed"]
 
 
+async def test_the_metric_and_the_record_say_the_same_of_a_second_break(gateway: Gateway, fake: FakeInference) -> None:
+    fake.queue["demo"] = [BREAKS["cut"], Answer(words=(*WORDS[:2], *["x" * 2**18] * 5), cut=True)]
+    found = await breaks_of(gateway, stream=True)
+    assert [each["outcome"] for each in found] == ["gone_on", "too_long"]
+    assert resumed(gateway) == {"too_long": 1}
+
+
 async def test_that_the_client_left_while_another_was_asked_is_on_record(tmp_path: Path, fake: FakeInference) -> None:
     fake.queue["demo"] = [BREAKS["cut"], Answer(stall_before_headers=True)]
     body = {"model": "demo", "messages": MESSAGES, "stream": True}
