@@ -58,7 +58,7 @@ class Answer:
         if isinstance(tier := chunk.get("service_tier"), str):
             self._tier = tier
         events: list[Event] = []
-        for choice in chunk["choices"]:
+        for choice in objects(chunk, "choices"):
             if choice.get("index", 0) == 0 and not self._astray:
                 events += self._add_choice(choice)
         return events
@@ -233,7 +233,7 @@ class Stream:
             elif isinstance(frame, Data) and not self._over:
                 chunk = loads(frame.payload)
                 model = chunk.get("model")
-                begun = self._begun(model) if model or chunk["choices"] else []  # Azure's first chunk names nobody
+                begun = self._begun(model) if model or chunk.get("choices") else []  # Azure's first chunk names nobody
                 out.append(self._written([*begun, *self.answer.add(chunk)]))
                 if self.answer.is_astray:
                     out.append(self.broke(Code.MODEL_FAILED, "the tier went on with a function call that had ended"))

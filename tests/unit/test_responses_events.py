@@ -295,6 +295,12 @@ def test_other_choices_and_odd_values_are_passed_over() -> None:
     assert [item["content"][0]["text"] for item in items] == ["yes"]
 
 
+@pytest.mark.parametrize("odd", [{}, {"model": "m"}, {"model": "m", "choices": None}, {"choices": [None]}])
+def test_a_chunk_without_choices_says_nothing(odd: dict[str, Any]) -> None:
+    items = output(Data(json.dumps(odd).encode(), DeltaKind.OTHER), chunk({"content": "yes"}), chunk({}, "stop"))
+    assert [item["content"][0]["text"] for item in items] == ["yes"]
+
+
 def test_a_total_is_added_up_where_a_tier_leaves_it_out() -> None:
     said = events(streamed(head(), [ROLE, chunk(None, usage={"prompt_tokens": 3, "completion_tokens": 4})]))
     assert said[-1]["response"]["usage"]["total_tokens"] == 7
