@@ -11,7 +11,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from inference.worker.core.dialects.jsontext import ValueEnd
 from inference.worker.core.dialects.output import SPACE, Kind, Output
@@ -316,9 +316,7 @@ class Reader(ABC):
                 raise NoCallError
             return "{}"
         written, _ = yield from self._value()
-        held = _loaded(written, str).strip() or "{}"
-        _loaded(held, dict)
-        return held
+        return _written(_loaded(_loaded(written, str).strip() or "{}", dict))
 
     def _value(self) -> Steps[tuple[str, bool]]:
         """Reads a JSON object, array or string; says whether it was there to its end."""
@@ -362,6 +360,16 @@ def _loaded(text: str, kind: type[T]) -> T:
     if not isinstance(value, kind):
         raise NoCallError
     return value
+
+
+def _written(value: Any) -> str:
+    """`value` as JSON, which what a model wrote of it need not be; raises NoCallError where no JSON can say it."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()  # half an emoji is no text
+    except (ValueError, RecursionError):
+        raise NoCallError from None
+    return text
 
 
 class CallReader(Reader):
