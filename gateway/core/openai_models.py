@@ -37,7 +37,7 @@ _MOST_TOKENS = (
     (_named(r"o[134](?!\d)"), 100_000),
     (_named(r"gpt-5(?!\d)"), 128_000),
 )
-"""The longest answers, of the first name that fits; more is answered with 400."""
+"""The longest answers as far as they are known, of the first name that fits; more is answered with 400."""
 
 
 def most_tokens(model: str) -> int | None:

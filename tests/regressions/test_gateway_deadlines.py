@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,6 @@ from tests.rigs.gateway_rig import CONFIG, Gateway
 from tests.rigs.stack import until
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture
-async def fake() -> AsyncIterator[FakeInference]:
-    async with FakeInference("token") as fake:
-        yield fake
 
 
 @pytest.mark.parametrize("patience", ["0.001", "0.02", "0.05"])

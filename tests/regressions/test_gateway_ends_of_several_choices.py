@@ -35,12 +35,6 @@ HALF_A_TEXT = Answer(raw=frame(0, text="done") + frame(1, text="half of") + fram
 
 
 @pytest.fixture
-async def fake() -> AsyncIterator[FakeInference]:
-    async with FakeInference("token") as fake:
-        yield fake
-
-
-@pytest.fixture
 async def gateway(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]:
     async with Gateway(tmp_path, fake.url) as gateway:
         yield gateway

@@ -16,12 +16,6 @@ from tests.rigs.stack import until
 
 
 @pytest.fixture
-async def fake() -> AsyncIterator[FakeInference]:
-    async with FakeInference("token") as fake:
-        yield fake
-
-
-@pytest.fixture
 async def gateway(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]:
     async with Gateway(tmp_path, fake.url) as gateway:
         yield gateway

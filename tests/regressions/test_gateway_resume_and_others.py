@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -20,12 +19,6 @@ routes:
   demo: {chain: [local/demo]}
 """
 WORDS = ("one", " two")
-
-
-@pytest.fixture
-async def fake() -> AsyncIterator[FakeInference]:
-    async with FakeInference("token") as fake:
-        yield fake
 
 
 async def test_a_probe_that_goes_on_with_an_answer_proves_the_service_by_its_first_word(

@@ -44,12 +44,6 @@ def _connections(gateway: Gateway) -> set[object]:
     return gateway._server.server_state.connections  # type: ignore[return-value]
 
 
-@pytest.fixture
-async def fake() -> AsyncIterator[FakeInference]:
-    async with FakeInference("token") as fake:
-        yield fake
-
-
 class _Narrow(BoundedHttp):
     """The kernel holds little for its clients either, so that what is unread is seen."""
 

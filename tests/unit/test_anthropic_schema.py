@@ -19,6 +19,7 @@ from gateway.core.messages_request import parse
 from gateway.errors import UpstreamError
 from tests.rigs.fake_provider import rules
 from tests.rigs.fake_provider.schemas import anthropic_problem
+from tests.rigs.odd_schemas import ODD_SCHEMAS
 
 MODEL = "claude-opus-5"
 
@@ -273,17 +274,7 @@ def test_whatever_is_held_is_taken_and_held_again_the_same(schema: dict[str, Any
     assert held(got, "x") == got
 
 
-_KEYS = [
-    "type", "properties", "items", "anyOf", "enum", "const", "$ref", "$defs", "required", "format", "description", "a",
-]  # fmt: skip
-_JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.sampled_from(["object", "array", "string", "date", "#/$defs/a"]),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(_KEYS), inner, max_size=3),
-    max_leaves=12,
-)
-
-
-@given(_JSON)
+@given(ODD_SCHEMAS)
 def test_whatever_stands_in_a_schema_has_an_answer(schema: Any) -> None:
     """Nobody has checked it by then."""
     try:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from openai.resources import Completions, Embeddings
-from openai.resources.chat import Completions as ChatCompletions
 
 from gateway.core.frames import Endpoint
 from gateway.core.provider_fields import refused_by_local, token_ids_in
@@ -246,20 +242,6 @@ def test_token_ids_are_found_wherever_a_request_may_hold_them() -> None:
     assert token_ids_in({"prompt": [[7], [8]]}) == "prompt"
     assert token_ids_in({"prompt": ["x"]}) is None
     assert token_ids_in({"messages": []}) is None
-
-
-@pytest.mark.parametrize(
-    ("create", "endpoint"),
-    [
-        (ChatCompletions.create, Endpoint.CHAT),
-        (Completions.create, Endpoint.COMPLETIONS),
-        (Embeddings.create, Endpoint.EMBEDDINGS),
-    ],
-)
-def test_every_parameter_of_the_official_client_is_known(create: Callable[..., Any], endpoint: Endpoint) -> None:
-    """`prompt_cache_options` and `moderation` were called no parameters."""
-    own = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
-    assert set(inspect.signature(create).parameters) - own <= schema(endpoint)["properties"].keys()
 
 
 def test_moderation_is_asked_of_who_moderates_alone() -> None:

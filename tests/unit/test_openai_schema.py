@@ -19,6 +19,7 @@ from gateway.core.openai_schema import is_strict
 from gateway.core.requests import parse
 from tests.rigs.fake_provider import rules
 from tests.rigs.fake_provider.schemas import openai_problem
+from tests.rigs.odd_schemas import ODD_SCHEMAS
 
 CLOSED: dict[str, Any] = {
     "type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False,
@@ -125,17 +126,7 @@ def test_strict_is_what_openai_takes(schema: dict[str, Any]) -> None:
     assert is_strict(schema) == (openai_problem(schema) is None)
 
 
-_KEYS = [
-    "type", "properties", "items", "anyOf", "enum", "const", "$ref", "$defs", "required", "format", "description", "a",
-]  # fmt: skip
-_JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.sampled_from(["object", "array", "string", "date", "#/$defs/a"]),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(_KEYS), inner, max_size=3),
-    max_leaves=12,
-)
-
-
-@given(_JSON)
+@given(ODD_SCHEMAS)
 def test_whatever_stands_in_a_schema_has_an_answer(schema: Any) -> None:
     """Nobody has checked it by then."""
     assert is_strict(schema) in (True, False)
