@@ -31,7 +31,7 @@ import uvloop
 
 from benchmarks import asking, departures, failover, gateway_peers, gateway_report, gateways, upstream
 from benchmarks.gateway_samples import STREAMED, WHOLE, Alone, Crowd, Paced, Results
-from benchmarks.gateways import DIRECT, GATEWAY, Door
+from benchmarks.gateways import DIRECT, GATEWAY, PASS_THROUGH, Door
 from benchmarks.upstream import Upstream
 from headgate.shared.percentiles import percentile
 
@@ -76,11 +76,11 @@ class Bench:
         return self._random.sample(doors, len(doors))
 
     async def alone(self) -> None:
-        """One connection at a rate, whole answers and streams."""
+        """One connection at a rate, whole answers and streams; the bare hop tells what this machine allows."""
         for number in range(self.plan.rounds):
             say(f"one connection: round {number + 1} of {self.plan.rounds}")
             for kind in (WHOLE, STREAMED):
-                for door in self.shuffled([self.direct, self.doors[GATEWAY]]):
+                for door in self.shuffled([self.direct, self.doors[GATEWAY], self.doors[PASS_THROUGH]]):
                     await self._settle(door, kind, 1)
                     spans = await asking.at_rate(door.port, chat(door, kind), ALONE_PER_SECOND, self.plan.alone)
                     self.found.alone.append(Alone(door.name, kind, number, spans.first, spans.whole))
@@ -198,11 +198,11 @@ def _who(
     """Who is measured, and how each starts."""
     found.versions = {GATEWAY: version("headgate"), "fastapi": version("fastapi"), "aiohttp": version("aiohttp")}
     starts: dict[str, Callable[[], AbstractContextManager[Door]]] = {
-        GATEWAY: lambda: gateways.headgate(url, root, core)
+        GATEWAY: lambda: gateways.headgate(url, root, core),
+        PASS_THROUGH: lambda: gateways.pass_through(url, root, core),
     }
     if not with_peers:
         return starts
-    starts[gateways.PASS_THROUGH] = lambda: gateways.pass_through(url, root, core)
     if (portkey := gateway_peers.portkey()) is not None:
         found.versions[portkey.name] = portkey.version
         starts[portkey.name] = lambda: gateways.portkey(portkey, url, root, core)

@@ -18,6 +18,8 @@ from benchmarks.upstream import PACE_SECONDS
 from headgate.shared.percentiles import percentile
 
 ADDED_P50_MS, ADDED_P99_MS, ADDED_TTFT_P99_MS = 0.6, 2.0, 2.0
+ADDED_OF_PASS_THROUGH = 1.0
+"""What is added against what a bare hop adds in the same round; ours, and the one that no machine's pace moves."""
 OF_PASS_THROUGH, OVER_LITELLM, OVER_PORTKEY = 0.65, 20.0, 3.0
 MOST_PACES = 10
 IDLE_MB, GROWTH_PERCENT = 120.0, 5.0
@@ -135,10 +137,17 @@ def _bars_alone(found: Results) -> Iterator[Bar]:
         ("added_ttft_p99", STREAMED, lambda one: one.first_at(0.99), ADDED_TTFT_P99_MS),
     )
     for name, kind, value, target in judged:
-        ours, theirs = found.alone_of(GATEWAY, kind), found.alone_of(DIRECT, kind)
-        if ours and theirs:
-            added = [value(our) - value(their) for our, their in zip(ours, theirs, strict=True)]
+        added, hop = (_added(found, system, kind, value) for system in (GATEWAY, PASS_THROUGH))
+        if added:
             yield Bar(name, median(added) * 1e3, "ms", "<=", target)
+        if added and hop:
+            yield Bar(f"{name}_of_{PASS_THROUGH}", median(ratios(added, hop)), "ratio", "<=", ADDED_OF_PASS_THROUGH)
+
+
+def _added(found: Results, system: str, kind: str, value: Callable[[Alone], float]) -> list[float]:
+    """What a hop adds to asking the upstream itself, round by round, in seconds."""
+    hop, direct = found.alone_of(system, kind), found.alone_of(DIRECT, kind)
+    return [value(one) - value(bare) for one, bare in zip(hop, direct, strict=True)] if hop and direct else []
 
 
 def _bars_crowds(found: Results) -> Iterator[Bar]:

@@ -24,7 +24,7 @@ def _found() -> Results:
     """Two rounds, of which the second ran on a machine half as fast."""
     found = Results(versions={GATEWAY: "0"}, load=[1.0, 2.0])
     for number, slow in enumerate((1.0, 2.0)):
-        for system, seconds in ((DIRECT, 0.0002), (GATEWAY, 0.0006)):
+        for system, seconds in ((DIRECT, 0.0002), (GATEWAY, 0.0006), (PASS_THROUGH, 0.001)):
             found.alone += [
                 Alone(system, kind, number, [seconds * slow] * 5, [seconds * slow] * 5) for kind in (WHOLE, STREAMED)
             ]
@@ -42,8 +42,11 @@ def test_bars_follow_from_samples() -> None:
     bars = {bar.name: (pytest.approx(bar.value), bar.reached) for bar in gateway_report.bars(_found())}
     assert bars == {
         "added_p50": (0.6, True),
+        f"added_p50_of_{PASS_THROUGH}": (0.5, True),
         "added_p99": (0.6, True),
+        f"added_p99_of_{PASS_THROUGH}": (0.5, True),
         "added_ttft_p99": (0.6, True),
+        f"added_ttft_p99_of_{PASS_THROUGH}": (0.5, True),
         f"throughput_per_core_over_{PASS_THROUGH}_whole": (0.75, True),
         "throughput_per_core_over_litellm_whole": (30.0, True),
         "throughput_per_core_over_portkey_whole": (1.5, False),
