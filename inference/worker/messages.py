@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def messages_of(value: Any, images: ImageParts | None = None) -> tuple[Mapping[str, Any], ...]:
-    """Validated messages as templates expect them: plain text contents, tool arguments as objects.
+    """Validated messages as templates expect them: plain text contents.
 
     `images` takes those in the messages; without it they are refused.
     """
@@ -107,7 +106,7 @@ def _text(content: Any, at: str, images: ImageParts | None) -> str:
 
 
 def _tool_calls(value: Any, at: str) -> list[dict[str, Any]]:
-    """Tool calls of an earlier assistant message, their arguments parsed: templates print them as JSON themselves."""
+    """Tool calls of an earlier assistant message. Their arguments are what a model wrote, be it JSON or not."""
     if not isinstance(value, list):
         raise BadRequestError(f"{at} must be a list", at)
     calls = []
@@ -115,19 +114,11 @@ def _tool_calls(value: Any, at: str) -> list[dict[str, Any]]:
         function = item.get("function") if isinstance(item, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadRequestError(f"{at}[{index}] must hold a function with a name", f"{at}[{index}]")
-        arguments = function.get("arguments") or "{}"
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError):
-                raise BadRequestError(
-                    f"{at}[{index}].function.arguments must be JSON text", f"{at}[{index}].function.arguments"
-                ) from None
         calls.append(
             {
                 "id": str(item.get("id", "")),
                 "type": "function",
-                "function": {"name": function["name"], "arguments": arguments},
+                "function": {"name": function["name"], "arguments": function.get("arguments") or "{}"},
             }
         )
     return calls

@@ -266,15 +266,21 @@ def test_arguments_are_objects_or_text_as_the_template_wants(given: Any) -> None
     assert as_text["function"]["arguments"] == '{"zone": "é"}'
 
 
-@pytest.mark.parametrize("given", [None, "", {}])
+@pytest.mark.parametrize("given", [None, "", {}, " "])
 def test_no_arguments_are_an_empty_object(given: Any) -> None:
     said = called(("a", "now", given))
     assert prepared(Hermes(), said)[0]["tool_calls"][0]["function"]["arguments"] == {}
     assert prepared(Hermes(text_arguments=True), said)[0]["tool_calls"][0]["function"]["arguments"] == "{}"
 
 
-def test_arguments_that_are_no_json_stay_text() -> None:
-    assert prepared(Hermes(), called(("a", "now", "UTC")))[0]["tool_calls"][0]["function"]["arguments"] == "UTC"
+@pytest.mark.parametrize("given", ["UTC", '{"zone": "UT', "[1]", "{" * 9999, '"\\ud800"'])
+def test_arguments_that_are_no_object_travel_whole_in_one(given: str) -> None:
+    """Templates that go through them find one; those that write text write what the model wrote."""
+    as_object, as_text = (
+        prepared(Hermes(text_arguments=text), called(("a", "now", given)))[0]["tool_calls"][0]["function"]["arguments"]
+        for text in (False, True)
+    )
+    assert (as_object, as_text) == ({"arguments": given}, given)
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,7 @@ def test_calls_of_the_older_dialect_are_shown_as_tool_calls() -> None:
             {"role": "function", "name": "f", "content": "ok"},
         ]
     )
-    assert request.messages[0]["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
+    assert request.messages[0]["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
     assert request.messages[1]["role"] == "tool"
 
 

@@ -32,18 +32,19 @@ def described(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 def as_text(arguments: Any) -> str:
     """A call's arguments as JSON text."""
     if isinstance(arguments, str):
-        return arguments or "{}"
+        return arguments if arguments.strip() else "{}"
     return json.dumps(arguments or {}, ensure_ascii=False)
 
 
-def as_object(arguments: Any) -> Any:
-    """A call's arguments as an object; text that is no JSON stays text."""
-    if not isinstance(arguments, str):
-        return arguments or {}
-    try:
-        return json.loads(arguments or "{}")
-    except ValueError:
-        return arguments
+def as_object(arguments: Any) -> dict[str, Any]:
+    """A call's arguments as an object; what a model once wrote that is none travels whole under the key `arguments`."""
+    value = arguments or {}
+    if isinstance(arguments, str):
+        try:
+            value = json.loads(arguments.strip() or "{}")
+        except (ValueError, RecursionError):
+            value = None
+    return value if isinstance(value, dict) else {"arguments": arguments}
 
 
 def normal(messages: Sequence[Message], *, text_arguments: bool) -> list[dict[str, Any]]:
