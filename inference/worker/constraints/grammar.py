@@ -43,6 +43,8 @@ _LARK_PIECE = re.compile(
 )
 """What reads as one in Lark: a text, a comment, a pattern; and what is looked at between them."""
 _GBNF_PIECE = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|\#[^\n]*|[\w-]+', re.DOTALL)
+_CLASS_ITEM = re.compile(r"(\\x[0-9A-Fa-f]{2}|\\.|[^\\])(?:-(\\x[0-9A-Fa-f]{2}|\\.|[^\\]))?", re.DOTALL)
+_CLASS_ESCAPES = {char: f"\\x{ord(char):02x}" for char in "&~-^"}
 _SPACED = re.compile(r"\(\?[a-wyz]*x[a-z]*(?:-[a-z]+)?\)")
 """The flag at a pattern's beginning under which blanks and comments say nothing."""
 _ESCAPE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
@@ -284,7 +286,7 @@ def _of_gbnf(source: str) -> str:
         raise GrammarError("the grammar is neither GBNF (root ::= ...) nor Lark (start: ...)")
     if source.count("::=") > MAX_RULES:
         raise GrammarError(f"the grammar has more than {MAX_RULES} rules")
-    source = _without_start(_ESCAPE.sub(_plain, source))
+    source = _for_lark(_ESCAPE.sub(_plain, source))
     try:
         rules = gbnf.GrammarParser().parse(source)
         gbnf.resolve(rules)
@@ -302,13 +304,27 @@ def _of_gbnf(source: str) -> str:
     return re.sub(r"(?m)^start:", f"start: {name}\n{name}:", lark, count=1) if is_regular else lark
 
 
-def _without_start(source: str) -> str:
-    """A rule named `start` under another name: in Lark the first rule is called so."""
+def _for_lark(source: str) -> str:
+    """A rule named `start` under another name: in Lark the first rule is called so. Brackets as patterns have them."""
     names = set(_GBNF_PIECE.findall(source))
     name = "start"
     while name in names:
         name += "-rule"
-    return _GBNF_PIECE.sub(lambda found: name if found[0] == "start" else found[0], source)
+
+    def piece(found: re.Match[str]) -> str:
+        return name if found[0] == "start" else _class(found[0]) if found[0].startswith("[") else found[0]
+
+    return _GBNF_PIECE.sub(piece, source)
+
+
+def _class(brackets: str) -> str:
+    """Characters and ranges; in a pattern `&&`, `~~` and `--` between brackets would be operators."""
+    negation, inside = ("^", brackets[2:-1]) if brackets.startswith("[^") else ("", brackets[1:-1])
+
+    def item(found: re.Match[str]) -> str:
+        return "-".join(_CLASS_ESCAPES.get(char, char) for char in found.groups() if char is not None)
+
+    return f"[{negation}{_CLASS_ITEM.sub(item, inside)}]"
 
 
 def _separate(node: Any, gbnf: Any) -> None:
@@ -325,8 +341,7 @@ def _plain(escape: re.Match[str]) -> str:
     if digits is None or int(digits, 16) > 0x10FFFF:
         return escape[0]
     char = chr(int(digits, 16))
-    if char.isprintable() and char not in '\\"[]^-/':
-        return char
-    if ord(char) < 0x80:
-        return f"\\x{ord(char):02x}"
-    raise GrammarError(f"the grammar names the character {escape[0]}, which cannot be written")
+    if 0xD800 <= ord(char) <= 0xDFFF:
+        raise GrammarError(f"the grammar names {escape[0]}, which is half a character; write the whole one")
+    is_plain = ord(char) >= 0x80 or (char.isprintable() and char not in '\\"[]^-/')
+    return char if is_plain else f"\\x{ord(char):02x}"
