@@ -97,6 +97,8 @@ def _shortcomings(endpoint: Endpoint, body: Mapping[str, Any], model: str, flavo
     """Fields whose value here, or with this model, makes the tier unsuitable, and why."""
     if isinstance(stop := body.get("stop"), list) and len(stop) > _MOST_STOPS and flavor is not Flavor.COMPATIBLE:
         yield "stop", f"it takes at most {_MOST_STOPS} stop strings"
+    if (body.get("response_format") or {}).get("schema") is not None and flavor is not Flavor.COMPATIBLE:
+        yield "response_format", "it takes a schema only as json_schema"
     if flavor is Flavor.OPENAI and endpoint is Endpoint.CHAT:
         if ((body.get("audio") or {}).get("format") or _STREAMED_AUDIO) != _STREAMED_AUDIO:
             yield "audio", f"every answer is asked for as a stream, whose audio is {_STREAMED_AUDIO}"

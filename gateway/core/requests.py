@@ -122,6 +122,7 @@ _CHAT: Mapping[str, f.Check] = {
         {
             "type": f.one_of("text", "json_object", "json_schema"),
             "json_schema": f.mapping({"schema": f.mapping(), "name": f.string(1), "strict": f.boolean}),
+            "schema": f.mapping(),
         },
         needed=("type",),
     ),

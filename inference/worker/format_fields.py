@@ -16,6 +16,8 @@ MAX_GRAMMAR_CHARS = 2**18
 MAX_CHOICES = 4096
 
 _OBJECT: Mapping[str, Any] = {"type": "object"}
+_FORMATS = {"text": None, "json_object": "schema", "json_schema": "json_schema"}
+"""What may stand beside each type. A schema beside `json_object` is how llama.cpp's clients ask for one."""
 
 
 def form_of(given: Mapping[str, Any]) -> tuple[Form | None, str]:
@@ -34,12 +36,18 @@ def form_of(given: Mapping[str, Any]) -> tuple[Form | None, str]:
 
 def _response_format(value: Any, at: str) -> Form | None:
     kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in _FORMATS:
+        raise BadRequestError(f'{at}.type must be "text", "json_object" or "json_schema"', at)
+    for name in value:
+        if name not in ("type", _FORMATS[kind]) and value[name] is not None:
+            raise BadRequestError(f"unknown field {name[:80]!r} in {at} of type {kind}", f"{at}.{name[:80]}")
     if kind == "text":
         return None
     if kind == "json_object":
-        return Json(_OBJECT)
-    if kind != "json_schema":
-        raise BadRequestError(f'{at}.type must be "text", "json_object" or "json_schema"', at)
+        said = _OBJECT if value.get("schema") is None else value["schema"]
+        if not isinstance(said, dict):
+            raise BadRequestError(f"{at}.schema must be a JSON schema of an object", f"{at}.schema")
+        return Json({**_OBJECT, **said})
     at += ".json_schema"
     said = value.get("json_schema")
     if not isinstance(said, dict):

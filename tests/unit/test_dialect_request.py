@@ -618,6 +618,17 @@ def test_more_stop_strings_than_openai_and_google_take_make_them_unsuitable() ->
             assert unsupported_by_openai({"stop": stop}, flavor, endpoint) == (("stop",) if too_many else ())
 
 
+def test_a_schema_beside_json_object_is_for_servers_that_read_one_there() -> None:
+    """As llama.cpp does. OpenAI knows no such parameter; without it nobody would keep to the schema."""
+    for shape, asks in (({"type": "json_object"}, False), ({"type": "json_object", "schema": {}}, True)):
+        body = {"messages": [user()], "response_format": shape}
+        for flavor in Flavor:
+            refused = asks and flavor is not Flavor.COMPATIBLE
+            assert unsupported_by_openai(body, flavor) == (("response_format",) if refused else ())
+            if not refused:
+                assert to_openai(Endpoint.CHAT, body, "m", flavor)["response_format"] == shape
+
+
 def test_extensions_are_dropped_or_refused_by_what_they_mean() -> None:
     body = {"messages": [user()], "top_k": 3, "min_p": 0.1, "repeat_penalty": 1.1, "chat_template_kwargs": {}}
     for flavor in Flavor:

@@ -33,6 +33,7 @@ def chat(**fields: Any) -> InferenceRequest:
         {"guided_grammar": 'root ::= "a"'},
         {"structured_outputs": {"json": SCHEMA}},
         {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
     ],
     ids=str,

@@ -111,6 +111,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "mood": 1}}},
         "response_format.json_schema.mood",
     ),
+    ({"response_format": {"type": "json_object", "schema": True}}, "response_format.schema"),
+    ({"response_format": {"type": "json_object", "json_schema": {}}}, "response_format.json_schema"),
+    ({"response_format": {"type": "text", "schema": SCHEMA}}, "response_format.schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}, "strict": True}},
+        "response_format.strict",
+    ),
     ({"json_schema": "x"}, "json_schema"),
     ({"guided_json": "{"}, "guided_json"),
     ({"guided_json": "[]"}, "guided_json"),
@@ -144,6 +151,8 @@ def test_a_wrong_shape_is_a_400_with_its_param(fields: dict[str, Any], param: st
     ("fields", "form"),
     [
         ({"response_format": {"type": "json_object"}}, Json({"type": "object"})),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA, "json_schema": None}}, Json(SCHEMA)),
+        ({"response_format": {"type": "json_object", "schema": {}}}, Json({"type": "object"})),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, Json(SCHEMA)),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": False}}},

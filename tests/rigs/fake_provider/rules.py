@@ -101,6 +101,9 @@ def openai_chat(body: Mapping[str, Any], flavor: str) -> None:
     if body.get("top_logprobs") is not None and not body.get("logprobs"):
         raise RefusedError("'logprobs' must be true.", "invalid_value", "top_logprobs")
     shape = body.get("response_format") or {}
+    if unknown := shape.keys() - {"type", "json_schema"}:
+        param = f"response_format.{min(unknown)}"
+        raise RefusedError(f"Unknown parameter: '{param}'.", "unknown_parameter", param)
     if shape.get("type") == "json_schema" and not (shape.get("json_schema") or {}).get("name"):
         raise RefusedError(
             "Missing required parameter.", "missing_required_parameter", "response_format.json_schema.name"
