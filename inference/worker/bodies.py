@@ -202,11 +202,18 @@ def need_capability(facts: Facts, name: str) -> None:
 
 
 def continues(given: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the answer goes on with the last message; raises BadRequestError where that is not the assistant's."""
+    """Whether the answer goes on with the last message; raises BadRequestError where that is no text of the
+    assistant's.
+    """
     found = fields.boolean(given, "continue_final_message", False)
     if found and messages[-1]["role"] != "assistant":
         raise BadRequestError(
             "continue_final_message needs an assistant message at the end of messages", "continue_final_message"
+        )
+    if found and "tool_calls" in messages[-1]:
+        raise BadRequestError(
+            "continue_final_message goes on with text, and the last message ends in calls; send their results",
+            "continue_final_message",
         )
     if "add_generation_prompt" in given and fields.boolean(given, "add_generation_prompt", True) is found:
         raise BadRequestError(

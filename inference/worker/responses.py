@@ -81,7 +81,8 @@ class Stream:
         divided: bool = False,
     ) -> None:
         """`echo` is what each choice of a completion begins with, in order of choices. In a `divided` answer
-        there may be no content at all, so the first chunk says null instead of an empty one.
+        there may be no content at all, so the first chunk says null instead of an empty one. Where no call came
+        either, the last one says the empty one, as the whole answer does: no message without a word is taken back.
         """
         self._choices = choices
         self._chat = kind == "chat"
@@ -97,6 +98,8 @@ class Stream:
         self._tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
         self._begun: set[int] = set()
         """The choices that have begun; those of a chat begin all together."""
+        self._silent = set(range(choices)) if divided else set()
+        """The choices that are thoughts alone so far, or nothing."""
         self._echo = echo
 
     def frames(self, output: Output) -> bytes:
@@ -115,12 +118,15 @@ class Stream:
         is_scored = bool(output.logprobs or output.prompt_logprobs)
         if self._divided:
             parts += self._parts(output)
+            if any(not isinstance(part, Reasoning) for part in output.parts):
+                self._silent.discard(output.choice)
         elif text or is_scored:
             body = b'"delta":{"content":' if self._chat else b'"text":'
             body += orjson.dumps(text) + (b"}" if self._chat else b"")
             parts.append(self._chunk(output.choice, body, None, self._logprobs(output)))
         if output.finish is not None:
-            body = b'"delta":{}' if self._chat else b'"text":""'
+            delta = b'{"content":""}' if output.choice in self._silent else b"{}"
+            body = b'"delta":%b' % delta if self._chat else b'"text":""'
             parts.append(self._chunk(output.choice, body, output.finish, b"null", output.stop))
         return b"".join(parts)
 

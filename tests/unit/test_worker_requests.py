@@ -20,6 +20,8 @@ def chat(**fields: Any) -> GenerateRequest:
     return bodies.chat({"messages": HELLO, **fields}, FACTS)
 
 
+CALLED = {"role": "assistant", "content": "Well:", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+
 WRONG_CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),
@@ -70,6 +72,7 @@ WRONG_CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"modalities": ["audio"]}, "modalities"),
     ({"continue_final_message": True}, "continue_final_message"),
+    ({"messages": [*HELLO, CALLED], "continue_final_message": True}, "continue_final_message"),
     ({"chat_template_kwargs": 3}, "chat_template_kwargs"),
 ]
 

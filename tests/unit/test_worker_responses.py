@@ -7,10 +7,11 @@ import re
 from typing import Any
 
 import openai.types.chat as types
+import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from inference.worker import responses
-from inference.worker.core.parts import CallArguments, CallBegin, Content, Reasoning
+from inference.worker.core.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from inference.worker.generation import Output, TokenLogprob
 from inference.worker.responses import Answer, Stream, Usage
 
@@ -71,6 +72,16 @@ def test_log_probabilities_stand_beside_whatever_their_tokens_became() -> None:
         choice('{"content":"b"}'),
         choice("{}", finish='"stop"'),
     ]
+
+
+@pytest.mark.parametrize("parts", [(), (Reasoning("hm"),)])
+def test_a_stream_without_a_word_has_the_message_of_the_whole_answer(parts: tuple[Part, ...]) -> None:
+    """Which is taken back in the next request: null stands for content only where there are calls."""
+    ended = Output(0, "", 1, parts=parts, finish="length")
+    assert lines([ended])[-1] == choice('{"content":""}', finish='"length"')
+    answer = Answer("chat")
+    answer.add(ended)
+    assert answer.message["content"] == ""
 
 
 def test_a_plain_answer_is_what_it_always_was() -> None:
