@@ -13,10 +13,9 @@ from typing import Any
 
 from headgate.cli.command import Command, Session
 from headgate.shared.errors import ConfigError, Exit, Problem
-from headgate.shared.state import write_atomic
+from headgate.shared.state import SECRET_NAMES, write_atomic
 
 MASK = "********"
-_SECRETS = ("api_key", "admin_key", "token", "secret", "password", "hash")
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ def plain(value: Any, name: str = "") -> Any:
     text = str(value)
     if unset := unset_name(text):
         return f"${{env:{unset}}}"
-    return MASK if text and name.lower().endswith(_SECRETS) else text
+    return MASK if text and name.lower().endswith(tuple(SECRET_NAMES)) else text
 
 
 def schema(session: Session) -> int:

@@ -1,13 +1,15 @@
 """Reads a YAML file into a pydantic model and turns every mistake into file, line and advice; never applies anything.
 
 Secrets are written `${env:NAME}`. A value that names an unset variable becomes the `Unset` marker string so that the
-owner of the key can decide (a provider without its key is absent); see `unset_name`.
+owner of the key can decide (a provider without its key is absent); see `unset_name`. Problems go into logs: they repeat
+what was written, for whoever looks for it, unless it may be a secret.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
+import stat
 import types
 import typing
 from collections.abc import Mapping
@@ -18,7 +20,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from headgate.shared.errors import ConfigError, Problem
-from headgate.shared.state import packaged_defaults
+from headgate.shared.state import SECRET_NAMES, packaged_defaults
 
 _ENV = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 _UNSET = "\x00unset:"
@@ -34,6 +36,22 @@ MOST_VALUES = 100_000
 
 MOST_DEPTH = 64
 """Values inside values; our deepest is six. Python's own limit is a thousand calls, and a traceback."""
+
+
+_WRONG_KIND: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("model_type", "model_attributes_type", "dict_type"),
+        "settings are needed here, each as NAME: VALUE on a line of its own below, or in braces; `{}` for none",
+    ),
+    **dict.fromkeys(("tuple_type", "list_type"), "a list is needed here, for example [a, b]; `[]` for none"),
+}
+"""What stands in the place of settings or of a list is not repeated: it may be the very key that belongs into it."""
+
+
+class _Filled(str):
+    """A text that holds the value of a variable."""
+
+    __slots__ = ()
 
 
 class _Loader(yaml.SafeLoader):
@@ -147,6 +165,8 @@ def read_yaml(path: Path, environ: Mapping[str, str]) -> tuple[dict[str, Any], d
 def _read(path: Path) -> str:
     """The text of `path`; raises ConfigError when there is none, or more than MOST_BYTES of it."""
     try:
+        if stat.S_ISFIFO(path.stat().st_mode):  # nobody may ever write to it
+            raise ConfigError([Problem("a pipe, and a file is needed", file=path)])
         with path.open("rb") as file:
             raw = file.read(MOST_BYTES + 1)
         if len(raw) > MOST_BYTES:
@@ -175,7 +195,8 @@ def _fill_env(value: Any, environ: Mapping[str, str]) -> Any:
     if isinstance(value, str):
         if (whole := _ENV.fullmatch(value)) and not environ.get(whole[1]):
             return _UNSET + whole[1]
-        return _ENV.sub(lambda match: environ.get(match[1], ""), value)
+        filled = _ENV.sub(lambda match: environ.get(match[1], ""), value)
+        return value if filled == value else _Filled(filled)
     if isinstance(value, dict):
         return {str(key): _fill_env(inner, environ) for key, inner in value.items()}
     if isinstance(value, list):
@@ -209,11 +230,19 @@ def _problem(item: Any, model: type[BaseModel], path: Path | None, lines: Mappin
         message = "unknown key" + (f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(known)}")
     elif item["type"] == "missing":
         message = "this key is needed and not there"
+    elif item["type"] in _WRONG_KIND:
+        message = _WRONG_KIND[item["type"]]
     else:
-        message = str(item["msg"]).removeprefix("Value error, ")
-        if not isinstance(item.get("input"), (dict, list)) and item["type"] != "value_error":
-            message += f" (it is {item.get('input')!r})"
+        message, said = str(item["msg"]).removeprefix("Value error, "), item.get("input")
+        if isinstance(said, str) and (name := unset_name(said)) is not None:
+            message += f" (the variable {name} is not set)"
+        elif item["type"] != "value_error" and not _may_be_secret(said, loc):
+            message += f" (it is {said!r})"
     return Problem(message, key=".".join(map(str, written)), file=path, line=line)
+
+
+def _may_be_secret(said: Any, at: Path_) -> bool:
+    return isinstance(said, (dict, list, _Filled)) or not SECRET_NAMES.isdisjoint(at)
 
 
 def _keys_at(model: type[BaseModel], loc: Path_) -> list[str]:

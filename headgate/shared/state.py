@@ -19,6 +19,9 @@ from headgate.shared.errors import AlreadyRunningError, HeadgateError
 GATEWAY_KEY = "gateway.key"
 INFERENCE_TOKEN = "inference.token"
 
+SECRET_NAMES = frozenset({"api_key", "admin_key", "token", "hash"})
+"""Settings whose values nobody repeats."""
+
 _TRIES = 10
 """How often a secret is looked for again after somebody else was quicker to write or to empty it."""
 
