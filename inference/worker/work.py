@@ -51,7 +51,8 @@ class Work:
         """One job per answer, in the order of choices; those of one prompt share what is computed of it."""
         prompts = [prompt for prompt in range(len(self.prompts)) for _choice in range(self.n)]
         groups = [None if self.score_prompt else ids[prompt * self.n] for prompt in prompts]
+        common = (self.tenant, self.priority, arrival, self.deadline)
         return [
-            Job(id, self.prompts[prompt], self.tenant, self.priority, arrival, self.deadline, group, self.score_prompt)
+            Job(id, self.prompts[prompt], *common, group, self.score_prompt, ids[0])
             for id, prompt, group in zip(ids, prompts, groups, strict=True)
         ]

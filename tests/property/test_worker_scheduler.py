@@ -88,6 +88,7 @@ class Traffic(RuleBasedStateMachine):
         self.next_id = 1
         self.live: dict[int, Live] = {}
         self.ended: list[int] = []
+        self.begun: set[int | None] = set()
 
     @rule(
         prompt=TOKENS,
@@ -97,6 +98,7 @@ class Traffic(RuleBasedStateMachine):
         wait=st.none() | st.floats(0.0, 5.0),
         answer=st.integers(1, 8),
         score=st.booleans(),
+        alone=st.booleans(),
     )
     def submit(
         self,
@@ -107,12 +109,15 @@ class Traffic(RuleBasedStateMachine):
         wait: float | None,
         answer: int,
         score: bool,
+        alone: bool,
     ) -> None:
+        """The choices of one prompt, as one request or as one each."""
         ids = list(range(self.next_id, self.next_id + choices))
         self.next_id += choices
         deadline = None if wait is None else self.now + wait
         group = None if score else ids[0]
-        jobs = [Job(id, tuple(prompt), tenant, priority, self.now, deadline, group, score) for id in ids]
+        request = None if alone else ids[0]
+        jobs = [Job(id, tuple(prompt), tenant, priority, self.now, deadline, group, score, request) for id in ids]
         before = self.scheduler.queued
         free = self.limits.slots - self.scheduler.active
         taken = self.scheduler.submit(jobs)
@@ -162,8 +167,9 @@ class Traffic(RuleBasedStateMachine):
         waited = self.waiting()
         ran = [job for job, known in self.live.items() if job not in waited and not known.suspended]
         step = self.scheduler.plan(self.now, budget)
+        late = {job for job, known in self.live.items() if self.is_late(known)}
+        assert set(step.expired) == late
         for job in step.expired:
-            assert not self.live[job].decodes
             self.end(job)
         self.check_order(waited, ran)
         self.memory.run(step)
@@ -188,6 +194,7 @@ class Traffic(RuleBasedStateMachine):
         if fate == "lost":
             finished = {row.job for row in step.rows if row.sample}
             assert set(self.scheduler.failed()) == finished, "the shell failed before it reported a token"
+            self.begun |= {self.live[job].job.request for job in finished}
             for job in finished:
                 self.end(job)
             return step.tokens
@@ -196,7 +203,14 @@ class Traffic(RuleBasedStateMachine):
                 self.sampled(row.job, self.live[row.job])
         return step.tokens
 
+    def is_late(self, known: Live) -> bool:
+        """Whether the deadline passed before the request had a first token, whichever of its jobs."""
+        deadline, request = known.job.deadline, known.job.request
+        has_begun = len(known.tokens) > len(known.job.prompt) or (request is not None and request in self.begun)
+        return deadline is not None and deadline <= self.now and not has_begun
+
     def sampled(self, job: int, known: Live) -> None:
+        self.begun.add(known.job.request)
         assert not known.job.score or known.scored >= len(known.job.prompt), "an answer began before the scores"
         known.wanted -= 1
         if known.wanted <= 0 or len(known.tokens) >= self.limits.context:

@@ -253,3 +253,22 @@ def test_fewer_sequences_are_begun_and_none_is_ended() -> None:
     scheduler.extend(1, 9)
     scheduler.extend(2, 9)
     assert [row.job for row in rows_of(scheduler)] == [1, 2]
+
+
+def test_a_first_token_meets_the_deadline_of_its_request_and_of_no_other() -> None:
+    scheduler = Scheduler(Limits(slots=2, context=50, batch=8, queue=10))
+    scheduler.submit([Job(number, (1, 2), deadline=5.0, request=1) for number in (1, 2, 3)])
+    scheduler.submit([Job(number, (1, 2), deadline=5.0) for number in (4, 5)])
+    assert [row.job for row in scheduler.plan(0.0, 8).rows] == [1, 2]
+    scheduler.computed()
+    scheduler.extend(1, 9)
+    scheduler.finish(2)
+    assert scheduler.plan(5.0, 8).expired == (4, 5)
+    scheduler.computed()
+    scheduler.finish(1)
+    scheduler.finish(3)
+    scheduler.submit([Job(6, (1, 2), deadline=9.0)])
+    assert [row.job for row in scheduler.plan(6.0, 8).rows] == [6]
+    scheduler.computed()
+    scheduler.extend(6, 9)
+    assert scheduler.plan(9.0, 8).expired == ()

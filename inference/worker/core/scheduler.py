@@ -45,13 +45,14 @@ odd lengths cost a pass over all weights each, now and when they are completed."
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """`scored` counts the tokens of the prompt whose logits were handed out. `passed`: an image did not fit into what
-    the last step had left for it.
+    """`deadline` is the job's until its request has a first token. `scored` counts the tokens of the prompt whose
+    logits were handed out. `passed`: an image did not fit into what the last step had left for it.
     """
 
     job: Job
     key: tuple[float, int]
     tokens: array[int]
+    deadline: float | None
     phase: Phase = WAITING
     slot: Slot | None = None
     generated: int = 0
@@ -149,7 +150,7 @@ class Scheduler:
             if not 0 < len(job.prompt) <= self.limits.context or job.id in self._runs:
                 raise ValueError(f"job {job.id} was not validated: {len(job.prompt)} tokens")
         for job in jobs:
-            run = self._runs[job.id] = _Run(job, job.key, array("i", job.prompt))
+            run = self._runs[job.id] = _Run(job, job.key, array("i", job.prompt), job.deadline)
             insort(self._waiting, run, key=_order)
             if job.deadline is not None:
                 self._earliest = min(self._earliest, job.deadline)
@@ -219,6 +220,8 @@ class Scheduler:
                 run.scored = row.start + len(row.tokens)
             if row.sample and run.phase is not DECODE:
                 self._move(run, "computed")
+                if run.deadline is not None:
+                    self._has_begun(run)
         self._pending = ()
 
     def no_room(self) -> tuple[int, ...]:
@@ -263,19 +266,26 @@ class Scheduler:
 
     # --- parts of a step ---------------------------------------------------------------------------------------------
     def _expire(self, now: float) -> tuple[int, ...]:
-        """Ends whose deadline passed before their first token."""
+        """Ends whose deadline passed before their request's first token."""
         late = []
         self._earliest = math.inf
         for run in list(self._runs.values()):
-            deadline = run.job.deadline
-            if deadline is None or run.generated > 0:
+            if run.deadline is None:
                 continue
-            if deadline <= now:
+            if run.deadline <= now:
                 self._end(run)
                 late.append(run.job.id)
             else:
-                self._earliest = min(self._earliest, deadline)
+                self._earliest = min(self._earliest, run.deadline)
         return tuple(late)
+
+    def _has_begun(self, run: _Run) -> None:
+        """The first token of a request is there: its other answers may wait for their turn as long as they have to."""
+        run.deadline = None
+        if run.job.request is not None:
+            for other in self._runs.values():
+                if other.job.request == run.job.request:
+                    other.deadline = None
 
     def _admit(self) -> None:
         """Gives free slots to those who wait, in order: nobody passes a job that could not be placed yet."""

@@ -60,9 +60,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One sequence to generate. Times are seconds on the caller's clock; `deadline` bounds the wait for a first token.
+    """One sequence to generate. Times are seconds on the caller's clock.
 
-    Jobs of one `group` share their prompt (the choices of one request): the first computes it, the others copy it.
+    `deadline` bounds the wait for the first token of a `request`, whichever of its jobs has it; without one a job is a
+    request of its own. Jobs of one `group` share their prompt (its choices): the first computes it, the others copy it.
     `score` asks for logits at every token of the prompt, so nothing of it is copied and a step takes less of it.
     """
 
@@ -74,6 +75,7 @@ class Job:
     deadline: float | None = None
     group: int | None = None
     score: bool = False
+    request: int | None = None
 
     @property
     def key(self) -> tuple[float, int]:
