@@ -324,13 +324,26 @@ def _pay_for_replacing(text: str, old: str, new: str) -> None:
     _pay(len(text) + text.count(old) * len(new))
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+    **options: Any,
+) -> str:
     if isinstance(value, Iterator):
         value = list(value)
-    if not (indent is None or (isinstance(indent, int) and indent <= _MAX_INDENT)):
+    if sort_keys or not (indent is None or (isinstance(indent, int) and indent <= _MAX_INDENT)):
+        raise CostlyError
+    if not (separators is None or (isinstance(separators, (list, tuple)) and all(map(_is_short, separators)))):
         raise CostlyError
     _pay(_size(value, _purse.left) if not isinstance(value, Undefined) else _NODE_BYTES)
-    return to_json(value, ensure_ascii, indent)
+    return to_json(value, ensure_ascii, indent, separators)
+
+
+def _is_short(text: Any) -> bool:
+    return isinstance(text, str) and len(text) <= _MAX_INDENT
 
 
 def _replace(value: Any, old: Any, new: Any, count: int = -1) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jinja2
@@ -77,9 +77,19 @@ def strftime_now(format: str) -> str:
     return datetime.datetime.now().astimezone().strftime(format)
 
 
-def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_options: Any) -> str:
-    """Plain JSON, not the HTML-safe form of Jinja's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, default=_listed)
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Sequence[str] | None = None,
+    sort_keys: bool = False,
+    **_options: Any,
+) -> str:
+    """Plain JSON, not the HTML-safe form of Jinja's own filter, with the options that model authors know it by."""
+    parts = None if separators is None else (separators[0], separators[1])
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=parts, sort_keys=sort_keys, default=_listed
+    )
 
 
 def _listed(value: Any) -> list[Any]:

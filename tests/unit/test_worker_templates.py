@@ -64,6 +64,22 @@ def test_json_of_a_mapped_list_is_a_list() -> None:
     assert template(source).render(user("x"), {"tools": [{"name": "a"}]}, generate=True) == ['["a"]']
 
 
+@pytest.mark.parametrize(
+    ("options", "written"),
+    [
+        ("separators=(',', ':')", '{"b":[1,"é"],"a":{}}'),
+        ("separators=[',', ':'], sort_keys=true", '{"a":{},"b":[1,"é"]}'),
+        ("sort_keys=true, ensure_ascii=true", '{"a": {}, "b": [1, "\\u00e9"]}'),
+        ("indent=1, separators=(',', '=')", '{\n "b"=[\n  1,\n  "é"\n ],\n "a"={}\n}'),
+    ],
+)
+def test_json_is_written_as_the_template_says(options: str, written: str) -> None:
+    """As Kimi's templates say it; a model was trained on exactly these characters."""
+    tool = {"b": [1, "é"], "a": {}}
+    pieces = template("{{ tools[0] | tojson(" + options + ") }}").render(user("x"), {"tools": [tool]}, generate=True)
+    assert pieces == [written]
+
+
 def test_json_of_what_is_not_there_is_refused() -> None:
     with pytest.raises(BadRequestError, match="not JSON serializable"):
         template("{{ nothing | tojson }}").render(user("x"), {}, generate=True)
