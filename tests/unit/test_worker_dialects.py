@@ -42,6 +42,7 @@ RUN = Tool(
             "count": {"type": "integer"},
             "deep": {"$ref": "#/$defs/deep"},
             "maybe": {"anyOf": [{"type": "string"}, {"const": None}]},
+            "sure": {"type": "boolean"},
             "free": True,
         },
         "required": ["text"],

@@ -22,6 +22,14 @@ KEY = re.compile(r"""[^<>"\n]+""")
 _TYPES: Sequence[tuple[type, str]] = (
     (type(None), "null"), (bool, "boolean"), (int, "number"), (float, "number"), (list, "array"), (dict, "object"),
 )  # fmt: skip
+_CONSTANTS: Mapping[str, tuple[str, str]] = {
+    "True": ("boolean", "true"),
+    "False": ("boolean", "false"),
+    "None": ("null", "null"),
+}
+"""As Python prints them: so they stand in past calls where a template writes values that are no texts, and so models
+write them.
+"""
 _KEPT = ("$defs", "definitions")
 """What the parts of a schema may refer to."""
 _MOST_REFERENCES = 8
@@ -130,7 +138,7 @@ class TaggedReader(CallReader):
     def value(self, key: str, end: Markers, kind: Kind, types: Collection[str] = ()) -> Steps[None]:
         """Reads a value and its end, and shows the argument. One that breaks off is shown as far as it is a text.
 
-        `types` are those of a value that may be JSON or a text; none: any.
+        `types` are those of the value, as far as they are known; one that may be JSON or a text is JSON of these alone.
         """
         self.out.arguments(f"{', ' if self._count else ''}{_quoted(key)}: ")
         self._count += 1
@@ -164,13 +172,22 @@ class TaggedReader(CallReader):
             yield
         pieces.append(self._text[self._at : match.start()])
         self._at = match.end()
-        text = "".join(pieces)
-        is_json = _is_json(text, types if kind == "either" else ())
-        self.out.arguments(text.strip() if is_json else _quoted(text))
+        self.out.arguments(_json(_as_meant("".join(pieces), types), types if kind == "either" else ()))
 
     def _escaped(self, stop: int) -> None:
         self.out.arguments(_quoted(self._text[self._at : stop])[1:-1])
         self._at = stop
+
+
+def _as_meant(text: str, types: Collection[str]) -> str:
+    """`text`, or the JSON of a constant that is written as the templates themselves write it, of one of the types."""
+    kind, written = _CONSTANTS.get(text.strip(), ("", text))
+    return written if kind in types else text
+
+
+def _json(text: str, types: Collection[str]) -> str:
+    """The value as JSON."""
+    return text.strip() if _is_json(text, types) else _quoted(text)
 
 
 def _is_json(text: str, types: Collection[str]) -> bool:
