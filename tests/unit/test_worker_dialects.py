@@ -168,6 +168,7 @@ V31 = "{{ '<｜tool▁calls▁begin｜>' + c.name + '<｜tool▁sep｜>' + c.fun
         (HERMES + "<function=f><parameter=p>", "qwen-xml"),
         ("{{ '<｜DSML｜function_calls>' }}", "deepseek-dsml"),
         (HERMES + "<arg_key>", "generic"),
+        (HERMES + '<tool_calls>[{"name": N}]</tool_calls>', "generic"),
         (LLAMA, "llama3"),
         (LLAMA.replace("<|start_header_id|>", "<|header_start|>"), "llama3"),
         (LLAMA + "<function=f>", "generic"),

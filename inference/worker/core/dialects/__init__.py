@@ -21,7 +21,7 @@ __all__ = ["Dialect", "detect"]
 
 _UNFILTERED = re.compile(r"""\+\s*[\w.\[\]'"]*arguments['"]?\]?\s*(\+|-?\}\}|-?%\})""")
 """Arguments that a template adds to its text as they are."""
-_FOREIGN = ("<function=", "<arg_key>", "<invoke", "<function name=")
+_FOREIGN = ("<function=", "<arg_key>", "<invoke", "<function name=", "<tool_calls>")
 """Markers of notations that share a marker with a family here but are not its."""
 
 
