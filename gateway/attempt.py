@@ -18,7 +18,7 @@ from gateway.errors import UpstreamError, UpstreamKind
 from gateway.explain import Tried
 from gateway.listening import ANSWERS, ExpiredError, Listening
 from gateway.providers.base import Provider
-from inference.protocol import Code
+from inference.protocol import FULL_FOR, Code
 
 if TYPE_CHECKING:
     from gateway.attempts import Request
@@ -140,9 +140,11 @@ class Attempt:
 
     def _observe(self, error: BaseException) -> tuple[Observation, str]:
         if isinstance(error, UpstreamError):
-            cause = error.details.get("cause") if error.details else None
-            local = self.candidate.is_local
-            seen = Observation(error.kind, error.status, error.code, error.retry_after, local, cause)
+            details, local = error.details or {}, self.candidate.is_local
+            full_for = frozenset(map(str, details.get(FULL_FOR) or ()))
+            seen = Observation(
+                error.kind, error.status, error.code, error.retry_after, local, details.get("cause"), full_for
+            )
             return seen, f"{error.code}: {error.message}" if error.code else str(error)
         if isinstance(error, ExpiredError):
             return Observation(_ENDS[error.due], is_local=self.candidate.is_local), str(error)

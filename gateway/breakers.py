@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from gateway.core.breaker import CLOSED, Permit, Refusal, Rule, State
 from gateway.core.chain import LOCAL
 from gateway.core.outcome import Failure, Ignore, Scope, Success, Verdict
 from gateway.guard import Clock, Guard, OnState
+from inference.protocol import Priority
 
 OnFailure = Callable[[str, str, Failure], None]
 """Called with provider, model and every failure of an attempt, after it was recorded."""
@@ -126,7 +127,7 @@ class Lease:
         if failure is not None:
             self._breakers.on_failure(*self._key, failure)
         if isinstance(verdict, Ignore) and verdict.hold:
-            self._breakers.hold(*self._key, verdict.hold)
+            self._breakers.hold(*self._key, verdict.hold, verdict.full_for)
 
 
 def _refused(guard: Guard, refusal: Refusal) -> Refused:
@@ -153,8 +154,8 @@ class Breakers:
         self._shut: set[tuple[str, str]] = set()
         """The breakers that are not closed."""
         self._guards: dict[tuple[str, str], Guard] = {}
-        self._held: dict[tuple[str, str], float] = {}
-        """Until when pairs asked to be left alone."""
+        self._held: dict[tuple[str, str, str], float] = {}
+        """Until when pairs asked to be left alone by requests of a priority."""
 
     def set_rule(self, rule: Rule) -> None:
         """Applies a new rule to every breaker."""
@@ -205,12 +206,12 @@ class Breakers:
             return _refused(inner, second)
         return Lease((_Held(outer, first), _Held(inner, second)), self, (provider, model))
 
-    def is_clear(self, provider: str, model: str) -> bool:
-        """Whether both breakers of the pair are closed and it did not ask to be left alone."""
+    def is_clear(self, provider: str, model: str, priority: str = Priority.NORMAL) -> bool:
+        """Whether both breakers of the pair are closed and it did not ask to be left alone by such requests."""
         if not self._shut and not self._held:
             return True
         pair, shut = (provider, model), self._shut
-        return pair not in shut and (provider, "") not in shut and self.held_for(provider, model) is None
+        return pair not in shut and (provider, "") not in shut and self.held_for(provider, model, priority) is None
 
     def closed_for(self, provider: str, model: str) -> float | None:
         """Seconds until the pair may be tried, None when now. Advisory: the permit is what counts."""
@@ -226,23 +227,27 @@ class Breakers:
         guard = self._guards.get((provider, model))
         return 0 if guard is None else guard.outstanding
 
-    def hold(self, provider: str, model: str, seconds: float) -> None:
-        """The pair asked to be left alone for so long."""
+    def hold(self, provider: str, model: str, seconds: float, priorities: Iterable[str]) -> None:
+        """The pair asked to be left alone for so long by requests of these priorities."""
         self._forget_past_holds()
-        self._held[provider, model] = self._clock() + seconds
+        until = self._clock() + seconds
+        self._held.update(((provider, model, priority), until) for priority in priorities)
+
+    def _forget_holds(self, provider: str, model: str) -> None:
+        self._held = {key: until for key, until in self._held.items() if key[:2] != (provider, model)}
 
     def _forget_past_holds(self) -> None:
         now = self._clock()
         self._held = {key: until for key, until in self._held.items() if until > now}
 
-    def held_for(self, provider: str, model: str) -> float | None:
-        """Seconds that the pair still wants to be left alone, or None."""
-        until = self._held.get((provider, model))
+    def held_for(self, provider: str, model: str, priority: str = Priority.NORMAL) -> float | None:
+        """Seconds that the pair still wants to be left alone by such requests, or None."""
+        until = self._held.get((provider, model, priority))
         if until is None:
             return None
         if (rest := until - self._clock()) > 0:
             return rest
-        del self._held[provider, model]
+        del self._held[provider, model, priority]
         return None
 
     def of(self, provider: str) -> Mapping[str, Guard]:
@@ -266,7 +271,7 @@ class Breakers:
         found = [guard for guard in self._guards.values() if guard.name == name]
         for guard in found:
             guard.reset()
-            self._held.pop((guard.provider, guard.model), None)
+            self._forget_holds(guard.provider, guard.model)
         return bool(found)
 
     def describe(self) -> list[dict[str, Any]]:

@@ -60,7 +60,7 @@ class Choice:
         self._request = request
         self._candidates = candidates
         self._record = record
-        self._is_first = priority is _HIGH
+        self._priority, self._is_first = priority, priority is _HIGH
         self._ids = token_ids_in(request.body)
         self._any_vectors = way.same_vectors or request.endpoint.streams
         self._way = way
@@ -91,7 +91,7 @@ class Choice:
             return None
         considered: list[Considered] = []
         for candidate in self._candidates:
-            if not tools.breakers.is_clear(candidate.provider, candidate.model):
+            if not tools.breakers.is_clear(candidate.provider, candidate.model, self._priority):
                 return None
             facts = UNKNOWN_FACTS
             if candidate.is_local:
@@ -129,7 +129,7 @@ class Choice:
         is_equal = (self._any_vectors and self._ids is None) or self._is_equal(candidate)
         same_vectors, foreign_ids = self._any_vectors or is_equal, None if is_equal else self._ids
         closed_for = breakers.closed_for(candidate.provider, candidate.model)
-        held_for = breakers.held_for(candidate.provider, candidate.model)
+        held_for = breakers.held_for(candidate.provider, candidate.model, self._priority)
         if status is None:
             return Facts(present, closed_for, held_for, None, unsupported, same_vectors, foreign_ids)
         capabilities = frozenset(status.capabilities) if status.capabilities else None

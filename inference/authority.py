@@ -44,7 +44,7 @@ from inference.model import Model, Ticket
 from inference.moving import Moving
 from inference.outlook import Outlook
 from inference.preload import load_all
-from inference.protocol import ModelState, ModelStatus, Priority
+from inference.protocol import FULL_FOR, ModelState, ModelStatus, Priority
 from inference.pump import Pump
 from inference.quarantine import Quarantine
 from inference.settings import InferenceConfig, check_devices
@@ -221,6 +221,7 @@ class Authority:
                 f"{model.queue.count(priority)} requests of {priority} priority wait for {model.id!r} already "
                 f"(INFERENCE_QUEUE_{priority.upper()})",
                 retry_after=self.waiting.seconds_to_service(model, priority),
+                details={FULL_FOR: [priority]},
             ) from None
         model.tickets[waiter.id] = ticket
         self.teller.changed(SETTLE_SECONDS)

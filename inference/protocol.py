@@ -120,6 +120,11 @@ CODES: Mapping[Code, CodeSpec] = {
 RETRY_AFTER = "retry_after"
 """The key under `error.headgate` for the seconds of a Retry-After: an error frame has no header to say them in."""
 
+FULL_FOR = "full_for"
+"""The key under `error.headgate` of `queue_full` for the priorities whose place in the model's queue is taken: whoever
+comes with one of them now is refused as well. It is missing where only requests like this one are: many answers at
+once, a form to prepare, a large body, images."""
+
 
 def error_body(
     code: Code | str,

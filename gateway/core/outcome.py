@@ -37,7 +37,8 @@ class End(StrEnum):
 class Observation(NamedTuple):
     """What the shell saw: `kind` always; the rest as far as the provider said it. `retry_after` is in seconds.
 
-    `cause` is why the worker behind our own service ended, where that is the reason.
+    `cause` is why the worker behind our own service ended, where that is the reason; `full_for` are the priorities for
+    which it says that a model's queue is full.
     """
 
     kind: End | UpstreamKind
@@ -46,6 +47,7 @@ class Observation(NamedTuple):
     retry_after: float | None = None
     is_local: bool = False
     cause: str | None = None
+    full_for: frozenset[str] = frozenset()
 
 
 class Scope(StrEnum):
@@ -131,10 +133,13 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Ignore:
-    """No breaker moves. `hold` (seconds): skip this tier for so long."""
+    """No breaker moves. `hold` (seconds) is when this request may come back to a full queue; requests of the priorities
+    `full_for` skip the tier as long.
+    """
 
     reason: Reason
     hold: float | None = None
+    full_for: frozenset[str] = frozenset()
 
     @property
     def next(self) -> Next:
@@ -226,7 +231,7 @@ def _judge_answer(seen: Observation) -> Verdict:
     if ruling is None:
         ruling = _by_status(seen.status)
     if isinstance(ruling, Reason):
-        return Ignore(ruling, hold=wait if ruling is Reason.QUEUE_FULL else None)
+        return Ignore(ruling, wait, seen.full_for) if ruling is Reason.QUEUE_FULL else Ignore(ruling)
     named = ruling is Scope.PAIR or (seen.is_local and seen.code == Code.SHUTTING_DOWN)
     broke = seen.is_local and (seen.code in _BREAKING or seen.cause == ExitCause.OOM_LOAD)
     opens = bool(wait) and not seen.is_local  # ours is probed at no cost, and has rules of its own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from inference.protocol import Code
+from inference.protocol import FULL_FOR, Code, Priority
 from inference.worker.core.steps import Limits
 from inference.worker.errors import WorkerError
 
@@ -35,4 +35,5 @@ class Turnover:
             Code.QUEUE_FULL,
             f"{waiting} requests wait for this model and its queue holds {queue}",
             retry_after=wait,
+            details={FULL_FOR: [*Priority]} if waiting >= queue else None,
         )

@@ -223,7 +223,7 @@ async def test_when_nobody_answers_the_503_says_what_each_said_and_when_to_come_
 
 
 async def test_a_full_queue_is_left_alone_until_its_time(gateway: Gateway, fake: FakeInference) -> None:
-    fake.queue["demo"] = [Answer(refuse=Code.QUEUE_FULL, retry_after=1)]
+    fake.queue["demo"] = [Answer(refuse=Code.QUEUE_FULL, retry_after=1, full_for=("normal",))]
     assert (await gateway.chat()).json()["model"] == "demo-mini"
     answer = await gateway.chat()
     assert (answer.json()["model"], answer.headers["x-headgate-reason"]) == ("demo-mini", "held")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from inference.errors import QueueFull
-from inference.protocol import ModelState, Priority
+from inference.protocol import FULL_FOR, ModelState, Priority
 from tests.rigs.authority_rig import Start, services, until
 from tests.rigs.instant_workers import InstantSupervisor
 
@@ -29,6 +29,7 @@ async def test_every_priority_has_its_own_places(start: Start) -> None:
         with pytest.raises(QueueFull, match=f"INFERENCE_QUEUE_{priority.upper()}") as caught:
             authority.ask(model, priority=priority)
         assert caught.value.status == 429
+        assert caught.value.details == {FULL_FOR: [priority]}
     authority.quiesce()
 
 

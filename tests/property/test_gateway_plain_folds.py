@@ -127,7 +127,7 @@ class World:
             case "wait":
                 self.now += said
             case "hold":
-                self.breakers.hold(said, "a", 3.0)
+                self.breakers.hold(said, "a", 3.0, ["normal"])
             case "ask":
                 for _ in range(said):
                     self.breakers.acquire("local", "a", 1e9, forced=True)

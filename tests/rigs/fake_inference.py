@@ -14,6 +14,7 @@ from gateway.core.finishes import choices_of
 from inference.errors import InferenceError
 from inference.protocol import (
     DONE,
+    FULL_FOR,
     H_DEVICE,
     H_PROBE,
     Code,
@@ -31,9 +32,10 @@ class Answer:
 
     `comments` progress comments `pause` seconds apart come first; then `words` one delta each, `pause` apart, behind
     `thoughts`, which are reasoning. A request that goes on with an answer (`answer_so_far`) gets the words that are
-    not in it yet. `hold` is awaited before the first word. `refuse` answers with an error status instead, `error` with
-    an error frame after the words; `cut` drops the connection after the words, `stall` goes silent after them, `finish`
-    None leaves the finish reason out, `done` False the `[DONE]`. `garbage` is sent as a frame after the words.
+    not in it yet. `hold` is awaited before the first word. `refuse` answers with an error status instead
+    (with `full_for` where that is a full queue), `error` with an error frame after the words; `cut` drops the
+    connection after the words, `stall` goes silent after them, `finish` None leaves the finish reason out, `done` False
+    the `[DONE]`. `garbage` is sent as a frame after the words.
     """
 
     words: tuple[str, ...] = ("Hello", " there", "!")
@@ -44,6 +46,7 @@ class Answer:
     refuse: Code | None = None
     status: int | None = None
     retry_after: float | None = None
+    full_for: tuple[str, ...] = ()
     message: str = "the fake refuses"
     error: Code | None = None
     cut: bool = False
@@ -315,7 +318,7 @@ def _refusal(answer: Answer) -> web.Response:
     headers = {} if answer.retry_after is None else {"retry-after": f"{answer.retry_after:g}"}
     if answer.refuse is None:
         return web.json_response({"error": {"message": answer.message}}, status=answer.status or 500, headers=headers)
-    details = {"needed_bytes": 1}
+    details: dict[str, Any] = {"needed_bytes": 1} | ({FULL_FOR: [*answer.full_for]} if answer.full_for else {})
     error = InferenceError(answer.message, code=answer.refuse, retry_after=answer.retry_after, details=details)
     return web.json_response(error.body(), status=answer.status or error.status, headers=headers)
 

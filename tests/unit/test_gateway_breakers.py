@@ -210,7 +210,7 @@ def test_a_longer_retry_after_lengthens_the_open_period(breakers: Breakers) -> N
 
 
 def test_a_full_queue_is_left_alone_and_no_breaker_moves(breakers: Breakers, clock: Clock) -> None:
-    _lease(breakers).settle(Ignore(Reason.QUEUE_FULL, hold=4.0))
+    _lease(breakers).settle(Ignore(Reason.QUEUE_FULL, 4.0, frozenset(("normal",))))
     assert breakers.held_for("p", "m") == 4.0
     clock.now += 4
     assert breakers.held_for("p", "m") is None
@@ -226,9 +226,12 @@ def test_a_lease_is_settled_once(breakers: Breakers) -> None:
 
 def test_reset_closes_by_name(breakers: Breakers, clock: Clock) -> None:
     _fail(breakers, 5)
-    breakers.hold("p", "m", 60)
+    breakers.hold("p", "m", 60, ["normal", "low"])
+    breakers.hold("p", "other", 60, ["low"])
     assert breakers.reset("p/m")
     assert not breakers.reset("p/none")
+    assert breakers.held_for("p", "m", "low") is None
+    assert breakers.held_for("p", "other", "low") == 60
     assert breakers.closed_for("p", "m") is None
     assert breakers.held_for("p", "m") is None
     assert not _lease(breakers).is_probe
@@ -605,9 +608,9 @@ def test_a_lease_of_which_no_attempt_was_made_gives_both_permits_back(breakers: 
 
 
 def test_holds_that_are_over_are_forgotten(breakers: Breakers, clock: Clock) -> None:
-    breakers.hold("p", "a", 1.0)
+    breakers.hold("p", "a", 1.0, ["normal"])
     clock.now += 2
-    breakers.hold("p", "b", 5.0)
+    breakers.hold("p", "b", 5.0, ["normal"])
     assert breakers.held_for("p", "a") is None
     assert breakers.held_for("p", "b") == 5.0
 
@@ -623,7 +626,7 @@ def test_what_keeps_off_a_pair_leaves_others_clear(clock: Clock) -> None:
     assert not breakers.is_clear("p", "m"), "it is to be probed"
     _lease(breakers).settle(Success())
     assert breakers.is_clear("p", "m")
-    breakers.hold("p", "m", 5.0)
+    breakers.hold("p", "m", 5.0, ["normal"])
     assert not breakers.is_clear("p", "m")
     assert breakers.is_clear("p", "another")
     clock.now += 5.0

@@ -72,6 +72,10 @@ CASES: list[tuple[str, Observation, Verdict]] = [
     ("local stopping", _local(Code.SHUTTING_DOWN, 503), Failure(P)),
     ("local loading", _local(Code.MODEL_LOADING, 503), Ignore(Reason.MODEL_LOADING)),
     ("local queue full", _local(Code.QUEUE_FULL, 429, 3.0), Ignore(Reason.QUEUE_FULL, hold=3.0)),
+    (
+        "local queue full for some", _local(Code.QUEUE_FULL, 429, 3.0)._replace(full_for=frozenset(("low",))),
+        Ignore(Reason.QUEUE_FULL, 3.0, frozenset(("low",))),
+    ),
     ("local queue full, no date", _local(Code.QUEUE_FULL, 429), Ignore(Reason.QUEUE_FULL)),
     ("local deadline", _local(Code.DEADLINE_EXCEEDED, 504), Ignore(Reason.DEADLINE)),
     ("poison", _local(Code.POISON_REQUEST, 422), Ignore(Reason.POISON)),
