@@ -95,7 +95,8 @@ class Guard:
         on_state(provider, model, CLOSED)
 
     def set_rule(self, rule: Rule) -> None:
-        """Applies a new rule; the present state and counts stay."""
+        """Applies a new rule; the present state and the failures in a row stay."""
+        self.book = core.ruled(self.book, self._rule, rule)
         self._rule = rule
         self._machine.fail_max = rule.failures
         self._machine.reset_timeout = rule.open

@@ -166,6 +166,11 @@ def entered(book: Book, rule: Rule, state: State, now: float) -> Book:
     )
 
 
+def ruled(book: Book, before: Rule, now: Rule) -> Book:
+    """The book under another rule: results are counted by tenths of the window, so those of another one say nothing."""
+    return book if now.window == before.window else book._replace(tallies=())
+
+
 def is_silent(waiting: Iterable[float], failures: int, rule: Rule, now: float) -> bool:
     """Whether a tier is likely to be gone although it has not failed often enough yet.
 

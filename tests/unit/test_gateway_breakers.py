@@ -435,6 +435,20 @@ def test_a_new_rule_holds_for_what_comes(breakers: Breakers) -> None:
     assert breakers.closed_for("p", "m") == 5.0
 
 
+def test_results_of_another_window_are_forgotten(breakers: Breakers, clock: Clock) -> None:
+    """They were never to leave a longer window, which counted tenths from the clock's beginning."""
+    clock.now = 100_000.0
+    breakers.set_rule(Rule(window=10.0))
+    _fail(breakers, 4)
+    breakers.set_rule(Rule(window=10.0, open=60.0))
+    assert breakers.guard("p", "m").describe()["window"] == {"succeeded": 0, "failed": 4}
+    breakers.set_rule(Rule(window=60.0))
+    for _ in range(200):
+        _lease(breakers).settle(Success())
+        clock.now += 6.0
+    assert breakers.guard("p", "m").describe()["window"] == {"succeeded": 10, "failed": 0}
+
+
 def test_operators_see_everything_and_each_transition_is_one_line(
     breakers: Breakers, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
