@@ -180,7 +180,15 @@ class Breakers:
         if not leaving:
             # sorting is stable and the dictionary in order of age
             leaving = [key for key, _ in sorted(idle, key=lambda item: item[1].book.state is not CLOSED)[:1]]
-        for key in leaving:
+        self._remove(leaving)
+
+    def forget(self, provider: str) -> None:
+        """Whoever has this name from now on is somebody else, or nobody. Attempts that run concern the old one."""
+        self._remove([key for key in self._guards if key[0] == provider])
+        self._held = {key: until for key, until in self._held.items() if key[0] != provider}
+
+    def _remove(self, keys: Iterable[tuple[str, str]]) -> None:
+        for key in keys:
             self._guards.pop(key).retire()
             self._moved(*key, None)
 

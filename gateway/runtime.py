@@ -169,8 +169,11 @@ class Runtime:
             if built.local is not self._registry.local:
                 self.view.use(built.local.get_json)
                 self.counter.use(built.local.post_json)
+            others = _others(self.config, config)
             self.config, self.keys, self._registry = config, keys, built
             self.breakers.set_rule(_rule(config.breaker))
+            for name in others:
+                self.breakers.forget(name)
             self.admission.apply(config.admission)
             self.limiter.apply(keys.all)
             self.images.apply(config.images)
@@ -246,6 +249,12 @@ async def _close(provider: Provider) -> None:
         log.warning("provider %s did not close within %g s", provider.name, CLOSE_SECONDS)
     except Exception:
         log.exception("provider %s did not close properly", provider.name)
+
+
+def _others(old: GatewayConfig, new: GatewayConfig) -> list[str]:
+    """The providers that left or have another address or key now: what is known of them says nothing any more."""
+    changed = [name for name, settings in old.providers.items() if new.providers.get(name) != settings]
+    return changed if new.inference == old.inference else [*changed, LOCAL]
 
 
 def _keys(config: GatewayConfig, source: Source, state: StateDir) -> Keys:
