@@ -20,7 +20,7 @@ from gateway.breakers import Breakers, Lease, Refused
 from gateway.choice import Choice
 from gateway.core.budget import Budget, Limits, unary_deadline
 from gateway.core.chain import PUT_OFF, Candidate, Chain, Drop, Dropped, Found, expand, passes_on
-from gateway.core.outcome import End, Failure, Ignore, Next, Observation, Reason, Verdict
+from gateway.core.outcome import OF_THIS_TIER, End, Failure, Ignore, Next, Observation, Reason, Verdict
 from gateway.core.refusal import Outcome, no_answer
 from gateway.core.requests import InferenceRequest
 from gateway.counting import Counter
@@ -373,8 +373,8 @@ class Request:
             if isinstance(error, UpstreamError) and passes_on(verdict, candidate, wider_left=wider_left):
                 self.record.reason = str(verdict.reason)
                 raise self._pass_on(verdict, error) from error
-        unsupported = isinstance(verdict, Ignore) and verdict.reason is Reason.UNSUPPORTED
-        own_words = self._pass_on(verdict, error) if unsupported and isinstance(error, UpstreamError) else None
+        is_own = isinstance(verdict, Ignore) and verdict.reason in OF_THIS_TIER and isinstance(error, UpstreamError)
+        own_words = self._pass_on(verdict, error) if is_own else None
         self._outcomes.fail(Outcome(candidate, outcome_name(verdict, seen), said, wait, own_words=own_words))
 
     def _ended_with_time(self, reason: Reason) -> bool:

@@ -18,6 +18,10 @@ MAX_RETRY_AFTER_SECONDS = 3600.0
 """A longer Retry-After is cut to this, so that no provider's slip closes a tier for a day."""
 
 
+REQUEST_TOO_LARGE = "request_too_large"
+"""A cloud's refusal of a request that alone is more than its account may use in a minute."""
+
+
 class End(StrEnum):
     """How an attempt ended when it was not the provider that failed it."""
 
@@ -78,6 +82,7 @@ class Reason(StrEnum):
     BAD_REQUEST = "bad_request"
     CONTEXT_LENGTH = "context_length"
     UNSUPPORTED = "unsupported_parameter"
+    TOO_LARGE = "request_too_large"
     CONTENT_POLICY = "content_policy"
     POISON = "poison_request"
     NOT_FOUND = "model_not_found"
@@ -96,6 +101,7 @@ NEXT: Mapping[Reason, Next] = {
     Reason.BAD_REQUEST: Next.PASS_ON,
     Reason.CONTEXT_LENGTH: Next.PASS_ON,
     Reason.UNSUPPORTED: Next.NEXT_TIER,
+    Reason.TOO_LARGE: Next.NEXT_TIER,
     Reason.CONTENT_POLICY: Next.PASS_ON,
     Reason.POISON: Next.PASS_ON,
     Reason.NOT_FOUND: Next.NEXT_TIER,
@@ -104,6 +110,10 @@ NEXT: Mapping[Reason, Next] = {
     Reason.DEADLINE: Next.NEXT_TIER,
     Reason.MISCONFIGURED: Next.NEXT_TIER,
 }
+
+
+OF_THIS_TIER = frozenset({Reason.UNSUPPORTED, Reason.TOO_LARGE})
+"""A 4xx that another tier may not share; the caller reads it where no other is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +182,7 @@ _BY_CODE: Mapping[str, Scope | Reason] = {
     Code.UNSUPPORTED_PARAMETER: Reason.UNSUPPORTED,
     "unsupported_value": Reason.UNSUPPORTED,  # OpenAI: the model has no such value, as another one has
     "array_above_max_length": Reason.UNSUPPORTED,
+    REQUEST_TOO_LARGE: Reason.TOO_LARGE,
     "content_filter": Reason.CONTENT_POLICY,
     "content_policy_violation": Reason.CONTENT_POLICY,
     Code.POISON_REQUEST: Reason.POISON,

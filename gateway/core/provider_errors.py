@@ -1,8 +1,9 @@
 """Reads clouds' error bodies and headers into UpstreamError, secrets removed; decides nothing about failover.
 
-The providers' own words stay, with three exceptions that make them mean the same everywhere: a prompt too long for the
-model is always `context_length_exceeded`, a blocked content always `content_filter`, and what is the operator's fault
-(a bad key, an empty account) has the status that says so, whatever status it came with.
+The providers' own words stay, with four exceptions that make them mean the same everywhere: a prompt too long for the
+model is always `context_length_exceeded`, a request larger than all that the account may use in a minute always
+`request_too_large`, a blocked content always `content_filter`, and what is the operator's fault (a bad key, an empty
+account) has the status that says so, whatever status it came with.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import orjson
 
+from gateway.core.outcome import REQUEST_TOO_LARGE
 from gateway.errors import UpstreamError, UpstreamKind
 from inference.protocol import Code
 
@@ -35,7 +37,7 @@ STATUS_OF_TYPE: Mapping[str, int] = {
     "rate_limit_exceeded": 429,
     "requests": 429,
     "tokens": 429,
-    "insufficient_quota": 429,
+    "insufficient_quota": 402,
     "server_error": 500,
     "internal_error": 500,
     "api_error": 500,
@@ -58,9 +60,12 @@ _TOO_LONG = re.compile(
     r"|input token count .{0,40}exceeds the maximum",
     re.IGNORECASE,
 )
+_TOO_LARGE = re.compile(r"^Request too large for .*\b(tokens|requests) per (min|minute|day)\b", re.DOTALL)
 _BLOCKED = re.compile(r"blocked by content filtering|content (management )?policy|PROHIBITED_CONTENT", re.IGNORECASE)
 _BAD_KEY = re.compile(r"API_KEY_INVALID|API key not valid|API key expired", re.IGNORECASE)
 _NO_CREDIT = re.compile(r"credit balance is too low", re.IGNORECASE)
+_NO_QUOTA = "insufficient_quota"
+"""OpenAI's word, with a 429, for an account that has nothing left."""
 _KEY_LIKE = re.compile(r"\b(sk-|AIza)[\w*.-]{6,}")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)s")
 _NAME = re.compile(r"[\w.:/-]{1,64}")
@@ -160,9 +165,11 @@ def _build(
             code = Code.CONTEXT_LENGTH_EXCEEDED
         elif code != "content_policy_violation" and status == 400 and _BLOCKED.search(text):
             code = "content_filter"
+        elif status in (413, 429) and _TOO_LARGE.search(message):
+            status, code = 413, REQUEST_TOO_LARGE
         elif _BAD_KEY.search(text):
             status = 401
-        elif _NO_CREDIT.search(message):
+        elif _NO_QUOTA in (code, type) or _NO_CREDIT.search(message):
             status = 402
     return UpstreamError(
         kind,

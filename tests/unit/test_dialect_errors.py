@@ -86,6 +86,20 @@ def test_the_operators_faults_have_the_status_that_says_so() -> None:
     assert read(400, openai_wire.GOOGLE_BAD_KEY).status == 401
     broke = anthropic_wire.error("invalid_request_error", "Your credit balance is too low to access the API.")
     assert read(400, broke).status == 402
+    empty = openai_wire.NO_QUOTA["error"]["message"]
+    for payload in (openai_wire.NO_QUOTA, openai_wire.error(empty, type="insufficient_quota")):
+        assert read(429, payload).status == 402
+        assert frame_error(payload["error"]).status == 402
+    assert read(429, openai_wire.google_error(429, empty)).status == 429, "Google says so of a minute"
+
+
+@pytest.mark.parametrize("status", [413, 429])
+def test_a_request_larger_than_a_minutes_worth_is_one_code(status: int) -> None:
+    said = openai_wire.TOO_LARGE["error"]["message"]
+    error = read(status, openai_wire.TOO_LARGE)
+    assert (error.status, error.code, error.message) == (413, "request_too_large", said)
+    busy = said.replace("Request too large", "Rate limit reached")
+    assert read(429, openai_wire.error(busy, type="tokens", code="rate_limit_exceeded")).status == 429
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ CASES: list[tuple[str, Observation, Verdict]] = [
     ("401", Observation(Kind.STATUS, 401), Ignore(Reason.MISCONFIGURED)),
     ("403", Observation(Kind.STATUS, 403), Ignore(Reason.MISCONFIGURED)),
     ("too long", Observation(Kind.STATUS, 400, Code.CONTEXT_LENGTH_EXCEEDED), Ignore(Reason.CONTEXT_LENGTH)),
+    ("too large for it", Observation(Kind.STATUS, 413, "request_too_large"), Ignore(Reason.TOO_LARGE)),
     ("content filter", Observation(Kind.STATUS, 400, "content_filter"), Ignore(Reason.CONTENT_POLICY)),
     ("a parameter it lacks", Observation(Kind.STATUS, 400, "unsupported_parameter"), Ignore(Reason.UNSUPPORTED)),
     ("a value it lacks", Observation(Kind.STATUS, 400, "unsupported_value"), Ignore(Reason.UNSUPPORTED)),

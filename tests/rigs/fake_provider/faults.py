@@ -30,6 +30,8 @@ KINDS: Mapping[str, str] = {
     "wrong_usage": "usage that is no count",
     "context": "the prompt is too long for the model, in the provider's own shape",
     "content_policy": "the prompt is against the policy, in the provider's own shape",
+    "too_large": "the prompt is more than the account may use in a minute (OpenAI alone says so)",
+    "no_quota": "the account is empty, in OpenAI's words (Anthropic's is a status 400)",
     "error_frame": "an error event after `after` content chunks",
     "empty": "a stream without content and without finish",
     "html": "200 with a web page",

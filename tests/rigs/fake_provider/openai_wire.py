@@ -244,6 +244,17 @@ CONTEXT = error(
     param="messages",
     code="context_length_exceeded",
 )
+TOO_LARGE = error(
+    "Request too large for gpt-4o in organization org-fake on tokens per min (TPM): Limit 30000, Requested 61337. "
+    "The input or output tokens must be reduced in order to run successfully.",
+    type="tokens",
+    code="rate_limit_exceeded",
+)
+NO_QUOTA = error(
+    "You exceeded your current quota, please check your plan and billing details.",
+    type="insufficient_quota",
+    code="insufficient_quota",
+)
 CONTENT_POLICY = error("Your request was rejected as a result of our safety system.", code="content_policy_violation")
 STREAM_ERROR = error("The server had an error processing your request.", type="server_error", code="server_error")
 

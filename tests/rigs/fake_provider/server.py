@@ -232,6 +232,8 @@ class FakeProvider:
             return self._status(work, fault)
         if fault.kind in ("context", "content_policy"):
             return _refused(record, _ERRORS[fault.kind, dialect], 400, outcome="faulted")
+        if fault.kind in ("too_large", "no_quota"):
+            return _refused(record, _ERRORS[fault.kind, dialect], 429, outcome="faulted")
         if fault.kind == "html":
             record.outcome = "faulted"
             return web.Response(text="<html><body>Sign in to the airport Wi-Fi</body></html>", content_type="text/html")
@@ -286,6 +288,8 @@ _ERRORS: Mapping[tuple[str, str], Any] = {
     ("content_policy", "openai"): openai_wire.CONTENT_POLICY,
     ("content_policy", "google"): openai_wire.google_error(400, "The prompt was blocked: PROHIBITED_CONTENT"),
     ("content_policy", "anthropic"): anthropic_wire.CONTENT_POLICY,
+    ("too_large", "openai"): openai_wire.TOO_LARGE,
+    ("no_quota", "openai"): openai_wire.NO_QUOTA,
 }
 
 
