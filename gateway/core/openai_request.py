@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from typing import Any
 
 from gateway.core.frames import Endpoint
+from gateway.core.openai_messages import Messages, for_google, for_openai, for_others
 from gateway.core.openai_models import most_tokens, reasons, takes_sampling, takes_stop
 from gateway.core.openai_schema import is_strict
 from gateway.core.origin import is_translated
@@ -47,12 +47,11 @@ _EFFORTS: Mapping[Flavor, Mapping[str, str]] = {
     Flavor.COMPATIBLE: {},
 }
 """Efforts beyond the highest that an address knows, as that one."""
-_WANTS_SIGNATURES = re.compile(r"(models/)?gemini-([3-9]|\d\d)")
-"""Models of Google's that refuse a history whose first call of a turn lacks the signature of the thought behind it."""
-_EXTRA = "extra_content"
-"""Where Google's address puts that signature into a call; clients may send it back. OpenAI does not know it."""
-UNSIGNED_CALL = "skip_thought_signature_validator"
-"""Google's word for a call that another model made."""
+_MESSAGES: Mapping[Flavor, Callable[[Messages, str], Messages]] = {
+    Flavor.OPENAI: for_openai,
+    Flavor.GOOGLE: for_google,
+    Flavor.COMPATIBLE: for_others,
+}
 _STREAM_OPTIONS = ("include_obfuscation",)
 _MOST_STOPS = 4
 """Stop strings that OpenAI and Google take. Others of the dialect have bounds of their own, or none."""
@@ -160,12 +159,7 @@ def _translate_chat(request: dict[str, Any], flavor: Flavor) -> None:
     effort = request.get("reasoning_effort", "")
     if effort in _EFFORTS[flavor]:
         request["reasoning_effort"] = _EFFORTS[flavor][effort]
-    unknown = _ANSWERS_ONLY if flavor is Flavor.COMPATIBLE else _ANSWERS_ONLY | {"reasoning_content"}
-    request["messages"] = [_without(unknown, message) for message in request["messages"]]
-    if flavor is Flavor.OPENAI:
-        request["messages"] = [_with_plain_calls(message) for message in request["messages"]]
-    elif flavor is Flavor.GOOGLE and _WANTS_SIGNATURES.match(request["model"]):
-        request["messages"] = [_with_signed_calls(message) for message in request["messages"]]
+    request["messages"] = list(_MESSAGES[flavor](request["messages"], request["model"]))
 
 
 def _mean_anthropics(request: dict[str, Any]) -> None:
@@ -185,30 +179,3 @@ def _mean_anthropics(request: dict[str, Any]) -> None:
 def _loosened(function: Mapping[str, Any]) -> Mapping[str, Any]:
     is_held = not function.get("strict") or is_strict(function["parameters"])
     return function if is_held else {**function, "strict": False}
-
-
-def _with_plain_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    calls = message.get("tool_calls") or ()
-    if not any(_EXTRA in call for call in calls):
-        return message
-    return {**message, "tool_calls": [_without(frozenset({_EXTRA}), call) for call in calls]}
-
-
-def _with_signed_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    calls = message.get("tool_calls") or ()
-    if not calls or calls[0].get(_EXTRA):
-        return message
-    first = {**calls[0], _EXTRA: {"google": {"thought_signature": UNSIGNED_CALL}}}
-    return {**message, "tool_calls": [first, *calls[1:]]}
-
-
-_ANSWERS_ONLY = frozenset({"annotations", "parsed"})
-"""Fields of answers that no request has: clients send whole messages back, with what their helpers wrote into them.
-OpenAI and Google know no reasoning that another tier gave either.
-"""
-
-
-def _without(names: frozenset[str], message: Mapping[str, Any]) -> Mapping[str, Any]:
-    if names.isdisjoint(message):
-        return message
-    return {name: value for name, value in message.items() if name not in names}

@@ -48,10 +48,10 @@ _MESSAGE_FIELDS = frozenset(
 def _message(item: Any, at: str, images: ImageParts | None) -> Mapping[str, Any]:
     if not isinstance(item, dict):
         raise BadRequestError(f"{at} must be an object with role and content", at)
-    for name in item:
-        if name not in _MESSAGE_FIELDS:
-            raise BadRequestError(f"unknown field {name[:80]!r} in {at}", f"{at}.{name[:80]}")
     role = item.get("role")
+    for name in item:
+        if name not in _MESSAGE_FIELDS and role != "assistant":  # beside answers other models' services write their own
+            raise BadRequestError(f"unknown field {name[:80]!r} in {at}", f"{at}.{name[:80]}")
     if role not in ROLES:
         raise BadRequestError(f"{at}.role must be one of {', '.join(ROLES)}", f"{at}.role")
     message: dict[str, Any] = {"role": _SHOWN_AS.get(role, role)}
@@ -67,6 +67,8 @@ def _message(item: Any, at: str, images: ImageParts | None) -> Mapping[str, Any]
             if not isinstance(item[name], str):
                 raise BadRequestError(f"{at}.{name} must be a string", f"{at}.{name}")
             message[name] = item[name]
+    if role == "assistant" and isinstance(item.get("reasoning"), str):  # as some services call it
+        message.setdefault("reasoning_content", item["reasoning"])
     if calls:
         message["tool_calls"] = _tool_calls(calls, f"{at}.tool_calls")
     return message

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def openai_chat(body: Mapping[str, Any], flavor: str) -> None:
         raise RefusedError("Invalid 'messages': empty array.", "empty_array", "messages")
     open_calls: set[str] = set()
     for index, message in enumerate(body["messages"]):
-        open_calls = _openai_message(message, f"messages[{index}]", open_calls)
+        open_calls = _openai_message(message, f"messages[{index}]", open_calls, flavor)
     if open_calls:
         raise RefusedError(
             "An assistant message with 'tool_calls' must be followed by tool messages.", None, "messages"
@@ -191,12 +192,14 @@ def _sampling(body: Mapping[str, Any]) -> None:
             raise RefusedError("Unknown parameter.", "unknown_parameter", f"stream_options.{unknown.pop()}")
 
 
-def _openai_message(message: Any, path: str, open_calls: set[str]) -> set[str]:
+def _openai_message(message: Any, path: str, open_calls: set[str], flavor: str) -> set[str]:
     if not isinstance(message, dict) or message.get("role") not in _MESSAGE_FIELDS:
         raise RefusedError("Invalid value for role.", "invalid_value", f"{path}.role")
     role = message["role"]
+    if flavor == "google":
+        _google_message(message, path)
     for name in message:
-        if name not in _MESSAGE_FIELDS[role]:
+        if name not in _MESSAGE_FIELDS[role] and not (flavor == "google" and name in _GOOGLES):
             raise RefusedError(f"Unknown parameter: '{path}.{name}'.", "unknown_parameter", f"{path}.{name}")
     if message.get("content") is None and role != "assistant":
         raise RefusedError("Invalid value for 'content': expected a string, got null.", None, f"{path}.content")
@@ -213,6 +216,25 @@ def _openai_message(message: Any, path: str, open_calls: set[str]) -> set[str]:
     if open_calls:
         raise RefusedError(_UNANSWERED, None, path)
     return {call["id"] for call in message.get("tool_calls") or ()}
+
+
+_GOOGLES = frozenset(("name", "extra_content"))
+"""Fields that Google's address knows of any message."""
+
+
+def _google_message(message: Mapping[str, Any], path: str) -> None:
+    """A result has its function's name there, the arguments of a call are an object."""
+    if message["role"] == "tool" and not message.get("name"):
+        raise RefusedError(f"* GenerateContentRequest.{path}.function_response.name: Name cannot be empty.")
+    for call in message.get("tool_calls") or ():
+        try:
+            is_object = isinstance(json.loads(call["function"]["arguments"]), dict)
+        except ValueError:
+            is_object = False
+        if not is_object:
+            raise RefusedError(
+                f"{path}: Invalid value at 'function_call.args' (type.googleapis.com/google.protobuf.Struct)"
+            )
 
 
 def openai_completions(body: Mapping[str, Any]) -> None:
