@@ -25,6 +25,9 @@ _UNTHINKING = _named(r"gpt-5\.[1-4](?!\d|[^:]*-(chat|codex|pro))")
 """Those whose effort is `none` where nobody names one. From GPT-5.5 on it is `medium`, as it is for these variants or
 higher."""
 
+_NEVER_REASONS = _named(r"(gpt-(3\.5|4)|chatgpt-4o|gpt-5-chat)")
+"""Models that are known not to reason. They answer 400 to an effort, which others of unknown names may have."""
+
 _STOPS = _named(r"o(1|3-mini)(?!\d)")
 """Reasoning models that take `stop`: those before o3 and o4-mini."""
 
@@ -48,6 +51,13 @@ def most_tokens(model: str) -> int | None:
 def reasons(model: str) -> bool:
     """Whether `model` thinks, and so takes neither penalties nor a bias, whatever its effort."""
     return _REASONS.match(model) is not None
+
+
+def effort_for(effort: str, model: str) -> str | None:
+    """`effort` as OpenAI knows it, whose highest is `xhigh`; None for a `model` that has none."""
+    if _NEVER_REASONS.match(model):
+        return None
+    return "xhigh" if effort == "max" else effort
 
 
 def takes_sampling(model: str, effort: str | None) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from typing import Any
 
 from gateway.core.frames import Endpoint
 from gateway.core.openai_messages import Messages, for_google, for_openai, for_others
-from gateway.core.openai_models import most_tokens, reasons, takes_sampling, takes_stop
+from gateway.core.openai_models import effort_for, most_tokens, reasons, takes_sampling, takes_stop
 from gateway.core.openai_schema import is_strict
 from gateway.core.origin import is_translated
 from gateway.core.provider_fields import (
@@ -41,12 +42,10 @@ _OTHER: Mapping[Endpoint, Profile] = {
     Endpoint.EMBEDDINGS: OPENAI_EMBEDDINGS,
 }
 """OpenAI's dialect knows no reranking."""
-_EFFORTS: Mapping[Flavor, Mapping[str, str]] = {
-    Flavor.OPENAI: {"max": "xhigh"},
-    Flavor.GOOGLE: {"xhigh": "high", "max": "high"},
-    Flavor.COMPATIBLE: {},
-}
-"""Efforts beyond the highest that an address knows, as that one."""
+_GOOGLES_EFFORTS: Mapping[str, str] = {"xhigh": "high", "max": "high"}
+"""Efforts beyond the highest that Google knows, as that one."""
+_ALWAYS_THINKS = re.compile(r"(models/)?gemini-(2\.5-pro|[3-9]|\d\d)")
+"""Models of Google's that answer 400 to the effort `none`."""
 _MESSAGES: Mapping[Flavor, Callable[[Messages, str], Messages]] = {
     Flavor.OPENAI: for_openai,
     Flavor.GOOGLE: for_google,
@@ -156,10 +155,20 @@ def _translate_chat(request: dict[str, Any], flavor: Flavor) -> None:
     if flavor is Flavor.OPENAI:
         for name in _unknown_to(request["model"], request.get("reasoning_effort")):
             request.pop(name, None)  # it tunes a sampler that cannot be tuned, or asks for nothing
-    effort = request.get("reasoning_effort", "")
-    if effort in _EFFORTS[flavor]:
-        request["reasoning_effort"] = _EFFORTS[flavor][effort]
+    if effort := request.pop("reasoning_effort", None):
+        request |= _effort(effort, request["model"], flavor)
     request["messages"] = list(_MESSAGES[flavor](request["messages"], request["model"]))
+
+
+def _effort(effort: str, model: str, flavor: Flavor) -> dict[str, str]:
+    """`reasoning_effort` as the nearest that the address and the model have; nothing for a model that has none."""
+    known: str | None = effort
+    if flavor is Flavor.OPENAI:
+        known = effort_for(effort, model)
+    elif flavor is Flavor.GOOGLE:
+        is_off = effort == "none" and _ALWAYS_THINKS.match(model) is not None
+        known = "minimal" if is_off else _GOOGLES_EFFORTS.get(effort, effort)
+    return {} if known is None else {"reasoning_effort": known}
 
 
 def _mean_anthropics(request: dict[str, Any]) -> None:

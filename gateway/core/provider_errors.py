@@ -61,6 +61,8 @@ _TOO_LONG = re.compile(
     re.IGNORECASE,
 )
 _TOO_LARGE = re.compile(r"^Request too large for .*\b(tokens|requests) per (min|minute|day)\b", re.DOTALL)
+_UNRECOGNIZED = re.compile(r"Unrecognized request arguments? supplied: (\w+)")
+"""How OpenAI says of some models that they do not have a parameter, without its code for that."""
 _BLOCKED = re.compile(r"blocked by content filtering|content (management )?policy|PROHIBITED_CONTENT", re.IGNORECASE)
 _BAD_KEY = re.compile(r"API_KEY_INVALID|API key not valid|API key expired", re.IGNORECASE)
 _NO_CREDIT = re.compile(r"credit balance is too low", re.IGNORECASE)
@@ -159,6 +161,7 @@ def _build(
     code = code or next(iter(reasons), None)
     if status is None:
         status = _status_of(error, code, type)
+    param = _string(error.get("param"))
     if status is not None and 400 <= status < 500:
         text = " ".join((message, *reasons))
         if code != Code.CONTEXT_LENGTH_EXCEEDED and status in (400, 413) and _TOO_LONG.search(text):
@@ -167,6 +170,8 @@ def _build(
             code = "content_filter"
         elif status in (413, 429) and _TOO_LARGE.search(message):
             status, code = 413, REQUEST_TOO_LARGE
+        elif code is None and status == 400 and (unknown := _UNRECOGNIZED.search(message)):
+            code, param = Code.UNSUPPORTED_PARAMETER, unknown[1]
         elif _BAD_KEY.search(text):
             status = 401
         elif _NO_QUOTA in (code, type) or _NO_CREDIT.search(message):
@@ -177,7 +182,7 @@ def _build(
         status=status,
         code=_named(_NAME, code, secrets),
         type=_named(_NAME, type, secrets),
-        param=_named(_PARAM, _string(error.get("param")), secrets),
+        param=_named(_PARAM, param, secrets),
         retry_after=wait if wait is not None else _retry_info(details),
     )
 

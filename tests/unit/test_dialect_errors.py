@@ -76,6 +76,12 @@ def test_an_answer_longer_than_the_context_allows_is_the_same_code() -> None:
     assert read(400, anthropic_wire.error("invalid_request_error", said)).code == "context_length_exceeded"
 
 
+def test_an_argument_that_a_model_does_not_recognize_is_an_unsupported_parameter() -> None:
+    """OpenAI has a code for it, but not where it says so in these words; another tier may know it."""
+    error = read(400, openai_wire.error("Unrecognized request argument supplied: reasoning_effort"))
+    assert (error.code, error.param) == ("unsupported_parameter", "reasoning_effort")
+
+
 def test_blocked_content_is_one_of_two_codes() -> None:
     assert read(400, openai_wire.CONTENT_POLICY).code == "content_policy_violation"
     assert read(400, anthropic_wire.CONTENT_POLICY).code == "content_filter"

@@ -714,6 +714,30 @@ def test_efforts_beyond_the_highest_of_an_address_are_that_one() -> None:
     assert sent == {Flavor.OPENAI: "xhigh", Flavor.GOOGLE: "high", Flavor.COMPATIBLE: "max"}
 
 
+@pytest.mark.parametrize(
+    ("flavor", "model", "effort", "sent"),
+    [
+        (Flavor.OPENAI, "gpt-4o", "none", None),
+        (Flavor.OPENAI, "ft:gpt-4.1-mini:mill", "high", None),
+        (Flavor.OPENAI, "gpt-3.5-turbo", "low", None),
+        (Flavor.OPENAI, "gpt-5-chat-latest", "low", None),
+        (Flavor.OPENAI, "gpt-5.1", "none", "none"),
+        (Flavor.OPENAI, "o4-mini", "max", "xhigh"),
+        (Flavor.OPENAI, "our-own-name", "low", "low"),
+        (Flavor.COMPATIBLE, "gpt-4o", "none", "none"),
+        (Flavor.GOOGLE, "gemini-2.5-pro", "none", "minimal"),
+        (Flavor.GOOGLE, "models/gemini-3-pro", "none", "minimal"),
+        (Flavor.GOOGLE, "gemini-2.5-flash", "none", "none"),
+        (Flavor.GOOGLE, "gemini-2.5-pro", "max", "high"),
+    ],
+)
+def test_an_effort_is_the_nearest_that_the_model_has(flavor: Flavor, model: str, effort: str, sent: str | None) -> None:
+    """Local models' templates know `none`; where such a request went on to a cloud, it was refused there."""
+    body = to_openai(Endpoint.CHAT, {"messages": [user()], "reasoning_effort": effort}, model, flavor)
+    assert body.get("reasoning_effort") == sent
+    rules.openai_chat(body, flavor)
+
+
 def test_calls_in_a_history_are_as_each_address_takes_them() -> None:
     signed = {"google": {"thought_signature": "s"}}
 

@@ -116,6 +116,8 @@ def openai_chat(body: Mapping[str, Any], flavor: str) -> None:
             "unsupported_parameter",
             "max_tokens",
         )
+    if flavor == "google" and body.get("reasoning_effort") == "none" and body["model"].startswith("gemini-2.5-pro"):
+        raise RefusedError("Budget 0 is invalid. This model only works in thinking mode.")
     if flavor == "openai":
         _longest_answer(body)
         _strict_schemas(body)
@@ -158,6 +160,8 @@ def _reasoning_model(body: Mapping[str, Any]) -> None:
     """
     match = re.match(r"(o1|o3-mini|o\d|gpt-5(?!-chat)(\.\d)?)", body["model"])
     if match is None:
+        if re.match(r"gpt-(3\.5|4|5-chat)", body["model"]) and body.get("reasoning_effort") is not None:
+            raise RefusedError("Unrecognized request argument supplied: reasoning_effort")
         return
     silent = match[2] in (".1", ".2", ".3", ".4") and not re.search(r"-(chat|codex|pro)", body["model"])
     unthinking = match[2] is not None and (body.get("reasoning_effort") or ("none" if silent else "medium")) == "none"

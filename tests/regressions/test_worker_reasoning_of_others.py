@@ -1,0 +1,23 @@
+"""An answer of another service, sent back with that service's word for reasoning, was refused from then on: nobody could
+go on with that conversation.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from inference.worker.errors import BadRequestError
+from inference.worker.messages import messages_of
+
+
+def test_reasoning_by_its_other_name_is_reasoning_and_what_stands_beside_it_is_passed_over() -> None:
+    answer = {"role": "assistant", "content": "Hi", "reasoning": "Hm.", "reasoning_details": [{"text": "Hm."}]}
+    assert messages_of([answer]) == ({"role": "assistant", "content": "Hi", "reasoning_content": "Hm."},)
+    both = {**answer, "reasoning_content": "Aha."}
+    assert messages_of([both])[0]["reasoning_content"] == "Aha."
+
+
+@pytest.mark.parametrize("role", ["user", "system", "tool"])
+def test_a_field_that_nobody_knows_is_still_refused_where_callers_write(role: str) -> None:
+    with pytest.raises(BadRequestError, match="unknown field 'reasoning'"):
+        messages_of([{"role": role, "content": "Hi", "reasoning": "Hm."}])
