@@ -66,6 +66,8 @@ class MessageEvents:
         self._open: tuple[str, int] | None = None
         """The kind and index of the block that text goes to; calls have their own."""
         self._calls: dict[int, _Call] = {}
+        self._early_ids: dict[int, Any] = {}
+        """Of calls whose names some tiers tell in a later piece than their ids."""
         self._refusal: list[str] = []
         self._finished: Mapping[str, Any] = {}
         self._usage: Any = None
@@ -163,14 +165,15 @@ class MessageEvents:
     def _call(self, piece: Mapping[str, Any], out: list[bytes]) -> None:
         position = piece.get("index", 0)
         function = mapping(piece, "function")
-        call = self._calls.get(position)
+        call, name, said = self._calls.get(position), text(function, "name"), text(function, "arguments")
+        if call is None and not (name or said):
+            self._early_ids[position] = piece.get("id") or self._early_ids.get(position)
+            return
         if call is None:
             self._close(out)
-            id = call_id(piece.get("id"), self._id, position)
-            name = text(function, "name")
+            id = call_id(piece.get("id") or self._early_ids.get(position), self._id, position)
             block: dict[str, Any] = {"type": "tool_use", "id": id, "name": self._names.get(name, name), "input": {}}
             call = self._calls[position] = _Call(self._begin(block, out))
-        said = text(function, "arguments")
         if said and call.is_open:
             call.pieces.append(said)
             out.append(_DELTA % (call.index, *_INPUT, dumps(said)))

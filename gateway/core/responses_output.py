@@ -180,6 +180,11 @@ class Call(Item):
         self._pieces.append(arguments)
         return [("response.function_call_arguments.delta", {**self._at(), "delta": arguments})]
 
+    def closed(self, status: str) -> list[Event]:
+        """See `Item`. Some tiers write no arguments where there are none; clients read JSON."""
+        nothing = status == COMPLETED and not self._pieces
+        return [*(self.add("{}") if nothing else ()), *super().closed(status)]
+
     def object(self) -> dict[str, Any]:
         """See `Item`."""
         found = {

@@ -398,3 +398,14 @@ def test_counts_that_are_no_counts_are_zeros() -> None:
     }  # fmt: skip
     assert message_id(None) == "msg_"
     assert message_id("chatcmpl-msg_01") == "msg_01"
+
+
+def test_a_call_that_is_named_after_its_id_begins_with_both() -> None:
+    """Its block began without a name, so that clients called nothing."""
+    events = MessageEvents(Bounds())
+    pieces = [call(0, id="c1", name=""), call(0), call(0, name="look"), call(0, '{"at": 1}'), call(1, id="c2")]
+    said = events.write([ROLE, *map(chunk, pieces), chunk(finish="tool_calls"), usage()]) + events.end()
+    blocks = [
+        json.loads(line[6:]) for line in said.splitlines() if line.startswith(b'data: {"type":"content_block_start"')
+    ]
+    assert [(one["content_block"]["id"], one["content_block"]["name"]) for one in blocks] == [("c1", "look")]

@@ -234,8 +234,16 @@ def test_calls_that_repeat_their_name_or_leave_out_index_or_id_are_still_told_ap
         chunk({}, "tool_calls"),
     )
     assert [(item["call_id"], item["name"], item["arguments"]) for item in items] == [
-        ("a", "add", "{}"), ("b", "add", "{}[]"), ("z", "odd", ""),
+        ("a", "add", "{}"), ("b", "add", "{}[]"), ("z", "odd", "{}"),
     ]  # fmt: skip
+
+
+def test_a_call_without_arguments_has_an_empty_object_unless_it_was_cut() -> None:
+    """Agents parse them as JSON, and gave up at an empty text."""
+    for finish, arguments in (("tool_calls", "{}"), ("length", "")):
+        said = events(streamed(head(tools=TOOLS), [ROLE, chunk(call(0, id="a", name="add")), chunk({}, finish)]))
+        assert said[-1]["response"]["output"][0]["arguments"] == arguments
+        assert "".join(one["delta"] for one in said if one["type"].endswith("arguments.delta")) == arguments
 
 
 def test_a_call_without_an_id_gets_one() -> None:
