@@ -1,5 +1,5 @@
-"""An answer of another service, sent back with that service's word for reasoning, was refused from then on: nobody could
-go on with that conversation.
+"""An answer of another service, sent back with that service's word for reasoning, was refused from then on: nobody
+could go on with that conversation.
 """
 
 from __future__ import annotations
