@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         environ = load_environ()
-        logs.set_up(environ)
+        logs.set_up(environ, apart=True)
         source = Source(config_dir(environ, args.config_dir), load_environ, {"host": args.host, "port": args.port})
         config = source.load()
         state = StateDir.from_env(environ)

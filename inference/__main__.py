@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         environ = load_environ()
-        log.set_up(environ)
+        log.set_up(environ, apart=True)
         tether.hold(environ)
         return _serve(arguments, environ)
     except HeadgateError as error:

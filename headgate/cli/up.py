@@ -10,7 +10,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from headgate.cli.config import GATEWAY, MODELS
 from headgate.cli.supervisor import Child, Supervisor, headgate_argv
 from headgate.shared import ports
 from headgate.shared.errors import Exit, HeadgateError
+from headgate.shared.lines import Lines
+from headgate.shared.log import FLUSH_SECONDS
 
 DRAIN_MARGIN_SECONDS = 10.0
 """What a service gets beyond its own drain time before it is killed."""
@@ -115,11 +117,13 @@ async def _supervise(session: Session, where: Places, directory: Path) -> int:
     terminal = session.terminal
     colors = {"inference": "cyan", "gateway": "green"}
 
+    lines = Lines()  # what the services write must be read whether or not anybody reads us
+
     def line(name: str, text: str) -> None:
-        terminal.say(f"{terminal.paint_err(name.ljust(9), colors[name])} {text}")
+        lines.put(f"{terminal.paint_err(name.ljust(9), colors[name])} {text}")
 
     def note(text: str) -> None:
-        terminal.say(f"{terminal.paint_err('headgate ', 'bold')} {text}")
+        lines.put(f"{terminal.paint_err('headgate ', 'bold')} {text}")
 
     supervisor = Supervisor(_children(where, directory), line, note)
     asked = asyncio.Event()
@@ -136,33 +140,36 @@ async def _supervise(session: Session, where: Places, directory: Path) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_stop, number)
     loop.add_signal_handler(signal.SIGHUP, supervisor.hang_up)
-    with addresses.Record(os.getpid(), where.gateway_url, where.inference_url).published(session.state):
-        announcing = asyncio.ensure_future(_announce(session, supervisor, where))
-        ends: set[asyncio.Future[Any]] = {asyncio.ensure_future(asked.wait()), supervisor.over}
-        try:
-            supervisor.begin()
-            await asyncio.wait({*ends, announcing}, return_when=asyncio.FIRST_COMPLETED)
-            if announcing.done():
-                announcing.result()
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for waiting in (announcing, *ends - {supervisor.over}):
-                waiting.cancel()
-            await supervisor.stop()
-    if supervisor.over.done():
-        return supervisor.over.result()
-    note("stopped")
-    return int(Exit.OK)
+    try:
+        with addresses.Record(os.getpid(), where.gateway_url, where.inference_url).published(session.state):
+            announcing = asyncio.ensure_future(_announce(session, supervisor, where, note))
+            ends: set[asyncio.Future[Any]] = {asyncio.ensure_future(asked.wait()), supervisor.over}
+            try:
+                supervisor.begin()
+                await asyncio.wait({*ends, announcing}, return_when=asyncio.FIRST_COMPLETED)
+                if announcing.done():
+                    announcing.result()
+                    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for waiting in (announcing, *ends - {supervisor.over}):
+                    waiting.cancel()
+                await supervisor.stop()
+        if supervisor.over.done():
+            return supervisor.over.result()
+        note("stopped")
+        return int(Exit.OK)
+    finally:
+        lines.flush(FLUSH_SECONDS)
 
 
-async def _announce(session: Session, supervisor: Supervisor, where: Places) -> None:
+async def _announce(session: Session, supervisor: Supervisor, where: Places, note: Callable[[str], None]) -> None:
     """Waits until both services are ready, each time noting it, and prints how to use them."""
     for child, url in zip(supervisor.children, (where.inference_url, where.gateway_url), strict=True):
         loop = asyncio.get_running_loop()
         patience = loop.time() + PATIENCE_SECONDS
         while not await is_ready(url):
             if loop.time() > patience:
-                session.terminal.say(f"headgate  still waiting for {url}/readyz")
+                note(f"still waiting for {url}/readyz")
                 patience += PATIENCE_SECONDS
             await asyncio.sleep(POLL_SECONDS)
         child.was_ready = True

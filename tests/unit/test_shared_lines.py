@@ -1,0 +1,77 @@
+"""Lines reach their reader in order, and nobody waits for one that does not read."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from headgate.shared.lines import Lines
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    """A pipe that holds no more than a page, by its two ends."""
+    ends = os.pipe()
+    fcntl.fcntl(ends[1], fcntl.F_SETPIPE_SZ, 4096)
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+def _read(end: int, last: str) -> list[str]:
+    """What comes, up to the line `last`."""
+    said = b""
+    while not said.endswith(last.encode() + b"\n"):
+        said += os.read(end, 65536)
+    return said.decode().splitlines()
+
+
+def test_lines_come_in_order_and_whole(pipe: tuple[int, int]) -> None:
+    lines = Lines(pipe[1])
+    for number in range(2000):
+        lines.put(f"line {number}")
+    assert _read(pipe[0], "line 1999") == [f"line {number}" for number in range(2000)]
+    lines.flush(10)
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_what_nobody_reads_is_counted_and_waits_for_nobody(pipe: tuple[int, int], blocking: bool) -> None:
+    """Beyond the bound lines are left out; the one that stands for them comes where they would have been."""
+    os.set_blocking(pipe[1], blocking)
+    lines = Lines(pipe[1], lambda count: f"(left out) {count}", most_bytes=10_000)
+    for number in range(10_000):
+        lines.put(f"line {number}")
+    lines.flush(0.01)
+    told, left_out, rest = 0, 0, b""
+    while told + left_out < 10_000:
+        *said, rest = (rest + os.read(pipe[0], 65536)).split(b"\n")
+        for what, count in (line.rsplit(maxsplit=1) for line in said):
+            if what == b"line":
+                assert int(count) == told + left_out
+                told += 1
+            else:
+                left_out += int(count)
+    assert left_out > 5_000
+    lines.put("again")
+    assert _read(pipe[0], "again") == ["again"]
+
+
+def test_a_reader_that_left_ends_nothing() -> None:
+    inner, outer = os.pipe()
+    os.close(inner)
+    lines = Lines(outer)
+    lines.put("to nobody")
+    lines.flush(10)
+    lines.put("nor this")
+    lines.flush(10)
+    assert [thread.name for thread in threading.enumerate()].count("lines") >= 1
+    os.close(outer)
+
+
+def test_text_that_is_no_utf8_is_written_all_the_same(pipe: tuple[int, int]) -> None:
+    Lines(pipe[1]).put("a\udcff")
+    assert os.read(pipe[0], 100) == b"a\\udcff\n"
