@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from headgate.cli.client import Api
 from headgate.cli.command import Session
-from headgate.shared.errors import HeadgateError
+from headgate.shared.errors import AlreadyRunningError, HeadgateError
 from headgate.shared.state import GATEWAY_KEY, INFERENCE_TOKEN, StateDir, write_atomic
 
 if TYPE_CHECKING:
@@ -36,11 +36,19 @@ class Record:
 
     @contextlib.contextmanager
     def published(self, state: StateDir) -> Iterator[None]:
-        """Leaves the record in the state directory until the block, or this process, ends."""
+        """Leaves the record in the state directory until the block, or this process, ends.
+
+        Raises AlreadyRunningError while another one's is there: verbs find one system in a state directory.
+        """
+        if (other := self.read(state)) is not None:
+            raise _already_runs(state, f" (pid {other.pid}, {other.gateway_url})")
         path = state.file(RECORD)
         write_atomic(path, json.dumps(asdict(self)).encode())
         with path.open("rb") as held:
-            fcntl.flock(held, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # started at the same moment
+                raise _already_runs(state, "") from None
             try:
                 yield
             finally:
@@ -58,6 +66,13 @@ class Record:
             with contextlib.suppress(OSError, ValueError, TypeError):  # gone this moment, or of another version
                 return cls(**json.loads(state.file(RECORD).read_bytes()))
         return None
+
+
+def _already_runs(state: StateDir, who: str) -> AlreadyRunningError:
+    return AlreadyRunningError(
+        f"`headgate up` runs already with the state directory {state.root}{who}; stop it first, or set "
+        f"HEADGATE_STATE_DIR to another directory"
+    )
 
 
 def reachable(host: str) -> str:

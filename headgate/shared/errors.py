@@ -4,7 +4,7 @@ HeadgateError
 ├── ConfigError        a file or a setting is wrong: every problem with file, line and what to write instead
 ├── NotRunningError    the service a verb needs does not answer
 ├── PortInUseError     another process holds the port; names it
-└── AlreadyRunningError  a second authority on one machine; names the first
+└── AlreadyRunningError  a second authority on one machine, or `up` on one state; names the first
 """
 
 from __future__ import annotations
@@ -68,4 +68,4 @@ class PortInUseError(HeadgateError):
 
 
 class AlreadyRunningError(HeadgateError):
-    """Another inference service already is the GPU authority of this machine."""
+    """Another inference service already is the GPU authority of this machine, or another `up` keeps this state."""

@@ -22,6 +22,7 @@ from gateway import settings
 from gateway.auth import Keys
 from headgate.cli.addresses import Record
 from headgate.cli.main import main
+from headgate.shared.errors import AlreadyRunningError
 from headgate.shared.state import StateDir
 from inference.protocol import ModelState, ModelStatus
 from tests.rigs.canned_http import Canned, CannedService, canned_service
@@ -645,6 +646,20 @@ def test_a_running_up_is_found_at_its_ports(tmp_path: Path, capsys: Any) -> None
         state.file("up.json").write_bytes(left)
         assert main(["ps"]) == 3
         assert service.url not in capsys.readouterr().err
+
+
+def test_a_second_up_leaves_the_record_of_the_first(tmp_path: Path) -> None:
+    """It took its place and removed it at its own end, so that no verb found the system that went on."""
+    state = StateDir(tmp_path / "state")
+    first = Record(1, "http://127.0.0.1:1", "http://127.0.0.1:2")
+    with first.published(state):
+        second = Record(2, "http://127.0.0.1:3", "http://127.0.0.1:4")
+        with pytest.raises(AlreadyRunningError, match=r"pid 1, http://127\.0\.0\.1:1"), second.published(state):
+            pass
+        assert Record.read(state) == first
+    with second.published(state):
+        assert Record.read(state) == second
+    assert Record.read(state) is None
 
 
 def test_health_is_an_exit_code(serve: Any, capsys: Any) -> None:
