@@ -33,6 +33,13 @@ async def _resolve(host: str, port: int) -> Sequence[str]:
     return [str(entry[4][0]) for entry in found]
 
 
+class _Room:
+    """How many bytes the images of one request may still take together."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+
 class _Judged(AbstractResolver):
     """Resolves a name to its addresses when all of them may be connected to, for the connection made now."""
 
@@ -77,6 +84,12 @@ class Images:
         """What may be fetched from now on."""
         self._settings = settings
 
+    def most_bytes(self, request: InferenceRequest, max_bytes: int) -> int:
+        """What may come to be held for `request` beside its body; raises RequestError when it names too many."""
+        if VISION not in request.needs:
+            return 0
+        return min(len(core.remote_images(request.body)) * self._settings.max_bytes, max_bytes)
+
     async def inlined(self, request: InferenceRequest, max_bytes: int) -> InferenceRequest:
         """`request` with every image in it, `max_bytes` of them together; raises RequestError naming the one at fault.
 
@@ -85,9 +98,8 @@ class Images:
         if VISION not in request.needs or not (remotes := core.remote_images(request.body)):
             return request
         targets = [core.target_of(remote, self._settings.hosts) for remote in remotes]
-        contents = await _together([self._fetch(*one) for one in zip(remotes, targets, strict=True)])
-        if sum(map(len, contents)) > max_bytes:
-            raise core.refusal(remotes[-1], f"and the others are together larger than {max_bytes} bytes (max_body)")
+        room = _Room(max_bytes)
+        contents = await _together([self._fetch(*one, room) for one in zip(remotes, targets, strict=True)])
         urls = {remote: core.data_url(remote, content) for remote, content in zip(remotes, contents, strict=True)}
         return request._replace(body=core.inlined(request.body, urls))
 
@@ -96,11 +108,11 @@ class Images:
         if self._session is not None:
             await self._session.close()
 
-    async def _fetch(self, remote: core.Remote, target: core.Target) -> bytes:
+    async def _fetch(self, remote: core.Remote, target: core.Target, room: _Room) -> bytes:
         settings = self._settings
         try:
             async with asyncio.timeout(settings.timeout):
-                return await self._get(remote, target, settings.max_bytes)
+                return await self._get(remote, target, settings.max_bytes, room)
         except TimeoutError:
             raise core.refusal(remote, f"did not come within {settings.timeout:g} s (images.timeout)") from None
         except _NotPublicError:
@@ -109,7 +121,7 @@ class Images:
             said = f"cannot be had: {target.host} is not reached or broke off ({type(error).__name__})"
             raise core.refusal(remote, said) from error
 
-    async def _get(self, remote: core.Remote, target: core.Target, max_bytes: int) -> bytes:
+    async def _get(self, remote: core.Remote, target: core.Target, max_bytes: int, room: _Room) -> bytes:
         if self._session is None:
             self._session = make_image_session(self._resolver, self._trust)
         url = f"https://{target.host}:{target.port}{target.path}"
@@ -121,8 +133,11 @@ class Images:
             content = bytearray()
             async for piece in response.content.iter_chunked(65536):
                 content += piece
+                room.left -= len(piece)
                 if len(content) > max_bytes:
                     raise core.refusal(remote, f"is larger than {max_bytes} bytes (images.max_bytes)")
+                if room.left < 0:
+                    raise core.refusal(remote, "and the others are together larger than max_body allows")
             return bytes(content)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import httpx2
 import pytest
 from aiohttp import web
 
+from gateway.bodies import LARGEST_AT_A_TIME
 from gateway.images import Images
 from inference.protocol import ModelState, ModelStatus
 from tests.rigs.fake_inference import FakeInference
@@ -164,7 +166,22 @@ async def test_together_they_are_bounded_too_and_a_reload_applies(gateway: Gatew
     gateway.write(f"{CONFIG}\nmax_body: 1200\nimages: {{hosts: [mill.example:{mill.port}]}}\n")
     assert (await gateway.admin("POST", "/admin/reload")).status_code == 200
     answer = await _ask(gateway, *[mill.url("picture")] * 12)
-    assert "larger than 1200 bytes (max_body)" in answer.json()["error"]["message"]
+    assert "together larger than max_body allows" in answer.json()["error"]["message"]
+
+
+async def test_what_is_fetched_is_held_like_a_body(gateway: Gateway, mill: Mill) -> None:
+    """Before anything comes, room for the most that may come is taken; without it nothing is fetched."""
+    bodies, limit = gateway.runtime.bodies, gateway.runtime.config.max_body
+    with contextlib.ExitStack() as held:
+        for size in (limit,) * (LARGEST_AT_A_TIME - 1) + (limit - 150_000,):
+            held.enter_context(bodies.room(size, limit))
+        before = bodies.held_bytes
+        assert (await _ask(gateway, mill.url("picture"))).status_code == 200
+        answer = await _ask(gateway, mill.url("picture"), mill.url("picture"))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+        assert len(mill.met) == 1
+        assert bodies.held_bytes == before
+        assert (await _ask(gateway, DATA_URL, DATA_URL)).status_code == 200, "nothing is fetched for them"
 
 
 async def test_as_shipped_nothing_is_fetched(tmp_path: Path, fake: FakeInference, mill: Mill) -> None:
