@@ -20,6 +20,8 @@ SPREAD := -n $(JOBS) --dist worksteal
 # Branch coverage that the pure packages must reach, in percent.
 CORE_COVERAGE ?= 100
 CORE := gateway/core inference/core inference/worker/core inference/devices/simgpu/core
+# Measured in the tests that have to prove the cores only; tracing takes as much time again as what is traced.
+MEASURE := -p tests.rigs.core_coverage $(CORE:%=--cov=%) --cov-branch --cov-report=term:skip-covered
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -35,7 +37,7 @@ serve: ready ## start gateway and inference on the configured models; installs o
 
 test: ready ## lint, types, the whole test suite, and the coverage of the pure packages
 	@$(MAKE) --no-print-directory lint types
-	@$(RUN) pytest $(SPREAD) $(CORE:%=--cov=%) --cov-branch --cov-report=term:skip-covered \
+	@$(RUN) pytest $(SPREAD) $(MEASURE) \
 	    $(if $(ARGS),,--cov-fail-under=$(CORE_COVERAGE)) $(ARGS)
 
 lint: ready ## ruff: rules and formatting

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionChunk
@@ -16,6 +17,8 @@ from gateway.errors import UpstreamError, UpstreamKind
 from tests.rigs.fake_provider import anthropic_wire, openai_wire
 from tests.rigs.fake_provider.answers import Answer, ToolUse
 from tests.rigs.fake_provider.strict import strictly
+
+pytestmark = pytest.mark.unmeasured
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=40)
 JSON = st.recursive(

@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 import orjson
+import pytest
 from anthropic.types.message_create_params import MessageCreateParamsStreaming
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +21,8 @@ from gateway.core.requests import parse
 from gateway.errors import UpstreamError
 from tests.rigs.fake_provider import rules
 from tests.rigs.fake_provider.strict import request_of
+
+pytestmark = pytest.mark.unmeasured
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=12)
 IDS = st.text(st.sampled_from("abc:._-1"), min_size=1, max_size=6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -13,6 +14,8 @@ from gateway.core.breaker import Permit, Refusal, Rule, State
 from gateway.core.outcome import Failure, Scope
 from gateway.core.probing import Finding
 from gateway.guard import Guard
+
+pytestmark = pytest.mark.unmeasured
 
 LIFE = 40.0
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,8 @@ from inference.core.ledger import Account, Ledger
 from inference.core.plan import Held, Option, Placement, Policy, Refusal, Request, Result, Standing, plan
 from inference.core.spread import Spread
 from inference.core.stage import EVICTABLE, Stage
+
+pytestmark = pytest.mark.unmeasured
 
 NOW = 100.0
 GPUS = ("gpu-0", "gpu-1", "gpu-2")

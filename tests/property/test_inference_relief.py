@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference.core.pressure import Bounds, Gauge, Level, Use, settle
 from inference.core.relief import Leave, Limit, Rules, Rung, Scene, State, Tenant, Watch, refusal, step
 from inference.core.stage import EVICTABLE, Standing
+
+pytestmark = pytest.mark.unmeasured
 
 DEVICES = ("gpu-0", "gpu-1", "cpu")
 TOTAL = 1000

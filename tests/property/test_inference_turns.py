@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 import hypothesis
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -209,6 +210,7 @@ def worlds(draw: st.DrawFn) -> tuple[World, int]:
     return World(models, 100, random, draw(st.sampled_from([0.01, 1.0, 30.0]))), clients
 
 
+@pytest.mark.unmeasured
 @settings(deadline=None, max_examples=12, phases=[hypothesis.Phase.generate])
 @given(worlds())
 def test_everybody_is_answered_within_the_promised_time(made: tuple[World, int]) -> None:

@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 import orjson
+import pytest
 from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import RawMessageStreamEvent
 from hypothesis import given, settings
@@ -176,6 +177,7 @@ def _places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [at, *(place for key, item in inner for place in _places(item, (*at, key)))][at == () :]
 
 
+@pytest.mark.unmeasured
 @settings(max_examples=150, deadline=None)
 @given(conversations(), st.data())
 def test_a_damaged_request_is_refused_by_name_or_still_one_of_the_inner_dialect(

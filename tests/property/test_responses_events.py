@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +15,8 @@ from gateway.core.frames import Comment, Data, DeltaKind, Frame
 from gateway.core.responses_events import Head, Stream
 from gateway.core.responses_request import parse
 from gateway.core.sse import SseSplitter
+
+pytestmark = pytest.mark.unmeasured
 
 _ASKED = parse(b'{"model":"m","input":"x"}', lambda _: None)
 _HEAD = Head("ab", 1, "m", _ASKED.echo, _ASKED.names)

@@ -17,6 +17,8 @@ from headgate.shared import wire
 from headgate.shared.heads import MAX_BYTES, learn
 from headgate.shared.wire import WiredHttp
 
+pytestmark = pytest.mark.unmeasured
+
 KEY = b"authorization: Bearer hg-1\r\n"
 LINES = (
     b"POST /v1/a?b=c HTTP/1.1\r\nHost: here\r\n" + KEY,

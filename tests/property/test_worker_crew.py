@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +22,7 @@ def driven(crew: Crew, costs: tuple[float, float], steps: int, rows: int = 1) ->
     return spared
 
 
+@pytest.mark.unmeasured
 @given(COSTS, st.integers(1, 32))
 def test_the_faster_way_is_found_and_the_other_one_seldom_taken(costs: tuple[float, float], rows: int) -> None:
     """With costs that stay, at most a trial's steps between two pauses go the slower way, fewer and fewer of them."""
@@ -33,6 +35,7 @@ def test_the_faster_way_is_found_and_the_other_one_seldom_taken(costs: tuple[flo
     assert no_matter or spared[-1] != slower or spared[-TRIAL:].count(slower) <= TRIAL
 
 
+@pytest.mark.unmeasured
 @given(COSTS, st.integers(1, 32), st.floats(0, LOST, exclude_max=True))
 def test_nothing_is_tried_where_no_core_is_lost(costs: tuple[float, float], rows: int, lost: float) -> None:
     """Until steps take far longer than they did, for whatever reason."""

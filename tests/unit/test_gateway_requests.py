@@ -244,6 +244,10 @@ def test_token_ids_are_found_wherever_a_request_may_hold_them() -> None:
     assert token_ids_in({"messages": []}) is None
 
 
+def test_a_request_of_ordinary_fields_is_refused_by_no_local_model() -> None:
+    assert refused_by_local({"model": "demo", "messages": HI, "temperature": 0}) == ()
+
+
 def test_moderation_is_asked_of_who_moderates_alone() -> None:
     assert refused_by_local({"moderation": {"model": "omni-moderation-latest"}}) == ("moderation",)
     assert refused_by_local({"moderation": None, "prompt_cache_options": {"mode": "explicit"}}) == ()

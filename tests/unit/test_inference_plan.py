@@ -73,6 +73,14 @@ def test_a_device_that_looks_hardly_dearer_is_looked_at_and_left() -> None:
     assert (decision.result, decision.device, decision.evict) == (Result.FULL, "gpu-0", ("small",))
 
 
+def test_of_devices_that_cost_the_same_the_first_is_taken() -> None:
+    ledger, one = hold(machine(gpu_0=1000, gpu_1=1000), "one", {"gpu-0": 500})
+    ledger, other = hold(ledger, "other", {"gpu-1": 500})
+    decision = plan(ask(gpu(900), gpu(900, "gpu-1")), ledger, [one, other], Policy(NOW))
+    assert isinstance(decision, Placement)
+    assert (decision.result, decision.device, decision.evict) == (Result.FULL, "gpu-0", ("one",))
+
+
 def test_a_device_where_even_parts_of_models_would_be_dearer_is_left() -> None:
     ledger, small = hold(machine(gpu_0=1000, gpu_1=1000), "small", {"gpu-0": 500})
     ledger, large = hold(ledger, "large", {"gpu-1": 600}, reload_seconds=60.0)

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.core import images, messages_fields, messages_request, requests
 from gateway.core.frames import Endpoint
-from gateway.core.messages_request import parse, to_chat
+from gateway.core.messages_request import long_names, parse, to_chat
 from gateway.core.origin import origin_of
 from gateway.errors import RequestError
 
@@ -403,3 +403,11 @@ def test_to_chat_leaves_the_body_as_it_was() -> None:
     to_chat(asked)
     assert json.dumps(asked) == before
     assert messages_request.ATTRIBUTION.endswith(":")
+
+
+def test_tools_that_have_a_shorter_name_inside_are_found_by_it() -> None:
+    long = "look_" * 20
+    (short,) = (tool["function"]["name"] for tool in chat(tools=[{**TOOL, "name": long}])["tools"])
+    assert short != long
+    assert long_names(body(tools=[TOOL, {**TOOL, "name": long}])) == {short: long}
+    assert long_names(body()) == {}

@@ -13,6 +13,7 @@ import pytest
 
 from inference.worker.core.dialects import Dialect, detect
 from inference.worker.core.dialects.base import Family
+from inference.worker.core.dialects.conversation import said_in_results
 from inference.worker.core.dialects.deepseek import DeepSeek
 from inference.worker.core.dialects.dsml import Dsml
 from inference.worker.core.dialects.generic import Generic
@@ -546,3 +547,13 @@ def test_what_stands_between_tags_is_known_from_the_schema(schema: Any, types: s
 
 def test_families_without_calls_of_their_own_have_no_form_for_them() -> None:
     assert Family().form(TOOLS, REQUIRED, opened="") is None
+
+
+def test_what_a_user_says_right_behind_results_is_said_in_the_last_of_them() -> None:
+    asked = {"role": "user", "content": "Which?"}
+    first, last = {"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}
+    more = {"role": "user", "content": "Both."}
+    assert said_in_results([asked, first, last, more, {**more, "content": "Now."}]) == [
+        asked, first, {"role": "tool", "content": "2\n\nBoth.\n\nNow."}
+    ]  # fmt: skip
+    assert said_in_results([asked, {"role": "assistant", "content": "This."}, more])[-1] == more
