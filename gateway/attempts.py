@@ -373,8 +373,9 @@ class Request:
             if isinstance(error, UpstreamError) and passes_on(verdict, candidate, wider_left=wider_left):
                 self.record.reason = str(verdict.reason)
                 raise self._pass_on(verdict, error) from error
-        is_own = isinstance(verdict, Ignore) and verdict.reason in OF_THIS_TIER and isinstance(error, UpstreamError)
-        own_words = self._pass_on(verdict, error) if is_own else None
+        own_words = None
+        if isinstance(verdict, Ignore) and verdict.reason in OF_THIS_TIER and isinstance(error, UpstreamError):
+            own_words = self._pass_on(verdict, error)
         self._outcomes.fail(Outcome(candidate, outcome_name(verdict, seen), said, wait, own_words=own_words))
 
     def _ended_with_time(self, reason: Reason) -> bool:
