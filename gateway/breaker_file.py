@@ -1,7 +1,7 @@
 """Keeps over a restart which breakers are not closed, in one small file; a file that cannot be used changes nothing.
 
-Only names and the wall clock's end of each open period are written. Disks are read and written in a thread: a slow one
-never holds up a request.
+Only names, the end of each open period and the time of writing stand there, by the wall clock. Disks are read and
+written in a thread: a slow one never holds up a request.
 """
 
 from __future__ import annotations
@@ -61,11 +61,12 @@ class BreakerFile:
     async def restore(self) -> None:
         """Opens the breakers that were open before; one line in the log about a file that cannot be used."""
         try:
-            found = await asyncio.to_thread(_read, self._state)
+            found, written = await asyncio.to_thread(_read, self._state)
         except (OSError, ValueError, HeadgateError) as error:
             log.warning("%s is ignored, breakers start closed: %s", NAME, error)
             return
-        now, providers = self._wall(), self._providers()
+        # nobody has more left than there was: a clock that was set back tells no longer wait
+        now, providers = max(self._wall(), written), self._providers()
         for provider, model, until in found:
             left = min(until - now, MAX_RETRY_AFTER_SECONDS)
             if provider in providers and left > -FORGET_SECONDS:
@@ -91,7 +92,7 @@ class BreakerFile:
         entries = [(provider, model, round(now + left, 3)) for provider, model, left in self._breakers.kept()]
         if _same(entries, self._written):
             return
-        data = json.dumps({"format": FORMAT, "breakers": entries}).encode()
+        data = json.dumps({"format": FORMAT, "written": round(now, 3), "breakers": entries}).encode()
         try:
             await asyncio.to_thread(_write, self._state, data)
         except (OSError, HeadgateError) as error:
@@ -117,11 +118,11 @@ def _write(state: StateDir, data: bytes) -> None:
     write_atomic(_path(state), data)
 
 
-def _read(state: StateDir) -> list[Entry]:
-    """What the file holds; raises OSError, or ValueError for what is none of ours."""
+def _read(state: StateDir) -> tuple[list[Entry], float]:
+    """What the file holds and when it was written; raises OSError, or ValueError for what is none of ours."""
     path = _path(state)
     if not path.exists():
-        return []
+        return [], 0.0
     if not path.is_file():
         raise ValueError("it is no file")  # a pipe would be waited for
     with path.open("rb") as source:
@@ -133,9 +134,10 @@ def _read(state: StateDir) -> list[Entry]:
         if said["format"] != FORMAT:
             raise ValueError("it is of another version")
         entries = [_entry(item) for item in said["breakers"][:MAX_GUARDS]]
+        written = float(said.get("written", 0.0))  # a former version did not say
     except (KeyError, TypeError, RecursionError, OverflowError) as error:
         raise ValueError(f"it is not what a gateway writes ({type(error).__name__})") from error
-    return entries
+    return entries, written if math.isfinite(written) else 0.0
 
 
 def _entry(item: object) -> Entry:

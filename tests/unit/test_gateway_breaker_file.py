@@ -78,14 +78,24 @@ async def test_a_period_that_ended_meanwhile_leaves_one_probe_and_later_nothing(
     assert last.states() == {}
 
 
-async def test_a_wall_clock_that_was_set_back_closes_nothing_for_longer_than_an_hour(world: World) -> None:
+async def test_a_wall_clock_that_was_set_back_closes_nothing_for_longer_than_was_left(world: World) -> None:
     breakers, file = world.gateway()
     _open(breakers, "m")
     await file.close()
     world.pass_time(-86400.0)
     again, second = world.gateway()
     await second.restore()
-    assert again.closed_for("local", "m") == 3600.0
+    assert again.closed_for("local", "m") == pytest.approx(30.0, abs=0.01)
+
+
+@pytest.mark.parametrize("written", ["", '"written": NaN, '], ids=["a former version", "no time"])
+async def test_who_does_not_say_when_it_was_written_closes_nothing_for_longer_than_an_hour(
+    world: World, written: str
+) -> None:
+    breakers, file = world.gateway()
+    (world.root / NAME).write_text(f'{{"format": 1, {written}"breakers": [["local", "m", 1e12]]}}')
+    await file.restore()
+    assert breakers.closed_for("local", "m") == 3600.0
 
 
 BAD = [
@@ -96,6 +106,7 @@ BAD = [
     ("no breakers", b'{"format": 1}'),
     ("no list", b'{"format": 1, "breakers": {}}'),
     ("a number for a name", b'{"format": 1, "breakers": [[1, "m", 2.0]]}'),
+    ("no moment", b'{"format": 1, "written": "now", "breakers": []}'),
     ("no time", b'{"format": 1, "breakers": [["local", "m", "soon"]]}'),
     ("no end", b'{"format": 1, "breakers": [["local", "m", NaN]]}'),
     ("not text", b"\xff\xfe\x00"),
