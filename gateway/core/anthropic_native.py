@@ -38,7 +38,7 @@ def to_native(origin: Mapping[str, Any], model: str) -> dict[str, Any]:
         request["output_config"] = config
     thinking = thinking_for(origin["thinking"], model) if origin.get("thinking") else None
     if thinking and not (thinking["type"] == "enabled" and _resumes_without_thinking(messages)):
-        request["thinking"] = _given(thinking)
+        request["thinking"] = _plain(thinking)
     return request
 
 
@@ -50,6 +50,12 @@ def _config(origin: Mapping[str, Any], model: str) -> dict[str, Any]:
     if asked.get("effort") and (effort := effort_for(asked["effort"], model)):
         config["effort"] = effort
     return config
+
+
+def _plain(thinking: Mapping[str, Any]) -> dict[str, Any]:
+    """Thinking without what needs a beta feature; `updates` on it are summaries of it."""
+    said = {name: value for name, value in _given(thinking).items() if name != "block_binding"}
+    return {**said, "display": "summarized"} if said.get("display") == "updates" else said
 
 
 def _resumes_without_thinking(messages: Sequence[Mapping[str, Any]]) -> bool:

@@ -29,7 +29,7 @@ def _check_image_url(value: Any, path: str) -> None:
 IMAGE_URL = f.Check(_check_image_url, {"type": "string", "pattern": "^(data:|https://)"})
 """An image that came with the request, or one to be fetched where `core.images` allows that; tiers see the former."""
 _IMAGE = f.mapping(
-    {"url": IMAGE_URL, "detail": f.one_of("auto", "low", "high")},
+    {"url": IMAGE_URL, "detail": f.one_of("auto", "low", "high", "original")},
     needed=("url",),
 )
 _PARTS: Mapping[str, f.Check] = {

@@ -254,13 +254,11 @@ _CHOICE = _by_kind(
     },
     {},
 )
+_SHOWN_THINKING = {**_TYPE, "display": f.one_of("summarized", "omitted", "updates"), "block_binding": f.anything}
 _THINKING = _by_kind(
     {
-        "enabled": closed(
-            {**_TYPE, "budget_tokens": f.integer(1024), "display": f.one_of("summarized", "omitted")},
-            needed=("budget_tokens",),
-        ),
-        "adaptive": closed({**_TYPE, "display": f.one_of("summarized", "omitted")}),
+        "enabled": closed({**_SHOWN_THINKING, "budget_tokens": f.integer(1024)}, needed=("budget_tokens",)),
+        "adaptive": closed(_SHOWN_THINKING),
         "between_tools": closed(_TYPE),
         "disabled": closed(_TYPE),
     },

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
+from openai.types.chat.chat_completion_content_part_image_param import ImageURL
 
 from gateway.core.frames import Endpoint
 from gateway.core.requests import InferenceRequest, parse
@@ -76,3 +77,9 @@ def test_text_is_no_shape() -> None:
 def test_tools_that_must_not_be_called_need_no_capability() -> None:
     assert chat(tools=TOOLS).needs == {"tools"}
     assert chat(tools=TOOLS, tool_choice="none").needs == frozenset()
+
+
+@pytest.mark.parametrize("detail", get_args(get_type_hints(ImageURL)["detail"]))
+def test_every_detail_of_an_image_that_the_official_client_knows_is_taken(detail: str) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": detail}}
+    assert chat(messages=[{"role": "user", "content": [image]}]).needs == {"vision"}

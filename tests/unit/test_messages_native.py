@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from anthropic.types import Message
+from anthropic.types.beta import BetaThinkingConfigParam
 from anthropic.types.message_create_params import MessageCreateParamsStreaming
 
 from gateway.core import anthropic_events, messages_answer
@@ -201,6 +202,18 @@ def test_sampling_and_the_old_name_of_the_format() -> None:
 def test_thinking_as_each_model_takes_it(model: str, asked: dict[str, Any], sent: dict[str, Any] | None) -> None:
     assert thinking_for(asked, model) == sent
     assert native(model, thinking=asked).get("thinking") == sent
+
+
+@pytest.mark.parametrize("kind", ["adaptive", "enabled"])
+def test_thinking_as_the_official_beta_client_asks_for_it_is_told_in_plain_words(kind: str) -> None:
+    """`updates` and `block_binding` were 400s here, and are ones of the plain API."""
+    thinking = {"type": kind, "display": "updates", "block_binding": {"prefix_mismatch_behavior": "drop_block"}}
+    asked = thinking | ({"budget_tokens": 1024} if kind == "enabled" else {})
+    body = native("claude-opus-4-6", thinking=request_of(BetaThinkingConfigParam, asked), max_tokens=2000)
+    assert body["thinking"] == {name: asked[name] for name in asked if name != "block_binding"} | {
+        "display": "summarized"
+    }
+    rules.anthropic(body, rules.ANTHROPIC_VERSIONS[0])
 
 
 def test_effort_as_each_model_takes_it() -> None:

@@ -341,6 +341,9 @@ def _output(body: Mapping[str, Any]) -> None:
     thinking = body.get("thinking", {"type": "disabled"})
     if thinking.get("type") not in ("enabled", "disabled", "adaptive"):
         raise RefusedError("thinking: Input tag does not match any of the expected tags")
+    _fields(thinking, frozenset(("type",)), frozenset(("budget_tokens", "display")), "thinking")
+    if thinking.get("display") not in (None, "summarized", "omitted"):
+        raise RefusedError("thinking.display: Input should be 'summarized' or 'omitted'")
     if thinking["type"] == "enabled" and not 1024 <= thinking.get("budget_tokens", 0) < body["max_tokens"]:
         raise RefusedError("`max_tokens` must be greater than `thinking.budget_tokens`.")
 
@@ -358,7 +361,10 @@ _AT_NO_TOP = frozenset(("$ref", "anyOf", "oneOf", "allOf"))
 def _anthropic_tools(body: Mapping[str, Any]) -> None:
     tools: Sequence[Any] = body.get("tools", ())
     for index, tool in enumerate(tools):
-        may = frozenset(("description", "strict", "type", "cache_control"))
+        may = frozenset((
+            "description", "strict", "type", "cache_control", "eager_input_streaming", "input_examples",
+            "allowed_callers",
+        ))  # fmt: skip
         _fields(tool, frozenset(("name", "input_schema")), may, f"tools.{index}")
         if not _TOOL_NAME.fullmatch(tool["name"]):
             raise RefusedError(f"tools.{index}.name: String should match pattern '^[a-zA-Z0-9_-]{{1,128}}$'")
