@@ -22,6 +22,7 @@ from gateway.core.images import is_host_entry
 from gateway.core.openai_request import Flavor
 from headgate.shared.configfile import Path_, problems_of, read_yaml, unset_name
 from headgate.shared.errors import ConfigError, Problem
+from headgate.shared.state import UNSHOWABLE, fits_a_header
 from headgate.shared.units import Bytes, Duration
 from inference.protocol import Priority
 
@@ -29,6 +30,8 @@ FILE = "gateway.yaml"
 PREFIX = "GATEWAY_"
 KEY_VARIABLES = ("GATEWAY_API_KEY", "GATEWAY_ADMIN_KEY")
 """Secrets read by `gateway.auth`; they are no settings of the file."""
+
+TOKEN_VARIABLE = "INFERENCE_TOKEN"
 
 _SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
 
@@ -47,6 +50,8 @@ def _http_url(value: str) -> str:
         usable = False
     if not usable or re.search(r"\s", value):
         raise ValueError("this is not an address; write for example http://127.0.0.1:8085")
+    if "?" in value or "#" in value:
+        raise ValueError("paths are added to an address, so it holds nothing from a `?` or `#` on")
     return value
 
 
@@ -281,9 +286,9 @@ def _merge_environ(data: dict[str, Any], environ: Mapping[str, str], sources: di
     orchestrators invent variables such as GATEWAY_SERVICE_HOST.
     """
     problems = [
-        Problem("a key is printable ASCII without spaces around it; as it is, no request could ever show it", key=name)
-        for name in KEY_VARIABLES
-        if (key := environ.get(name)) and not (key.isascii() and key.isprintable() and key == key.strip())
+        Problem(UNSHOWABLE, key=name)
+        for name in (*KEY_VARIABLES, TOKEN_VARIABLE)
+        if (key := environ.get(name)) and not fits_a_header(key)
     ]
     known = {PREFIX + "__".join(at).upper(): at for at in _paths(GatewayConfig, ())}
     for name in sorted(environ):
@@ -291,8 +296,11 @@ def _merge_environ(data: dict[str, Any], environ: Mapping[str, str], sources: di
             continue
         at = known.get(name.upper())
         if at is None:
+            within = next((one for one in known if one.startswith(f"{name.upper()}__")), None)
             near = difflib.get_close_matches(name, [*known, *KEY_VARIABLES], n=1, cutoff=0.85)
-            if near or "__" in name:
+            if within is not None:
+                problems.append(Problem(f"a section; a variable sets one setting in it, such as {within}", key=name))
+            elif near or "__" in name:
                 problems.append(Problem("unknown setting" + (f"; did you mean {near[0]}?" if near else ""), key=name))
             continue
         try:
@@ -356,10 +364,13 @@ def _semantic_problems(config: GatewayConfig) -> Iterator[tuple[Path_, str]]:
                 yield at, f"{entry!r}: `*` stands for the whole model name or not at all"
         if settings.load_wait == 0:
             yield ("routes", route, "load_wait"), "0 would never let a cold model load; write for example 120s"
-    names = [key.name for key in config.keys]
+    names, hashes = [key.name for key in config.keys], [key.hash for key in config.keys]
     for index, key in enumerate(config.keys):
         if key.name in names[:index]:
             yield ("keys", index, "name"), f"two keys are called {key.name!r}; names tell them apart in the log"
+        if key.hash in hashes[:index]:
+            first = names[hashes.index(key.hash)]
+            yield ("keys", index, "hash"), f"this is the key of {first!r} as well; give each a key of its own"
     deadlines = config.deadlines
     if deadlines.connect > deadlines.total:
         yield ("deadlines", "connect"), "longer than deadlines.total, so it could never pass"

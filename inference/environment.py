@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator, m
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from headgate.shared.errors import Problem
+from headgate.shared.state import UNSHOWABLE, fits_a_header
 from headgate.shared.units import Duration
 from inference.devices.simgpu.core.spec import parse_choice
 from inference.protocol import Priority
@@ -158,6 +159,13 @@ class InferenceSettings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Only what `load` passes in: it was given the environment, so nothing is read behind its back."""
         return (init_settings,)
+
+    @field_validator("token", "admin_key")
+    @classmethod
+    def _can_be_shown(cls, value: str | None) -> str | None:
+        if value is not None and not fits_a_header(value):
+            raise ValueError(UNSHOWABLE)
+        return value
 
     @field_validator("devices")
     @classmethod

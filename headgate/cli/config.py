@@ -74,7 +74,7 @@ def check(session: Session) -> int:
         try:
             file.load(directory, session.environ, {})
         except ConfigError as error:
-            problems += error.problems
+            problems += (problem for problem in error.problems if problem not in problems)  # both read the token
     if session.json:
         terminal.json(
             [

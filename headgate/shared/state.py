@@ -22,8 +22,16 @@ INFERENCE_TOKEN = "inference.token"
 SECRET_NAMES = frozenset({"api_key", "admin_key", "token", "hash"})
 """Settings whose values nobody repeats."""
 
+UNSHOWABLE = "a key is printable ASCII without spaces around it; as it is, no request could ever show it"
+"""The problem of a secret that does not fit a header."""
+
 _TRIES = 10
 """How often a secret is looked for again after somebody else was quicker to write or to empty it."""
+
+
+def fits_a_header(secret: str) -> bool:
+    """Whether a request can show `secret` as it is."""
+    return secret.isascii() and secret.isprintable() and secret == secret.strip()
 
 
 def config_dir(environ: Mapping[str, str], given: str | None = None) -> Path:

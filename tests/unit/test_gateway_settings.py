@@ -105,12 +105,18 @@ def test_mistakes_have_line_and_advice(tmp_path: Path) -> None:
         ("providers: {a: {kind: openai, api_key: k, flavor: azure}}", "'compatible'"),
         ("inference: {url: localhost}", "this is not an address"),
         ("inference: {url: 'http://a:b@localhost'}", "holds no name and no password"),
+        ("inference: {url: 'http://localhost/v1?key=a'}", "nothing from a `?` or `#` on"),
+        ("providers: {a: {kind: openai, api_key: k, base_url: 'https://h/v1#x'}}", "nothing from a `?` or `#` on"),
         ("deadlines: {first_token: never}", "not `never`"),
         ("deadlines: {connect: 400s}", "longer than deadlines.total"),
         ("max_body: 10", "no request fits"),
         (
             f"keys: [{{name: a, hash: 'sha256:{'0' * 64}'}}, {{name: a, hash: 'sha256:{'1' * 64}'}}]",
             "two keys are called",
+        ),
+        (
+            f"keys: [{{name: a, hash: 'sha256:{'0' * 64}'}}, {{name: b, hash: 'sha256:{'0' * 64}', scopes: [admin]}}]",
+            "keys.1.hash: this is the key of 'a' as well",
         ),
     ],
 )
@@ -124,11 +130,15 @@ def test_a_variable_is_blamed_by_its_name(tmp_path: Path) -> None:
         "GATEWAY_BREAKER__FAILURS": "3",
         "GATEWAY_SERVICE_HOST": "10.0.0.1",
         "GATEWAY_ROUTES": "{a",
+        "GATEWAY_BREAKER": "{open: 1s}",
     }
     problems = _problems(tmp_path, "", environ)
     assert any(problem.startswith("GATEWAY_PORT: ") for problem in problems)
     assert "GATEWAY_BREAKER__FAILURS: unknown setting; did you mean GATEWAY_BREAKER__FAILURES?" in problems
     assert "GATEWAY_ROUTES: a value that YAML can read is needed" in problems
+    assert (
+        "GATEWAY_BREAKER: a section; a variable sets one setting in it, such as GATEWAY_BREAKER__FAILURES" in problems
+    )
     assert not any("SERVICE_HOST" in problem for problem in problems)
 
 
@@ -139,7 +149,7 @@ def test_changes_name_settings_and_hide_secrets(tmp_path: Path) -> None:
     assert said == ["port: 1 -> 2", "providers.o.api_key: changed", "routes.*: removed", "routes.a: added"]
 
 
-@pytest.mark.parametrize("name", ["GATEWAY_API_KEY", "GATEWAY_ADMIN_KEY"])
+@pytest.mark.parametrize("name", ["GATEWAY_API_KEY", "GATEWAY_ADMIN_KEY", "INFERENCE_TOKEN"])
 @pytest.mark.parametrize("key", ["schl\u00fcssel", " padded", "padded\n", " ", "a\tb", "\udcff"])
 def test_a_key_that_no_request_can_show_is_refused_with_one_sentence(tmp_path: Path, name: str, key: str) -> None:
     """It was taken, and every request with it then answered 401."""

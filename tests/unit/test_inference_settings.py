@@ -10,6 +10,7 @@ import pytest
 
 from gateway.settings import GatewayConfig
 from headgate.shared.errors import ConfigError
+from headgate.shared.state import UNSHOWABLE
 from inference import environment, settings
 from inference.protocol import Priority
 from tests.rigs import tiny_gguf
@@ -185,3 +186,10 @@ def test_changes_are_named(directory: Path) -> None:
     before = load(directory, "models: {a: {path: tiny.gguf}}").models["a"]
     after = load(directory, "models: {a: {path: tiny.gguf, pinned: true, parallel: 2}}").models["a"]
     assert set(before.changed(after)) == {"pinned", "parallel"}
+
+
+@pytest.mark.parametrize("name", ["INFERENCE_TOKEN", "INFERENCE_ADMIN_KEY"])
+@pytest.mark.parametrize("secret", ["schl\u00fcssel", "padded\r", " padded"])
+def test_a_secret_that_no_request_can_show_is_refused(directory: Path, name: str, secret: str) -> None:
+    """It was taken, and every request with it then failed; it is not repeated."""
+    assert problems(directory, "", {name: secret}) == f"{name}: {UNSHOWABLE}"
