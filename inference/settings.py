@@ -6,6 +6,7 @@ Precedence: command line > environment (and `.env`) > file > default. What a mod
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,13 +156,13 @@ def _check(name: str, entry: ModelEntry, settings: InferenceSettings) -> Iterato
     path, problem = resolve_path(entry.path, settings.models_dir)
     if problem is not None:
         yield Problem(problem, key=f"{at}.path")
-    elif path is not None and not path.is_file():
-        yield Problem(f"no file {path}; relative paths begin at INFERENCE_MODELS_DIR", key=f"{at}.path")
+    elif path is not None and (fault := _fault(path)) is not None:
+        yield Problem(f"{fault}; relative paths begin at INFERENCE_MODELS_DIR", key=f"{at}.path")
     for item in entry.lora:
-        if not _under(item, settings.models_dir).is_file():
-            yield Problem(f"no file {_under(item, settings.models_dir)}", key=f"{at}.lora")
-    if entry.mmproj is not None and not _under(entry.mmproj, settings.models_dir).is_file():
-        yield Problem(f"no file {_under(entry.mmproj, settings.models_dir)}", key=f"{at}.mmproj")
+        if (fault := _fault(_under(item, settings.models_dir))) is not None:
+            yield Problem(fault, key=f"{at}.lora")
+    if entry.mmproj is not None and (fault := _fault(_under(entry.mmproj, settings.models_dir))) is not None:
+        yield Problem(fault, key=f"{at}.mmproj")
     batch, ubatch = entry.batch or settings.batch, entry.ubatch or settings.ubatch
     if ubatch > batch:
         yield Problem(f"ubatch {ubatch} is larger than batch {batch}; make it {batch} or less", key=f"{at}.ubatch")
@@ -187,6 +188,16 @@ def resolve_path(source: str, models_dir: Path) -> tuple[Path | None, str | None
     if not source.endswith(".gguf"):
         return None, f"{source!r} is no model source; write bundled:NAME, FILE.gguf or /absolute/path.gguf"
     return _under(source, models_dir), None
+
+
+def _fault(path: Path) -> str | None:
+    """Why nothing can be read from `path`; None where that can be."""
+    try:
+        if not path.is_file():
+            return f"no file {path}"
+    except OSError as error:  # a directory that is closed to us, a name that none can have
+        return f"{path} cannot be reached ({error.strerror})"
+    return None if os.access(path, os.R_OK) else f"this user may not read {path}"
 
 
 def _under(source: str, models_dir: Path) -> Path:

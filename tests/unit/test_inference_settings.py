@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +194,20 @@ def test_changes_are_named(directory: Path) -> None:
 def test_a_secret_that_no_request_can_show_is_refused(directory: Path, name: str, secret: str) -> None:
     """It was taken, and every request with it then failed; it is not repeated."""
     assert problems(directory, "", {name: secret}) == f"{name}: {UNSHOWABLE}"
+
+
+@pytest.mark.parametrize("key", ["path", "mmproj", "lora"])
+def test_a_path_that_cannot_be_looked_at_is_a_problem_with_its_line(directory: Path, key: str) -> None:
+    """It was an unexpected OSError, without a line."""
+    path = "/" + "a" * 300 + ".gguf"
+    value = f"[{path}]" if key == "lora" else path
+    own = "" if key == "path" else "path: tiny.gguf, "
+    said = problems(directory, f"models:\n  a: {{{own}{key}: {value}}}\n")
+    assert said.startswith(f"{directory}/models.yaml:2: models.a.{key}: ")
+    assert "cannot be reached" in said
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_this_user_may_not_read_is_a_problem(directory: Path) -> None:
+    (directory / "tiny.gguf").chmod(0)
+    assert "models.a.path: this user may not read" in problems(directory, "models:\n  a: {path: tiny.gguf}\n")
