@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -67,12 +68,13 @@ def run(session: Session) -> int:
 
 
 def check(session: Session) -> int:
-    """Prints every problem of both files to stdout; exit 2 when there is one."""
+    """Prints every problem of both files to stdout, exit 2 when there is one; what only may be one, to stderr."""
     directory, terminal = session.config_dir, session.terminal
     problems: list[Problem] = []
+    loaded: list[Any] = []
     for file in FILES:
         try:
-            file.load(directory, session.environ, {})
+            loaded.append(file.load(directory, session.environ, {}))
         except ConfigError as error:
             problems += (problem for problem in error.problems if problem not in problems)  # both read the token
     if session.json:
@@ -86,8 +88,21 @@ def check(session: Session) -> int:
         for problem in problems:
             terminal.data(str(problem))
         if not problems:
+            for remark in _strangers(*loaded):
+                terminal.say(f"{directory / 'gateway.yaml'}: {remark}")
             terminal.say(f"{directory}: no problems")
     return Exit.USAGE if problems else Exit.OK
+
+
+def _strangers(inference: Any, gateway: Any) -> Iterator[str]:
+    """Local models in chains that models.yaml does not name: a slip, unless the inference service has another file."""
+    for name, route in gateway.routes.items():
+        for entry in route.chain:
+            provider, _, model = entry.partition("/")
+            if provider == "local" and model != "*" and model not in inference.names:
+                near = difflib.get_close_matches(model, inference.names, n=1)
+                advice = f"; did you mean local/{near[0]}?" if near else ""
+                yield f"routes.{name}.chain: models.yaml names no {model!r}{advice}"
 
 
 def show(session: Session) -> int:

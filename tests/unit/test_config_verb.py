@@ -65,6 +65,17 @@ def test_every_mistake_in_both_files_is_named_with_its_line(capsys: Any, directo
     assert [entry["line"] for entry in json.loads(capsys.readouterr().out)] == [5, 7]
 
 
+def test_a_chain_with_a_model_that_is_not_there_is_remarked_upon(capsys: Any, directory: Path) -> None:
+    """It is no mistake where the inference service reads another file, so it fails no check; aliases are names too."""
+    (directory / "models.yaml").write_text("models: {mine: {path: 'bundled:demo', aliases: [our/s]}}")
+    (directory / "gateway.yaml").write_text("routes: {a: {chain: [local/mien, local/our/s, 'local/*']}}")
+    assert main(["config", "check"]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith(f"{directory / 'gateway.yaml'}: routes.a.chain: models.yaml names no 'mien'")
+    assert "did you mean local/mine?" in said[0]
+    assert said[1:] == [f"{directory}: no problems"]
+
+
 def test_a_missing_file_points_at_a_complete_one(capsys: Any, directory: Path) -> None:
     (directory / "gateway.yaml").unlink()
     assert main(["config", "check"]) == 2
