@@ -22,7 +22,8 @@ def listen(host: str, port: int, backlog: int = 2048) -> socket.socket:
     Raises PortInUseError naming the owner when the port is taken, HeadgateError when the address cannot be used.
     """
     family, address = _resolve(host, port)
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    # Named, or asyncio's own loop does not know its connections for TCP and leaves their small writes to Nagle's delay.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
