@@ -22,10 +22,12 @@ from inference.worker.tickets import Ticket
 from tests.rigs.fake_mask import FakeConstraint
 
 A, B, C = (Literal(name) for name in "abc")
+BAD = Literal("bad")
+WORN_OUT = Literal("worn out")
 
 
 class FakeCompiler:
-    """Compiles a form once its gate is open; refuses the text `bad`."""
+    """Compiles a form once its gate is open; refuses BAD, and has WORN_OUT anew for everybody."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -38,6 +40,9 @@ class FakeCompiler:
     def read_vocabulary(self) -> None:
         self.begun.set()
 
+    def key(self, form: Form, param: str) -> bytes:
+        return repr(form).encode()
+
     def known(self, form: Form, param: str) -> Constraint | None:
         return self.kept.get(form)
 
@@ -45,10 +50,13 @@ class FakeCompiler:
         self.threads.add(threading.current_thread().name)
         self.begun.set()
         self.gate.wait()
+        if form in self.kept:
+            return self.kept[form]
         self.compiled.append(form)
-        if form == Literal("bad"):
+        if form == BAD:
             raise BadRequestError("it cannot be enforced", param)
-        return self.kept.setdefault(form, FakeConstraint([]))
+        constraint = FakeConstraint([])
+        return constraint if form == WORN_OUT else self.kept.setdefault(form, constraint)
 
 
 @pytest.fixture
@@ -89,10 +97,10 @@ async def rig(compiler: FakeCompiler) -> AsyncIterator[Rig]:
     rig.looking.shutdown()
 
 
-async def _blocked(rig: Rig, compiler: FakeCompiler) -> asyncio.Task[Constraint | None]:
+async def _blocked(rig: Rig, compiler: FakeCompiler, form: Form = A) -> asyncio.Task[Constraint | None]:
     """Somebody whose form is being compiled."""
     compiler.gate.clear()
-    first = asyncio.create_task(rig.ask(A))
+    first = asyncio.create_task(rig.ask(form))
     await asyncio.to_thread(compiler.begun.wait)
     return first
 
@@ -137,6 +145,66 @@ async def test_the_queue_is_bounded_and_empties(rig: Rig, compiler: FakeCompiler
     assert compiler.compiled == [A, C]
 
 
+async def _others(rig: Rig, form: Form) -> list[asyncio.Task[Constraint | None]]:
+    """More than the queue holds, who want the form that is being compiled and wait for it."""
+    others = [asyncio.create_task(rig.ask(form)) for _ in range(5)]
+    for _ in range(4):  # each looks twice, on a thread that serves them in turn, and waits then
+        await asyncio.wrap_future(rig.looking.submit(lambda: None))
+    return others
+
+
+async def test_a_form_that_many_want_at_once_is_compiled_once(rig: Rig, compiler: FakeCompiler) -> None:
+    """None of them is told that the queue is full: only forms are counted."""
+    first = await _blocked(rig, compiler)
+    others = await _others(rig, A)
+    assert rig.queue.waiting == 1
+    compiler.gate.set()
+    assert await asyncio.gather(*others) == [await first] * 5
+    assert compiler.compiled == [A]
+
+
+async def test_a_refusal_is_told_to_all_who_wait_for_it(rig: Rig, compiler: FakeCompiler) -> None:
+    first = await _blocked(rig, compiler, BAD)
+    others = await _others(rig, BAD)
+    compiler.gate.set()
+    told = await asyncio.gather(first, *others, return_exceptions=True)
+    assert [type(error) for error in told] == [BadRequestError] * 6
+    assert compiler.compiled == [BAD]
+
+
+async def test_what_is_not_shared_is_compiled_for_everybody(rig: Rig, compiler: FakeCompiler) -> None:
+    """One after the other, and not beyond what the queue holds."""
+    first = await _blocked(rig, compiler, WORN_OUT)
+    others = await _others(rig, WORN_OUT)
+    compiler.gate.set()
+    found = await asyncio.gather(first, *others)
+    assert len(set(map(id, found))) == 6
+    assert compiler.compiled == [WORN_OUT] * 6
+
+
+async def test_who_leaves_takes_nobodys_form_along(rig: Rig, compiler: FakeCompiler) -> None:
+    """Neither one whose form waits nor one whose form is being compiled."""
+    first = await _blocked(rig, compiler)
+    second = asyncio.create_task(rig.ask(B))
+    await rig.queue_is(2)
+    others = await _others(rig, B)
+    second.cancel()
+    await asyncio.wait([second])
+    compiler.gate.set()
+    assert await first is not None
+    assert len(set(map(id, await asyncio.gather(*others)))) == 1
+    assert compiler.compiled == [A, B]
+    compiler.kept.clear()
+    compiler.begun.clear()
+    first = await _blocked(rig, compiler)
+    others = await _others(rig, A)
+    first.cancel()
+    await asyncio.wait([first])
+    compiler.gate.set()
+    assert len(set(map(id, await asyncio.gather(*others)))) == 1
+    assert compiler.compiled == [A, B, A]
+
+
 async def test_nobody_waits_beyond_the_deadline(rig: Rig, compiler: FakeCompiler) -> None:
     """Neither for others' forms nor where it has passed; a form that only helps is left out."""
     first = await _blocked(rig, compiler)
@@ -157,7 +225,7 @@ async def test_a_form_that_only_helps_is_not_waited_for(rig: Rig, compiler: Fake
     assert await rig.ask(B, promised=False) is None
     compiler.gate.set()
     assert await first is not None
-    assert await rig.ask(Literal("bad"), promised=False) is None
+    assert await rig.ask(BAD, promised=False) is None
 
 
 async def test_a_form_that_takes_too_long_is_refused_for_now(compiler: FakeCompiler) -> None:
@@ -188,7 +256,7 @@ async def test_nothing_is_compiled_for_a_client_who_left(rig: Rig, compiler: Fak
 async def test_what_cannot_be_enforced_is_the_callers_and_may_go_elsewhere(rig: Rig) -> None:
     """As a parameter that is not supported here."""
     with pytest.raises(BadRequestError) as caught:
-        await rig.ask(Literal("bad"))
+        await rig.ask(BAD)
     assert caught.value.code == Code.UNSUPPORTED_PARAMETER
     assert caught.value.param == "f"
 

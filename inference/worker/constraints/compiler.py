@@ -159,6 +159,10 @@ class Compiler:
             self._note(self._trie, began)
             return not self._trie.has_tables
 
+    def key(self, form: Form, param: str) -> bytes:
+        """The same for forms that are the same; raises BadRequestError for one that is nested too deeply."""
+        return _key(form, param)
+
     def known(self, form: Form, param: str) -> Constraint | None:
         """The constraint of a form that needs no compiling; waits for none that is being compiled."""
         found = self._find(_key(form, param))

@@ -1,7 +1,7 @@
 """Decides who waits for a form to be compiled, and for how long; compiles nothing itself.
 
 Forms are compiled one after the other, off the event loop, so that one that takes long keeps only other forms waiting,
-and those that are known keep nobody.
+and those that are known keep nobody. Who wants one that is being compiled waits for it with whoever asked first.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from inference.protocol import Code
@@ -31,6 +32,10 @@ HELP_SECONDS = 2.0
 class Compiles(Protocol):
     """Makes constraints; `Compiler` is one."""
 
+    def key(self, form: Form, param: str) -> bytes:
+        """The same for forms that are the same; raises BadRequestError."""
+        ...
+
     def known(self, form: Form, param: str) -> Constraint | None:
         """The constraint of a form that needs no compiling. Never waits; raises BadRequestError."""
         ...
@@ -38,6 +43,14 @@ class Compiles(Protocol):
     def compile(self, form: Form, param: str) -> Constraint:
         """The constraint of a form, after seconds; raises BadRequestError, or WorkerError."""
         ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    """A form that is compiled or waits for it; `over` is set once the loop has heard that it ended, however it did."""
+
+    future: Future[Constraint]
+    over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class FormQueue:
@@ -60,8 +73,7 @@ class FormQueue:
         self._seconds = seconds
         self._help_seconds = help_seconds
         self._clock = clock
-        self.waiting = 0
-        """Forms that are compiled or wait for it."""
+        self._jobs: dict[tuple[str, bytes], _Job] = {}
         self._looking = looking
         self._compiling = compiling or ThreadPoolExecutor(1, thread_name_prefix="forms")
 
@@ -92,33 +104,59 @@ class FormQueue:
         known = await loop.run_in_executor(self._looking, compiler.known, form, param)
         if known is not None:
             return known
+        left = seconds if deadline is None else min(seconds, deadline - self._clock())
+        if left <= 0:
+            raise _late()
+        key = param, await loop.run_in_executor(self._looking, compiler.key, form, param)
+        try:
+            async with asyncio.timeout(left):
+                return await self._of_another(key, form) or await self._compiled(key, form, gone)
+        except TimeoutError:
+            raise (_full() if left == seconds else _late()) from None
+
+    async def _of_another(self, key: tuple[str, bytes], form: Form) -> Constraint | None:
+        """What comes of the same form of somebody else that is being compiled, its refusal too; None where none is.
+
+        Where nothing came of it, because its client left, or nothing that may be shared, the next one does it.
+        """
+        param, _form = key
+        while (job := self._jobs.get(key)) is not None:
+            await job.over.wait()
+            error = None if job.future.cancelled() else job.future.exception()
+            if isinstance(error, WorkerError):
+                raise error
+            looked = asyncio.get_running_loop().run_in_executor(self._looking, self._compiler.known, form, param)
+            if (known := await looked) is not None:
+                return known
+        return None
+
+    async def _compiled(self, key: tuple[str, bytes], form: Form, gone: Callable[[], bool]) -> Constraint:
+        param, _form = key
 
         def work() -> Constraint:
             if gone():
                 raise GoneError
-            return compiler.compile(form, param)
+            return self._compiler.compile(form, param)
 
-        left = seconds if deadline is None else min(seconds, deadline - self._clock())
-        if left <= 0:
-            raise _late()
         if self.waiting >= self._most:
             raise _full()
-        self.waiting += 1
-        job = self._compiling.submit(work)
-        job.add_done_callback(lambda _job: self._leave(loop))
-        try:
-            async with asyncio.timeout(left):
-                return await asyncio.wrap_future(job)
-        except TimeoutError:
-            raise (_full() if left == seconds else _late()) from None
+        loop = asyncio.get_running_loop()
+        job = self._jobs[key] = _Job(self._compiling.submit(work))
+        job.future.add_done_callback(lambda _future: self._leave(loop, key))
+        return await asyncio.wrap_future(job.future)
 
-    def _leave(self, loop: asyncio.AbstractEventLoop) -> None:
+    @property
+    def waiting(self) -> int:
+        """Forms that are compiled or wait for it."""
+        return len(self._jobs)
+
+    def _leave(self, loop: asyncio.AbstractEventLoop, key: tuple[str, bytes]) -> None:
         """Called by whoever ends a job, compiled or given up."""
         if not loop.is_closed():
-            loop.call_soon_threadsafe(self._left)
+            loop.call_soon_threadsafe(self._left, key)
 
-    def _left(self) -> None:
-        self.waiting -= 1
+    def _left(self, key: tuple[str, bytes]) -> None:
+        self._jobs.pop(key).over.set()
 
 
 def _full() -> WorkerError:
