@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import secrets
 from collections.abc import Mapping, Sequence
@@ -77,33 +78,45 @@ class ChainSampler:
     def __init__(self, model: Model, context: Context, sampling: Sampling, choice: int, span: int) -> None:
         """`span` is how many tokens the answer can have at most: how far penalties look back."""
         self._context = context
-        self._chain = chain = Sampler()
-        bias = list(sampling.logit_bias)
+        self._sampling = sampling
+        self._seed = seed_of(sampling, choice)
+        self._span = span
+        self._n_vocab = model.n_vocab
+        self._bias = list(sampling.logit_bias)
         if sampling.ignore_eos:
-            bias += [(token, -math.inf) for token in model.end_tokens]
-        if bias:
-            chain.add_bias(model.n_vocab, bias)
-        penalizes = sampling.repeat_penalty != 1.0 or bool(sampling.frequency_penalty or sampling.presence_penalty)
-        if penalizes:
-            chain.add(
-                "penalties",
-                model.n_vocab,
-                span,
-                sampling.repeat_penalty,
-                sampling.frequency_penalty,
-                sampling.presence_penalty,
-            )
-        is_greedy = sampling.temperature < COLDEST
-        self._takes_best = is_greedy and not bias and not penalizes
+            self._bias += [(token, -math.inf) for token in model.end_tokens]
+        self._penalizes = sampling.repeat_penalty != 1.0 or bool(
+            sampling.frequency_penalty or sampling.presence_penalty
+        )
+        self._is_greedy = sampling.temperature < COLDEST
+        is_plain = not self._bias and not self._penalizes
+        self._takes_best = self._is_greedy and is_plain
         self._reach: float | None = None
         self._farthest = math.inf
         self._least = 0
         self._patience = _PATIENCE
-        if is_greedy:
-            chain.add("greedy")
-            return
-        if not bias and not penalizes and model.n_vocab >= _LARGE_VOCABULARY:
+        if not self._is_greedy and is_plain and model.n_vocab >= _LARGE_VOCABULARY:
             self._look_near(sampling)
+
+    @functools.cached_property
+    def _chain(self) -> Sampler:
+        """Made for the first draw: penalties take 4 bytes for every token that the answer may have, and requests that
+        wait may be hundreds.
+        """
+        sampling, chain = self._sampling, Sampler()
+        if self._bias:
+            chain.add_bias(self._n_vocab, self._bias)
+        if self._penalizes:
+            chain.add(
+                "penalties",
+                self._n_vocab,
+                self._span,
+                sampling.repeat_penalty,
+                sampling.frequency_penalty,
+                sampling.presence_penalty,
+            )
+        if self._is_greedy:
+            return chain.add("greedy")
         if sampling.top_k > 0:
             chain.add("top_k", sampling.top_k)
         if sampling.typical_p < 1.0:
@@ -114,7 +127,7 @@ class ChainSampler:
         if sampling.min_p > 0.0:
             chain.add("min_p", sampling.min_p, 1)
         chain.add("temp", sampling.temperature)
-        chain.add("dist", seed_of(sampling, choice))
+        return chain.add("dist", self._seed)
 
     def _look_near(self, sampling: Sampling) -> None:
         """How far below the best logit to look first, how far at most, and how many must be found when it is less."""
@@ -163,8 +176,9 @@ class ChainSampler:
             self._chain.accept(token)
 
     def close(self) -> None:
-        """Frees the chain."""
-        self._chain.close()
+        """Frees the chain, if one was made."""
+        if "_chain" in self.__dict__:
+            self._chain.close()
 
 
 class Distribution:

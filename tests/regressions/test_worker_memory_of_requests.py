@@ -5,6 +5,7 @@ They stayed resident, too, because the allocator kept what one large request had
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -63,6 +64,21 @@ def test_no_request_takes_more_than_the_worker_may_have(tmp_path: Path) -> None:
             "what was used is given back",
             lambda: memory_mib(rig, "VmRSS") < reserved + ALLOWED_MIB * 0.75,
         )
+
+
+def test_answers_that_wait_remember_no_tokens(tmp_path: Path) -> None:
+    """Penalties look back over the whole answer. With a long context that is half a megabyte for each, taken when a
+    request was queued; five hundred answers can wait.
+    """
+    with WorkerRig(tmp_path, grant_for(tiny_gguf.slow(), context_length=2**16, parallel=1)) as rig:
+        rig.ready()
+        body = json.dumps({**user("x"), "n": 16, "frequency_penalty": 1, "ignore_eos": True, "stream": True}).encode()
+        with contextlib.ExitStack() as clients:
+            before = memory_mib(rig, "VmRSS")
+            for _ in range(24):
+                clients.enter_context(rig.connection()).request("POST", CHAT, body)
+            wait_until("they are queued", lambda: rig.fresh_beat().queued >= 24 * 16 - 1)
+            assert memory_mib(rig, "VmRSS") < before + 40
 
 
 def test_log_probabilities_are_held_as_json_and_nothing_else() -> None:
