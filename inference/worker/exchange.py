@@ -69,7 +69,7 @@ class Exchange:
         """The request's queue class."""
         said = self.header(H_PRIORITY)
         try:
-            return Priority(said) if said else Priority.NORMAL
+            return Priority(said.lower()) if said else Priority.NORMAL
         except ValueError:
             raise BadRequestError(f"{H_PRIORITY} must be high, normal or low", H_PRIORITY) from None
 

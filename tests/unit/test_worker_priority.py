@@ -121,3 +121,14 @@ async def test_a_priority_that_is_none_is_refused(path: str) -> None:
         async with asyncio.timeout(5):
             assert await status(app, path, "urgent") == 400
     assert not thread.given.is_set()
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_priority_is_read_as_the_service_in_front_reads_it(path: str) -> None:
+    """Which takes it in any case and passes it on as it came."""
+    with ThreadPoolExecutor(1) as executor:
+        app, thread = apps(executor, path)
+        thread.start()
+        async with asyncio.timeout(5):
+            assert await status(app, path, "High") == 200
+    assert thread.stop(UnloadedError())
