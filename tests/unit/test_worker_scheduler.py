@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from array import array
+
 from inference.worker.core.scheduler import Scheduler
 from inference.worker.core.steps import Copy, Job, Limits, Remove, Row
 
@@ -272,3 +275,21 @@ def test_a_first_token_meets_the_deadline_of_its_request_and_of_no_other() -> No
     scheduler.computed()
     scheduler.extend(6, 9)
     assert scheduler.plan(9.0, 8).expired == ()
+
+
+def test_choices_that_wait_hold_their_prompt_once() -> None:
+    """Hundreds can wait, and a prompt of a long context takes half a megabyte."""
+    scheduler = Scheduler(Limits(slots=1, context=100_001, batch=8, queue=99))
+    prompt = array("i", bytes(400_000))
+    tracemalloc.start()
+    try:
+        assert scheduler.submit([Job(number, prompt, group=0) for number in range(100)])
+        scheduler.plan(0.0, 8)
+        _now, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 400_000 < most < 1_000_000, "one that runs has its own"
+    scheduler.computed()
+    scheduler.abort(0)
+    scheduler.plan(0.0, 8)
+    assert len(prompt) == 100_000

@@ -150,7 +150,8 @@ class Scheduler:
             if not 0 < len(job.prompt) <= self.limits.context or job.id in self._runs:
                 raise ValueError(f"job {job.id} was not validated: {len(job.prompt)} tokens")
         for job in jobs:
-            run = self._runs[job.id] = _Run(job, job.key, array("i", job.prompt), job.deadline)
+            prompt = job.prompt if isinstance(job.prompt, array) else array("i", job.prompt)
+            run = self._runs[job.id] = _Run(job, job.key, prompt, job.deadline)
             insort(self._waiting, run, key=_order)
             if job.deadline is not None:
                 self._earliest = min(self._earliest, job.deadline)
@@ -293,6 +294,8 @@ class Scheduler:
             if self._is_prefilled_by_sibling(run):
                 continue  # its slot is kept for it
             self._waiting.remove(run)
+            if run.tokens is run.job.prompt:
+                run.tokens = run.tokens[:]  # only now: choices that wait hold their prompt once
             run.slot = self._slots.take(run.tokens, run.job.tenant, self._reusable(run))
             insort(self._running, run, key=_order)
             self._move(run, "admit")
