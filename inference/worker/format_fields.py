@@ -36,7 +36,7 @@ def form_of(given: Mapping[str, Any]) -> tuple[Form | None, str]:
 
 def _response_format(value: Any, at: str) -> Form | None:
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind not in _FORMATS:
+    if not isinstance(kind, str) or kind not in _FORMATS:
         raise BadRequestError(f'{at}.type must be "text", "json_object" or "json_schema"', at)
     for name in value:
         if name not in ("type", _FORMATS[kind]) and value[name] is not None:

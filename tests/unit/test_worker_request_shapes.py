@@ -111,6 +111,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "mood": 1}}},
         "response_format.json_schema.mood",
     ),
+    ({"response_format": {"type": ["text"]}}, "response_format"),
     ({"response_format": {"type": "json_object", "schema": True}}, "response_format.schema"),
     ({"response_format": {"type": "json_object", "json_schema": {}}}, "response_format.json_schema"),
     ({"response_format": {"type": "text", "schema": SCHEMA}}, "response_format.schema"),
