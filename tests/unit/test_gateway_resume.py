@@ -169,8 +169,11 @@ def test_a_message_of_anthropics_stays_one_when_another_cloud_goes_on(said: Said
     assert origin_of(plan.body) is None
 
 
-def test_a_cloud_thinks_for_itself() -> None:
-    plan = continuation(chat(max_tokens=9), Said("", "hm", 4), GPT, prefills=False)
+@pytest.mark.parametrize("said", [Said("", "hm", 4), Said("\n\n", "hm", 4), Said(" \n", "", 4)])
+@pytest.mark.parametrize("prefills", [False, True])
+def test_a_cloud_thinks_for_itself_and_begins_behind_white_space(said: Said, prefills: bool) -> None:
+    """It would be told of an answer above that it cannot see."""
+    plan = continuation(chat(max_tokens=9), said, GPT, prefills=prefills)
     assert plan is not None
     assert (plan.how, plan.body["messages"], plan.body["max_tokens"]) == (How.AGAIN, MESSAGES, 5)
 
