@@ -107,7 +107,8 @@ class Edge:
         if self._check_host and not _host_is_ours(told.headers.get("host", "")):
             raise RequestError(
                 Code.PERMISSION_DENIED,
-                "the Host header does not name this machine; use http://127.0.0.1 or http://localhost",
+                "the Host header does not name this machine; use http://127.0.0.1 or http://localhost, "
+                "and let a proxy of yours on it send `Host: localhost`",
             )
         told.way = way = (self._hot.get(scope["path"]) if scope["method"] == "POST" else None) or self._app
         return way

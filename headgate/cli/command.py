@@ -62,7 +62,10 @@ def one_by_hand(action: str, does: str, metavar: str, names: str) -> Callable[[a
 
 def at_least_one(text: str) -> int:
     """The type of an option that counts something."""
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is too few; a number from 1 on is needed")
     return number
@@ -70,7 +73,10 @@ def at_least_one(text: str) -> int:
 
 def zero_or_more(text: str) -> float:
     """The type of an option that is an amount: finite, and not below zero."""
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
     if not math.isfinite(number) or number < 0:
         raise argparse.ArgumentTypeError(f"{text} is no amount; a number from 0 on is needed")
     return number

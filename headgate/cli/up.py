@@ -72,6 +72,11 @@ def places(args: argparse.Namespace, directory: Path, environ: Mapping[str, str]
     for name, port in ("--port", configured.port), ("--inference-port", behind.settings.port):
         if port == 0:
             raise HeadgateError(f"{name} 0 would be another port at every restart; choose one from 1 to 65535")
+    if (configured.host, configured.port) == (behind.settings.host, behind.settings.port):
+        raise HeadgateError(
+            f"gateway and inference service cannot both listen on port {configured.port}; "
+            f"choose another with --port or --inference-port"
+        )
     return Places(
         configured.host,
         configured.port,

@@ -134,7 +134,9 @@ async def test_a_wrong_key_is_refused_before_the_body_is_read(gateway: Gateway) 
      ("127.0.0.1.evil.example", 403), ("localhost@evil", 403)],
 )  # fmt: skip
 async def test_on_loopback_only_loopback_names_are_served(gateway: Gateway, host: str, status: int) -> None:
-    assert (await gateway.client.get("/livez", headers={"host": host})).status_code == status
+    answer = await gateway.client.get("/livez", headers={"host": host})
+    assert answer.status_code == status
+    assert ("let a proxy of yours on it send `Host: localhost`" in answer.text) == (status == 403)
 
 
 # --- bad input and bounds ---------------------------------------------------------------------------------------------

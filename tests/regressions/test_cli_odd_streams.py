@@ -108,6 +108,8 @@ def test_bytes_that_are_no_text_are_a_usage_error(service: CannedService, line: 
         ("run demo hi --temperature inf", "inf is no amount"),
         ("run demo hi --max-tokens 0", "0 is too few"),
         ("plan demo --ctx=-5", "-5 is too few"),
+        ("plan demo --ctx many", "'many' is no whole number"),
+        ("run demo hi --temperature warm", "warm is no amount"),
         ("health http://127.0.0.1:1/ --timeout nan", "nan is no amount"),
     ],
 )

@@ -648,6 +648,13 @@ def test_a_running_up_is_found_at_its_ports(tmp_path: Path, capsys: Any) -> None
         assert service.url not in capsys.readouterr().err
 
 
+def test_up_does_not_begin_with_one_port_for_both(capsys: Any) -> None:
+    """The second to come said that the port was in use, by our own first."""
+    port = str(free_port())
+    assert main(["up", "--port", port, "--inference-port", port]) == 1
+    assert f"cannot both listen on port {port}; choose another with --port" in capsys.readouterr().err
+
+
 def test_a_second_up_leaves_the_record_of_the_first(tmp_path: Path) -> None:
     """It took its place and removed it at its own end, so that no verb found the system that went on."""
     state = StateDir(tmp_path / "state")
