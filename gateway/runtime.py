@@ -160,7 +160,7 @@ class Runtime:
         Returns what changed and what of it needs a restart. Raises ConfigError or HeadgateError.
         """
         async with self._reloading:
-            config = self._source.load()
+            config = await asyncio.to_thread(self._source.load)  # a large file takes a second to be understood
             keys = _keys(config, self._source, self._state)
             built = await registry.build(config, self._token(), self._registry)
             changed = settings.changes(self.config, config)
