@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from inference.core.ledger import Account, Ledger, Phase
+
+pytestmark = pytest.mark.unmeasured
 
 CAPACITY = 1000
 GPU = "gpu-0"

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Collection
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,6 +33,7 @@ def enough(chosen: tuple[int, ...], gives: list[list[int]], missing: list[int]) 
     return all(sum(gives[i][k] for i in chosen) >= need for k, need in enumerate(missing) if need > 0)
 
 
+@pytest.mark.unmeasured
 @given(problems(7))
 @settings(max_examples=300, deadline=None)
 def test_small_instances_are_solved_as_brute_force_would(
@@ -95,6 +97,7 @@ def test_a_search_that_has_to_ask_finds_the_cheapest_of_few_and_nobody_in_vain_o
         assert sum(item_costs[i] for i in found) == sum(item_costs[i] for i in exact)
 
 
+@pytest.mark.unmeasured
 @given(problems(9))
 @settings(max_examples=200, deadline=None)
 def test_nothing_costs_less_than_the_best_fractions(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +22,8 @@ from inference.worker.core.pacing import (
 )
 from inference.worker.core.scheduler import LAST_PART, OLDEST_PART, STRETCH_PART, WORTH_PART, Scheduler
 from inference.worker.core.steps import Job, Limits, Step
+
+pytestmark = pytest.mark.unmeasured
 
 SLOTS, CONTEXT, BATCH = 4, 3000, 2048
 

@@ -28,6 +28,8 @@ from inference.worker.core.forms import AnyText, Form, Json, Literal, Marker, On
 from inference.worker.core.forms import Sequence as Then
 from inference.worker.core.parts import CallArguments, CallBegin, Content, Part, Reasoning, Tool, ToolChoice
 
+pytestmark = pytest.mark.unmeasured
+
 MOST = settings.default.max_examples if settings.default is not None else 100
 SOME, FEW = settings(max_examples=MOST // 2), settings(max_examples=MOST // 5)
 """There are many families, and what they share is drawn for each of them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +13,8 @@ from inference.worker.backend import BatchRow, Decode, Picture
 from inference.worker.core.scheduler import Scheduler
 from inference.worker.core.steps import Job, Limits, Remove
 from inference.worker.sighted import SightedBackend
+
+pytestmark = pytest.mark.unmeasured
 
 LIMITS = Limits(slots=3, context=40, batch=16, queue=50)
 LARGEST = LIMITS.batch - LIMITS.slots
