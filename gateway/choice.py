@@ -17,7 +17,7 @@ from gateway.core.chain import UNKNOWN_FACTS, Candidate, Chain, Dropped, Facts, 
 from gateway.core.frames import Endpoint
 from gateway.core.length import Fit
 from gateway.core.prediction import Allowed, Prediction
-from gateway.core.provider_fields import token_ids_in
+from gateway.core.provider_fields import ALL_TAKEN, token_ids_in
 from gateway.core.requests import InferenceRequest
 from gateway.core.speed import UNKNOWN, Speed, queue_seconds
 from gateway.errors import UpstreamError
@@ -123,7 +123,7 @@ class Choice:
         provider = self._tools.registry.get(candidate.provider)
         present = provider is not None
         unsupported = (
-            () if provider is None
+            ALL_TAKEN if provider is None
             else provider.unsupported_params(self._request.endpoint, self._request.body, candidate.model)
         )  # fmt: skip
         is_equal = (self._any_vectors and self._ids is None) or self._is_equal(candidate)

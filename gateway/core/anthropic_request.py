@@ -59,14 +59,15 @@ _MOST_STRICT_TOOLS = 20
 """In one request."""
 
 
-def unsupported_params(body: Mapping[str, Any], model: str | None = None) -> tuple[str, ...]:
-    """The parameters of a checked chat body that Anthropic cannot honor, each once; empty when the tier is suitable.
+def unsupported_params(body: Mapping[str, Any], model: str | None = None) -> Mapping[str, str]:
+    """Why Anthropic cannot honor a checked chat body, by parameter; empty when the tier is suitable.
 
     Without `model`, what only some models refuse is left out.
     """
-    found = dict.fromkeys(ANTHROPIC_CHAT.refused(body))
-    found.update((error.param or "", None) for error in _shape_errors(body, model))
-    return tuple(found)
+    found = ANTHROPIC_CHAT.shortcomings(body)
+    for error in _shape_errors(body, model):
+        found.setdefault(error.param or "", error.message)
+    return found
 
 
 def check_supported(body: Mapping[str, Any], model: str) -> dict[str, Any]:
@@ -176,7 +177,7 @@ def _part_problem(part: Mapping[str, Any], role: str) -> str | None:
         url = part["image_url"]["url"]
         match = _DATA_URL.match(url)
         if match is not None and match[1].lower() not in IMAGE_TYPES:
-            return f"images of type {match[1]} are not among {', '.join(IMAGE_TYPES)}"
+            return f"images must be {', '.join(IMAGE_TYPES)}"
         if match is None and not url.lower().startswith(("http://", "https://")):
             return "an image must be a base64 data: URL or an http(s) URL"
     if part["type"] == "file":

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from gateway.core.ailing import Ailment
 from gateway.core.outcome import Ignore, Next, Reason
+from gateway.core.provider_fields import ALL_TAKEN
 from gateway.core.speed import UNKNOWN, Speed
 from inference.protocol import ModelState, ModelStatus, Tier
 
@@ -56,14 +57,14 @@ class Facts(NamedTuple):
     """What is known about a candidate now; None is unknown and never a reason to drop.
 
     `closed_for`: seconds until its breaker admits a probe. `held_for`: seconds it asked to be left alone.
-    `unsupported`: the parameters of the request that its provider is known not to take.
+    `unsupported`: the parameters of the request that its provider is known not to take, and why.
     """
 
     present: bool = True
     closed_for: float | None = None
     held_for: float | None = None
     capabilities: frozenset[str] | None = None
-    unsupported: tuple[str, ...] = ()
+    unsupported: Mapping[str, str] = ALL_TAKEN
     same_vectors: bool = True
     """Whether its numbers mean the same as the first choice's; only of interest where numbers are asked for."""
     foreign_ids: str | None = None
@@ -237,11 +238,8 @@ def _drop(candidate: Candidate, known: Facts, wants: Wants) -> Dropped | None:
         param = "model" if lacks & _ENDPOINTS else None
         return Dropped(candidate, Drop.CAPABILITY, f"cannot do {', '.join(sorted(lacks))}", param=param)
     if known.unsupported:
-        names = ", ".join(known.unsupported)
-        return Dropped(
-            candidate, Drop.CAPABILITY, f"provider {candidate.provider} does not take {names}",
-            param=known.unsupported[0],
-        )  # fmt: skip
+        said = "; ".join(known.unsupported.values())
+        return Dropped(candidate, Drop.CAPABILITY, said, param=next(iter(known.unsupported)))
     if not known.same_vectors:
         said = "another model's vectors or scores cannot be compared with the first choice's (same_vectors is not set)"
         return Dropped(candidate, Drop.VECTORS, said)

@@ -81,14 +81,15 @@ def flavor_of(host: str, path: str) -> Flavor:
 
 def unsupported_params(
     body: Mapping[str, Any], flavor: Flavor, endpoint: Endpoint = Endpoint.CHAT, model: str = ""
-) -> tuple[str, ...]:
-    """The parameters of a checked body that this provider cannot honor, each once; empty when the tier is suitable."""
+) -> Mapping[str, str]:
+    """Why this provider cannot honor a checked body, by parameter; empty when the tier is suitable."""
     profile = _profile(endpoint, flavor)
     if profile is None:
-        return ("model",)
-    found = dict.fromkeys(profile.refused(body))
-    found.update((param, None) for param, _ in _shortcomings(endpoint, body, model, flavor))
-    return tuple(found)
+        return {"model": no_endpoint(endpoint).message}
+    found = profile.shortcomings(body)
+    for param, why in _shortcomings(endpoint, body, model, flavor):
+        found.setdefault(param, unsupported(param, why).message)
+    return found
 
 
 def _shortcomings(endpoint: Endpoint, body: Mapping[str, Any], model: str, flavor: Flavor) -> Iterator[tuple[str, str]]:

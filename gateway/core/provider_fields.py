@@ -35,6 +35,10 @@ def _not_only_text(value: Any) -> bool:
     return bool(value) and value != ["text"]
 
 
+ALL_TAKEN: Mapping[str, str] = {}
+"""No field that makes a tier unsuitable."""
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """Why a field makes a tier unsuitable, and for which values of it (`when`)."""
@@ -58,6 +62,10 @@ class Profile:
     def refused(self, body: Mapping[str, Any]) -> tuple[str, ...]:
         """The fields of `body` that make this provider unsuitable, in the order of the body."""
         return tuple(name for name, value in body.items() if name in self.refuses and self.refuses[name].when(value))
+
+    def shortcomings(self, body: Mapping[str, Any]) -> dict[str, str]:
+        """Why, by each of these fields."""
+        return {name: unsupported(name, self.refuses[name].reason).message for name in self.refused(body)}
 
     def kept(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of `body` that travel on; null means absent. Raises UpstreamError for a refused one."""
@@ -230,11 +238,12 @@ _LOCAL_REFUSES: Mapping[str, Refusal] = {
 }
 
 
-def refused_by_local(body: Mapping[str, Any]) -> tuple[str, ...]:
-    """The fields of a checked `body` that make every local model unsuitable."""
+def refused_by_local(body: Mapping[str, Any]) -> Mapping[str, str]:
+    """Why a checked `body` makes every local model unsuitable, by each field that does."""
     if _LOCAL_REFUSES.keys().isdisjoint(body):
-        return ()
-    return tuple(name for name in body if name in _LOCAL_REFUSES and _LOCAL_REFUSES[name].refuses(body[name]))
+        return ALL_TAKEN
+    refused = (name for name in body if name in _LOCAL_REFUSES and _LOCAL_REFUSES[name].refuses(body[name]))
+    return {name: unsupported(name, _LOCAL_REFUSES[name].reason).message for name in refused}
 
 
 def token_ids_in(body: Mapping[str, Any]) -> str | None:

@@ -44,10 +44,10 @@ class AnthropicProvider:
         self._host = self._client.base_url.host
         self._secrets = (api_key,)
 
-    def unsupported_params(self, endpoint: Endpoint, body: Mapping[str, Any], model: str) -> tuple[str, ...]:
+    def unsupported_params(self, endpoint: Endpoint, body: Mapping[str, Any], model: str) -> Mapping[str, str]:
         """See `gateway.providers.base.Provider`."""
         if endpoint is not Endpoint.CHAT:
-            return ("model",)
+            return {"model": no_endpoint(endpoint).message}
         return anthropic_request.unsupported_params(body, model)
 
     def stream(self, call: Call) -> AbstractAsyncContextManager[AsyncIterator[Frame]]:

@@ -45,8 +45,8 @@ class Provider(Protocol):
     name: str
     is_local: bool
 
-    def unsupported_params(self, endpoint: Endpoint, body: Mapping[str, Any], model: str) -> tuple[str, ...]:
-        """The parameters of a checked `body` that this provider cannot honor, known without asking it.
+    def unsupported_params(self, endpoint: Endpoint, body: Mapping[str, Any], model: str) -> Mapping[str, str]:
+        """Why this provider cannot honor a checked `body`, by parameter, known without asking it.
 
         Pure and quick; empty when an attempt is worth making. `stream` and `unary` refuse the same requests.
         """

@@ -15,7 +15,7 @@ import orjson
 
 from gateway.core.chain import LOCAL
 from gateway.core.frames import Endpoint, Frame
-from gateway.core.provider_fields import refused_by_local
+from gateway.core.provider_fields import ALL_TAKEN, refused_by_local
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.http import make_hop
 from gateway.providers.base import Call
@@ -50,9 +50,9 @@ class LocalProvider:
         self._hop, path = make_hop(self._url)
         self._paths = {endpoint: f"{path}/v1/{endpoint}" for endpoint in Endpoint}
 
-    def unsupported_params(self, endpoint: Endpoint, body: Mapping[str, Any], model: str) -> tuple[str, ...]:
+    def unsupported_params(self, endpoint: Endpoint, body: Mapping[str, Any], model: str) -> Mapping[str, str]:
         """What no local model takes; what the one asked for can do stands in the service's own snapshot."""
-        return refused_by_local(body) if endpoint.streams else ()
+        return refused_by_local(body) if endpoint.streams else ALL_TAKEN
 
     def stream(self, call: Call) -> AbstractAsyncContextManager[AsyncIterator[Frame]]:
         """See `gateway.providers.base.Provider`."""

@@ -45,7 +45,7 @@ class OpenAIProvider:
         self._host = url.host
         self._secrets = (api_key,)
 
-    def unsupported_params(self, endpoint: Endpoint, body: Mapping[str, Any], model: str) -> tuple[str, ...]:
+    def unsupported_params(self, endpoint: Endpoint, body: Mapping[str, Any], model: str) -> Mapping[str, str]:
         """See `gateway.providers.base.Provider`."""
         return openai_request.unsupported_params(body, self.flavor, endpoint, model)
 

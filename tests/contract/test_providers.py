@@ -460,7 +460,7 @@ async def test_an_endpoint_the_provider_lacks_is_refused_before_anything_is_sent
 ) -> None:
     async with FakeProvider() as fake:
         provider = make(fake.url, KEY)
-        assert provider.unsupported_params(Endpoint.COMPLETIONS, {"prompt": "x"}, "m") == ("model",)
+        assert list(provider.unsupported_params(Endpoint.COMPLETIONS, {"prompt": "x"}, "m")) == ["model"]
         with pytest.raises(UpstreamError) as caught:
             async with provider.stream(Call(Endpoint.COMPLETIONS, "m", {"prompt": "x"}, "r")):
                 raise AssertionError("no such endpoint")
@@ -474,13 +474,13 @@ async def test_an_endpoint_the_provider_lacks_is_refused_before_anything_is_sent
 async def test_what_is_known_beforehand_is_what_an_attempt_would_meet(rig: Rig, extra: dict[str, Any]) -> None:
     call = rig.call(body={"messages": [{"role": "user", "content": "x"}], **extra})
     known = rig.provider.unsupported_params(call.endpoint, call.body, call.model)
-    met: tuple[str | None, ...] = ()
+    met: dict[str | None, str] = {}
     try:
         async with rig.provider.stream(call):
             pass
     except UpstreamError as error:
         assert error.code == "unsupported_parameter"  # most cases raise nothing
-        met = (error.param,)
+        met = {error.param: error.message}
     assert known == met
 
 

@@ -183,7 +183,10 @@ async def test_a_tier_that_would_degrade_the_request_is_skipped_with_the_reason(
     for field, value in (("n", 17), ("prediction", {"type": "content", "content": "x"}), ("web_search_options", {})):
         answer = await _ask(cloudy, "x", **{field: value})
         assert answer.headers["x-headgate-model"] == "cloud/large", field
-        assert f"does not take {field}" in (await _explained(cloudy, answer))["dropped"]["local/demo"]
+        assert (
+            f"capability: {field} is not supported by this provider: "
+            in (await _explained(cloudy, answer))["dropped"]["local/demo"]
+        )
     _set(fake, "demo", capabilities=("completions",))
     _set(fake, "demo-mini", capabilities=("embeddings",))
     answer = await _ask(cloudy, "x", model="demo-mini")

@@ -152,11 +152,16 @@ async def test_what_a_cloud_is_known_not_to_take_costs_no_attempt(gateway: Gatew
     assert (answer.headers["x-headgate-attempts"], answer.headers["x-headgate-reason"]) == ("1", "capability")
     told = (await gateway.admin("GET", f"/admin/requests/{answer.headers['x-request-id']}")).json()
     assert told["dropped"] == {
-        f"{name}/{model}": f"capability: provider {name} does not take seed"
-        for name, model in (("google", "gemini"), ("anthropic", "claude"))
+        f"{name}/{model}": f"capability: seed is not supported by this provider: {why}"
+        for name, model, why in (
+            ("google", "gemini", "its OpenAI dialect has no seed"),
+            ("anthropic", "claude", "it has no seed"),
+        )
     }
     refused = await gateway.chat("a", seed=7)
-    assert "provider anthropic does not take seed" in refused.json()["error"]["message"]
+    assert (
+        "anthropic/claude: seed is not supported by this provider: it has no seed" in refused.json()["error"]["message"]
+    )
     assert len(cloud.records) == 1
 
 
@@ -170,7 +175,9 @@ async def test_sampling_that_a_reasoning_model_refuses_is_no_400_at_failover(
     missed = await gateway.chat("thinks", stop="END")
     assert missed.headers["x-headgate-model"] == "anthropic/claude"
     told = (await gateway.admin("GET", f"/admin/requests/{missed.headers['x-request-id']}")).json()
-    assert told["dropped"]["itself/gpt-5-mini"] == "capability: provider itself does not take stop"
+    assert told["dropped"]["itself/gpt-5-mini"] == (
+        "capability: stop is not supported by this provider: gpt-5-mini reasons, and takes none"
+    )
 
 
 async def test_a_value_that_a_cloud_turns_out_not_to_take_is_left_to_the_next(gateway: Gateway) -> None:

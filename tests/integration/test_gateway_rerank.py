@@ -57,6 +57,6 @@ async def test_a_model_that_cannot_rerank_is_not_asked(gateway: Gateway, fake: F
 
 @pytest.mark.parametrize("flavor", Flavor)
 def test_a_cloud_of_openais_dialect_has_no_reranking(flavor: Flavor) -> None:
-    assert unsupported_params(BODY, flavor, Endpoint.RERANK) == ("model",)
+    assert tuple(unsupported_params(BODY, flavor, Endpoint.RERANK)) == ("model",)
     with pytest.raises(UpstreamError, match="/v1/rerank"):
         to_openai(Endpoint.RERANK, BODY, "judge", flavor)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from gateway.core.ailing import Ailment
+from gateway.core.anthropic_request import unsupported_params
 from gateway.core.chain import Candidate, Drop, Facts, Found, Wants, expand, find_route, fold, passes_on, plain_facts
 from gateway.core.frames import Endpoint
 from gateway.core.outcome import Ignore, Reason
@@ -61,7 +62,7 @@ VISION = Wants(capabilities=frozenset({"vision"}))
         (LOCAL, Facts(capabilities=frozenset({"chat"})), VISION, Drop.CAPABILITY),
         (LOCAL, Facts(capabilities=frozenset({"chat", "vision"})), VISION, None),
         (LOCAL, Facts(capabilities=None), VISION, None),
-        (CLOUD, Facts(unsupported=("seed",)), Wants(), Drop.CAPABILITY),
+        (CLOUD, Facts(unsupported={"seed": "no seed"}), Wants(), Drop.CAPABILITY),
         (LOCAL, Facts(context_length=100), Wants(), None),
         (LOCAL, Facts(same_vectors=False), Wants(), Drop.VECTORS),
         (MINI, Facts(foreign_ids="logit_bias"), Wants(), Drop.VOCABULARY),
@@ -179,9 +180,21 @@ def test_what_no_tier_can_do_is_the_requests_fault() -> None:
     assert (gone.status, gone.param) == (404, "model")
 
 
+def test_a_tier_that_cannot_says_what_would_help() -> None:
+    """ "provider anthropic does not take messages" was all that a caller was told."""
+    body = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}
+    body |= {"response_format": {"type": "json_object"}, "n": 2}
+    unsupported = unsupported_params(body, "claude-opus-5")
+    assert list(unsupported) == ["n", "response_format", "messages"]
+    dropped = fold([CLOUD], lambda _: Facts(unsupported=unsupported), Wants()).dropped[0]
+    assert "it gives one choice per request" in dropped.said
+    assert "give a json_schema" in dropped.said
+    assert "wants the last message to be the user's or a tool's" in dropped.said
+
+
 def test_a_parameter_that_only_absent_tiers_might_do_is_named() -> None:
-    dropped = fold([CLOUD], lambda _: Facts(unsupported=("seed", "n")), Wants()).dropped[0]
-    assert (dropped.param, dropped.said) == ("seed", "provider openai does not take seed, n")
+    dropped = fold([CLOUD], lambda _: Facts(unsupported={"seed": "no seed", "n": "one choice"}), Wants()).dropped[0]
+    assert (dropped.param, dropped.said) == ("seed", "no seed; one choice")
     error = _none(
         Outcome(LOCAL, "policy", "no", None, Drop.POLICY),
         Outcome(CLOUD, "capability", dropped.said, None, Drop.CAPABILITY, param="seed"),
