@@ -181,9 +181,9 @@ def test_what_no_tier_can_do_is_the_requests_fault() -> None:
 
 
 def test_a_tier_that_cannot_says_what_would_help() -> None:
-    """ "provider anthropic does not take messages" was all that a caller was told."""
-    body = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}
-    body |= {"response_format": {"type": "json_object"}, "n": 2}
+    """Its caller was told which field it does not take, and no more."""
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    body = {"messages": messages, "response_format": {"type": "json_object"}, "n": 2}
     unsupported = unsupported_params(body, "claude-opus-5")
     assert list(unsupported) == ["n", "response_format", "messages"]
     dropped = fold([CLOUD], lambda _: Facts(unsupported=unsupported), Wants()).dropped[0]
