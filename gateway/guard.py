@@ -180,7 +180,8 @@ class Guard:
         if not permit.is_probe or not core.counts(self.book, permit):
             return permit
         self._record_success(permit)
-        self.book, fresh = core.renew(self.book, permit)
+        # our own service is asked by probes, and goes on with an answer by itself: a closed breaker lets it
+        self.book, fresh = core.renew(self.book, permit, on_trial=self.provider != LOCAL)
         return fresh
 
     def _record_success(self, permit: Permit) -> None:
@@ -197,14 +198,14 @@ class Guard:
         self.book, count = core.settle(
             self.book, self._rule, permit, False, self._clock(), failure.retry_after, opens, failure.broke
         )
-        self._tell(count, opens)
+        self._tell(count, opens, permit.on_trial)
         if self.book.state is CLOSED:
             self.source = None
 
-    def _tell(self, count: Count, asked: bool = False) -> None:
+    def _tell(self, count: Count, asked: bool = False, on_trial: bool = False) -> None:
         """Moves pybreaker. It is never open here: every result of an older epoch counts for nothing.
 
-        `asked` is whether the tier itself said how long to stay away.
+        `asked` is whether the tier itself said how long to stay away, `on_trial` whether its probe's answer is meant.
         """
         if count is core.SUCCESS:
             if self.book.state is not CLOSED or self._machine.fail_counter:
@@ -214,7 +215,8 @@ class Guard:
                 self._machine.call(_fail)
             except _AttemptFailed:
                 if count is core.TRIP and self.book.state is not OPEN:
-                    self._tripped = "it asked to be left alone" if asked else self._share_of_failures()
+                    broke_off = "its probe's answer broke off" if on_trial else self._share_of_failures()
+                    self._tripped = "it asked to be left alone" if asked else broke_off
                     self._machine.open()
                     self._tripped = None
 

@@ -64,12 +64,16 @@ class Rule:
 
 
 class Permit(NamedTuple):
-    """The right to make one attempt. A result counts only in the epoch that gave the permit."""
+    """The right to make one attempt. A result counts only in the epoch that gave the permit.
+
+    `on_trial` is what is left of a probe's attempt whose beginning was taken for a recovery.
+    """
 
     epoch: int
     number: int
     is_probe: bool
     expires: float
+    on_trial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,12 +220,13 @@ def ask(
     ), permit  # fmt: skip
 
 
-def renew(book: Book, permit: Permit) -> tuple[Book, Permit]:
-    """An ordinary permit of the present epoch for what is left of a probe's attempt, once its success was recorded.
+def renew(book: Book, permit: Permit, on_trial: bool = False) -> tuple[Book, Permit]:
+    """A permit of the present epoch for what is left of a probe's attempt, once its success was recorded.
 
-    While more probes are needed it holds no probe's place, and its failure still counts.
+    While more probes are needed it holds no probe's place, and its failure still counts. `on_trial`: a failure that
+    comes before anybody else's success takes the recovery back.
     """
-    fresh = permit._replace(epoch=book.epoch, number=book.issued + 1, is_probe=False)
+    fresh = permit._replace(epoch=book.epoch, number=book.issued + 1, is_probe=False, on_trial=on_trial)
     return book._replace(issued=book.issued + 1), fresh
 
 
@@ -268,6 +273,7 @@ def settle(
             return book, NOTHING
         book = book._replace(broke_at=now, broke_below=book.issued)
     asked = pause if pause is None or trip else max(pause, rule.open)
+    trip = trip or (permit.on_trial and book.ramp is not None and not book.ramp.wins)
     anew = None if book.ramp is None else ramps.lost(book.ramp, now)
     book = book._replace(ramp=anew, tallies=_tally(book, rule, now, failed=1), asked_pause=asked)
     return book, TRIP if trip or _ratio_exceeded(book, rule) else FAILURE

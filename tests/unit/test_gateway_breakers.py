@@ -38,6 +38,12 @@ def _lease(breakers: Breakers, model: str = "m", expires: float = 1e9) -> Lease:
     return lease
 
 
+def _local(breakers: Breakers) -> Lease:
+    lease = breakers.acquire("local", "m", 1e9)
+    assert isinstance(lease, Lease), lease
+    return lease
+
+
 def _fail(breakers: Breakers, count: int, verdict: Failure = PAIR, model: str = "m") -> None:
     for _ in range(count):
         _lease(breakers, model).settle(verdict, "it broke")
@@ -501,14 +507,39 @@ def test_a_probe_closes_the_breaker_when_its_answer_begins_and_others_pass_while
     assert breakers.guard("p", "m").describe()["window"] == {"succeeded": 0, "failed": 0}, "it began a new epoch"
 
 
-def test_a_probe_cut_after_its_answer_began_is_an_ordinary_failure(breakers: Breakers, clock: Clock) -> None:
+def test_a_probe_cut_after_its_answer_began_opens_the_breaker_again(
+    breakers: Breakers, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A cloud that cuts every answer was asked five more times after each open period."""
     _fail(breakers, 5)
     clock.now += 30
     probe = _lease(breakers)
     probe.prove()
     probe.settle(PAIR, "cut")
+    assert breakers.closed_for("p", "m") == 30.0
+    assert "closed -> open for 30 s after its probe's answer broke off: cut" in caplog.text
+
+
+def test_a_probe_cut_after_somebody_had_a_whole_answer_is_an_ordinary_failure(breakers: Breakers, clock: Clock) -> None:
+    _fail(breakers, 5)
+    clock.now += 30
+    probe = _lease(breakers)
+    probe.prove()
+    _lease(breakers).settle(Success())
+    probe.settle(PAIR, "cut")
     entry = breakers.guard("p", "m").describe()
     assert (entry["state"], entry["failures"], entry["last_failure"]) == ("closed", 1, "cut")
+
+
+def test_a_cut_probe_of_our_own_service_is_an_ordinary_failure(breakers: Breakers, clock: Clock) -> None:
+    """Its model is loaded again at once, and the answer goes on there."""
+    for _ in range(5):
+        _local(breakers).settle(PAIR, "it broke")
+    clock.now += 30
+    probe = _local(breakers)
+    probe.prove()
+    probe.settle(PAIR, "cut")
+    assert breakers.closed_for("local", "m") is None
 
 
 def test_with_two_probes_a_beginning_is_one_success_and_a_cut_opens_it_again(clock: Clock) -> None:

@@ -91,7 +91,8 @@ class Outage:
             if until > seconds:
                 raise UpstreamError(UpstreamKind.TIMEOUT, "silent")
             return
-        raise ERRORS[self.how]
+        if self.how != "cut":
+            raise ERRORS[self.how]
 
     async def user(self) -> bool:
         """One request; whether it reached the tier."""
@@ -103,6 +104,10 @@ class Outage:
             if self.begins <= self.loop.time() < self.ends:
                 self.reached.append(self.loop.time())
             try:
+                if self.how == "cut" and self.begins <= self.loop.time() < self.ends:
+                    lease.prove()
+                    await asyncio.sleep(ANSWER)
+                    raise ERRORS["reset"]
                 await self._be_away(FIRST_TOKEN)
             except UpstreamError as error:
                 seen = Observation(error.kind, error.status, error.code, is_local=self.provider == "local")
@@ -167,7 +172,7 @@ def test_in_an_outage_of_sixty_seconds_our_own_service_sees_at_most_four_request
         assert outage.most_probing == 1
 
 
-@pytest.mark.parametrize("how", ["refused", "reset", "500", "529", "silent"])
+@pytest.mark.parametrize("how", ["refused", "reset", "500", "529", "silent", "cut"])
 def test_a_paid_one_sees_at_most_six_and_is_used_again_within_the_open_period_and_one_request(how: str) -> None:
     for offset in range(8):
         outage = virtual_time.run(_outage("cloud", how, offset / 2))
