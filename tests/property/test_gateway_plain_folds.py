@@ -75,8 +75,8 @@ class Cloud:
     name = "cloud"
     is_local = False
 
-    def unsupported_params(self, endpoint: Endpoint, body: Mapping[str, Any], model: str) -> tuple[str, ...]:
-        return tuple(name for name in body if name == "logit_bias")
+    def unsupported_params(self, endpoint: Endpoint, body: Mapping[str, Any], model: str) -> Mapping[str, str]:
+        return {name: "no biases" for name in body if name == "logit_bias"}
 
 
 class Local(Cloud):
@@ -85,8 +85,8 @@ class Local(Cloud):
     name = "local"
     is_local = True
 
-    def unsupported_params(self, endpoint: Endpoint, body: Mapping[str, Any], model: str) -> tuple[str, ...]:
-        return tuple(name for name in body if name == "prediction")
+    def unsupported_params(self, endpoint: Endpoint, body: Mapping[str, Any], model: str) -> Mapping[str, str]:
+        return {name: "no predictions" for name in body if name == "prediction"}
 
 
 class World:
