@@ -56,7 +56,7 @@ def for_google(messages: Messages, model: str) -> Messages:
     for message in messages:
         known = _only(_KNOWN | {_EXTRA}, message)
         if calls := [*_with_objects(message.get("tool_calls") or ())]:
-            names |= {call["id"]: call["function"]["name"] for call in calls if "function" in call}
+            names |= {call["id"]: call["function"]["name"] for call in calls if call.get("function") is not None}
             if is_signed and not calls[0].get(_EXTRA):
                 calls[0] = {**calls[0], _EXTRA: {"google": {"thought_signature": UNSIGNED_CALL}}}
             known = {**known, "tool_calls": calls}

@@ -22,7 +22,7 @@ from gateway.core.frames import Endpoint, Frame
 from gateway.core.openai_request import no_endpoint
 from gateway.core.origin import origin_of
 from gateway.providers.base import Call
-from gateway.providers.sdk import SdkStream, timeout_of, upstream_error
+from gateway.providers.sdk import SdkStream, timeout_of, upstream_error, written
 
 BASE_URL = "https://api.anthropic.com"
 
@@ -62,7 +62,7 @@ class AnthropicProvider:
 
     async def count_tokens(self, call: Call) -> int:
         """See `gateway.providers.base.CountsTokens`."""
-        body = _request(call.body, call.model)
+        body = written(lambda: _request(call.body, call.model))
         counted: dict[str, Any] = {name: body[name] for name in _COUNTED if name in body}
         try:
             answer = await self._client.messages.count_tokens(**counted, timeout=timeout_of(call.connect_seconds))
@@ -77,7 +77,7 @@ class AnthropicProvider:
     async def _send(self, call: Call) -> httpx2.Response:
         if call.endpoint is not Endpoint.CHAT:
             raise no_endpoint(call.endpoint)
-        body = _request(call.body, call.model)
+        body = written(lambda: _request(call.body, call.model))
         headers = {"Accept-Encoding": "identity"}  # a compressed stream comes in blocks instead of token by token
         if needs_sampling_version(body):
             headers["anthropic-version"] = SAMPLING_VERSION

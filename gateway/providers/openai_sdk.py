@@ -19,7 +19,7 @@ from gateway.core.frames import Endpoint, Frame
 from gateway.core.openai_request import Flavor, flavor_of, to_openai
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.base import Call
-from gateway.providers.sdk import SdkStream, timeout_of, upstream_error
+from gateway.providers.sdk import SdkStream, timeout_of, upstream_error, written
 
 BASE_URL = "https://api.openai.com/v1"
 
@@ -71,7 +71,7 @@ class OpenAIProvider:
         await self._client.close()
 
     async def _send(self, call: Call, *, stream: bool) -> httpx2.Response:
-        body = to_openai(call.endpoint, call.body, call.model, self.flavor)
+        body = written(lambda: to_openai(call.endpoint, call.body, call.model, self.flavor))
         response: Any = await self._client.post(
             f"/{call.endpoint}",
             cast_to=httpx2.Response,

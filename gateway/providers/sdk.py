@@ -7,12 +7,13 @@ frames are relayed or translated once and never parsed into the SDK's models.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from types import TracebackType
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import httpx2
 
@@ -20,6 +21,9 @@ from gateway.core.frames import Done, Frame
 from gateway.core.provider_errors import scrub, status_error
 from gateway.core.sse import SseFrame, SseSplitter
 from gateway.errors import UpstreamError, UpstreamKind
+from inference.protocol import Code
+
+log = logging.getLogger("gateway.providers.sdk")
 
 DRAIN_SECONDS = 0.05
 """After the last frame the end of the body is usually there already; read, it leaves the connection reusable."""
@@ -50,6 +54,26 @@ class Dialect(Protocol[S]):
 def timeout_of(connect_seconds: float) -> httpx2.Timeout:
     """Deadlines for making a connection alone; silence afterwards is measured by the attempt."""
     return httpx2.Timeout(None, connect=connect_seconds)
+
+
+def written(write: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The request that `write` makes of a caller's; raises UpstreamError.
+
+    Where it fails in another way the defect is ours: nothing was sent, so that it is no answer of the provider's.
+    """
+    try:
+        return write()
+    except UpstreamError:
+        raise
+    except Exception as error:
+        log.exception("a request could not be written for a provider")
+        raise UpstreamError(
+            UpstreamKind.STATUS,
+            f"the request could not be written for this provider ({type(error).__name__})",
+            status=400,
+            code=Code.UNSUPPORTED_PARAMETER,
+            type="invalid_request_error",
+        ) from error
 
 
 def upstream_error(error: BaseException, host: str, secrets: Sequence[str] = ()) -> UpstreamError:

@@ -469,6 +469,16 @@ async def test_an_endpoint_the_provider_lacks_is_refused_before_anything_is_sent
         assert fake.records == []
 
 
+@only_clouds
+async def test_what_cannot_be_written_is_no_answer_of_the_providers(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """A defect of ours: a tier that was never asked is not to blame, and the next one may do the request."""
+    frames, error = await rig.failure(rig.call(body={"messages": [None]}))
+    assert frames == []
+    assert (error.kind, error.status, error.code) == (UpstreamKind.STATUS, 400, "unsupported_parameter")
+    assert rig.fake.records == []
+    assert "could not be written" in caplog.text
+
+
 @pytest.mark.parametrize("rig", ["openai", "google", "anthropic"], indirect=True)
 @pytest.mark.parametrize("extra", [{}, {"seed": 7}, {"n": 2}, {"grammar": "root ::= x"}, {"temperature": 1}])
 async def test_what_is_known_beforehand_is_what_an_attempt_would_meet(rig: Rig, extra: dict[str, Any]) -> None:

@@ -81,6 +81,15 @@ def test_a_call_of_free_text_has_no_arguments() -> None:
     assert body["messages"][1]["tool_calls"] == [custom]
 
 
+@pytest.mark.parametrize("flavor", Flavor)
+def test_a_call_whose_function_is_null_is_left_to_the_address(flavor: Flavor) -> None:
+    """Google's could not be written, for which its breaker opened."""
+    history = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": None}]}
+    result = {"role": "tool", "tool_call_id": "a", "content": "dark"}
+    body = to_openai(Endpoint.CHAT, {"messages": [ASKED, history, result]}, "m", flavor)
+    assert body["messages"] == [ASKED, history, result]
+
+
 @pytest.mark.parametrize(
     ("written", "read"),
     [
