@@ -28,6 +28,24 @@ higher."""
 _NEVER_REASONS = _named(r"(gpt-(3\.5|4)|chatgpt-4o|gpt-5-chat)")
 """Models that are known not to reason. They answer 400 to an effort, which others of unknown names may have."""
 
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""All that callers name, from the least."""
+
+_EFFORTS_OF = (
+    (_NEVER_REASONS, ()),
+    (_named(r"gpt-5\.\d+-chat"), ("medium",)),
+    (_named(r"gpt-5-pro"), ("high",)),
+    (_named(r"gpt-5\.\d[^:]*-pro"), ("medium", "high", "xhigh")),
+    (_named(r"(o\d|codex-|gpt-5-codex|gpt-5\.1-codex(?!-max))"), ("low", "medium", "high")),
+    (_named(r"gpt-5(?![.\d])"), ("minimal", "low", "medium", "high")),
+    (_named(r"gpt-5\.1(?!\d|-codex)"), ("none", "low", "medium", "high")),
+    (_named(r"gpt-5\.\d[^:]*-codex"), ("low", "medium", "high", "xhigh")),
+    (_named(r"gpt-5\.\d"), ("none", "low", "medium", "high", "xhigh")),
+    (_named(""), ("none", "minimal", "low", "medium", "high", "xhigh")),
+)
+"""Which of them a model takes, from the least and as far as they are known, by the first name that fits; others are
+answered with 400. `max` is left out: later models than these know it, and they know the next lower one as well."""
+
 _STOPS = _named(r"o(1|3-mini)(?!\d)")
 """Reasoning models that take `stop`: those before o3 and o4-mini."""
 
@@ -54,17 +72,25 @@ def reasons(model: str) -> bool:
 
 
 def effort_for(effort: str, model: str) -> str | None:
-    """`effort` as OpenAI knows it, whose highest is `xhigh`; None for a `model` that has none."""
-    if _NEVER_REASONS.match(model):
+    """`effort` where `model` is known to take it, else the next higher one, else its highest; None where it has none.
+
+    A word that is no effort stays as it is.
+    """
+    taken: tuple[str, ...] = next(efforts for name, efforts in _EFFORTS_OF if name.match(model))
+    if not taken:
         return None
-    return "xhigh" if effort == "max" else effort
+    if effort not in _EFFORTS:
+        return effort
+    least = _EFFORTS.index(effort)
+    return next((other for other in taken if _EFFORTS.index(other) >= least), taken[-1])
 
 
 def takes_sampling(model: str, effort: str | None) -> bool:
     """Whether a `model` that reasons, asked for this effort (None: for none by name), takes `temperature`, `top_p` and
     `logprobs`.
     """
-    unthinking = {None: _UNTHINKING, "none": _SAMPLES_UNTHINKING}.get(effort)
+    given = None if effort is None else effort_for(effort, model)
+    unthinking = {None: _UNTHINKING, "none": _SAMPLES_UNTHINKING}.get(given)
     return unthinking is not None and unthinking.match(model) is not None
 
 

@@ -722,7 +722,22 @@ def test_efforts_beyond_the_highest_of_an_address_are_that_one() -> None:
         (Flavor.OPENAI, "gpt-3.5-turbo", "low", None),
         (Flavor.OPENAI, "gpt-5-chat-latest", "low", None),
         (Flavor.OPENAI, "gpt-5.1", "none", "none"),
-        (Flavor.OPENAI, "o4-mini", "max", "xhigh"),
+        (Flavor.OPENAI, "gpt-5", "none", "minimal"),
+        (Flavor.OPENAI, "gpt-5", "xhigh", "high"),
+        (Flavor.OPENAI, "openai/gpt-5-mini-2025-08-07", "minimal", "minimal"),
+        (Flavor.OPENAI, "gpt-5-pro", "low", "high"),
+        (Flavor.OPENAI, "gpt-5-codex", "minimal", "low"),
+        (Flavor.OPENAI, "gpt-5.1", "minimal", "low"),
+        (Flavor.OPENAI, "gpt-5.1", "max", "high"),
+        (Flavor.OPENAI, "gpt-5.1-codex", "none", "low"),
+        (Flavor.OPENAI, "gpt-5.1-codex-max", "max", "xhigh"),
+        (Flavor.OPENAI, "gpt-5.2-chat-latest", "high", "medium"),
+        (Flavor.OPENAI, "gpt-5.2-pro", "none", "medium"),
+        (Flavor.OPENAI, "gpt-5.5", "max", "xhigh"),
+        (Flavor.OPENAI, "gpt-5.5", "none", "none"),
+        (Flavor.OPENAI, "o4-mini", "max", "high"),
+        (Flavor.OPENAI, "o3", "minimal", "low"),
+        (Flavor.OPENAI, "our-own-name", "odd", "odd"),
         (Flavor.OPENAI, "our-own-name", "low", "low"),
         (Flavor.COMPATIBLE, "gpt-4o", "none", "none"),
         (Flavor.GOOGLE, "gemini-2.5-pro", "none", "minimal"),
@@ -732,10 +747,22 @@ def test_efforts_beyond_the_highest_of_an_address_are_that_one() -> None:
     ],
 )
 def test_an_effort_is_the_nearest_that_the_model_has(flavor: Flavor, model: str, effort: str, sent: str | None) -> None:
-    """Local models' templates know `none`; where such a request went on to a cloud, it was refused there."""
+    """Local models' templates know `none`; where such a request went on to a cloud, it was refused there.
+
+    Of OpenAI's models that is the next higher one, or the highest.
+    """
     body = to_openai(Endpoint.CHAT, {"messages": [user()], "reasoning_effort": effort}, model, flavor)
     assert body.get("reasoning_effort") == sent
     rules.openai_chat(body, flavor)
+
+
+def test_a_model_that_has_no_effort_none_is_not_sent_what_it_takes_without_thinking() -> None:
+    body = {"messages": [user()], "reasoning_effort": "none", "temperature": 0}
+    assert "temperature" in to_openai(Endpoint.CHAT, body, "gpt-5.2", Flavor.OPENAI)
+    for model in ("gpt-5.2-pro", "gpt-5.2-codex", "gpt-5.2-chat-latest"):
+        sent = to_openai(Endpoint.CHAT, body, model, Flavor.OPENAI)
+        assert "temperature" not in sent
+        rules.openai_chat(sent, Flavor.OPENAI)
 
 
 def test_calls_in_a_history_are_as_each_address_takes_them() -> None:

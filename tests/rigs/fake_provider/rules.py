@@ -153,6 +153,27 @@ def _strict_schemas(body: Mapping[str, Any]) -> None:
             raise RefusedError(said, "invalid_function_parameters", f"tools[{index}].function.parameters")
 
 
+_REASONING_EFFORTS = (
+    (r"gpt-5\.\d-chat", "medium"),
+    (r"gpt-5-pro", "high"),
+    (r"gpt-5\.\d-pro", "medium high xhigh"),
+    (r"gpt-5\.(1-codex-max|[2-9]-codex)", "low medium high xhigh"),
+    (r"o\d|codex-|gpt-5(\.1)?-codex", "low medium high"),
+    (r"gpt-5\.1", "none low medium high"),
+    (r"gpt-5\.", "none low medium high xhigh"),
+    (r"gpt-5", "minimal low medium high"),
+)
+"""What OpenAI's reasoning models take: https://platform.openai.com/docs/guides/reasoning and its errors."""
+
+
+def _reasoning_effort(body: Mapping[str, Any]) -> None:
+    effort, model = body.get("reasoning_effort"), body["model"]
+    taken = next((efforts for name, efforts in _REASONING_EFFORTS if re.match(name, model)), None)
+    if effort is not None and taken is not None and effort not in taken.split():
+        said = f"Unsupported value: '{effort}' is not supported with the '{model}' model."
+        raise RefusedError(f"{said} Supported values are: {taken}.", "unsupported_value", "reasoning_effort")
+
+
 def _reasoning_model(body: Mapping[str, Any]) -> None:
     """What OpenAI's models that reason take no more; GPT-5.1 and later ones sample while their effort is none.
 
@@ -163,6 +184,7 @@ def _reasoning_model(body: Mapping[str, Any]) -> None:
         if re.match(r"gpt-(3\.5|4|5-chat)", body["model"]) and body.get("reasoning_effort") is not None:
             raise RefusedError("Unrecognized request argument supplied: reasoning_effort")
         return
+    _reasoning_effort(body)
     silent = match[2] in (".1", ".2", ".3", ".4") and not re.search(r"-(chat|codex|pro)", body["model"])
     unthinking = match[2] is not None and (body.get("reasoning_effort") or ("none" if silent else "medium")) == "none"
     refused = ["frequency_penalty", "presence_penalty", "logit_bias"]
