@@ -40,14 +40,44 @@ class Bodies:
 
     @contextlib.contextmanager
     def _room(self, size: int, limit: int) -> Iterator[None]:
+        self.take(size, limit)
+        try:
+            yield
+        finally:
+            self.give_back(size)
+
+    def take(self, size: int, limit: int) -> None:
+        """Room for `size` bytes until they are given back; raises RefusedError (429) when there is none."""
         if self.held_bytes + size > LARGEST_AT_A_TIME * limit:
             said = f"requests with {self.held_bytes} bytes of bodies are being served; try again shortly"
             raise RefusedError(Code.QUEUE_FULL, said, retry_after=_RETRY_SECONDS)
         self.held_bytes += size
-        try:
-            yield
-        finally:
-            self.held_bytes -= size
+
+    def give_back(self, size: int) -> None:
+        """What was taken."""
+        self.held_bytes -= size
+
+
+class Room:
+    """What one request holds beside its body while it comes, byte by byte; `limit` is the most. `close` ends it."""
+
+    def __init__(self, bodies: Bodies, limit: int) -> None:
+        self._bodies = bodies
+        self._taken = 0
+        self.limit = limit
+
+    def take(self, size: int) -> bool:
+        """Whether `size` more are within the limit; raises RefusedError when others leave no memory for them."""
+        if self._taken + size > self.limit:
+            return False
+        self._bodies.take(size, self.limit)
+        self._taken += size
+        return True
+
+    def close(self) -> None:
+        """Nothing of it is held any more."""
+        self._bodies.give_back(self._taken)
+        self._taken = 0
 
 
 def length_of(headers: Mapping[str, str], limit: int) -> int:

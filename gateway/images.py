@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
+from gateway.bodies import Room
 from gateway.core import images as core
 from gateway.core.messages import VISION
 from gateway.core.requests import InferenceRequest
@@ -28,16 +29,13 @@ class _NotPublicError(Exception):
     """A name leads to an address that is not public."""
 
 
+class _TooMuchError(Exception):
+    """The images of a request are together larger than they may be."""
+
+
 async def _resolve(host: str, port: int) -> Sequence[str]:
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(entry[4][0]) for entry in found]
-
-
-class _Room:
-    """How many bytes the images of one request may still take together."""
-
-    def __init__(self, left: int) -> None:
-        self.left = left
 
 
 class _Judged(AbstractResolver):
@@ -84,22 +82,20 @@ class Images:
         """What may be fetched from now on."""
         self._settings = settings
 
-    def most_bytes(self, request: InferenceRequest, max_bytes: int) -> int:
-        """What may come to be held for `request` beside its body; raises RequestError when it names too many."""
-        if VISION not in request.needs:
-            return 0
-        return min(len(core.remote_images(request.body)) * self._settings.max_bytes, max_bytes)
+    async def inlined(self, request: InferenceRequest, room: Room) -> InferenceRequest:
+        """`request` with every image in it, for which `room` is taken as they come.
 
-    async def inlined(self, request: InferenceRequest, max_bytes: int) -> InferenceRequest:
-        """`request` with every image in it, `max_bytes` of them together; raises RequestError naming the one at fault.
-
-        A request whose images came with it is returned as it is.
+        A request whose images came with it is returned as it is. Raises RequestError naming the image at fault, and
+        RefusedError when there is no memory for them now.
         """
         if VISION not in request.needs or not (remotes := core.remote_images(request.body)):
             return request
         targets = [core.target_of(remote, self._settings.hosts) for remote in remotes]
-        room = _Room(max_bytes)
-        contents = await _together([self._fetch(*one, room) for one in zip(remotes, targets, strict=True)])
+        try:
+            contents = await _together([self._fetch(*one, room) for one in zip(remotes, targets, strict=True)])
+        except _TooMuchError:
+            said = f"and the others are together larger than {room.limit} bytes (max_body)"
+            raise core.refusal(remotes[-1], said) from None
         urls = {remote: core.data_url(remote, content) for remote, content in zip(remotes, contents, strict=True)}
         return request._replace(body=core.inlined(request.body, urls))
 
@@ -108,7 +104,7 @@ class Images:
         if self._session is not None:
             await self._session.close()
 
-    async def _fetch(self, remote: core.Remote, target: core.Target, room: _Room) -> bytes:
+    async def _fetch(self, remote: core.Remote, target: core.Target, room: Room) -> bytes:
         settings = self._settings
         try:
             async with asyncio.timeout(settings.timeout):
@@ -121,7 +117,7 @@ class Images:
             said = f"cannot be had: {target.host} is not reached or broke off ({type(error).__name__})"
             raise core.refusal(remote, said) from error
 
-    async def _get(self, remote: core.Remote, target: core.Target, max_bytes: int, room: _Room) -> bytes:
+    async def _get(self, remote: core.Remote, target: core.Target, max_bytes: int, room: Room) -> bytes:
         if self._session is None:
             self._session = make_image_session(self._resolver, self._trust)
         url = f"https://{target.host}:{target.port}{target.path}"
@@ -133,11 +129,10 @@ class Images:
             content = bytearray()
             async for piece in response.content.iter_chunked(65536):
                 content += piece
-                room.left -= len(piece)
                 if len(content) > max_bytes:
                     raise core.refusal(remote, f"is larger than {max_bytes} bytes (images.max_bytes)")
-                if room.left < 0:
-                    raise core.refusal(remote, "and the others are together larger than max_body allows")
+                if not room.take(len(piece)):
+                    raise _TooMuchError
             return bytes(content)
 
 

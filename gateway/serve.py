@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from gateway.attempts import Caller, Request, Tools
 from gateway.auth import Key, Keys
-from gateway.bodies import NOTHING, SMALL_BYTES, length_of
+from gateway.bodies import NOTHING, SMALL_BYTES, Room, length_of
 from gateway.core.chain import Found
 from gateway.core.outcome import End
 from gateway.core.quotes import without_quotes
@@ -117,8 +117,6 @@ class Generation:
         asked = self._dialect.parse(raw, visitor.owner)
         request = asked.request
         beside = request.size_bytes - len(raw)  # what it is built on
-        if request.needs:
-            beside += runtime.images.most_bytes(request, max_body)
         del raw
         if meter is not None:
             meter.reserve(request)
@@ -152,9 +150,11 @@ class Generation:
         queued = time.monotonic()
         try:
             place = runtime.admission.walk_in() or await runtime.admission.take(caller.priority, caller.silence_seconds)
+            fetched: Room | None = None
             try:
                 if request.needs:
-                    request = await runtime.images.inlined(request, runtime.config.max_body)
+                    fetched = Room(runtime.bodies, runtime.config.max_body)
+                    request = await runtime.images.inlined(request, fetched)
                 waited = time.monotonic() - queued
                 exchange.waited_seconds += waited
                 job = Request(tools, request, found, caller, record, exchange.began, waited, presence.why_cancelled)
@@ -190,6 +190,8 @@ class Generation:
                         await answer.conclude()
             finally:
                 runtime.admission.leave(place)
+                if fetched is not None:
+                    fetched.close()
             presence.release()
             record.outcome = "success"
             if not is_sent:

@@ -16,8 +16,9 @@ from aiohttp import web
 from gateway.bodies import LARGEST_AT_A_TIME
 from gateway.images import Images
 from inference.protocol import ModelState, ModelStatus
-from tests.rigs.fake_inference import FakeInference
+from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.gateway_rig import CONFIG, Gateway
+from tests.rigs.stack import until
 from tests.rigs.tls import server_context, trusting_context
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(100)
@@ -165,23 +166,30 @@ async def test_together_they_are_bounded_too_and_a_reload_applies(gateway: Gatew
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
     gateway.write(f"{CONFIG}\nmax_body: 1200\nimages: {{hosts: [mill.example:{mill.port}]}}\n")
     assert (await gateway.admin("POST", "/admin/reload")).status_code == 200
-    answer = await _ask(gateway, *[mill.url("picture")] * 12)
-    assert "together larger than max_body allows" in answer.json()["error"]["message"]
+    for urls in ([mill.url("picture")] * 12, [mill.url("huge"), mill.url("silent")]):
+        error = (await _ask(gateway, *urls)).json()["error"]
+        assert error["message"].endswith("and the others are together larger than 1200 bytes (max_body)")
+        assert error["param"] == f"messages[0].content[{len(urls)}].image_url.url", "whichever came first"
 
 
-async def test_what_is_fetched_is_held_like_a_body(gateway: Gateway, mill: Mill) -> None:
-    """Before anything comes, room for the most that may come is taken; without it nothing is fetched."""
+async def test_what_is_fetched_is_held_like_a_body(gateway: Gateway, fake: FakeInference, mill: Mill) -> None:
+    """To the end of its request, and not one byte more than came; what finds no room is refused."""
     bodies, limit = gateway.runtime.bodies, gateway.runtime.config.max_body
+    end = asyncio.Event()
+    fake.answers["seer"] = Answer(hold=end)
     with contextlib.ExitStack() as held:
-        for size in (limit,) * (LARGEST_AT_A_TIME - 1) + (limit - 150_000,):
+        for size in (limit,) * (LARGEST_AT_A_TIME - 1) + (limit - 2 * len(PNG),):
             held.enter_context(bodies.room(size, limit))
         before = bodies.held_bytes
-        assert (await _ask(gateway, mill.url("picture"))).status_code == 200
-        answer = await _ask(gateway, mill.url("picture"), mill.url("picture"))
+        asked = asyncio.create_task(_ask(gateway, mill.url("picture"), mill.url("picture")))
+        await until("a tier was asked", lambda: fake.seen)
+        assert bodies.held_bytes == before + 2 * len(PNG)
+        answer = await _ask(gateway, mill.url("picture"))
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
-        assert len(mill.met) == 1
+        end.set()
+        assert (await asked).status_code == 200
+        assert (await _ask(gateway, mill.url("picture"), mill.url("missing"))).status_code == 400
         assert bodies.held_bytes == before
-        assert (await _ask(gateway, DATA_URL, DATA_URL)).status_code == 200, "nothing is fetched for them"
 
 
 async def test_as_shipped_nothing_is_fetched(tmp_path: Path, fake: FakeInference, mill: Mill) -> None:

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from gateway.bodies import LARGEST_AT_A_TIME, SMALL_BYTES, Bodies
+from gateway.bodies import LARGEST_AT_A_TIME, SMALL_BYTES, Bodies, Room
 from gateway.errors import RefusedError
 from inference.protocol import Code
 
@@ -47,4 +47,15 @@ def test_a_conversation_that_is_built_on_counts_like_a_body() -> None:
         assert bodies.held_bytes == 2 * LIMIT
         with pytest.raises(RefusedError), bodies.room(LARGEST_AT_A_TIME * LIMIT, LIMIT):
             pass
+    assert bodies.held_bytes == 0
+
+
+def test_what_comes_is_held_as_it_comes() -> None:
+    bodies = Bodies()
+    room = Room(bodies, LIMIT)
+    assert (room.take(LIMIT - 1), room.take(2), room.take(1)) == (True, False, True)
+    assert bodies.held_bytes == LIMIT
+    with bodies.room((LARGEST_AT_A_TIME - 1) * LIMIT, LIMIT), pytest.raises(RefusedError):
+        Room(bodies, LIMIT).take(1)
+    room.close()
     assert bodies.held_bytes == 0
