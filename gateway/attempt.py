@@ -12,7 +12,7 @@ from gateway.breakers import Lease
 from gateway.core.budget import Budget, Due
 from gateway.core.chain import Candidate
 from gateway.core.frames import Comment, Data, Frame
-from gateway.core.outcome import End, Failure, Ignore, Next, Observation, Reason, Success, Verdict, judge
+from gateway.core.outcome import End, Failure, Ignore, Next, Observation, Success, Verdict, is_operators, judge
 from gateway.core.quotes import without_quotes
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.explain import Tried
@@ -127,7 +127,7 @@ class Attempt:
             Tried(candidate.name, outcome, said[:500], round(time.monotonic() - self.began, 6))
         )
         if isinstance(verdict, Failure) or (isinstance(verdict, Ignore) and verdict.next is not Next.STOP):
-            misconfigured = isinstance(verdict, Ignore) and verdict.reason is Reason.MISCONFIGURED
+            misconfigured = is_operators(verdict, observation)
             level = logging.ERROR if misconfigured else logging.WARNING
             hint = f"; check the key and the settings of provider {candidate.provider}" if misconfigured else ""
             log.log(level, "request %s: %s: %s%s", request.record.id, candidate.name, said, hint)

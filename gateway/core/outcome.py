@@ -125,11 +125,11 @@ class Success:
 class Failure:
     """The tier is to blame. `retry_after` (seconds) is the provider's own word on when to come back.
 
-    `opens`: the pair's breaker opens at once, for `retry_after` (a cloud that says when). `reached`: the provider
-    itself answered, which is a success in its scope. `pair_too`: it may as well be this model alone (a 5xx that names
-    no reason, a stream that ended early), so that it counts in both scopes; otherwise another model's successes would
-    hide it. `broke`: the attempt was running and something broke it off; one such event may break many.
-    `needs_memory`: our own service refused it for lack of memory, so that a plan tells when that is over.
+    `opens`: the pair's breaker opens at once, for `retry_after` (a cloud that says when) or else as long as usual.
+    `reached`: the provider itself answered, which is a success in its scope. `pair_too`: it may as well be this model
+    alone (a 5xx that names no reason, a stream that ended early), so that it counts in both scopes; otherwise another
+    model's successes would hide it. `broke`: the attempt was running and something broke it off; one such event may
+    break many. `needs_memory`: our own service refused it for lack of memory, so that a plan tells when that is over.
     """
 
     scope: Scope
@@ -205,10 +205,13 @@ _BREAKING = frozenset({Code.MODEL_FAILED, Code.DEVICE_LOST})
 """The worker or its device died under the request, and under every other one it was answering. So does a load that
 the device refused: everybody who waited for it is told by the same event."""
 
+NO_MONEY = 402
+"""The account is empty: one answer says that all others will be the same."""
+
 _BY_STATUS: Mapping[int, Scope | Reason] = {
     400: Reason.BAD_REQUEST,
     401: Reason.MISCONFIGURED,
-    402: Reason.MISCONFIGURED,
+    NO_MONEY: Scope.PAIR,
     403: Reason.MISCONFIGURED,
     404: Reason.NOT_FOUND,
     405: Reason.MISCONFIGURED,
@@ -221,6 +224,13 @@ _BY_STATUS: Mapping[int, Scope | Reason] = {
     425: Scope.PAIR,
     429: Scope.PAIR,
 }
+
+
+def is_operators(verdict: Verdict, seen: Observation) -> bool:
+    """Whether only the operator can mend it: a bad key, wrong settings, an empty account."""
+    if isinstance(verdict, Ignore):
+        return verdict.reason is Reason.MISCONFIGURED
+    return isinstance(verdict, Failure) and seen.status == NO_MONEY
 
 
 def judge(seen: Observation) -> Verdict:
@@ -245,6 +255,8 @@ def _judge_answer(seen: Observation) -> Verdict:
         return Ignore(ruling, wait, seen.full_for) if ruling is Reason.QUEUE_FULL else Ignore(ruling)
     named = ruling is Scope.PAIR or (seen.is_local and seen.code == Code.SHUTTING_DOWN)
     broke = seen.is_local and (seen.code in _BREAKING or seen.cause == ExitCause.OOM_LOAD)
+    if seen.status == NO_MONEY:
+        return Failure(Scope.PAIR, wait or None, opens=True, reached=True)
     opens = bool(wait) and not seen.is_local  # ours is probed at no cost, and has rules of its own
     return Failure(
         ruling, wait, opens=opens, reached=ruling is Scope.PAIR, pair_too=not named, broke=broke,

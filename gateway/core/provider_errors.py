@@ -67,7 +67,7 @@ _BLOCKED = re.compile(r"blocked by content filtering|content (management )?polic
 _BAD_KEY = re.compile(r"API_KEY_INVALID|API key not valid|API key expired", re.IGNORECASE)
 _NO_CREDIT = re.compile(r"credit balance is too low", re.IGNORECASE)
 _NO_QUOTA = "insufficient_quota"
-"""OpenAI's word, with a 429, for an account that has nothing left."""
+"""OpenAI's word, with a 429, for an account that has nothing left; with a Retry-After others mean a limit of a time."""
 _KEY_LIKE = re.compile(r"\b(sk-|AIza)[\w*.-]{6,}")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)s")
 _NAME = re.compile(r"[\w.:/-]{1,64}")
@@ -162,6 +162,8 @@ def _build(
     if status is None:
         status = _status_of(error, code, type)
     param = _string(error.get("param"))
+    if wait is None:
+        wait = _retry_info(details)
     if status is not None and 400 <= status < 500:
         text = " ".join((message, *reasons))
         if code != Code.CONTEXT_LENGTH_EXCEEDED and status in (400, 413) and _TOO_LONG.search(text):
@@ -174,7 +176,7 @@ def _build(
             code, param = Code.UNSUPPORTED_PARAMETER, unknown[1]
         elif _BAD_KEY.search(text):
             status = 401
-        elif _NO_QUOTA in (code, type) or _NO_CREDIT.search(message):
+        elif (_NO_QUOTA in (code, type) and wait is None) or _NO_CREDIT.search(message):
             status = 402
     return UpstreamError(
         kind,
@@ -183,7 +185,7 @@ def _build(
         code=_named(_NAME, code, secrets),
         type=_named(_NAME, type, secrets),
         param=_named(_PARAM, param, secrets),
-        retry_after=wait if wait is not None else _retry_info(details),
+        retry_after=wait,
     )
 
 

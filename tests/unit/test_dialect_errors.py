@@ -96,6 +96,7 @@ def test_the_operators_faults_have_the_status_that_says_so() -> None:
     for payload in (openai_wire.NO_QUOTA, openai_wire.error(empty, type="insufficient_quota")):
         assert read(429, payload).status == 402
         assert frame_error(payload["error"]).status == 402
+        assert read(429, payload, {"retry-after": "7"}).status == 429, "an account that fills again by itself"
     assert read(429, openai_wire.google_error(429, empty)).status == 429, "Google says so of a minute"
 
 

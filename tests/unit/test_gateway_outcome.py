@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.core.outcome import NEXT, End, Failure, Ignore, Next, Observation, Reason, Scope, Success, Verdict, judge
+from gateway.core.outcome import (
+    NEXT,
+    End,
+    Failure,
+    Ignore,
+    Next,
+    Observation,
+    Reason,
+    Scope,
+    Success,
+    Verdict,
+    is_operators,
+    judge,
+)
 from gateway.errors import UpstreamKind as Kind
 from inference.protocol import Code
 
@@ -49,6 +62,10 @@ CASES: list[tuple[str, Observation, Verdict]] = [
     ("418", Observation(Kind.STATUS, 418), Ignore(Reason.BAD_REQUEST)),
     ("404", Observation(Kind.STATUS, 404), Ignore(Reason.NOT_FOUND)),
     ("401", Observation(Kind.STATUS, 401), Ignore(Reason.MISCONFIGURED)),
+    ("402", Observation(Kind.STATUS, 402), Failure(M, opens=True, reached=True)),
+    ("402 for no time", Observation(Kind.STATUS, 402, None, 0.0), Failure(M, opens=True, reached=True)),
+    ("402 for a time", Observation(Kind.STATUS, 402, None, 7.0), Failure(M, 7.0, opens=True, reached=True)),
+    ("402 for a length", Observation(Kind.STATUS, 402, Code.CONTEXT_LENGTH_EXCEEDED), Ignore(Reason.CONTEXT_LENGTH)),
     ("403", Observation(Kind.STATUS, 403), Ignore(Reason.MISCONFIGURED)),
     ("too long", Observation(Kind.STATUS, 400, Code.CONTEXT_LENGTH_EXCEEDED), Ignore(Reason.CONTEXT_LENGTH)),
     ("too large for it", Observation(Kind.STATUS, 413, "request_too_large"), Ignore(Reason.TOO_LARGE)),
@@ -97,3 +114,9 @@ def test_every_reason_says_what_comes_next() -> None:
 def test_every_kind_of_failure_and_every_end_is_judged() -> None:
     for kind in (*Kind, *End):
         assert judge(Observation(kind)) is not None
+
+
+@pytest.mark.parametrize(("status", "is_so"), [(401, True), (402, True), (403, True), (404, False), (429, False)])
+def test_the_operator_is_told_what_nobody_else_can_mend(status: int, is_so: bool) -> None:
+    seen = Observation(Kind.STATUS, status)
+    assert is_operators(judge(seen), seen) is is_so
