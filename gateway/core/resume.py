@@ -153,8 +153,8 @@ def continuation(request: InferenceRequest, said: Said, candidate: Candidate, *,
     if candidate.is_local:
         so_far = {"content": said.content} | ({"reasoning_content": said.reasoning} if said.reasoning else {})
         return Continuation(changed(body, answer_so_far=so_far), How.SO_FAR)
-    # no cloud goes on with another's thought: it thinks for itself; nor behind white space, which few are ever shown
-    if not said.content.strip():
+    # no cloud goes on with another's thought: it thinks for itself; nor, told of it, behind white space it is not shown
+    if not said.content or (request.endpoint is Endpoint.CHAT and not said.content.strip()):
         return Continuation(_shortened(body, said), How.AGAIN)
     if request.endpoint is Endpoint.COMPLETIONS:
         prompt = body["prompt"]

@@ -186,6 +186,13 @@ def test_a_completion_goes_on_behind_a_longer_prompt(prompt: Any, sent: str | No
     assert plan is None or (plan.how, plan.body["max_tokens"]) == (How.PREFILL, 14)
 
 
+def test_a_completion_goes_on_behind_its_indentation() -> None:
+    """A prompt keeps white space, so that begun anew the answer would hold it twice."""
+    plan = continuation(completion(prompt="def f():"), Said("\n    ", "", 2), GPT, prefills=False)
+    assert plan is not None
+    assert (plan.how, plan.body["prompt"]) == (How.PREFILL, "def f():\n    ")
+
+
 # --- what the caller has ----------------------------------------------------------------------------------------------
 def test_what_was_said_is_read_from_the_payloads() -> None:
     found = kept(
