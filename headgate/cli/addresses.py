@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 INFERENCE_PORT = 8085
 RECORD = "up.json"
+LOCK = "up.lock"
+"""Held by the one `headgate up` of a state directory; never replaced, and nobody who only looks touches it."""
 
 
 @dataclass(frozen=True)
@@ -40,19 +42,19 @@ class Record:
 
         Raises AlreadyRunningError while another one's is there: verbs find one system in a state directory.
         """
-        if (other := self.read(state)) is not None:
-            raise _already_runs(state, f" (pid {other.pid}, {other.gateway_url})")
-        path = state.file(RECORD)
-        write_atomic(path, json.dumps(asdict(self)).encode())
-        with path.open("rb") as held:
+        with state.file(LOCK).open("ab") as lock:
             try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:  # started at the same moment
-                raise _already_runs(state, "") from None
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _already_runs(state, self.read(state)) from None
+            path = state.file(RECORD)
+            write_atomic(path, json.dumps(asdict(self)).encode())
+            with path.open("rb") as held:
+                fcntl.flock(held, fcntl.LOCK_EX)  # waits for no more than a look of `read`
+                try:
+                    yield
+                finally:
+                    path.unlink(missing_ok=True)
 
     @classmethod
     def read(cls, state: StateDir) -> Record | None:
@@ -68,7 +70,9 @@ class Record:
         return None
 
 
-def _already_runs(state: StateDir, who: str) -> AlreadyRunningError:
+def _already_runs(state: StateDir, other: Record | None) -> AlreadyRunningError:
+    """`other` is None while the one that runs has not written its record yet."""
+    who = "" if other is None else f" (pid {other.pid}, {other.gateway_url})"
     return AlreadyRunningError(
         f"`headgate up` runs already with the state directory {state.root}{who}; stop it first, or set "
         f"HEADGATE_STATE_DIR to another directory"
