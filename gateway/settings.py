@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from gateway.core.chain import LOCAL
 from gateway.core.images import is_host_entry
 from gateway.core.openai_request import Flavor
-from headgate.shared.configfile import Path_, problems_of, read_yaml, unset_name
+from headgate.shared.configfile import Path_, as_written, problems_of, read_yaml, unset_name
 from headgate.shared.errors import ConfigError, Problem
 from headgate.shared.state import UNSHOWABLE, fits_a_header
 from headgate.shared.units import Bytes, Duration
@@ -261,7 +261,7 @@ def load(config_dir: Path, environ: Mapping[str, str], overrides: Mapping[str, A
             [*problems, *(_placed(problem, tuple(item["loc"]), sources) for item, problem in found)]
         ) from (error)
     problems += [
-        Problem(message, key=".".join(map(str, at)), file=path, line=_line(lines, at))
+        Problem(as_written(message, _at(data, at)), key=".".join(map(str, at)), file=path, line=_line(lines, at))
         for at, message in _semantic_problems(config)
     ]
     if problems:
@@ -273,6 +273,16 @@ def _placed(problem: Problem, at: Path_, sources: Mapping[Path_, str]) -> Proble
     """`problem` blamed on the variable or option that set the value, if one did."""
     source = next((sources[at[:end]] for end in range(len(at), 0, -1) if at[:end] in sources), None)
     return problem if source is None else Problem(problem.message, key=source)
+
+
+def _at(data: Any, at: Path_) -> Any:
+    """What stands at `at`; None where a default does."""
+    try:
+        for part in at:
+            data = data[part]
+    except (KeyError, IndexError, TypeError):
+        return None
+    return data
 
 
 def _line(lines: Mapping[Path_, int], at: Path_) -> int | None:
@@ -359,7 +369,7 @@ def _semantic_problems(config: GatewayConfig) -> Iterator[tuple[Path_, str]]:
             elif provider not in known:
                 near = difflib.get_close_matches(provider, known, n=1)
                 advice = f"did you mean {near[0]!r}?" if near else f"known providers: {', '.join(known)}"
-                yield at, f"no provider is called {provider!r}; {advice}"
+                yield at, f"{entry!r}: no provider is called so; {advice}"
             elif "*" in model and model != "*":
                 yield at, f"{entry!r}: `*` stands for the whole model name or not at all"
         if settings.load_wait == 0:

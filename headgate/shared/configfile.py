@@ -2,7 +2,8 @@
 
 Secrets are written `${env:NAME}`. A value that names an unset variable becomes the `Unset` marker string so that the
 owner of the key can decide (a provider without its key is absent); see `unset_name`. Problems go into logs: they repeat
-what was written, for whoever looks for it, unless it may be a secret.
+what was written, for whoever looks for it, though neither what `${env:NAME}` stands for nor what is written where a
+secret belongs. A key that somebody writes out in the place of something else is repeated.
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ _WRONG_KIND: Mapping[str, str] = {
 
 
 class _Filled(str):
-    """A text that holds the value of a variable."""
+    """A text that holds the value of a variable; `written` is what stands in the file."""
 
-    __slots__ = ()
+    __slots__ = ("written",)
+    written: str
 
 
 class _Loader(yaml.SafeLoader):
@@ -196,7 +198,11 @@ def _fill_env(value: Any, environ: Mapping[str, str]) -> Any:
         if (whole := _ENV.fullmatch(value)) and not environ.get(whole[1]):
             return _UNSET + whole[1]
         filled = _ENV.sub(lambda match: environ.get(match[1], ""), value)
-        return value if filled == value else _Filled(filled)
+        if filled == value:
+            return value
+        told = _Filled(filled)
+        told.written = value
+        return told
     if isinstance(value, dict):
         return {str(key): _fill_env(inner, environ) for key, inner in value.items()}
     if isinstance(value, list):
@@ -233,12 +239,27 @@ def _problem(item: Any, model: type[BaseModel], path: Path | None, lines: Mappin
     elif item["type"] in _WRONG_KIND:
         message = _WRONG_KIND[item["type"]]
     else:
-        message, said = str(item["msg"]).removeprefix("Value error, "), item.get("input")
+        said = item.get("input")
+        message = as_written(str(item["msg"]).removeprefix("Value error, "), said)
         if isinstance(said, str) and (name := unset_name(said)) is not None:
             message += f" (the variable {name} is not set)"
         elif item["type"] != "value_error" and not _may_be_secret(said, loc):
             message += f" (it is {said!r})"
     return Problem(message, key=".".join(map(str, written)), file=path, line=line)
+
+
+def as_written(message: str, value: Any) -> str:
+    """`message` about `value` of the file, with `${env:NAME}` for what it was filled in with.
+
+    A message quotes as `repr` does, the text as it is or in lower case.
+    """
+    if isinstance(value, _Filled):
+        for text in (str(value), value.lower()):
+            message = message.replace(repr(text), repr(value.written))
+    elif isinstance(value, list):
+        for inner in value:
+            message = as_written(message, inner)
+    return message
 
 
 def _may_be_secret(said: Any, at: Path_) -> bool:

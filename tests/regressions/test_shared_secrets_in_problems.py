@@ -37,6 +37,27 @@ def test_a_problem_says_where_and_what_and_no_secret(tmp_path: Path, text: str, 
     assert "7700770077" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "where", "said"),
+    [
+        ("breaker: {open: '${env:OPENAI_API_KEY}'}", "breaker.open", "'${env:OPENAI_API_KEY}' is not a duration"),
+        ("max_body: 'x${env:OPENAI_API_KEY}'", "max_body", "'x${env:OPENAI_API_KEY}' is not a size"),
+        ("images: {hosts: [a.org, '${env:OPENAI_API_KEY}!']}", "images.hosts", "'${env:OPENAI_API_KEY}!' is no name"),
+        ("routes: {a: {chain: ['${env:OPENAI_API_KEY}']}}", "routes.a.chain.0", "'${env:OPENAI_API_KEY}' is not PROV"),
+        ("routes: {a: {chain: ['${env:OPENAI_API_KEY}/b']}}", "routes.a.chain.0", "'${env:OPENAI_API_KEY}/b': no prov"),
+    ],
+)
+def test_a_problem_shows_the_variable_and_not_its_value(tmp_path: Path, text: str, where: str, said: str) -> None:
+    """Our own messages quote what is wrong, and so the value, in lower case too."""
+    (tmp_path / "gateway.yaml").write_text(f"port: 1234\n{text}\n")
+    with pytest.raises(ConfigError) as caught:
+        settings.load(tmp_path, {"OPENAI_API_KEY": KEY})
+    (problem,) = caught.value.problems
+    assert (problem.line, problem.key) == (2, where)
+    assert said in problem.message
+    assert KEY.lower() not in str(caught.value).lower()
+
+
 @pytest.mark.parametrize("variable", ["GATEWAY_KEYS", "GATEWAY_PROVIDERS"])
 def test_nor_does_one_about_a_variable(tmp_path: Path, variable: str) -> None:
     """Whole sections can be given by the environment; their mistakes are told the same way."""
@@ -49,12 +70,15 @@ def test_nor_does_one_about_a_variable(tmp_path: Path, variable: str) -> None:
 
 def test_what_is_no_secret_is_still_repeated(tmp_path: Path) -> None:
     """A person looks for it in the file; a variable that is not set is named."""
-    (tmp_path / "gateway.yaml").write_text("breaker: {failures: many}\nattempts: {max: '${env:NOWHERE}'}\n")
+    (tmp_path / "gateway.yaml").write_text(
+        "breaker: {failures: many}\nattempts: {max: '${env:NOWHERE}'}\nmax_body: much\n"
+    )
     with pytest.raises(ConfigError) as caught:
         settings.load(tmp_path, {})
-    first, second = caught.value.problems
+    first, second, third = sorted(caught.value.problems, key=lambda problem: problem.line or 0)
     assert "'many'" in first.message
     assert "the variable NOWHERE is not set" in second.message
+    assert "'much' is not a size" in third.message
 
 
 def test_a_pipe_in_the_place_of_a_file_is_a_problem(tmp_path: Path) -> None:

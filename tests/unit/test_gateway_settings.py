@@ -91,7 +91,7 @@ def test_mistakes_have_line_and_advice(tmp_path: Path) -> None:
         ("routes:\n  a: {chain: [demo]}", "gateway.yaml:2: routes.a.chain.0: 'demo' is not PROVIDER/MODEL"),
         (
             "routes:\n  a: {chain: [opnai/x]}\nproviders: {openai: {kind: openai, api_key: k}}",
-            "gateway.yaml:2: routes.a.chain.0: no provider is called 'opnai'; did you mean 'openai'?",
+            "gateway.yaml:2: routes.a.chain.0: 'opnai/x': no provider is called so; did you mean 'openai'?",
         ),
         ("routes: {a: {chain: [cloud/x]}}", "known providers: local"),
         ("routes: {a: {chain: [local/x*]}}", "`*` stands for the whole"),
