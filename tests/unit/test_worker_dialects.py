@@ -269,14 +269,25 @@ def test_arguments_are_objects_or_text_as_the_template_wants(given: Any) -> None
     assert as_text["function"]["arguments"] == '{"zone": "é"}'
 
 
-@pytest.mark.parametrize("given", [None, "", {}, " "])
+@pytest.mark.parametrize("given", [None, "", {}, " ", "null", '""', '" "', "[]", []])
 def test_no_arguments_are_an_empty_object(given: Any) -> None:
+    """Also as models write them down that have none to give."""
     said = called(("a", "now", given))
     assert prepared(Hermes(), said)[0]["tool_calls"][0]["function"]["arguments"] == {}
     assert prepared(Hermes(text_arguments=True), said)[0]["tool_calls"][0]["function"]["arguments"] == "{}"
 
 
-@pytest.mark.parametrize("given", ["UTC", '{"zone": "UT', "[1]", "{" * 9999, '"\\ud800"'])
+@pytest.mark.parametrize("given", [r'"{\"zone\": \"é\"}"', r'" {\"zone\": \"é\"}\n"'])
+def test_an_object_within_a_text_is_that_object(given: str) -> None:
+    """As it is in answers: a template that wants an object finds its fields."""
+    as_object, as_text = (
+        prepared(Hermes(text_arguments=text), called(("a", "now", given)))[0]["tool_calls"][0]["function"]["arguments"]
+        for text in (False, True)
+    )
+    assert (as_object, as_text) == ({"zone": "é"}, '{"zone": "é"}')
+
+
+@pytest.mark.parametrize("given", ["UTC", '{"zone": "UT', "[1]", "[" * 9999, "{" * 9999, '"UTC"', "0", '"\\ud800"'])
 def test_arguments_that_are_no_object_travel_whole_in_one(given: str) -> None:
     """Templates that go through them find one; those that write text write what the model wrote."""
     as_object, as_text = (

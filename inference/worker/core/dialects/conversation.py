@@ -30,21 +30,37 @@ def described(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def as_text(arguments: Any) -> str:
-    """A call's arguments as JSON text."""
-    if isinstance(arguments, str):
-        return arguments if arguments.strip() else "{}"
-    return json.dumps(arguments or {}, ensure_ascii=False)
+    """A call's arguments as JSON text; what a model once wrote that holds no object stays as it was written."""
+    said = _bare(arguments)
+    return said if isinstance(said, str) else json.dumps(said, ensure_ascii=False)
 
 
 def as_object(arguments: Any) -> dict[str, Any]:
     """A call's arguments as an object; what a model once wrote that is none travels whole under the key `arguments`."""
-    value = arguments or {}
-    if isinstance(arguments, str):
-        try:
-            value = json.loads(arguments.strip() or "{}")
-        except (ValueError, RecursionError):
-            value = None
+    said = _bare(arguments)
+    value = _parsed(said) if isinstance(said, str) else said
     return value if isinstance(value, dict) else {"arguments": arguments}
+
+
+def _bare(arguments: Any) -> Any:
+    """Arguments without what models write around or instead of them, as it is understood in answers: an object's text
+    in quotes is that text; null, an empty text and an empty list are an empty object. All others stay as they are.
+    """
+    if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
+        return arguments
+    value = _parsed(arguments) if isinstance(arguments, str) else arguments
+    inner = value.strip() if isinstance(value, str) else value
+    if inner in (None, "", []):
+        return {}
+    return inner if isinstance(inner, str) and isinstance(_parsed(inner), dict) else arguments
+
+
+def _parsed(text: str) -> Any:
+    """The value of JSON text; any other text itself."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def normal(messages: Sequence[Message], *, text_arguments: bool) -> list[dict[str, Any]]:
