@@ -43,14 +43,30 @@ _MESSAGE_FIELDS = frozenset(
         "reasoning_content",
     ]
 )
+_ANSWERS_ONLY = frozenset(
+    [
+        "reasoning",
+        "reasoning_text",
+        "reasoning_details",
+        "reasoning_opaque",
+        "thinking",
+        "thinking_blocks",
+        "provider_specific_fields",
+        "extra_content",
+        "citations",
+        "executed_tools",
+        "images",
+    ]
+)
+"""What other models' services and their clients' libraries write beside answers; it asks for nothing."""
 
 
 def _message(item: Any, at: str, images: ImageParts | None) -> Mapping[str, Any]:
     if not isinstance(item, dict):
         raise BadRequestError(f"{at} must be an object with role and content", at)
     role = item.get("role")
-    for name in item:
-        if name not in _MESSAGE_FIELDS and role != "assistant":  # beside answers other models' services write their own
+    for name, value in item.items():
+        if name not in _MESSAGE_FIELDS and not (role == "assistant" and _asks_nothing(name, value)):
             raise BadRequestError(f"unknown field {name[:80]!r} in {at}", f"{at}.{name[:80]}")
     if role not in ROLES:
         raise BadRequestError(f"{at}.role must be one of {', '.join(ROLES)}", f"{at}.role")
@@ -72,6 +88,11 @@ def _message(item: Any, at: str, images: ImageParts | None) -> Mapping[str, Any]
     if calls:
         message["tool_calls"] = _tool_calls(calls, f"{at}.tool_calls")
     return message
+
+
+def _asks_nothing(name: str, value: Any) -> bool:
+    """Whether a field of an answer that is sent back may be passed over; Mistral answers with `"prefix": false`."""
+    return name in _ANSWERS_ONLY or value is None or value is False
 
 
 def _text(content: Any, at: str, images: ImageParts | None) -> str:
