@@ -118,7 +118,7 @@ class Stream:
         is_scored = bool(output.logprobs or output.prompt_logprobs)
         if self._divided:
             parts += self._parts(output)
-            if any(not isinstance(part, Reasoning) for part in output.parts):
+            if output.choice in self._silent and any(not isinstance(part, Reasoning) for part in output.parts):
                 self._silent.discard(output.choice)
         elif text or is_scored:
             body = b'"delta":{"content":' if self._chat else b'"text":'

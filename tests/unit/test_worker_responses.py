@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import openai.types.chat as types
@@ -198,3 +199,22 @@ def test_the_stop_string_that_ended_an_answer_is_told() -> None:
     assert lines([ended], divided=False)[-1] == choice("{}", finish='"stop","stop_reason":"\\"END\\""')
     assert whole(Output(0, "hi", 1), ended)["choices"][0]["stop_reason"] == '"END"'
     assert "stop_reason" not in whole(Output(0, "hi", 1, finish="stop"))["choices"][0]
+
+
+def test_who_has_spoken_is_not_asked_again() -> None:
+    """Whether a choice is still thoughts alone is looked for in its parts only as long as it is."""
+
+    class Parts(tuple[Part, ...]):
+        looks = 0
+
+        def __iter__(self) -> Iterator[Part]:
+            Parts.looks += 1
+            return super().__iter__()
+
+    stream = Stream("chat", "tiny", 1700000000, with_usage=False, divided=True)
+    looks = []
+    for text in ("a", "b", "c"):
+        Parts.looks = 0
+        stream.frames(Output(0, "", 1, parts=Parts((Content(text),))))
+        looks.append(Parts.looks)
+    assert looks[0] > looks[1] == looks[2]
