@@ -334,12 +334,13 @@ def _to_json(
 ) -> str:
     if isinstance(value, Iterator):
         value = list(value)
-    if sort_keys or not (indent is None or (isinstance(indent, int) and indent <= _MAX_INDENT)):
+    if not (indent is None or (isinstance(indent, int) and indent <= _MAX_INDENT)):
         raise CostlyError
     if not (separators is None or (isinstance(separators, (list, tuple)) and all(map(_is_short, separators)))):
         raise CostlyError
-    _pay(_size(value, _purse.left) if not isinstance(value, Undefined) else _NODE_BYTES)
-    return to_json(value, ensure_ascii, indent, separators)
+    size = _size(value, _purse.left) if not isinstance(value, Undefined) else _NODE_BYTES
+    _pay(size * size.bit_length() if sort_keys else size)  # each key is compared as often as halving all leaves one
+    return to_json(value, ensure_ascii, indent, separators, sort_keys)
 
 
 def _is_short(text: Any) -> bool:

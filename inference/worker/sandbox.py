@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jinja2
@@ -81,14 +81,13 @@ def to_json(
     value: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,
-    separators: Sequence[str] | None = None,
+    separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
     **_options: Any,
 ) -> str:
     """Plain JSON, not the HTML-safe form of Jinja's own filter, with the options that model authors know it by."""
-    parts = None if separators is None else (separators[0], separators[1])
     return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=parts, sort_keys=sort_keys, default=_listed
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_listed
     )
 
 

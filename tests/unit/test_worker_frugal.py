@@ -31,7 +31,7 @@ COSTLY = {
     "json-of-many": "{{ ('x' * 9999999)[:] and [text, text] | tojson }}",
     "json-parted-by-much": "{{ [1, 2] | tojson(separators=(text, ':')) }}",
     "json-parted-by-no-text": "{{ [1, 2] | tojson(separators=5) }}",
-    "json-sorted": "{{ {'a': 1} | tojson(sort_keys=true) }}",
+    "json-of-many-sorted": "{{ ([text] * 300) | tojson(sort_keys=true) }}",
     "many-of-one-text": "{{ (range(9000) | map(attribute='no', default=text) | list) == 1 }}",
     "joined": "{{ range(9000) | map(attribute='no', default=text) | join }}",
     "joined-by": "{{ text.join(range(9000) | list) }}",
@@ -94,6 +94,7 @@ ORDINARY = """\
 {%- for tool in tools or [] %}{{ shown(tool.function, more={'x': 1}) }}{{ tool | tojson(indent=2) }}{% endfor -%}
 {{ ns.last }}{{ ns.found | map(attribute='role') | join(', ') }}{{ ns.text | upper }}
 {{- [1, 2] | tojson }}{{ [1, 2] | tojson(separators=(',', ':')) }}
+{{- {'b': 1, 'a': tools} | tojson(sort_keys=true) }}
 {{- shown([1, {'a': none}]) }}{{ shown(' x ') }}{{ 'aab' | replace('a', 'b') }}{{ 'aab'.replace('a', '') }}
 {{- 'a-b'.split('-') | list }}{{ '%' ~ 3 % 2 }}{{ 7 / 2 }}{{ 'ab' * 2 }}{{ missing is defined }}{{ dict(a=1).a }}
 {{- messages | selectattr('role', 'equalto', 'user') | list | length }}{{ 'x' if 'ell' in 'hello' else 'y' }}

@@ -80,6 +80,13 @@ def test_json_is_written_as_the_template_says(options: str, written: str) -> Non
     assert pieces == [written]
 
 
+@pytest.mark.parametrize("separators", ["(',',)", "(',', ':', ';')", "()"])
+def test_json_has_two_separators(separators: str) -> None:
+    """One too few or too many is told in the words of the standard library, which model authors know it by."""
+    with pytest.raises(BadRequestError, match=r"values to unpack \(expected 2"):
+        template("{{ [1] | tojson(separators=" + separators + ") }}").render(user("x"), {}, generate=True)
+
+
 def test_json_of_what_is_not_there_is_refused() -> None:
     with pytest.raises(BadRequestError, match="not JSON serializable"):
         template("{{ nothing | tojson }}").render(user("x"), {}, generate=True)
