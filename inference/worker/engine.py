@@ -331,7 +331,7 @@ class Engine:
         ids = [next(self._ids) for _ in range(work.sequences)]
         jobs = work.jobs(ids, arrival)
         if not self._scheduler.submit(jobs):
-            self._refuse(ticket, self._turnover.queue_full(len(jobs), self._scheduler.queued))
+            self._refuse(ticket, self._turnover.queue_full(len(jobs), self._scheduler.room))
             return
         self._jobs_of[ticket] = set(ids)
         alternatives = work.logprobs or 0

@@ -23,17 +23,17 @@ class Turnover:
         """A sequence ended so long after its first step."""
         self._seconds = seconds if self._seconds is None else _OLD * self._seconds + _NEW * seconds
 
-    def queue_full(self, asked: int, waiting: int) -> WorkerError:
-        """The refusal of `asked` sequences beside so many that wait; `retry_after` once anything is known."""
+    def queue_full(self, asked: int, room: int) -> WorkerError:
+        """The refusal of `asked` sequences where there is `room` for fewer; `retry_after` once anything is known."""
         slots, queue = self._limits.slots, self._limits.queue
         if asked > queue + slots:
             return WorkerError(Code.QUEUE_FULL, f"{asked} answers were asked for; this model's queue holds fewer")
         wait = None
         if self._seconds is not None:
-            wait = max(1.0, math.ceil(self._seconds * (waiting + asked - queue) / slots))
+            wait = max(1.0, math.ceil(self._seconds * (asked - room) / slots))
         return WorkerError(
             Code.QUEUE_FULL,
-            f"{waiting} requests wait for this model and its queue holds {queue}",
+            f"{asked} more would wait for this model, and its queue of {queue} has room for {room}",
             retry_after=wait,
-            details={FULL_FOR: [*Priority]} if waiting >= queue else None,
+            details=None if room else {FULL_FOR: [*Priority]},
         )

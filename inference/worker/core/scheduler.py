@@ -112,6 +112,11 @@ class Scheduler:
         return len(self._runs) - len(self._running)
 
     @property
+    def room(self) -> int:
+        """How many more jobs `submit` takes: those that free slots will hold are not in the queue for long."""
+        return self.limits.slots + self.limits.queue - len(self._runs)
+
+    @property
     def waiting_tokens(self) -> int:
         """Tokens of jobs without a slot, also those that need not be computed again."""
         return sum([len(run.tokens) for run in self._waiting])
@@ -143,8 +148,7 @@ class Scheduler:
     # --- events ------------------------------------------------------------------------------------------------------
     def submit(self, jobs: Sequence[Job]) -> bool:
         """Takes all of `jobs` or, when the queue has no room for them beyond free slots, none and returns False."""
-        free = self.limits.slots - self.active
-        if self.queued + len(jobs) > self.limits.queue + free:
+        if len(jobs) > self.room:
             return False
         for job in jobs:
             if not 0 < len(job.prompt) <= self.limits.context or job.id in self._runs:
