@@ -250,11 +250,11 @@ def test_a_pattern_that_explodes_ends_its_answer_with_a_reason() -> None:
     """The memory of its automaton is bounded. Later requests of the same form share theirs with nobody."""
     compiler = Compiler(VOCABULARY)
     constraint = compiler.compile(EXPLODING, "f")
-    assert compiler.known(EXPLODING, "f") is constraint
+    assert compiler.known(compiler.key(EXPLODING, "f")) is constraint
     error = wear_out(constraint.start())
     assert error.status == 400
     assert "asked again" in error.message
-    assert compiler.known(EXPLODING, "f") is None
+    assert compiler.known(compiler.key(EXPLODING, "f")) is None
     first, second = compiler.compile(EXPLODING, "f"), compiler.compile(EXPLODING, "f")
     assert len({id(constraint), id(first), id(second)}) == 3
     assert "asked again" not in wear_out(first.start()).message
@@ -388,16 +388,16 @@ def test_a_known_form_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(grammar, "written", lambda form, *_rest: written.append(form) or '{"grammars": []}')
     assert compiler.compile(Json({"properties": {"a": {"const": 1}, "b": {"const": True}}}), "g") is first
     with compiler._compiling:
-        assert compiler.known(Json(schema), "f") is first
+        assert compiler.known(compiler.key(Json(schema), "f")) is first
     assert written == []
     others: list[Form] = [
         Json(schema, strict=False),
         Json({"properties": {"b": {"const": True}, "a": {"const": 1}}}),
         Json({"properties": {"a": {"const": True}, "b": {"const": 1}}}),
     ]
-    assert [compiler.known(form, "f") for form in others] == [None, None, None]
+    assert [compiler.known(compiler.key(form, "f")) for form in others] == [None, None, None]
     with pytest.raises(BadRequestError, match="nested too deeply"):
-        compiler.known(nested(20_000), "f")
+        compiler.known(compiler.key(nested(20_000), "f"))
 
 
 def test_many_threads_compile_one_form_once() -> None:
@@ -480,7 +480,7 @@ def test_a_large_vocabulary_gets_its_tables_in_a_lull_after_the_first_constraint
     assert not compiler.read_vocabulary()
     assert not compiler.read_vocabulary()
     assert vocabulary.reads == 1
-    assert compiler.known(form, "f") is None
+    assert compiler.known(compiler.key(form, "f")) is None
     late = compiler.compile(form, "f")
     assert late is not early
     assert late is compiler.compile(form, "f")
@@ -495,12 +495,12 @@ def test_a_large_vocabulary_of_a_worker_that_is_never_idle_gets_its_tables_after
     early = compiler.compile(form, "f")
     now[0] = TABLES_SECONDS
     compiler.compile(Literal("a"), "f")
-    assert compiler.known(form, "f") is early
+    assert compiler.known(compiler.key(form, "f")) is early
     now[0] += 1
-    assert compiler.known(form, "f") is None
+    assert compiler.known(compiler.key(form, "f")) is None
     late = compiler.compile(form, "f")
     assert late is not early
-    assert compiler.known(form, "f") is late
+    assert compiler.known(compiler.key(form, "f")) is late
     assert not compiler.read_vocabulary()
 
 
@@ -526,9 +526,9 @@ def test_a_vocabulary_that_no_lull_had_time_for_is_read_whole_with_the_first_con
     compiler = Compiler(VOCABULARY, most_with_tables=0, clock=lambda: now[0])
     found = compiler.compile(Literal("a"), "f")
     now[0] = 2 * TABLES_SECONDS
-    assert compiler.known(Literal("a"), "f") is found
+    assert compiler.known(compiler.key(Literal("a"), "f")) is found
     assert not compiler.read_vocabulary()
-    assert compiler.known(Literal("a"), "f") is found
+    assert compiler.known(compiler.key(Literal("a"), "f")) is found
 
 
 def test_tables_that_cannot_be_made_are_tried_again_and_fail_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,8 @@ class FakeCompiler:
         self.begun = threading.Event()
         self.compiled: list[Form] = []
         self.threads: set[str] = set()
-        self.kept: dict[Form, Constraint] = {}
+        self.kept: dict[bytes, Constraint] = {}
+        self.looked = 0
 
     def read_vocabulary(self) -> None:
         self.begun.set()
@@ -43,20 +44,22 @@ class FakeCompiler:
     def key(self, form: Form, param: str) -> bytes:
         return repr(form).encode()
 
-    def known(self, form: Form, param: str) -> Constraint | None:
-        return self.kept.get(form)
+    def known(self, key: bytes) -> Constraint | None:
+        self.looked += 1
+        return self.kept.get(key)
 
     def compile(self, form: Form, param: str) -> Constraint:
         self.threads.add(threading.current_thread().name)
         self.begun.set()
         self.gate.wait()
-        if form in self.kept:
-            return self.kept[form]
+        key = self.key(form, param)
+        if key in self.kept:
+            return self.kept[key]
         self.compiled.append(form)
         if form == BAD:
             raise BadRequestError("it cannot be enforced", param)
         constraint = FakeConstraint([])
-        return constraint if form == WORN_OUT else self.kept.setdefault(form, constraint)
+        return constraint if form == WORN_OUT else self.kept.setdefault(key, constraint)
 
 
 @pytest.fixture
@@ -82,6 +85,11 @@ class Rig:
         """Once so many forms are compiled or wait."""
         while self.queue.waiting != count:
             await asyncio.sleep(0)
+
+    async def looked(self) -> None:
+        """Once all who asked wait: each looks once, on a thread that serves them in turn."""
+        for _ in range(2):
+            await asyncio.wrap_future(self.looking.submit(lambda: None))
 
     async def settled(self) -> None:
         """Once everything that was submitted is over, and the loop has heard of it."""
@@ -148,8 +156,7 @@ async def test_the_queue_is_bounded_and_empties(rig: Rig, compiler: FakeCompiler
 async def _others(rig: Rig, form: Form) -> list[asyncio.Task[Constraint | None]]:
     """More than the queue holds, who want the form that is being compiled and wait for it."""
     others = [asyncio.create_task(rig.ask(form)) for _ in range(5)]
-    for _ in range(4):  # each looks twice, on a thread that serves them in turn, and waits then
-        await asyncio.wrap_future(rig.looking.submit(lambda: None))
+    await rig.looked()
     return others
 
 
@@ -182,6 +189,15 @@ async def test_what_is_not_shared_is_compiled_for_everybody(rig: Rig, compiler: 
     assert compiler.compiled == [WORN_OUT] * 6
 
 
+async def test_who_waits_looks_for_a_form_no_more_often_than_it_is_compiled(rig: Rig, compiler: FakeCompiler) -> None:
+    """A look takes the time of writing down the form, and each of them would look after each of them."""
+    first = await _blocked(rig, compiler, WORN_OUT)
+    others = await _others(rig, WORN_OUT)
+    compiler.gate.set()
+    await asyncio.gather(first, *others)
+    assert compiler.looked == 6 + len(compiler.compiled)
+
+
 async def test_who_leaves_takes_nobodys_form_along(rig: Rig, compiler: FakeCompiler) -> None:
     """Neither one whose form waits nor one whose form is being compiled."""
     first = await _blocked(rig, compiler)
@@ -203,6 +219,60 @@ async def test_who_leaves_takes_nobodys_form_along(rig: Rig, compiler: FakeCompi
     compiler.gate.set()
     assert len(set(map(id, await asyncio.gather(*others)))) == 1
     assert compiler.compiled == [A, B, A]
+
+
+async def test_who_joined_a_form_keeps_its_place_when_the_first_leaves(rig: Rig, compiler: FakeCompiler) -> None:
+    """Behind it are forms that were asked for later."""
+    first = await _blocked(rig, compiler)
+    impatient = asyncio.create_task(rig.ask(B))
+    await rig.queue_is(2)
+    others = await _others(rig, B)
+    rig.compiling.submit(lambda: compiler.compiled.append(C))
+    impatient.cancel()
+    await asyncio.wait([impatient])
+    compiler.gate.set()
+    await asyncio.gather(first, *others)
+    await rig.settled()
+    assert compiler.compiled == [A, B, C]
+
+
+async def test_a_form_is_compiled_for_those_whose_clients_stayed(rig: Rig, compiler: FakeCompiler) -> None:
+    """Also where whoever asked first left; it is given up once all did."""
+    first = await _blocked(rig, compiler)
+    gone = [False, False]
+    wishes = [
+        rig.queue.constraint(B, "f", promised=True, deadline=None, gone=lambda number=number: gone[number])
+        for number in range(2)
+    ]
+    asked = [asyncio.create_task(wish) for wish in wishes]
+    await rig.queue_is(2)
+    await rig.looked()
+    gone[0] = True
+    compiler.gate.set()
+    await first
+    assert await asked[0] is await asked[1]
+    assert compiler.compiled == [A, B]
+
+
+async def test_who_asks_as_a_form_is_given_up_has_it_compiled(rig: Rig, compiler: FakeCompiler) -> None:
+    """Nothing was compiled because all before had left; that is no answer to who came since."""
+    loop = asyncio.get_running_loop()
+    late: list[asyncio.Task[Constraint | None]] = []
+
+    async def join() -> None:
+        late.append(asyncio.create_task(rig.ask(B)))
+        await rig.looked()
+
+    def gone() -> bool:
+        """Asked on the thread that is about to compile."""
+        if not late:
+            asyncio.run_coroutine_threadsafe(join(), loop).result()
+        return True
+
+    with pytest.raises(GoneError):
+        await rig.queue.constraint(B, "f", promised=True, deadline=None, gone=gone)
+    assert await late[0] is not None
+    assert compiler.compiled == [B]
 
 
 async def test_nobody_waits_beyond_the_deadline(rig: Rig, compiler: FakeCompiler) -> None:

@@ -163,9 +163,9 @@ class Compiler:
         """The same for forms that are the same; raises BadRequestError for one that is nested too deeply."""
         return _key(form, param)
 
-    def known(self, form: Form, param: str) -> Constraint | None:
+    def known(self, key: bytes) -> Constraint | None:
         """The constraint of a form that needs no compiling; waits for none that is being compiled."""
-        found = self._find(_key(form, param))
+        found = self._find(key)
         return None if found is None or found.is_spent or self._is_slow_for_long else found
 
     @property

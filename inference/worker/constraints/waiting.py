@@ -1,7 +1,8 @@
 """Decides who waits for a form to be compiled, and for how long; compiles nothing itself.
 
 Forms are compiled one after the other, off the event loop, so that one that takes long keeps only other forms waiting,
-and those that are known keep nobody. Who wants one that is being compiled waits for it with whoever asked first.
+and those that are known keep nobody. Who wants one that is being compiled waits for it with whoever asked first, and
+keeps its place when that one leaves.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Compiles(Protocol):
         """The same for forms that are the same; raises BadRequestError."""
         ...
 
-    def known(self, form: Form, param: str) -> Constraint | None:
-        """The constraint of a form that needs no compiling. Never waits; raises BadRequestError."""
+    def known(self, key: bytes) -> Constraint | None:
+        """The constraint of a form that needs no compiling. Never waits."""
         ...
 
     def compile(self, form: Form, param: str) -> Constraint:
@@ -45,12 +46,14 @@ class Compiles(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Job:
-    """A form that is compiled or waits for it; `over` is set once the loop has heard that it ended, however it did."""
+    """A form that is compiled or waits for it, and for whom, in the order in which they asked: where each awaits it,
+    and whether the client left. What comes of it is the constraint, and whether all may have this one.
+    """
 
-    future: Future[Constraint]
-    over: asyncio.Event = field(default_factory=asyncio.Event)
+    askers: dict[asyncio.Future[Constraint], Callable[[], bool]]
+    future: Future[tuple[Constraint, bool]] = field(default_factory=Future)
 
 
 class FormQueue:
@@ -100,63 +103,89 @@ class FormQueue:
     async def _found(
         self, form: Form, param: str, seconds: float, deadline: float | None, gone: Callable[[], bool]
     ) -> Constraint:
-        compiler, loop = self._compiler, asyncio.get_running_loop()
-        known = await loop.run_in_executor(self._looking, compiler.known, form, param)
+        loop = asyncio.get_running_loop()
+        key, known = await loop.run_in_executor(self._looking, self._look, form, param)
         if known is not None:
             return known
         left = seconds if deadline is None else min(seconds, deadline - self._clock())
         if left <= 0:
             raise _late()
-        key = param, await loop.run_in_executor(self._looking, compiler.key, form, param)
         try:
             async with asyncio.timeout(left):
-                return await self._of_another(key, form) or await self._compiled(key, form, gone)
+                return await self._compiled(key, form, param, gone)
         except TimeoutError:
             raise (_full() if left == seconds else _late()) from None
 
-    async def _of_another(self, key: tuple[str, bytes], form: Form) -> Constraint | None:
-        """What comes of the same form of somebody else that is being compiled, its refusal too; None where none is.
+    def _look(self, form: Form, param: str) -> tuple[bytes, Constraint | None]:
+        key = self._compiler.key(form, param)
+        return key, self._compiler.known(key)
 
-        Where nothing came of it, because its client left, or nothing that may be shared, the next one does it.
-        """
-        param, _form = key
-        while (job := self._jobs.get(key)) is not None:
-            await job.over.wait()
-            error = None if job.future.cancelled() else job.future.exception()
-            if isinstance(error, WorkerError):
-                raise error
-            looked = asyncio.get_running_loop().run_in_executor(self._looking, self._compiler.known, form, param)
-            if (known := await looked) is not None:
-                return known
-        return None
-
-    async def _compiled(self, key: tuple[str, bytes], form: Form, gone: Callable[[], bool]) -> Constraint:
-        param, _form = key
-
-        def work() -> Constraint:
-            if gone():
-                raise GoneError
-            return self._compiler.compile(form, param)
-
-        if self.waiting >= self._most:
+    async def _compiled(self, key: bytes, form: Form, param: str, gone: Callable[[], bool]) -> Constraint:
+        """What comes of the job for the form, somebody else's where there is one, its refusal too."""
+        asker: asyncio.Future[Constraint] = asyncio.get_running_loop().create_future()
+        if (job := self._jobs.get((param, key))) is not None:
+            job.askers[asker] = gone
+        elif self.waiting >= self._most:
             raise _full()
+        else:
+            job = self._jobs[param, key] = _Job({asker: gone})
+            self._begin(job, key, form, param)
+        try:
+            return await asker
+        finally:
+            job.askers.pop(asker, None)
+            if not job.askers:
+                job.future.cancel()
+
+    def _begin(self, job: _Job, key: bytes, form: Form, param: str) -> None:
+        def work() -> tuple[Constraint, bool]:
+            if all(gone() for gone in list(job.askers.values())):
+                raise GoneError
+            constraint = self._compiler.compile(form, param)
+            return constraint, self._compiler.known(key) is constraint
+
+        def heard() -> None:
+            _tell(job)
+            if job.askers:
+                self._begin(job, key, form, param)
+            else:
+                del self._jobs[param, key]
+
+        def over(_future: Future[tuple[Constraint, bool]]) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(heard)
+
         loop = asyncio.get_running_loop()
-        job = self._jobs[key] = _Job(self._compiling.submit(work))
-        job.future.add_done_callback(lambda _future: self._leave(loop, key))
-        return await asyncio.wrap_future(job.future)
+        job.future = self._compiling.submit(work)
+        job.future.add_done_callback(over)
 
     @property
     def waiting(self) -> int:
         """Forms that are compiled or wait for it."""
         return len(self._jobs)
 
-    def _leave(self, loop: asyncio.AbstractEventLoop, key: tuple[str, bytes]) -> None:
-        """Called by whoever ends a job, compiled or given up."""
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(self._left, key)
 
-    def _left(self, key: tuple[str, bytes]) -> None:
-        self._jobs.pop(key).over.set()
+def _tell(job: _Job) -> None:
+    """Those for whom the end of a job is leave it: all, or the first where each needs a constraint of his own.
+
+    Who asked when the job was given up, because all before had left, stays.
+    """
+    if job.future.cancelled():
+        return
+    error = job.future.exception()
+    for asker, gone in list(job.askers.items()):
+        if isinstance(error, GoneError) and not gone():
+            continue
+        del job.askers[asker]
+        if asker.done():  # cancelled just now
+            continue
+        if error is not None:
+            asker.set_exception(error)
+            continue
+        constraint, is_shared = job.future.result()
+        asker.set_result(constraint)
+        if not is_shared:
+            return
 
 
 def _full() -> WorkerError:
