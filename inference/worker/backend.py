@@ -119,7 +119,7 @@ class TokenSampler(Protocol):
         ...
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Tokens of the answer that were drawn elsewhere."""
+        """Before the first draw: tokens of the answer that were drawn elsewhere."""
         ...
 
     def close(self) -> None:

@@ -91,6 +91,7 @@ class ChainSampler:
         self._is_greedy = sampling.temperature < COLDEST
         is_plain = not self._bias and not self._penalizes
         self._takes_best = self._is_greedy and is_plain
+        self._drawn_elsewhere: Sequence[int] = ()
         self._reach: float | None = None
         self._farthest = math.inf
         self._least = 0
@@ -115,6 +116,8 @@ class ChainSampler:
                 sampling.frequency_penalty,
                 sampling.presence_penalty,
             )
+            for token in self._drawn_elsewhere:
+                chain.accept(token)
         if self._is_greedy:
             return chain.add("greedy")
         if sampling.top_k > 0:
@@ -171,9 +174,11 @@ class ChainSampler:
         return self._chain.sample(self._context, index)
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Tokens of the answer that were drawn elsewhere: penalties count them. How far a seed came is unknown."""
-        for token in tokens:
-            self._chain.accept(token)
+        """Before the first draw: tokens of the answer that were drawn elsewhere. Penalties count them; how far a seed
+        came is unknown.
+        """
+        if self._penalizes:
+            self._drawn_elsewhere = tokens
 
     def close(self) -> None:
         """Frees the chain, if one was made."""

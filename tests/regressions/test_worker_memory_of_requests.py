@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,10 @@ from typing import Any
 
 import pytest
 
+from inference.worker.requests import Sampling
+from inference.worker.sampling import ChainSampler
 from tests.rigs import tiny_gguf
+from tests.rigs.engine_rig import engine_rig
 from tests.rigs.processes import wait_until
 from tests.rigs.worker_rig import WorkerRig, grant_for
 
@@ -26,7 +30,11 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads a process
 
 
 def memory_mib(rig: WorkerRig, name: str) -> float:
-    lines = Path(f"/proc/{rig.process.pid}/status").read_text().splitlines()
+    return process_mib(rig.process.pid, name)
+
+
+def process_mib(pid: int, name: str) -> float:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name + ":"))
 
 
@@ -79,6 +87,19 @@ def test_answers_that_wait_remember_no_tokens(tmp_path: Path) -> None:
                 clients.enter_context(rig.connection()).request("POST", CHAT, body)
             wait_until("they are queued", lambda: rig.fresh_beat().queued >= 24 * 16 - 1)
             assert memory_mib(rig, "VmRSS") < before + 40
+
+
+def test_answers_that_go_on_remember_no_tokens_before_their_turn() -> None:
+    """A hundred of them took 50 MiB, for the few tokens that penalties count of what was said before."""
+    sampling = Sampling(frequency_penalty=1.0)
+    with engine_rig(tiny_gguf.generative(), context_length=64, threads=1) as rig:
+        before = process_mib(os.getpid(), "VmRSS")
+        waiting = [ChainSampler(rig.model, rig.context, sampling, 0, 2**17) for _ in range(100)]
+        for sampler in waiting:
+            sampler.accept([101, 102])
+        assert process_mib(os.getpid(), "VmRSS") < before + 20
+        for sampler in waiting:
+            sampler.close()
 
 
 def test_log_probabilities_are_held_as_json_and_nothing_else() -> None:
