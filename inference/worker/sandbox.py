@@ -81,7 +81,7 @@ def to_json(
     value: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,
-    separators: tuple[str, str] | None = None,
+    separators: Any = None,
     sort_keys: bool = False,
     **_options: Any,
 ) -> str:
