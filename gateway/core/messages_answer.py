@@ -88,11 +88,13 @@ def stop_of(
 ) -> dict[str, Any]:
     """`stop_reason`, `stop_sequence` and `stop_details` of a finished choice.
 
-    A tier that met one of the stop sequences names it in `stop_reason`. An answer that ended for its length before
-    `max_tokens` had no more room.
+    Without a call nothing is to be used. A tier that met one of the stop sequences names it in `stop_reason`. An answer
+    that ended for its length before `max_tokens` had no more room.
     """
     reason = STOP_REASONS.get(str(choice.get("finish_reason")), "end_turn")
     sequence = choice.get("stop_reason")
+    if reason == "tool_use" and not has_calls:
+        reason = "end_turn"  # a call that got no name is none
     if reason == "end_turn" and has_calls:
         reason = "tool_use"  # a call that was demanded by name ends with `stop` at some providers
     if reason == "end_turn" and refusal:
@@ -133,6 +135,7 @@ def whole(answer: Mapping[str, Any], bounds: Bounds, names: Mapping[str, str] = 
             "input": arguments(call["function"]["arguments"]),
         }
         for position, call in enumerate(said.get("tool_calls") or ())
+        if call["function"]["name"]
     ]
     refusal = said.get("refusal") or ""
     text = (said.get("content") or "") + refusal

@@ -36,11 +36,12 @@ def _event(name: str, payload: Mapping[str, Any]) -> bytes:
 
 @dataclass(slots=True)
 class _Call:
-    """A tool call that is being streamed: its block, and its arguments so far."""
+    """A tool call that is being streamed: its block, which waits for its name, and its arguments so far."""
 
-    index: int
+    id: Any = None
     pieces: list[str] = field(default_factory=list)
-    is_open: bool = True
+    index: int | None = None
+    is_open: bool = False
 
     @property
     def is_complete(self) -> bool:
@@ -66,8 +67,6 @@ class MessageEvents:
         self._open: tuple[str, int] | None = None
         """The kind and index of the block that text goes to; calls have their own."""
         self._calls: dict[int, _Call] = {}
-        self._early_ids: dict[int, Any] = {}
-        """Of calls whose names some tiers tell in a later piece than their ids."""
         self._refusal: list[str] = []
         self._finished: Mapping[str, Any] = {}
         self._usage: Any = None
@@ -92,7 +91,7 @@ class MessageEvents:
             self._finished,
             self._bounds,
             output_tokens=usage["output_tokens"],
-            has_calls=bool(self._calls),
+            has_calls=any(call.index is not None for call in self._calls.values()),
             refusal="".join(self._refusal),
         )
         out.append(_event("message_delta", {"delta": stop, "usage": usage}))
@@ -166,14 +165,18 @@ class MessageEvents:
         position = piece.get("index", 0)
         function = mapping(piece, "function")
         call, name, said = self._calls.get(position), text(function, "name"), text(function, "arguments")
-        if call is None and not (name or said):
-            self._early_ids[position] = piece.get("id") or self._early_ids.get(position)
-            return
         if call is None:
+            call = self._calls[position] = _Call()
+        if call.index is None:  # some tiers tell the name in a later piece than the id
+            call.id = piece.get("id") or call.id
+            if not name:
+                call.pieces.append(said)
+                return
             self._close(out)
-            id = call_id(piece.get("id") or self._early_ids.get(position), self._id, position)
+            id = call_id(call.id, self._id, position)
             block: dict[str, Any] = {"type": "tool_use", "id": id, "name": self._names.get(name, name), "input": {}}
-            call = self._calls[position] = _Call(self._begin(block, out))
+            call.index, call.is_open = self._begin(block, out), True
+            said, call.pieces = "".join(call.pieces) + said, []
         if said and call.is_open:
             call.pieces.append(said)
             out.append(_DELTA % (call.index, *_INPUT, dumps(said)))

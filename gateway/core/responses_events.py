@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.core.frames import Comment, Data, Frame
@@ -34,6 +34,14 @@ class Head:
     seals: bool = False
 
 
+@dataclass(slots=True)
+class _Unnamed:
+    """What came of a call before its name did; some tiers tell it in a later piece than the id."""
+
+    call_id: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+
 class Answer:
     """One Response as it grows. `add` one chunk after the other, then `close`; `object` is the Response so far."""
 
@@ -48,7 +56,7 @@ class Answer:
         self._tier = "default"
         self._model: str | None = None
         self._astray = False
-        self._early_id = ""
+        self._unnamed: dict[int | None, _Unnamed] = {}
 
     # --- what the model says ------------------------------------------------------------------------------------------
     def add(self, chunk: Mapping[str, Any]) -> list[Event]:
@@ -120,18 +128,30 @@ class Answer:
         function = mapping(call, "function")
         arguments, name = text(function, "arguments"), text(function, "name")
         key, call_id = call.get("index"), text(call, "id")
+        key = key if isinstance(key, int) else None
         for item in (self._open, *self._left):
-            if isinstance(item, Call) and key in (None, item.key) and call_id in ("", item.call_id):
+            if isinstance(item, Call) and item.is_meant(key, call_id):
                 return item.add(arguments) if arguments else []
         if not name:
-            self._early_id = call_id or self._early_id
-            self._astray = bool(arguments)
+            self._add_unnamed(key, call_id, arguments)
             return []
+        early = self._unnamed.pop(key, None) or _Unnamed()
+        arguments = "".join(early.pieces) + arguments
         own, namespace = self._head.names.get(name, (name, ""))
         index = len(self._items)
-        call_id, self._early_id = call_id or self._early_id or f"call_{self._head.id}{index:02d}", ""
-        item = Call(self._id("fc"), index, key if isinstance(key, int) else index, call_id, own, namespace)
+        call_id = call_id or early.call_id or f"call_{self._head.id}{index:02d}"
+        item = Call(self._id("fc"), index, index if key is None else key, call_id, own, namespace)
         return [*self._turn_to(item), *(item.add(arguments) if arguments else ())]
+
+    def _add_unnamed(self, key: int | None, call_id: str, arguments: str) -> None:
+        if key not in self._unnamed and any(
+            isinstance(item, Call) and item.is_meant(key, call_id) for item in self._items
+        ):
+            self._astray = bool(arguments)
+            return
+        early = self._unnamed.setdefault(key, _Unnamed())
+        early.call_id = call_id or early.call_id
+        early.pieces.append(arguments)
 
     def _id(self, kind: str) -> str:
         return f"{kind}_{self._head.id}{len(self._items):02d}"

@@ -175,6 +175,10 @@ class Call(Item):
             return False
         return True
 
+    def is_meant(self, key: int | None, call_id: str) -> bool:
+        """Whether a piece with this index (None where it has none) and id (empty for none) belongs to this call."""
+        return key in (None, self.key) and call_id in ("", self.call_id)
+
     def add(self, arguments: str) -> list[Event]:
         """More of the arguments."""
         self._pieces.append(arguments)

@@ -400,12 +400,25 @@ def test_counts_that_are_no_counts_are_zeros() -> None:
     assert message_id("chatcmpl-msg_01") == "msg_01"
 
 
-def test_a_call_that_is_named_after_its_id_begins_with_both() -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["before its arguments", "after some of them"])
+def test_a_call_that_is_named_after_its_id_begins_with_both(late: bool) -> None:
     """Its block began without a name, so that clients called nothing."""
-    events = MessageEvents(Bounds())
-    pieces = [call(0, id="c1", name=""), call(0), call(0, name="look"), call(0, '{"at": 1}'), call(1, id="c2")]
-    said = events.write([ROLE, *map(chunk, pieces), chunk(finish="tool_calls"), usage()]) + events.end()
-    blocks = [
-        json.loads(line[6:]) for line in said.splitlines() if line.startswith(b'data: {"type":"content_block_start"')
-    ]
-    assert [(one["content_block"]["id"], one["content_block"]["name"]) for one in blocks] == [("c1", "look")]
+    name, begun = call(0, name="look"), call(0, '{"at":')
+    pieces = [call(0, id="c1", name=""), call(0), *((begun, name) if late else (name, begun)), call(0, " 1}")]
+    found = events(written([ROLE, *map(chunk, pieces), chunk(finish="tool_calls")]))
+    (block,) = (event["content_block"] for event in found if event["type"] == "content_block_start")
+    assert (block["id"], block["name"]) == ("c1", "look")
+    said = [event["delta"]["partial_json"] for event in found if event["type"] == "content_block_delta"]
+    assert json.loads("".join(said)) == {"at": 1}
+    assert found[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+def test_a_call_that_never_gets_a_name_is_none() -> None:
+    """Clients were told to use a tool, and none was named."""
+    found = events(written([ROLE, chunk(call(0, '{"at": 1}', "", "c1")), chunk(finish="tool_calls")]))
+    assert [event for event in found if event["type"] == "content_block_start"] == []
+    assert found[-2]["delta"]["stop_reason"] == "end_turn"
+    nameless = {"id": "c1", "type": "function", "function": {"name": "", "arguments": "{}"}}
+    answer = {"choices": [{"message": {"content": None, "tool_calls": [nameless]}, "finish_reason": "tool_calls"}]}
+    message = messages_answer.whole(answer, Bounds())
+    assert (message["content"], message["stop_reason"]) == ([], "end_turn")

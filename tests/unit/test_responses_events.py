@@ -251,6 +251,23 @@ def test_a_call_without_an_id_gets_one() -> None:
     assert items[0]["call_id"] == "call_0123456789abcdef00"
 
 
+def test_a_call_that_is_named_after_its_id_begins_with_both() -> None:
+    """Arguments that came before the name ended the answer as failed."""
+    items = output(
+        chunk(call(0, id="a", name="add", arguments="{}")), chunk(call(1, id="b", name="")),
+        chunk(call(1, arguments='{"b"')), chunk(call(1, name="add")), chunk(call(1, arguments=":1}")),
+        chunk({}, "tool_calls"),
+    )  # fmt: skip
+    assert [(item["call_id"], item["name"], item["arguments"]) for item in items] == [
+        ("a", "add", "{}"), ("b", "add", '{"b":1}'),
+    ]  # fmt: skip
+
+
+def test_a_call_that_never_gets_a_name_is_none() -> None:
+    items = output(chunk(call(0, id="a", arguments="{}")), chunk({}, "tool_calls"))
+    assert [item["type"] for item in items] == ["message"]
+
+
 def test_text_after_a_call_and_thoughts_after_text_are_items_of_their_own() -> None:
     items = output(
         chunk({"content": "a"}), chunk({"reasoning_content": "b"}), chunk({"reasoning_content": "c"}),
