@@ -26,6 +26,7 @@ _ANSWERS_ONLY = frozenset(("annotations", "parsed"))
 """Fields of answers that no request has."""
 _KNOWN = frozenset(("role", "content", "name", "refusal", "audio", "function_call", "tool_calls", "tool_call_id"))
 """What a message of a request may have."""
+_KNOWN_AT_GOOGLE = _KNOWN | {_EXTRA}
 _KNOWN_OF_RESULTS = frozenset(("role", "content", "tool_call_id"))
 """What one of the role `tool` may have at OpenAI. Google wants the function's name in it."""
 _WANTS_SIGNATURES = re.compile(r"(models/)?gemini-([3-9]|\d\d)")
@@ -41,8 +42,8 @@ def for_openai(messages: Messages, model: str) -> Messages:
     """For OpenAI."""
     for message in messages:
         known = _only(_KNOWN_OF_RESULTS if message["role"] == "tool" else _KNOWN, message)
-        calls = message.get("tool_calls") or ()
-        if any(_EXTRA in call for call in calls):
+        calls = message.get("tool_calls")
+        if calls and any(_EXTRA in call for call in calls):
             known = {**known, "tool_calls": [_without(frozenset((_EXTRA,)), call) for call in calls]}
         yield known
 
@@ -54,8 +55,9 @@ def for_google(messages: Messages, model: str) -> Messages:
     is_signed = _WANTS_SIGNATURES.match(model) is not None
     names: dict[str, str] = {}
     for message in messages:
-        known = _only(_KNOWN | {_EXTRA}, message)
-        if calls := [*_with_objects(message.get("tool_calls") or ())]:
+        known = _only(_KNOWN_AT_GOOGLE, message)
+        if message.get("tool_calls"):
+            calls = [*_with_objects(message["tool_calls"])]
             names |= {call["id"]: call["function"]["name"] for call in calls if call.get("function") is not None}
             if is_signed and not calls[0].get(_EXTRA):
                 calls[0] = {**calls[0], _EXTRA: {"google": {"thought_signature": UNSIGNED_CALL}}}
@@ -84,8 +86,14 @@ def _is_object(text: str) -> bool:
 
 
 def _without(names: frozenset[str], holder: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`holder` without these fields; itself where it has none of them."""
+    if names.isdisjoint(holder):
+        return holder
     return {name: value for name, value in holder.items() if name not in names}
 
 
 def _only(names: frozenset[str], holder: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`holder` with these fields alone; itself where it has no others, as most messages of a long history."""
+    if names.issuperset(holder):
+        return holder
     return {name: value for name, value in holder.items() if name in names}

@@ -82,6 +82,14 @@ def test_a_call_of_free_text_has_no_arguments() -> None:
 
 
 @pytest.mark.parametrize("flavor", Flavor)
+def test_what_an_address_takes_as_it_is_is_not_copied(flavor: Flavor) -> None:
+    """Long histories were copied message by message for every attempt at a cloud."""
+    history = [ASKED, {"role": "assistant", "content": "Hi"}, ASKED]
+    body = to_openai(Endpoint.CHAT, {"messages": history}, "m", flavor)
+    assert all(sent is given for sent, given in zip(body["messages"], history, strict=True))
+
+
+@pytest.mark.parametrize("flavor", Flavor)
 def test_a_call_whose_function_is_null_is_left_to_the_address(flavor: Flavor) -> None:
     """Google's could not be written, for which its breaker opened."""
     history = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": None}]}
