@@ -1,7 +1,8 @@
 """Writes lines to a descriptor by a thread of its own, so that nobody waits for who reads them; words none itself.
 
 A terminal that stands still (Ctrl-S, a selection), a pager, a log driver that hangs: what they do not take is kept up
-to a bound. What comes beyond it is left out and counted, and told in its place once there is room again.
+to a bound, and one line of any length. What comes beyond it is left out and counted, and told in its place once there
+is room again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MOST_BYTES = 2**20
 
 def left_out(count: int) -> str:
     """The sentence that stands for `count` lines."""
-    return f"{count} lines before this one are left out: what they were written to took nothing"
+    return f"{count} lines before this one are left out: what they were written to did not take them in time"
 
 
 class Lines:
@@ -45,7 +46,7 @@ class Lines:
         """Has `line` written soon; a line feed is added."""
         raw = (line + "\n").encode("utf-8", "backslashreplace")
         with self._changed:
-            if self._bytes + len(raw) > self._most_bytes:
+            if self._bytes and self._bytes + len(raw) > self._most_bytes:
                 self._left_out += 1
                 return
             self._note_left_out()

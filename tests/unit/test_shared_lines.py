@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headgate.shared.lines import Lines
+from headgate.shared.lines import Lines, left_out
 
 
 @pytest.fixture
@@ -58,6 +58,15 @@ def test_what_nobody_reads_is_counted_and_waits_for_nobody(pipe: tuple[int, int]
     assert left_out > 5_000
     lines.put("again")
     assert _read(pipe[0], "again") == ["again"]
+
+
+def test_a_line_larger_than_the_bound_is_written_where_nothing_waits(pipe: tuple[int, int]) -> None:
+    """It was left out, and the line that stood for it blamed the reader."""
+    lines = Lines(pipe[1], most_bytes=100)
+    lines.put("x" * 9000)
+    lines.put("no room behind it")
+    assert os.read(pipe[0], 1) == b"x"
+    assert _read(pipe[0], left_out(1)) == ["x" * 8999, left_out(1)]
 
 
 def test_a_reader_that_left_ends_nothing() -> None:
