@@ -16,6 +16,7 @@ MAX_GRAMMAR_CHARS = 2**18
 MAX_CHOICES = 4096
 
 _OBJECT: Mapping[str, Any] = {"type": "object"}
+_SAYS_OF_WHAT = frozenset(["type", "$ref", "enum", "const", "allOf", "anyOf", "oneOf"])
 _FORMATS = {"text": None, "json_object": "schema", "json_schema": "json_schema"}
 """What may stand beside each type. A schema beside `json_object` is how llama.cpp's clients ask for one."""
 
@@ -44,10 +45,8 @@ def _response_format(value: Any, at: str) -> Form | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        said = _OBJECT if value.get("schema") is None else value["schema"]
-        if not isinstance(said, dict):
-            raise BadRequestError(f"{at}.schema must be a JSON schema of an object", f"{at}.schema")
-        return Json({**_OBJECT, **said})
+        said = value.get("schema")
+        return Json(_OBJECT if said is None else _of_objects(_schema(said, f"{at}.schema")))
     at += ".json_schema"
     said = value.get("json_schema")
     if not isinstance(said, dict):
@@ -63,6 +62,13 @@ def _schema(value: Any, at: str) -> Mapping[str, Any] | bool:
     if not isinstance(value, (dict, bool)):
         raise BadRequestError(f"{at} must be a JSON schema", at)
     return value
+
+
+def _of_objects(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
+    """The schema, of objects unless it says itself of what it is."""
+    if schema is True:
+        return _OBJECT
+    return schema if schema is False or _SAYS_OF_WHAT & schema.keys() else {**_OBJECT, **schema}
 
 
 def _json(value: Any, at: str) -> Form:

@@ -112,7 +112,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "response_format.json_schema.mood",
     ),
     ({"response_format": {"type": ["text"]}}, "response_format"),
-    ({"response_format": {"type": "json_object", "schema": True}}, "response_format.schema"),
+    ({"response_format": {"type": "json_object", "schema": "x"}}, "response_format.schema"),
     ({"response_format": {"type": "json_object", "json_schema": {}}}, "response_format.json_schema"),
     ({"response_format": {"type": "text", "schema": SCHEMA}}, "response_format.schema"),
     (
@@ -153,7 +153,25 @@ def test_a_wrong_shape_is_a_400_with_its_param(fields: dict[str, Any], param: st
     [
         ({"response_format": {"type": "json_object"}}, Json({"type": "object"})),
         ({"response_format": {"type": "json_object", "schema": SCHEMA, "json_schema": None}}, Json(SCHEMA)),
-        ({"response_format": {"type": "json_object", "schema": {}}}, Json({"type": "object"})),
+        *[
+            ({"response_format": {"type": "json_object", "schema": schema}}, Json({"type": "object"}))
+            for schema in ({}, True)
+        ],
+        (
+            {"response_format": {"type": "json_object", "schema": {"required": ["a"]}}},
+            Json({"type": "object", "required": ["a"]}),
+        ),
+        *[
+            ({"response_format": {"type": "json_object", "schema": schema}}, Json(schema))
+            for schema in (
+                False,
+                {"type": "array"},
+                {"enum": [1, 2]},
+                {"const": 1},
+                {"$ref": "#/$defs/list", "$defs": {"list": {"type": "array"}}},
+                {"anyOf": [{"type": "array"}, {"type": "null"}]},
+            )
+        ],
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, Json(SCHEMA)),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": False}}},
