@@ -86,7 +86,10 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True)
 class Tools:
-    """What every request shares: the configuration in force and the long-lived parts of the gateway."""
+    """What every request shares: the configuration in force and the long-lived parts of the gateway.
+
+    `breaker_generation` is the breakers' own at the time.
+    """
 
     config: GatewayConfig
     registry: Registry
@@ -94,6 +97,7 @@ class Tools:
     view: InferenceView
     counter: Counter
     telemetry: Telemetry
+    breaker_generation: int = 0
 
     @functools.cached_property
     def ways(self) -> Mapping[str, Way]:
@@ -304,7 +308,7 @@ class Request:
             provider = self.tools.registry.get(candidate.provider)
             assert provider is not None, "the fold drops absent providers"
             forced = not waiting or self._outcomes.was_put_behind(candidate)
-            lease = self.tools.breakers.acquire(candidate.provider, candidate.model, self.permit_end(), forced)
+            lease = self.acquire(candidate, forced)
             if isinstance(lease, Refused) and (lease.recovering or lease.silent):
                 drop, said = _SILENT if lease.silent else _RECOVERING
                 self._outcomes.put_behind(Dropped(candidate, drop, f"{lease.by} {said}"))
@@ -404,7 +408,14 @@ class Request:
             self._outcomes.put_behind(put_off)
         return chain
 
-    def permit_end(self) -> float:
+    def acquire(self, candidate: Candidate, forced: bool) -> Lease | Refused:
+        """Permits for an attempt at `candidate`, or the refusal."""
+        tools = self.tools
+        return tools.breakers.acquire(
+            candidate.provider, candidate.model, self._permit_end(), forced, tools.breaker_generation
+        )
+
+    def _permit_end(self) -> float:
         """When a permit counts as lost, on the breakers' clock: after the time to commit and one silence."""
         return time.monotonic() + self.budget.limits.total + self.budget.limits.inter_token
 

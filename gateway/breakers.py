@@ -61,7 +61,10 @@ class _Held:
 
 @dataclass(slots=True)
 class Lease:
-    """Both permits of one attempt. It is settled exactly once; later calls change nothing."""
+    """Both permits of one attempt, or none at a provider that is a former one: nobody keeps its breaker.
+
+    It is settled exactly once; later calls change nothing.
+    """
 
     _held: tuple[_Held, ...]
     _breakers: Breakers
@@ -87,7 +90,7 @@ class Lease:
     @contextlib.contextmanager
     def until_gone(self, leave: Callable[[], None]) -> Iterator[None]:
         """Meanwhile `leave` is called, once, should probes of our own find that nobody is there."""
-        waiting = self._held[0].guard.leaving
+        waiting = self._held[0].guard.leaving if self._held else set()
         waiting.add(leave)
         try:
             yield
@@ -124,6 +127,8 @@ class Lease:
                 held.guard.succeed(held.permit)
             else:
                 held.guard.give_back(held.permit)
+        if not self._held or self._held[0].guard.is_retired:
+            return  # somebody else has the name now
         if failure is not None:
             self._breakers.on_failure(*self._key, failure)
         if isinstance(verdict, Ignore) and verdict.hold:
@@ -154,6 +159,10 @@ class Breakers:
         self._shut: set[tuple[str, str]] = set()
         """The breakers that are not closed."""
         self._guards: dict[tuple[str, str], Guard] = {}
+        self.generation = 0
+        """Told to `acquire` by requests that began now: whom they know by a name may be another one later."""
+        self._since: dict[str, int] = {}
+        """In which generation whoever has a name now began, where there was another one."""
         self._held: dict[tuple[str, str, str], float] = {}
         """Until when pairs asked to be left alone by requests of a priority."""
 
@@ -183,7 +192,12 @@ class Breakers:
         self._remove(leaving)
 
     def forget(self, provider: str) -> None:
-        """Whoever has this name from now on is somebody else, or nobody. Attempts that run concern the old one."""
+        """Whoever has this name from now on is somebody else, or nobody.
+
+        Attempts that run, and those of requests that began before, concern the old one.
+        """
+        self.generation += 1
+        self._since[provider] = self.generation
         self._remove([key for key in self._guards if key[0] == provider])
         self._held = {key: until for key, until in self._held.items() if key[0] != provider}
 
@@ -199,11 +213,16 @@ class Breakers:
             self._shut.add((provider, model))
         self._on_state(provider, model, state)
 
-    def acquire(self, provider: str, model: str, expires: float, forced: bool = False) -> Lease | Refused:
+    def acquire(
+        self, provider: str, model: str, expires: float, forced: bool = False, generation: int | None = None
+    ) -> Lease | Refused:
         """Both permits for an attempt that ends by `expires` (monotonic seconds), or the refusal and neither.
 
-        An attempt that is `forced` has nowhere else to go: it passes whatever a ramp after a recovery says.
+        An attempt that is `forced` has nowhere else to go: it passes whatever a ramp after a recovery says. So does one
+        at a provider of another `generation` than whoever has its name now, and nothing comes of it.
         """
+        if generation is not None and generation < self._since.get(provider, 0):
+            return Lease((), self, (provider, model))
         outer, inner = self.guard(provider), self.guard(provider, model)
         first = outer.ask(expires, forced)
         if isinstance(first, Refusal):

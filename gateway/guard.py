@@ -74,6 +74,8 @@ class Guard:
         self.needs_memory = False
         """Whether its last failure was a refusal of memory by our own service."""
         self.source: str | None = None
+        self.is_retired = False
+        """Whether it is forgotten: what still reaches it concerns nobody."""
         self.outstanding = 0
         self.unanswered: dict[int, tuple[float, float]] = {}
         """Begin and last moment of the attempts that had no word yet, since the tier last said one to anybody."""
@@ -118,10 +120,11 @@ class Guard:
             pause = self.book.open_until - now
             why = "its probe failed" if before is HALF_OPEN else self._tripped or f"{failures} failures in a row"
             detail = f" for {pause:.3g} s after {why}: {self.last_failure or 'unknown'}"
-        log.log(
-            logging.WARNING if state is OPEN else logging.INFO,
-            "breaker %s: %s -> %s%s", self.name, before.label, state.label, detail,
-        )  # fmt: skip
+        if not self.is_retired:
+            log.log(
+                logging.WARNING if state is OPEN else logging.INFO,
+                "breaker %s: %s -> %s%s", self.name, before.label, state.label, detail,
+            )  # fmt: skip
         if state is OPEN and self.source == PROBES:
             for leave in tuple(self.leaving):
                 leave()
@@ -265,6 +268,7 @@ class Guard:
     def retire(self) -> None:
         """This breaker is forgotten: whatever still reaches it is told to nobody."""
         self._on_state = lambda *_: None
+        self.is_retired = True
 
     @property
     def is_blank(self) -> bool:

@@ -284,7 +284,7 @@ def _attempt(
     if provider is None:
         return "its provider is gone"
     # no ramp after a recovery may cost an answer that somebody is reading
-    lease = request.tools.breakers.acquire(candidate.provider, candidate.model, request.permit_end(), forced=True)
+    lease = request.acquire(candidate, forced=True)
     if isinstance(lease, Refused):
         return f"the breaker of {lease.by} lets nobody pass for {lease.retry_in:.1f} s"
     try:

@@ -202,7 +202,10 @@ class Runtime:
             self.prober.suspect()
 
     def _make_tools(self) -> Tools:
-        return Tools(self.config, self._registry, self.breakers, self.view, self.counter, self.telemetry)
+        return Tools(
+            self.config, self._registry, self.breakers, self.view, self.counter, self.telemetry,
+            self.breakers.generation,
+        )  # fmt: skip
 
     def _token(self) -> str:
         return self._source.environ().get("INFERENCE_TOKEN") or self._state.secret(INFERENCE_TOKEN)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gateway.breakers import Breakers, Lease
+from gateway.core.breaker import Rule, State
+from gateway.core.outcome import Failure, Ignore, Reason, Scope, Success, Verdict
 from inference.protocol import Code
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.fake_provider.faults import Fault
 from tests.rigs.fake_provider.server import FakeProvider
 from tests.rigs.gateway_rig import Gateway
+from tests.rigs.stack import until
 
+FULL = Ignore(Reason.QUEUE_FULL, 60.0, frozenset({"normal"}))
 CLOUD = """
 providers: {{openai: {{kind: openai, api_key: {key}, base_url: "{url}"}}}}
 routes:
@@ -68,12 +74,49 @@ async def test_another_service_is_asked_at_once(tmp_path: Path) -> None:
         assert len(other.seen) == 1
 
 
-async def test_who_still_asks_the_former_one_moves_nothing(tmp_path: Path) -> None:
-    async with FakeInference() as fake, FakeProvider() as cloud, Gateway(tmp_path, fake.url, _config(cloud)) as gateway:
-        breakers = gateway.runtime.breakers
-        lease = breakers.acquire("openai", "gpt-test", 1e9)
-        breakers.hold("openai", "gpt-test", 60.0, ["normal"])
-        breakers.forget("openai")
-        assert breakers.held_for("openai", "gpt-test") is None
-        lease.release()  # type: ignore[union-attr]
-        assert breakers.states() == {}
+@pytest.mark.parametrize("verdict", [FULL, Failure(Scope.PAIR, 3600.0, opens=True), Success()])
+def test_who_still_asks_the_former_one_moves_nothing(caplog: pytest.LogCaptureFixture, verdict: Verdict) -> None:
+    failures: list[str] = []
+    breakers = Breakers(Rule(), on_failure=lambda provider, model, failure: failures.append(provider))
+    before = breakers.generation
+    running = breakers.acquire("openai", "gpt-test", 1e9, generation=before)
+    breakers.hold("openai", "gpt-test", 60.0, ["normal"])
+    breakers.forget("openai")
+    later = breakers.acquire("openai", "gpt-test", 1e9, generation=before)
+    for lease in (running, later):
+        assert isinstance(lease, Lease)
+        lease.heard()
+        lease.prove()
+        with lease.until_gone(lambda: None):
+            lease.settle(verdict)
+        lease.release()
+    assert breakers.held_for("openai", "gpt-test") is None
+    assert (breakers.states(), failures, caplog.records) == ({}, [], [])
+
+    now = breakers.acquire("openai", "gpt-test", 1e9, generation=breakers.generation)
+    assert isinstance(now, Lease)
+    now.settle(Failure(Scope.PAIR, 3600.0, opens=True))
+    assert (breakers.states()["openai/gpt-test"], failures) == (State.OPEN, ["openai"])
+
+
+async def test_who_waited_asks_the_former_account_and_nobody_learns_of_it(tmp_path: Path) -> None:
+    """Its provider is the one of its time, with the key of its time; what that says is not the new account's."""
+    gate = asyncio.Event()
+    async with FakeInference() as fake, FakeProvider() as cloud:
+        slow = "routes:\n  slow: {chain: [local/demo]}"
+        config = _config(cloud).replace("routes:", slow) + "admission: {max_in_flight: 1}\n"
+        async with Gateway(tmp_path, fake.url, config) as gateway:
+            fake.queue["demo"] = [Answer(hold=gate)]
+            first = asyncio.create_task(gateway.chat("slow"))
+            await until("the first is inside", lambda: fake.seen)
+            second = asyncio.create_task(gateway.chat("demo"))
+            depth = "gateway_queue_depth 1.0"
+            await until("the second waits", lambda: depth in gateway.runtime.telemetry.render().decode())
+            gateway.write(config.replace("api_key: fake-openai", "api_key: fake-openai-2"))
+            assert (await gateway.admin("POST", "/admin/reload")).status_code == 200
+            cloud.faults.add(Fault("status", status=429, retry_after=3600))
+            gate.set()
+            assert [(await one).json()["model"] for one in (first, second)] == ["demo", "demo"]
+            sent = {name.lower(): value for name, value in (await cloud.record()).headers.items()}
+            assert sent["authorization"] == "Bearer fake-openai"
+            assert (await gateway.breaker("openai/gpt-test"))["state"] == "closed"
