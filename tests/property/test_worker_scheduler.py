@@ -194,7 +194,6 @@ class Traffic(RuleBasedStateMachine):
         if fate == "lost":
             finished = {row.job for row in step.rows if row.sample}
             assert set(self.scheduler.failed()) == finished, "the shell failed before it reported a token"
-            self.begun |= {self.live[job].job.request for job in finished}
             for job in finished:
                 self.end(job)
             return step.tokens

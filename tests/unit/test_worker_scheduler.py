@@ -5,6 +5,8 @@ from __future__ import annotations
 import tracemalloc
 from array import array
 
+import pytest
+
 from inference.worker.core.scheduler import Scheduler
 from inference.worker.core.steps import Copy, Job, Limits, Remove, Row
 
@@ -275,6 +277,29 @@ def test_a_first_token_meets_the_deadline_of_its_request_and_of_no_other() -> No
     scheduler.computed()
     scheduler.extend(6, 9)
     assert scheduler.plan(9.0, 8).expired == ()
+
+
+def test_a_token_that_could_not_be_drawn_meets_no_deadline() -> None:
+    """Whoever else of the request waits is late as if nothing had been computed."""
+    scheduler = Scheduler(Limits(slots=1, context=50, batch=8, queue=10))
+    scheduler.submit([Job(number, (1, 2), deadline=5.0, request=1) for number in (1, 2)])
+    assert [row.job for row in scheduler.plan(0.0, 8).rows] == [1]
+    scheduler.computed()
+    scheduler.abort(1)
+    assert scheduler.plan(5.0, 8).expired == (2,)
+
+
+@pytest.mark.parametrize("goes_on", [True, False], ids=["it goes on", "it is all"])
+def test_the_first_token_of_a_request_meets_its_deadline(goes_on: bool) -> None:
+    scheduler = Scheduler(Limits(slots=1, context=50, batch=8, queue=10))
+    scheduler.submit([Job(number, (1, 2), deadline=5.0, request=1) for number in (1, 2)])
+    scheduler.plan(0.0, 8)
+    scheduler.computed()
+    if goes_on:
+        scheduler.extend(1, 9)
+    else:
+        scheduler.finish(1)
+    assert scheduler.plan(5.0, 8).expired == ()
 
 
 def test_choices_that_wait_hold_their_prompt_once() -> None:

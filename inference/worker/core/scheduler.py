@@ -171,10 +171,15 @@ class Scheduler:
         run = self._runs[job]
         run.tokens.append(token)
         run.generated += 1
+        if run.deadline is not None:
+            self._has_begun(run)
 
     def finish(self, job: int) -> None:
         """`job` is complete; its slot keeps what it holds."""
-        self._end(self._runs[job])
+        run = self._runs[job]
+        if run.deadline is not None:
+            self._has_begun(run)
+        self._end(run)
 
     def suspend(self, job: int) -> None:
         """`job` gives its slot to others until `resume`; what it holds is retained until another takes the slot."""
@@ -225,8 +230,6 @@ class Scheduler:
                 run.scored = row.start + len(row.tokens)
             if row.sample and run.phase is not DECODE:
                 self._move(run, "computed")
-                if run.deadline is not None:
-                    self._has_begun(run)
         self._pending = ()
 
     def no_room(self) -> tuple[int, ...]:
