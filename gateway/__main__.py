@@ -32,23 +32,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         environ = load_environ()
         logs.set_up(environ, apart=True)
-        source = Source(config_dir(environ, args.config_dir), load_environ, {"host": args.host, "port": args.port})
-        config = source.load()
-        state = StateDir.from_env(environ)
-        sock = ports.listen(config.host, config.port)
         try:
-            runtime = Runtime(source, config, state)
-            port = sock.getsockname()[1]
-            log.info("listening on http://%s:%d, configuration in %s", config.host, port, source.config_dir)
-            _show_key(runtime, state)
-            with asyncio.Runner(loop_factory=new_event_loop) as runner:
-                runner.run(serve(runtime, make_app(runtime), sock))
+            _serve(args, environ)
         finally:
-            sock.close()
+            logging.shutdown()  # what is still to be said stands behind what was logged
     except HeadgateError as error:
         print(f"headgate: {error}", file=sys.stderr)  # noqa: T201  # the terminal of whoever started it
         return int(error.exit_code)
     return int(Exit.OK)
+
+
+def _serve(args: argparse.Namespace, environ: dict[str, str]) -> None:
+    source = Source(config_dir(environ, args.config_dir), load_environ, {"host": args.host, "port": args.port})
+    config = source.load()
+    state = StateDir.from_env(environ)
+    sock = ports.listen(config.host, config.port)
+    try:
+        runtime = Runtime(source, config, state)
+        port = sock.getsockname()[1]
+        log.info("listening on http://%s:%d, configuration in %s", config.host, port, source.config_dir)
+        _show_key(runtime, state)
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(serve(runtime, make_app(runtime), sock))
+    finally:
+        sock.close()
 
 
 def _show_key(runtime: Runtime, state: StateDir) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import sys
 from typing import Any
@@ -25,7 +26,10 @@ def main(argv: list[str] | None = None) -> int:
         environ = load_environ()
         log.set_up(environ, apart=True)
         tether.hold(environ)
-        return _serve(arguments, environ)
+        try:
+            return _serve(arguments, environ)
+        finally:
+            logging.shutdown()  # what is still to be said stands behind what was logged
     except HeadgateError as error:
         sys.stderr.write(f"{error}\n")
         return int(error.exit_code)
