@@ -43,7 +43,7 @@ routes:
   google: {{chain: [google/fault-ping=1]}}
   anthropic: {{chain: [anthropic/fault-ping=1]}}
   two: {{chain: [openai/fault-ping=2, anthropic/fault-ping=2]}}
-deadlines: {{connect: 1s, first_token: 300ms, inter_token: 1200ms, total: 20s}}
+deadlines: {{connect: 1s, first_token: 750ms, inter_token: 3s, total: 30s}}
 """
 FIRST_TOKEN, INTER_TOKEN = 30.0, 15.0
 PING = Comment(b": keep-alive\n\n")
