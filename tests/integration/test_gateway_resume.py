@@ -26,7 +26,7 @@ routes:
   demo: {chain: [local/demo, local/demo-mini]}
   alone: {chain: [local/demo]}
   "*": {chain: ["local/*"]}
-deadlines: {connect: 1s, first_token: 800ms, inter_token: 600ms, total: 8s}
+deadlines: {connect: 2s, first_token: 2s, inter_token: 1500ms, total: 12s}
 """
 CLOUDS = """
 providers:
@@ -226,7 +226,7 @@ async def test_a_client_that_leaves_while_another_is_asked_leaves_nothing_behind
 
 async def test_comments_of_a_restarting_worker_keep_the_client(gateway: Gateway, fake: FakeInference) -> None:
     """A model that loads for longer than any silence may last."""
-    fake.queue["demo"] = [BREAKS["cut"], Answer(words=WORDS, comments=8, pause=0.15)]
+    fake.queue["demo"] = [BREAKS["cut"], Answer(words=WORDS, comments=8, pause=0.25)]
     got = await gateway.chat("alone", stream=True)
     assert text_of(got.text) == "one two three four"
     assert got.text.count(": headgate loading") == 8
