@@ -116,7 +116,7 @@ class Generation:
             raw = await read_body(receive, told.headers, max_body)
         asked = self._dialect.parse(raw, visitor.owner)
         request = asked.request
-        beside = request.size_bytes - len(raw)  # what it is built on
+        built_on = request.size_bytes - len(raw)
         del raw
         if meter is not None:
             meter.reserve(request)
@@ -127,11 +127,11 @@ class Generation:
         record.route = found.route
         asyncio.get_running_loop().call_soon(runtime.ring.add, record)  # the oldest is freed while a tier works
         presence = runtime.presences.watch(receive, exchange.wire)
-        if beside <= SMALL_BYTES:
+        if built_on <= SMALL_BYTES:
             with presence:
                 await self._answer(asked, tools, found, caller, presence, exchange, record, send)
         else:
-            with runtime.bodies.room(beside, max_body), presence:
+            with runtime.bodies.room(built_on, max_body), presence:
                 await self._answer(asked, tools, found, caller, presence, exchange, record, send)
 
     async def _answer(
