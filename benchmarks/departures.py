@@ -17,7 +17,8 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,8 +40,10 @@ STAY_SECONDS = (0.03, 0.15)
 WATCH_SECONDS = 0.4
 """How long the worker is watched after a departure."""
 LOOK_SECONDS = 0.001
+WINDOW_SECONDS = 0.01
 BUSY_SHARE = 0.3
-"""A worker that takes more of the time between two looks computes; its heartbeat takes a hundredth."""
+"""A worker that took more of a window computes. Its heartbeat takes a hundredth of the time, but up to a millisecond at
+once where caches are cold, so one look after the other would take it for an answer."""
 COMPUTED_SECONDS = 0.005
 """A worker that took less until the client left was not at it, and its stopping would say nothing."""
 REST_SECONDS = 0.05
@@ -99,22 +102,36 @@ async def local(stack: Stack, kind: str, times: int) -> Gone:
         at = await leave(stack, MODEL, kind)
         if _cpu_seconds(pid) - before < COMPUTED_SECONDS:
             raise SystemExit(f"the worker computed nothing for a client that wanted a {kind} answer")
-        stopped = await asyncio.to_thread(last_busy, pid, at + WATCH_SECONDS)
+        stopped = await asyncio.to_thread(last_busy, watched(pid, at + WATCH_SECONDS))
         seconds.append(max(0.0, stopped - at))
         await asyncio.sleep(REST_SECONDS)
     return Gone(f"worker, {kind}", seconds, step)
 
 
-def last_busy(pid: int, until: float) -> float:
-    """When the process was last seen to compute."""
-    at, used, found = time.perf_counter(), _cpu_seconds(pid), 0.0
-    while (now := time.perf_counter()) < until:
-        now_used = _cpu_seconds(pid)
-        if now_used - used > BUSY_SHARE * (now - at):
-            found = now
-        at, used = now, now_used
-        time.sleep(LOOK_SECONDS)
+def last_busy(looks: Iterable[tuple[float, float]]) -> float:
+    """When a process was last seen to compute, 0 for never.
+
+    Args:
+        looks: when each was and the processor time taken until then, seconds.
+    """
+    window: deque[tuple[float, float]] = deque()
+    found = 0.0
+    for now, used in looks:
+        while len(window) > 1 and now - window[1][0] >= WINDOW_SECONDS:
+            window.popleft()
+        if window:
+            since, used_then = window[0]
+            if used - used_then > BUSY_SHARE * max(now - since, WINDOW_SECONDS):
+                found = now
+        window.append((now, used))
     return found
+
+
+def watched(pid: int, until: float) -> Iterator[tuple[float, float]]:
+    """Looks at a process, one after the other until then."""
+    while (now := time.perf_counter()) < until:
+        yield now, _cpu_seconds(pid)
+        time.sleep(LOOK_SECONDS)
 
 
 def _cpu_seconds(pid: int) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from benchmarks import asking, gateway_report, upstream
+from benchmarks import asking, departures, gateway_report, upstream
 from benchmarks.gateway_samples import STREAMED, WHOLE, Alone, Crowd, Failed, Gone, Held, Paced, Results
 from benchmarks.gateways import DIRECT, GATEWAY, PASS_THROUGH
 from benchmarks.upstream import Upstream
@@ -133,3 +133,24 @@ def test_added_is_taken_within_rounds() -> None:
     found.alone += [replace(one, round=1, whole=[one.whole[0] + 1]) for one in found.alone]
     added = next(bar for bar in gateway_report.bars(found) if bar.name == "added_p50")
     assert added.value == pytest.approx(0.5)
+
+
+def _looks(*busy: tuple[int, int]) -> list[tuple[float, float]]:
+    """Looks at each millisecond at a process that computes from and to those milliseconds."""
+    return [(at / 1e3, sum(min(max(at - start, 0), end - start) for start, end in busy) / 1e3) for at in range(400)]
+
+
+def test_who_goes_on_computing_is_seen_until_it_stops() -> None:
+    assert 0.120 <= departures.last_busy(_looks((0, 120))) <= 0.120 + departures.WINDOW_SECONDS
+
+
+def test_a_heartbeat_is_no_answer() -> None:
+    beats = [(at, at + 1) for at in range(25, 400, 25)]
+
+    assert departures.last_busy(_looks((0, 4), *beats)) <= 0.004 + departures.WINDOW_SECONDS
+
+
+def test_steps_with_rests_between_them_are_an_answer() -> None:
+    steps = [(at, at + 4) for at in range(0, 300, 10)]
+
+    assert departures.last_busy(_looks(*steps)) >= 0.290
