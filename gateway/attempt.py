@@ -72,13 +72,13 @@ class Attempt:
         self._begun = False
 
     async def begin(self) -> None:
-        """Opens the stream: the tier has said its first word."""
+        """Opens the stream: the tier's first byte is here."""
         if self.last:
             await self.listening.open()
         else:
             with self._lease.until_gone(self.listening.give_up):
                 await self.listening.open()
-        self._lease.heard()
+        self._lease.heard(self.listening.silent_seconds)
 
     async def open(self, *, forward_comments: bool) -> None:
         """Reads until there is something to commit to; the frames so far are in `backlog`."""

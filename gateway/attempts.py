@@ -42,7 +42,7 @@ log = logging.getLogger("gateway.attempts")
 T = TypeVar("T")
 
 
-_SILENT = (Drop.SILENT, "has several waiting for a first word")
+_SILENT = (Drop.SILENT, "keeps several waiting")
 _RECOVERING = (Drop.RECOVERING, "takes only some requests yet")
 
 WHOLE_INTERVAL_SECONDS = 0.25

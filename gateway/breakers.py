@@ -29,7 +29,7 @@ an attempt runs never is, so that the bound is this number and the requests in f
 class Refused:
     """No attempt at this tier now: whose breaker said so, and in how many seconds asking again may help.
 
-    `recovering`: it is closed and lets only some pass yet. `silent`: it is closed, and too many wait for a first word.
+    `recovering`: it is closed and lets only some pass yet. `silent`: it is closed, and keeps too many waiting.
     An attempt that either keeps off and that has nowhere else to go may be forced.
     """
 
@@ -76,16 +76,16 @@ class Lease:
         """Whether the attempt decides over a half-open breaker."""
         return any(held.permit.is_probe for held in self._held)
 
-    def heard(self) -> None:
-        """The tier said its first word under this lease.
+    def heard(self, silent_seconds: Callable[[], float] | None = None) -> None:
+        """The tier's first byte under this lease is here; `silent_seconds` tells how long it says nothing more.
 
         Our own service says it while a model loads, which may take minutes: that the service itself is there is proven.
         """
         for held in () if self._settled else self._held:
             if held.permit.is_probe and held.guard.name == LOCAL:
                 held.prove()
-            elif held.guard.unanswered:
-                held.guard.heard()
+            elif held.guard.silence is not None:
+                held.guard.opened(held.permit, silent_seconds)
 
     @contextlib.contextmanager
     def until_gone(self, leave: Callable[[], None]) -> Iterator[None]:
@@ -102,8 +102,8 @@ class Lease:
         for held in () if self._settled else self._held:
             if held.permit.is_probe:
                 held.prove()
-            elif held.guard.unanswered:
-                held.guard.heard()
+            elif held.guard.silence is not None:
+                held.guard.begun(held.permit)
 
     def release(self) -> None:
         """Gives both permits back: no attempt was made."""

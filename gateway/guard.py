@@ -22,6 +22,7 @@ from gateway.core.breaker import CLOSED, HALF_OPEN, OPEN, Count, Permit, Refusal
 from gateway.core.chain import LOCAL
 from gateway.core.outcome import Failure
 from gateway.core.probing import MOST_PACE_SECONDS, POSTPONE_SECONDS, Finding
+from gateway.core.silence import Silence
 
 log = logging.getLogger("gateway.breakers")
 
@@ -77,8 +78,8 @@ class Guard:
         self.is_retired = False
         """Whether it is forgotten: what still reaches it concerns nobody."""
         self.outstanding = 0
-        self.unanswered: dict[int, tuple[float, float]] = {}
-        """Begin and last moment of the attempts that had no word yet, since the tier last said one to anybody."""
+        self.silence = None if provider == LOCAL else Silence()
+        """How far attempts have come; our own service is asked itself instead, and says when it is busy."""
         self.leaving: set[Callable[[], None]] = set()
         """Called when probes of our own find the tier gone: by them leave who had no word and have somewhere to go."""
         self._tripped: str | None = None
@@ -109,7 +110,8 @@ class Guard:
         before, now = self.book.state, self._clock()
         failures = self._machine.fail_counter
         self.book = core.entered(self.book, self._rule, state, now)
-        self.unanswered.clear()
+        if self.silence is not None:
+            self.silence.clear()
         if state is CLOSED:
             self.source = None
         self._on_state(self.provider, self.model, state)
@@ -137,13 +139,13 @@ class Guard:
         now = self._clock()
         if self.book.state is OPEN and core.is_due(self.book, now):
             self._machine.half_open()
-        if self.unanswered and not forced and self._is_silent(now):
+        if self.silence is not None and not forced and self._is_silent(self.silence, now):
             return Refusal(core.MOMENT_SECONDS, self.book.state, silent=True)
         self.book, answer = core.ask(self.book, now, expires, self.outstanding, forced)
         if isinstance(answer, Permit):
             self.outstanding += 1
-            if self.provider != LOCAL:  # whose silence is not judged by this
-                self.unanswered[answer.number] = now, expires
+            if self.silence is not None:
+                self.silence.asked(answer.number, now, expires)
             return answer
         return replace(answer, retry_in=self._worth_asking_in(answer.retry_in))
 
@@ -151,27 +153,37 @@ class Guard:
         """Our own service is asked by probes meanwhile, so that it need not stay away for all of its open period."""
         return min(seconds, MOST_PACE_SECONDS) if self.provider == LOCAL and not self.model else seconds
 
-    def _is_silent(self, now: float) -> bool:
-        """Whether others had better be asked; our own service is asked itself instead, and says when it is busy."""
+    def _is_silent(self, silence: Silence, now: float) -> bool:
+        """Whether others had better be asked: with the failures in a row as many wait in vain as would open it."""
         if self.book.state is not CLOSED:
             return False
-        waiting = (began for began, expires in self.unanswered.values() if now < expires)
-        return core.is_silent(waiting, self._machine.fail_counter, self._rule, now)
+        lacking = max(1, self._rule.failures - self._machine.fail_counter)
+        return silence.speaking(now, lacking) >= lacking
 
-    def heard(self) -> None:
-        """The tier said a word: who waits since before does not wait for one that is gone."""
-        self.unanswered.clear()
+    def opened(self, permit: Permit, silent_seconds: Callable[[], float] | None = None) -> None:
+        """The first byte for the attempt under `permit` is here, which tells from now on for how long it waits."""
+        if self.silence is not None:
+            self.silence.opened(permit.number, self._clock(), silent_seconds)
+
+    def begun(self, permit: Permit) -> None:
+        """The first word for the attempt under `permit` is here."""
+        if self.silence is not None:
+            self.silence.begun(permit.number, self._clock())
+
+    def _returned(self, permit: Permit, *, whole: bool = False) -> None:
+        """The attempt under `permit` runs no longer; `whole`: it has its answer."""
+        self.outstanding -= 1
+        if self.silence is not None:
+            self.silence.ended(permit.number, self._clock(), whole=whole)
 
     def give_back(self, permit: Permit) -> None:
         """The attempt under `permit` says nothing about this tier, or nothing more."""
-        self.unanswered.pop(permit.number, None)
-        self.outstanding -= 1
+        self._returned(permit)
         self.book = core.give_back(self.book, permit)
 
     def succeed(self, permit: Permit) -> None:
         """The attempt under `permit` succeeded."""
-        self.heard()
-        self.outstanding -= 1
+        self._returned(permit, whole=True)
         self._record_success(permit)
 
     def prove(self, permit: Permit) -> Permit:
@@ -179,9 +191,11 @@ class Guard:
 
         A late or ordinary permit is returned as it is: nothing is recorded before its end.
         """
-        self.heard()
+        self.begun(permit)
         if not permit.is_probe or not core.counts(self.book, permit):
             return permit
+        if self.silence is not None:
+            self.silence.clear()  # the rest of its answer has another number
         self._record_success(permit)
         # our own service is asked by probes, and goes on with an answer by itself: a closed breaker lets it
         self.book, fresh = core.renew(self.book, permit, on_trial=self.provider != LOCAL)
@@ -193,8 +207,7 @@ class Guard:
 
     def fail(self, permit: Permit, failure: Failure, why: str, source: str = REQUESTS) -> None:
         """The attempt under `permit`, whose was `source`, failed because of `why`."""
-        self.unanswered.pop(permit.number, None)
-        self.outstanding -= 1
+        self._returned(permit)
         if core.counts(self.book, permit):
             self.last_failure, self.needs_memory, self.source = why, failure.needs_memory, source
         opens = failure.opens and bool(self.model)  # other models of the provider were not spoken of

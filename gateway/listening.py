@@ -79,6 +79,10 @@ class Listening:
         """When the last sign of life came, on the loop's clock."""
         return self._heard
 
+    def silent_seconds(self) -> float:
+        """For how long it has been listened to in vain; 0 while nobody listens."""
+        return 0.0 if self._task is None else self._loop.time() - self._heard
+
     def mark_sent(self) -> None:
         """The caller got something of this stream: from now on only silence counts."""
         self._sent = True

@@ -9,7 +9,6 @@ functions are `(book, ...) -> (book, answer)`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -24,10 +23,6 @@ MOMENT_SECONDS = 1.0
 
 ONE_EVENT_SECONDS = 1.0
 """Attempts that ran side by side and broke off within so long broke by one event, which counts once."""
-
-
-SILENT_SECONDS = 7.5
-"""From then on an attempt that nobody has answered speaks against a tier, long before it has failed."""
 
 
 class State(IntEnum):
@@ -173,22 +168,6 @@ def entered(book: Book, rule: Rule, state: State, now: float) -> Book:
 def ruled(book: Book, before: Rule, now: Rule) -> Book:
     """The book under another rule: results are counted by tenths of the window, so those of another one say nothing."""
     return book if now.window == before.window else book._replace(tallies=())
-
-
-def is_silent(waiting: Iterable[float], failures: int, rule: Rule, now: float) -> bool:
-    """Whether a tier is likely to be gone although it has not failed often enough yet.
-
-    `waiting` is when the attempts began that had no word since, oldest first, and since the tier last said a word to
-    anybody. With the `failures` in a row they have to be as many as open a breaker.
-    """
-    lacking = rule.failures - failures
-    for began in waiting:
-        if now - began < SILENT_SECONDS:
-            return False
-        lacking -= 1
-        if lacking <= 0:
-            return True
-    return False
 
 
 def pausing(book: Book, seconds: float) -> Book:

@@ -123,7 +123,7 @@ class Drop(StrEnum):
     AILING = "ailing"
     """put behind the others: it would likely fail"""
     SILENT = "silent"
-    """put behind the others: several wait there for a first word"""
+    """put behind the others: several wait there in vain"""
     RECOVERING = "recovering"
     """put behind the others: it was away and takes only some requests yet"""
     ROOM = "little_room"

@@ -21,7 +21,7 @@ from gateway.probes import Prober
 from inference.protocol import Code, ModelState, ModelStatus
 from tests.rigs import virtual_time
 
-OUTAGE, PERIOD, FIRST_TOKEN, ANSWER = 60.0, 4.0, 30.0, 0.1
+OUTAGE, PERIOD, FIRST_TOKEN, INTER_TOKEN, ANSWER = 60.0, 4.0, 30.0, 15.0, 0.1
 STATUS = ModelStatus("demo", ModelState.READY, capabilities=("chat",))
 
 ERRORS: Mapping[str, UpstreamError] = {
@@ -91,23 +91,22 @@ class Outage:
             if until > seconds:
                 raise UpstreamError(UpstreamKind.TIMEOUT, "silent")
             return
-        if self.how != "cut":
+        if self.how not in ("cut", "head only", "stalled"):
             raise ERRORS[self.how]
 
     async def user(self) -> bool:
         """One request; whether it reached the tier."""
         forced = self.provider == "local"  # it is all there is; a cloud has another tier behind it
+        is_away = self.begins <= self.loop.time() < self.ends
         lease = self.breakers.acquire(self.provider, "demo", self.loop.time() + 315, forced)
         if not isinstance(lease, Lease):
             return False
         with self._probe(lease.is_probe):
-            if self.begins <= self.loop.time() < self.ends:
+            if is_away:
                 self.reached.append(self.loop.time())
             try:
-                if self.how == "cut" and self.begins <= self.loop.time() < self.ends:
-                    lease.prove()
-                    await asyncio.sleep(ANSWER)
-                    raise ERRORS["reset"]
+                if is_away and self.how in ("cut", "head only", "stalled"):
+                    await self._break_off(lease)
                 await self._be_away(FIRST_TOKEN)
             except UpstreamError as error:
                 seen = Observation(error.kind, error.status, error.code, is_local=self.provider == "local")
@@ -115,8 +114,19 @@ class Outage:
             else:
                 self.used.append(self.loop.time())
                 await asyncio.sleep(ANSWER)
+                lease.heard()
+                lease.prove()
                 lease.settle(judge(Observation(End.FINISHED)))
         return True
+
+    async def _break_off(self, lease: Lease) -> None:
+        """An answer that is cut, that stops behind its head, or behind its first words."""
+        since = self.loop.time()
+        lease.heard(lambda: self.loop.time() - since)
+        if self.how != "head only":
+            lease.prove()
+        await asyncio.sleep({"cut": ANSWER, "head only": FIRST_TOKEN, "stalled": INTER_TOKEN}[self.how])
+        raise ERRORS["reset"] if self.how == "cut" else UpstreamError(UpstreamKind.TIMEOUT, "silent")
 
     async def live(self, seconds: float, period: float = PERIOD, offset: float = 0.0, at_once: int = 1) -> None:
         """Users come every `period` seconds; polling and probes run beside them."""
@@ -172,7 +182,7 @@ def test_in_an_outage_of_sixty_seconds_our_own_service_sees_at_most_four_request
         assert outage.most_probing == 1
 
 
-@pytest.mark.parametrize("how", ["refused", "reset", "500", "529", "silent", "cut"])
+@pytest.mark.parametrize("how", ["refused", "reset", "500", "529", "silent", "cut", "head only", "stalled"])
 def test_a_paid_one_sees_at_most_six_and_is_used_again_within_the_open_period_and_one_request(how: str) -> None:
     for offset in range(8):
         outage = virtual_time.run(_outage("cloud", how, offset / 2))
@@ -216,7 +226,7 @@ async def _any(provider: str, how: str, away: list[tuple[float, float]], at_once
 @settings(max_examples=25, deadline=None)
 @given(
     provider=st.sampled_from(["local", "cloud"]),
-    how=st.sampled_from([*ERRORS, "silent"]),
+    how=st.sampled_from([*ERRORS, "silent", "cut", "head only", "stalled"]),
     away=st.lists(st.tuples(st.floats(0.1, 20.0), st.floats(0.1, 90.0)), min_size=1, max_size=4),
     at_once=st.sampled_from([1, 3]),
 )

@@ -1,0 +1,64 @@
+"""A cloud that hung behind its status line, or behind its first words, was asked by everybody until five had failed."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from gateway.breakers import Lease
+from gateway.core.silence import KNOWN, SILENT_SECONDS
+from tests.rigs.fake_inference import FakeInference
+from tests.rigs.fake_provider import KEY as CLOUD_KEY
+from tests.rigs.fake_provider import FakeProvider
+from tests.rigs.gateway_rig import Gateway
+from tests.rigs.stack import until
+
+pytestmark = pytest.mark.timeout(60)
+
+FAILURES = 3
+CONFIG = """
+providers:
+  one: {{kind: openai, api_key: "${{env:CLOUD}}", base_url: {url}/v1}}
+  other: {{kind: anthropic, api_key: "${{env:CLOUD}}", base_url: {url}}}
+routes:
+  one well: {{chain: [one/gpt]}}
+  other well: {{chain: [other/claude]}}
+  one: {{chain: [one/fault-stall=0, local/demo]}}
+  other: {{chain: [other/fault-stall=2, local/demo]}}
+breaker: {{failures: {failures}}}
+"""
+
+
+async def test_the_next_tier_is_asked_first_while_several_wait_in_vain(tmp_path: Path) -> None:
+    async with FakeInference("token") as fake, FakeProvider() as cloud:
+        config = CONFIG.format(url=cloud.url, failures=FAILURES)
+        await _ask(Gateway(tmp_path, fake.url, config, {"CLOUD": CLOUD_KEY}), cloud)
+
+
+async def _ask(rig: Gateway, cloud: FakeProvider) -> None:
+    async with rig as gateway:
+        await gateway.look()
+        names = ("one", "other")
+        known = [gateway.chat(f"{name} well", stream=True) for name in names for _ in range(KNOWN)]
+        assert all(answer.status_code == 200 for answer in await asyncio.gather(*known))
+        waiting = [asyncio.create_task(gateway.chat(name, stream=True)) for name in names for _ in range(FAILURES)]
+        await until("all of them are there", lambda: len(cloud.records) >= 2 * (KNOWN + FAILURES))
+        await asyncio.sleep(SILENT_SECONDS + 1.0)
+        for name in names:
+            answer = await gateway.chat(name)
+            assert answer.headers["x-headgate-model"] == "local/demo"
+            told = (await gateway.admin("GET", f"/admin/requests/{answer.headers['x-request-id']}")).json()
+            assert [tried["name"] for tried in told["attempts"]] == ["local/demo"]
+            assert f"{name} keeps several waiting" in str(told)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        breakers = gateway.runtime.breakers
+        running = [("one", "fault-stall=0"), ("other", "fault-stall=2")]
+        await until("they have left", lambda: not any(breakers.outstanding(*pair) for pair in running))
+        for pair in running:
+            lease = breakers.acquire(*pair, expires=1e9)
+            assert isinstance(lease, Lease), "who has left waits for nothing"
+            lease.release()
