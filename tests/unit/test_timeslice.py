@@ -53,6 +53,31 @@ def test_the_thread_that_makes_a_loop_has_short_slices_and_those_it_starts_have_
     assert granted() == usual
 
 
+def _niceness() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+@linux
+@pytest.mark.skipif(hasattr(os, "geteuid") and os.geteuid() != 0, reason="takes root, which may choose a niceness")
+def test_who_may_has_a_larger_share_and_who_may_not_short_slices_all_the_same() -> None:
+    def serve() -> tuple[bool, int, int, int]:
+        taken = timeslice.shorten()
+        child = subprocess.run(
+            [sys.executable, "-c", "import os; print(os.getpriority(os.PRIO_PROCESS, 0))"],
+            capture_output=True, text=True, check=True, timeout=60,
+        )  # fmt: skip
+        return taken, _niceness(), on_a_thread(_niceness), int(child.stdout)
+
+    assert on_a_thread(serve) == (True, timeslice.NICE, 0, 0), "what it starts is as usual"
+
+    code = (
+        "import os; from tests.unit.test_timeslice import _niceness, granted; from headgate.shared import timeslice;"
+        "usual = granted(); os.setuid(65534); print(timeslice.shorten(), _niceness(), granted() < usual or not usual)"
+    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert child.stdout.split() == ["True", "0", "True"]
+
+
 @linux
 def test_a_thread_whose_policy_or_priority_somebody_chose_keeps_everything() -> None:
     """Its children would lose a priority above the usual one."""
