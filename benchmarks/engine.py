@@ -50,7 +50,7 @@ did than of who was asked.
 SERIAL_STREAMS = 8
 """The most streams that llama_cpp.server is asked for at once: it answers one after the other."""
 WARM_UP_TOKENS, WARM_UP_ANSWER_TOKENS = 32, 8
-PREFIX_ROUNDS, PREFIX_QUESTIONS, PREFIX_ANSWER_TOKENS = 3, 5, 8
+PREFIX_ROUNDS, PREFIX_QUESTIONS, PREFIX_ANSWER_TOKENS = 3, 16, 8
 REST_SECONDS = 0.2
 """Before every sample, for the threads of the one before to fall asleep."""
 
