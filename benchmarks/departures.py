@@ -115,14 +115,16 @@ def last_busy(looks: Iterable[tuple[float, float]]) -> float:
         looks: when each was and the processor time taken until then, seconds.
     """
     window: deque[tuple[float, float]] = deque()
-    found = 0.0
+    found = last = 0.0
     for now, used in looks:
         while len(window) > 1 and now - window[1][0] >= WINDOW_SECONDS:
             window.popleft()
         if window:
-            since, used_then = window[0]
+            (since, used_then), (before, used_before) = window[0], window[-1]
+            if used - used_before > BUSY_SHARE * (now - before):
+                last = now
             if used - used_then > BUSY_SHARE * max(now - since, WINDOW_SECONDS):
-                found = now
+                found = last
         window.append((now, used))
     return found
 

@@ -78,7 +78,7 @@ class Attempt:
         else:
             with self._lease.until_gone(self.listening.give_up):
                 await self.listening.open()
-        self._lease.heard(self.listening.silent_seconds)
+        self._lease.heard(self.listening)
 
     async def open(self, *, forward_comments: bool) -> None:
         """Reads until there is something to commit to; the frames so far are in `backlog`."""

@@ -14,6 +14,7 @@ from typing import Any
 from gateway.core.breaker import CLOSED, Permit, Refusal, Rule, State
 from gateway.core.chain import LOCAL
 from gateway.core.outcome import Failure, Ignore, Scope, Success, Verdict
+from gateway.core.silence import Silent
 from gateway.guard import Clock, Guard, OnState
 from inference.protocol import Priority
 
@@ -76,16 +77,16 @@ class Lease:
         """Whether the attempt decides over a half-open breaker."""
         return any(held.permit.is_probe for held in self._held)
 
-    def heard(self, silent_seconds: Callable[[], float] | None = None) -> None:
-        """The tier's first byte under this lease is here; `silent_seconds` tells how long it says nothing more.
+    def heard(self, silent: Silent) -> None:
+        """The tier's first byte under this lease is here; `silent` tells for how long it says nothing more.
 
         Our own service says it while a model loads, which may take minutes: that the service itself is there is proven.
         """
         for held in () if self._settled else self._held:
             if held.permit.is_probe and held.guard.name == LOCAL:
                 held.prove()
-            elif held.guard.silence is not None:
-                held.guard.opened(held.permit, silent_seconds)
+            else:
+                held.guard.opened(held.permit, silent)
 
     @contextlib.contextmanager
     def until_gone(self, leave: Callable[[], None]) -> Iterator[None]:
@@ -102,7 +103,7 @@ class Lease:
         for held in () if self._settled else self._held:
             if held.permit.is_probe:
                 held.prove()
-            elif held.guard.silence is not None:
+            else:
                 held.guard.begun(held.permit)
 
     def release(self) -> None:

@@ -22,7 +22,7 @@ from gateway.core.breaker import CLOSED, HALF_OPEN, OPEN, Count, Permit, Refusal
 from gateway.core.chain import LOCAL
 from gateway.core.outcome import Failure
 from gateway.core.probing import MOST_PACE_SECONDS, POSTPONE_SECONDS, Finding
-from gateway.core.silence import Silence
+from gateway.core.silence import Silence, Silent
 
 log = logging.getLogger("gateway.breakers")
 
@@ -78,7 +78,7 @@ class Guard:
         self.is_retired = False
         """Whether it is forgotten: what still reaches it concerns nobody."""
         self.outstanding = 0
-        self.silence = None if provider == LOCAL else Silence()
+        self.silence = None if provider == LOCAL else Silence(is_model=bool(model))
         """How far attempts have come; our own service is asked itself instead, and says when it is busy."""
         self.leaving: set[Callable[[], None]] = set()
         """Called when probes of our own find the tier gone: by them leave who had no word and have somewhere to go."""
@@ -160,10 +160,10 @@ class Guard:
         lacking = max(1, self._rule.failures - self._machine.fail_counter)
         return silence.speaking(now, lacking) >= lacking
 
-    def opened(self, permit: Permit, silent_seconds: Callable[[], float] | None = None) -> None:
-        """The first byte for the attempt under `permit` is here, which tells from now on for how long it waits."""
+    def opened(self, permit: Permit, silent: Silent) -> None:
+        """The first byte for the attempt under `permit` is here."""
         if self.silence is not None:
-            self.silence.opened(permit.number, self._clock(), silent_seconds)
+            self.silence.opened(permit.number, self._clock(), silent)
 
     def begun(self, permit: Permit) -> None:
         """The first word for the attempt under `permit` is here."""
@@ -174,7 +174,7 @@ class Guard:
         """The attempt under `permit` runs no longer; `whole`: it has its answer."""
         self.outstanding -= 1
         if self.silence is not None:
-            self.silence.ended(permit.number, self._clock(), whole=whole)
+            self.silence.ended(permit.number, whole=whole)
 
     def give_back(self, permit: Permit) -> None:
         """The attempt under `permit` says nothing about this tier, or nothing more."""

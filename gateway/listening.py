@@ -64,6 +64,8 @@ class Listening:
         self._waiting = self._sent = False
         self.answered = False
         """Whether content or a finish reason came."""
+        self.longest_silence = 0.0
+        """That was over with a frame."""
         self._last = last
         self._on_frame = on_frame
         self._whole = whole
@@ -119,6 +121,7 @@ class Listening:
             raise
         finally:
             self._task = None
+        self.longest_silence = max(self.longest_silence, self._loop.time() - self._heard)
         self._note(frame)
         return frame
 

@@ -47,7 +47,7 @@ class _Attributes(ctypes.Structure):
 
 
 def shorten() -> bool:
-    """Asks for short slices for the calling thread and no other, and for NICE; whether the kernel took the first.
+    """Asks for short slices for the calling thread and no other, and for NICE; whether the kernel took the slices now.
 
     Elsewhere than on Linux, and for a thread whose policy or priority somebody chose already, nothing is changed. A
     Linux before 6.12 takes it without effect.
@@ -62,9 +62,10 @@ def shorten() -> bool:
         return False
     attributes.sched_runtime = int(SECONDS * 1e9)
     attributes.sched_flags |= _RESET_ON_FORK
-    for attributes.sched_nice in (NICE, 0):
+    for niceness in (NICE, 0):
+        attributes.sched_nice = niceness
         if libc.syscall(numbers[0], 0, ctypes.byref(attributes), 0) == 0:
             return True
         refused = errno.errorcode.get(ctypes.get_errno(), "unknown")
-        log.debug("the kernel grants no short slices with a niceness of %d (%s)", attributes.sched_nice, refused)
+        log.debug("the kernel grants no short slices with a niceness of %d (%s)", niceness, refused)
     return False

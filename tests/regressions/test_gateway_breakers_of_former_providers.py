@@ -16,6 +16,7 @@ from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.fake_provider.faults import Fault
 from tests.rigs.fake_provider.server import FakeProvider
 from tests.rigs.gateway_rig import Gateway
+from tests.rigs.heard import Heard
 from tests.rigs.stack import until
 
 FULL = Ignore(Reason.QUEUE_FULL, 60.0, frozenset({"normal"}))
@@ -85,7 +86,7 @@ def test_who_still_asks_the_former_one_moves_nothing(caplog: pytest.LogCaptureFi
     later = breakers.acquire("openai", "gpt-test", 1e9, generation=before)
     for lease in (running, later):
         assert isinstance(lease, Lease)
-        lease.heard()
+        lease.heard(Heard())
         lease.prove()
         with lease.until_gone(lambda: None):
             lease.settle(verdict)

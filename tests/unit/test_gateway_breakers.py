@@ -10,6 +10,7 @@ from gateway.breakers import Breakers, Lease, Refused
 from gateway.core.breaker import Permit, Rule, State
 from gateway.core.outcome import Failure, Ignore, Reason, Scope, Success
 from gateway.core.probing import Finding
+from tests.rigs.heard import Heard
 
 PAIR, PROVIDER = Failure(Scope.PAIR), Failure(Scope.PROVIDER)
 LEFT = Ignore(Reason.CLIENT_LEFT)
@@ -110,7 +111,7 @@ def test_cancelled_attempts_and_late_results_move_nothing(breakers: Breakers, cl
     for lease in old[:5]:
         lease.settle(LEFT)
     assert breakers.guard("p", "m").describe()["failures"] == 0
-    old[9].heard()
+    old[9].heard(Heard())
     _fail(breakers, 5)
     clock.now += 30
     probe = _lease(breakers)
@@ -357,7 +358,7 @@ def test_a_cloud_at_which_many_wait_for_a_first_word_is_asked_last(breakers: Bre
     assert isinstance(breakers.acquire("p", "m", 1e9, forced=True), Lease)
     waiting[0].settle(Failure(Scope.PAIR), "it stayed silent")
     assert breakers.acquire("p", "m", 1e9) == Refused("p/m", 1.0, silent=True), "a failure is no sign of life"
-    waiting[1].heard()
+    waiting[1].heard(Heard())
     assert isinstance(breakers.acquire("p", "m", 1e9), Lease)
 
 
@@ -366,6 +367,28 @@ def test_who_left_a_silent_cloud_speaks_against_it_no_more(breakers: Breakers, c
     clock.now += 8.0
     waiting[0].settle(LEFT)
     assert isinstance(breakers.acquire("p", "m", 1e9), Lease)
+
+
+def test_who_waits_since_before_a_recovery_speaks_against_nobody(breakers: Breakers, clock: Clock) -> None:
+    for _ in range(5):
+        _lease(breakers)
+    _fail(breakers, 5, Failure(Scope.PROVIDER, pair_too=True))
+    clock.now += 30
+    _lease(breakers).settle(Success())
+    assert isinstance(breakers.acquire("p", "m", 1e9), Lease)
+
+
+def test_a_model_that_hangs_behind_its_head_says_nothing_of_others(breakers: Breakers, clock: Clock) -> None:
+    for _ in range(3):
+        known = _lease(breakers)
+        known.heard(Heard())
+        known.prove()
+        known.settle(Success())
+    for _ in range(5):
+        _lease(breakers).heard(Heard(8.0))
+    clock.now += 8.0
+    assert breakers.acquire("p", "m", 1e9) == Refused("p/m", 1.0, silent=True)
+    assert isinstance(breakers.acquire("p", "other", 1e9), Lease)
 
 
 def test_attempts_that_were_lost_wait_for_nothing(breakers: Breakers, clock: Clock) -> None:
@@ -388,11 +411,11 @@ def test_a_first_word_proves_our_own_service_and_not_yet_its_model(breakers: Bre
     for provider, others in (("local", True), ("cloud", False)):
         probe = breakers.acquire(provider, "m", 1e9)
         assert isinstance(probe, Lease)
-        probe.heard()
+        probe.heard(Heard())
         assert isinstance(breakers.acquire(provider, "other", 1e9), Lease) is others
         assert isinstance(breakers.acquire(provider, "m", 1e9), Refused)
         probe.settle(Success())
-        probe.heard()
+        probe.heard(Heard())
         assert isinstance(breakers.acquire(provider, "m", 1e9), Lease)
 
 

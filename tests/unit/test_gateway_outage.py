@@ -20,6 +20,7 @@ from gateway.inference_view import InferenceView
 from gateway.probes import Prober
 from inference.protocol import Code, ModelState, ModelStatus
 from tests.rigs import virtual_time
+from tests.rigs.heard import Heard
 
 OUTAGE, PERIOD, FIRST_TOKEN, INTER_TOKEN, ANSWER = 60.0, 4.0, 30.0, 15.0, 0.1
 STATUS = ModelStatus("demo", ModelState.READY, capabilities=("chat",))
@@ -42,6 +43,7 @@ class Outage:
     how: str
     begins: float
     ends: float
+    thinks: float = 0.0
     reached: list[float] = field(default_factory=list)
     used: list[float] = field(default_factory=list)
     probing: int = 0
@@ -114,15 +116,16 @@ class Outage:
             else:
                 self.used.append(self.loop.time())
                 await asyncio.sleep(ANSWER)
-                lease.heard()
+                lease.heard(Heard(longest_silence=self.thinks))
                 lease.prove()
                 lease.settle(judge(Observation(End.FINISHED)))
         return True
 
     async def _break_off(self, lease: Lease) -> None:
         """An answer that is cut, that stops behind its head, or behind its first words."""
-        since = self.loop.time()
-        lease.heard(lambda: self.loop.time() - since)
+        since, heard = self.loop.time(), Heard()
+        heard.silent_seconds = lambda: self.loop.time() - since  # type: ignore[method-assign]
+        lease.heard(heard)
         if self.how != "head only":
             lease.prove()
         await asyncio.sleep({"cut": ANSWER, "head only": FIRST_TOKEN, "stalled": INTER_TOKEN}[self.how])
@@ -163,10 +166,10 @@ class _Count:
         self.outage.probing -= self.counts
 
 
-async def _outage(provider: str, how: str, offset: float, at_once: int = 1) -> Outage:
+async def _outage(provider: str, how: str, offset: float, at_once: int = 1, thinks: float = 0.0) -> Outage:
     """Sixty seconds without the tier, then a minute and a half with it."""
     start = asyncio.get_running_loop().time()
-    outage = Outage(provider, how, start + 20.0, start + 20.0 + OUTAGE)
+    outage = Outage(provider, how, start + 20.0, start + 20.0 + OUTAGE, thinks)
     await outage.live(170.0, offset=offset, at_once=at_once)
     return outage
 
@@ -189,6 +192,14 @@ def test_a_paid_one_sees_at_most_six_and_is_used_again_within_the_open_period_an
         assert len(outage.reached) <= 6
         assert outage.back_after <= Rule().open + PERIOD
         assert outage.most_probing == 1
+
+
+@pytest.mark.parametrize(("thinks", "head_only", "stalled"), [(3.5, 6, 6), (6.0, 7, 6), (20.0, 12, 6)])
+def test_a_paid_one_that_thinks_for_long_is_given_longer(thinks: float, head_only: int, stalled: int) -> None:
+    """Before its first word: as long as it may be no other than usual, it is asked."""
+    for how, most in (("head only", head_only), ("stalled", stalled)):
+        seen = [len(virtual_time.run(_outage("cloud", how, offset / 2, thinks=thinks)).reached) for offset in range(8)]
+        assert max(seen) == most
 
 
 def test_a_model_of_ours_that_failed_is_used_again_within_ten_seconds() -> None:

@@ -9,151 +9,162 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.silence import KNOWN, PATIENCE, REMEMBERED, SILENT_SECONDS, Silence
+from tests.rigs.heard import Heard
 
 LOST = 1e9
 ENOUGH = 5
+LONG = 1e6
 
 
-def _known(first_word_seconds: float = 0.5) -> Silence:
-    """A tier that has answered so many that the time to its first words is known."""
-    silence = Silence()
+def _answer(silence: Silence, number: int, at: float, first: float = 0.5, later: float = 0.5) -> None:
+    """A whole answer, with the longest silences before and behind its first word."""
+    heard = Heard(longest_silence=first)
+    silence.asked(number, at, LOST)
+    silence.opened(number, at, heard)
+    silence.begun(number, at)
+    heard.longest_silence = later
+    silence.ended(number, whole=True)
+
+
+def _known(first: float = 0.5, later: float = 0.5, *, is_model: bool = True) -> Silence:
+    """A tier that has answered so many that its silences are known."""
+    silence = Silence(is_model=is_model)
     for number in range(-REMEMBERED, 0):
-        silence.asked(number, -100.0, LOST)
-        silence.opened(number, -99.0)
-        silence.begun(number, -99.0 + first_word_seconds)
-        silence.ended(number, -50.0, whole=True)
+        _answer(silence, number, -100.0, first, later)
     return silence
 
 
-def _ask(silence: Silence, at: float, count: int = ENOUGH, first: int = 0) -> None:
-    for number in range(first, first + count):
-        silence.asked(number, at, LOST)
-
-
-def _open(silence: Silence, at: float, count: int = ENOUGH) -> None:
+def _ask(silence: Silence, at: float, count: int = ENOUGH, seconds: float = LONG) -> list[Heard]:
     for number in range(count):
-        silence.opened(number, at)
+        silence.asked(number, at, LOST)
+    return [Heard(seconds) for _ in range(count)]
 
 
-def _begin(silence: Silence, at: float, count: int = ENOUGH) -> None:
+def _open(silence: Silence, at: float, count: int = ENOUGH, seconds: float = LONG) -> list[Heard]:
+    """As many that are asked and opened then."""
+    all_heard = _ask(silence, at, count, seconds)
+    for number, heard in enumerate(all_heard):
+        silence.opened(number, at, heard)
+    return all_heard
+
+
+def _begin(silence: Silence, at: float, count: int = ENOUGH, seconds: float = LONG) -> list[Heard]:
+    """As many that have begun then."""
+    all_heard = _open(silence, at, count, seconds)
     for number in range(count):
         silence.begun(number, at)
+    return all_heard
 
 
-ADVANCES: dict[str, Callable[[Silence], None]] = {
-    "asked": lambda silence: _ask(silence, 1.0),
-    "opened": lambda silence: (_ask(silence, 0.0), _open(silence, 1.0))[0],
-    "begun": lambda silence: (_ask(silence, 0.0), _open(silence, 0.0), _begin(silence, 1.0))[0],
-}
+STAGES: dict[str, Callable[..., list[Heard]]] = {"asked": _ask, "opened": _open, "begun": _begin}
 
 
-@pytest.mark.parametrize("stage", ADVANCES)
+@pytest.mark.parametrize("stage", STAGES)
 def test_who_waits_long_at_a_stage_speaks_against_the_tier(stage: str) -> None:
     silence = _known()
-    ADVANCES[stage](silence)
+    STAGES[stage](silence, 1.0)
     assert silence.speaking(0.9 + SILENT_SECONDS, ENOUGH) == 0
     assert silence.speaking(1.0 + SILENT_SECONDS, ENOUGH) == ENOUGH
     assert silence.speaking(1.0 + SILENT_SECONDS, 2) == 2, "nobody counts further than that"
-    assert silence.speaking(1.0 + SILENT_SECONDS, ENOUGH + 1) == 0, "so many do not even wait"
+    for number in range(ENOUGH):
+        assert silence.speaking(1.0 + SILENT_SECONDS, ENOUGH) == ENOUGH - number
+        silence.ended(number, whole=False)
 
 
-def test_whoever_passes_a_stage_speaks_for_those_who_came_there_before() -> None:
-    now = 20.0
+@pytest.mark.parametrize("stage", STAGES)
+def test_nothing_that_ran_before_a_state_began_speaks(stage: str) -> None:
     silence = _known()
-    _ask(silence, 0.0, ENOUGH + 1)
-    silence.opened(5, 1.0)
-    assert silence.speaking(now, ENOUGH) == 1, "it answers; only whoever it answered waits since then"
-    _open(silence, 2.0)
-    assert silence.speaking(now, ENOUGH) == ENOUGH, "with a head"
-    silence.begun(5, 3.0)
-    assert silence.speaking(now, ENOUGH) == 1, "it has words"
-    _begin(silence, 4.0)
-    assert silence.speaking(now, ENOUGH) == ENOUGH, "some"
-    silence.ended(5, 5.0, whole=True)
-    assert silence.speaking(now, ENOUGH) == 0, "and it comes to an end"
+    STAGES[stage](silence, 1.0)
+    silence.clear()
+    silence.opened(0, 2.0, Heard(LONG))
+    silence.begun(0, 2.0)
+    assert silence.speaking(100.0, 1) == 0
+    silence.ended(0, whole=True)
+    _ask(silence, 3.0)
+    silence.ended(99, whole=True)
+    assert silence.speaking(100.0, ENOUGH) == ENOUGH, "numbers that are not known change nothing"
 
 
-def test_who_left_or_is_lost_says_nothing() -> None:
+def test_a_first_byte_of_anybody_speaks_for_those_who_wait_for_one() -> None:
     silence = _known()
-    _ask(silence, 0.0, ENOUGH + 1)
-    silence.ended(0, 1.0, whole=False)
-    assert silence.speaking(10.0, ENOUGH) == ENOUGH, "who leaves has not been answered"
-    silence.ended(1, 1.0, whole=False)
-    assert silence.speaking(10.0, ENOUGH) == 0
+    _ask(silence, 1.0, ENOUGH + 1)
+    silence.opened(ENOUGH, 2.0, Heard())
+    assert silence.speaking(20.0, 1) == 0
+    _ask(silence, 3.0)
+    assert silence.speaking(20.0, ENOUGH) == ENOUGH, "not for who comes later"
+    silence.asked(50, 4.0, LOST)
+    silence.ended(50, whole=True)
+    assert silence.speaking(20.0, 1) == 0, "an answer without a stream has one too"
+
+
+def test_a_first_word_speaks_for_those_with_a_first_byte() -> None:
+    silence = _known()
+    _open(silence, 1.0, ENOUGH + 1)
+    assert silence.speaking(20.0, ENOUGH) == ENOUGH, "among themselves first bytes prove nothing"
+    silence.begun(ENOUGH, 2.0)
+    assert silence.speaking(20.0, ENOUGH) == 1, "but who has it"
+
+
+def test_a_whole_answer_speaks_for_those_who_have_begun() -> None:
+    silence = _known()
+    _begin(silence, 1.0, ENOUGH + 1)
+    silence.ended(ENOUGH, whole=False)
+    assert silence.speaking(20.0, ENOUGH) == ENOUGH, "one that broke off does not"
+    silence.ended(0, whole=True)
+    assert silence.speaking(20.0, 1) == 0
+
+
+def test_an_attempt_that_was_lost_waits_for_nothing() -> None:
+    silence = _known()
     for number in range(ENOUGH):
         silence.asked(number, 2.0, 15.0)
     assert silence.speaking(14.9, ENOUGH) == ENOUGH
-    assert silence.speaking(15.0, ENOUGH) == 1
-    silence.clear()
-    assert silence.speaking(10.0, 1) == 0
+    assert silence.speaking(15.0, ENOUGH) == 0
 
 
-def test_numbers_that_are_not_known_change_nothing() -> None:
-    silence = _known()
-    _ask(silence, 0.0)
-    for number in (98, 99):
-        silence.opened(number, 1.0)
-        silence.begun(number, 1.0)
-        silence.ended(number, 1.0, whole=True)
-    assert silence.speaking(10.0, ENOUGH) == ENOUGH
-
-
-@pytest.mark.parametrize("first_words", range(KNOWN + 1))
-def test_behind_the_first_byte_nothing_is_judged_before_the_tier_is_known(first_words: int) -> None:
-    silence = Silence()
-    _ask(silence, 0.0, first_words, first=100)
-    for number in range(100, 100 + first_words):
-        silence.opened(number, 0.0)
-        silence.begun(number, 0.5)
-        silence.ended(number, 0.6, whole=True)
+@pytest.mark.parametrize("answers", range(KNOWN + 1))
+def test_behind_the_first_byte_nothing_is_judged_before_the_tier_is_known(answers: int) -> None:
+    silence = Silence(is_model=True)
+    for number in range(100, 100 + answers):
+        _answer(silence, number, 0.0)
     _ask(silence, 1.0)
     assert silence.speaking(1.0 + SILENT_SECONDS, ENOUGH) == ENOUGH, "where there is no byte there is no thinking"
     _open(silence, 2.0)
-    assert (silence.speaking(1e6, ENOUGH) == ENOUGH) is (first_words == KNOWN)
+    assert (silence.speaking(LONG, ENOUGH) == ENOUGH) is (answers == KNOWN)
 
 
 @pytest.mark.parametrize("stage", ["opened", "begun"])
-def test_a_tier_that_thinks_for_long_is_given_longer(stage: str) -> None:
-    silence = _known(first_word_seconds=12.0)
-    ADVANCES[stage](silence)
-    allowed = PATIENCE * 12.0
-    assert silence.speaking(0.9 + allowed, ENOUGH) == 0
-    # those of the five who have begun took a second themselves, and only the last sixteen are remembered
-    assert silence.speaking(1.0 + allowed, ENOUGH) == ENOUGH
+def test_a_provider_is_judged_by_its_first_bytes_alone(stage: str) -> None:
+    """A model that thinks would be left because of another one that does not."""
+    silence = _known(is_model=False)
+    STAGES[stage](silence, 1.0)
+    assert silence.speaking(LONG, 1) == 0
+    _ask(silence, 2.0)
+    assert silence.speaking(2.0 + SILENT_SECONDS, ENOUGH) == ENOUGH
 
 
-def test_only_recent_first_words_tell_how_long_it_thinks() -> None:
-    silence = _known(first_word_seconds=12.0)
+@pytest.mark.parametrize(("stage", "first", "later"), [("opened", 12.0, 0.5), ("begun", 0.5, 12.0)])
+def test_a_model_that_is_silent_for_long_is_given_longer_where_it_is(stage: str, first: float, later: float) -> None:
+    silence = _known(first, later)
+    for name in ("opened", "begun"):
+        silence.clear()
+        all_heard = STAGES[name](silence, 1.0)
+        allowed = PATIENCE * 12.0 if name == stage else SILENT_SECONDS
+        # those who have begun were silent for nothing before that, and only the last sixteen are remembered
+        assert silence.speaking(0.9 + allowed, ENOUGH) == 0
+        assert silence.speaking(1.0 + allowed, ENOUGH) == ENOUGH
+        all_heard[0].seconds = allowed - 0.1
+        assert silence.speaking(LONG, ENOUGH) == ENOUGH - 1, "it goes on, or waits for its reader"
+
+
+def test_only_recent_silences_tell_how_long_one_may_be() -> None:
+    silence = _known(first=12.0, later=12.0)
     for number in range(100, 100 + REMEMBERED):
-        silence.asked(number, 0.0, LOST)
-        silence.opened(number, 0.0)
-        silence.begun(number, 0.5)
-        silence.ended(number, 0.6, whole=True)
-    ADVANCES["opened"](silence)
-    assert silence.speaking(1.0 + SILENT_SECONDS, ENOUGH) == ENOUGH
-
-
-def test_an_answer_that_goes_on_or_waits_for_its_reader_is_not_silent() -> None:
-    silence = _known()
-    silent = dict.fromkeys(range(ENOUGH), 20.0)
-    for number in silent:
-        silence.asked(number, 0.0, LOST)
-        silence.opened(number, 1.0, lambda number=number: silent[number])  # type: ignore[misc]
-    assert silence.speaking(30.0, ENOUGH) == ENOUGH
-    silent[3] = 0.0
-    assert silence.speaking(30.0, ENOUGH) == ENOUGH - 1
-
-
-def test_words_without_a_head_are_taken_as_they_come() -> None:
-    """A provider that hands over its answer whole."""
-    silence = Silence()
-    for number in range(KNOWN):
-        silence.asked(number, 0.0, LOST)
-        silence.begun(number, 30.0)
-        silence.ended(number, 30.0, whole=True)
-    _ask(silence, 31.0)
-    _open(silence, 31.0)
-    assert silence.speaking(1e6, ENOUGH) == 0, "nothing was learned about heads"
+        _answer(silence, number, 0.0)
+    for stage in ("opened", "begun"):
+        silence.clear()
+        STAGES[stage](silence, 1.0)
+        assert silence.speaking(1.0 + SILENT_SECONDS, ENOUGH) == ENOUGH
 
 
 @given(
@@ -165,11 +176,11 @@ def test_a_tier_that_leads_somebody_through_in_time_is_never_silent(gaps: list[f
     silence, now = _known(), 0.0
     for number, gap in enumerate(gaps):
         silence.asked(number, now, LOST)
-        for reached, go in ((1, silence.opened), (2, silence.begun)):
-            if stages[number] >= reached:
-                go(number, now)
+        if stages[number] >= 1:
+            silence.opened(number, now, Heard(LONG))
+        if stages[number] >= 2:
+            silence.begun(number, now)
         now += gap
-        silence.asked(1000 + number, now, LOST)
         assert silence.speaking(now, 1) == 0
-        silence.ended(1000 + number, now, whole=True)
+        _answer(silence, 1000 + number, now)
         assert silence.speaking(now + SILENT_SECONDS + 1, 1) == 0

@@ -18,6 +18,10 @@ from headgate.shared import loops, timeslice
 SHORTEST = int(timeslice.SECONDS * 1e9)
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux is asked")
+as_usual = pytest.mark.skipif(
+    hasattr(os, "getpriority") and os.getpriority(os.PRIO_PROCESS, 0) != 0,
+    reason="somebody chose how nice these tests are",
+)
 
 
 def granted() -> int:
@@ -38,6 +42,7 @@ def on_a_thread(work: Any) -> Any:
 
 
 @linux
+@as_usual
 def test_the_thread_that_makes_a_loop_has_short_slices_and_those_it_starts_have_not() -> None:
     usual = granted()
 
@@ -58,6 +63,7 @@ def _niceness() -> int:
 
 
 @linux
+@as_usual
 @pytest.mark.skipif(hasattr(os, "geteuid") and os.geteuid() != 0, reason="takes root, which may choose a niceness")
 def test_who_may_has_a_larger_share_and_what_it_starts_has_not() -> None:
     def serve() -> tuple[bool, int, int, int]:
@@ -72,6 +78,7 @@ def test_who_may_has_a_larger_share_and_what_it_starts_has_not() -> None:
 
 
 @linux
+@as_usual
 @pytest.mark.skipif(hasattr(os, "geteuid") and os.geteuid() != 0, reason="takes root, which may become somebody else")
 def test_who_may_not_has_short_slices_all_the_same() -> None:
     code = (

@@ -1,0 +1,58 @@
+"""How long a stream is silent: only while somebody listens, and until any sign of life."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from gateway.core.budget import Budget, Limits
+from gateway.core.frames import Comment, Data, DeltaKind, Endpoint, Frame
+from gateway.listening import Listening
+from gateway.providers.base import Call
+from tests.rigs import virtual_time
+
+PING = Comment(b": keep-alive\n\n")
+WORD = Data(b'{"choices": [{"delta": {"content": "x"}}]}', DeltaKind.CONTENT)
+FRAMES = [(3.0, PING), (2.0, WORD), (5.0, WORD), (100.0, WORD)]
+
+
+class Paced:
+    """Sends each frame so many seconds after it was asked for."""
+
+    name = "paced"
+    is_local = False
+
+    @asynccontextmanager
+    async def stream(self, call: Call) -> AsyncIterator[AsyncIterator[Frame]]:
+        await asyncio.sleep(1.0)
+        yield self._frames()
+
+    async def _frames(self) -> AsyncIterator[Frame]:
+        for seconds, frame in FRAMES:
+            await asyncio.sleep(seconds)
+            yield frame
+
+
+async def _listen() -> None:
+    budget = Budget(Limits(1e3, 1e3, 1e6, 1e6, 2), asyncio.get_running_loop().time())
+    listening = Listening(Paced(), Call(Endpoint.CHAT, "m", {}, "id"), budget, last=False)  # type: ignore[arg-type]
+    opening = asyncio.create_task(listening.open())
+    await asyncio.sleep(0.5)
+    assert listening.silent_seconds() == 0.5
+    await opening
+    assert listening.longest_silence == 0.0, "of its frames"
+    for silence in (3.0, 3.0, 5.0):
+        await asyncio.sleep(60.0)  # a client that reads slowly
+        assert listening.silent_seconds() == 0.0
+        await listening.next()
+        assert listening.longest_silence == silence
+    waiting = asyncio.create_task(listening.next())
+    await asyncio.sleep(40.0)
+    assert (listening.silent_seconds(), listening.longest_silence) == (40.0, 5.0)
+    await waiting
+    await listening.close()
+
+
+def test_only_who_is_listened_to_is_silent() -> None:
+    virtual_time.run(_listen())
