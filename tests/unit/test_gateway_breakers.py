@@ -375,6 +375,7 @@ def test_who_waits_since_before_a_recovery_speaks_against_nobody(breakers: Break
     _fail(breakers, 5, Failure(Scope.PROVIDER, pair_too=True))
     clock.now += 30
     _lease(breakers).settle(Success())
+    clock.now += 30  # the ramp is over
     assert isinstance(breakers.acquire("p", "m", 1e9), Lease)
 
 

@@ -20,7 +20,7 @@ SHORTEST = int(timeslice.SECONDS * 1e9)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux is asked")
 as_usual = pytest.mark.skipif(
     hasattr(os, "getpriority") and os.getpriority(os.PRIO_PROCESS, 0) != 0,
-    reason="somebody chose how nice these tests are",
+    reason="somebody chose how nice this is",
 )
 
 
