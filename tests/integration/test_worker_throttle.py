@@ -67,17 +67,24 @@ def test_a_worker_does_as_the_link_says(tmp_path: Path) -> None:
         rig.send(link.Limit(1))
         rig.fresh_beat()
         said: list[Any] = []
-        threads = [
-            threading.Thread(target=lambda: said.append(rig.post("/v1/chat/completions", LONG)[0])) for _ in range(3)
-        ]
+        seen = threading.Event()
+
+        def ask() -> None:
+            """One question after the other: an answer may be over before the next beat."""
+            while not seen.is_set():
+                said.append(rig.post("/v1/chat/completions", LONG)[0])
+
+        threads = [threading.Thread(target=ask) for _ in range(3)]
         for thread in threads:
             thread.start()
         wait_until("one runs", lambda: (beat := rig.fresh_beat()).active == 1 and beat.queued == 2)
         rig.send(link.Limit(4))
         wait_until("all run", lambda: rig.fresh_beat().active == 3)
+        seen.set()
         for thread in threads:
             thread.join(60)
-        assert said == [200, 200, 200]
+        assert len(said) >= 3
+        assert set(said) == {200}
         short = {**LONG, "max_tokens": 1}
 
         def cached() -> int:

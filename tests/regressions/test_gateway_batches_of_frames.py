@@ -106,7 +106,7 @@ async def test_comments_behind_the_first_content_are_kept() -> None:
     attempt = Attempt.__new__(Attempt)
     attempt.last, attempt.backlog = True, []
     attempt._begun = True
-    attempt._lease = SimpleNamespace(heard=lambda: None)  # type: ignore[assignment]
+    attempt._lease = SimpleNamespace(heard=lambda _: None)  # type: ignore[assignment]
     attempt._request = SimpleNamespace(caller=SimpleNamespace(silence_seconds=None), began=1e12)  # type: ignore[assignment]
     attempt.listening = listening(Heard(PING + ROLE + PROGRESS + WORD + PROGRESS + WORD))
     await attempt.open(forward_comments=True)

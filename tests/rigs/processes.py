@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -26,11 +28,16 @@ OWN = ("GATEWAY_", "INFERENCE_", "HEADGATE_")
 START_DEADLINE_SECONDS = 60.0
 
 
+PORTS = range(20_000, 32_000)
+"""Below those that kernels choose from themselves, so that nobody is given one between its choice and its use."""
+
+
 def free_port() -> int:
     """A TCP port on loopback that was free a moment ago."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    while True:
+        with socket.socket() as sock, contextlib.suppress(OSError):  # somebody has it
+            sock.bind(("127.0.0.1", random.SystemRandom().choice(PORTS)))
+            return int(sock.getsockname()[1])
 
 
 def wait_until(what: str, probe: Callable[[], T], *, seconds: float = 20.0, every: float = 0.02) -> T:
