@@ -158,7 +158,8 @@ class Upstream:
                 connection.say_more()
             self._number += 1
             self._next += PACE_SECONDS / PHASES
-        self._ticker = self._loop.call_at(self._next, self._tick)
+        # half a tick more: uvloop counts whole milliseconds, and what is due in less it asks for again and again
+        self._ticker = self._loop.call_at(self._next + PACE_SECONDS / PHASES / 2, self._tick)
 
     def _beat(self) -> None:
         for connection in self.listening:
