@@ -126,8 +126,9 @@ def _prefix(found: Results) -> Iterator[Bar]:
 
 
 def _idle(found: Results) -> Iterator[Bar]:
+    """The model is what is booked for it: its weights, its cells and the buffers that llama.cpp computes in."""
     if found.idle:
-        beyond = found.idle["pss"] - found.idle["weights"] - found.idle["kv"]
+        beyond = found.idle["pss"] - sum(found.idle.get(kind, 0) for kind in ("weights", "kv", "compute"))
         yield Bar("idle_worker_pss_beyond_model", beyond / 1e6, "MB", "<", IDLE_MB)
 
 
