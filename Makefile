@@ -19,7 +19,8 @@ JOBS ?= 3
 SPREAD := -n $(JOBS) --dist worksteal
 # Branch coverage that the pure packages must reach, in percent.
 CORE_COVERAGE ?= 100
-CORE := gateway/core inference/core inference/worker/core inference/devices/simgpu/core
+AUTHORITY := placement lifecycle pressure device_health warm quarantine
+CORE := gateway/core inference/core $(AUTHORITY:%=inference/authority/%) inference/worker/core inference/devices/simgpu/core
 # Measured in the tests that have to prove the cores only; tracing takes as much time again as what is traced.
 MEASURE := -p tests.rigs.core_coverage $(CORE:%=--cov=%) --cov-branch --cov-report=term:skip-covered
 

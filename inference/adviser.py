@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from inference import views
-from inference.core.advice import (
+from inference.authority.placement.ledger import Account, Ledger
+from inference.authority.placement.plan import Held, Placement, Refusal, Standing, plan
+from inference.authority.pressure.advice import (
     GIB,
     MIB,
     SWAP_SECONDS,
@@ -33,10 +35,8 @@ from inference.core.advice import (
     changes_of,
     swaps,
 )
-from inference.core.ledger import Account, Ledger
-from inference.core.plan import Held, Placement, Refusal, Standing, plan
-from inference.core.pressure import Bounds, Level, Use
-from inference.core.relief import Rung
+from inference.authority.pressure.levels import Bounds, Level, Use
+from inference.authority.pressure.relief import Rung
 from inference.devices.base import Reading
 from inference.devices.cpu import CPU
 from inference.evictions import Reason
@@ -45,7 +45,7 @@ from inference.protocol import Priority
 from inference.wishes import candidates, held_models, request_for
 
 if TYPE_CHECKING:
-    from inference.authority import Authority
+    from inference.authority.shell import Authority
 
 log = logging.getLogger(__name__)
 

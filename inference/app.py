@@ -29,9 +29,10 @@ from headgate.shared.errors import ConfigError, Exit
 from headgate.shared.state import INFERENCE_TOKEN, StateDir
 from headgate.shared.wire import WiredHttp
 from inference import http, orphans, settings
-from inference.authority import Authority
+from inference.accelerator_memory import Circumstances, Unreached
+from inference.authority.shell import Authority
 from inference.bus import Bus
-from inference.core.patience import Patience
+from inference.core.hang_detection import Patience
 from inference.crashes import CrashStore
 from inference.devices.inventory import Inventory
 from inference.dumps import Dumps
@@ -47,7 +48,6 @@ from inference.relay import Relay
 from inference.routes import description, devices, dumps, holders, memory, models, operations, quarantine, service
 from inference.settings import InferenceConfig
 from inference.supervisor import WORKER_COMMAND, Supervisor
-from inference.unreached import Circumstances, Unreached
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from inference.core.plan import Placement, Refusal
+from inference.authority.placement.plan import Placement, Refusal
 from inference.devices.base import Reading
 from inference.devices.cpu import CPU
 from inference.errors import InferenceError, ModelFailed
@@ -21,7 +21,7 @@ from inference.wishes import candidates, placement_key
 from inference.worker.link import Ready
 
 if TYPE_CHECKING:
-    from inference.authority import Authority
+    from inference.authority.shell import Authority
 
 log = logging.getLogger(__name__)
 

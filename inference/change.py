@@ -1,7 +1,7 @@
 """Applies another configuration to the running authority: what differs changes, what does not is left alone.
 
 Decides which differences a loaded model survives; never reads a file and never refuses: that was done before. Who has
-to leave because a limit was lowered is the core's to say (`inference.core.lowered`).
+to leave because a limit was lowered is the core's to say (`inference.authority.pressure.lowered_limits`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import logging
 from typing import TYPE_CHECKING
 
 from inference import views
-from inference.core.lowered import Limits, surplus
-from inference.core.stage import Standing
-from inference.core.warm import HOST
+from inference.authority.placement.stage import Standing
+from inference.authority.pressure.lowered_limits import Limits, surplus
+from inference.authority.warm.retention import HOST
 from inference.environment import AT_START
 from inference.errors import ModelNotFound
 from inference.evictions import Action, Reason
@@ -21,7 +21,7 @@ from inference.settings import InferenceConfig, ModelSpec
 from inference.wishes import held_models
 
 if TYPE_CHECKING:
-    from inference.authority import Authority
+    from inference.authority.shell import Authority
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from headgate.shared.units import format_bytes
-from inference.core.lifecycle import Event
-from inference.core.plan import Allocation, Placement, Result
-from inference.core.warm import HOST, Mechanism
+from inference.authority.lifecycle.transitions import Event
+from inference.authority.placement.plan import Allocation, Placement, Result
+from inference.authority.warm.retention import HOST, Mechanism
 from inference.devices.checkpoints import Trouble
 from inference.evictions import Action
 from inference.model import Model, Running, Suspended
@@ -26,7 +26,7 @@ from inference.protocol import ModelState
 from inference.worker.link import Offloaded, Ready
 
 if TYPE_CHECKING:
-    from inference.authority import Authority
+    from inference.authority.shell import Authority
     from inference.warm import WarmPool
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from inference import figures
-from inference.core.plan import Standing
-from inference.core.repack import Piece, repack
+from inference.authority.placement.plan import Standing
+from inference.authority.placement.repack import Piece, repack
 from inference.devices.cpu import CPU
 from inference.errors import DeadlineExceeded, InferenceError, InvalidRequestError
 from inference.evictions import Action, Eviction, Reason
@@ -25,7 +25,7 @@ from inference.worker import heap
 from inference.worker.link import BEAT_SECONDS
 
 if TYPE_CHECKING:
-    from inference.authority import Authority
+    from inference.authority.shell import Authority
     from inference.model import Model
     from inference.process import WorkerProcess
 

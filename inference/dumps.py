@@ -26,7 +26,7 @@ from inference.osapi import private_bytes
 from inference.protocol import Code, ModelState, Priority
 
 if TYPE_CHECKING:
-    from inference.authority import Authority
+    from inference.authority.shell import Authority
     from inference.model import Model
 
 MOST_DUMPS = 16

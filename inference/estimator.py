@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from headgate.shared.state import StateDir
+from inference.authority.placement.layers import Sizes
 from inference.children import HelperError, run_helper
 from inference.core.estimate import Parameters, Parts
-from inference.core.layers import Sizes
 from inference.devices.base import HIDDEN, Reading
 from inference.devices.cpu import CPU
 from inference.errors import ModelFailed

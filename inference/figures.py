@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from inference.core.health import USABLE
-from inference.core.ledger import Balance
-from inference.core.pressure import Level, Use
+from inference.authority.device_health.health import USABLE
+from inference.authority.placement.ledger import Balance
+from inference.authority.pressure.levels import Level, Use
 from inference.devices.base import Reading
 from inference.devices.cpu import CPU
 from inference.evictions import Action
@@ -19,7 +19,7 @@ from inference.osapi import private_bytes
 from inference.protocol import ExitCause, ModelState
 
 if TYPE_CHECKING:
-    from inference.authority import Authority
+    from inference.authority.shell import Authority
     from inference.model import Model
 
 MIB = 2**20

@@ -11,15 +11,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from inference import views
-from inference.core.fix import smaller
-from inference.core.plan import Placement, Refusal, Scene, plan
+from inference.authority.placement.fix import smaller
+from inference.authority.placement.plan import Placement, Refusal, Scene, plan
 from inference.errors import InferenceError
 from inference.model import Model
 from inference.settings import ModelSpec
 from inference.wishes import candidates, held_models, request_for
 
 if TYPE_CHECKING:
-    from inference.authority import Authority
+    from inference.authority.shell import Authority
 
 MOST_TRIES = 3
 FRESH_SECONDS = 30.0

@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily
 from inference.protocol import DeviceState, ModelState, Priority
 
 if TYPE_CHECKING:
-    from inference.authority import Authority
+    from inference.authority.shell import Authority
     from inference.model import Model
 
 _COOLDOWN = "Time until a model is tried again after a failure, or as it is configured after memory ran out"

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from headgate.shared.units import format_bytes
 from inference.adviser import Adviser
-from inference.core.plan import Refusal
-from inference.core.pressure import Bounds, Level, Use, admit, grew, settle
-from inference.core.relief import (
+from inference.authority.placement.plan import Refusal
+from inference.authority.pressure.levels import Bounds, Level, Use, admit, grew, settle
+from inference.authority.pressure.relief import (
     SAYS,
     Leave,
     Limit,
@@ -40,7 +40,7 @@ from inference.protocol import DeviceState, ModelState
 from inference.wishes import candidates, held_models
 
 if TYPE_CHECKING:
-    from inference.authority import Authority
+    from inference.authority.shell import Authority
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from headgate.shared.state import StateDir
 from headgate.shared.units import format_bytes
-from inference.core.headroom import Headroom, asked, eased, grown, proven
+from inference.authority.placement.headroom import Headroom, asked, eased, grown, proven
 from inference.devices.base import Reading
 from inference.devices.cpu import CPU
 from inference.estimator import Estimate, parameters_of

@@ -1,7 +1,7 @@
 """Carries out what the health of devices asks for: trials, looks, models that go cold or leave; decides no state.
 
-`inference.core.health` decides; this feeds it every new reading, the ends of workers and what an operator asks, and
-overlays its answer on the readings, so that the planner, the governor and all who look see one state of a device.
+`inference.authority.device_health.health` decides; this feeds it every new reading, the ends of workers and what an
+operator asks, and overlays its answer on the readings, so that all who look see one state of a device.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from inference.authority.device_health.health import Case, Doubted, Effect, Read, Seen, Tick, Tried, step
+from inference.authority.device_health.signs import Sign
+from inference.authority.lifecycle.transitions import Event
 from inference.children import HelperError
-from inference.core.health import Case, Doubted, Effect, Read, Seen, Tick, Tried, step
-from inference.core.lifecycle import Event
-from inference.core.signs import Sign
 from inference.devices.base import Reading
 from inference.devices.cpu import CPU
 from inference.errors import DeviceLost, InferenceError, InvalidRequestError, ShuttingDown
@@ -26,7 +26,7 @@ from inference.protocol import DeviceState, ExitCause, ModelState, Priority
 from inference.wishes import candidates
 
 if TYPE_CHECKING:
-    from inference.authority import Authority
+    from inference.authority.shell import Authority
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from inference import views
-from inference.core.plan import Placement, Refusal, Result, Standing, plan
-from inference.core.reduction import REST_SECONDS
+from inference.authority.placement.plan import Placement, Refusal, Result, Standing, plan
+from inference.authority.placement.reduction import REST_SECONDS
 from inference.devices.cpu import CPU
 from inference.errors import InferenceError
 from inference.model import Model
@@ -20,7 +20,7 @@ from inference.protocol import ModelState
 from inference.wishes import candidates, held_models, request_for
 
 if TYPE_CHECKING:
-    from inference.authority import Authority
+    from inference.authority.shell import Authority
 
 log = logging.getLogger(__name__)
 

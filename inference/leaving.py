@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from headgate.shared.errors import HeadgateError
 from headgate.shared.units import format_bytes
-from inference.core.lifecycle import Event
-from inference.core.plan import Allocation, Placement, Result
-from inference.core.warm import HOST, Mechanism, Warm, copy_seconds, displaced
+from inference.authority.lifecycle.transitions import Event
+from inference.authority.placement.plan import Allocation, Placement, Result
+from inference.authority.warm.retention import HOST, Mechanism, Warm, copy_seconds, displaced
 from inference.devices.base import HIDDEN
 from inference.evictions import Reason
 from inference.model import Model, Running
@@ -29,7 +29,7 @@ from inference.wishes import estimate_of
 from inference.worker.link import Offloaded
 
 if TYPE_CHECKING:
-    from inference.authority import Authority
+    from inference.authority.shell import Authority
     from inference.warm import WarmPool
 
 log = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ import aiohttp
 
 from headgate.shared.errors import HeadgateError
 from headgate.shared.units import format_bytes
-from inference.core.growth import growth
-from inference.core.ledger import LedgerError, Phase
-from inference.core.lifecycle import Event
-from inference.core.plan import Placement
+from inference.authority.lifecycle.transitions import Event
+from inference.authority.placement.ledger import LedgerError, Phase
+from inference.authority.placement.plan import Placement
+from inference.authority.pressure.growth import growth
 from inference.devices.cpu import CPU
 from inference.errors import InferenceError, MemoryRefused, ModelFailed
 from inference.evictions import Action, Departure, Reason
@@ -35,7 +35,7 @@ from inference.wishes import estimate_of, excess, grant_for
 from inference.worker.link import Ready
 
 if TYPE_CHECKING:
-    from inference.authority import Authority
+    from inference.authority.shell import Authority
 
 log = logging.getLogger(__name__)
 

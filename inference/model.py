@@ -14,12 +14,12 @@ from typing import Any
 
 import aiohttp
 
-from inference.core.comeback import Pace
-from inference.core.lifecycle import Backoff
-from inference.core.plan import Placement, Standing
-from inference.core.poison import Docket
-from inference.core.queue import Waiter, WaitQueue
-from inference.core.reduction import Descent
+from inference.authority.lifecycle.retry_after import Pace
+from inference.authority.lifecycle.transitions import Backoff
+from inference.authority.lifecycle.wait_queue import Waiter, WaitQueue
+from inference.authority.placement.plan import Placement, Standing
+from inference.authority.placement.reduction import Descent
+from inference.authority.quarantine.docket import Docket
 from inference.devices.base import Reading
 from inference.errors import InferenceError, Shortage
 from inference.estimator import Estimate

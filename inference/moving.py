@@ -9,8 +9,8 @@ import logging
 from typing import TYPE_CHECKING
 
 from inference import views
-from inference.core.health import USABLE
-from inference.core.plan import Refusal, plan
+from inference.authority.device_health.health import USABLE
+from inference.authority.placement.plan import Refusal, plan
 from inference.devices.base import Reading
 from inference.devices.cpu import CPU
 from inference.errors import InferenceError, InvalidRequestError, MemoryLimitExceededError
@@ -20,7 +20,7 @@ from inference.protocol import ModelState, Priority
 from inference.wishes import held_models, request_for, shortages_of
 
 if TYPE_CHECKING:
-    from inference.authority import Authority
+    from inference.authority.shell import Authority
 
 log = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from inference import views
-from inference.core.plan import Placement, Policy, Refusal, Scene, plan, prospect
+from inference.authority.placement.plan import Placement, Policy, Refusal, Scene, plan, prospect
 from inference.devices.base import Reading
 from inference.estimator import Estimate
 from inference.model import Model
 from inference.wishes import candidates, held_models, placement_key, request_for
 
 if TYPE_CHECKING:
-    from inference.authority import Authority
+    from inference.authority.shell import Authority
 
 FRESH_SECONDS = 1.0
 MOST_DIVISIONS = 2

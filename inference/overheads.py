@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headgate.shared.state import StateDir
-from inference.core.ledger import Ledger, Phase
+from inference.authority.placement.ledger import Ledger, Phase
 from inference.devices.base import Reading
 from inference.statefile import StateFiles
 

@@ -10,12 +10,12 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from inference.core.plan import Result
+from inference.authority.placement.plan import Result
 from inference.errors import InferenceError
 from inference.protocol import Priority
 
 if TYPE_CHECKING:
-    from inference.authority import Authority
+    from inference.authority.shell import Authority
     from inference.model import Model, Ticket
 
 log = logging.getLogger(__name__)

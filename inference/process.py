@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from inference.core.exits import Remains, classify, is_wordless, telling
-from inference.core.patience import Patience
+from inference.core.hang_detection import Patience
 from inference.hostkills import HostKills
 from inference.launch import launch
 from inference.protocol import ExitCause

@@ -152,7 +152,7 @@ def error_body(
 
 # --- states ----------------------------------------------------------------------------------------------------------
 class ModelState(StrEnum):
-    """Where a model is in its life; the transition table is `inference.core.lifecycle`."""
+    """Where a model is in its life; the transition table is `inference.authority.lifecycle.transitions`."""
 
     COLD = "cold"
     LOADING = "loading"

@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from inference import views
-from inference.core.lifecycle import Event
-from inference.core.plan import Placement, Refusal, Request, Result, Standing
-from inference.core.turns import Claim, Decision, Scenery, Wish, age_rank, decide
+from inference.authority.lifecycle.transitions import Event
+from inference.authority.placement.plan import Placement, Refusal, Request, Result, Standing
+from inference.authority.placement.turns import Claim, Decision, Scenery, Wish, age_rank, decide
 from inference.devices.cpu import CPU
 from inference.evictions import Action, Reason
 from inference.model import Model
@@ -23,7 +23,7 @@ from inference.protocol import ModelState
 from inference.wishes import candidates, closed_to, error_of, held_models, request_for, residents
 
 if TYPE_CHECKING:
-    from inference.authority import Authority
+    from inference.authority.shell import Authority
 
 log = logging.getLogger(__name__)
 

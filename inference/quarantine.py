@@ -1,6 +1,6 @@
 """Holds requests that may end their worker: runs suspects again, each alone, and refuses the convicted.
 
-Judges by `inference.core.poison`. Never sends anything itself: a request's relay asks what to do.
+Judges by `inference.authority.quarantine.docket`. Never sends anything itself: a request's relay asks what to do.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from headgate.shared.amounts import format_duration
-from inference.core.poison import MOST_IN_A_ROW, SUSPICIOUS, Crash, Standing
+from inference.authority.quarantine.docket import MOST_IN_A_ROW, SUSPICIOUS, Crash, Standing
 from inference.errors import InferenceError, InvalidRequestError, PoisonRequest
 from inference.model import Model, Running
 from inference.process import WorkerExit
 from inference.protocol import Code
 
 if TYPE_CHECKING:
-    from inference.authority import Authority
+    from inference.authority.shell import Authority
 
 log = logging.getLogger(__name__)
 

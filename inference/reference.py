@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from inference.core import health
-from inference.core.lifecycle import TABLE, Event
+from inference.authority.device_health import health
+from inference.authority.lifecycle.transitions import TABLE, Event
 from inference.protocol import DeviceState, ModelState
 
 BEGIN, END = "<!-- lifecycle: begin, written by `make reference` -->", "<!-- lifecycle: end -->"

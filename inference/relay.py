@@ -20,9 +20,9 @@ import orjson
 from headgate.shared import hop, wire
 from headgate.shared.hop import Answer, BrokenError, Hop
 from inference import http, vocabulary
-from inference.authority import Authority
-from inference.core.plan import Refusal
-from inference.core.poison import SUSPICIOUS, Crash
+from inference.authority.placement.plan import Refusal
+from inference.authority.quarantine.docket import SUSPICIOUS, Crash
+from inference.authority.shell import Authority
 from inference.errors import InferenceError, InvalidRequestError, ModelFailed
 from inference.flow import Flow
 from inference.http import Headers, Out, Receive, Scope, Send

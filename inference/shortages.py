@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from headgate.shared.units import format_bytes
 from inference import cleanup, views
-from inference.core.headroom import asked
-from inference.core.plan import Refusal
-from inference.core.reduction import REST_SECONDS, Step, next_step, smaller_context, smaller_ubatch
+from inference.authority.placement.headroom import asked
+from inference.authority.placement.plan import Refusal
+from inference.authority.placement.reduction import REST_SECONDS, Step, next_step, smaller_context, smaller_ubatch
 from inference.devices.base import Reading
 from inference.devices.cpu import CPU
 from inference.errors import Shortage
@@ -27,7 +27,7 @@ from inference.protocol import ExitCause, ModelState
 from inference.settings import ModelSpec
 
 if TYPE_CHECKING:
-    from inference.authority import Authority
+    from inference.authority.shell import Authority
 
 log = logging.getLogger(__name__)
 

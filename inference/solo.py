@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from inference.model import Lease, Model, Running
 
 if TYPE_CHECKING:
-    from inference.authority import Authority
+    from inference.authority.shell import Authority
 
 SHUT_SECONDS = 30.0
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from headgate.shared.errors import HeadgateError
 from headgate.shared.state import StateDir
-from inference.core.patience import Patience
+from inference.core.hang_detection import Patience
 from inference.hostkills import HostKills
 from inference.osapi import nameless_memory, socket_directory
 from inference.process import WorkerProcess

@@ -11,7 +11,7 @@ from inference.protocol import ModelState, ModelStatus
 from inference.worker.link import Beat
 
 if TYPE_CHECKING:
-    from inference.authority import Authority
+    from inference.authority.shell import Authority
 
 _S = ModelState
 

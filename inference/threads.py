@@ -10,14 +10,14 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from inference.core.threads import shares
+from inference.authority.placement.cpu_threads import shares
 from inference.devices.cpu import CPU
 from inference.model import Model
 from inference.protocol import ModelState
 from inference.worker.hardware import usable_cores
 
 if TYPE_CHECKING:
-    from inference.authority import Authority
+    from inference.authority.shell import Authority
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from inference.core.ledger import Balance
-from inference.core.plan import Placement, Policy, Refusal
+from inference.authority.placement.ledger import Balance
+from inference.authority.placement.plan import Placement, Policy, Refusal
 from inference.devices.base import Reading
 from inference.devices.cpu import CPU
 from inference.environment import InferenceSettings
@@ -15,7 +15,7 @@ from inference.protocol import ModelState, ModelStatus
 from inference.wishes import lost_for
 
 if TYPE_CHECKING:
-    from inference.authority import Authority
+    from inference.authority.shell import Authority
     from inference.model import Model
 
 MIB = 2**20

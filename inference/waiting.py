@@ -8,16 +8,21 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from inference.core.comeback import expected_load_seconds, load_seconds_left, queue_seconds, retry_after_seconds
-from inference.core.lifecycle import Event
-from inference.core.queue import ORDER
+from inference.authority.lifecycle.retry_after import (
+    expected_load_seconds,
+    load_seconds_left,
+    queue_seconds,
+    retry_after_seconds,
+)
+from inference.authority.lifecycle.transitions import Event
+from inference.authority.lifecycle.wait_queue import ORDER
 from inference.errors import DeadlineExceeded, InferenceError, ModelLoading
 from inference.evictions import Reason
 from inference.model import Lease, Model, Ticket
 from inference.protocol import ModelState, Priority
 
 if TYPE_CHECKING:
-    from inference.authority import Authority
+    from inference.authority.shell import Authority
 
 log = logging.getLogger(__name__)
 

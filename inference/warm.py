@@ -1,7 +1,7 @@
-"""The warm pool: who is kept in host memory, who may be, and how they come back; books every byte on the way.
+"""The warm pool: which models are kept in host memory, which may be, and how they come back; books every byte.
 
-Decides neither who leaves nor who is dropped for another (`inference.core.warm`, `inference.core.plan`). The mechanisms
-behind one door differ in the process that keeps a model (`inference.leaving`, `inference.checkpoint`).
+The decisions are in `inference.authority.warm.retention` and `inference.authority.placement.plan`. The mechanisms
+differ in the process that keeps a model (`inference.leaving`, `inference.checkpoint`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from headgate.shared.units import format_bytes
+from inference.authority.device_health.health import USABLE
+from inference.authority.lifecycle.transitions import Event
+from inference.authority.placement.ledger import Ledger
+from inference.authority.placement.plan import Option, Placement, Refusal, Request
+from inference.authority.warm.retention import HOST, Leaver, Mechanism, Warm, kept_of
 from inference.checkpoint import Checkpoint
-from inference.core.health import USABLE
-from inference.core.ledger import Ledger
-from inference.core.lifecycle import Event
-from inference.core.plan import Option, Placement, Refusal, Request
-from inference.core.warm import HOST, Leaver, Mechanism, Warm, kept_of
 from inference.devices.base import Reading
 from inference.errors import InvalidRequestError
 from inference.evictions import Action, Reason
@@ -35,7 +35,7 @@ from inference.wishes import grant_for
 from inference.worker.link import Offloaded, Ready
 
 if TYPE_CHECKING:
-    from inference.authority import Authority
+    from inference.authority.shell import Authority
 
 log = logging.getLogger(__name__)
 

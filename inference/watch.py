@@ -1,14 +1,14 @@
 """Keeps what a worker's silence and slowness are judged by, and leaves out time in which nobody here could listen.
 
 Whoever stood still itself (a machine that was suspended, a process that was stopped, a loop that was held up) blames
-nobody: that time counts neither as silence, nor as part of a load or of a step. Judging is `inference.core.patience`'s.
+nobody: that time counts neither as silence, nor as part of a load or of a step. `inference.core.hang_detection` judges.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-from inference.core.patience import Life, Patience, Pause, without_pauses
+from inference.core.hang_detection import Life, Patience, Pause, without_pauses
 from inference.worker.link import Beat
 
 TICK_SECONDS = 0.5

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from headgate.shared.units import format_bytes
-from inference.core.health import USABLE
-from inference.core.layers import layers_of
-from inference.core.ledger import Ledger, Phase
-from inference.core.plan import Held, Option, Placement, Refusal, Request, Standing
-from inference.core.spread import Spread
-from inference.core.turns import Resident
+from inference.authority.device_health.health import USABLE
+from inference.authority.placement.layers import layers_of
+from inference.authority.placement.ledger import Ledger, Phase
+from inference.authority.placement.plan import Held, Option, Placement, Refusal, Request, Standing
+from inference.authority.placement.spread import Spread
+from inference.authority.placement.turns import Resident
 from inference.devices.base import Reading
 from inference.devices.cpu import CPU
 from inference.environment import InferenceSettings

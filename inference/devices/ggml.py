@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from inference.authority.device_health.signs import Sign
 from inference.children import HelperError, run_helper
-from inference.core.signs import Sign
 from inference.devices.amd import AmdFigures, amd_figures
 from inference.devices.base import Reading, narrowed
 from inference.devices.nvml import Card, NvmlReader, canonical_pci

@@ -12,9 +12,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from inference.authority.device_health.signs import (
+    OUT_OF_REACH,
+    Sign,
+    sign_of_action,
+    sign_of_nvml,
+    sign_of_xid,
+    worst,
+    xid_words,
+)
 from inference.children import HelperError, ServingHelper
 from inference.core.reopening import Reopening
-from inference.core.signs import OUT_OF_REACH, Sign, sign_of_action, sign_of_nvml, sign_of_xid, worst, xid_words
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 
 from inference import figures
-from inference.authority import Authority
+from inference.authority.shell import Authority
 from inference.evictions import MOST_RECORDS
 
 

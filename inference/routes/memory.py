@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Response
 
 from headgate.shared.openapi import NOT_NOW
 from inference import figures, views
-from inference.authority import Authority
+from inference.authority.shell import Authority
 
 
 def router(authority: Authority) -> APIRouter:

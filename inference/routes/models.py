@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
-from inference.authority import Authority
+from inference.authority.shell import Authority
 from inference.crashes import CrashStore
 
 

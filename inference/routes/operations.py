@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from inference import cleanup, views
-from inference.authority import Authority
+from inference.authority.shell import Authority
 from inference.evictions import Action
 from inference.preload import preload
 from inference.protocol import Priority

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from inference.authority import Authority
+from inference.authority.shell import Authority
 
 
 def router(authority: Authority) -> APIRouter:

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 import headgate
 from headgate.shared.openapi import NOT_NOW
 from inference import figures
-from inference.authority import Authority
+from inference.authority.shell import Authority
 from inference.metrics import Metrics
 
 

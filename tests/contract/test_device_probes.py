@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from headgate.shared.errors import ConfigError, HeadgateError
-from inference.core.signs import Sign
+from inference.authority.device_health.signs import Sign
 from inference.devices.base import Probe, Reading
 from inference.devices.cpu import CpuProbe
 from inference.devices.ggml import GgmlProbe

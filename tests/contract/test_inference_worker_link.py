@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from headgate.shared.state import StateDir
-from inference.core.patience import Patience
+from inference.core.hang_detection import Patience
 from inference.process import WorkerGone, WorkerProcess
 from inference.protocol import ExitCause
 from inference.supervisor import WORKER_COMMAND, Supervisor

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.core.signs import Sign
+from inference.authority.device_health.signs import Sign
 from inference.devices.ggml import GgmlProbe
 from inference.devices.nvml import NvmlReader
 from tests.rigs.nvml_stub import GIB, NvmlStub

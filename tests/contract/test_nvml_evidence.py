@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from inference.authority.device_health.signs import Sign
 from inference.children import HelperError
-from inference.core.signs import Sign
 from inference.devices.ggml import GgmlProbe
 from inference.devices.nvml import NvmlReader
 from tests.rigs.nvml_stub import NvmlStub

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from inference.authority.device_health.signs import Sign
 from inference.children import HelperError
 from inference.core.reopening import MOST_SECONDS
-from inference.core.signs import Sign
 from inference.devices.nvml import NvmlReader
 from tests.rigs.sim_devices import SimDevices
 from tests.rigs.sim_machine import TROUBLES, SimMachine

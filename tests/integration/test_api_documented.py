@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from inference.app import HOT_PATHS, Service
-from inference.core.poison import Crash
+from inference.authority.quarantine.docket import Crash
 from inference.protocol import ExitCause
 from tests.rigs.asgi import ask, operations
 from tests.rigs.authority_rig import FakeEstimator, SharedDevice, Start, services, until

@@ -13,7 +13,7 @@ from headgate.shared.state import StateDir
 from inference import authority as authorities
 from inference import settings
 from inference.app import Service
-from inference.core.advice import SWAPS, TURNED_AWAY, Kind
+from inference.authority.pressure.advice import SWAPS, TURNED_AWAY, Kind
 from inference.devices.cpu import CPU
 from inference.devices.inventory import Inventory
 from inference.errors import MemoryLimitExceededError, QueueFull

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from inference.app import Service
+from inference.authority.device_health.signs import Sign
 from inference.children import HelperError
-from inference.core.signs import Sign
 from inference.devices.base import Reading
 from inference.errors import DeviceLost, InvalidRequestError, MemoryLimitExceededError
 from inference.evictions import Reason

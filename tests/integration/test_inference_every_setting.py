@@ -22,7 +22,7 @@ from headgate.shared.errors import ConfigError
 from headgate.shared.state import StateDir
 from inference import settings
 from inference.app import Service
-from inference.core.plan import Standing
+from inference.authority.placement.plan import Standing
 from inference.devices.base import Reading
 from inference.devices.cpu import CPU
 from inference.devices.inventory import Inventory

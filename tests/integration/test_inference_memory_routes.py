@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from inference.app import Service
-from inference.core.ledger import Phase
+from inference.authority.placement.ledger import Phase
 from inference.devices.base import Reading
 from tests.rigs.asgi import ask
 from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start, services, until

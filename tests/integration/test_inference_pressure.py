@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from inference.app import Service
-from inference.core.pressure import Level
-from inference.core.relief import Rung
+from inference.authority.pressure.levels import Level
+from inference.authority.pressure.relief import Rung
 from inference.devices.base import Reading
 from inference.devices.inventory import Inventory
 from inference.errors import MemoryLimitExceededError

@@ -14,10 +14,10 @@ import pytest
 
 from headgate.shared.state import StateDir
 from inference.app import Service
-from inference.core.headroom import HALF_LIFE_SECONDS
-from inference.core.ledger import Lack
-from inference.core.plan import Refusal
-from inference.core.reduction import REST_SECONDS
+from inference.authority.placement.headroom import HALF_LIFE_SECONDS
+from inference.authority.placement.ledger import Lack
+from inference.authority.placement.plan import Refusal
+from inference.authority.placement.reduction import REST_SECONDS
 from inference.errors import InferenceError, MemoryRefused, ModelFailed
 from inference.gauges import cooldown_seconds
 from inference.headrooms import Headrooms

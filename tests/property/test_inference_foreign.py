@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from inference.core.ledger import Account, Ledger, Phase
+from inference.authority.placement.ledger import Account, Ledger, Phase
 
 pytestmark = pytest.mark.unmeasured
 

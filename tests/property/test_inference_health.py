@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.core.health import (
+from inference.authority.device_health.health import (
     AGAIN_SECONDS,
     LAST_LOOK_SECONDS,
     STOP_SECONDS,
@@ -19,7 +19,7 @@ from inference.core.health import (
     Tried,
     step,
 )
-from inference.core.signs import Sign
+from inference.authority.device_health.signs import Sign
 from inference.protocol import DeviceState
 
 DRAIN_SECONDS = 30.0

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from inference.core.ledger import Account, Ledger, LedgerError, Phase
+from inference.authority.placement.ledger import Account, Ledger, LedgerError, Phase
 
 DEVICES = ("gpu-0", "gpu-1", "cpu")
 amounts = st.integers(0, 400)

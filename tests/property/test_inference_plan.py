@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.core.ledger import Account, Ledger
-from inference.core.plan import Held, Option, Placement, Policy, Refusal, Request, Result, Standing, plan
+from inference.authority.placement.ledger import Account, Ledger
+from inference.authority.placement.plan import Held, Option, Placement, Policy, Refusal, Request, Result, Standing, plan
 
 DEVICES = ("gpu-0", "gpu-1")
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.core.queue import ORDER, QueueFullError, Waiter, WaitQueue
+from inference.authority.lifecycle.wait_queue import ORDER, QueueFullError, Waiter, WaitQueue
 from inference.protocol import Priority
 
 LIMITS = {Priority.HIGH: 3, Priority.NORMAL: 4, Priority.LOW: 5}

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.core.pressure import Bounds, Gauge, Level, Use, settle
-from inference.core.relief import Leave, Limit, Rules, Rung, Scene, State, Tenant, Watch, refusal, step
-from inference.core.stage import EVICTABLE, Standing
+from inference.authority.placement.stage import EVICTABLE, Standing
+from inference.authority.pressure.levels import Bounds, Gauge, Level, Use, settle
+from inference.authority.pressure.relief import Leave, Limit, Rules, Rung, Scene, State, Tenant, Watch, refusal, step
 
 pytestmark = pytest.mark.unmeasured
 

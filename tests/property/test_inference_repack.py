@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.core.repack import Piece, Shift, repack
+from inference.authority.placement.repack import Piece, Shift, repack
 
 DEVICES = ("gpu-0", "gpu-1", "gpu-2")
 _rooms = st.dictionaries(st.sampled_from(DEVICES), st.integers(0, 100), min_size=1)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.core.ledger import Account, Ledger, LedgerError
-from inference.core.plan import Held, Option, Placement, Policy, Refusal, Request, Standing, plan
+from inference.authority.placement.ledger import Account, Ledger, LedgerError
+from inference.authority.placement.plan import Held, Option, Placement, Policy, Refusal, Request, Standing, plan
 
 NAMES = ("metal", "cpu", "gpu-1")
 needs = st.dictionaries(st.sampled_from(NAMES), st.integers(0, 300), min_size=1)

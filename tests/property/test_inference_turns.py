@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.core.ledger import Account, Ledger
-from inference.core.plan import Held, Option, Placement, Policy, Refusal, Request, Result, Standing
-from inference.core.queue import Waiter
-from inference.core.turns import (
+from inference.authority.lifecycle.wait_queue import Waiter
+from inference.authority.placement.ledger import Account, Ledger
+from inference.authority.placement.plan import Held, Option, Placement, Policy, Refusal, Request, Result, Standing
+from inference.authority.placement.turns import (
     MOST_SWAP_SECONDS,
     Claim,
     Decision,

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.core import victims
-from inference.core.ledger import Account, Ledger
+from inference.authority.placement import victims
+from inference.authority.placement.ledger import Account, Ledger
 
 costs = st.integers(0, 50).map(float)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.core.plan import Refusal
+from inference.authority.placement.plan import Refusal
 from tests.rigs.authority_rig import FakeAccelerator, FakeEstimator, Start, services
 
 

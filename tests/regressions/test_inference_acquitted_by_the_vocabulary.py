@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from inference.core.lifecycle import Backoff
-from inference.core.poison import MOST_IN_A_ROW, Docket
+from inference.authority.lifecycle.transitions import Backoff
+from inference.authority.quarantine.docket import MOST_IN_A_ROW, Docket
 from tests.rigs.asgi import ask
 from tests.rigs.authority_rig import services
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from inference.core.ledger import Account, Ledger
-from inference.core.plan import Held, Option, Policy, Request, Result, Scene, Standing, plan, prospect
+from inference.authority.placement.ledger import Account, Ledger
+from inference.authority.placement.plan import Held, Option, Policy, Request, Result, Scene, Standing, plan, prospect
 
 MOST_SECONDS = 0.02 if sys.gettrace() is None else 0.1
 """Four times what a turn may take, for slower machines; tracers slow it further. One device alone took 0.2."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from inference.core.plan import Placement, Result
+from inference.authority.placement.plan import Placement, Result
 from inference.estimator import Estimate
 from tests.rigs.authority_rig import MIB, FakeEstimator, Start, services
 

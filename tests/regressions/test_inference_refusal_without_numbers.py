@@ -5,8 +5,8 @@ So it had no numbers and no suggestion, and `oom_policy: reduce` had nothing to 
 
 from __future__ import annotations
 
-from inference.core.ledger import Account, Ledger
-from inference.core.plan import Held, Option, Policy, Refusal, Request, Standing, plan
+from inference.authority.placement.ledger import Account, Ledger
+from inference.authority.placement.plan import Held, Option, Policy, Refusal, Request, Standing, plan
 
 MIB = 2**20
 

@@ -16,9 +16,9 @@ import pytest
 from headgate.shared.state import StateDir
 from inference import settings
 from inference.app import Service
+from inference.authority.device_health.signs import Sign
+from inference.authority.placement.ledger import Phase
 from inference.core.estimate import Parts
-from inference.core.ledger import Phase
-from inference.core.signs import Sign
 from inference.devices.base import Reading
 from inference.devices.checkpoints import Carrier
 from inference.devices.cpu import CpuProbe

@@ -13,8 +13,8 @@ from typing import Any
 
 from inference import app
 from inference.__main__ import main
+from inference.authority.device_health.signs import Sign
 from inference.children import HelperError
-from inference.core.signs import Sign
 from inference.devices.base import Reading
 from inference.devices.cpu import CpuProbe
 from inference.devices.inventory import Inventory

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from inference.core.advice import (
+from inference.authority.pressure.advice import (
     MIB,
     RESIDENCY_SECONDS,
     SWAPS,
@@ -23,8 +23,8 @@ from inference.core.advice import (
     advise,
     swaps,
 )
-from inference.core.pressure import Bounds, Level
-from inference.core.relief import Rung
+from inference.authority.pressure.levels import Bounds, Level
+from inference.authority.pressure.relief import Rung
 
 TOTAL = 1000 * MIB
 FULL = Full("gpu-0", Level.CRITICAL, Rung.NONE, 930 * MIB, 600 * MIB, TOTAL)

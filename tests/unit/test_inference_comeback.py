@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from inference.core.comeback import Pace, expected_load_seconds, load_seconds_left, queue_seconds, retry_after_seconds
+from inference.authority.lifecycle.retry_after import (
+    Pace,
+    expected_load_seconds,
+    load_seconds_left,
+    queue_seconds,
+    retry_after_seconds,
+)
 
 
 def test_all_three_parts_count_and_it_is_never_less_than_a_second() -> None:

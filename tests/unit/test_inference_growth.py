@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from inference.core.growth import SLACK_BYTES, Growth, growth
-from inference.core.ledger import Account, Ledger, LedgerError
+from inference.authority.placement.ledger import Account, Ledger, LedgerError
+from inference.authority.pressure.growth import SLACK_BYTES, Growth, growth
 
 MIB = 2**20
 HELD = 100 * MIB

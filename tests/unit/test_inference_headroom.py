@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.core.headroom import (
+from inference.authority.placement.headroom import (
     ENOUGH_GOOD,
     HALF_LIFE_SECONDS,
     LEAST_BYTES,

@@ -10,8 +10,8 @@ import pytest
 
 from headgate.shared.state import StateDir
 from inference import settings
+from inference.authority.placement.headroom import ENOUGH_GOOD, HALF_LIFE_SECONDS
 from inference.core.estimate import Parts
-from inference.core.headroom import ENOUGH_GOOD, HALF_LIFE_SECONDS
 from inference.devices.base import Reading
 from inference.estimator import Estimate
 from inference.headrooms import Headrooms

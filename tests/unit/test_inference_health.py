@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from inference.core.health import (
+from inference.authority.device_health.health import (
     AGAIN_SECONDS,
     DOUBT_SECONDS,
     LAST_LOOK_SECONDS,
@@ -25,7 +25,7 @@ from inference.core.health import (
     pause,
     step,
 )
-from inference.core.signs import Sign
+from inference.authority.device_health.signs import Sign
 from inference.protocol import DeviceState
 from inference.reference import DOCUMENT, HEALTH_BEGIN, HEALTH_END, rewritten
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from inference.authority.placement.fix import smaller
+from inference.authority.placement.layers import Layers, Sizes, layers_of
 from inference.core.estimate import Facts, Parameters, Parts
-from inference.core.fix import smaller
-from inference.core.layers import Layers, Sizes, layers_of
 from inference.jobs.layertrace import LayerTrace
 
 SIZES = (Sizes(100, 40), Sizes(100, 40), Sizes(100, 20, False), Sizes(100, 0))

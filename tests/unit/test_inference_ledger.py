@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inference.core.ledger import Account, Ledger, LedgerError
+from inference.authority.placement.ledger import Account, Ledger, LedgerError
 
 
 def test_a_holder_gives_back_what_it_had_and_not_what_it_had_not() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inference.core.ledger import Account, Ledger
+from inference.authority.placement.ledger import Account, Ledger
 
 MIB = 2**20
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from inference.core.lifecycle import TABLE, Backoff, Event, IllegalTransition, advance
+from inference.authority.lifecycle.transitions import TABLE, Backoff, Event, IllegalTransition, advance
 from inference.protocol import ModelState
 from inference.reference import BEGIN, DOCUMENT, END, rewritten
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.core.ledger import Account, Ledger, Phase
-from inference.core.lowered import Limits, surplus
-from inference.core.stage import Held, Policy, Standing
+from inference.authority.placement.ledger import Account, Ledger, Phase
+from inference.authority.placement.stage import Held, Policy, Standing
+from inference.authority.pressure.lowered_limits import Limits, surplus
 
 NOW = 100.0
 KINDS = (Standing.WARM, Standing.IDLE, Standing.YOUNG, Standing.BUSY, Standing.FIXED)

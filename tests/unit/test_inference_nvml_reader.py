@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from inference.authority.device_health.signs import Sign
 from inference.children import HelperError, ServingHelper
 from inference.core.reopening import BEYOND_AFTER
-from inference.core.signs import Sign
 from inference.devices.nvml import NvmlReader
 
 ONE, TWO = "0:1:0.0", "0:41:0.0"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headgate.shared.state import StateDir
-from inference.core.ledger import Account, Ledger
+from inference.authority.placement.ledger import Account, Ledger
 from inference.devices.base import Reading
 from inference.overheads import GPU_OVERHEAD_BYTES, KEPT, MIB, MOST_BYTES, Before, Overheads
 from inference.pinning import environment_of, grants_of

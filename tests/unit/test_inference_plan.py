@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from inference.core.estimate import Parameters
-from inference.core.layers import Layers, Sizes
-from inference.core.ledger import Account, Ledger
-from inference.core.plan import (
+from inference.authority.placement.layers import Layers, Sizes
+from inference.authority.placement.ledger import Account, Ledger
+from inference.authority.placement.plan import (
     Allocation,
     Held,
     Option,
@@ -24,7 +23,8 @@ from inference.core.plan import (
     plan,
     prospect,
 )
-from inference.core.spread import Spread
+from inference.authority.placement.spread import Spread
+from inference.core.estimate import Parameters
 
 NOW = 1000.0
 

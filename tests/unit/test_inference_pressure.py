@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inference.core.pressure import Bounds, Gauge, Level, Use, admit, grew, settle
+from inference.authority.pressure.levels import Bounds, Gauge, Level, Use, admit, grew, settle
 
 BOUNDS = Bounds()
 

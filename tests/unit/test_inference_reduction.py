@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inference.core.reduction import (
+from inference.authority.placement.reduction import (
     LEAST_CONTEXT,
     LEAST_UBATCH,
     REST_SECONDS,

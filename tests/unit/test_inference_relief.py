@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from inference.core.pressure import Level, Use
-from inference.core.relief import (
+from inference.authority.placement.stage import EVICTABLE, Standing
+from inference.authority.pressure.levels import Level, Use
+from inference.authority.pressure.relief import (
     Forget,
     Leave,
     Limit,
@@ -18,7 +19,6 @@ from inference.core.relief import (
     refusal,
     step,
 )
-from inference.core.stage import EVICTABLE, Standing
 
 GPU = "gpu-0"
 RULES = Rules()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inference.core.patience import Patience, Pause, without_pauses
+from inference.core.hang_detection import Patience, Pause, without_pauses
 from inference.watch import TICK_SECONDS, Watch
 from inference.worker.link import Beat
 

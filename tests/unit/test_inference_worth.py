@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from inference.core.ledger import Account, Ledger
-from inference.core.plan import Held, Option, Placement, Policy, Request, Standing, plan
-from inference.core.warm import HOST, Leaver, Warm, displaced, kept_of
+from inference.authority.placement.ledger import Account, Ledger
+from inference.authority.placement.plan import Held, Option, Placement, Policy, Request, Standing, plan
+from inference.authority.warm.retention import HOST, Leaver, Warm, displaced, kept_of
 
 NOW = 10_000.0
 SIZE = 500

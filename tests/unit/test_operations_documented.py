@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from inference import settings, views
+from inference.authority.placement.ledger import Account, Ledger
+from inference.authority.placement.plan import Option, Placement, Policy, Request, Result, plan
 from inference.core.estimate import Facts, Parameters, formula_on
-from inference.core.ledger import Account, Ledger
-from inference.core.plan import Option, Placement, Policy, Request, Result, plan
 from inference.devices.base import Reading
 from inference.devices.cpu import CPU
 from inference.environment import PREFIX, WITHOUT_EFFECT, environment_names

@@ -20,9 +20,9 @@ from typing import Any
 
 from headgate.bootstrap import missing_backends
 from headgate.shared.errors import ConfigError, HeadgateError, Problem
+from inference.authority.device_health.signs import Sign
 from inference.childenv import child_environment
 from inference.core.reopening import Reopening
-from inference.core.signs import Sign
 from inference.devices.base import HIDDEN, Reading
 from inference.devices.simgpu.control import SOCKET_NAME
 from inference.devices.simgpu.server import package

@@ -13,8 +13,8 @@ from enum import StrEnum
 from typing import Any
 
 from headgate.shared.units import format_bytes
-from inference.core.pressure import BAND, Bounds, Level
-from inference.core.relief import SAYS, Rung
+from inference.authority.pressure.levels import BAND, Bounds, Level
+from inference.authority.pressure.relief import SAYS, Rung
 
 MIB = 2**20
 GIB = 2**30

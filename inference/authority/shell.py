@@ -19,13 +19,13 @@ from typing import Any
 from headgate.shared.errors import Problem
 from headgate.shared.units import format_bytes
 from inference import views
+from inference.authority.lifecycle.transitions import Event, advance
+from inference.authority.lifecycle.wait_queue import QueueFullError, Waiter
+from inference.authority.placement.ledger import Account, Ledger
+from inference.authority.placement.plan import Result
 from inference.background import Background
 from inference.bus import Bus
 from inference.change import Change
-from inference.core.ledger import Account, Ledger
-from inference.core.lifecycle import Event, advance
-from inference.core.plan import Result
-from inference.core.queue import QueueFullError, Waiter
 from inference.crashes import CrashStore
 from inference.devices.base import Reading
 from inference.devices.cpu import CPU

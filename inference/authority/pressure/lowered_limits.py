@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from headgate.shared.units import format_bytes
-from inference.core.ledger import Account, Ledger
-from inference.core.stage import Held, Policy, Stage, Standing
-from inference.core.victims import cheapest
+from inference.authority.placement.ledger import Account, Ledger
+from inference.authority.placement.stage import Held, Policy, Stage, Standing
+from inference.authority.placement.victims import cheapest
 
 _RANKS = {
     Standing.WARM: 0,

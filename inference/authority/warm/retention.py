@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from inference.core.ledger import Ledger, LedgerError
-from inference.core.victims import cheapest
+from inference.authority.placement.ledger import Ledger, LedgerError
+from inference.authority.placement.victims import cheapest
 
 HOST = "cpu"
 """The account on which warm models are booked."""

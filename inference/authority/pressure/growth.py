@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from inference.core.ledger import Ledger, LedgerError
+from inference.authority.placement.ledger import Ledger, LedgerError
 
 SLACK_BYTES = 64 * 2**20
 """Of a reservation that a worker may exceed by this and a tenth: buffers of requests that come and go."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from headgate.shared.units import format_bytes
-from inference.core.pressure import BAND, Bounds, Gauge, Level, Use, settle
-from inference.core.stage import EVICTABLE, Standing
+from inference.authority.placement.stage import EVICTABLE, Standing
+from inference.authority.pressure.levels import BAND, Bounds, Gauge, Level, Use, settle
 
 HIGH_IDLE_SECONDS = 30.0
 """At HIGH a model idle for longer leaves, or sooner where INFERENCE_EVICTION_IDLE_THRESHOLD_SECONDS is less."""

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from inference.core.ledger import Holding, Ledger, Phase
-from inference.core.plan import Held, Placement, Policy, Refusal, Request, Result, Standing, plan
-from inference.core.queue import Waiter
+from inference.authority.lifecycle.wait_queue import Waiter
+from inference.authority.placement.ledger import Holding, Ledger, Phase
+from inference.authority.placement.plan import Held, Placement, Policy, Refusal, Request, Result, Standing, plan
 from inference.protocol import Priority
 
 MOST_SWAP_SECONDS = 30.0

@@ -1,0 +1,1 @@
+"""States of a device and the evidence they follow from."""

@@ -1,0 +1,1 @@
+"""Where a model goes, what it needs there and which models leave for it."""

@@ -1,0 +1,1 @@
+"""Which requests are suspected of ending their worker."""

@@ -1,0 +1,1 @@
+"""Which models are kept in host memory."""
