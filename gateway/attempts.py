@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 from gateway.attempt import Attempt, outcome_name
@@ -380,7 +380,10 @@ class Request:
         own_words = None
         if isinstance(verdict, Ignore) and verdict.reason in OF_THIS_TIER and isinstance(error, UpstreamError):
             own_words = self._pass_on(verdict, error)
-        self._outcomes.fail(Outcome(candidate, outcome_name(verdict, seen), said, wait, own_words=own_words))
+        outcome = Outcome(candidate, outcome_name(verdict, seen), said, wait, own_words=own_words)
+        if verdict == Ignore(Reason.CONTEXT_LENGTH) and isinstance(error, UpstreamError):
+            outcome = replace(outcome, param=error.param, details=error.details)
+        self._outcomes.fail(outcome)
 
     def _ended_with_time(self, reason: Reason) -> bool:
         """Whether the last tier's refusal says that the time it was granted, all there was, is over.

@@ -126,6 +126,16 @@ comes with one of them now is refused as well. It is missing where only requests
 once, a form to prepare, a large body, images."""
 
 
+def context_overflow(context_length: int, but: str) -> str:
+    """The first sentence of a `context_length_exceeded` message; `but` states the length of the request.
+
+    The words are OpenAI's and the code is part of them: LangChain, LiteLLM and others recognise the error by its text
+    alone, and only then shorten the prompt or fall back to another model.
+    """
+    code = Code.CONTEXT_LENGTH_EXCEEDED
+    return f"This model's maximum context length is {context_length} tokens, but {but} ({code})."
+
+
 def error_body(
     code: Code | str,
     message: str,

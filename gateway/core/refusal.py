@@ -10,7 +10,7 @@ from gateway.core.chain import Candidate, Drop
 from gateway.core.outcome import Reason
 from gateway.core.requests import InferenceRequest
 from gateway.errors import GatewayError, PassedOnError, RefusedError, RequestError
-from inference.protocol import Code
+from inference.protocol import Code, context_overflow
 
 _FOREVER = frozenset({Drop.ABSENT, Drop.POLICY, Drop.CAPABILITY, Drop.VECTORS, Drop.VOCABULARY, Drop.CONTEXT})
 """Drops that coming back with the same request does not change."""
@@ -91,13 +91,32 @@ def _too_long(request: InferenceRequest, outcomes: Sequence[Outcome], each: str)
     """The error with the numbers of the largest context among `outcomes`."""
     known = [outcome for outcome in outcomes if outcome.details is not None]
     largest = max(known, key=lambda outcome: (outcome.details or {}).get("context_length") or 0, default=outcomes[0])
-    prompt = next((name for name in ("messages", "prompt", "input", "documents") if name in request.body), None)
+    prompt = next(name for name in _LENGTHS if name in request.body)
     return RequestError(
         Code.CONTEXT_LENGTH_EXCEEDED,
-        f"no context behind {request.model!r} holds this request: {each}",
+        f"{_overflow(prompt, largest.details or {})} No model behind {request.model!r} can take this request: {each}",
         param=largest.param or prompt,
         details=largest.details,
     )
+
+
+_LENGTHS = {
+    "messages": "the messages take",
+    "prompt": "the prompt takes",
+    "input": "the input takes",
+    "documents": "the documents take",
+}
+"""The parameters that hold a request's text, and how a sentence about the length of each begins."""
+
+
+def _overflow(prompt: str, numbers: Mapping[str, int | None]) -> str:
+    """The first sentence of the message, as exact as the known `numbers` are."""
+    context, tokens, most = (numbers.get(name) for name in ("context_length", "prompt_tokens", "max_tokens"))
+    if context is None:
+        return f"The request is longer than the context of every model ({Code.CONTEXT_LENGTH_EXCEEDED})."
+    if tokens is not None and tokens >= context:
+        return context_overflow(context, f"{_LENGTHS[prompt]} {tokens} tokens")
+    return context_overflow(context, f"max_tokens is {most}")
 
 
 def _is_full(outcome: Outcome) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from inference.protocol import Code
+from inference.protocol import Code, context_overflow
 from inference.worker.core.forms import Marker
 from inference.worker.core.parts import Tool, ToolChoice
 from inference.worker.errors import BadRequestError
@@ -31,6 +31,13 @@ OPENED_CHARS = 256
 TOKENIZER_STACK_BYTES = 256 * 2**20
 """Of threads that tokenize: llama.cpp splits text with recursive regular expressions. Address space only, used as far
 as a text needs."""
+
+_NAMES: Mapping[str, tuple[str, str]] = {
+    "messages": ("the messages", "the messages take"),
+    "prompt": ("the prompt", "the prompt takes"),
+    "answer_so_far": ("the prompt", "the prompt and the answer so far take"),
+}
+"""What sentences about the length of a parameter call it, and how they begin; others go by their own names."""
 
 
 class Tokenizer(Protocol):
@@ -305,10 +312,12 @@ class Prompts:
 
     def _too_long(self, prompt: int, param: str, about: str = "") -> BadRequestError:
         context = self._facts.context_length
-        answers = "" if "embeddings" in self._facts.capabilities else ", which leaves no room for an answer"
+        name, subject = _NAMES.get(param, (param, f"{param} takes"))
+        overflow = context_overflow(context, f"{subject} {about}{prompt} tokens")
+        is_generated = "embeddings" not in self._facts.capabilities
+        room = f" A prompt of up to {context - 1} tokens leaves room for an answer." if is_generated else ""
         return BadRequestError(
-            f"this model's context holds {context} tokens, and {param} takes {about}{prompt} tokens{answers}; "
-            "shorten it",
+            f"{overflow}{room} Shorten {name}, or use a model with a longer context.",
             param,
             code=Code.CONTEXT_LENGTH_EXCEEDED,
             details={"context_length": context, "prompt_tokens": prompt, "max_tokens": None},
@@ -317,8 +326,8 @@ class Prompts:
     def _too_large(self, most: int, param: str) -> BadRequestError:
         context = self._facts.context_length
         return BadRequestError(
-            f"this model's context holds {context} tokens, prompt and answer together, and {param} is {most}; "
-            f"ask for fewer than {context}, or leave {param} out",
+            f"{context_overflow(context, f'{param} is {most}')} The context holds the prompt and the answer together; "
+            f"make {param} less than {context}, or leave it out.",
             param,
             code=Code.CONTEXT_LENGTH_EXCEEDED,
             details={"context_length": context, "prompt_tokens": None, "max_tokens": most},

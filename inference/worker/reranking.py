@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import orjson
 
-from inference.protocol import Code
+from inference.protocol import Code, context_overflow
 from inference.worker import fields
 from inference.worker.errors import BadRequestError
 from inference.worker.requests import Facts
@@ -209,7 +209,7 @@ class Reranker:
     def _too_long(self, tokens: str, count: int, param: str, what: str) -> BadRequestError:
         context = self._facts.context_length
         return BadRequestError(
-            f"this model's context holds {context} tokens, and {what} takes {tokens} tokens; shorten it",
+            f"{context_overflow(context, f'{what} takes {tokens} tokens')} Shorten it.",
             param,
             code=Code.CONTEXT_LENGTH_EXCEEDED,
             details={"context_length": context, "prompt_tokens": count, "max_tokens": None},

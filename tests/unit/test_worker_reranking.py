@@ -130,6 +130,6 @@ def test_a_text_that_can_never_fit_is_not_tokenized() -> None:
         def tokenize(self, text: str, **_options: bool) -> list[int]:
             raise AssertionError("this text cannot fit")
 
-    with pytest.raises(BadRequestError, match=r"20 tokens, and query takes at least 250000 tokens") as caught:
+    with pytest.raises(BadRequestError, match=r"length is 20 tokens, but query takes at least 250000") as caught:
         reranker(Unwilling(longest_piece=4)).understand({"query": "x" * 10**6, "documents": ["a"]})
     assert caught.value.details == {"context_length": 20, "prompt_tokens": 250000, "max_tokens": None}

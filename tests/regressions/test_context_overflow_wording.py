@@ -1,0 +1,226 @@
+"""The text of `context_length_exceeded`, by which client libraries recognise the error.
+
+LangChain looks for the code or for `prompt is too long` in the text of the exception, LiteLLM for the beginning of
+OpenAI's own sentence. The exception of an error frame in a stream has no other text than the message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import openai
+import orjson
+import pytest
+
+from gateway.core.chain import Candidate, Drop
+from gateway.core.frames import Endpoint
+from gateway.core.refusal import Outcome, no_answer
+from gateway.core.requests import parse
+from inference.protocol import Code
+from inference.worker import bodies
+from inference.worker.errors import BadRequestError
+from inference.worker.prompts import Prompts
+from inference.worker.requests import Facts
+from inference.worker.templates import ChatTemplate
+from tests.rigs.fake_inference import Answer, FakeInference
+from tests.rigs.gateway_rig import CONFIG, KEY, Gateway
+
+MARKS = ("context_length_exceeded", "this model's maximum context length is")
+"""What LangChain and LiteLLM look for in the lower-case text."""
+
+LONG = "the water of the mill turns the wheel " * 40
+
+
+class Letters:
+    """One token per character, of which a piece may hold 10."""
+
+    bos = None
+    adds_bos = False
+    longest_piece = 10
+    fill_tokens = None
+    has_words = False
+
+    def text_of(self, token: int | None) -> str:
+        return ""
+
+    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
+        return [ord(letter) for letter in text]
+
+
+def refused(endpoint: str, **body: Any) -> BadRequestError:
+    """How a worker whose model has a context of 10 tokens refuses `body`."""
+    facts = Facts("tiny", 10, 300, 64, ("embeddings",) if endpoint == "embedding" else ("chat", "completions"))
+    prompts = Prompts(Letters(), ChatTemplate("{{ messages[0].content }}", bos="", eos="", control_texts=[]), facts)
+    with pytest.raises(BadRequestError) as caught:
+        if endpoint == "embedding":
+            prompts.embed(bodies.embedding(body, facts))
+        else:
+            prompts.generate(getattr(bodies, endpoint)(body, facts))
+    return caught.value
+
+
+def user(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "message"),
+    [
+        (
+            "chat",
+            {"messages": user("x" * 20)},
+            (
+                "This model's maximum context length is 10 tokens, but the messages take 20 tokens "
+                "(context_length_exceeded). A prompt of up to 9 tokens leaves room for an answer. Shorten the messages, or "
+                "use a model with a longer context."
+            ),
+        ),
+        (
+            "chat",
+            {"messages": user("x" * 200)},
+            (
+                "This model's maximum context length is 10 tokens, but the messages take at least 20 tokens "
+                "(context_length_exceeded). A prompt of up to 9 tokens leaves room for an answer. Shorten the messages, or "
+                "use a model with a longer context."
+            ),
+        ),
+        (
+            "chat",
+            {"messages": user("x" * 6), "answer_so_far": {"content": "y" * 6}},
+            (
+                "This model's maximum context length is 10 tokens, but the prompt and the answer so far take 12 tokens "
+                "(context_length_exceeded). A prompt of up to 9 tokens leaves room for an answer. Shorten the prompt, or "
+                "use a model with a longer context."
+            ),
+        ),
+        (
+            "completion",
+            {"prompt": "x" * 10, "max_tokens": 5},
+            (
+                "This model's maximum context length is 10 tokens, but the prompt takes 10 tokens "
+                "(context_length_exceeded). A prompt of up to 9 tokens leaves room for an answer. Shorten the prompt, or "
+                "use a model with a longer context."
+            ),
+        ),
+        (
+            "embedding",
+            {"input": ["x", "x" * 11]},
+            (
+                "This model's maximum context length is 10 tokens, but input[1] takes 11 tokens "
+                "(context_length_exceeded). Shorten input[1], or use a model with a longer context."
+            ),
+        ),
+        (
+            "chat",
+            {"messages": user("x"), "max_tokens": 11},
+            (
+                "This model's maximum context length is 10 tokens, but max_tokens is 11 (context_length_exceeded). The "
+                "context holds the prompt and the answer together; make max_tokens less than 10, or leave it out."
+            ),
+        ),
+    ],
+)
+def test_worker_words_context_overflow_like_openai(endpoint: str, body: dict[str, Any], message: str) -> None:
+    assert refused(endpoint, **body).message == message
+    assert all(mark in message.lower() for mark in MARKS)
+
+
+LOCAL, MINI = Candidate("local", "a", 0), Candidate("local", "b", 1)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "numbers", "beginning"),
+    [
+        (
+            Endpoint.CHAT,
+            {"context_length": 20, "prompt_tokens": 25, "max_tokens": None},
+            (
+                "This model's maximum context length is 20 tokens, but the messages take 25 tokens "
+                "(context_length_exceeded)."
+            ),
+        ),
+        (
+            Endpoint.COMPLETIONS,
+            {"context_length": 20, "prompt_tokens": 25, "max_tokens": None},
+            (
+                "This model's maximum context length is 20 tokens, but the prompt takes 25 tokens "
+                "(context_length_exceeded)."
+            ),
+        ),
+        (
+            Endpoint.CHAT,
+            {"context_length": 20, "prompt_tokens": 5, "max_tokens": 21},
+            "This model's maximum context length is 20 tokens, but max_tokens is 21 (context_length_exceeded).",
+        ),
+        (Endpoint.CHAT, None, "The request is longer than the context of every model (context_length_exceeded)."),
+    ],
+)
+def test_gateway_words_context_overflow_of_every_tier_like_openai(
+    endpoint: Endpoint, numbers: dict[str, int | None] | None, beginning: str
+) -> None:
+    prompt = {"prompt": "x"} if endpoint is Endpoint.COMPLETIONS else {"messages": user("x")}
+    request = parse(endpoint, orjson.dumps({"model": "m", **prompt}))
+    smaller = {"context_length": 10, "prompt_tokens": 25, "max_tokens": None}
+    error = no_answer(
+        request,
+        [
+            Outcome(LOCAL, "context_too_small", "too small", drop=Drop.CONTEXT, details=numbers and smaller),
+            Outcome(MINI, "context_length", "too long", drop=Drop.CONTEXT, details=numbers),
+        ],
+        None,
+    )
+    end = " No model behind 'm' can take this request: local/a: too small; local/b: too long"
+    assert error.message == beginning + end
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]:
+    async with Gateway(tmp_path, fake.url, CONFIG) as gateway:
+        yield gateway
+
+
+ENDPOINTS: dict[str, dict[str, Any]] = {
+    "chat.completions": {"messages": user(LONG)},
+    "completions": {"prompt": LONG},
+    "responses": {"input": LONG},
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+async def test_clients_recognise_context_overflow_by_the_text_of_the_exception(
+    gateway: Gateway, fake: FakeInference, endpoint: str, stream: bool
+) -> None:
+    """When both tiers refuse: the first before an attempt, the second in its own words."""
+    fake.models["demo"] = replace(fake.models["demo"], context_length=1000)
+    fake.counts["demo"] = 1200
+    fake.answers["demo-mini"] = Answer(refuse=Code.CONTEXT_LENGTH_EXCEEDED, message="too long")
+    await gateway.look()
+    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=KEY, max_retries=0) as client:
+        create: Any = client
+        for name in endpoint.split("."):
+            create = getattr(create, name)
+        with pytest.raises(openai.BadRequestError) as caught:
+            await create.create(model="demo", stream=stream, **ENDPOINTS[endpoint])
+    assert caught.value.code == "context_length_exceeded"
+    assert all(mark in caught.value.message.lower() for mark in MARKS)
+    verb = "the prompt takes" if endpoint == "completions" else "the messages take"
+    assert f"length is 1000 tokens, but {verb} 1200 tokens (context_length_exceeded)." in caught.value.message
+
+
+@pytest.mark.timeout(60)
+async def test_overflow_found_after_the_stream_began_keeps_its_words(gateway: Gateway, fake: FakeInference) -> None:
+    """A cold model refuses after the progress comments were sent: there is an error frame and no status."""
+    words = "This model's maximum context length is 10 tokens, but the messages take 20 tokens"
+    fake.answers["demo"] = Answer(words=("Hi",), finish=None, error=Code.CONTEXT_LENGTH_EXCEEDED, message=words)
+    await gateway.look()
+    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=KEY, max_retries=0) as client:
+        stream = await client.chat.completions.create(model="demo", stream=True, messages=user("Hi"))  # type: ignore[call-overload]
+        with pytest.raises(openai.APIError) as caught:
+            async for _ in stream:
+                pass
+    assert all(mark in str(caught.value).lower() for mark in MARKS)
