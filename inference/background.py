@@ -17,6 +17,7 @@ from inference.model import Model, Running
 from inference.overheads import FIRST_OVERHEAD_BYTES
 from inference.protocol import DeviceState
 from inference.settings import ModelSpec
+from inference.stamp import changed
 from inference.wishes import candidates, placement_key
 from inference.worker.link import Ready
 
@@ -34,6 +35,7 @@ class Background:
         self._tasks: set[asyncio.Task[None]] = set()
         self._finishing: set[asyncio.Task[None]] = set()
         self._refreshing = False
+        self._looking: asyncio.Task[None] | None = None
         self.refreshed_at = -math.inf
         self.estimator = estimator
 
@@ -45,6 +47,32 @@ class Background:
     async def join(self) -> None:
         """Returns when nothing runs any more."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def look(self, model: Model) -> None:
+        """Looks whether the files of the model are still those that its estimates belong to; a plan needs this."""
+        if found := model.see_files():
+            log.warning("the file of %s changed: %s; it is measured again", model.id, found)
+
+    def look_at_files(self) -> None:
+        """Looks at the files of all models, off the loop: a file system may hang."""
+        if self._looking is None or self._looking.done():
+            self._looking = self.spawn(self._look_at_files())
+
+    async def _look_at_files(self) -> None:
+        models = list(self._authority.models.values())
+        specs = [model.effective for model in models]
+        seen = await asyncio.to_thread(lambda: [spec.files for spec in specs])
+        for model, files in zip(models, seen, strict=True):
+            running = model.running
+            if running is None and files != model.files:
+                self.look(model)
+                self.estimate(model)
+            elif running is not None and files not in (running.files, running.reported_files):
+                running.reported_files = files
+                log.warning(
+                    "the file of %s changed: %s; the loaded model is served until it is unloaded",
+                    model.id, changed(running.files, files),
+                )  # fmt: skip
 
     def estimate(self, model: Model) -> None:
         """Measures the model and pumps again; one task per model, however many ask."""
@@ -106,6 +134,7 @@ class Background:
 
     async def measure(self, model: Model) -> None:
         """Fills in the estimates that the model lacks; raises ModelFailed when its file cannot be used."""
+        self.look(model)
         while (device := self._unmeasured(model)) is not None:
             await self.measure_on(model, device)
 

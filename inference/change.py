@@ -94,8 +94,7 @@ class Change:
         model.spec = spec
         if set(changed) <= ModelSpec.SOFT:
             return
-        model.estimates.clear()
-        model.backoff, model.retry_at, model.failure = type(model.backoff)(), 0.0, None
-        model.docket = type(model.docket)()
+        model.forget()
+        model.files = None
         if model.running is not None:
             self._authority.loads.leave(model, Reason.CHANGED)

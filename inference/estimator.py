@@ -28,15 +28,18 @@ from inference.errors import ModelFailed
 from inference.overheads import Overheads
 from inference.pinning import environment_of, grants_of
 from inference.settings import ModelSpec
+from inference.stamp import NO_FILE, Fingerprint, changed
 from inference.statefile import StateFiles
 
 log = logging.getLogger(__name__)
 
 HEADER_SECONDS = 20.0
-_VERSION = 8
+_VERSION = 9
 _KEPT = ("parts", "source", "note", "output_bytes", "projector_bytes", "layers", "facts", "capabilities")
 """What is remembered of a helper's answer."""
 _MOST_ENTRIES = 2000
+_MOST_TRIES = 3
+"""How often a model is measured whose files change meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,20 +108,23 @@ class Estimator:
         Raises ModelFailed naming the file and what is wrong with it. A cancelled caller leaves the shared work running
         for the others.
         """
-        try:
-            key = self._key(spec, devices, counts)
-        except OSError as error:
-            raise ModelFailed(f"the model {spec.id!r} has no file {spec.path} ({error.strerror})") from error
-        if (remembered := self._remembered(key, spec, devices, counts)) is not None:
-            return remembered
-        task = self._running.get(key)
-        if task is None:
-            task = self._running[key] = asyncio.create_task(self._measure(key, spec, devices, counts))
-            task.add_done_callback(lambda done: self._forget(key, done))
-        found = self._estimate(await asyncio.shield(task), spec, devices, counts)
-        where = ", ".join(device.id for device in devices)
-        log.info("estimate of %s on %s: %d bytes (%s)", spec.id, where, sum(found.need.values()), found.source)
-        return found
+        for _ in range(_MOST_TRIES):
+            files = spec.files
+            if missing := next((path for path, seen in files if seen == NO_FILE), None):
+                raise ModelFailed(f"the model {spec.id!r} has no file {missing} ({_why_missing(missing)})")
+            key = self._key(files, spec, devices, counts)
+            if (remembered := self._remembered(key, spec, devices, counts)) is not None:
+                return remembered
+            entry = await asyncio.shield(self._measuring(key, files, spec, devices, counts))
+            if spec.files == files:
+                found = self._estimate(entry, spec, devices, counts)
+                where = ", ".join(device.id for device in devices)
+                log.info("estimate of %s on %s: %d bytes (%s)", spec.id, where, sum(found.need.values()), found.source)
+                return found
+            log.info("%s changed while %s was measured; it is measured again", changed(files, spec.files), spec.id)
+        raise ModelFailed(
+            f"the model {spec.id!r} cannot be measured: {spec.path} changes all the time; try again once it is written"
+        )
 
     def learn(self, device: Reading, observed_bytes: int) -> None:
         """Takes what a worker was seen to have on an accelerator beyond its buffers."""
@@ -131,13 +137,23 @@ class Estimator:
             with contextlib.suppress(asyncio.CancelledError, ModelFailed):  # nobody waits for it any more
                 await task
 
+    def _measuring(
+        self, key: str, files: Fingerprint, spec: ModelSpec, devices: Sequence[Reading], counts: Sequence[int]
+    ) -> asyncio.Task[dict[str, Any]]:
+        """The measurement for `key`, one for all that need it at the same time."""
+        task = self._running.get(key)
+        if task is None:
+            task = self._running[key] = asyncio.create_task(self._measure(key, files, spec, devices, counts))
+            task.add_done_callback(lambda done: self._forget(key, done))
+        return task
+
     def _forget(self, key: str, done: asyncio.Task[dict[str, Any]]) -> None:
         self._running.pop(key, None)
         if not done.cancelled():
             done.exception()  # seen, whoever still waits
 
     async def _measure(
-        self, key: str, spec: ModelSpec, devices: Sequence[Reading], counts: Sequence[int]
+        self, key: str, files: Fingerprint, spec: ModelSpec, devices: Sequence[Reading], counts: Sequence[int]
     ) -> dict[str, Any]:
         accelerators = [asdict(grant) | {"id": str(at)} for at, grant in enumerate(grants_of(_accelerators(devices)))]
         job = {
@@ -161,10 +177,10 @@ class Estimator:
         if "error" in answer:
             raise ModelFailed(f"the model {spec.id!r} cannot be loaded: {answer['error']}")
         entry = {name: answer[name] for name in _KEPT}
-        if not entry["note"]:
-            self._remember(key, entry)
-        else:
+        if entry["note"]:
             log.warning("estimate of %s: %s", spec.id, entry["note"])
+        elif spec.files == files:
+            self._remember(key, entry)
         return entry
 
     def _remembered(
@@ -189,12 +205,12 @@ class Estimator:
             self._cache.pop(next(iter(self._cache)))
         self._files.write(lambda: self._path, json.dumps({"version": _VERSION, "entries": self._cache}).encode())
 
-    def _key(self, spec: ModelSpec, devices: Sequence[Reading], counts: Sequence[int]) -> str:
+    def _key(self, files: Fingerprint, spec: ModelSpec, devices: Sequence[Reading], counts: Sequence[int]) -> str:
         said = {
-            "file": _stamp(spec.path),
+            "files": files,
             "parameters": asdict(parameters_of(spec, devices[0])),
             "capabilities": spec.capabilities,
-            "mmproj": None if spec.mmproj is None else _stamp(Path(spec.mmproj)),
+            "mmproj": spec.mmproj,
             "devices": [[device.kind, device.name] for device in _accelerators(devices)],
             "counts": list(counts),
             "library": self._library,
@@ -234,10 +250,13 @@ def _accelerators(devices: Sequence[Reading]) -> list[Reading]:
     return [device for device in devices if device.id != CPU]
 
 
-def _stamp(path: Path) -> list[str | int]:
-    """What changes when a file does."""
-    status = path.stat()
-    return [str(path), status.st_size, status.st_mtime_ns, status.st_ino]
+def _why_missing(path: str) -> str:
+    """Why nothing is found at `path`, in the system's words."""
+    try:
+        Path(path).stat()
+    except OSError as error:
+        return error.strerror or str(error)
+    return "it appeared a moment ago; try again"
 
 
 def parameters_of(spec: ModelSpec, device: Reading) -> Parameters:

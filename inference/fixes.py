@@ -16,6 +16,7 @@ from inference.authority.placement.plan import Placement, Refusal, Scene, plan
 from inference.errors import InferenceError
 from inference.model import Model
 from inference.settings import ModelSpec
+from inference.stamp import Fingerprint
 from inference.wishes import candidates, held_models, request_for
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ FRESH_SECONDS = 30.0
 """A suggestion is checked again after this: what others use of a device changes."""
 _MOST_KEPT = 256
 
-Key = tuple[ModelSpec, tuple[str, ...]]
+Key = tuple[ModelSpec, Fingerprint | None, tuple[str, ...]]
 
 
 class Fixes:
@@ -88,4 +89,4 @@ class Fixes:
 
 def _key(model: Model, refusal: Refusal) -> Key:
     """Of the same kind of change, one check is enough: the figure itself wavers with what others use."""
-    return model.effective, tuple(sorted(refusal.fix))
+    return model.effective, model.files, tuple(sorted(refusal.fix))

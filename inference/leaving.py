@@ -24,7 +24,6 @@ from inference.model import Model, Running
 from inference.overheads import CPU_OVERHEAD_BYTES
 from inference.process import WorkerExit
 from inference.protocol import ModelState
-from inference.stamp import stamp
 from inference.wishes import estimate_of
 from inference.worker.link import Offloaded
 
@@ -167,7 +166,7 @@ class Leaving:
         host = authority.inventory.get(HOST)
         assert host is not None
         placement = Placement(Result.FREE, Allocation.FRACTIONAL, HOST, need)
-        keeper = Running(holding, placement, host, authority.loop.time(), worker, stamp=stamp(model.effective.path))
+        keeper = Running(holding, placement, host, authority.loop.time(), worker, files=model.effective.files)
         model.running = keeper
         authority.move(model, _E.OFFLOAD)
         leaving.worker.offload(most, stays=False)

@@ -29,7 +29,7 @@ from inference.overheads import Before
 from inference.pinning import environment_of
 from inference.process import WorkerExit
 from inference.protocol import ExitCause, ModelState
-from inference.stamp import stamp
+from inference.stamp import changed
 from inference.supervisor import Supervisor
 from inference.wishes import estimate_of, excess, grant_for
 from inference.worker.link import Ready
@@ -44,6 +44,8 @@ RETURN_SECONDS = 5.0
 RETURN_FIRST_SECONDS = 0.02
 RETURN_EVERY_SECONDS = 0.25
 """Mostly it does at once, and somebody waits for it: the first looks follow each other sooner."""
+RETRY_REPLACED_SECONDS = 1.0
+"""Until a load is worth another try whose files changed meanwhile."""
 RETURN_SLACK_BYTES = 64 * 2**20
 
 _S, _E = ModelState, Event
@@ -86,9 +88,8 @@ class Loads:
             self.failed(model, str(error))
             self._give_up(model, self.resting(model))
             return
-        running = Running(
-            holding, placement, device, self._authority.loop.time(), worker, stamp=stamp(model.effective.path)
-        )
+        files = model.files or model.effective.files
+        running = Running(holding, placement, device, self._authority.loop.time(), worker, files=files)
         running.by_hand = model.target is not None and model.target != model.home
         running.before = {item.id: Before.of(item, self._authority.ledger, holding) for item in devices}
         model.running = running
@@ -118,8 +119,12 @@ class Loads:
                 self._authority.warm.committed(running, actual)
         except LedgerError as error:
             complaint = str(error)
-        if complaint is not None:
-            running.failure = ModelFailed(f"the load of {model.id!r} was stopped: {complaint}")
+        replaced = "" if is_back else _replaced(model, running)
+        if complaint is not None or replaced:
+            running.failure = ModelFailed(
+                f"the load of {model.id!r} was stopped: {replaced or complaint}",
+                retry_after=RETRY_REPLACED_SECONDS if replaced else None,
+            )
             running.worker.kill()
             return
         running.ready, running.ready_at = ready, self._authority.loop.time()
@@ -247,7 +252,8 @@ class Loads:
         if model.state is not _S.UNLOADING:
             self._authority.ledger = self._authority.ledger.leave(running.holding)
         self.give_back(running)
-        tries_again = self._authority.shortages.exited(model, running, exit)
+        replaced = _replaced(model, running) if model.state is _S.LOADING else ""
+        tries_again = not replaced and self._authority.shortages.exited(model, running, exit)
         self._authority.metrics.exits.labels(model.id, str(exit.cause)).inc()
         if exit.cause is ExitCause.REQUESTED:
             for event in _WAY_OUT[model.state]:
@@ -257,10 +263,14 @@ class Loads:
             log.error("%s (pid %d): %s", model.id, running.worker.pid, exit.message)
             self._authority.crashes.add(model.id, running.worker.pid, exit, shapes)
             was_loading = model.state is _S.LOADING
+            if replaced and running.failure is None:
+                running.failure = ModelFailed(
+                    f"the load of {model.id!r} failed: {replaced} ({exit.message})", retry_after=RETRY_REPLACED_SECONDS
+                )
             message = running.failure.message if running.failure else exit.message
             if was_loading and str(model.spec.path) not in message:
                 message += f"; its file is {model.spec.path}"
-            counts = not tries_again and self._authority.quarantine.charges(model, running, exit)
+            counts = not (tries_again or replaced) and self._authority.quarantine.charges(model, running, exit)
             self.failed(model, message, counts=counts)
             if was_loading and not tries_again:
                 self._give_up(model, running.failure or self._load_error(model, running, exit))
@@ -381,3 +391,9 @@ class Loads:
         ledger = self._authority.ledger
         ours = ledger.balance(device).ours_bytes - ledger.holdings[running.holding].bytes.get(device, 0)
         return reading is None or reading.used_bytes <= foreign_bytes + ours + RETURN_SLACK_BYTES
+
+
+def _replaced(model: Model, running: Running) -> str:
+    """Which of the model's files changed since the load began, as a sentence; empty for none."""
+    found = changed(running.files, model.effective.files)
+    return f"{found} changed while the model was loaded; the next load reads the new file" if found else ""

@@ -28,6 +28,7 @@ from inference.overheads import Before
 from inference.process import WorkerProcess
 from inference.protocol import ModelState, Priority, Progress
 from inference.settings import ModelSpec
+from inference.stamp import Fingerprint, changed
 from inference.worker.link import Ready
 
 MOST_WAYS = 8
@@ -62,8 +63,10 @@ class Running:
     shut: asyncio.TimerHandle | None = None
     """Ends the time in which others may be kept out."""
     failure: InferenceError | None = None
-    stamp: tuple[int, int, int] = (0, 0, 0)
-    """Of the file that was loaded, or is held."""
+    files: Fingerprint = ()
+    """The files that were loaded, or are held."""
+    reported_files: Fingerprint = ()
+    """The files of the last log line that says that they changed."""
     extra: str | None = None
     """A second holding, of host memory, while the model leaves its device or comes back."""
     suspended: Suspended | None = None
@@ -98,6 +101,8 @@ class Model:
     failure: str | None = None
     docket: Docket = field(default_factory=Docket)
     """Requests that may have ended its workers."""
+    files: Fingerprint | None = None
+    """The files that `estimates` and all else that is known belong to; None before the first look (`see_files`)."""
     estimates: dict[str, Estimate] = field(default_factory=dict)
     estimating: asyncio.Task[None] | None = None
     divisions: int = 0
@@ -157,6 +162,28 @@ class Model:
         if self.reduced is not None:
             self.reduced = None
             self.estimates.clear()
+
+    def see_files(self) -> str:
+        """Looks at its files; returns the paths of those that changed, and then forgets what was known of them.
+
+        A loaded model keeps what is known: its worker serves what it has loaded. Called before every plan.
+        """
+        now = self.effective.files
+        if self.running is not None or now == self.files:
+            return ""
+        found = "" if self.files is None else changed(self.files, now)
+        self.files = now
+        if found:
+            self.forget()
+            self.reduced, self.capabilities = None, ()
+        return found
+
+    def forget(self) -> None:
+        """Another file, or other settings: estimates and failures of the model so far say nothing any more."""
+        self.estimates.clear()
+        self.divisions = 0
+        self.backoff, self.retry_at, self.failure = Backoff(), 0.0, None
+        self.docket, self.shortages = Docket(), ()
 
     def remember_division(self, key: str, found: Estimate) -> None:
         """Keeps what was measured for one way to divide it over devices; of many, the newest."""

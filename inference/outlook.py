@@ -15,6 +15,7 @@ from inference.authority.placement.plan import Placement, Policy, Refusal, Scene
 from inference.devices.base import Reading
 from inference.estimator import Estimate
 from inference.model import Model
+from inference.stamp import changed
 from inference.wishes import candidates, held_models, placement_key, request_for
 
 if TYPE_CHECKING:
@@ -111,6 +112,9 @@ class Outlook:
             decision = plan(request, ledger, held, views.policy(authority.settings, now))
         if isinstance(decision, Refusal) and not decision.waits_for:
             decision = await authority.fixes.check(other, decision)
+        if not anew and model.running is not None and (found := changed(model.running.files, model.effective.files)):
+            line = f"the file of {model.id} changed since it was loaded: {found}; the next load reads the new file"
+            decision = replace(decision, trace=(line, *decision.trace))
         if anew and its_own:
             line = f"{model.id} is on {its_own[0].device} with other settings, and would be loaded anew"
             decision = replace(decision, trace=(line, *decision.trace))

@@ -104,6 +104,7 @@ class Pump:
     def _decide(self, model: Model) -> Decision | None:
         """None while something has to be measured or read first; the run that follows is under way then."""
         authority = self._authority
+        authority.background.look(model)
         readings = authority.observe()
         open_devices = authority.shortages.options(model, candidates(model.effective, readings, authority.settings))
         devices = authority.moving.options(model, open_devices)

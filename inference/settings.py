@@ -20,6 +20,7 @@ from headgate.shared.units import Bytes, Duration
 from inference import environment
 from inference.demo import BUNDLED, bundled_path
 from inference.environment import InferenceSettings, KvType
+from inference.stamp import Fingerprint, fingerprint
 
 
 class ModelEntry(BaseModel):
@@ -92,6 +93,11 @@ class ModelSpec:
 
     SOFT = frozenset({"aliases", "idle_timeout", "min_residency", "pinned", "warm", "oom_policy"})
     """What may change while the model stays loaded."""
+
+    @property
+    def files(self) -> Fingerprint:
+        """The stamps of its files as they are now."""
+        return fingerprint(self.path, ([self.mmproj] if self.mmproj else []) + list(self.lora))
 
     def changed(self, other: ModelSpec) -> tuple[str, ...]:
         """Names of the settings in which `other` differs."""

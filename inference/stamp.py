@@ -1,14 +1,46 @@
-"""Says whether a file is still the one it was; never reads its content."""
+"""Tells whether the files of a model are still the same; does not read their content."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
+Stamp = tuple[int, int, int]
+Fingerprint = tuple[tuple[str, Stamp], ...]
+"""Each file of a model with its stamp: the weights (every part of a split file), the projector, the LoRA adapters."""
 
-def stamp(path: Path) -> tuple[int, int, int]:
-    """What changes when a file does; (0, 0, 0) for none."""
+NO_FILE: Stamp = (0, 0, 0)
+_PART = re.compile(r"(?P<prefix>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
+_MOST_PARTS = 1024
+
+
+def stamp(path: str | Path) -> Stamp:
+    """Size in bytes, time of the last change in ns, and inode of the file; NO_FILE where there is none."""
     try:
-        status = path.stat()
+        status = Path(path).stat()
     except OSError:
-        return 0, 0, 0
+        return NO_FILE
     return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def parts_of(path: Path) -> tuple[Path, ...]:
+    """The files of a GGUF that is split into parts (`NAME-00001-of-00003.gguf`), in order; else `path` alone."""
+    match = _PART.fullmatch(path.name)
+    count = int(match["count"]) if match else 1
+    if match is None or not 1 < count <= _MOST_PARTS:
+        return (path,)
+    prefix, end = match["prefix"], f"-of-{count:05d}.gguf"
+    return tuple(path.with_name(f"{prefix}-{part:05d}{end}") for part in range(1, count + 1))
+
+
+def fingerprint(path: Path, others: Iterable[str] = ()) -> Fingerprint:
+    """The stamps of the model file `path`, with all its parts, and of `others`."""
+    files = [*map(str, parts_of(path)), *others]
+    return tuple((file, stamp(file)) for file in files)
+
+
+def changed(before: Fingerprint, now: Fingerprint) -> str:
+    """The paths whose stamps differ, for a message; empty when both are equal."""
+    known = dict(before)
+    return ", ".join(path for path, seen in now if known.get(path) != seen)

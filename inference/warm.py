@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +29,7 @@ from inference.model import Model, Running
 from inference.pinning import environment_of
 from inference.process import WorkerExit
 from inference.protocol import ModelState
-from inference.stamp import stamp
+from inference.stamp import parts_of
 from inference.wishes import grant_for
 from inference.worker.link import Offloaded, Ready
 
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_PART_OF_SEVERAL = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _S, _E = ModelState, Event
 
 
@@ -75,12 +73,12 @@ class WarmPool:
             return "INFERENCE_ENABLE_CPU_OFFLOAD is false"
         if not model.spec.warm:
             return "the model says warm: false"
-        if model.removed or (model.running is not None and model.running.stamp != stamp(model.effective.path)):
+        if model.removed or (model.running is not None and model.running.files != model.effective.files):
             return "its file or its configuration is not what was loaded"
         if self.mechanism(model) is Mechanism.RESIDENT:
             if sys.platform != "linux":
                 return "models of accelerators are kept on Linux only"
-            if _PART_OF_SEVERAL.search(model.effective.path.name):
+            if len(parts_of(model.effective.path)) > 1:
                 return "its file is one of several"
         return None
 
@@ -138,7 +136,7 @@ class WarmPool:
         assert model.running is not None
         home = self._home(model)
         is_stranded = home is not None and all(device.id != home for device in devices)
-        if not is_stranded and model.running.stamp == stamp(model.effective.path):
+        if not is_stranded and model.running.files == model.effective.files:
             return False
         reading = None if home is None else self._authority.inventory.get(home)
         if not is_stranded or (reading is not None and reading.state in USABLE):

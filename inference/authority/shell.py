@@ -62,7 +62,7 @@ TICK_SECONDS = 0.5
 SETTLE_SECONDS = 0.2
 UNKNOWN_BYTES = 16 * 2**30
 WATCH_SECONDS = 2.0
-"""How often the memory of workers is held against their reservations."""
+"""How often the memory of workers is compared with their reservations, and model files with what is known of them."""
 _S, _E = ModelState, Event
 
 
@@ -315,6 +315,7 @@ class Authority:
         if now >= self._watch_at:
             self._watch_at = now + WATCH_SECONDS
             self.loads.watch()
+            self.background.look_at_files()
         self.health.tick()
         self.shortages.tick(now)
         self.homecoming.tick(now)

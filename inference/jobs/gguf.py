@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 from inference.core.estimate import Facts
 from inference.jobs import quantization
+from inference.stamp import parts_of
 
 MAGIC = b"GGUF"
 MOST_ENTRIES = 1_000_000
@@ -46,6 +47,38 @@ def read_facts(path: Path) -> Facts:
 
     A pipe or a device in its place is never opened: that would wait for a writer, or never end.
     """
+    metadata, lengths, weights, layers = _read_part(path)
+    for part in _later_parts(path, metadata):
+        try:
+            *_, weights_here, layers_here = _read_part(part)
+        except BadGgufError as error:
+            raise BadGgufError(f"its part {part.name} is unusable: {error}") from error
+        weights += weights_here
+        for layer, count in layers_here.items():
+            layers[layer] = layers.get(layer, 0) + count
+    if not weights:
+        raise BadGgufError("it holds no tensors")
+    return _facts(metadata, lengths, weights, layers)
+
+
+def _later_parts(path: Path, metadata: dict[str, Any]) -> tuple[Path, ...]:
+    """The other files of a model that is split, in order; `path` has to be the first."""
+    count, number = metadata.get("split.count", 0), metadata.get("split.no", 0)
+    if not isinstance(count, int) or not isinstance(number, int):
+        raise BadGgufError(f"its split.count is {_shown(count)} and its split.no {_shown(number)}; both are numbers")
+    if count <= 1:
+        return ()
+    parts = parts_of(path)
+    if number != 0:
+        first = f": {parts[0].name}" if len(parts) > 1 else ""
+        raise BadGgufError(f"it is part {number + 1} of {count}; configure the first part{first}")
+    if len(parts) != count:
+        raise BadGgufError(f"it is the first of {count} parts; its name has to be NAME-00001-of-{count:05d}.gguf")
+    return parts[1:]
+
+
+def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, int], int, dict[int, int]]:
+    """One file: its metadata, the lengths of its arrays, the bytes of its tensors, and of those in each layer."""
     if path.exists() and not path.is_file():
         raise BadGgufError("it is no regular file")
     with path.open("rb") as file:
@@ -65,7 +98,7 @@ def read_facts(path: Path) -> Facts:
     begin = math.ceil(data_begins / alignment) * alignment
     if begin + end > size:
         raise BadGgufError(f"it is cut short: {size} bytes, and its tensors end at {begin + end}; copy it again")
-    return _facts(metadata, lengths, weights, layers)
+    return metadata, lengths, weights, layers
 
 
 def _alignment(metadata: dict[str, Any]) -> int:
@@ -135,8 +168,6 @@ def _header(file: BinaryIO) -> tuple[dict[str, Any], dict[str, int], list[tuple[
         raise BadGgufError(f"its GGUF version is {version}; 2 and 3 are known")
     if tensor_count > MOST_ENTRIES or entry_count > MOST_ENTRIES:
         raise BadGgufError(f"it claims {tensor_count} tensors and {entry_count} metadata entries")
-    if not tensor_count:
-        raise BadGgufError("it holds no tensors")
     metadata: dict[str, Any] = {}
     lengths: dict[str, int] = {}
     for _ in range(entry_count):

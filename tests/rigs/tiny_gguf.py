@@ -68,6 +68,15 @@ def slow(**changes: object) -> Path:
     return generative(**{"layers": 8, "width": 256, "feed": 1024, **changes})
 
 
+def in_parts(directory: Path, tensors: int = 8, **changes: object) -> list[Path]:
+    """A chat model as several files in `directory`, each with at most that many tensors; the first is configured."""
+    shape = Shape(**changes)  # type: ignore[arg-type]
+    writer = gguf.GGUFWriter(directory / "parts.gguf", shape.architecture, split_max_tensors=tensors)
+    _fill(shape, writer)
+    _put(writer)
+    return sorted(directory.glob("parts-*.gguf"))
+
+
 def embedding(pooling: str = "mean", **changes: object) -> Path:
     """Path of an embedding model of the same build with that pooling; it has no chat template."""
     return _cached(Shape(pooling=pooling, template=None, **changes))  # type: ignore[arg-type]
@@ -187,9 +196,14 @@ def _write_tokenizer(writer: gguf.GGUFWriter, tokens: list[str], types: list[int
 
 
 def _write(shape: Shape, path: Path) -> None:
+    writer = gguf.GGUFWriter(path.with_suffix(f".{os.getpid()}"), shape.architecture)
+    _fill(shape, writer)
+    _finish(writer, path)
+
+
+def _fill(shape: Shape, writer: gguf.GGUFWriter) -> None:
     rng = np.random.default_rng(shape.seed)
     tokens, types, merges = _vocabulary(shape.extra_words, SPECIALS + (FILLS if shape.fills else ()))
-    writer = gguf.GGUFWriter(path.with_suffix(f".{os.getpid()}"), shape.architecture)
     writer.add_name("tiny")
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.width)
@@ -242,14 +256,17 @@ def _write(shape: Shape, path: Path) -> None:
         weights(f"{block}.ffn_gate.weight", shape.feed, shape.width, scale=2.0)
         weights(f"{block}.ffn_up.weight", shape.feed, shape.width, scale=2.0)
         weights(f"{block}.ffn_down.weight", shape.width, shape.feed, scale=2.0)
-    _finish(writer, path)
 
 
 def _finish(writer: gguf.GGUFWriter, path: Path) -> None:
     """Writes under a name of our own and renames, so that parallel test runs never read half a file."""
+    _put(writer)
+    with contextlib.suppress(FileExistsError):
+        path.with_suffix(f".{os.getpid()}").replace(path)
+
+
+def _put(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with contextlib.suppress(FileExistsError):
-        path.with_suffix(f".{os.getpid()}").replace(path)

@@ -1,0 +1,172 @@
+"""Model files that are replaced at their paths while the service runs: the next load reads and plans the new files."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.test_inference_service import Rig
+from tests.rigs import tiny_gguf, tiny_projector
+from tests.rigs.processes import wait_until
+
+SETTINGS = {"context_length": 256, "parallel": 1, "warm": False}
+
+
+def put(source: Path, target: Path) -> None:
+    """Replaces the file at `target` in one step, as a download does."""
+    fresh = target.with_name(f"{target.name}.new")
+    shutil.copy(source, fresh)
+    fresh.replace(target)
+
+
+class Replacing(Rig):
+    """A service with the model `a` and the words that these tests use."""
+
+    def __init__(self, root: Path, path: Path, **more: Any) -> None:
+        super().__init__(root, {"a": {"path": str(path), **SETTINGS, **more}})
+
+    @property
+    def log(self) -> str:
+        return self.service.log_path.read_text()
+
+    def planned_bytes(self) -> int:
+        status, answer, _ = self.ask("/memory/plan", {"model": "a"})
+        assert status == 200, answer
+        return int(answer["estimate"]["total_bytes"])
+
+    def load(self) -> int:
+        """Loads the model; the bytes that its worker allocated."""
+        status, answer, _ = self.ask("/models/a/load", method="POST")
+        assert status == 200, answer
+        return int(answer["headgate"]["actual_bytes"])
+
+    def unload(self) -> None:
+        assert self.ask("/models/a/unload", method="POST")[1]["headgate"]["state"] == "cold"
+
+    def text(self) -> str:
+        status, answer, _ = self.chat("a", temperature=0, max_tokens=12)
+        assert status == 200, answer
+        return str(answer["choices"][0]["message"]["content"])
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "model.gguf"
+
+
+@pytest.fixture
+def started(tmp_path: Path, file: Path) -> Iterator[Any]:
+    """A function that starts the service with the given model file and settings."""
+    rigs: list[Replacing] = []
+
+    def start(path: Path = file, **more: Any) -> Replacing:
+        rigs.append(Replacing(tmp_path, path, **more))
+        rigs[-1].start()
+        return rigs[-1]
+
+    yield start
+    for rig in rigs:
+        rig.service.kill()
+
+
+def test_a_larger_file_at_the_same_path_is_planned_and_loaded(started: Any, file: Path) -> None:
+    put(tiny_gguf.generative(), file)
+    rig = started()
+    small = rig.planned_bytes()
+    rig.load()
+    rig.unload()
+    put(tiny_gguf.slow(), file)
+    assert rig.planned_bytes() > small + 2**24
+    assert rig.load() > small + 2**24
+    assert f"the file of a changed: {file}; it is measured again" in rig.log
+
+
+def test_a_smaller_file_at_the_same_path_is_planned_and_loaded(started: Any, file: Path) -> None:
+    put(tiny_gguf.slow(), file)
+    rig = started()
+    large = rig.planned_bytes()
+    rig.load()
+    rig.unload()
+    put(tiny_gguf.generative(), file)
+    assert rig.load() < large - 2**24
+    assert rig.planned_bytes() < large - 2**24
+
+
+def test_a_loaded_model_serves_its_old_file_until_it_is_unloaded(started: Any, file: Path) -> None:
+    put(tiny_gguf.generative(seed=1, scale=3.0), file)
+    rig = started()
+    before = rig.text()
+    put(tiny_gguf.generative(seed=2, scale=3.0), file)
+    notice = f"the file of a changed: {file}; the loaded model is served until it is unloaded"
+    wait_until("the change is logged", lambda: notice in rig.log)
+    assert rig.text() == before
+    trace = " ".join(rig.ask("/memory/plan", {"model": "a"})[1]["trace"])
+    assert "the next load reads the new file" in trace
+    rig.unload()
+    assert rig.text() != before
+    assert rig.log.count(notice) == 1
+
+
+def test_a_replaced_projector_is_planned_and_loaded(started: Any, tmp_path: Path, file: Path) -> None:
+    put(tiny_gguf.generative(), file)
+    projector = tmp_path / "eye.gguf"
+    put(tiny_projector.projector(), projector)
+    rig = started(mmproj=str(projector))
+    small = rig.planned_bytes()
+    rig.load()
+    rig.unload()
+    put(tiny_projector.projector(width=256, feed=1024), projector)
+    assert rig.planned_bytes() > small + 2**22
+    rig.load()
+    assert f"the file of a changed: {projector}" in rig.log
+
+
+def test_a_replaced_lora_is_planned_and_loaded(started: Any, tmp_path: Path, file: Path) -> None:
+    put(tiny_gguf.generative(), file)
+    adapter = tmp_path / "lora.gguf"
+    put(tiny_gguf.lora(), adapter)
+    rig = started(lora=[str(adapter)])
+    small = rig.planned_bytes()
+    rig.load()
+    rig.unload()
+    put(tiny_gguf.lora(rank=64), adapter)
+    assert rig.planned_bytes() > small + 2**16
+    rig.load()
+    assert f"the file of a changed: {adapter}" in rig.log
+
+
+def test_replaced_parts_of_a_split_file_are_planned_and_loaded(started: Any, tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    new.mkdir()
+    parts = tiny_gguf.in_parts(old)
+    larger = tiny_gguf.in_parts(new, width=256, feed=512)
+    assert len(parts) == len(larger) == 3
+    rig = started(parts[0])
+    small = rig.planned_bytes()
+    rig.load()
+    rig.unload()
+    for source, target in zip(larger, parts, strict=True):
+        put(source, target)
+    assert rig.planned_bytes() > small + 2**21
+    rig.load()
+    assert str(parts[2]) in rig.log
+
+
+def test_a_later_part_alone_counts_as_a_change(started: Any, tmp_path: Path) -> None:
+    parts = tiny_gguf.in_parts(tmp_path)
+    rig = started(parts[0])
+    rig.load()
+    rig.unload()
+    put(parts[1], parts[1])
+    rig.load()
+    assert f"the file of a changed: {parts[1]}; it is measured again" in rig.log
+    parts[2].unlink()
+    rig.unload()
+    status, answer, _ = rig.ask("/models/a/load", method="POST")
+    assert status == 503
+    assert f"has no file {parts[2]}" in answer["error"]["message"]
