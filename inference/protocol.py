@@ -127,13 +127,15 @@ once, a form to prepare, a large body, images."""
 
 
 def context_overflow(context_length: int, but: str) -> str:
-    """The first sentence of a `context_length_exceeded` message; `but` states the length of the request.
+    """The first sentences of a `context_length_exceeded` message; `but` states the length of the request.
 
     The words are OpenAI's and the code is part of them: LangChain, LiteLLM and others recognise the error by its text
-    alone, and only then shorten the prompt or fall back to another model.
+    alone, and only then shorten the prompt or fall back to another model. LangChain looks for `context window` where
+    the error comes in a stream that has begun.
     """
     code = Code.CONTEXT_LENGTH_EXCEEDED
-    return f"This model's maximum context length is {context_length} tokens, but {but} ({code})."
+    limit = f"This model's maximum context length is {context_length} tokens"
+    return f"{limit}, but {but} ({code}). The request exceeds the context window."
 
 
 def error_body(

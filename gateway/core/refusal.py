@@ -113,7 +113,7 @@ def _overflow(prompt: str, numbers: Mapping[str, int | None]) -> str:
     """The first sentence of the message, as exact as the known `numbers` are."""
     context, tokens, most = (numbers.get(name) for name in ("context_length", "prompt_tokens", "max_tokens"))
     if context is None:
-        return f"The request is longer than the context of every model ({Code.CONTEXT_LENGTH_EXCEEDED})."
+        return f"The request exceeds the context window of every model ({Code.CONTEXT_LENGTH_EXCEEDED})."
     if tokens is not None and tokens >= context:
         return context_overflow(context, f"{_LENGTHS[prompt]} {tokens} tokens")
     return context_overflow(context, f"max_tokens is {most}")

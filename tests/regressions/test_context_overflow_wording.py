@@ -1,7 +1,8 @@
 """The text of `context_length_exceeded`, by which client libraries recognise the error.
 
-LangChain looks for the code or for `prompt is too long` in the text of the exception, LiteLLM for the beginning of
-OpenAI's own sentence. The exception of an error frame in a stream has no other text than the message.
+LangChain looks for the code in the text of the exception, and for `exceeds the context window` where the error comes
+in a stream that has begun, whose exception has no other text than the message. LiteLLM looks for the beginning of
+OpenAI's own sentence.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from gateway.core.chain import Candidate, Drop
 from gateway.core.frames import Endpoint
 from gateway.core.refusal import Outcome, no_answer
 from gateway.core.requests import parse
-from inference.protocol import Code
+from inference.protocol import Code, context_overflow
 from inference.worker import bodies
 from inference.worker.errors import BadRequestError
 from inference.worker.prompts import Prompts
@@ -28,7 +29,7 @@ from inference.worker.templates import ChatTemplate
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.gateway_rig import CONFIG, KEY, Gateway
 
-MARKS = ("context_length_exceeded", "this model's maximum context length is")
+MARKS = ("context_length_exceeded", "this model's maximum context length is", "exceeds the context window")
 """What LangChain and LiteLLM look for in the lower-case text."""
 
 LONG = "the water of the mill turns the wheel " * 40
@@ -74,8 +75,8 @@ def user(text: str) -> list[dict[str, Any]]:
             {"messages": user("x" * 20)},
             (
                 "This model's maximum context length is 10 tokens, but the messages take 20 tokens "
-                "(context_length_exceeded). A prompt of up to 9 tokens leaves room for an answer. Shorten the messages, or "
-                "use a model with a longer context."
+                "(context_length_exceeded). The request exceeds the context window. A prompt of up to 9 tokens leaves "
+                "room for an answer. Shorten the messages, or use a model with a longer context."
             ),
         ),
         (
@@ -83,8 +84,8 @@ def user(text: str) -> list[dict[str, Any]]:
             {"messages": user("x" * 200)},
             (
                 "This model's maximum context length is 10 tokens, but the messages take at least 20 tokens "
-                "(context_length_exceeded). A prompt of up to 9 tokens leaves room for an answer. Shorten the messages, or "
-                "use a model with a longer context."
+                "(context_length_exceeded). The request exceeds the context window. A prompt of up to 9 tokens leaves "
+                "room for an answer. Shorten the messages, or use a model with a longer context."
             ),
         ),
         (
@@ -92,8 +93,8 @@ def user(text: str) -> list[dict[str, Any]]:
             {"messages": user("x" * 6), "answer_so_far": {"content": "y" * 6}},
             (
                 "This model's maximum context length is 10 tokens, but the prompt and the answer so far take 12 tokens "
-                "(context_length_exceeded). A prompt of up to 9 tokens leaves room for an answer. Shorten the prompt, or "
-                "use a model with a longer context."
+                "(context_length_exceeded). The request exceeds the context window. A prompt of up to 9 tokens leaves "
+                "room for an answer. Shorten the prompt, or use a model with a longer context."
             ),
         ),
         (
@@ -101,8 +102,8 @@ def user(text: str) -> list[dict[str, Any]]:
             {"prompt": "x" * 10, "max_tokens": 5},
             (
                 "This model's maximum context length is 10 tokens, but the prompt takes 10 tokens "
-                "(context_length_exceeded). A prompt of up to 9 tokens leaves room for an answer. Shorten the prompt, or "
-                "use a model with a longer context."
+                "(context_length_exceeded). The request exceeds the context window. A prompt of up to 9 tokens leaves "
+                "room for an answer. Shorten the prompt, or use a model with a longer context."
             ),
         ),
         (
@@ -110,7 +111,8 @@ def user(text: str) -> list[dict[str, Any]]:
             {"input": ["x", "x" * 11]},
             (
                 "This model's maximum context length is 10 tokens, but input[1] takes 11 tokens "
-                "(context_length_exceeded). Shorten input[1], or use a model with a longer context."
+                "(context_length_exceeded). The request exceeds the context window. "
+                "Shorten input[1], or use a model with a longer context."
             ),
         ),
         (
@@ -118,7 +120,8 @@ def user(text: str) -> list[dict[str, Any]]:
             {"messages": user("x"), "max_tokens": 11},
             (
                 "This model's maximum context length is 10 tokens, but max_tokens is 11 (context_length_exceeded). The "
-                "context holds the prompt and the answer together; make max_tokens less than 10, or leave it out."
+                "request exceeds the context window. The context holds the prompt and the "
+                "answer together; make max_tokens less than 10, or leave it out."
             ),
         ),
     ],
@@ -139,7 +142,7 @@ LOCAL, MINI = Candidate("local", "a", 0), Candidate("local", "b", 1)
             {"context_length": 20, "prompt_tokens": 25, "max_tokens": None},
             (
                 "This model's maximum context length is 20 tokens, but the messages take 25 tokens "
-                "(context_length_exceeded)."
+                "(context_length_exceeded). The request exceeds the context window."
             ),
         ),
         (
@@ -147,15 +150,18 @@ LOCAL, MINI = Candidate("local", "a", 0), Candidate("local", "b", 1)
             {"context_length": 20, "prompt_tokens": 25, "max_tokens": None},
             (
                 "This model's maximum context length is 20 tokens, but the prompt takes 25 tokens "
-                "(context_length_exceeded)."
+                "(context_length_exceeded). The request exceeds the context window."
             ),
         ),
         (
             Endpoint.CHAT,
             {"context_length": 20, "prompt_tokens": 5, "max_tokens": 21},
-            "This model's maximum context length is 20 tokens, but max_tokens is 21 (context_length_exceeded).",
+            (
+                "This model's maximum context length is 20 tokens, but max_tokens is 21 (context_length_exceeded). "
+                "The request exceeds the context window."
+            ),
         ),
-        (Endpoint.CHAT, None, "The request is longer than the context of every model (context_length_exceeded)."),
+        (Endpoint.CHAT, None, "The request exceeds the context window of every model (context_length_exceeded)."),
     ],
 )
 def test_gateway_words_context_overflow_of_every_tier_like_openai(
@@ -215,7 +221,7 @@ async def test_clients_recognise_context_overflow_by_the_text_of_the_exception(
 @pytest.mark.timeout(60)
 async def test_overflow_found_after_the_stream_began_keeps_its_words(gateway: Gateway, fake: FakeInference) -> None:
     """A cold model refuses after the progress comments were sent: there is an error frame and no status."""
-    words = "This model's maximum context length is 10 tokens, but the messages take 20 tokens"
+    words = context_overflow(10, "the messages take 20 tokens")
     fake.answers["demo"] = Answer(words=("Hi",), finish=None, error=Code.CONTEXT_LENGTH_EXCEEDED, message=words)
     await gateway.look()
     async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=KEY, max_retries=0) as client:
