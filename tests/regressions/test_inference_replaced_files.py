@@ -12,7 +12,7 @@ import pytest
 
 from headgate.shared.state import StateDir
 from inference import estimator
-from inference.core.plan import Refusal
+from inference.authority.placement.plan import Refusal
 from inference.devices.cpu import CpuProbe
 from inference.errors import ModelFailed
 from inference.estimator import Estimator
