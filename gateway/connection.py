@@ -211,17 +211,12 @@ class BoundedHttp(WiredHttp):
         super().on_headers_complete()
         self._note_paused()
         if len(self.pipeline) > MAX_PIPELINED:
-            self._too_large = f"more than {MAX_PIPELINED} requests wait behind another"
+            self.transport.abort()
             raise _RefusedHead
 
-    def send_400_response(self, msg: str) -> None:
-        """What the parser refuses has no request yet; it gets the envelope and the headers all the same.
-
-        While an answer is being written there is no place for another one: then the connection just ends.
-        """
-        if self.pipeline or (self.cycle is not None and self.cycle.response_started and self.is_serving):
-            self.transport.abort()
-        elif self._too_large is not None:
+    def refuse_malformed(self, msg: str) -> None:
+        """Answers what the parser refuses with the error envelope and the headers of every response."""
+        if self._too_large is not None:
             self._refuse(Code.HEADERS_TOO_LARGE, f"the head of the request is too large: {self._too_large}")
         else:
             self._refuse(Code.INVALID_REQUEST, f"this is not HTTP as it should be: {msg}")

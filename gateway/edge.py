@@ -83,7 +83,7 @@ class Edge:
             await send(message)
 
         try:
-            await (exchange.told.way or self._way(scope, exchange))(scope, receive, send_on)
+            await self._way(scope, exchange)(scope, receive, send_on)
         except GatewayError as error:
             if exchange.reason == "none":
                 exchange.reason = str(error.code)
@@ -110,5 +110,4 @@ class Edge:
                 "the Host header does not name this machine; use http://127.0.0.1 or http://localhost, "
                 "and let a proxy of yours on it send `Host: localhost`",
             )
-        told.way = way = (self._hot.get(scope["path"]) if scope["method"] == "POST" else None) or self._app
-        return way
+        return (self._hot.get(scope["path"]) if scope["method"] == "POST" else None) or self._app

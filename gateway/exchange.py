@@ -47,7 +47,7 @@ _JSON_LINE = b"content-type: application/json\r\n"
 _MESSAGES = "/v1/messages"
 _MESSAGES_ID = "request-id"
 _MODELS = "/v1/models"
-_LENGTH, _ENCODING = "content-length", "content-encoding"
+_ENCODING = "content-encoding"
 _VERSION = "anthropic-version"
 """Every client of Anthropic's sends it; there is a listing of models in both APIs, under one path."""
 
@@ -58,11 +58,7 @@ class ClientLeftError(Exception):
 
 @dataclass(slots=True)
 class Told:
-    """What the head of a request says to the layers that the request passes, each of which adds its part.
-
-    It is found out once where a connection sends the same head again and again, and forgotten with that head. What
-    follows from a configuration is only good together with the part of it that is named beside.
-    """
+    """What the head of a request says to the layers that the request passes."""
 
     headers: Mapping[str, str]
     request_id: str | None = None
@@ -71,10 +67,6 @@ class Told:
     """Whether Anthropic's API is asked, whose clients look for the request's id in a header of their own."""
     error_body: Callable[[GatewayError], dict[str, Any]] = GatewayError.body
     """How errors are told to clients of the path that was asked."""
-    way: Any = None
-    """The application that it goes to, once the edge has let it in."""
-    visitor: Any = None
-    """Who sent it, once that was found out."""
 
 
 @dataclass(slots=True)
@@ -140,14 +132,8 @@ def _header_value(value: str) -> str:
 
 def new_exchange(scope: Scope) -> Exchange:
     """The exchange of a request; the caller's own request id is kept when it is sane."""
-    wired = wire.take(scope)
-    if wired is None or (head := wired.head) is None:
-        told = _told(scope)
-    elif (told := head.understood) is None:
-        told = head.understood = _told(scope)
-    elif told.headers[_LENGTH] != (length := wired.length.decode()):
-        told.headers = {**told.headers, _LENGTH: length}
-    return Exchange(told.request_id or f"req_{os.urandom(12).hex()}", told, wire=wired)
+    told = _told(scope)
+    return Exchange(told.request_id or f"req_{os.urandom(12).hex()}", told, wire=wire.take(scope))
 
 
 def _told(scope: Scope) -> Told:

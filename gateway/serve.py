@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from gateway.attempts import Caller, Request, Tools
-from gateway.auth import Key, Keys
+from gateway.auth import Key
 from gateway.bodies import NOTHING, SMALL_BYTES, Room, length_of
 from gateway.core.chain import Found
 from gateway.core.outcome import End
@@ -44,7 +44,6 @@ from inference.protocol import H_KV, H_POLICY, H_PRIORITY, Code, Priority, Tier
 log = logging.getLogger("gateway.requests")
 
 S = TypeVar("S", bound=str)
-_Wishes = tuple[Priority, bool, float | None, int, str | None, float | None]
 
 _PRIORITIES, _NORMAL = tuple(Priority), Priority.NORMAL
 _LEFT = str(End.CLIENT_LEFT)
@@ -70,20 +69,18 @@ class Generation:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
         runtime, exchange = self._runtime, exchange_of(scope)
-        told = exchange.told
+        headers = exchange.told.headers
         record = Record(exchange.request_id, time.time(), self._path)
         generation = runtime.join()
         try:
-            visitor = told.visitor
-            if visitor is None or visitor.keys is not runtime.keys:
-                visitor = told.visitor = _Visitor(runtime.keys, *runtime.keys.admit(told.headers, "use"))
-            meter = runtime.limiter.enter(visitor.key, exchange) if visitor.is_limited else None
-            size = length_of(told.headers, runtime.config.max_body)
+            key, tenant = runtime.keys.admit(headers, "use")
+            meter = runtime.limiter.enter(key, exchange)
+            size = length_of(headers, runtime.config.max_body)
             if meter is None and size <= SMALL_BYTES:
-                await self._admitted(visitor, None, exchange, record, receive, send)
+                await self._admitted(key, tenant, None, exchange, record, receive, send)
             else:
                 with meter or NOTHING, runtime.bodies.room(size, runtime.config.max_body):
-                    await self._admitted(visitor, meter, exchange, record, receive, send)
+                    await self._admitted(key, tenant, meter, exchange, record, receive, send)
         except GatewayError as error:
             record.outcome, record.status = str(error.code), error.status
             record.error = record.error or error.message
@@ -99,7 +96,8 @@ class Generation:
 
     async def _admitted(
         self,
-        visitor: _Visitor,
+        key: Key,
+        tenant: str,
         meter: Meter | None,
         exchange: Exchange,
         record: Record,
@@ -107,20 +105,18 @@ class Generation:
         send: Send,
     ) -> None:
         """The way of a request whose key may make it."""
-        runtime, told = self._runtime, exchange.told
-        if visitor.wishes is None:
-            visitor.wishes = _wishes_of(told.headers, visitor.key)
-        caller = Caller(exchange.request_id, visitor.tenant, *visitor.wishes, meter)
+        runtime = self._runtime
+        caller = caller_of(exchange, key, tenant, meter)
         max_body = runtime.config.max_body
         if (raw := body_at_hand(exchange, max_body)) is None:
-            raw = await read_body(receive, told.headers, max_body)
-        asked = self._dialect.parse(raw, visitor.owner)
+            raw = await read_body(receive, exchange.told.headers, max_body)
+        asked = self._dialect.parse(raw, key.digest.hex())
         request = asked.request
         built_on = request.size_bytes - len(raw)
         del raw
         if meter is not None:
             meter.reserve(request)
-        record.asked, record.stream, record.key = request.model, request.stream, visitor.key.name
+        record.asked, record.stream, record.key = request.model, request.stream, key.name
         record.priority, record.retries = caller.priority, caller.retries
         found = known(runtime, request.model) or await find(runtime, request.model, exchange)
         tools = runtime.tools  # as long as it waits, too: a reload may take the route away
@@ -237,31 +233,18 @@ class Generation:
         )  # fmt: skip
 
 
-class _Visitor:
-    """Who sent a request's head, as long as `keys` are in force."""
-
-    __slots__ = ("is_limited", "key", "keys", "owner", "tenant", "wishes")
-
-    def __init__(self, keys: Keys, key: Key, tenant: str) -> None:
-        self.keys, self.key, self.tenant = keys, key, tenant
-        self.owner, self.is_limited = key.digest.hex(), key.limits.is_any
-        self.wishes: _Wishes | None = None
-        """Found out once somebody is let in who says them."""
-
-
 def caller_of(exchange: Exchange, key: Key, tenant: str, meter: Meter | None) -> Caller:
     """Who asks, from the key and the headers; raises RequestError for header values that mean nothing."""
-    return Caller(exchange.request_id, tenant, *_wishes_of(exchange.told.headers, key), meter)
-
-
-def _wishes_of(headers: Mapping[str, str], key: Key) -> _Wishes:
-    """What a caller has to say besides its request: the fields of `Caller` from `priority` to `gap_seconds`."""
+    headers = exchange.told.headers
     priority = _one_of(headers, H_PRIORITY, _PRIORITIES, _NORMAL)
     policy = _one_of(headers, H_POLICY, ("local-only", "any"), "any")
     gap_seconds = _patience(headers.get(READ_TIMEOUT_HEADER))
     silence_seconds = _patience(headers.get(TIMEOUT_HEADER)) if gap_seconds is None else gap_seconds
     retries = _count(headers.get(RETRY_COUNT_HEADER))
-    return key.cap(priority), policy != "local-only", silence_seconds, retries, headers.get(H_KV), gap_seconds
+    return Caller(
+        exchange.request_id, tenant, key.cap(priority), policy != "local-only", silence_seconds, retries,
+        headers.get(H_KV), gap_seconds, meter,
+    )  # fmt: skip
 
 
 def _one_of(headers: Mapping[str, str], name: str, allowed: tuple[S, ...], default: S) -> S:

@@ -1,5 +1,4 @@
-"""Lets an answer that has begun write its pieces at once, from any callback of the loop, and takes a request whose head
-is known past the parser; decides nothing about either.
+"""uvicorn's HTTP protocol, with a `Wire` per request that writes answers without ASGI's `send`.
 
 ASGI's `send` needs a task to await it, and so a turn of the loop and a wake-up for every token. A body that is here can
 be had without awaiting it under a deadline, and the client's leaving without a task that waits for it, which costs
@@ -8,22 +7,15 @@ every request a twentieth.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from headgate.shared.heads import Head, learn
-
 if TYPE_CHECKING:
-    from uvicorn._types import ASGISendEvent, HTTPScope
+    from uvicorn._types import ASGISendEvent
 
 _EXTENSION = "headgate.wire"
-
-_HEADS_IN_VAIN = 4
-"""After so many heads that never came again, a connection's are no longer remembered."""
 
 
 class Wire:
@@ -31,13 +23,10 @@ class Wire:
     status, and before `end` or the `send` of its last piece.
     """
 
-    __slots__ = ("_cycle", "_tell", "head", "length")
+    __slots__ = ("_cycle", "_tell")
 
-    def __init__(self, cycle: RequestResponseCycle, head: Head | None = None, length: bytes = b"") -> None:
+    def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
-        self.head = head
-        """The request's, where it is known: others of the same connection have it too, but for the `length`."""
-        self.length = length
         self._tell: Callable[[], None] | None = None
 
     def take_body(self) -> bytes | None:
@@ -161,119 +150,27 @@ class _Unchunked(RequestResponseCycle):
 
 
 class WiredHttp(HttpToolsProtocol):
-    """uvicorn's HTTP that leaves a wire in the scope of every request.
+    """uvicorn's HTTP protocol with three differences.
 
-    The parser sees no byte of a request that comes between two messages with the head of the last it parsed: for it,
-    such a request never was.
+    - The scope of every request holds a `Wire`.
+    - Trailers of chunked requests are dropped. The parser reports them like headers, after the body.
+    - Complete requests are answered before bytes behind them that are not HTTP end the connection.
     """
 
     _unanswered: tuple[Wire, ...] = ()
-    _head: Head | None = None
-    _next: RequestResponseCycle | None = None
-    """Made ready for a request with this head."""
-    _heads_in_vain = 0
-    _is_between = True
-    """Whether a message has ended, its answer still to come, and nothing came since; or nothing came at all."""
-    _missing_bytes = 0
-    """What has not come of the body of a request that the parser does not see."""
+    _is_broken = False
+    """Whether the parser failed. It cannot parse what comes later on this connection."""
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came."""
-        if self._missing_bytes:
-            self._unset_keepalive_if_required()
-            data = self._take_missing(data)
-            if not data:
-                return
-        head = self._head
-        if (
-            head is None
-            or not self._is_between
-            or not self.cycle.response_complete
-            or not self.cycle.keep_alive
-            or self.flow.write_paused
-            or (rest := head.rest(data)) is None
-        ):
-            self._parse(data)
-        else:
-            self._begin_again(head, *rest)
-
-    def _parse(self, data: bytes) -> None:
-        is_whole_head = self._is_between
-        before = self.cycle
-        self._is_between = False
-        super().data_received(data)
-        if is_whole_head and self.cycle is not before and self._heads_in_vain < _HEADS_IN_VAIN:
-            raw = data[: data.find(b"\r\n\r\n") + 4]
-            # behind the request's first step, while it waits for somebody
-            self.loop.call_soon(self._learn, raw, self.scope.copy(), self.url)
-
-    def _learn(self, raw: bytes, scope: HTTPScope, url: bytes) -> None:
-        is_last = self.headers is scope["headers"]
-        if is_last and self.limit_concurrency is None and (head := learn(raw, scope, url)) is not None:
-            self._head = head
-            self._heads_in_vain += 1
-
-    def _begin_again(self, head: Head, length: bytes, body: bytes) -> None:
-        """A request whose head is known: what uvicorn does at its beginning, and for as much of its body as is here."""
-        self._unset_keepalive_if_required()
-        self._heads_in_vain = 0
-        cycle, self._next = self._next or self._cycle_of(head), None
-        cycle.default_headers = self.server_state.default_headers
-        scope: Any = cycle.scope
-        head.set_length(scope["headers"], length)
-        wire = Wire(cycle, head, length)
-        scope["extensions"] = {_EXTENSION: wire}
-        self.scope, self.headers, self.cycle, self._unanswered = scope, scope["headers"], cycle, (wire,)
-        self._start_asgi_task(cycle, self.app)
-        if len(body) == int(length) <= HIGH_WATER_LIMIT:
-            cycle.body = body  # type: ignore[assignment]  # nothing is added to it
-            cycle.more_body = False
-            cycle.message_event.set()
-        else:
-            self._is_between = False
-            self._missing_bytes = int(length)
-            self._take_missing(body)
-
-    def _cycle_of(self, head: Head) -> RequestResponseCycle:
-        """What a request with this head is to uvicorn, but for its length."""
-        scope: Any = head.scope()
-        scope["state"] = self.app_state.copy()
-        return RequestResponseCycle(
-            scope, self.transport, self.flow, self.logger, self.access_logger, self.access_log,
-            [], asyncio.Event(), False, True, self.on_response_complete,
-        )  # fmt: skip
-
-    def on_response_complete(self) -> None:
-        """An answer is written; there is time to make ready for the same head."""
-        super().on_response_complete()
-        if self._head is not None and self._next is None and not self.transport.is_closing():
-            self._next = self._cycle_of(self._head)
-
-    def _take_missing(self, data: bytes) -> bytes:
-        """Takes what `data` has of the body, and returns what it has beyond."""
-        missing = self._missing_bytes
-        if piece := data[:missing]:
-            self._missing_bytes -= len(piece)
-            self.on_body(piece)
-        if not self._missing_bytes:
-            self.on_message_complete()
-        return data[missing:]
-
-    def on_message_begin(self) -> None:
-        """A request's first byte came."""
-        self._is_between = False
-        super().on_message_begin()
-
-    def on_message_complete(self) -> None:
-        """A request is whole."""
-        super().on_message_complete()
-        self._is_between = self.cycle is not None and not self.cycle.response_complete
+        """Parses `data`, or drops it after a parser error."""
+        if not self._is_broken:
+            super().data_received(data)
 
     def on_headers_complete(self) -> None:
-        """A request's head is whole."""
-        self._head = self._next = None
+        """The head of a request is complete."""
         before = self.cycle
         super().on_headers_complete()
+        self.headers = []  # takes the trailers; the list in the scope holds the headers alone
         if self.cycle is not before:
             if self.scope["http_version"] == "1.0":
                 self.cycle.__class__ = _Unchunked
@@ -281,15 +178,38 @@ class WiredHttp(HttpToolsProtocol):
             if self.pipeline:
                 self._unanswered = (*(one for one in self._unanswered if not one.is_answered), wire)
             else:
-                self._unanswered = (wire,)  # it does not wait, so all before it are answered
+                self._unanswered = (wire,)  # a request that does not wait has no unanswered request before it
             self.scope["extensions"] = {_EXTENSION: wire}  # type: ignore[dict-item]
             if len(self.pipeline) == 1:
-                self.flow.resume_reading()  # uvicorn stops while one waits, and would not see the client leave
+                self.flow.resume_reading()  # uvicorn stops reading, and then the client's leaving goes unnoticed
+
+    def send_400_response(self, msg: str) -> None:
+        """Handles a parser error. Complete requests are still answered; the connection ends behind the last of them.
+
+        Without such a request the answer is an error, unless the answer to the malformed request has begun.
+        """
+        self._is_broken = True
+        complete = [wire._cycle for wire in self._unanswered if not wire.is_answered]
+        malformed = complete.pop() if complete and complete[-1].more_body else None
+        if complete:
+            if malformed is not None:
+                self.pipeline.popleft()  # the newest; it waits behind a complete request
+            self.cycle = complete[-1]
+            self.cycle.keep_alive = False
+        elif malformed is not None and malformed.response_started:
+            self.transport.abort()
+        else:
+            self.refuse_malformed(msg)
+            if malformed is not None:
+                self._unanswered[-1].leave()  # so that the application writes no second answer
+
+    def refuse_malformed(self, msg: str) -> None:
+        """Answers bytes that are not HTTP with status 400 and closes the connection."""
+        super().send_400_response(msg)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client left. uvicorn tells the last request only, though one that came before may be what is answered."""
+        """The client left. uvicorn notifies the newest request only, but an older one may be the one being answered."""
         super().connection_lost(exc)
-        self._head = self._next = None
         unanswered, self._unanswered = self._unanswered, ()
         for wire in unanswered:
             wire.leave()

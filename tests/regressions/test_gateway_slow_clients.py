@@ -181,20 +181,21 @@ async def test_more_requests_behind_another_than_may_wait_end_the_connection(
             await until("its place is free", lambda: gateway.runtime.admission.in_flight == 0)
 
 
-async def test_no_error_is_written_into_an_answer_under_way(tmp_path: Path, fake: FakeInference) -> None:
-    """What came behind the request was no HTTP: the refusal once landed in the middle of the stream."""
-    fake.answers["demo"] = Answer(stall=True)
+async def test_an_answer_under_way_is_completed_before_bytes_that_are_not_http_end_the_connection(
+    tmp_path: Path, fake: FakeInference
+) -> None:
+    """The refusal was once written into the middle of the stream."""
+    fake.answers["demo"] = Answer(words=("word",) * 20, pause=0.02)
     async with Gateway(tmp_path, fake.url) as gateway:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
         writer.write(_request())
         async with asyncio.timeout(10):
-            seen = await reader.readuntil(b"Hello")
+            seen = await reader.readuntil(b"word")
             writer.write(b"NONSENSE\r\n\r\n")
-            with contextlib.suppress(ConnectionResetError):
-                while piece := await reader.read(4096):
-                    seen += piece
+            seen += await reader.read()
         assert seen.count(b"HTTP/1.1") == 1
         assert b"invalid_request" not in seen
+        assert seen.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
         writer.close()
 
 
