@@ -94,10 +94,10 @@ def _pinned() -> str:
 
 
 def _wheel_options() -> str:
-    """What the installed wheel was compiled with: ours, and the user's as `.venv` remembers them."""
+    """What the installed wheel was compiled with: ours, and those that `.venv` remembers."""
     stamp = Stamp.read(REPOSITORY / ".venv" / "headgate.json")
-    users = stamp.cmake_args if stamp else os.environ.get("CMAKE_ARGS", "")
-    return f"{OUR_CMAKE_ARGS} {users}".strip()
+    used = stamp.rung or stamp.cmake_args if stamp else os.environ.get("CMAKE_ARGS", "")
+    return f"{OUR_CMAKE_ARGS} {used}".strip()
 
 
 def _run(argv: Sequence[str], more: Mapping[str, str] | None = None) -> None:

@@ -9,6 +9,9 @@ with ggml's RPC backend (simulated GPUs need it) and whatever backends CMAKE_ARG
 that was compiled without them, so what was installed is looked at, by name and symbol, never by loading it: a compute
 driver has no business in this process.
 
+A child process then checks that the build computes on this CPU (`inference/jobs/proof.py`). Where it does not,
+llama-cpp-python is compiled again with the next arguments of `headgate.build.ladder`. The stamp keeps which ones work.
+
 An interpreter that was compiled without optimizations, as pyenv compiles one unless told otherwise, takes up to a
 half more time for the same code. Where the one that runs this is such, and nobody named it by `PYTHON`, `.venv` is made
 with an optimized one that is installed as well.
@@ -24,20 +27,29 @@ import os
 import re
 import selectors
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+if not __package__:  # run as a script, where the package is not on the path
+    sys.path.insert(0, str(ROOT))
+
+from headgate.build import Compiler, Cpu, Rung, chooses_instructions, ladder  # noqa: E402
+from headgate.machine import Build, compiler_at, this_cpu  # noqa: E402
+
 LOCK = "requirements.lock"
 ENGINE = "llama-cpp-python"
 OUR_CMAKE_ARGS = "-DGGML_RPC=ON"
 OLDEST_PYTHON = (3, 11)
 PROBE_SECONDS = 20.0
 """How long an interpreter may take to say what it is; one that hangs is passed over."""
+PROOF_SECONDS = 120.0
+"""How long the check of a build may take; on an idle machine it takes about a second."""
 REPORT_SECONDS = 20.0
 """Where no terminal shows a live line, the build says how far it is this often."""
 
@@ -64,10 +76,18 @@ class SetupError(Exception):
 
 @dataclass(frozen=True)
 class Stamp:
-    """What `.venv` was made from. `cmake_args` are the user's own, kept for later rebuilds."""
+    """What `.venv` was made from. `cmake_args` are the user's own, kept for later rebuilds.
+
+    `build` says for which CPU, libraries and place the build is proven to compute; `rung` are the user's arguments with
+    those that this took, `reason` is why they are used, and `compiler` is the one they were chosen for.
+    """
 
     digest: str
     cmake_args: str
+    rung: str | None = None
+    reason: str = ""
+    compiler: str = ""
+    build: Mapping[str, str] | None = None
 
     @classmethod
     def read(cls, path: Path) -> Stamp | None:
@@ -79,14 +99,17 @@ class Stamp:
 
     def write(self, path: Path) -> None:
         """Marks `.venv` as complete."""
-        path.write_text(json.dumps(self.__dict__), encoding="utf-8")
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
 def digest(root: Path) -> str:
     """Changes when the lock, the project's metadata, this script or the place of the clone change."""
     parts = [
         str(root).encode(),
-        *((root / name).read_bytes() for name in (LOCK, "pyproject.toml", "headgate/bootstrap.py")),
+        *(
+            (root / name).read_bytes()
+            for name in (LOCK, "pyproject.toml", "headgate/bootstrap.py", "headgate/build.py")
+        ),
     ]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
@@ -207,6 +230,26 @@ def compiler(environ: Mapping[str, str], which: Callable[[str], str | None] = sh
     raise SetupError(f"{what}, and llama-cpp-python is compiled here; run: {advice}")
 
 
+def proof_failure(status: int, out: bytes, errors: bytes) -> str | None:
+    """What the proof's end says about a build: None where it computes, else one sentence.
+
+    Raises SetupError where the proof did not come to computing.
+    """
+    if status < 0:
+        try:
+            name = signal.Signals(-status).name
+        except ValueError:
+            name = str(-status)
+        return f"this build is broken: its first computation ended with signal {name}"
+    try:
+        answer = json.loads(out)
+        wrong = answer.get("error")
+    except (ValueError, AttributeError):
+        last = (errors.decode("utf-8", "replace").strip().splitlines() or [f"status {status}"])[-1]
+        raise SetupError(f"llama-cpp-python was installed and cannot be used: {last}") from None
+    return f"this build computes nonsense: {wrong}" if wrong else None
+
+
 class Progress:
     """Says how far a long step is: one live line on a terminal, a line now and then elsewhere."""
 
@@ -300,15 +343,30 @@ class Setup:
         self.log = self.venv / "headgate-setup.log"
         self.environ = {**environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
         self.cmake_args = environ.get("CMAKE_ARGS", "").strip()
+        self.cpu: Cpu = this_cpu()
+        self._plain = ""
+        """The arguments that are used where nothing is known against them: the user's."""
 
     def run(self) -> None:
         """Does what is missing; quick when nothing is."""
         found = Stamp.read(self.stamp) if self.python.exists() else None
-        wanted = Stamp(digest(self.root), self.cmake_args or (found.cmake_args if found else ""))
-        if found == wanted:
-            return
-        print("Headgate sets itself up in .venv; this takes a few minutes once.", file=sys.stderr)
-        compiler(self.environ)
+        made_of = digest(self.root)
+        cmake_args = self.cmake_args or (found.cmake_args if found else "")
+        changed = False
+        if found and found.build and (found.digest, found.cmake_args) == (made_of, cmake_args):
+            if found.build.get("cpu") == str(self.cpu) or self._computes_here(found):
+                return
+            changed = True
+        else:
+            print("Headgate sets itself up in .venv; this takes a few minutes once.", file=sys.stderr)
+        self._plain = cmake_args
+        compiles_with = self._compiler(compiler(self.environ))
+        rungs = self._ladder(compiles_with, cmake_args)
+        if found:
+            if found.compiler == str(compiles_with) and found.build and found.build.get("cpu") == str(self.cpu):
+                kept = [index for index, rung in enumerate(rungs) if rung.arguments == found.rung]
+                rungs = rungs[kept[0] :] if kept else rungs
+            changed = changed or found.cmake_args != cmake_args or found.rung not in (None, rungs[0].arguments)
         self.stamp.unlink(missing_ok=True)
         self._venv()
         self.log.unlink(missing_ok=True)
@@ -316,10 +374,29 @@ class Setup:
         without_engine = self.venv / "requirements-without-engine.txt"
         without_engine.write_text("\n".join(rest) + "\n", encoding="utf-8")
         self._pip("installing packages", "install", "--no-deps", "-r", str(without_engine))
-        self._engine(engine, wanted.cmake_args, changed=found is not None and found.cmake_args != wanted.cmake_args)
+        rung = self._engine(engine, rungs, changed=changed)
         self._pip("installing headgate", "install", "--no-deps", "--editable", str(self.root))
         self._pip("checking versions", "check")
-        wanted.write(self.stamp)
+        build = asdict(Build.at(self._package(), self.cpu))
+        Stamp(made_of, cmake_args, rung.arguments, rung.reason, str(compiles_with), build).write(self.stamp)
+
+    def _computes_here(self, found: Stamp) -> bool:
+        """Whether a build that was made on another CPU computes on this one; the stamp then says so."""
+        print("Headgate checks its build of llama.cpp: it was made on another CPU.", file=sys.stderr)
+        if (failure := self._proof()) is not None:
+            print(f"  {failure}; it is compiled for {self.cpu}", file=sys.stderr)
+            return False
+        replace(found, build=asdict(Build.at(self._package(), self.cpu))).write(self.stamp)
+        return True
+
+    def _compiler(self, path: str) -> Compiler:
+        return compiler_at(path)
+
+    def _ladder(self, compiles_with: Compiler, cmake_args: str) -> tuple[Rung, ...]:
+        try:
+            return ladder(self.cpu, compiles_with, cmake_args, self.environ.get("CXXFLAGS", ""))
+        except ValueError as error:
+            raise SetupError(f"CMAKE_ARGS={cmake_args} cannot be read ({error}); check its quotes") from error
 
     def _venv(self) -> None:
         if self.python.exists() and self._has_pip():
@@ -365,35 +442,97 @@ class Setup:
         except OSError:  # an interpreter of another machine, or one that is gone
             return False
 
-    def _engine(self, requirement: str, cmake_args: str, *, changed: bool) -> None:
-        """Installs the engine with every backend asked for; compiles it anew, once, where a cached build lacks one."""
+    def _engine(self, requirement: str, rungs: Sequence[Rung], *, changed: bool) -> Rung:
+        """Installs the engine by the first of `rungs` with which it computes, and returns that one.
+
+        Raises SetupError where there is none.
+        """
+        failures = []
+        for number, rung in enumerate(rungs):
+            if number or rung.arguments != self._plain:
+                print(f"  {rung.reason}", file=sys.stderr)
+            try:
+                compiled = self._compile(requirement, rung.arguments, anew=changed or number > 0)
+            except SetupError as error:
+                if number == 0:
+                    raise
+                failure: str | None = str(error).splitlines()[-1]
+            else:
+                failure = self._proof()
+                if failure is not None and not compiled:
+                    print(f"  {failure}; it was not compiled now, so it is compiled anew", file=sys.stderr)
+                    self._compile(requirement, rung.arguments, anew=True)
+                    failure = self._proof()
+            if failure is None:
+                return rung
+            failures.append(failure)
+            more = "; it is compiled again with other arguments" if number + 1 < len(rungs) else ""
+            print(f"  {failure}{more}", file=sys.stderr)
+        raise SetupError(self._no_rung(rungs, failures))
+
+    def _no_rung(self, rungs: Sequence[Rung], failures: Sequence[str]) -> str:
+        tried = [f"  CMAKE_ARGS={rung.arguments or '(none)'}: {why}" for rung, why in zip(rungs, failures, strict=True)]
+        advice = (
+            "remove the instruction sets from CMAKE_ARGS, which were the only ones tried, or name other ones"
+            if chooses_instructions(self._plain)
+            else "install another C++ compiler (GCC 13 or Clang 16 or newer) and name it by CXX and CC"
+        )
+        return "\n".join(
+            [f"llama.cpp does not compute on this CPU, {self.cpu}:", *tried, f"{advice}; the whole log is {self.log}"]
+        )
+
+    def _compile(self, requirement: str, cmake_args: str, *, anew: bool) -> bool:
+        """Installs the engine with every backend asked for; compiles it again, once, where a cached build lacks one.
+
+        Returns whether it was compiled, and not taken from pip's cache or left as it was.
+        """
         arguments = f"{OUR_CMAKE_ARGS} {cmake_args}".strip()
         wanted = wanted_backends(arguments)
         self.environ["CMAKE_ARGS"] = arguments
-        fresh = ["--no-cache-dir", "--force-reinstall"]
-        self._build(requirement, arguments, fresh if changed else [])
-        if not (missing := missing_backends(self._package(), wanted)):
-            return
-        if not changed:
+        compiled = self._build(requirement, arguments, anew=anew)
+        if (missing := missing_backends(self._package(), wanted)) and not compiled:
             print(
                 f"  a cached {ENGINE} without {', '.join(missing)} was installed; it is compiled again", file=sys.stderr
             )
-            self._build(requirement, arguments, fresh)
+            compiled = self._build(requirement, arguments, anew=True)
             missing = missing_backends(self._package(), wanted)
         if missing:
             raise SetupError(
                 f"{requirement} was compiled with CMAKE_ARGS={arguments!r} and still has no ggml backend "
                 f"{', '.join(missing)}; the log of the build is {self.log}"
             )
+        return compiled
 
-    def _build(self, requirement: str, arguments: str, options: Sequence[str]) -> None:
+    def _build(self, requirement: str, arguments: str, *, anew: bool) -> bool:
+        """Has pip install the engine; returns whether it was compiled now. `anew` leaves no other way."""
         print(
             f"  {requirement}, {arguments}: compiled from source unless pip has kept a build; "
             f"4 to 8 minutes on two cores",
             file=sys.stderr,
         )
         name = re.split(r"[=<>~!; ]", requirement)[0]
+        options = ["--no-cache-dir", "--force-reinstall"] if anew else []
         self._pip(name, "install", "--verbose", "--no-deps", "--no-binary", name, *options, requirement)
+        return anew or self._has_logged(f"Building wheel for {name}")
+
+    def _has_logged(self, text: str) -> bool:
+        return self.log.exists() and text.encode() in self.log.read_bytes()
+
+    def _proof(self) -> str | None:
+        """None where the build computes, else one sentence; raises SetupError where it cannot be loaded at all."""
+        argv = [str(self.python), "-m", "inference.helper", "proof"]
+        shown = Progress("checking that it computes")
+        environ = {**self.environ, "PYTHONPATH": str(self.root)}
+        try:
+            done = subprocess.run(
+                argv, input=b"{}", capture_output=True, check=False, timeout=PROOF_SECONDS, cwd=self.venv, env=environ
+            )
+        except subprocess.TimeoutExpired:
+            failure: str | None = f"this build computed nothing within {PROOF_SECONDS:g} s"
+        else:
+            failure = proof_failure(done.returncode, done.stdout, done.stderr)
+        shown.end("done" if failure is None else "failed")
+        return failure
 
     def _package(self) -> Path:
         """Where `llama_cpp` was installed, found without importing it."""

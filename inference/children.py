@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -56,11 +57,21 @@ async def run_helper(
         said = err[-MOST_LAST_WORDS_BYTES:].decode("utf-8", "replace").strip()
         words = said.splitlines()
         raise HelperError(
-            f"the {job} helper ended with status {process.returncode}{': ' + words[-1] if words else ''}", said
+            f"the {job} helper ended with {_ending(process.returncode)}{': ' + words[-1] if words else ''}", said
         ) from None
     if not isinstance(answer, dict):
         raise HelperError(f"the {job} helper answered nonsense")
     return answer
+
+
+def _ending(status: int | None) -> str:
+    """An exit status in words."""
+    if status is None or status >= 0:
+        return f"status {status}"
+    try:
+        return f"signal {signal.Signals(-status).name}"
+    except ValueError:
+        return f"signal {-status}"
 
 
 class ServingHelper:

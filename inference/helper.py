@@ -1,6 +1,7 @@
 """The one kind of helper process: `python -m inference.helper JOB`, JSON in, JSON out; decides and keeps nothing.
 
-    estimate | tokenize | devices | checkpoint | trial   one JSON object on stdin, one on stdout, then the end
+    estimate | tokenize | devices | checkpoint | trial | proof
+                                                         one JSON object on stdin, one on stdout, then the end
     nvml                                                 one reading per line on stdin until stdin ends, and a
                                                          line of its own (NOTICE) when the next one has something new
 
@@ -21,7 +22,7 @@ from headgate.shared import coredump, tether
 
 NOTICE = b"!\n"
 """A line by which a serving helper says, unasked, that its next answer has something new."""
-JOBS = ("estimate", "tokenize", "devices", "checkpoint", "trial", "nvml")
+JOBS = ("estimate", "tokenize", "devices", "checkpoint", "trial", "proof", "nvml")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,6 +60,10 @@ def _runner(name: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
         from inference.jobs import trial
 
         return trial.run
+    if name == "proof":
+        from inference.jobs import proof
+
+        return proof.run
     from inference.jobs import devices
 
     return devices.run

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from headgate import bootstrap
+from headgate import bootstrap, build
 from headgate.bootstrap import Interpreter, Setup, SetupError, Stamp
+from headgate.build import Compiler, Cpu
 
 LOCK = "# header\naiohttp==3.0\nllama-cpp-python==0.3.36\nyarl==1.0\n"
 
@@ -218,13 +219,40 @@ def test_an_interpreter_that_somebody_named_is_taken(
     assert capsys.readouterr().err == ""
 
 
-class _Recorded(Setup):
-    """A set-up whose steps are written down; `builds` are the backends that each build of the engine yields."""
+PLAIN_CPU = Cpu("Plain", "x86_64", ("sse4_2", "avx", "avx2"))
+AMX_CPU = Cpu("Xeon", "x86_64", ("sse4_2", "avx", "avx2", *build._AVX512, "amx_tile", "amx_int8"))
+GCC_12, GCC_14 = Compiler("gcc", (12, 2, 0)), Compiler("gcc", (14, 2, 0))
+STORES_KEPT = "'-DCMAKE_CXX_FLAGS=-fno-tree-dse -fno-dse'"
 
-    def __init__(self, root: Path, environ: dict[str, str], builds: list[str]) -> None:
+
+class _Recorded(Setup):
+    """A set-up whose steps are written down; `builds` are the backends that each build of the engine yields, and
+    `proofs` the failure of each check of a build, None for one that computes (as every later one does).
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        environ: dict[str, str],
+        builds: list[str],
+        proofs: list[str | None] | None = None,
+        cpu: Cpu = PLAIN_CPU,
+        compiles_with: Compiler = GCC_14,
+    ) -> None:
         super().__init__(root, environ)
         self.steps: list[str] = []
         self.builds = builds
+        self.proofs = proofs or []
+        self.proven = 0
+        self.cpu = cpu
+        self.compiles_with = compiles_with
+
+    def _compiler(self, path: str) -> Compiler:
+        return self.compiles_with
+
+    def _proof(self) -> str | None:
+        self.proven += 1
+        return self.proofs.pop(0) if self.proofs else None
 
     def _venv(self) -> None:
         self.python.parent.mkdir(parents=True, exist_ok=True)
@@ -236,6 +264,10 @@ class _Recorded(Setup):
     def _pip(self, what: str, *words: str) -> None:
         self.steps.append(" ".join([self.environ.get("CMAKE_ARGS", ""), *words]))
         if what == "llama-cpp-python":
+            if self.builds[0] == "fails":
+                raise SetupError(self.builds.pop(0))
+            if not self.builds[0].startswith("cached"):
+                self.log.write_text("Building wheel for llama-cpp-python (pyproject.toml): started")
             package = self._package()
             package.mkdir(exist_ok=True)
             for old in package.iterdir():
@@ -253,14 +285,14 @@ class _Recorded(Setup):
 def clone(tmp_path: Path) -> Path:
     (tmp_path / "headgate").mkdir()
     (tmp_path / "requirements.lock").write_text(LOCK)
-    for name in ("pyproject.toml", "headgate/bootstrap.py"):
+    for name in ("pyproject.toml", "headgate/bootstrap.py", "headgate/build.py"):
         (tmp_path / name).write_text("")
     return tmp_path
 
 
-def _set_up(clone: Path, builds: list[str], cmake_args: str = "") -> _Recorded:
+def _set_up(clone: Path, builds: list[str], cmake_args: str = "", **more: Any) -> _Recorded:
     environ = {"PATH": "/usr/bin:/bin", "CXX": sys.executable, "CMAKE_ARGS": cmake_args}
-    setup = _Recorded(clone, environ, builds)
+    setup = _Recorded(clone, environ, builds, **more)
     setup.run()
     return setup
 
@@ -277,7 +309,7 @@ def test_a_changed_lock_is_installed(clone: Path) -> None:
 
 
 def test_a_cached_build_without_rpc_is_built_again_once(clone: Path, capsys: Any) -> None:
-    setup = _set_up(clone, ["cpu", "cpu rpc"])
+    setup = _set_up(clone, ["cached cpu", "cpu rpc"])
     assert ["--no-cache-dir" in step and "--force-reinstall" in step for step in setup.compiled] == [False, True]
     assert all("--no-deps" in step for step in setup.compiled)
     assert "without rpc was installed; it is compiled again" in capsys.readouterr().err
@@ -285,13 +317,13 @@ def test_a_cached_build_without_rpc_is_built_again_once(clone: Path, capsys: Any
 
 def test_a_build_that_never_gets_the_backend_fails_clearly(clone: Path) -> None:
     with pytest.raises(SetupError, match="still has no ggml backend rpc"):
-        _set_up(clone, ["cpu", "cpu"])
+        _set_up(clone, ["cached cpu", "cpu"])
     assert Stamp.read(clone / ".venv" / "headgate.json") is None
 
 
 def test_ones_own_cmake_arguments_are_added_checked_and_kept(clone: Path) -> None:
     """CUDA asked for once stays: later runs without CMAKE_ARGS neither rebuild nor fall back to CPU."""
-    first = _set_up(clone, ["cpu rpc", "cpu rpc cuda"], "-DGGML_CUDA=ON")
+    first = _set_up(clone, ["cached cpu rpc", "cpu rpc cuda"], "-DGGML_CUDA=ON")
     assert [step.split(" install")[0] for step in first.compiled] == ["-DGGML_RPC=ON -DGGML_CUDA=ON"] * 2
     assert _set_up(clone, []).steps == []
     (clone / "requirements.lock").write_text(LOCK.replace("3.0", "3.1"))
@@ -309,3 +341,148 @@ def test_a_clone_without_a_compiler_is_told_before_anything_is_built(clone: Path
     environ = {"PATH": "/nonexistent", "CXX": "no-such-compiler"}
     assert bootstrap.main(environ, root=clone, setup=lambda root, given: _Recorded(root, dict(given), [])) == 1
     assert "CXX names 'no-such-compiler'" in capsys.readouterr().err
+
+
+# --- a build is used only where it computes -------------------------------------------------------------------------
+def _stamp(clone: Path) -> Stamp:
+    found = Stamp.read(clone / ".venv" / "headgate.json")
+    assert found is not None
+    return found
+
+
+def test_build_that_computes_is_recorded_with_its_cpu_and_arguments(clone: Path) -> None:
+    setup = _set_up(clone, ["rpc"], "-DGGML_BLAS=ON")
+    found = _stamp(clone)
+    assert setup.proven == 1
+    assert (found.rung, found.reason) == ("-DGGML_BLAS=ON", "llama.cpp is compiled for this CPU")
+    assert found.build is not None
+    assert found.build["cpu"] == str(PLAIN_CPU)
+    assert found.build["place"] == str(setup._package())
+
+
+def test_known_bad_compiler_gets_its_flags_before_the_first_compilation(clone: Path, capsys: Any) -> None:
+    """GCC 12 with AMX: one compilation, not two."""
+    setup = _set_up(clone, ["rpc"], cpu=AMX_CPU, compiles_with=GCC_12)
+    assert [step.split(" install")[0] for step in setup.compiled] == [f"-DGGML_RPC=ON {STORES_KEPT}"]
+    assert "gcc 12.2.0 breaks AMX" in capsys.readouterr().err
+    assert _stamp(clone).rung == STORES_KEPT
+
+
+def test_build_that_crashes_is_compiled_again_with_the_next_arguments(clone: Path, capsys: Any) -> None:
+    crash = bootstrap.proof_failure(-11, b"", b"")
+    setup = _set_up(clone, ["rpc", "rpc", "rpc"], cpu=AMX_CPU, proofs=[crash, crash])
+    arguments = [step.split(" install")[0] for step in setup.compiled]
+    assert arguments[:2] == ["-DGGML_RPC=ON", f"-DGGML_RPC=ON {STORES_KEPT}"]
+    assert "-DGGML_NATIVE=OFF" in arguments[2]
+    assert ["--no-cache-dir" in step for step in setup.compiled] == [False, True, True]
+    said = capsys.readouterr().err
+    assert "ended with signal SIGSEGV; it is compiled again with other arguments" in said
+    assert "AMX is left out" in said
+    assert _stamp(clone).reason == "AMX is left out"
+    assert _set_up(clone, [], cpu=AMX_CPU).steps == []
+
+
+def test_arguments_that_work_are_used_at_once_by_the_next_set_up(clone: Path) -> None:
+    _set_up(clone, ["rpc", "rpc", "rpc"], cpu=AMX_CPU, proofs=["broken", "broken"])
+    (clone / "requirements.lock").write_text(LOCK.replace("3.0", "3.1"))
+    later = _set_up(clone, ["cached rpc"], cpu=AMX_CPU)
+    assert len(later.compiled) == 1
+    assert "-DGGML_NATIVE=OFF" in later.compiled[0]
+    assert "--no-cache-dir" not in later.compiled[0]
+
+
+def test_another_compiler_starts_with_the_fastest_build_again(clone: Path) -> None:
+    _set_up(clone, ["rpc", "rpc"], cpu=AMX_CPU, compiles_with=GCC_12, proofs=["broken"])
+    (clone / "requirements.lock").write_text(LOCK.replace("3.0", "3.1"))
+    later = _set_up(clone, ["rpc"], cpu=AMX_CPU, compiles_with=GCC_14)
+    assert [step.split(" install")[0] for step in later.compiled] == ["-DGGML_RPC=ON"]
+    assert "--no-cache-dir" in later.compiled[0]
+
+
+def test_cached_build_that_does_not_compute_is_compiled_with_the_same_arguments(clone: Path, capsys: Any) -> None:
+    """pip keeps wheels that were compiled on other CPUs or with other flags."""
+    setup = _set_up(clone, ["cached rpc", "rpc"], proofs=["this build is broken"])
+    assert [step.split(" install")[0] for step in setup.compiled] == ["-DGGML_RPC=ON"] * 2
+    assert ["--no-cache-dir" in step for step in setup.compiled] == [False, True]
+    assert "it was not compiled now, so it is compiled anew" in capsys.readouterr().err
+
+
+def test_arguments_that_do_not_compile_are_passed_over(clone: Path) -> None:
+    setup = _set_up(clone, ["rpc", "fails", "rpc"], cpu=AMX_CPU, compiles_with=GCC_12, proofs=["broken"])
+    assert len(setup.compiled) == 3
+    assert _stamp(clone).reason == "AMX and AVX-512 are left out"
+
+
+def test_first_compilation_that_fails_ends_the_set_up(clone: Path) -> None:
+    with pytest.raises(SetupError, match="fails"):
+        _set_up(clone, ["fails"])
+
+
+def test_no_build_that_computes_says_what_was_tried_and_what_to_do(clone: Path) -> None:
+    with pytest.raises(SetupError) as caught:
+        _set_up(clone, ["rpc", "rpc"], proofs=["it crashes", "it computes nonsense"])
+    said = str(caught.value)
+    assert "llama.cpp does not compute on this CPU, Plain (x86_64 sse4_2 avx avx2)" in said
+    assert "(none): it crashes" in said
+    assert "-DGGML_AVX2=OFF" in said
+    assert "install another C++ compiler" in said
+    assert Stamp.read(clone / ".venv" / "headgate.json") is None
+
+
+def test_instruction_sets_of_the_user_are_the_only_ones_tried(clone: Path) -> None:
+    with pytest.raises(SetupError, match="remove the instruction sets from CMAKE_ARGS"):
+        _set_up(clone, ["rpc"], "-DGGML_NATIVE=OFF", proofs=["it crashes"], cpu=AMX_CPU)
+
+
+def test_quotes_that_do_not_match_are_a_clear_error(clone: Path) -> None:
+    with pytest.raises(SetupError, match="check its quotes"):
+        _set_up(clone, [], "-DCMAKE_CXX_FLAGS='-O2")
+
+
+def test_another_cpu_has_the_build_checked_and_kept(clone: Path, capsys: Any) -> None:
+    _set_up(clone, ["rpc"])
+    moved = _set_up(clone, [], cpu=AMX_CPU)
+    assert (moved.steps, moved.proven) == ([], 1)
+    assert "it was made on another CPU" in capsys.readouterr().err
+    assert _set_up(clone, [], cpu=AMX_CPU).proven == 0
+
+
+def test_another_cpu_on_which_the_build_breaks_has_it_compiled(clone: Path) -> None:
+    _set_up(clone, ["rpc"], cpu=AMX_CPU)
+    moved = _set_up(clone, ["rpc"], proofs=["illegal instruction"])
+    assert ["--no-cache-dir" in step for step in moved.compiled] == [True]
+    assert (_stamp(clone).build or {})["cpu"] == str(PLAIN_CPU)
+
+
+def test_stamp_of_an_earlier_version_keeps_the_users_arguments(clone: Path) -> None:
+    _set_up(clone, ["rpc cuda"], "-DGGML_CUDA=ON")
+    stamp = clone / ".venv" / "headgate.json"
+    stamp.write_text(json.dumps({"digest": _stamp(clone).digest, "cmake_args": "-DGGML_CUDA=ON"}))
+    later = _set_up(clone, ["cached rpc cuda"])
+    assert [step.split(" install")[0] for step in later.compiled] == ["-DGGML_RPC=ON -DGGML_CUDA=ON"]
+    assert later.proven == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "out", "failure"),
+    [
+        (0, b'{"buffers": ["CPU"], "answer": "I am"}', None),
+        (0, b'{"error": "all numbers are zero"}', "this build computes nonsense: all numbers are zero"),
+        (-4, b"", "this build is broken: its first computation ended with signal SIGILL"),
+        (-11, b"", "this build is broken: its first computation ended with signal SIGSEGV"),
+        (-99, b"", "this build is broken: its first computation ended with signal 99"),
+    ],
+)
+def test_end_of_the_check_says_whether_the_build_computes(status: int, out: bytes, failure: str | None) -> None:
+    assert bootstrap.proof_failure(status, out, b"") == failure
+
+
+def test_library_that_cannot_be_loaded_is_no_reason_to_compile_again() -> None:
+    with pytest.raises(SetupError, match=r"cannot be used: OSError: libcuda\.so\.1"):
+        bootstrap.proof_failure(1, b"", b"Traceback\nOSError: libcuda.so.1: cannot open shared object file\n")
+
+
+def test_installed_build_is_proven_by_the_same_command(tmp_path: Path) -> None:
+    """The check that set-up runs, on the build and the interpreter of these tests."""
+    setup = Setup(Path(__file__).resolve().parents[2], dict(os.environ))
+    assert setup._proof() is None

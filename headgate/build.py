@@ -1,0 +1,210 @@
+"""Which CMake arguments llama.cpp is compiled with on a CPU, and what to try next where a build does not compute.
+
+Pure functions of the standard library: `headgate/bootstrap.py` uses them before anything is installed.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+KEEP_STORES = "-fno-tree-dse -fno-dse"
+"""Flags with which GCC keeps stores whose reader it does not know; both are needed."""
+GCC_WITH_RIGHT_AMX = (13,)
+"""GCC 12.2 takes `_tile_loadconfig` for a read of 8 bytes of the 64 and drops the stores of the others, so that
+`ldtilecfg` faults in every product with AMX."""
+
+_AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+_AMX = ("amx_tile", "amx_int8", "amx_bf16")
+_X86_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "GGML_SSE42": ("sse4_2",),
+    "GGML_AVX": ("avx",),
+    "GGML_F16C": ("f16c",),
+    "GGML_FMA": ("fma",),
+    "GGML_AVX2": ("avx2",),
+    "GGML_BMI2": ("bmi2",),
+    "GGML_AVX_VNNI": ("avx_vnni",),
+    "GGML_AVX512": _AVX512,
+    "GGML_AVX512_VBMI": ("avx512vbmi",),
+    "GGML_AVX512_VNNI": ("avx512_vnni",),
+    "GGML_AVX512_BF16": ("avx512_bf16",),
+}
+"""llama.cpp's options for x86 (`ggml/CMakeLists.txt`), each with what a CPU must have for it, as Linux names it."""
+_ARM_FEATURES = ("fphp", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2", "sme")
+_SHOWN = (*dict.fromkeys(name for names in _X86_OPTIONS.values() for name in names), *_AMX, *_ARM_FEATURES)
+_APPLE = {"FEAT_DotProd": "asimddp", "FEAT_I8MM": "i8mm", "FEAT_BF16": "bf16", "FEAT_SME": "sme", "FEAT_FP16": "fphp"}
+_CHOICE = re.compile(
+    r"-DGGML_(NATIVE|SSE42|AVX\w*|AMX\w*|FMA|F16C|BMI2|CPU_ALL_VARIANTS|CPU_ARM_ARCH)(:\w+)?=|-DCMAKE_C(XX)?_FLAGS.*-m(arch|cpu)="
+)
+_CXX_FLAGS = re.compile(r"-DCMAKE_CXX_FLAGS(?::\w+)?=(.*)", re.DOTALL)
+_ON = ("ON", "1", "TRUE", "YES")
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """A CPU as far as compiled code depends on it. `features` are those that matter here, in a fixed order."""
+
+    model: str
+    machine: str
+    features: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.model or 'unknown CPU'} ({' '.join([self.machine, *self.features])})"
+
+    @property
+    def is_x86(self) -> bool:
+        """Whether it executes x86-64 code."""
+        return self.machine.lower() in ("x86_64", "amd64")
+
+    @property
+    def has_amx(self) -> bool:
+        """Whether it multiplies matrices in tiles (Sapphire Rapids and later)."""
+        return "amx_int8" in self.features
+
+    def has(self, names: Sequence[str]) -> bool:
+        """Whether it has all of these features."""
+        return set(names) <= set(self.features)
+
+
+def cpu_of_cpuinfo(text: str, machine: str) -> Cpu:
+    """The first CPU in Linux's /proc/cpuinfo."""
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        name, colon, value = line.partition(":")
+        if colon:
+            fields.setdefault(name.strip().lower(), value.strip())
+    arm = " ".join(fields[name] for name in ("cpu implementer", "cpu part", "cpu variant") if name in fields)
+    model = fields.get("model name") or fields.get("cpu model") or (f"ARM {arm}" if arm else "")
+    flags = (fields.get("flags") or fields.get("features") or "").split()
+    return Cpu(" ".join(model.split()), machine, _relevant(flags))
+
+
+def cpu_of_sysctl(text: str, machine: str) -> Cpu:
+    """The CPU in the output of macOS's `sysctl machdep.cpu hw.optional`."""
+    fields = dict(line.split(": ", 1) for line in text.splitlines() if ": " in line)
+    flags = [name.lower().replace(".", "_") for name in fields.get("machdep.cpu.features", "").split()]
+    flags += [name.lower() for name in fields.get("machdep.cpu.leaf7_features", "").split()]
+    flags += [known for name, known in _APPLE.items() if fields.get(f"hw.optional.arm.{name}") == "1"]
+    renamed = {"avx1_0": "avx"}
+    return Cpu(fields.get("machdep.cpu.brand_string", ""), machine, _relevant([renamed.get(f, f) for f in flags]))
+
+
+def _relevant(flags: Sequence[str]) -> tuple[str, ...]:
+    has = set(flags)
+    return tuple(name for name in _SHOWN if name in has)
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler: `name` is gcc, clang or empty where it is another one."""
+
+    name: str = ""
+    version: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.name or 'unknown compiler'} {'.'.join(map(str, self.version))}".strip()
+
+    @property
+    def breaks_amx(self) -> bool:
+        """Whether it is known to compile AMX so that it crashes."""
+        return self.name == "gcc" and self.version < GCC_WITH_RIGHT_AMX
+
+
+def compiler_of_macros(text: str) -> Compiler:
+    """The compiler that predefines these macros: the output of `c++ -dM -E -x c++ /dev/null`."""
+    macros = dict(re.findall(r"^#define (__\w+__) (\d+)$", text, re.MULTILINE))
+    for name, prefix, parts in (
+        ("clang", "__clang_", ("major__", "minor__", "patchlevel__")),
+        ("gcc", "__GNUC_", ("_", "MINOR__", "PATCHLEVEL__")),
+    ):
+        if numbers := [int(macros[prefix + part]) for part in parts if prefix + part in macros]:
+            return Compiler(name, tuple(numbers))
+    return Compiler()
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One way to compile: CMake arguments (the user's first) for CMAKE_ARGS, and why they are used."""
+
+    arguments: str
+    reason: str
+
+
+def ladder(cpu: Cpu, compiler: Compiler, arguments: str = "", cxx_flags: str = "") -> tuple[Rung, ...]:
+    """The ways to compile llama.cpp, the fastest first; each later one leaves out something that may not compute.
+
+    `arguments` are the user's CMAKE_ARGS and `cxx_flags` their CXXFLAGS; both are kept. Where the user chooses the
+    instruction sets, no other ones are tried. Raises ValueError for arguments whose quotes do not match.
+    """
+    words = _words(arguments)
+    uses_amx = _uses_amx(words, cpu)
+    safe_amx = _with_flags(words, cxx_flags)
+    if uses_amx and compiler.breaks_amx:
+        rungs = [Rung(safe_amx, f"{compiler} breaks AMX by dropping stores; {KEEP_STORES} keep them")]
+    else:
+        rungs = [Rung(arguments, "llama.cpp is compiled for this CPU")]
+        if uses_amx and compiler.name == "gcc":
+            rungs.append(Rung(safe_amx, f"{compiler} may break AMX by dropping stores; {KEEP_STORES} keep them"))
+    if chooses_instructions(arguments):
+        return tuple(rungs)
+    if cpu.is_x86:
+        has = {option for option, needs in _X86_OPTIONS.items() if cpu.has(needs)}
+        if cpu.has_amx:
+            rungs.append(Rung(_added(arguments, _x86(has)), "AMX is left out"))
+        if cpu.has(_AVX512):
+            narrow = {option for option in has if not option.startswith("GGML_AVX512")}
+            rungs.append(Rung(_added(arguments, _x86(narrow)), "AMX and AVX-512 are left out"))
+        rungs.append(Rung(_added(arguments, _x86(set())), "only instructions that every x86-64 CPU has are used"))
+    else:
+        rungs.append(Rung(_added(arguments, "-DGGML_NATIVE=OFF"), "nothing is compiled for this CPU in particular"))
+    return tuple(rungs)
+
+
+def chooses_instructions(arguments: str) -> bool:
+    """Whether these CMake arguments name the instruction sets to compile for."""
+    return any(_CHOICE.match(word) for word in _words(arguments))
+
+
+def _words(arguments: str) -> list[str]:
+    """The arguments as CMake gets them, `-D NAME=VALUE` joined to one word."""
+    words: list[str] = []
+    for word in shlex.split(arguments):
+        if words and words[-1] == "-D":
+            words[-1] += word
+        else:
+            words.append(word)
+    return words
+
+
+def _uses_amx(words: Sequence[str], cpu: Cpu) -> bool:
+    """Whether a build with these arguments holds code for AMX."""
+    values: dict[str, bool] = {}
+    for word in words:
+        if found := re.match(r"-D(GGML_\w+)(?::\w+)?=(.*)", word):
+            values[found[1]] = found[2].upper() in _ON
+    if values.get("GGML_AMX_INT8") or values.get("GGML_AMX_TILE") or values.get("GGML_CPU_ALL_VARIANTS"):
+        return True
+    return cpu.has_amx and values.get("GGML_NATIVE", True)
+
+
+def _with_flags(words: Sequence[str], cxx_flags: str) -> str:
+    """The arguments with KEEP_STORES added to the C++ flags in them, or to CXXFLAGS, which CMake would drop."""
+    flags = cxx_flags
+    kept = []
+    for word in words:
+        if found := _CXX_FLAGS.fullmatch(word):
+            flags = found[1]
+        else:
+            kept.append(word)
+    return shlex.join([*kept, f"-DCMAKE_CXX_FLAGS={f'{flags} {KEEP_STORES}'.strip()}"])
+
+
+def _x86(options: set[str]) -> str:
+    """Arguments that switch exactly these options on."""
+    return " ".join(["-DGGML_NATIVE=OFF", *(f"-D{name}={'ON' if name in options else 'OFF'}" for name in _X86_OPTIONS)])
+
+
+def _added(arguments: str, more: str) -> str:
+    return f"{arguments} {more}".strip()
