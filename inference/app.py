@@ -225,8 +225,7 @@ def _reload(running: Service, config_dir: Path, overrides: Mapping[str, Any]) ->
     """Reads files and environment (`.env` with them) again; on any error the old configuration stays."""
     try:
         fresh = settings.load(config_dir, load_environ(), overrides)
-        problems = settings.check_emptied(fresh, len(running.authority.models))
-        problems += settings.check_devices(fresh, len(running.authority.inventory.accelerators()))
+        problems = settings.check_devices(fresh, len(running.authority.inventory.accelerators()))
         if problems:
             raise ConfigError(problems)
     except ConfigError as error:

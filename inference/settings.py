@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from headgate.shared import configfile
 from headgate.shared.errors import ConfigError, Problem
@@ -21,6 +21,8 @@ from inference import environment
 from inference.demo import BUNDLED, bundled_path
 from inference.environment import InferenceSettings, KvType
 from inference.stamp import Fingerprint, fingerprint
+
+NO_MODELS = "models: {}"
 
 
 class ModelEntry(BaseModel):
@@ -56,12 +58,7 @@ class ModelsFile(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    models: dict[str, ModelEntry] = Field(default_factory=dict)
-
-    @field_validator("models", mode="before")
-    @classmethod
-    def _empty_is_none(cls, value: Any) -> Any:
-        return {} if value is None else value
+    models: dict[str, ModelEntry]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +103,12 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class InferenceConfig:
-    """The whole configuration of the service. `names` maps every id and alias to its model's id; `blank` says that
-    there is nothing in models.yaml, not even that there are no models."""
+    """The whole configuration of the service. `names` maps every id and alias to its model's id."""
 
     settings: InferenceSettings
     models: Mapping[str, ModelSpec]
     names: Mapping[str, str]
     config_dir: Path
-    blank: bool = False
 
 
 def load(config_dir: Path, environ: Mapping[str, str], overrides: Mapping[str, Any]) -> InferenceConfig:
@@ -126,11 +121,12 @@ def load(config_dir: Path, environ: Mapping[str, str], overrides: Mapping[str, A
     path = config_dir / "models.yaml"
     models: dict[str, ModelSpec] = {}
     names: dict[str, str] = {}
-    blank = False
     try:
-        _, lines = configfile.read_yaml(path, environ)
-        blank = not lines
-        entries = configfile.load(path, ModelsFile, environ).models
+        data, lines = configfile.read_yaml(path, environ, nothing=NO_MODELS)
+        if data.get("models") is None and set(data) <= {"models"}:
+            message = f"no models are listed here; if that is intended, write `{NO_MODELS}`"
+            raise ConfigError([Problem(message, key="models", file=path, line=lines.get(("models",)))])
+        entries = configfile.validated(data, lines, path, ModelsFile).models
     except ConfigError as error:
         problems.extend(error.problems)
     else:
@@ -142,7 +138,7 @@ def load(config_dir: Path, environ: Mapping[str, str], overrides: Mapping[str, A
                 models[name] = _spec(name, entry, settings)
     if problems:
         raise ConfigError(problems)
-    return InferenceConfig(settings, models, names, config_dir, blank)
+    return InferenceConfig(settings, models, names, config_dir)
 
 
 def _claim(name: str, entry: ModelEntry, names: dict[str, str]) -> Iterator[Problem]:
@@ -242,14 +238,6 @@ def _spec(name: str, entry: ModelEntry, settings: InferenceSettings) -> ModelSpe
         memory_overhead=entry.memory_overhead,
         capabilities=entry.capabilities,
     )
-
-
-def check_emptied(config: InferenceConfig, served: int) -> list[Problem]:
-    """The problem of a file with nothing in it while `served` models are served: an editor or a full disk leaves it so
-    for a moment, and nobody wants all models gone for that."""
-    if not config.blank or served == 0:
-        return []
-    return [Problem("it is empty; `models: {}` removes every model", file=config.config_dir / "models.yaml")]
 
 
 def check_devices(config: InferenceConfig, accelerators: int) -> list[Problem]:

@@ -134,10 +134,14 @@ def unset_name(value: str | None) -> str | None:
     return value[len(_UNSET) :] if value is not None and value.startswith(_UNSET) else None
 
 
-def read_yaml(path: Path, environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[Path_, int]]:
+def read_yaml(
+    path: Path, environ: Mapping[str, str], *, nothing: str = "{}"
+) -> tuple[dict[str, Any], dict[Path_, int]]:
     """The mapping in `path` with `${env:NAME}` filled in, and the 1-based line of every key path.
 
-    Raises ConfigError when the file is missing, not readable, too large, not YAML or not a mapping at the top.
+    Raises ConfigError when the file is missing, not readable, too large, not YAML or not a mapping at the top. A file
+    without content is an error too, because a full disk or an interrupted save leaves one; `nothing` is what a user
+    writes who wants no settings.
     """
     text = _read(path)
     try:
@@ -146,7 +150,7 @@ def read_yaml(path: Path, environ: Mapping[str, str]) -> tuple[dict[str, Any], d
             node = loader.get_single_node()
             if node is not None:
                 _measure(node, {})
-            data = loader.construct_document(node) if node is not None else {}
+            data = loader.construct_document(node) if node is not None else None
         finally:
             loader.dispose()
     except yaml.reader.ReaderError as error:
@@ -156,6 +160,8 @@ def read_yaml(path: Path, environ: Mapping[str, str]) -> tuple[dict[str, Any], d
         mark = getattr(error, "problem_mark", None)
         said = getattr(error, "problem", None) or "not valid YAML"
         raise ConfigError([Problem(said, file=path, line=mark.line + 1 if mark else None)]) from error
+    if data is None:
+        raise ConfigError([Problem(f"the file is empty; if that is intended, write `{nothing}`", file=path)])
     if not isinstance(data, dict):
         raise ConfigError([Problem("a mapping of settings is needed at the top of the file", file=path, line=1)])
     lines: dict[Path_, int] = {}
@@ -213,6 +219,11 @@ def _fill_env(value: Any, environ: Mapping[str, str]) -> Any:
 def load(path: Path, model: type[M], environ: Mapping[str, str]) -> M:
     """`path` validated as `model`; raises ConfigError with every problem found, each with its line."""
     data, lines = read_yaml(path, environ)
+    return validated(data, lines, path, model)
+
+
+def validated(data: Mapping[str, Any], lines: Mapping[Path_, int], path: Path, model: type[M]) -> M:
+    """What `read_yaml` read from `path`, as `model`; raises ConfigError with every problem and its line."""
     try:
         return model.model_validate(data)
     except ValidationError as error:

@@ -39,7 +39,7 @@ def _fill(port: int, key: str) -> int:
 def test_who_reads_no_lines_holds_up_nothing(tmp_path: Path, verb: str) -> None:
     """Requests are answered, SIGTERM ends it, and its status is 0, though nobody reads its stderr."""
     (tmp_path / "config").mkdir()
-    (tmp_path / "config" / "gateway.yaml").write_text("")
+    (tmp_path / "config" / "gateway.yaml").write_text("{}")
     (tmp_path / "config" / "models.yaml").write_text("models: {}\n")
     port = free_port()
     argv = [sys.executable, "-m", "headgate", verb, "--config-dir", str(tmp_path / "config"), "--port", str(port)]

@@ -62,7 +62,7 @@ def test_a_problem_shows_the_variable_and_not_its_value(tmp_path: Path, text: st
 @pytest.mark.parametrize("variable", ["GATEWAY_KEYS", "GATEWAY_PROVIDERS"])
 def test_nor_does_one_about_a_variable(tmp_path: Path, variable: str) -> None:
     """Whole sections can be given by the environment; their mistakes are told the same way."""
-    (tmp_path / "gateway.yaml").write_text("")
+    (tmp_path / "gateway.yaml").write_text("{}")
     value = f"[{KEY}]" if variable == "GATEWAY_KEYS" else f"{{openai: {KEY}}}"
     with pytest.raises(ConfigError, match=variable) as caught:
         settings.load(tmp_path, {variable: value})
