@@ -42,8 +42,8 @@ def test_the_shipped_file_is_the_defaults_and_the_demo_route() -> None:
     ]  # fmt: skip
 
 
-def test_an_empty_file_is_every_default(tmp_path: Path) -> None:
-    assert _load(tmp_path, "") == GatewayConfig()
+def test_an_empty_mapping_is_every_default(tmp_path: Path) -> None:
+    assert _load(tmp_path, "{}") == GatewayConfig()
 
 
 def test_command_line_over_environment_over_file_over_default(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_command_line_over_environment_over_file_over_default(tmp_path: Path) ->
 def test_a_variable_may_hold_a_whole_mapping_or_list(tmp_path: Path) -> None:
     routes = '{"a": {"chain": ["local/a"], "resume": "off"}}'
     assert _load(tmp_path, "breaker: 7\n", {"GATEWAY_BREAKER__FAILURES": "3"}).breaker.failures == 3
-    assert _load(tmp_path, "", {"GATEWAY_ROUTES": routes}).routes["a"].resume == "off"
+    assert _load(tmp_path, "{}", {"GATEWAY_ROUTES": routes}).routes["a"].resume == "off"
 
 
 def test_yaml_reads_off_as_false_and_we_as_off(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_variable_is_blamed_by_its_name(tmp_path: Path) -> None:
         "GATEWAY_ROUTES": "{a",
         "GATEWAY_BREAKER": "{open: 1s}",
     }
-    problems = _problems(tmp_path, "", environ)
+    problems = _problems(tmp_path, "{}", environ)
     assert any(problem.startswith("GATEWAY_PORT: ") for problem in problems)
     assert "GATEWAY_BREAKER__FAILURS: unknown setting; did you mean GATEWAY_BREAKER__FAILURES?" in problems
     assert "GATEWAY_ROUTES: a value that YAML can read is needed" in problems
@@ -153,7 +153,7 @@ def test_changes_name_settings_and_hide_secrets(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["schl\u00fcssel", " padded", "padded\n", " ", "a\tb", "\udcff"])
 def test_a_key_that_no_request_can_show_is_refused_with_one_sentence(tmp_path: Path, name: str, key: str) -> None:
     """It was taken, and every request with it then answered 401."""
-    assert _problems(tmp_path, "", {name: key}) == [
+    assert _problems(tmp_path, "{}", {name: key}) == [
         f"{name}: a key is printable ASCII without spaces around it; as it is, no request could ever show it"
     ]
-    assert _load(tmp_path, "", {name: "a good key-1"}) == GatewayConfig()
+    assert _load(tmp_path, "{}", {name: "a good key-1"}) == GatewayConfig()

@@ -76,9 +76,8 @@ def test_the_command_line_wins_over_the_environment(directory: Path) -> None:
     assert (config.settings.port, config.settings.host) == (2, "::1")
 
 
-def test_an_empty_file_and_an_empty_mapping_are_no_models(directory: Path) -> None:
-    assert load(directory, "").models == {}
-    assert load(directory, "models:").models == {}
+def test_an_empty_mapping_is_no_models(directory: Path) -> None:
+    assert load(directory, "models: {}").models == {}
 
 
 def test_aliases_and_slashes_resolve(directory: Path) -> None:
@@ -193,7 +192,7 @@ def test_changes_are_named(directory: Path) -> None:
 @pytest.mark.parametrize("secret", ["schl\u00fcssel", "padded\r", " padded"])
 def test_a_secret_that_no_request_can_show_is_refused(directory: Path, name: str, secret: str) -> None:
     """It was taken, and every request with it then failed; it is not repeated."""
-    assert problems(directory, "", {name: secret}) == f"{name}: {UNSHOWABLE}"
+    assert problems(directory, "models: {}", {name: secret}) == f"{name}: {UNSHOWABLE}"
 
 
 @pytest.mark.parametrize("key", ["path", "mmproj", "lora"])

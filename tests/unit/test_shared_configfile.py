@@ -37,8 +37,8 @@ def test_a_good_file_is_read(tmp_path: Path) -> None:
     assert read.models["a/b"].idle_timeout == 300
 
 
-def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
-    assert load(_write(tmp_path, ""), _File, {}) == _File()
+def test_an_empty_mapping_is_all_defaults(tmp_path: Path) -> None:
+    assert load(_write(tmp_path, "{}"), _File, {}) == _File()
 
 
 def test_an_unknown_key_names_its_line_and_the_near_one(tmp_path: Path) -> None:
