@@ -46,7 +46,7 @@ def _response_format(value: Any, at: str) -> Form | None:
         return None
     if kind == "json_object":
         said = value.get("schema")
-        return Json(_OBJECT if said is None else _of_objects(_schema(said, f"{at}.schema")))
+        return Json(_OBJECT if said is None else _of_objects(_schema(said, f"{at}.schema")), closed=True)
     at += ".json_schema"
     said = value.get("json_schema")
     if not isinstance(said, dict):
@@ -55,7 +55,8 @@ def _response_format(value: Any, at: str) -> Form | None:
         if name not in ("name", "description", "schema", "strict"):
             raise BadRequestError(f"unknown field {name[:80]!r} in {at}", f"{at}.{name[:80]}")
     # What cannot be promised is refused unless the caller says that a promise is not needed.
-    return Json(_schema(said.get("schema"), f"{at}.schema"), fields.boolean(said, "strict", True, prefix=f"{at}."))
+    strict = fields.boolean(said, "strict", True, prefix=f"{at}.")
+    return Json(_schema(said.get("schema"), f"{at}.schema"), strict, closed=True)
 
 
 def _schema(value: Any, at: str) -> Mapping[str, Any] | bool:
@@ -72,7 +73,7 @@ def _of_objects(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
 
 
 def _json(value: Any, at: str) -> Form:
-    return Json(_schema(value, at))
+    return Json(_schema(value, at), closed=True)
 
 
 def _json_text(value: Any, at: str) -> Form:

@@ -248,6 +248,15 @@ TAGGED: list[tuple[Dialect, Tool, list[str], list[str]]] = [
     (Dsml(), Tool("run", parameters={}), [run(("any", "thing"), dsml="t")], [run(("any", "1"), dsml="j")]),
     (Dsml(), Tool("run", parameters={"properties": {"a": True}}), [run(("a", "[]"), dsml="j")], [run(COUNT, dsml="j")]),
     (QwenXml(), Tool("run", parameters={"additionalProperties": False}), [run()], [run(("any", "thing"))]),
+    (QwenXml(), Tool("run", parameters={"properties": {}}), [run()], [run(("any", "thing"))]),
+    (
+        QwenXml(), Tool("run", parameters={"properties": {}, "additionalProperties": True}),
+        [run(), run(("any", "thing"))], [],
+    ),
+    (
+        QwenXml(), Tool("run", parameters={"properties": {"deep": {"properties": {"a": True}}}}),
+        [run(("deep", '{"a": 1}'))], [run(("deep", '{"a": 1, "b": 2}'))],
+    ),
 ]  # fmt: skip
 
 

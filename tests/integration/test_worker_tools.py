@@ -111,6 +111,30 @@ def test_a_forced_call_has_its_shape(worker: WorkerRig, choice: Any, finish: str
     check(call["function"]["arguments"])
 
 
+OPEN = {name: value for name, value in PARAMETERS.items() if name != "additionalProperties"}
+NESTED = {"type": "object", "properties": {"amount": OPEN}, "required": ["amount"]}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_forced_call_has_no_invented_arguments(worker: WorkerRig, seed: int) -> None:
+    """Also inside a property, with a model of random weights that would invent them until the length limit."""
+    tool = {"type": "function", "function": {"name": "add", "parameters": NESTED}}
+    body = ask(tools=[tool], tool_choice="required", parallel_tool_calls=False, temperature=1, seed=seed)
+    said = answer(worker, body)["choices"][0]
+    assert said["finish_reason"] == "tool_calls"
+    [call] = said["message"]["tool_calls"]
+    arguments = json.loads(call["function"]["arguments"])
+    assert arguments.keys() == {"amount"}
+    assert arguments["amount"].keys() == {"x", "unit"}
+
+
+def test_a_tool_that_declares_no_properties_is_called_with_none(worker: WorkerRig) -> None:
+    tool = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+    body = ask(tools=[tool], tool_choice="required", parallel_tool_calls=False, temperature=1, seed=1)
+    [call] = answer(worker, body)["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {}
+
+
 def test_a_streamed_call_is_the_whole_one_in_pieces(worker: WorkerRig) -> None:
     """Role, then the call's id and name, then nothing but arguments, then the end."""
     body = ask(tools=[ADD], tool_choice="required", parallel_tool_calls=False)
@@ -162,6 +186,7 @@ def test_the_official_client_parses_a_format(client: openai.OpenAI) -> None:
 FORMATS: list[tuple[str, dict[str, Any], Any]] = [
     (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}}, check),
     (CHAT, {"json_schema": PARAMETERS}, check),
+    (CHAT, {"json_schema": OPEN}, lambda text: check(text) or {"x", "unit"} == json.loads(text).keys() or 1 / 0),
     (TEXT, {"json_schema": PARAMETERS}, check),
     (CHAT, {"guided_choice": ["yes", "no"]}, lambda text: ["yes", "no"].index(text)),
     (TEXT, {"structured_outputs": {"regex": "[0-9]{3}"}}, lambda text: int(text) if len(text) == 3 else 1 / 0),

@@ -144,3 +144,62 @@ def test_any_json_is_json(seed: int, closed: bool) -> None:
     """json_object, and any value at all."""
     said = json.loads(_walk(Json({"type": "object"} if closed else True), random.Random(seed)))
     assert isinstance(said, dict) or not closed
+
+
+OBJECTS = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        _objects(inner),
+        st.fixed_dictionaries({"anyOf": st.lists(_objects(inner), min_size=1, max_size=2)}),
+        st.fixed_dictionaries({"allOf": st.lists(_objects(inner), min_size=1, max_size=2)}),
+    ),
+    max_leaves=5,
+)
+
+
+def _has_only_declared(value: Any, schema: Any) -> bool:
+    """Whether every property of every object in `value` is declared, or allowed by `additionalProperties`."""
+    if not isinstance(value, dict) or not isinstance(schema, dict):
+        return True
+    if "anyOf" in schema:
+        return any(satisfies(value, one) and _has_only_declared(value, one) for one in schema["anyOf"])
+    parts = [schema, *schema.get("allOf", ())]
+    if not any("properties" in part for part in parts):
+        return True
+    declared = {name for part in parts for name in (*part.get("properties", ()), *part.get("required", ()))}
+    if not any("additionalProperties" in part for part in parts) and not value.keys() <= declared:
+        return False
+    return all(
+        _has_only_declared(value[name], inner)
+        for part in parts
+        for name, inner in part.get("properties", {}).items()
+        if name in value and "anyOf" not in part
+    )
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(schema=OBJECTS, seed=st.integers(0, 2**32))
+def test_walks_through_closed_objects_invent_no_properties(schema: Any, seed: int) -> None:
+    """Whatever is said satisfies the schema as well."""
+    form = Json(schema, closed=True)
+    try:
+        COMPILER.compile(form, "f")
+    except BadRequestError:
+        return
+    chance = random.Random(seed)
+    for _ in range(3):
+        said = json.loads(_walk(form, chance))
+        assert satisfies(said, schema), said
+        assert _has_only_declared(said, schema), said
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(schema=OBJECTS, seed=st.integers(0, 2**32))
+def test_closing_refuses_no_schema_that_declares_what_it_requires(schema: Any, seed: int) -> None:
+    """What has a value with declared properties alone still has one."""
+    try:
+        said = json.loads(_walk(Json(schema), random.Random(seed)))
+    except BadRequestError:
+        return
+    if _has_only_declared(said, schema):
+        COMPILER.compile(Json(schema, closed=True), "f")

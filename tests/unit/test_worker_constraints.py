@@ -65,6 +65,30 @@ ROWS: list[tuple[Form, list[tuple[str | bytes | int, ...]], list[tuple[str | byt
     (Json(True), [("1",), ('{"a":[null,1.5e3]}',), ('"é"',)], [("01",), ("",), ('{"a":1',), ("nul",)]),
     (Json({"type": "object"}), [("{}",), ('{"a": {}}',)], [("1",), ("[]",), (" {}",), ("{} ",)]),
     (Json(POINT), [('{"x":1}',), ('{ "x": -5 }',), ('{\n  "x": 7\n}',)], [("{}",), ('{"x":1,"y":2}',), ('{"x":1.5}',)]),
+    (
+        Json({"properties": {"a": {"type": "object"}}, "type": "object"}, closed=True),
+        [("{}",), ('{"a":{"b":1}}',)],
+        [('{"b":1}',), ('{"a":{},"b":1}',)],
+    ),
+    (
+        Json({"properties": {"a": True}, "type": "object", "additionalProperties": {"type": "null"}}, closed=True),
+        [('{"a":1,"b":null}',), ('{"b":null}',)],
+        [('{"b":1}',)],
+    ),
+    (
+        Json(
+            {
+                "oneOf": [{"$ref": "#/$defs/a"}, {"type": "null"}],
+                "$defs": {
+                    "a": {"allOf": [{"$ref": "#/$defs/b"}, {"properties": {"c": True}}], "type": "object"},
+                    "b": {"properties": {"b": {"type": "null"}}},
+                },
+            },
+            closed=True,
+        ),
+        [('{"b":null,"c":1}',), ("null",), ('{"c":1}',)],
+        [('{"b":1}',), ('{"x":1}',)],
+    ),
     (Regex("[0-9]{2}-[a-z]+"), [("12-ab",)], [("1-a",), ("12-",), ("12-a1",)]),
     (Regex("^a/b$"), [("a/b",)], [("a/b/",), ("^a/b",)]),
     (Regex("^(a|ab)c\\$"), [("ac$",), ("abc$",)], [("abc",)]),

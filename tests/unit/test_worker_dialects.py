@@ -513,9 +513,9 @@ def test_arguments_follow_the_schema_of_the_tool() -> None:
     form = Llama3().form((WEATHER, NOW, strict), REQUIRED, opened="")
     assert isinstance(form, OneOf)
     assert [part.parts[1] for part in form.parts if isinstance(part, Then)] == [
-        Json(WEATHER.parameters or {}, strict=False),
+        Json(WEATHER.parameters or {}, strict=False, closed=True),
         Json({"type": "object", "properties": {}, "additionalProperties": False}, strict=False),
-        Json({"type": "object", "properties": {}}, strict=True),
+        Json({"type": "object", "properties": {}}, strict=True, closed=True),
     ]
 
 

@@ -151,18 +151,21 @@ def test_a_wrong_shape_is_a_400_with_its_param(fields: dict[str, Any], param: st
 @pytest.mark.parametrize(
     ("fields", "form"),
     [
-        ({"response_format": {"type": "json_object"}}, Json({"type": "object"})),
-        ({"response_format": {"type": "json_object", "schema": SCHEMA, "json_schema": None}}, Json(SCHEMA)),
+        ({"response_format": {"type": "json_object"}}, Json({"type": "object"}, closed=True)),
+        (
+            {"response_format": {"type": "json_object", "schema": SCHEMA, "json_schema": None}},
+            Json(SCHEMA, closed=True),
+        ),
         *[
-            ({"response_format": {"type": "json_object", "schema": schema}}, Json({"type": "object"}))
+            ({"response_format": {"type": "json_object", "schema": schema}}, Json({"type": "object"}, closed=True))
             for schema in ({}, True)
         ],
         (
             {"response_format": {"type": "json_object", "schema": {"required": ["a"]}}},
-            Json({"type": "object", "required": ["a"]}),
+            Json({"type": "object", "required": ["a"]}, closed=True),
         ),
         *[
-            ({"response_format": {"type": "json_object", "schema": schema}}, Json(schema))
+            ({"response_format": {"type": "json_object", "schema": schema}}, Json(schema, closed=True))
             for schema in (
                 False,
                 {"type": "array"},
@@ -172,20 +175,23 @@ def test_a_wrong_shape_is_a_400_with_its_param(fields: dict[str, Any], param: st
                 {"anyOf": [{"type": "array"}, {"type": "null"}]},
             )
         ],
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, Json(SCHEMA)),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+            Json(SCHEMA, closed=True),
+        ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": False}}},
-            Json(SCHEMA, strict=False),
+            Json(SCHEMA, strict=False, closed=True),
         ),
-        ({"json_schema": SCHEMA}, Json(SCHEMA)),
-        ({"json_schema": True}, Json(True)),
+        ({"json_schema": SCHEMA}, Json(SCHEMA, closed=True)),
+        ({"json_schema": True}, Json(True, closed=True)),
         ({"regex": "a+"}, Regex("a+")),
         ({"grammar": 'root ::= "a"'}, Grammar('root ::= "a"')),
-        ({"guided_json": '{"type": "null"}'}, Json({"type": "null"})),
+        ({"guided_json": '{"type": "null"}'}, Json({"type": "null"}, closed=True)),
         ({"guided_regex": "a+"}, Regex("a+")),
         ({"guided_grammar": 'root ::= "a"'}, Grammar('root ::= "a"')),
         ({"guided_choice": ["a", "b"]}, OneOf((Literal("a"), Literal("b")))),
-        ({"structured_outputs": {"json": SCHEMA, "regex": None}}, Json(SCHEMA)),
+        ({"structured_outputs": {"json": SCHEMA, "regex": None}}, Json(SCHEMA, closed=True)),
         ({"structured_outputs": {"json_object": True}}, Json({"type": "object"})),
     ],
     ids=str,

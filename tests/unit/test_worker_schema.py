@@ -285,3 +285,140 @@ def test_a_pattern_for_a_whole_text_needs_no_anchors() -> None:
     assert patterns.of_whole_text(r"a\\$") == r"a\\"
     with pytest.raises(patterns.PatternError, match="one line"):
         patterns.of_whole_text("(?x)a\nb")
+
+
+NESTED = {"properties": {"x": True}}
+CLOSED: list[tuple[Any, Any]] = [
+    (
+        {"allOf": [{"properties": {"a": NESTED, "b": NESTED}}, {"properties": {"a": {"properties": {"y": True}}}}]},
+        {
+            "allOf": [
+                {"properties": {"a": NESTED, "b": {**NESTED, "additionalProperties": False}}},
+                {"properties": {"a": {"properties": {"y": True}}}},
+            ],
+            "properties": {"a": True, "b": True},
+            "additionalProperties": False,
+        },
+    ),
+    (
+        {"allOf": [{"items": NESTED}, {"items": {"required": ["y"]}}]},
+        {"allOf": [{"items": NESTED}, {"items": {"required": ["y"]}}]},
+    ),
+    (
+        {"allOf": [{"properties": {"a": True}}], "title": "one part"},
+        {"allOf": [{"properties": {"a": True}, "additionalProperties": False}]},
+    ),
+    (
+        {"properties": {"a": {"properties": {"b": True}}, "c": {"type": "object"}}},
+        {
+            "properties": {
+                "a": {"properties": {"b": True}, "additionalProperties": False},
+                "c": {"type": "object"},
+            },
+            "additionalProperties": False,
+        },
+    ),
+    ({"properties": {}}, {"properties": {}, "additionalProperties": False}),
+    (
+        {"properties": {"a": {"type": "null"}}, "required": ["a", "b"]},
+        {"properties": {"a": {"type": "null"}, "b": True}, "required": ["a", "b"], "additionalProperties": False},
+    ),
+    (
+        {"properties": {"a": True}, "patternProperties": {"^x": True}},
+        {"properties": {"a": True}, "patternProperties": {"^x": True}, "additionalProperties": False},
+    ),
+    *[
+        (
+            {"properties": {"a": True}, "additionalProperties": stated},
+            {"properties": {"a": True}, "additionalProperties": stated},
+        )
+        for stated in (True, False, {"type": "null"})
+    ],
+    (
+        {"anyOf": [{"properties": {"a": True}}, {"type": "null"}], "title": "each option on its own"},
+        {"anyOf": [{"properties": {"a": True}, "additionalProperties": False}, {"type": "null"}]},
+    ),
+    (
+        {"properties": {"a": True}, "anyOf": [{"required": ["a"]}, {"properties": {"b": False}}]},
+        {
+            "properties": {"a": True, "b": True},
+            "anyOf": [{"required": ["a"]}, {"properties": {"b": False}}],
+            "additionalProperties": False,
+        },
+    ),
+    (
+        {"allOf": [{"properties": {"a": True}}, {"properties": {"b": {"type": "null"}}}]},
+        {
+            "allOf": [{"properties": {"a": True}}, {"properties": {"b": {"type": "null"}}}],
+            "properties": {"b": True, "a": True},
+            "additionalProperties": False,
+        },
+    ),
+    (
+        {"properties": {"a": True}, "allOf": [{"additionalProperties": {"type": "null"}}]},
+        {"properties": {"a": True}, "allOf": [{"additionalProperties": {"type": "null"}}]},
+    ),
+    (
+        {"properties": {"a": True}, "allOf": [{"patternProperties": {"^x": True}}]},
+        {"properties": {"a": True}, "allOf": [{"patternProperties": {"^x": True}}]},
+    ),
+    (
+        {"properties": {"a": True}, "dependentSchemas": {"a": {"properties": {"b": True}}}},
+        {
+            "properties": {"a": True, "b": True},
+            "additionalProperties": False,
+            "allOf": [
+                {
+                    "anyOf": [
+                        {"properties": {"a": False}},
+                        {"allOf": [{"required": ["a"]}, {"properties": {"b": True}}]},
+                    ]
+                }
+            ],
+        },
+    ),
+    (
+        {"propertyNames": {"enum": ["a"]}, "allOf": [{"properties": {"b": True}}]},
+        {"properties": {"a": True}, "allOf": [{"properties": {"b": True}}], "additionalProperties": False},
+    ),
+    (
+        {
+            "properties": {
+                "own": {"$ref": "#/$defs/base"},
+                "more": {"allOf": [{"$ref": "#/$defs/base"}], "required": ["y"]},
+            },
+            "$defs": {"base": {"properties": {"x": True}}},
+        },
+        {
+            "properties": {
+                "own": {"$ref": "#/$defs/d0"},
+                "more": {
+                    "allOf": [{"$ref": "#/$defs/d1"}],
+                    "required": ["y"],
+                    "properties": {"y": True, "x": True},
+                    "additionalProperties": False,
+                },
+            },
+            "additionalProperties": False,
+            "$defs": {
+                "d0": {"properties": {"x": True}, "additionalProperties": False},
+                "d1": {"properties": {"x": True}},
+            },
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "lowered"), CLOSED, ids=lambda value: str(value)[:60])
+def test_objects_that_declare_properties_are_closed(schema: Any, lowered: Any) -> None:
+    """A description in several parts is closed as a whole; stated `additionalProperties` are honored."""
+    assert lower(schema, strict=True, closed=True) == lowered
+
+
+def test_references_that_repeat_one_object_without_end_are_refused() -> None:
+    schema = {
+        "properties": {f"p{n}": {"allOf": [{"$ref": "#/$defs/wide"}], "minProperties": 0} for n in range(999)},
+        "$defs": {"wide": {"allOf": [{"properties": {"a": True}} for _ in range(300)]}},
+    }
+    with pytest.raises(SchemaError, match="too many references stand for one object"):
+        lower(schema, strict=True, closed=True)

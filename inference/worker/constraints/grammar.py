@@ -177,7 +177,7 @@ class _Writer:
 
     # --- grammars ----------------------------------------------------------------------------------------------------
     def _json(self, form: Json) -> str:
-        lowered = _lowered(form.schema, self._allowance, strict=form.strict)
+        lowered = _lowered(form.schema, self._allowance, strict=form.strict, closed=form.closed)
         if not form.strict:
             lowered["x-guidance"]["lenient"] = True
         text = json.dumps(lowered, ensure_ascii=False)
@@ -243,9 +243,11 @@ def _slash(found: re.Match[str]) -> str:
     return "\\/" if found[0] in ("/", "\\/") else found[0]
 
 
-def _lowered(value: Mapping[str, Any] | bool, allowance: Allowance, *, strict: bool) -> dict[str, Any]:
+def _lowered(
+    value: Mapping[str, Any] | bool, allowance: Allowance, *, strict: bool, closed: bool = False
+) -> dict[str, Any]:
     try:
-        lowered = schema.lower(value, strict=strict, allowance=allowance)
+        lowered = schema.lower(value, strict=strict, allowance=allowance, closed=closed)
     except SchemaError as error:
         raise GrammarError(f"the schema cannot be enforced: {error}") from None
     options: dict[str, Any] = {"whitespace_pattern": WHITESPACE}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from inference.worker.constraints import bounds, formats, patterns
+from inference.worker.constraints.closing import OPEN, Description, Scope, delegates
 from inference.worker.constraints.disjoint import apart
 from inference.worker.constraints.limits import (
     EXACT,
@@ -86,12 +87,21 @@ class Document(Protocol):
         """All multipleOf of the document."""
         ...
 
-    def schema(self, node: Any, at: str, base: str, depth: int) -> dict[str, Any] | bool:
+    @property
+    def scope(self) -> Scope:
+        """How the only description of a value is closed."""
+        ...
+
+    def schema(self, node: Any, at: str, base: str, depth: int, scope: Scope) -> dict[str, Any] | bool:
         """A schema inside a schema, lowered."""
         ...
 
-    def reference(self, value: Any, at: str, base: str) -> str:
-        """The `$ref` under which the target will be found."""
+    def reference(self, value: Any, at: str, base: str, scope: Scope) -> str:
+        """The `$ref` under which the target, closed as `scope` says, will be found."""
+        ...
+
+    def description(self, node: Mapping[str, Any], at: str, base: str) -> Description:
+        """The description of a value that begins at `node`."""
         ...
 
     def find(self, value: str, base: str) -> Any:
@@ -102,7 +112,12 @@ class Document(Protocol):
 class Node:
     """One schema object on its way through. Keywords keep their order, which is the order of an object's keys."""
 
-    def __init__(self, whole: Document, node: Mapping[str, Any], at: str, base: str, depth: int) -> None:
+    def __init__(self, whole: Document, node: Mapping[str, Any], at: str, base: str, depth: int, scope: Scope) -> None:
+        self._names: list[str] | None = None
+        self._scope = scope
+        if scope.begins and not delegates(node):
+            self._names, open_values = whole.description(node, at, base)
+            self._scope = Scope(False, open_values)
         self._whole = whole
         self._node = node
         self._at = at
@@ -126,6 +141,9 @@ class Node:
             elif key in _OUT_OF_REACH:
                 self._out_of_reach(key, value)
             # Everything else is an annotation, as the standard has it, or belongs to a keyword that is looked at.
+        if self._names is not None and not self._closed:
+            self._out["properties"] = dict.fromkeys(self._names, True) | self._out.get("properties", {})
+            self._closed = True
         if self._closed:
             self._out["additionalProperties"] = False
         self._check_distinct()
@@ -142,7 +160,14 @@ class Node:
             raise SchemaError(self._path(key), problem)
 
     def _sub(self, node: Any, *path: str | int) -> dict[str, Any] | bool:
-        return self._whole.schema(node, self._path(*path), self._base, self._depth)
+        """A schema of another value, such as a property."""
+        is_open = self._scope.open_values is None or (path[0] == "properties" and path[1] in self._scope.open_values)
+        scope = OPEN if is_open else self._whole.scope
+        return self._whole.schema(node, self._path(*path), self._base, self._depth, scope)
+
+    def _same(self, node: Any, *path: str | int) -> dict[str, Any] | bool:
+        """One more schema of the same value."""
+        return self._whole.schema(node, self._path(*path), self._base, self._depth, self._scope)
 
     def _list(self, key: str, value: Any) -> list[Any]:
         if not isinstance(value, list) or not value:
@@ -172,11 +197,11 @@ class Node:
             self._out[key] = value
 
     def _all_of(self, key: str, value: Any) -> None:
-        self._out[key] = [self._sub(item, key, index) for index, item in enumerate(self._list(key, value))]
+        self._out[key] = [self._same(item, key, index) for index, item in enumerate(self._list(key, value))]
 
     def _one_of(self, key: str, value: Any) -> None:
         options = self._list(key, value)
-        lowered = [self._sub(item, key, index) for index, item in enumerate(options)]
+        lowered = [self._same(item, key, index) for index, item in enumerate(options)]
 
         def take(steps: int) -> None:
             self._whole.allowance.take_comparisons(steps, self._path(key))
@@ -193,7 +218,7 @@ class Node:
         return self._whole.find(reference, self._base)
 
     def _reference(self, key: str, value: Any) -> None:
-        self._out[key] = self._whole.reference(value, self._path(key), self._base)
+        self._out[key] = self._whole.reference(value, self._path(key), self._base, self._scope)
 
     def _schemas(self, key: str, value: Any) -> None:
         named = self._map(key, value)
@@ -307,13 +332,13 @@ class Node:
             elif key == "dependentRequired":
                 raise SchemaError(self._path(key, name), "must be a list of names")
             else:
-                holds = [{"required": [name]}, self._sub(needs, key, name)]
+                holds = [{"required": [name]}, self._same(needs, key, name)]
             self._also.append({"anyOf": [{"properties": {name: False}}, {"allOf": holds}]})
 
     def _out_of_reach(self, key: str, value: Any) -> None:
         if key in _MEANINGLESS and _MEANINGLESS[key](value, self._node):
             return
-        if key == "propertyNames" and self._names(value):
+        if key == "propertyNames" and self._lists_names(value):
             return
         if not _IN_PLACE & self._node.keys():
             # Beside keywords of the same schema only, "unevaluated" is "additional".
@@ -327,7 +352,7 @@ class Node:
                 return
         self._give_up(key, f"{key} cannot be enforced")
 
-    def _names(self, value: Any) -> bool:
+    def _lists_names(self, value: Any) -> bool:
         """Where names are listed or follow one pattern, other properties are none; False where they do neither."""
         if not isinstance(value, Mapping) or not value.keys() <= {"type", "enum", "pattern"}:
             return False

@@ -11,22 +11,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from inference.worker.constraints import instances
+from inference.worker.constraints.closing import ALONE, OPEN, Description, Scope, describe
 from inference.worker.constraints.keywords import Node
-from inference.worker.constraints.limits import MAX_DEPTH, MAX_NODES, Allowance, Multiples, SchemaError
+from inference.worker.constraints.limits import MAX_DEPTH, MAX_NODES, MAX_VISITS, Allowance, Multiples, SchemaError
 from inference.worker.constraints.references import References, UnknownReferenceError
 
 
-def lower(schema: Mapping[str, Any] | bool, *, strict: bool, allowance: Allowance | None = None) -> dict[str, Any]:
+def lower(
+    schema: Mapping[str, Any] | bool, *, strict: bool, allowance: Allowance | None = None, closed: bool = False
+) -> dict[str, Any]:
     """The same schema in the keywords that masks enforce, references as `#/$defs/N`; raises SchemaError.
 
-    `allowance` is what the form of this schema may still cost; without one the schema is a form of its own.
+    `allowance` is what the form of this schema may still cost; without one the schema is a form of its own. With
+    `closed`, objects that declare properties have no others unless the schema states `additionalProperties`.
     """
-    return _Lowering(schema, strict, allowance or Allowance()).result()
+    return _Lowering(schema, strict, allowance or Allowance(), closed).result()
 
 
 class _Lowering:
-    def __init__(self, schema: Mapping[str, Any] | bool, strict: bool, allowance: Allowance) -> None:
+    def __init__(self, schema: Mapping[str, Any] | bool, strict: bool, allowance: Allowance, closed: bool) -> None:
         self.strict = strict
+        self.scope = ALONE if closed else OPEN
         self.allowance = allowance
         self.multiples = Multiples()
         self._schema = schema
@@ -37,20 +42,21 @@ class _Lowering:
             raise SchemaError("/$schema", "only the dialects of json-schema.org are known")
         self._old = any(f"draft-0{number}" in self._dialect for number in (3, 4, 6, 7))
         self._references = References(schema, old=self._old)
-        self._targets: dict[int, tuple[str, str]] = {}
+        self._targets: dict[tuple[int, Scope], tuple[str, str]] = {}
         self._kept: list[Any] = []
-        self._waiting: list[tuple[str, Any, str, str]] = []
+        self._waiting: list[tuple[str, Any, str, str, Scope]] = []
         self._nodes = 0
+        self._closing_visits = 0
 
     def result(self) -> dict[str, Any]:
-        root = self._node(self._schema, "", self._references.root_base, 0)
+        root = self._node(self._schema, "", self._references.root_base, 0, self.scope)
         if root is False:
             raise SchemaError("", "no value satisfies false")
         lowered = root if isinstance(root, dict) else {}
         defs: dict[str, Any] = {}
         while self._waiting:
-            name, node, base, at = self._waiting.pop()
-            defs[name] = self._node(node, at, base, 0)
+            name, node, base, at, scope = self._waiting.pop()
+            defs[name] = self._node(node, at, base, 0, scope)
         if not defs:
             return lowered
         whole = {**lowered, "$defs": defs}
@@ -58,7 +64,7 @@ class _Lowering:
         instances.check_merges(whole, names)
         return instances.finite(whole, names)
 
-    def _node(self, node: Any, at: str, base: str, depth: int) -> dict[str, Any] | bool:
+    def _node(self, node: Any, at: str, base: str, depth: int, scope: Scope) -> dict[str, Any] | bool:
         if isinstance(node, bool):
             return node
         if not isinstance(node, Mapping):
@@ -73,7 +79,7 @@ class _Lowering:
         base = self._references.base_of(node, base) if depth else base
         if self._old and "$ref" in node:
             node = {"$ref": node["$ref"]}
-        return Node(self, node, at, base, depth).lowered()
+        return Node(self, node, at, base, depth, scope).lowered()
 
     # --- for one node ------------------------------------------------------------------------------------------------
     @property
@@ -81,11 +87,11 @@ class _Lowering:
         """Whether the dialect may write the items of a tuple as a list in `items`; one that is not named may."""
         return "2020-12" not in self._dialect
 
-    def schema(self, node: Any, at: str, base: str, depth: int) -> dict[str, Any] | bool:
+    def schema(self, node: Any, at: str, base: str, depth: int, scope: Scope) -> dict[str, Any] | bool:
         """A schema inside a schema, lowered."""
-        return self._node(node, at, base, depth + 1)
+        return self._node(node, at, base, depth + 1, scope)
 
-    def reference(self, value: Any, at: str, base: str) -> str:
+    def reference(self, value: Any, at: str, base: str, scope: Scope) -> str:
         """The `$ref` under which the target will be found."""
         if not isinstance(value, str):
             raise SchemaError(at, "$ref must be a string")
@@ -95,16 +101,30 @@ class _Lowering:
             raise SchemaError(at, f"$ref {value[:200]!r} {error}") from None
         if isinstance(node, bool):
             node = {} if node else {"allOf": [False]}
-        if id(node) not in self._targets:
+        key = (id(node), scope)
+        if key not in self._targets:
             name = f"d{len(self._targets)}"
-            self._targets[id(node)] = name, value[:200]
+            self._targets[key] = name, value[:200]
             self._kept.append(node)  # so that no other node gets its id
-            self._waiting.append((name, node, inner, value[:200]))
-        return f"#/$defs/{self._targets[id(node)][0]}"
+            self._waiting.append((name, node, inner, value[:200], scope))
+        return f"#/$defs/{self._targets[key][0]}"
 
     def find(self, value: str, base: str) -> Any:
         """What a reference points at, or None."""
+        return None if (found := self._found(value, base)) is None else found[0]
+
+    def _found(self, value: str, base: str) -> tuple[Any, str] | None:
         try:
-            return self._references.find(value, base)[0]
+            return self._references.find(value, base)
         except ValueError:
             return None
+
+    def description(self, node: Mapping[str, Any], at: str, base: str) -> Description:
+        """The description of a value that begins at `node`; raises SchemaError where it has too many parts."""
+
+        def take(steps: int) -> None:
+            self._closing_visits += steps
+            if self._closing_visits > MAX_VISITS:
+                raise SchemaError(at, "too many references stand for one object; name its properties in one place")
+
+        return describe(node, base, self._found, take)

@@ -30,10 +30,12 @@ class Json:
     """A JSON value that satisfies `schema` (True: any value; a plain object for json_object).
 
     `strict` refuses a schema with keywords that cannot be enforced; otherwise such keywords are left to the model.
+    `closed`: objects that declare properties have no others, unless the schema states `additionalProperties`.
     """
 
     schema: Mapping[str, Any] | bool
     strict: bool = True
+    closed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

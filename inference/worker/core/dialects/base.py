@@ -176,7 +176,7 @@ def arguments_of(tool: Tool) -> Json:
     """The arguments of a call; always an object, and without parameters an empty one."""
     if tool.parameters is None:
         return Json({"type": "object", "properties": {}, "additionalProperties": False}, tool.strict)
-    return Json({"type": "object", **tool.parameters}, tool.strict)
+    return Json({"type": "object", **tool.parameters}, tool.strict, closed=True)
 
 
 def quoted(name: str) -> str:

@@ -82,7 +82,7 @@ def kind_of(schema: Any) -> Kind:
 def arguments_form(tool: Tool, write: Callable[[str, Any], Form], anything: Form) -> tuple[Form, ...]:
     """The arguments of a call in the order of the tool's schema, each as `write` has it, of its name and schema.
 
-    `anything` is an argument of any name, for tools that name none and forbid none.
+    `anything` is an argument of any name, for tools that neither declare properties nor forbid others.
     """
     parameters = tool.parameters
     if parameters is None:
@@ -90,7 +90,8 @@ def arguments_form(tool: Tool, write: Callable[[str, Any], Form], anything: Form
     required = parameters.get("required") or ()
     written = [(key, write(key, schema)) for key, schema in properties_of(tool).items()]
     if not written:
-        return (Repeat(anything, 0, None),) if parameters.get("additionalProperties", True) is not False else ()
+        allows_others = parameters.get("additionalProperties", "properties" not in parameters) is not False
+        return (Repeat(anything, 0, None),) if allows_others else ()
     return tuple(form if key in required else Repeat(form, 0, 1) for key, form in written)
 
 
@@ -109,7 +110,7 @@ def json_form(tool: Tool, schema: Any) -> Form:
     if not isinstance(schema, Mapping):
         return Json(True, tool.strict)
     shared = {key: value for key, value in (tool.parameters or {}).items() if key in _KEPT}
-    return Json({**shared, **schema}, tool.strict)
+    return Json({**shared, **schema}, tool.strict, closed=True)
 
 
 def _type_of(value: Any) -> str:

@@ -1,0 +1,120 @@
+"""Decides which objects of a JSON schema have no properties but the declared ones; lowers nothing.
+
+llama.cpp's `json-schema-to-grammar` reads `properties` without `additionalProperties` as the whole list of properties,
+because weak models otherwise invent properties until the length limit. A schema that states `additionalProperties` is
+read as JSON Schema says. One value may be described by several parts at once (`allOf`, `anyOf`, `$ref` and the like beside
+`properties`): such a description is closed as a whole, with all names that occur in it, and what two of its parts
+describe stays open.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+_STATED = frozenset(["additionalProperties", "unevaluatedProperties"])
+_LISTS = ("allOf", "anyOf", "oneOf")
+_SINGLE = ("if", "then", "else")
+_MAPS = ("dependentSchemas", "dependencies")
+_VALUES = frozenset(
+    ["patternProperties", "items", "prefixItems", "additionalItems", "unevaluatedItems", "contains", *_STATED]
+)
+"""Keywords with schemas of other values, beside `properties`."""
+_SPEAKS = _VALUES | {
+    "properties", "propertyNames", "required", "dependentRequired", "minProperties", "$ref", *_LISTS, *_SINGLE, *_MAPS,
+}  # fmt: skip
+"""Keywords that take part in the description of an object or an array."""
+
+Find = Callable[[str, str], tuple[Any, str] | None]
+"""(reference, base) -> the schema and its base, None where the reference leads nowhere."""
+
+
+class Scope(NamedTuple):
+    """How a schema object is closed. `begins`: the whole description of a value begins here. `open_values` are the
+    properties whose values stay open, None: all values.
+    """
+
+    begins: bool
+    open_values: frozenset[str] | None
+
+
+ALONE = Scope(True, frozenset())
+"""The only description of its value."""
+OPEN = Scope(False, None)
+"""Nothing is closed here or below."""
+
+
+class Description(NamedTuple):
+    """What the parts of one description say together. `names` are all properties that the object may have, in order;
+    None: it stays open. `open_values` as in `Scope`.
+    """
+
+    names: list[str] | None
+    open_values: frozenset[str] | None
+
+
+def delegates(node: Mapping[str, Any]) -> bool:
+    """Whether the node itself describes nothing and leads to schemas that do: each of those is closed on its own, as
+    the options of `anyOf` are.
+    """
+    speaks = _SPEAKS & node.keys()
+    if speaks == {"allOf"}:
+        return isinstance(node["allOf"], list) and len(node["allOf"]) == 1
+    return len(speaks) == 1 and not speaks.isdisjoint(("$ref", "anyOf", "oneOf"))
+
+
+def describe(node: Mapping[str, Any], base: str, find: Find, take: Callable[[int], None]) -> Description:
+    """The description that begins at `node`. `take` counts the parts that are looked at."""
+    parts = _parts(node, base, find, take)
+    counts = Counter(name for part in parts for name in _properties(part))
+    values = [part for part in parts if _has_values(part)]
+    if len(values) > 1 and any(_has_values(part, but_properties=True) for part in parts):
+        open_values = None
+    else:
+        open_values = frozenset(name for name, count in counts.items() if count > 1)
+    is_open = any(_STATED & part.keys() or ("patternProperties" in part and part is not node) for part in parts)
+    if is_open or not any(isinstance(part.get("properties"), Mapping) for part in parts):
+        return Description(None, open_values)
+    return Description(list(dict.fromkeys(name for part in parts for name in _names(part))), open_values)
+
+
+def _parts(node: Mapping[str, Any], base: str, find: Find, take: Callable[[int], None]) -> list[Mapping[str, Any]]:
+    """`node` and all schemas of the same value."""
+    found: dict[int, Mapping[str, Any]] = {}
+    waiting: list[tuple[Any, str]] = [(node, base)]
+    for part, base in waiting:  # grows meanwhile
+        if not isinstance(part, Mapping) or id(part) in found:
+            continue
+        take(1)
+        found[id(part)] = part
+        inner = [part[key] for key in _SINGLE if key in part]
+        inner += [item for key in _LISTS if isinstance(items := part.get(key), list) for item in items]
+        inner += [item for key in _MAPS if isinstance(items := part.get(key), Mapping) for item in items.values()]
+        waiting += [(item, base) for item in inner]
+        if isinstance(reference := part.get("$ref"), str) and (target := find(reference, base)) is not None:
+            waiting.append(target)
+    return list(found.values())
+
+
+def _has_values(part: Mapping[str, Any], *, but_properties: bool = False) -> bool:
+    if any(not isinstance(part[key], bool) for key in _VALUES & part.keys()):
+        return True
+    return bool(_properties(part)) and not but_properties
+
+
+def _properties(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    properties = part.get("properties")
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def _names(part: Mapping[str, Any]) -> list[str]:
+    """All names of properties in a part."""
+    found: list[Any] = list(_properties(part))
+    if isinstance(required := part.get("required"), list):
+        found += required
+    for key in ("dependentRequired", *_MAPS):
+        if isinstance(needs := part.get(key), Mapping):
+            found += needs
+            found += [name for value in needs.values() if isinstance(value, list) for name in value]
+    return [name for name in found if isinstance(name, str)]
