@@ -254,7 +254,7 @@ TAGGED: list[tuple[Dialect, Tool, list[str], list[str]]] = [
         [run(), run(("any", "thing"))], [],
     ),
     (
-        QwenXml(), Tool("run", parameters={"properties": {"deep": {"properties": {"a": True}}}}),
+        QwenXml(), Tool("run", parameters={"properties": {"deep": {"type": "object", "properties": {"a": True}}}}),
         [run(("deep", '{"a": 1}'))], [run(("deep", '{"a": 1, "b": 2}'))],
     ),
 ]  # fmt: skip

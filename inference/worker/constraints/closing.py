@@ -2,9 +2,9 @@
 
 llama.cpp's `json-schema-to-grammar` reads `properties` without `additionalProperties` as the whole list of properties,
 because weak models otherwise invent properties until the length limit. A schema that states `additionalProperties` is
-read as JSON Schema says. One value may be described by several parts at once (`allOf`, `anyOf`, `$ref` and the like beside
-`properties`): such a description is closed as a whole, with all names that occur in it, and what two of its parts
-describe stays open.
+read as JSON Schema says. One value may be described by several parts at once (`allOf`, `anyOf`, `$ref` and the like
+beside `properties`): such a description is closed as a whole, with all names that occur in it, and what two of its
+parts describe stays open.
 """
 
 from __future__ import annotations
