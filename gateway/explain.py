@@ -9,9 +9,17 @@ from typing import Any
 
 from gateway.core.chain import Candidate, Facts
 from gateway.core.prediction import Prediction
+from gateway.core.quotes import WITHHELD, without_quotes
+from gateway.core.requests import MOST_MODEL_CHARS, refused_body
+from gateway.errors import GatewayError
 
 KEPT = 1000
-"""Records kept; the oldest leave first."""
+"""Records kept of requests that got as far as a route; the oldest leave first."""
+
+KEPT_REFUSED = 200
+"""And of requests that were refused before. They have a bound of their own, so that they push out no other record."""
+
+MOST_PARAM_CHARS = 256
 
 
 @dataclass(slots=True)
@@ -100,6 +108,25 @@ class Record:
     overhead_seconds: float | None = None
     total_seconds: float | None = None
     error: str | None = None
+    param: str | None = None
+    """The field of the request or the header that the error names."""
+
+    def note_error(self, error: GatewayError) -> None:
+        """Fills in how the request failed. An error text that is there already stays."""
+        self.outcome, self.status = str(error.code), error.status
+        self.error = self.error or error.message
+        self.param = None if error.param is None else error.param[:MOST_PARAM_CHARS]
+
+    def note_refused_body(self, raw: bytes, error: GatewayError) -> None:
+        """Fills in what a refused body asked for, and the error without the words that it quotes of the body."""
+        body = refused_body(raw)
+        if body is None:
+            self.error = WITHHELD
+            return
+        model, stream = body.get("model"), body.get("stream")
+        self.asked = model[:MOST_MODEL_CHARS] if isinstance(model, str) else ""
+        self.stream = stream is True
+        self.error = without_quotes(error.message, body)
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as JSON can hold it."""
@@ -114,19 +141,28 @@ class Record:
 
 
 class Ring:
-    """The records of the last KEPT requests by request id."""
+    """The records of the last requests by request id: KEPT that got a route, KEPT_REFUSED that were refused before."""
 
-    def __init__(self, kept: int = KEPT) -> None:
-        self._kept = kept
+    def __init__(self, kept: int = KEPT, kept_refused: int = KEPT_REFUSED) -> None:
+        self._kept, self._kept_refused = kept, kept_refused
         self._records: OrderedDict[str, Record] = OrderedDict()
+        self._refused: OrderedDict[str, Record] = OrderedDict()
 
     def add(self, record: Record) -> None:
-        """Keeps `record`; the same id again replaces the older one."""
-        self._records.pop(record.id, None)
-        self._records[record.id] = record
-        while len(self._records) > self._kept:
-            self._records.popitem(last=False)
+        """Keeps the record of a request with a route; the same id again replaces the older one."""
+        self._put(record, self._records, self._kept)
+
+    def add_refused(self, record: Record) -> None:
+        """Keeps the record of a request that was refused before it had a route."""
+        self._put(record, self._refused, self._kept_refused)
 
     def get(self, request_id: str) -> Record | None:
         """The record of a request, or None when it is unknown or forgotten."""
-        return self._records.get(request_id)
+        return self._records.get(request_id) or self._refused.get(request_id)
+
+    def _put(self, record: Record, records: OrderedDict[str, Record], most: int) -> None:
+        self._records.pop(record.id, None)
+        self._refused.pop(record.id, None)
+        records[record.id] = record
+        while len(records) > most:
+            records.popitem(last=False)

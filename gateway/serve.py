@@ -74,6 +74,7 @@ class Generation:
         generation = runtime.join()
         try:
             key, tenant = runtime.keys.admit(headers, "use")
+            record.key = key.name
             meter = runtime.limiter.enter(key, exchange)
             size = length_of(headers, runtime.config.max_body)
             if meter is None and size <= SMALL_BYTES:
@@ -82,8 +83,9 @@ class Generation:
                 with meter or NOTHING, runtime.bodies.room(size, runtime.config.max_body):
                     await self._admitted(key, tenant, meter, exchange, record, receive, send)
         except GatewayError as error:
-            record.outcome, record.status = str(error.code), error.status
-            record.error = record.error or error.message
+            record.note_error(error)
+            if record.key and not record.route:
+                runtime.ring.add_refused(record)
             exchange.reason = record.reason if record.reason != "none" else str(error.code)
             exchange.attempts = len(record.attempts)
             raise
@@ -110,14 +112,18 @@ class Generation:
         max_body = runtime.config.max_body
         if (raw := body_at_hand(exchange, max_body)) is None:
             raw = await read_body(receive, exchange.told.headers, max_body)
-        asked = self._dialect.parse(raw, key.digest.hex())
+        record.priority, record.retries = caller.priority, caller.retries
+        try:
+            asked = self._dialect.parse(raw, key.digest.hex())
+        except RequestError as error:
+            record.note_refused_body(raw, error)
+            raise
         request = asked.request
         built_on = request.size_bytes - len(raw)
         del raw
         if meter is not None:
             meter.reserve(request)
-        record.asked, record.stream, record.key = request.model, request.stream, key.name
-        record.priority, record.retries = caller.priority, caller.retries
+        record.asked, record.stream = request.model, request.stream
         found = known(runtime, request.model) or await find(runtime, request.model, exchange)
         tools = runtime.tools  # as long as it waits, too: a reload may take the route away
         record.route = found.route
@@ -222,15 +228,29 @@ class Generation:
         route = record.route or "none"
         tier = record.tier if record.outcome in ("success", "broken") else str(Tier.NONE)
         self._runtime.telemetry.requests.count(route, tier, record.outcome)
-        ordinary = record.outcome == "success" and record.reason == "none"
-        if ordinary and not log.isEnabledFor(logging.DEBUG):
-            return  # what is not written down need not be put into words
-        log.log(
-            logging.DEBUG if ordinary else logging.INFO,
-            "request %s: %s -> %s: %s, %d attempts, %.0f ms%s", record.id, record.asked or "?",
-            record.answered_by or "nobody", record.outcome, len(record.attempts), record.total_seconds * 1000,
-            f" ({record.reason})" if record.reason != "none" else "",
+        log_end(record)
+
+
+def log_end(record: Record) -> None:
+    """Logs how a request ended: at level DEBUG where the first choice answered, else at INFO."""
+    ordinary = record.outcome == "success" and record.reason == "none"
+    if ordinary and not log.isEnabledFor(logging.DEBUG):
+        return
+    milliseconds = (record.total_seconds or 0.0) * 1000
+    reason = f" ({record.reason})" if record.reason != "none" else ""
+    if record.status is not None and record.status >= 400 and not record.attempts:
+        about = [f"model {record.asked!r}"] if record.asked else []
+        about += [f"parameter {record.param!r}"] if record.param else []
+        log.info(
+            "request %s: %s refused with %d %s%s, %.0f ms%s", record.id, record.endpoint, record.status,
+            record.outcome, f" ({', '.join(about)})" if about else "", milliseconds, reason,
         )  # fmt: skip
+        return
+    log.log(
+        logging.DEBUG if ordinary else logging.INFO,
+        "request %s: %s -> %s: %s, %d attempts, %.0f ms%s", record.id, record.asked or "unknown model",
+        record.answered_by or "no tier", record.outcome, len(record.attempts), milliseconds, reason,
+    )  # fmt: skip
 
 
 def caller_of(exchange: Exchange, key: Key, tenant: str, meter: Meter | None) -> Caller:

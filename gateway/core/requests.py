@@ -20,6 +20,9 @@ from gateway.core.shape import check_shape
 from gateway.errors import RequestError
 from inference.protocol import Code
 
+MOST_MODEL_CHARS = 256
+"""The longest name of a model."""
+
 _EXPLAINED_BYTES = 2**20
 """A body that is no JSON is looked at a second time for a better explanation when it is no larger than this."""
 
@@ -102,7 +105,7 @@ _SHAPES: Mapping[str, f.Check] = {
 _CHAT: Mapping[str, f.Check] = {
     **_SAMPLING,
     **_SHAPES,
-    "model": f.string(1, 256),
+    "model": f.string(1, MOST_MODEL_CHARS),
     "messages": MESSAGES,
     "audio": f.mapping(),
     "function_call": f.by_type("a string or an object", text=f.string(1), mapping=f.mapping(needed=("name",))),
@@ -166,7 +169,7 @@ _PROMPT = f.by_type("a string, an array of strings or of token ids", text=f.stri
 _COMPLETIONS: Mapping[str, f.Check] = {
     **_SAMPLING,
     **_SHAPES,
-    "model": f.string(1, 256),
+    "model": f.string(1, MOST_MODEL_CHARS),
     "prompt": _PROMPT,
     "best_of": f.integer(1, 20),
     "echo": f.boolean,
@@ -176,7 +179,7 @@ _COMPLETIONS: Mapping[str, f.Check] = {
 }
 
 _EMBEDDINGS: Mapping[str, f.Check] = {
-    "model": f.string(1, 256),
+    "model": f.string(1, MOST_MODEL_CHARS),
     "input": f.by_type("a string, an array of strings or of token ids", text=f.string(1), array=_PROMPTS),
     "dimensions": f.integer(1),
     "encoding_format": f.one_of("float", "base64"),
@@ -184,7 +187,7 @@ _EMBEDDINGS: Mapping[str, f.Check] = {
 }
 
 _RERANK: Mapping[str, f.Check] = {
-    "model": f.string(1, 256),
+    "model": f.string(1, MOST_MODEL_CHARS),
     "query": f.string(1),
     "documents": f.array(
         f.by_type("a string or an object", text=f.string(), mapping=f.mapping({"text": f.string()}, needed=("text",))),
@@ -313,6 +316,19 @@ def parse_json(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise RequestError(Code.INVALID_JSON, "the body must be a JSON object")
     return body
+
+
+def refused_body(raw: bytes) -> Mapping[str, Any] | None:
+    """The object in a body that was refused, for its record; empty where there is none.
+
+    None where the body is too long to be parsed a second time.
+    """
+    if len(raw) > _EXPLAINED_BYTES:
+        return None
+    try:
+        return parse_json(raw)
+    except RequestError:
+        return {}
 
 
 def _not_a_number(raw: bytes) -> str | None:

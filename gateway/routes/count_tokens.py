@@ -22,14 +22,14 @@ from gateway.core.outcome import End
 from gateway.core.quotes import without_quotes
 from gateway.core.refusal import Outcome, no_answer
 from gateway.core.requests import InferenceRequest
-from gateway.errors import GatewayError, PassedOnError, RefusedError, UpstreamError, UpstreamKind
+from gateway.errors import GatewayError, PassedOnError, RefusedError, RequestError, UpstreamError, UpstreamKind
 from gateway.exchange import Exchange, Receive, Scope, Send, exchange_of, read_body, send_bytes
 from gateway.explain import Record, Tried
 from gateway.finding import find
 from gateway.outcomes import Outcomes
 from gateway.providers.base import Call, CountsTokens
 from gateway.runtime import Runtime
-from gateway.serve import caller_of
+from gateway.serve import caller_of, log_end
 from inference.protocol import Code
 
 PATH = "/v1/messages/count_tokens"
@@ -61,7 +61,11 @@ class CountTokens:
             with runtime.generation():
                 count = await self._serve(exchange, record, receive)
         except GatewayError as error:
-            record.outcome, record.status, record.error = str(error.code), error.status, record.error or error.message
+            record.note_error(error)
+            record.total_seconds = time.monotonic() - exchange.began
+            if record.key and not record.route:
+                runtime.ring.add_refused(record)
+            log_end(record)
             exchange.attempts = len(record.attempts)
             exchange.reason = record.reason if record.reason != "none" else exchange.reason
             raise
@@ -75,15 +79,20 @@ class CountTokens:
         runtime = self._runtime
         with contextlib.ExitStack() as held:
             key, tenant = runtime.keys.admit(exchange.told.headers, "use")
+            record.key = key.name
             if (meter := runtime.limiter.enter(key, exchange)) is not None:
                 held.enter_context(meter)
             held.enter_context(runtime.bodies.hold(exchange.told.headers, runtime.config.max_body))
             caller = caller_of(exchange, key, tenant, None)
             raw = await read_body(receive, exchange.told.headers, runtime.config.max_body)
-            request = self._parse(raw, key.digest.hex())
+            record.priority, record.retries = caller.priority, caller.retries
+            try:
+                request = self._parse(raw, key.digest.hex())
+            except RequestError as error:
+                record.note_refused_body(raw, error)
+                raise
             held.enter_context(runtime.bodies.room(request.size_bytes - len(raw), runtime.config.max_body))
-            record.asked, record.key, record.priority = request.model, key.name, caller.priority
-            record.retries = caller.retries
+            record.asked = request.model
             found = await find(runtime, request.model, exchange)
             tools, record.route = runtime.tools, found.route
             runtime.ring.add(record)

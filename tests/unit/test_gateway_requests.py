@@ -9,7 +9,7 @@ import pytest
 
 from gateway.core.frames import Endpoint
 from gateway.core.provider_fields import refused_by_local, token_ids_in
-from gateway.core.requests import parse, schema
+from gateway.core.requests import parse, refused_body, schema
 from gateway.core.shape import MAX_NESTING
 from gateway.errors import RequestError
 from inference.protocol import Code
@@ -251,3 +251,10 @@ def test_a_request_of_ordinary_fields_is_refused_by_no_local_model() -> None:
 def test_moderation_is_asked_of_who_moderates_alone() -> None:
     assert tuple(refused_by_local({"moderation": {"model": "omni-moderation-latest"}})) == ("moderation",)
     assert tuple(refused_by_local({"moderation": None, "prompt_cache_options": {"mode": "explicit"}})) == ()
+
+
+def test_refused_body_is_read_for_its_record_unless_it_is_long_or_no_object() -> None:
+    assert refused_body(b'{"model": "demo", "n": 0}') == {"model": "demo", "n": 0}
+    for raw in (b"", b"{", b"[]", b"[" * 200):
+        assert refused_body(raw) == {}
+    assert refused_body(b'{"user": "%b"}' % (b"x" * 2**20)) is None
