@@ -267,15 +267,19 @@ class Stream:
         return self._last([*self._begun(None), *self.answer.close(now)])
 
     def broke(self, code: str, message: str) -> bytes:
-        """The bytes that end an answer that broke off: `response.failed` for whoever follows the events, and an `error`
-        event, at which the official clients raise, for whoever only collects text.
+        """The bytes that end an answer that broke off: `response.failed` for clients that follow the events, and an
+        `error` event, at which the official clients raise.
+
+        For a prompt that is too long `error` comes first, as OpenAI sends it: LangChain recognises that error in the
+        exception of the official client, and not in `response.failed`.
         """
         if self._over:
             return b""
-        events = [*self._begun(None), *self.answer.fail(code, message)]
         error = {"type": _error_code(code), "code": str(code), "message": message, "param": None}
-        said = {"code": str(code), "message": message, "param": None, "error": error}
-        return self._last([*events, ("error", said)])
+        raised: Event = ("error", {"code": str(code), "message": message, "param": None, "error": error})
+        begun, failed = self._begun(None), self.answer.fail(code, message)
+        is_overflow = code == Code.CONTEXT_LENGTH_EXCEEDED
+        return self._last([*begun, raised, *failed] if is_overflow else [*begun, *failed, raised])
 
     def _begun(self, model: Any) -> list[Event]:
         return [] if self.answer.has_begun else self.answer.begin(model)
@@ -343,6 +347,10 @@ def _usage(usage: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _error_code(code: str) -> str:
-    """The API's own word for why a Response failed; it has two that fit."""
+    """The API's own word for why a Response failed. It has no word for a prompt that is too long; agents look for the
+    code that is used everywhere else.
+    """
+    if code == Code.CONTEXT_LENGTH_EXCEEDED:
+        return str(code)
     known = CODES[Code(code)] if code in frozenset(Code) else None
     return "rate_limit_exceeded" if known is not None and known.status == 429 else "server_error"

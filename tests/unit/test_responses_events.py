@@ -313,6 +313,14 @@ def test_arguments_of_a_call_that_had_ended_end_the_answer_as_failed() -> None:
     assert not stream.is_whole
 
 
+def test_prompt_too_long_for_the_model_ends_a_stream_as_openai_does() -> None:
+    """LangChain recognises the exception of the `error` event, agents the code in `response.failed`."""
+    said = events(Stream(head()).broke(Code.CONTEXT_LENGTH_EXCEEDED, "too long"))
+    assert [event["type"] for event in said[-2:]] == ["error", "response.failed"]
+    assert (said[-2]["code"], said[-2]["error"]["code"]) == ("context_length_exceeded", "context_length_exceeded")
+    assert said[-1]["response"]["error"] == {"code": "context_length_exceeded", "message": "too long"}
+
+
 def test_other_choices_and_odd_values_are_passed_over() -> None:
     payload = {"choices": [{"index": 1, "delta": {"content": "no"}}, {"delta": None}, {"delta": {"content": 5}}]}
     odd = Data(json.dumps(payload).encode(), DeltaKind.OTHER)
