@@ -16,7 +16,7 @@ from inference.protocol import Code
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_REASONING = "reasoning.encrypted_content"
-_INCLUDES = (
+INCLUDES = (
     INCLUDE_LOGPROBS, INCLUDE_REASONING, "code_interpreter_call.outputs", "computer_call_output.output.image_url",
     "file_search_call.results", "message.input_image.image_url", "web_search_call.action.sources",
     "web_search_call.results",
@@ -91,16 +91,19 @@ _CALL = f.mapping(
 )
 _OUTPUT = f.mapping({"call_id": f.string(1), "output": _CONTENT}, needed=("call_id", "output"))
 _REASONING = f.mapping({"summary": f.array(_TEXT), "content": f.array(_TEXT), "encrypted_content": f.string()})
+_REFERENCE = f.mapping({"id": f.string(1, 256)}, needed=("id",))
+REFERENCE = "item_reference"
+"""The type of an item that stands for one of a kept conversation."""
 ITEMS: Mapping[str, f.Check] = {
     "message": _MESSAGE,
     "function_call": _CALL,
     "function_call_output": _OUTPUT,
     "reasoning": _REASONING,
+    REFERENCE: _REFERENCE,
 }
 
 _ELSEWHERE = "belongs to a tool that runs at another provider; leave it out"
 _REFUSED_ITEMS: Mapping[str, str] = {
-    "item_reference": "names an item this gateway does not keep; send the item itself",
     "compaction": "was made for another service; send the items it stands for",
     "compaction_trigger": "asks for compaction, which this gateway does not do; leave it out",
     "configuration_update": "cannot change the request midway; set the field in the body",
@@ -111,7 +114,7 @@ _REFUSED_ITEMS: Mapping[str, str] = {
 
 def kind_of(item: Mapping[str, Any]) -> str:
     """The type of an input item; `type` may be left out of messages and references."""
-    said = item.get("type") or ("message" if item.get("role") is not None else "item_reference")
+    said = item.get("type") or ("message" if item.get("role") is not None else REFERENCE)
     return str(said)
 
 
@@ -124,8 +127,8 @@ def _check_item(value: Any, path: str) -> None:
     ITEMS[kind].run(value, path)
 
 
-_UNTAGGED = {"allOf": [_MESSAGE.schema, {"not": {"required": ["type"]}}]}
-_ITEM = f.Check(_check_item, {"anyOf": [_UNTAGGED, *(_tagged(kind, inner) for kind, inner in ITEMS.items())]})
+_UNTAGGED = [{"allOf": [inner.schema, {"not": {"required": ["type"]}}]} for inner in (_MESSAGE, _REFERENCE)]
+_ITEM = f.Check(_check_item, {"anyOf": [*_UNTAGGED, *(_tagged(kind, inner) for kind, inner in ITEMS.items())]})
 
 # --- tools ------------------------------------------------------------------------------------------------------------
 _FUNCTION = f.mapping(
@@ -223,7 +226,7 @@ FIELDS: Mapping[str, f.Check] = {
     "instructions": f.string(),
     "background": f.Check(_check_false, {"const": False}),
     "client_metadata": f.mapping(),
-    "include": f.array(f.one_of(*_INCLUDES)),
+    "include": f.array(f.one_of(*INCLUDES)),
     "max_output_tokens": f.integer(1),
     "max_tool_calls": f.integer(1),
     "metadata": f.Check(_check_metadata, {"type": "object", "additionalProperties": {"type": "string"}}),

@@ -41,15 +41,67 @@ def function_name(name: str, namespace: str | None) -> str:
     return short_name(name)
 
 
-def messages_of(items: str | Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The chat messages of checked input items, or of one text, which is the user's."""
-    if isinstance(items, str):
-        return [{"role": "user", "content": items}]
+def messages_of(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The chat messages of checked input items."""
     turns = _Turns()
     for item in items:
         _ADDS[kind_of(item)](turns, item)
     turns.close()
     return list(_with_outputs_shown(turns.messages))
+
+
+_ID_PREFIXES: Mapping[str, str] = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+}
+
+
+def listed(items: Iterable[Mapping[str, Any]], response: str) -> list[dict[str, Any]]:
+    """Input items as the API lists them: with an id, a type and a status, and with the content of messages in parts.
+
+    An item that has an id keeps it. Others get one that is made of `response`, the id of the Response without `resp_`.
+    """
+    return [_listed(item, f"{response}i{index:02d}") for index, item in enumerate(items)]
+
+
+def _listed(item: Mapping[str, Any], id: str) -> dict[str, Any]:
+    kind, given = kind_of(item), item.get("id")
+    found = {
+        **item,
+        "id": given if isinstance(given, str) and given else f"{_ID_PREFIXES[kind]}_{id}",
+        "type": kind,
+        "status": item.get("status") or "completed",
+    }
+    if kind == "message" and isinstance(text := item["content"], str):
+        is_answer = item["role"] == "assistant"
+        part = {"type": "output_text", "text": text, "annotations": []} if is_answer else _input_text(text)
+        found["content"] = [part]
+    return found
+
+
+def _input_text(text: str) -> dict[str, Any]:
+    return {"type": "input_text", "text": text}
+
+
+def page(items: Sequence[Mapping[str, Any]], *, limit: int, after: str | None, oldest_first: bool) -> dict[str, Any]:
+    """The list object with at most `limit` of the listed `items`, those behind the id `after` where it is given.
+
+    Raises KeyError when no item has that id.
+    """
+    ordered = list(items) if oldest_first else list(reversed(items))
+    if after is not None:
+        places = {item["id"]: place for place, item in enumerate(ordered)}
+        ordered = ordered[places[after] + 1 :]
+    data = ordered[:limit]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": len(ordered) > limit,
+    }
 
 
 def _with_outputs_shown(messages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:

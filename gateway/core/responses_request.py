@@ -12,46 +12,57 @@ from typing import Any
 from gateway.core import fields as f
 from gateway.core.frames import Endpoint
 from gateway.core.requests import InferenceRequest, parse_json, typed
-from gateway.core.responses_fields import EXTENSIONS, INCLUDE_LOGPROBS, INCLUDE_REASONING, check, without_hosted
+from gateway.core.responses_fields import (
+    EXTENSIONS,
+    INCLUDE_LOGPROBS,
+    INCLUDE_REASONING,
+    REFERENCE,
+    check,
+    kind_of,
+    without_hosted,
+)
 from gateway.core.responses_items import function_name, messages_of, with_instructions
 from gateway.errors import RequestError
 from inference.protocol import Code
 
-Message = Mapping[str, Any]
+Item = Mapping[str, Any]
 Names = Mapping[str, tuple[str, str]]
 """By a function's name in chat: its own name and its namespace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """The conversation up to an answer given before: its messages without instructions, and their size as JSON."""
+    """The conversation up to an answer given before: its items without instructions, and their size as JSON."""
 
-    messages: tuple[Message, ...]
+    items: tuple[Item, ...]
     size_bytes: int
 
 
 Recall = Callable[[str], Earlier | None]
 """The conversation behind a `previous_response_id`; None when it is not there."""
 
+FindItem = Callable[[str], tuple[Item, int] | None]
+"""The item with this id and its size as JSON; None when no kept conversation holds it."""
+
 
 @dataclass(frozen=True, slots=True)
 class ResponsesRequest:
     """One Responses request. `echo` are the fields of the Response object that say what was asked.
 
-    `conversation` are the messages without instructions, as a later request may build on them. `seals` is whether
-    reasoning is wanted in a form that clients send back.
+    `items` are those of the whole conversation without instructions, as a later request may build on them. `seals` is
+    whether reasoning is wanted in a form that clients send back.
     """
 
     request: InferenceRequest
     echo: Mapping[str, Any]
     names: Names
-    conversation: tuple[Message, ...]
+    items: tuple[Item, ...]
     stored: bool
     seals: bool
 
 
-def parse(raw: bytes, recall: Recall, *, leaves_out: bool = False) -> ResponsesRequest:
-    """The request in `raw`; raises RequestError (400) naming the field and what to write instead.
+def parse(raw: bytes, recall: Recall, find_item: FindItem, *, leaves_out: bool = False) -> ResponsesRequest:
+    """The request in `raw`; raises RequestError naming the field and what to write instead.
 
     With `leaves_out` tools that run at another provider are left out; the Response's `tools` are those that are left.
     """
@@ -60,7 +71,9 @@ def parse(raw: bytes, recall: Recall, *, leaves_out: bool = False) -> ResponsesR
         body["tools"] = without_hosted(body["tools"])
     check(body)
     earlier = _earlier(body.get("previous_response_id"), recall)
-    conversation = (*earlier.messages, *messages_of(body.get("input", ())))
+    own, referenced_bytes = _items(body.get("input", ()), find_item)
+    items = (*earlier.items, *own)
+    conversation = messages_of(items)
     if not conversation and not body.get("instructions"):
         f.refuse("input", "`input` is needed and holds nothing to answer; send a text or items")
     names, tools = _tools(body.get("tools") or ())
@@ -74,10 +87,10 @@ def parse(raw: bytes, recall: Recall, *, leaves_out: bool = False) -> ResponsesR
         **_sampling(body, INCLUDE_LOGPROBS in include),
     }
     return ResponsesRequest(
-        request=typed(Endpoint.CHAT, chat, earlier.size_bytes + len(raw)),
+        request=typed(Endpoint.CHAT, chat, earlier.size_bytes + referenced_bytes + len(raw)),
         echo=_echo(body),
         names=names,
-        conversation=conversation,
+        items=items,
         stored=body.get("store", True),
         seals=INCLUDE_REASONING in include,
     )
@@ -95,6 +108,33 @@ def _earlier(id: str | None, recall: Recall) -> Earlier:
             param="previous_response_id",
         )
     return found
+
+
+def _items(given: str | Sequence[Item], find_item: FindItem) -> tuple[list[Item], int]:
+    """The items of `input`, with kept items in place of references to them, and the size of those as JSON."""
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}], 0
+    items: list[Item] = []
+    size = 0
+    for index, item in enumerate(given):
+        if kind_of(item) == REFERENCE:
+            found = find_item(item["id"])
+            if found is None:
+                raise _item_not_found(item["id"], f"input[{index}]")
+            item, item_bytes = found
+            size += item_bytes
+        items.append(item)
+    return items, size
+
+
+def _item_not_found(id: str, param: str) -> RequestError:
+    return RequestError(
+        Code.NOT_FOUND,
+        f"Item with id '{id[:80]}' not found: its response was not stored, belongs to another API key, or is no longer "
+        "kept (responses are kept in memory for an hour). Send the item itself instead of a reference; clients do so "
+        "with `store: false`.",
+        param=param,
+    )
 
 
 # --- parts of the chat body -------------------------------------------------------------------------------------------

@@ -8,21 +8,27 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
+ITEM_BYTES = 256
+"""What an item takes beside its JSON, so that it can be found by its id."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One answer: the Response and the conversation it ended, both as JSON, because that is what memory holds best; and
-    until when it is kept, on the store's clock.
+    """One answer: the Response, and the items of the conversation that it ended, both as JSON, because that is what
+    memory holds best; and until when it is kept, on the store's clock. The last `outputs` items are the answer's own.
     """
 
     response: bytes
-    conversation: bytes
+    items: bytes
     until: float
+    ids: tuple[str, ...] = ()
+    """The ids of `items`, in their order."""
+    outputs: int = 0
 
     @property
     def size_bytes(self) -> int:
         """What it takes."""
-        return len(self.response) + len(self.conversation)
+        return len(self.response) + len(self.items) + ITEM_BYTES * len(self.ids)
 
 
 class Store:
@@ -32,6 +38,8 @@ class Store:
         self._limit = limit_bytes
         self._seconds = seconds
         self._owners: dict[str, OrderedDict[str, Kept]] = {}
+        self._holders: dict[str, dict[str, str]] = {}
+        """By owner and item: the last answer whose conversation holds the item."""
         self._sizes: dict[str, int] = {}
 
     @property
@@ -39,17 +47,33 @@ class Store:
         """What is kept, in bytes."""
         return sum(self._sizes.values())
 
-    def put(self, owner: str, id: str, response: bytes, conversation: bytes, now: float) -> None:
+    def put(
+        self,
+        owner: str,
+        id: str,
+        response: bytes,
+        items: bytes,
+        now: float,
+        *,
+        ids: tuple[str, ...] = (),
+        outputs: int = 0,
+    ) -> None:
         """Keeps one answer; one that is larger than everything together may be is not kept."""
-        kept = Kept(response, conversation, now + self._seconds)
+        kept = Kept(response, items, now + self._seconds, ids, outputs)
         if kept.size_bytes > self._limit:
             return
         self._owners.setdefault(owner, OrderedDict())[id] = kept
+        self._holders.setdefault(owner, {}).update(dict.fromkeys(ids, id))
         self._sizes[owner] = self._sizes.get(owner, 0) + kept.size_bytes
         self._expire(now)
         while self.size_bytes > self._limit:
             most = max(self._sizes, key=self._sizes.__getitem__)
             self._drop(most, next(iter(self._owners[most])))
+
+    def holding(self, owner: str, item: str, now: float) -> Kept | None:
+        """The last answer of `owner` whose conversation holds the item with the id `item`, while it is kept."""
+        id = self._holders.get(owner, {}).get(item)
+        return None if id is None else self.get(owner, id, now)
 
     def get(self, owner: str, id: str, now: float) -> Kept | None:
         """The answer `id` of `owner`, while it is kept."""
@@ -71,6 +95,11 @@ class Store:
                 self._drop(owner, id)
 
     def _drop(self, owner: str, id: str) -> None:
-        self._sizes[owner] -= self._owners[owner].pop(id).size_bytes
+        kept = self._owners[owner].pop(id)
+        self._sizes[owner] -= kept.size_bytes
+        holders = self._holders[owner]
+        for item in kept.ids:
+            if holders.get(item) == id:
+                del holders[item]
         if not self._owners[owner]:
-            del self._owners[owner], self._sizes[owner]
+            del self._owners[owner], self._holders[owner], self._sizes[owner]

@@ -14,7 +14,7 @@ from typing import Any
 from gateway.core.frames import Endpoint, Frame
 from gateway.core.requests import InferenceRequest
 from gateway.core.responses_events import Answer, Head, Stream, answered
-from gateway.core.responses_items import messages_of
+from gateway.core.responses_items import listed
 from gateway.core.responses_request import Earlier, ResponsesRequest, parse
 from gateway.core.responses_store import Store
 from gateway.core.unchecked import dumps, loads
@@ -59,18 +59,9 @@ class ResponsesDialect:
 
     def parse(self, raw: bytes, owner: str) -> _Asked:
         """See `gateway.dialects.base.Dialect`."""
-        asked = parse(raw, lambda earlier: self._earlier(owner, earlier, len(raw)), leaves_out=self._leaves_out())
+        memory = _Memory(self._store, owner, len(raw), self._most_bytes())
+        asked = parse(raw, memory.earlier, memory.item, leaves_out=self._leaves_out())
         return _Asked(asked, self._store, owner)
-
-    def _earlier(self, owner: str, id: str, new_bytes: int) -> Earlier | None:
-        kept = self._store.get(owner, id, time.monotonic())
-        if kept is None:
-            return None
-        size, most = len(kept.conversation), self._most_bytes()
-        if size + new_bytes > most:
-            said = f"the conversation has grown longer than the {most} bytes that a body may have; begin a new one"
-            raise RequestError(Code.BODY_TOO_LARGE, said, param="previous_response_id")
-        return Earlier(tuple(loads(kept.conversation)), size)
 
     def error(self, error: GatewayError) -> dict[str, Any]:
         """OpenAI's envelope; the field to blame has the caller's name."""
@@ -79,6 +70,45 @@ class ResponsesDialect:
         if isinstance(param, str) and (match := _FIRST_WORD.match(param)) and match[0] in _NAMES:
             body["error"]["param"] = _NAMES[match[0]]
         return body
+
+
+class _Memory:
+    """What a request builds on of the conversations kept for its owner; with the body no longer than a body may be."""
+
+    def __init__(self, store: Store, owner: str, body_bytes: int, most_bytes: int) -> None:
+        self._store = store
+        self._owner = owner
+        self._size = body_bytes
+        self._most = most_bytes
+        self._items: dict[str, dict[str, Any]] = {}
+        """By their ids, those of the conversations that were read for this request."""
+
+    def earlier(self, id: str) -> Earlier | None:
+        """The conversation up to the answer `id`."""
+        kept = self._store.get(self._owner, id, time.monotonic())
+        if kept is None:
+            return None
+        self._grow(len(kept.items), "previous_response_id")
+        return Earlier(tuple(loads(kept.items)), len(kept.items))
+
+    def item(self, id: str) -> tuple[dict[str, Any], int] | None:
+        """The item with this id, and its size as JSON."""
+        if id not in self._items:
+            kept = self._store.holding(self._owner, id, time.monotonic())
+            if kept is None:
+                return None
+            self._items |= {item["id"]: item for item in loads(kept.items)}
+        size = len(dumps(self._items[id]))
+        self._grow(size, "input")
+        return self._items[id], size
+
+    def _grow(self, more_bytes: int, param: str) -> None:
+        self._size += more_bytes
+        if self._size > self._most:
+            said = (
+                f"the conversation has grown longer than the {self._most} bytes that a body may have; begin a new one"
+            )
+            raise RequestError(Code.BODY_TOO_LARGE, said, param=param)
 
 
 class _Asked:
@@ -104,8 +134,10 @@ class _Asked:
         response = answer.whole(now)
         body = dumps(response)
         if self._asked.stored:
-            conversation = dumps([*self._asked.conversation, *messages_of(answer.output)])
-            self._store.put(self._owner, response["id"], body, conversation, time.monotonic())
+            id, output = response["id"], response["output"]
+            items = [*listed(self._asked.items, id.removeprefix("resp_")), *output]
+            ids = tuple(item["id"] for item in items)
+            self._store.put(self._owner, id, body, dumps(items), time.monotonic(), ids=ids, outputs=len(output))
         return body
 
 

@@ -1,14 +1,20 @@
-"""`GET` and `DELETE /v1/responses/{id}`: answers that are still kept, to the key that asked for them."""
+"""`GET` and `DELETE /v1/responses/{id}`, and the items that an answer was given: to the key that asked for it, while
+the answer is kept.
+"""
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from gateway.auth import Key
+from gateway.core.responses_fields import INCLUDES
+from gateway.core.responses_items import page
 from gateway.core.responses_store import Store
+from gateway.core.unchecked import dumps, loads
 from gateway.dialects.responses import PATH
 from gateway.errors import RequestError
 from gateway.exchange import exchange_of
@@ -16,9 +22,26 @@ from gateway.responses import json_response
 from gateway.runtime import Runtime
 from inference.protocol import Code
 
+DEFAULT_LIMIT, MAX_LIMIT = 20, 100
+"""Input items in one list, as OpenAI bounds them."""
+
+_ORDERS = ("asc", "desc")
+
+
+def _parameter(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "in": "query", "required": False, "schema": schema}
+
+
+_PARAMETERS = [
+    _parameter("limit", {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT}),
+    _parameter("order", {"type": "string", "enum": list(_ORDERS), "default": "desc"}),
+    _parameter("after", {"type": "string"}),
+    _parameter("include", {"type": "array", "items": {"type": "string", "enum": list(INCLUDES)}}),
+]
+
 
 def router(runtime: Runtime, store: Store) -> APIRouter:
-    """Both methods, and no for `compact`; they need a use key."""
+    """These routes, and a refusal of `compact`; all need a use key."""
     routes = APIRouter()
 
     def asking(request: Request) -> Key:
@@ -35,6 +58,37 @@ def router(runtime: Runtime, store: Store) -> APIRouter:
         if kept is None:
             raise _not_there(response_id)
         return Response(kept.response, media_type="application/json")
+
+    @routes.get(f"{PATH}/{{response_id}}/input_items", openapi_extra={"parameters": _PARAMETERS})
+    async def input_items(request: Request, response_id: str) -> Response:
+        owner = asking(request).digest.hex()
+        query = request.query_params
+        limit, order = query.get("limit", str(DEFAULT_LIMIT)), query.get("order", "desc")
+        if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= MAX_LIMIT):
+            raise RequestError(
+                Code.INVALID_REQUEST, f"`limit` must be a whole number from 1 to {MAX_LIMIT}", param="limit"
+            )
+        if order not in _ORDERS:
+            raise RequestError(Code.INVALID_REQUEST, f"`order` must be one of {', '.join(_ORDERS)}", param="order")
+        for wanted in (*query.getlist("include"), *query.getlist("include[]")):
+            if wanted not in INCLUDES:
+                said = f"`include` must hold only {', '.join(INCLUDES)}; it holds {wanted[:60]!r}"
+                raise RequestError(Code.INVALID_REQUEST, said, param="include")
+        kept = store.get(owner, response_id, time.monotonic())
+        if kept is None:
+            raise _not_there(response_id)
+        items = loads(kept.items)
+        own, after = items[: len(items) - kept.outputs], query.get("after")
+        try:
+            found = page(own, limit=int(limit), after=after, oldest_first=order == "asc")
+        except KeyError:
+            said = (
+                f"`after` names {after[:80]!r}, which is no input item of this response"
+                if after
+                else "`after` is empty"
+            )
+            raise RequestError(Code.INVALID_REQUEST, said, param="after") from None
+        return Response(dumps(found), media_type="application/json")
 
     @routes.post(f"{PATH}/compact")
     async def compact(request: Request) -> Response:

@@ -305,7 +305,6 @@ async def test_an_answer_that_breaks_off_and_goes_on_is_one_sequence(
         ({"background": True}, "unsupported_parameter", "background"),
         ({"truncation": "auto"}, "unsupported_parameter", "truncation"),
         ({"temperature": 3}, "invalid_request", "temperature"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "unsupported_parameter", "input[0]"),
     ],
 )
 async def test_what_cannot_be_is_refused_by_name(

@@ -18,7 +18,7 @@ from gateway.core.sse import SseSplitter
 
 pytestmark = pytest.mark.unmeasured
 
-_ASKED = parse(b'{"model":"m","input":"x"}', lambda _: None)
+_ASKED = parse(b'{"model":"m","input":"x"}', lambda _: None, lambda _: None)
 _HEAD = Head("ab", 1, "m", _ASKED.echo, _ASKED.names)
 _WORDS = st.text(max_size=5)
 _CALLS = st.lists(st.tuples(st.sampled_from(["f", "g"]), st.lists(_WORDS, max_size=3)), max_size=3)

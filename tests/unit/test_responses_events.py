@@ -36,7 +36,7 @@ USAGE = {
 
 
 def head(seals: bool = False, **body: Any) -> Head:
-    found = parse(json.dumps({**ASKED, **body}).encode(), lambda _: None)
+    found = parse(json.dumps({**ASKED, **body}).encode(), lambda _: None, lambda _: None)
     return Head("0123456789abcdef", 1700000000, "demo", found.echo, found.names, seals)
 
 

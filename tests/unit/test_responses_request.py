@@ -12,7 +12,7 @@ from gateway.core.frames import Endpoint
 from gateway.core.openai_request import Flavor, to_openai
 from gateway.core.requests import parse as parse_chat
 from gateway.core.responses_fields import FIELDS, schema
-from gateway.core.responses_items import seal, unseal
+from gateway.core.responses_items import listed, messages_of, page, seal, unseal
 from gateway.core.responses_request import Earlier, ResponsesRequest, parse
 from gateway.core.tool_names import short_name
 from gateway.errors import RequestError
@@ -36,7 +36,7 @@ def nothing(_: str) -> None:
 
 def asked(recall: Any = None, /, **body: Any) -> ResponsesRequest:
     raw = json.dumps({"model": "demo", "input": "Hi", **body}).encode()
-    found = parse(raw, recall or nothing)
+    found = parse(raw, recall or nothing, nothing)
     parse_chat(Endpoint.CHAT, json.dumps(found.request.body).encode())  # whatever comes out is a chat body
     return found
 
@@ -52,7 +52,7 @@ def messages(*items: dict[str, Any], **body: Any) -> list[dict[str, Any]]:
 
 def refusal(recall: Any = None, /, **body: Any) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        parse(json.dumps({"model": "demo", "input": "Hi", **body}).encode(), recall or nothing)
+        parse(json.dumps({"model": "demo", "input": "Hi", **body}).encode(), recall or nothing, nothing)
     assert caught.value.status == 400
     return caught.value
 
@@ -61,7 +61,7 @@ def test_a_text_is_what_the_user_says() -> None:
     found = asked()
     assert found.request.body == {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
     assert (found.request.stream, found.request.is_plain, found.stored, found.seals) == (False, True, True, False)
-    assert found.conversation == ({"role": "user", "content": "Hi"},)
+    assert found.items == ({"type": "message", "role": "user", "content": "Hi"},)
 
 
 def test_instructions_alone_are_something_to_answer() -> None:
@@ -397,23 +397,21 @@ def test_tools_that_run_elsewhere_are_left_out_where_that_is_set() -> None:
     """And the Response tells which tools were left."""
     hosted = [{"type": kind} for kind in (*HOSTED, "custom")]
     raw = json.dumps({"model": "demo", "input": "Hi", "tools": [*hosted, ADD]}).encode()
-    found = parse(raw, nothing, leaves_out=True)
+    found = parse(raw, nothing, nothing, leaves_out=True)
     assert [tool["function"]["name"] for tool in found.request.body["tools"]] == ["add"]
     assert [tool["name"] for tool in found.echo["tools"]] == ["add"]
-    none_left = parse(b'{"model":"m","input":"x","tools":[{"type":"mcp"}]}', nothing, leaves_out=True)
+    none_left = parse(b'{"model":"m","input":"x","tools":[{"type":"mcp"}]}', nothing, nothing, leaves_out=True)
     assert "tools" not in none_left.request.body
 
 
 @pytest.mark.parametrize(("tools", "param"), [("x", "tools"), ([5], "tools[0]"), ([{"name": "f"}], "tools[0].type")])
 def test_what_is_no_tool_is_refused_also_where_some_are_left_out(tools: Any, param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        parse(json.dumps({"model": "demo", "input": "Hi", "tools": tools}).encode(), nothing, leaves_out=True)
+        parse(json.dumps({"model": "demo", "input": "Hi", "tools": tools}).encode(), nothing, nothing, leaves_out=True)
     assert caught.value.param == param
 
 
-@pytest.mark.parametrize(
-    "kind", ["custom_tool_call", "item_reference", "compaction", "web_search_call", "local_shell_call", "mcp_call"]
-)
+@pytest.mark.parametrize("kind", ["custom_tool_call", "compaction", "web_search_call", "local_shell_call", "mcp_call"])
 def test_items_that_no_model_here_could_read_are_refused_by_name(kind: str) -> None:
     error = refusal(input=[{"role": "user", "content": "x"}, {"type": kind, "id": "x"}])
     assert (error.code, error.param) == (Code.UNSUPPORTED_PARAMETER, "input[1]")
@@ -428,7 +426,6 @@ def test_items_that_no_model_here_could_read_are_refused_by_name(kind: str) -> N
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
         ({"input": [5]}, "input[0]"),
-        ({"input": [{"id": "msg_1"}]}, "input[0]"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, "input[0].content[0].type"),
@@ -499,7 +496,7 @@ def test_what_cannot_be_fetched_is_refused(part: dict[str, Any], param: str) -> 
 
 def test_a_body_that_is_no_json_is_refused() -> None:
     with pytest.raises(RequestError):
-        parse(b"{", nothing)
+        parse(b"{", nothing, nothing)
 
 
 # --- earlier answers --------------------------------------------------------------------------------------------------
@@ -511,7 +508,7 @@ def test_an_earlier_answer_is_built_on_without_its_instructions() -> None:
     assert found.request.body["messages"] == [
         {"role": "system", "content": "Be brief."}, *before, {"role": "user", "content": "Two"},
     ]  # fmt: skip
-    assert found.conversation == (*before, {"role": "user", "content": "Two"})
+    assert found.items == (*before, {"type": "message", "role": "user", "content": "Two"})
     assert found.request.size_bytes > 500
     assert found.echo["previous_response_id"] == "resp_1"
 
@@ -520,6 +517,76 @@ def test_an_earlier_answer_that_is_not_there_says_so() -> None:
     error = refusal(previous_response_id="resp_2")
     assert (error.code, error.param) == (Code.PREVIOUS_RESPONSE_NOT_FOUND, "previous_response_id")
     assert "resp_2" in error.message
+
+
+def test_a_reference_stands_for_the_kept_item() -> None:
+    said = {"type": "message", "id": "msg_1", "role": "assistant", "content": [{"type": "output_text", "text": "1"}]}
+    body = {"model": "demo", "input": [
+        {"role": "user", "content": "One"}, {"type": "item_reference", "id": "msg_1"}, {"id": "msg_1"},
+        {"role": "user", "content": "Two"},
+    ]}  # fmt: skip
+    raw = json.dumps(body).encode()
+    found = parse(raw, nothing, {"msg_1": (said, 500)}.get)
+    assert found.request.body["messages"] == [
+        {"role": "user", "content": "One"}, {"role": "assistant", "content": "1"},
+        {"role": "assistant", "content": "1"}, {"role": "user", "content": "Two"},
+    ]  # fmt: skip
+    assert found.items[1] == found.items[2] == said
+    assert found.request.size_bytes == len(raw) + 1000
+
+
+@pytest.mark.parametrize("reference", [{"type": "item_reference", "id": "msg_2"}, {"id": "msg_2"}])
+def test_an_unknown_item_says_how_to_go_on(reference: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse(json.dumps({"model": "demo", "input": [reference]}).encode(), nothing, nothing)
+    assert (caught.value.status, caught.value.param) == (404, "input[0]")
+    assert all(words in caught.value.message for words in ("msg_2", "Send the item itself", "store: false"))
+
+
+def test_a_reference_needs_an_id() -> None:
+    assert refusal(input=[{"type": "item_reference"}]).param == "input[0].id"
+
+
+# --- the list of input items ------------------------------------------------------------------------------------------
+def test_input_items_are_listed_with_ids_types_and_parts() -> None:
+    items = [
+        {"role": "user", "content": "One"},
+        {"role": "assistant", "content": "1", "id": "msg_given", "status": "incomplete"},
+        {"role": "user", "content": [{"type": "input_text", "text": "Two"}], "id": 5},
+        {"type": "function_call_output", "call_id": "c", "output": "3"},
+    ]
+    assert listed(items, "ab") == [
+        {"id": "msg_abi00", "type": "message", "status": "completed", "role": "user",
+         "content": [{"type": "input_text", "text": "One"}]},
+        {"id": "msg_given", "type": "message", "status": "incomplete", "role": "assistant",
+         "content": [{"type": "output_text", "text": "1", "annotations": []}]},
+        {"id": "msg_abi02", "type": "message", "status": "completed", "role": "user",
+         "content": [{"type": "input_text", "text": "Two"}]},
+        {"id": "fco_abi03", "type": "function_call_output", "status": "completed", "call_id": "c", "output": "3"},
+    ]  # fmt: skip
+    assert messages_of(listed(items, "ab")) == messages_of(items), "a model is shown the same"
+
+
+def test_pages_of_input_items_follow_each_other() -> None:
+    items = [{"id": f"i{number}"} for number in range(5)]
+
+    def ids(**query: Any) -> tuple[list[str], bool]:
+        found = page(items, **{"limit": 2, "after": None, "oldest_first": False, **query})
+        kept = [item["id"] for item in found["data"]]
+        assert (found["object"], found["first_id"], found["last_id"]) == (
+            "list",
+            kept[0] if kept else None,
+            kept[-1] if kept else None,
+        )
+        return kept, found["has_more"]
+
+    assert ids() == (["i4", "i3"], True)
+    assert ids(after="i3") == (["i2", "i1"], True)
+    assert ids(after="i1") == (["i0"], False)
+    assert ids(after="i0") == ([], False)
+    assert ids(after="i1", oldest_first=True) == (["i2", "i3"], True)
+    with pytest.raises(KeyError):
+        ids(after="i9")
 
 
 # --- completeness -----------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.core.responses_store import Store
+from gateway.core.responses_store import ITEM_BYTES, Store
 
 
 def put(store: Store, owner: str, id: str, size: int, now: float = 0.0) -> None:
@@ -14,7 +14,7 @@ def test_an_answer_is_its_owners_alone_and_only_for_a_while() -> None:
     store.put("a", "r1", b"{}", b"[1]", 0.0)
     found = store.get("a", "r1", 59.9)
     assert found is not None
-    assert (found.response, found.conversation, found.size_bytes) == (b"{}", b"[1]", 5)
+    assert (found.response, found.items, found.size_bytes) == (b"{}", b"[1]", 5)
     assert store.get("b", "r1", 0.0) is None
     assert store.get("a", "r2", 0.0) is None
     assert store.get("a", "r1", 60.0) is None
@@ -55,3 +55,24 @@ def test_deleting_forgets() -> None:
     assert store.delete("a", "r1", 0.0)
     assert not store.delete("a", "r1", 0.0)
     assert store.size_bytes == 0
+
+
+def test_an_item_is_found_by_its_owner_in_the_last_answer_that_holds_it() -> None:
+    store = Store(10_000, 60.0)
+    store.put("a", "r1", b"1", b"[]", 0.0, ids=("msg_1",))
+    store.put("a", "r2", b"2", b"[]", 30.0, ids=("msg_1", "msg_2"))
+    found = store.holding("a", "msg_1", 80.0)
+    assert found is not None and found.response == b"2", "the first answer is over by now, the second holds it too"
+    assert store.holding("b", "msg_1", 0.0) is None
+    assert store.holding("a", "msg_3", 0.0) is None
+    assert store.holding("a", "msg_2", 90.0) is None
+    store.delete("a", "r1", 40.0)
+    assert store.holding("a", "msg_1", 40.0) is not None
+    store.delete("a", "r2", 40.0)
+    assert store.holding("a", "msg_1", 40.0) is None
+
+
+def test_the_ids_of_items_count_as_memory() -> None:
+    store = Store(10_000, 60.0)
+    store.put("a", "r1", b"1", b"[]", 0.0, ids=("msg_1", "msg_2"))
+    assert store.size_bytes == 3 + 2 * ITEM_BYTES
