@@ -354,7 +354,7 @@ class Setup:
         cmake_args = self.cmake_args or (found.cmake_args if found else "")
         changed = False
         if found and found.build and (found.digest, found.cmake_args) == (made_of, cmake_args):
-            if found.build.get("cpu") == str(self.cpu) or self._computes_here(found):
+            if self._is_unchanged(found.build) or self._computes_here(found):
                 return
             changed = True
         else:
@@ -380,11 +380,19 @@ class Setup:
         build = asdict(Build.at(self._package(), self.cpu))
         Stamp(made_of, cmake_args, rung.arguments, rung.reason, str(compiles_with), build).write(self.stamp)
 
+    def _is_unchanged(self, build: Mapping[str, str]) -> bool:
+        """Whether CPU, libraries and place are those for which the build is proven to compute."""
+        return build == asdict(Build.at(Path(build.get("place", self.root)), self.cpu))
+
     def _computes_here(self, found: Stamp) -> bool:
-        """Whether a build that was made on another CPU computes on this one; the stamp then says so."""
-        print("Headgate checks its build of llama.cpp: it was made on another CPU.", file=sys.stderr)
-        if (failure := self._proof()) is not None:
-            print(f"  {failure}; it is compiled for {self.cpu}", file=sys.stderr)
+        """Whether a build computes although its CPU or its libraries changed; the stamp then says so."""
+        print("Headgate checks its build of llama.cpp: the CPU or the libraries changed.", file=sys.stderr)
+        try:
+            failure = self._proof()
+        except SetupError as error:
+            failure = str(error)
+        if failure is not None:
+            print(f"  {failure}; it is installed again for {self.cpu}", file=sys.stderr)
             return False
         replace(found, build=asdict(Build.at(self._package(), self.cpu))).write(self.stamp)
         return True

@@ -25,12 +25,13 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from headgate.shared.environ import load_environ
-from headgate.shared.errors import ConfigError, Exit
+from headgate.shared.errors import ConfigError, Exit, Problem
 from headgate.shared.state import INFERENCE_TOKEN, StateDir
 from headgate.shared.wire import WiredHttp
 from inference import http, orphans, settings
 from inference.accelerator_memory import Circumstances, Unreached
 from inference.authority.shell import Authority
+from inference.build_check import BuildCheck
 from inference.bus import Bus
 from inference.core.hang_detection import Patience
 from inference.crashes import CrashStore
@@ -77,6 +78,7 @@ class Service:
         self.draining = False
         self.metrics = Metrics()
         self.crashes = CrashStore(state)
+        self.build_check = BuildCheck(state)
         patience = Patience(
             start_seconds=said.worker_start_seconds,
             load_seconds=said.load_timeout_seconds,
@@ -88,11 +90,14 @@ class Service:
             config,
             inventory=Inventory.of(said, socket_directory(state)),
             estimator=Estimator(state, seconds=said.estimate_timeout_seconds),
-            supervisor=Supervisor(state, patience, command=command),
+            supervisor=Supervisor(
+                state, patience, command=command, build_is_trusted=lambda: self.build_check.is_trusted
+            ),
             crashes=self.crashes,
             bus=Bus(),
             metrics=self.metrics,
             headrooms=Headrooms(state),
+            build_check=self.build_check,
         )
         self.metrics.gauges = lambda: gauges(self.authority)
         self.app = self._app(token, said.admin_key, said.max_body_bytes)
@@ -142,8 +147,13 @@ async def serve(
     )
     stopping = _handle_signals(running, server, lambda: _reload(running, config.config_dir, overrides))
     answering = asyncio.create_task(server.serve([sock]))
+
+    async def start() -> list[Problem]:
+        await running.build_check.at_start()
+        return await running.authority.start(partial(unreached.check, cpu_asked=cpu_asked))
+
     try:
-        starting = asyncio.create_task(running.authority.start(partial(unreached.check, cpu_asked=cpu_asked)))
+        starting = asyncio.create_task(start())
         await asyncio.wait({starting, answering}, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             starting.cancel()
@@ -214,7 +224,12 @@ def _handle_signals(running: Service, server: uvicorn.Server, reload: Callable[[
             stopping.status = Exit.RESTART_OUTSIDE
             on_stop("a restart is needed")
 
+    def on_broken_build(why: str) -> None:
+        running.authority.quiesce()
+        on_restart(why)
+
     running.authority.health.restart = on_restart
+    running.build_check.broken = on_broken_build
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_stop, number.name)
     loop.add_signal_handler(signal.SIGHUP, reload)

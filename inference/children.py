@@ -31,11 +31,14 @@ _stuck: dict[str, set[asyncio.Future[int]]] = {}
 
 
 class HelperError(Exception):
-    """A helper gave no answer; the message says which job and why, `said` are its last words."""
+    """A helper gave no answer; the message says which job and why, `said` are its last words, and `status` is how it
+    ended (None where it was killed for being late, or did not start).
+    """
 
-    def __init__(self, message: str, said: str = "") -> None:
+    def __init__(self, message: str, said: str = "", status: int | None = None) -> None:
         super().__init__(message)
         self.said = said
+        self.status = status
 
 
 async def run_helper(
@@ -57,7 +60,9 @@ async def run_helper(
         said = err[-MOST_LAST_WORDS_BYTES:].decode("utf-8", "replace").strip()
         words = said.splitlines()
         raise HelperError(
-            f"the {job} helper ended with {_ending(process.returncode)}{': ' + words[-1] if words else ''}", said
+            f"the {job} helper ended with {_ending(process.returncode)}{': ' + words[-1] if words else ''}",
+            said,
+            process.returncode,
         ) from None
     if not isinstance(answer, dict):
         raise HelperError(f"the {job} helper answered nonsense")

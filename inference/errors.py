@@ -207,6 +207,18 @@ class ShuttingDown(RefusedError):
         super().__init__("the inference service is shutting down; try again in a moment", retry_after=5.0)
 
 
+class BrokenBuild(RefusedError):
+    """llama.cpp does not compute on this CPU any more, so the service ends; no model can answer."""
+
+    code = Code.SHUTTING_DOWN
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the inference service stops: llama.cpp does not compute on this machine's CPU; its log says what to do",
+            retry_after=5.0,
+        )
+
+
 class ModelUnavailableError(InferenceError):
     """Something broke on the way to the answer."""
 

@@ -21,7 +21,7 @@ from inference.authority.placement.ledger import LedgerError, Phase
 from inference.authority.placement.plan import Placement
 from inference.authority.pressure.growth import growth
 from inference.devices.cpu import CPU
-from inference.errors import InferenceError, MemoryRefused, ModelFailed
+from inference.errors import BrokenBuild, InferenceError, MemoryRefused, ModelFailed
 from inference.evictions import Action, Departure, Reason
 from inference.model import Model, Running
 from inference.osapi import private_bytes
@@ -272,8 +272,13 @@ class Loads:
                 message += f"; its file is {model.spec.path}"
             counts = not (tries_again or replaced) and self._authority.quarantine.charges(model, running, exit)
             self.failed(model, message, counts=counts)
-            if was_loading and not tries_again:
-                self._give_up(model, running.failure or self._load_error(model, running, exit))
+            error = (
+                running.failure or self._load_error(model, running, exit) if was_loading and not tries_again else None
+            )
+            if exit.cause is ExitCause.BROKEN_BUILD:
+                self._authority.background.spawn(self._give_up_checked(model, error))
+            elif error is not None:
+                self._give_up(model, error)
         if model.removed:
             self._authority.models.pop(model.id, None)
         self._authority.pump()
@@ -302,6 +307,13 @@ class Loads:
         """A load failed: those who wait are told, unless the model was being moved and goes back."""
         if not self._authority.moving.turns_back(model, error):
             self._authority.waiting.fail(model, error)
+
+    async def _give_up_checked(self, model: Model, error: InferenceError | None) -> None:
+        """Answer those that wait for a worker that died at its first step, when the build was checked again."""
+        if not await self._authority.build_holds():
+            self._authority.waiting.fail(model, BrokenBuild())
+        elif error is not None and model.state is _S.FAILED:  # else it is loaded again already
+            self._give_up(model, error)
 
     def hurry(self, model: Model, running: Running) -> None:
         """The time in which a model may finish what it does is over."""

@@ -95,14 +95,18 @@ class WorkerProcess:
         on_change: Callable[[], None],
         keep: int | None = None,
         kills: HostKills | None = None,
+        build_is_trusted: Callable[[], bool] = lambda: False,
     ) -> None:
         """`keep`: a descriptor of memory for sequences that outlive the process; from here on it is the worker's.
+        `build_is_trusted`: whether a death at the first step cannot be llama.cpp's.
 
         Raises HeadgateError.
         """
         self.name = name
         self._keep = keep
         self._kills = kills
+        self._build_is_trusted = build_is_trusted
+        self._has_computed = False
         self.socket_path = path
         self.progress = 0.0
         self.beat: Beat | None = None
@@ -264,6 +268,7 @@ class WorkerProcess:
                 self._failed = message
             case Beat():
                 self.beat = message
+                self._has_computed = self._has_computed or message.prompt_tokens + message.generated_tokens > 0
                 self._on_change()
             case _:
                 log.error("worker %s sent %s, which is ours to send", self.name, message.tag)
@@ -357,6 +362,8 @@ class WorkerProcess:
             failed_cause=self._failed.cause if self._failed else None,
             greeted=self.hello.done(),
             ready=self._watch.is_ready,
+            has_computed=self._has_computed,
+            build_is_trusted=self._build_is_trusted(),
             last_text="\n".join(self._lines),
         )
         cause = classify(remains)
@@ -376,4 +383,5 @@ class WorkerProcess:
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
         told = cause not in (ExitCause.KILLED, ExitCause.REQUESTED)  # then its last line has nothing to do with it
         last = telling(self._lines) if told else ""
-        return f"the worker ended with {how} ({cause}){': ' + last[:300] if last else ''}"
+        name = "broken build" if cause is ExitCause.BROKEN_BUILD else cause
+        return f"the worker ended with {how} ({name}){': ' + last[:300] if last else ''}"

@@ -197,6 +197,8 @@ class ExitCause(StrEnum):
     OOM_COMPUTE = "oom_compute"
     DEVICE_LOST = "device_lost"
     ASSERT = "assert"
+    BROKEN_BUILD = "broken_build"
+    """It died at its first step, as by an instruction that this CPU does not have."""
     KILLED = "killed"
     HANG = "hang"
     STARTUP = "startup"

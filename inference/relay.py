@@ -23,7 +23,7 @@ from inference import http, vocabulary
 from inference.authority.placement.plan import Refusal
 from inference.authority.quarantine.docket import SUSPICIOUS, Crash
 from inference.authority.shell import Authority
-from inference.errors import InferenceError, InvalidRequestError, ModelFailed
+from inference.errors import BrokenBuild, InferenceError, InvalidRequestError, ModelFailed
 from inference.flow import Flow
 from inference.http import Headers, Out, Receive, Scope, Send
 from inference.model import Lease, Model, Ticket
@@ -286,14 +286,19 @@ class Relay:
             return _WorkerLeftError()
         if exit.cause is ExitCause.DEVICE_LOST:
             return self._authority.health.loss(model, lease.running.placement.devices, exit.message)
+        cause = exit.cause
+        if cause is ExitCause.BROKEN_BUILD:
+            if not await self._authority.build_holds():
+                return BrokenBuild()
+            cause = ExitCause.ASSERT  # as every further such death is classified
         told = ModelFailed(
             f"the worker of {model.id!r} ended before the answer did: {exit.message}",
             retry_after=model.backoff.delay_seconds or None,
             details={"cause": str(exit.cause)},
         )
-        if exit.cause not in SUSPICIOUS:
+        if cause not in SUSPICIOUS:
             return told
-        crash = Crash(exit.cause, exit.message, alone=lease.alone, wordless=exit.wordless)
+        crash = Crash(cause, exit.message, alone=lease.alone, wordless=exit.wordless)
         return CrashedError(crash, told, relayed=relayed)
 
 

@@ -25,7 +25,16 @@ WORKER_COMMAND = (sys.executable, "-m", "inference.worker")
 class Supervisor:
     """Spawns workers; keeps the directory of their sockets."""
 
-    def __init__(self, state: StateDir, patience: Patience, *, command: Sequence[str] = WORKER_COMMAND) -> None:
+    def __init__(
+        self,
+        state: StateDir,
+        patience: Patience,
+        *,
+        command: Sequence[str] = WORKER_COMMAND,
+        build_is_trusted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`build_is_trusted`: as workers are given it."""
+        self._build_is_trusted = build_is_trusted
         self._patience = patience
         self._command = tuple(command)
         self._directory = socket_directory(state)
@@ -54,7 +63,17 @@ class Supervisor:
         path = self._directory / f"{os.getpid()}-{self._count}.sock"
         keep = nameless_memory() if after is None else after.shared_keep()
         try:
-            worker = WorkerProcess(name, path, self._command, environment, self._patience, on_change, keep, self.kills)
+            worker = WorkerProcess(
+                name,
+                path,
+                self._command,
+                environment,
+                self._patience,
+                on_change,
+                keep,
+                self.kills,
+                self._build_is_trusted,
+            )
         except HeadgateError:
             if keep is not None:
                 os.close(keep)

@@ -24,6 +24,7 @@ from inference.authority.lifecycle.wait_queue import QueueFullError, Waiter
 from inference.authority.placement.ledger import Account, Ledger
 from inference.authority.placement.plan import Result
 from inference.background import Background
+from inference.build_check import BuildCheck
 from inference.bus import Bus
 from inference.change import Change
 from inference.crashes import CrashStore
@@ -80,11 +81,13 @@ class Authority:
         bus: Bus,
         metrics: Metrics,
         headrooms: Headrooms,
+        build_check: BuildCheck | None = None,
     ) -> None:
         self.config = config
         self.settings = config.settings
         self.inventory = inventory
         self.crashes = crashes
+        self.build_check = build_check
         self.bus = bus
         self.metrics = metrics
         self.evictions = Evictions(metrics, bus)
@@ -141,6 +144,10 @@ class Authority:
         if not self.settings.enable_lazy_model_loading:
             self.background.spawn(load_all(self))
         return check_devices(self.config, len(accelerators))
+
+    async def build_holds(self) -> bool:
+        """Whether llama.cpp still computes on this CPU, after a worker died at its first step."""
+        return self.build_check is None or await self.build_check.holds()
 
     def quiesce(self) -> None:
         """Takes nothing new from now on; everybody who waits is told."""

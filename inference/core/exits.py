@@ -71,7 +71,9 @@ class Remains:
     """What is known of an ended worker.
 
     `status` is the exit status, or minus the signal's number. `requested` and `hang` say that the authority ended it
-    itself; `failed_cause` is what its `failed` message said; `greeted` and `ready` how far it had come.
+    itself; `failed_cause` is what its `failed` message said; `greeted` and `ready` how far it had come. `has_computed`
+    is whether a step for a request was completed; `build_is_trusted` whether llama.cpp was found to compute since a
+    worker died before its first one.
     """
 
     status: int
@@ -80,6 +82,8 @@ class Remains:
     failed_cause: str | None = None
     greeted: bool = True
     ready: bool = True
+    has_computed: bool = True
+    build_is_trusted: bool = False
     last_text: str = ""
 
 
@@ -98,6 +102,8 @@ def classify(remains: Remains) -> ExitCause:
         if by_text in (_C.OOM_COMPUTE, _C.OOM_LOAD):
             return _C.OOM_COMPUTE if remains.ready else _C.OOM_LOAD
         return by_text
+    if remains.status in (-_SIGILL, -_SIGSEGV) and not (remains.has_computed or remains.build_is_trusted):
+        return _C.BROKEN_BUILD
     if remains.status in (-_SIGABRT, -_SIGSEGV, -_SIGBUS, -_SIGILL, -_SIGFPE):
         return _C.ASSERT
     if not remains.greeted or not remains.ready:

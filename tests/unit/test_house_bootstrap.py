@@ -443,7 +443,7 @@ def test_another_cpu_has_the_build_checked_and_kept(clone: Path, capsys: Any) ->
     _set_up(clone, ["rpc"])
     moved = _set_up(clone, [], cpu=AMX_CPU)
     assert (moved.steps, moved.proven) == ([], 1)
-    assert "it was made on another CPU" in capsys.readouterr().err
+    assert "the CPU or the libraries changed" in capsys.readouterr().err
     assert _set_up(clone, [], cpu=AMX_CPU).proven == 0
 
 
@@ -452,6 +452,16 @@ def test_another_cpu_on_which_the_build_breaks_has_it_compiled(clone: Path) -> N
     moved = _set_up(clone, ["rpc"], proofs=["illegal instruction"])
     assert ["--no-cache-dir" in step for step in moved.compiled] == [True]
     assert (_stamp(clone).build or {})["cpu"] == str(PLAIN_CPU)
+
+
+def test_libraries_that_were_replaced_are_checked(clone: Path) -> None:
+    first = _set_up(clone, ["rpc"])
+    assert _set_up(clone, []).proven == 0
+    (first._package() / "libggml-rpc.so").write_bytes(b"another build")
+    assert _set_up(clone, []).proven == 1
+    assert _set_up(clone, []).proven == 0
+    (first._package() / "libggml-rpc.so").unlink()
+    assert len(_set_up(clone, ["rpc"], proofs=["this build cannot be used"]).compiled) == 1
 
 
 def test_stamp_of_an_earlier_version_keeps_the_users_arguments(clone: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from inference.core.exits import Remains, cause_of_text, classify, is_wordless, telling
 from inference.protocol import ExitCause
 
-ABORT, KILL, SEGV = -6, -9, -11
+ABORT, KILL, SEGV, ILL = -6, -9, -11, -4
 CORPUS = Path(__file__).parent / "golden" / "abort_texts.txt"
 
 
@@ -67,6 +67,14 @@ def test_who_says_nothing_may_have_been_sent_a_signal() -> None:
         (Remains(KILL, ready=False, last_text="GGML_ASSERT"), ExitCause.KILLED),
         (Remains(ABORT), ExitCause.ASSERT),
         (Remains(SEGV), ExitCause.ASSERT),
+        (Remains(SEGV, has_computed=False), ExitCause.BROKEN_BUILD),
+        (Remains(ILL, has_computed=False), ExitCause.BROKEN_BUILD),
+        (Remains(ILL, has_computed=False, ready=False), ExitCause.BROKEN_BUILD),
+        (Remains(ILL), ExitCause.ASSERT),
+        (Remains(SEGV, has_computed=False, build_is_trusted=True), ExitCause.ASSERT),
+        (Remains(ABORT, has_computed=False), ExitCause.ASSERT),
+        (Remains(SEGV, has_computed=False, last_text="ggml.c:1: GGML_ASSERT(false) failed"), ExitCause.ASSERT),
+        (Remains(SEGV, has_computed=False, requested=True), ExitCause.REQUESTED),
         (Remains(ABORT, last_text="CUDA error: out of memory"), ExitCause.OOM_COMPUTE),
         (Remains(ABORT, ready=False, last_text="CUDA error: out of memory"), ExitCause.OOM_LOAD),
         (Remains(ABORT, last_text="alloc: cudaMalloc failed: out of memory"), ExitCause.OOM_COMPUTE),

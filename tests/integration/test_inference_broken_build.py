@@ -1,0 +1,111 @@
+"""A build of llama.cpp that does not compute on this CPU: refused at the start, found out when a worker dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import urllib.error
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headgate.machine import Build
+from headgate.shared.errors import Exit
+from inference.devices.simgpu.server import package
+from tests.rigs.broken_llama import BrokenLlama
+from tests.rigs.processes import http_status, wait_until
+from tests.rigs.stack import Stack
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="preloads a library")
+
+QUESTION = {"model": "demo", "messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 8}
+ROUTES = 'routes: {"*": {chain: ["local/*"]}}'
+WORKERS = "inference.worker"
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> BrokenLlama:
+    return BrokenLlama(tmp_path)
+
+
+@pytest.fixture
+def stack(tmp_path: Path, broken: BrokenLlama) -> Iterator[Stack]:
+    env = {**broken.env, "INFERENCE_FORCE_CPU_MODE": "true"}
+    stack = Stack(tmp_path, gateway=ROUTES, inference_env=env)
+    yield stack
+    stack.kill()
+
+
+def _doubted(stack: Stack) -> Path:
+    """The record of a service that ended because this build does not compute, which has the next one check it."""
+    engine = package()
+    assert engine is not None
+    record = stack.state.root / "build.json"
+    record.write_text(json.dumps({"failed": asdict(Build.at(engine))}))
+    return record
+
+
+def _refusal(stack: Stack, *, direct: bool = False) -> dict[str, Any]:
+    """The error of a request that fails."""
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        stack.ask("/v1/chat/completions", QUESTION, direct=direct, seconds=60.0)
+    return {"status": caught.value.code, **json.load(caught.value)["error"]}
+
+
+@pytest.mark.parametrize("how", ["sigill", "zero"])
+def test_service_with_a_broken_build_ends_with_70_before_it_is_ready(
+    stack: Stack, broken: BrokenLlama, how: str
+) -> None:
+    _doubted(stack)
+    broken.breaks(how)
+    with contextlib.suppress(AssertionError):  # it may end before it was seen to answer
+        stack.inference.start()
+        assert http_status(stack.inference.url + "/readyz") in (503, None)
+    assert stack.inference.wait() == Exit.RESTART_OUTSIDE
+    (said,) = [line for line in stack.inference.log.splitlines() if "does not compute" in line]
+    assert "run `make clean`, then `make serve`" in said
+    assert "inference answers on" not in stack.inference.log
+
+
+def test_doubted_build_that_computes_is_recorded_and_served(stack: Stack) -> None:
+    record = _doubted(stack)
+    stack.start()
+    assert "passed" in json.loads(record.read_text())
+    assert stack.ask("/v1/chat/completions", QUESTION)["choices"]
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["while it loads", "while it answers"])
+def test_service_whose_build_stops_computing_ends_with_70(stack: Stack, broken: BrokenLlama, loaded: bool) -> None:
+    """Whatever is asked meanwhile is told that the service stops; no model's breaker opens for it."""
+    stack.start()
+    if loaded:
+        stack.ask("/models/demo/load", {}, direct=True)
+    broken.breaks("sigill")
+    with ThreadPoolExecutor(8) as pool:
+        errors = list(pool.map(lambda _: _refusal(stack), range(8)))
+    assert {error["status"] for error in errors} == {503}
+    assert stack.inference.wait() == Exit.RESTART_OUTSIDE
+    log = stack.inference.log
+    assert "signal SIGILL (broken build)" in log
+    assert log.count("only a restart of this service can help: llama.cpp does not compute on this CPU") == 1
+    pairs = [breaker for breaker in stack.breakers() if breaker["model"] is not None]
+    assert [breaker["state"] for breaker in pairs if breaker["state"] != "closed"] == []
+
+
+def test_model_that_crashes_at_its_first_step_fails_alone(stack: Stack, broken: BrokenLlama) -> None:
+    """The build computes, so the service goes on, and the next death is an ordinary one."""
+    stack.start()
+    broken.breaks("sigsegv", only=WORKERS)
+    for cause in ("broken_build", "assert"):
+        assert _refusal(stack, direct=True)["code"] == "model_failed"
+        wait_until("the crash is recorded", lambda: stack.model("demo")["state"] in ("failed", "cold"))
+        assert stack.ask("/models/demo/crashes", direct=True)["crashes"][0]["cause"] == cause
+        wait_until("its backoff is over", lambda: stack.model("demo")["state"] == "cold")
+    assert "llama.cpp computes: the worker's end is its model's own" in stack.inference.log
+    broken.computes()
+    assert stack.ask("/v1/chat/completions", QUESTION, direct=True)["choices"]
