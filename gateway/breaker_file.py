@@ -14,10 +14,12 @@ import math
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 from gateway.breakers import MAX_GUARDS, Breakers
 from gateway.core.outcome import MAX_RETRY_AFTER_SECONDS
 from headgate.shared.errors import HeadgateError
+from headgate.shared.recovery import recovered
 from headgate.shared.state import StateDir, write_atomic
 
 log = logging.getLogger("gateway.breaker_file")
@@ -62,8 +64,8 @@ class BreakerFile:
         """Opens the breakers that were open before; one line in the log about a file that cannot be used."""
         try:
             found, written = await asyncio.to_thread(_read, self._state)
-        except (OSError, ValueError, HeadgateError) as error:
-            log.warning("%s is ignored, breakers start closed: %s", NAME, error)
+        except HeadgateError as error:
+            log.warning("breakers start closed: %s", error)
             return
         # nobody has more left than there was: a clock that was set back tells no longer wait
         now, providers = max(self._wall(), written), self._providers()
@@ -119,24 +121,16 @@ def _write(state: StateDir, data: bytes) -> None:
 
 
 def _read(state: StateDir) -> tuple[list[Entry], float]:
-    """What the file holds and when it was written; raises OSError, or ValueError for what is none of ours."""
-    path = _path(state)
-    if not path.exists():
-        return [], 0.0
-    if not path.is_file():
-        raise ValueError("it is no file")  # a pipe would be waited for
-    with path.open("rb") as source:
-        data = source.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"it is larger than {MAX_BYTES} bytes")
-    try:
-        said = json.loads(data)
-        if said["format"] != FORMAT:
-            raise ValueError("it is of another version")
-        entries = [_entry(item) for item in said["breakers"][:MAX_GUARDS]]
-        written = float(said.get("written", 0.0))  # a former version did not say
-    except (KeyError, TypeError, RecursionError, OverflowError) as error:
-        raise ValueError(f"it is not what a gateway writes ({type(error).__name__})") from error
+    """What the file holds and when it was written; nothing of a file that cannot be used. Raises HeadgateError."""
+    return recovered(_path(state), _kept, "breakers start closed", most_bytes=MAX_BYTES) or ([], 0.0)
+
+
+def _kept(data: Any) -> tuple[list[Entry], float]:
+    """The same from the file's content; raises ValueError and others for what is none of ours."""
+    if data["format"] != FORMAT:
+        raise ValueError("it is of another version")
+    entries = [_entry(item) for item in data["breakers"][:MAX_GUARDS]]
+    written = float(data.get("written", 0.0))  # a former version did not say
     return entries, written if math.isfinite(written) else 0.0
 
 

@@ -15,8 +15,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from headgate.shared.errors import Exit, HeadgateError
+from headgate.shared.recovery import recovered
 from headgate.shared.state import StateDir
 from inference.devices.base import HIDDEN
 from inference.devices.simgpu.server import package
@@ -26,6 +28,7 @@ log = logging.getLogger(__name__)
 
 NAME = "accelerators.json"
 _VERSION = 1
+_LOST = "accelerators that were there before this start are not expected"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _SHOWN_BY = (*HIDDEN, "NVIDIA_VISIBLE_DEVICES")
 """Variables that hide accelerators from a process, or from a container: who changes one means what it does."""
@@ -92,7 +95,7 @@ class Unreached:
 
     def check(self, found: int, *, cpu_asked: bool) -> None:
         """The service found so many; raises OutOfReachError where that is too few. Keeps them where there are any."""
-        before = None if cpu_asked else self._read()
+        before = None if cpu_asked else recovered(self._path, _record, _LOST)
         if before is not None and before.under == self._now:
             if found < (before.count if before.unreached else 1):
                 raise OutOfReachError(self._refusal(before.count, found))
@@ -114,13 +117,11 @@ class Unreached:
         data = json.dumps({"version": _VERSION, **asdict(record)}).encode()
         self._files.write(lambda: self._path, data)
 
-    def _read(self) -> Record | None:
-        try:
-            said = json.loads(self._path.read_bytes())
-            under = said["under"]
-            if said["version"] != _VERSION or said["count"] < 1:
-                return None
-            circumstances = Circumstances(dict(under["choice"]), str(under["boot"]), tuple(under["backends"]))
-            return Record(int(said["count"]), bool(said["unreached"]), circumstances)
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+
+def _record(data: Any) -> Record | None:
+    """The record in the file's content; none of another version."""
+    under = data["under"]
+    if data["version"] != _VERSION or data["count"] < 1:
+        return None
+    circumstances = Circumstances(dict(under["choice"]), str(under["boot"]), tuple(under["backends"]))
+    return Record(int(data["count"]), bool(data["unreached"]), circumstances)

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 from urllib.parse import quote
 
+from headgate.shared.recovery import recovered
 from headgate.shared.state import StateDir
 from inference.process import WorkerExit
 from inference.statefile import StateFiles
@@ -49,11 +50,15 @@ class CrashStore:
         name = _file_name(model)
         if name in self._unwritten:
             return self._unwritten[name]
-        try:
-            data = json.loads((self._state.root / "crashes" / name).read_bytes())
-        except (OSError, ValueError):
-            return []
-        return data if isinstance(data, list) else []
+        path = self._state.root / "crashes" / name
+        return recovered(path, _records, f"crash records of {model} are not shown") or []
+
+
+def _records(data: Any) -> list[dict[str, Any]]:
+    """The records in the file's content."""
+    if not isinstance(data, list) or not all(isinstance(item, dict) for item in data):
+        raise ValueError("it is no list of records")
+    return data
 
 
 def _file_name(model: str) -> str:

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headgate.shared.recovery import recovered
 from headgate.shared.state import StateDir
 from inference.authority.placement.layers import Sizes
 from inference.children import HelperError, run_helper
@@ -97,7 +98,7 @@ class Estimator:
         self._path = state.file("estimates.json")
         self._files = StateFiles("estimates")
         self._seconds = seconds
-        self._cache: dict[str, dict[str, Any]] = _read_cache(self._path)
+        self._cache: dict[str, dict[str, Any]] = recovered(self._path, _entries, "models are measured again") or {}
         self._running: dict[str, asyncio.Task[dict[str, Any]]] = {}
         self._library = importlib.metadata.version("llama-cpp-python")
         self.overheads = Overheads(state)
@@ -279,10 +280,6 @@ def _size(path: str) -> int:
         return 0
 
 
-def _read_cache(path: Path) -> dict[str, dict[str, Any]]:
-    """The remembered estimates; a missing, damaged or outdated file counts as empty."""
-    try:
-        data = json.loads(path.read_bytes())
-        return dict(data["entries"]) if data["version"] == _VERSION else {}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+def _entries(data: Any) -> dict[str, dict[str, Any]]:
+    """The remembered estimates in the file's content; none of another version."""
+    return dict(data["entries"]) if data["version"] == _VERSION else {}

@@ -11,9 +11,9 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from headgate.shared.recovery import recovered
 from headgate.shared.state import StateDir
 from headgate.shared.units import format_bytes
 from inference.authority.placement.headroom import Headroom, asked, eased, grown, proven
@@ -47,7 +47,9 @@ class Headrooms:
         self._path = state.root / "headroom.json"
         self._files = StateFiles("learned head-room")
         self.clock = clock
-        self._entries = _read(self._path)
+        self._entries = (
+            recovered(self._path, _learned, "what models need beyond their estimates is learned again") or {}
+        )
 
     def added(
         self, spec: ModelSpec, devices: Sequence[Reading], estimate: Estimate, capacities: Mapping[str, int]
@@ -124,14 +126,11 @@ def _key(spec: ModelSpec, device: Reading) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
-def _read(path: Path) -> dict[str, _Entry]:
-    try:
-        data = json.loads(path.read_bytes())
-        if data["version"] != _VERSION:
-            return {}
-        return {str(key): _entry(said) for key, said in list(data["learned"].items())[-_MOST_KEYS:]}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+def _learned(data: Any) -> dict[str, _Entry]:
+    """The entries in the file's content; none of another version."""
+    if data["version"] != _VERSION:
         return {}
+    return {str(key): _entry(said) for key, said in list(data["learned"].items())[-_MOST_KEYS:]}
 
 
 def _entry(said: Mapping[str, Any]) -> _Entry:

@@ -19,7 +19,9 @@ import time
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from headgate.shared.recovery import recovered
 from headgate.shared.state import StateDir
 from inference.statefile import StateFiles
 
@@ -56,7 +58,7 @@ def take_over(state: StateDir, environ: MutableMapping[str, str], proc: Path = P
     """
     ended: list[int] = []
     stay: list[Family] = []
-    for family in _read(state.root / _FILE):
+    for family in recovered(state.root / _FILE, _families, "processes that a killed service left are not found") or []:
         if began(family.pid, proc) == family.began:
             continue  # it lives: another service, with a lock of its own
         members = list(_members(family, proc))
@@ -83,12 +85,9 @@ def began(pid: int, proc: Path = Path("/proc")) -> int | None:
         return None
 
 
-def _read(path: Path) -> list[Family]:
-    try:
-        said = json.loads(path.read_bytes())
-        return [Family(str(one["token"]), int(one["pid"]), int(one["began"])) for one in said if one["token"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+def _families(data: Any) -> list[Family]:
+    """The services in the file's content."""
+    return [Family(str(one["token"]), int(one["pid"]), int(one["began"])) for one in data if one["token"]]
 
 
 def _members(family: Family, proc: Path) -> Iterator[_Member]:

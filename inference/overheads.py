@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
+from headgate.shared.recovery import recovered
 from headgate.shared.state import StateDir
 from inference.authority.placement.ledger import Ledger, Phase
 from inference.devices.base import Reading
@@ -46,7 +47,7 @@ class Overheads:
     def __init__(self, state: StateDir) -> None:
         self._path = state.file("overheads.json")
         self._files = StateFiles("learned overheads")
-        self._seen = _read(self._path)
+        self._seen = recovered(self._path, _observations, "memory overheads of devices are learned again") or {}
         self.host = CPU_OVERHEAD_BYTES
 
     def of(self, device: Reading) -> int:
@@ -104,14 +105,11 @@ def key_of(device: Reading) -> str:
     return " / ".join((device.name, device.driver, device.kind))
 
 
-def _read(path: Path) -> dict[str, list[int]]:
-    try:
-        data = json.loads(path.read_bytes())
-        if data["version"] != _VERSION:
-            return {}
-        return {
-            str(key): [count for count in seen if type(count) is int and 0 <= count <= MOST_BYTES][-KEPT:]
-            for key, seen in list(data["seen"].items())[-_MOST_KEYS:]
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+def _observations(data: Any) -> dict[str, list[int]]:
+    """The observations in the file's content, without those that are no amounts; none of another version."""
+    if data["version"] != _VERSION:
         return {}
+    return {
+        str(key): [count for count in seen if type(count) is int and 0 <= count <= MOST_BYTES][-KEPT:]
+        for key, seen in list(data["seen"].items())[-_MOST_KEYS:]
+    }

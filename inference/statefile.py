@@ -28,8 +28,10 @@ class StateFiles:
             write_atomic(path(), data)
         except (OSError, HeadgateError) as error:
             if not self._fails:
-                said = error.strerror if isinstance(error, OSError) else error
-                log.warning("%s cannot be kept (%s); the service goes on without", self._what, said)
+                why = error.strerror if isinstance(error, OSError) else error
+                if isinstance(error, OSError) and error.filename:
+                    why = f"{error.filename}: {why}"
+                log.warning("%s cannot be kept (%s); the service goes on without", self._what, why)
             self._fails = True
             return False
         if self._fails:

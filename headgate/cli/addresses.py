@@ -9,21 +9,32 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from headgate.cli.client import Api
 from headgate.cli.command import Session
 from headgate.shared.errors import AlreadyRunningError, HeadgateError
-from headgate.shared.state import GATEWAY_KEY, INFERENCE_TOKEN, StateDir, write_atomic
+from headgate.shared.state import (
+    GATEWAY_KEY,
+    INFERENCE_TOKEN,
+    NotRegularError,
+    StateDir,
+    check_regular,
+    read_regular,
+    write_atomic,
+)
 
 if TYPE_CHECKING:
     from gateway.settings import GatewayConfig
 
 INFERENCE_PORT = 8085
 RECORD = "up.json"
+_MOST_BYTES = 2**16
+_MEND = "move what is there away, or set HEADGATE_STATE_DIR to another directory"
 LOCK = "up.lock"
 """Held by the one `headgate up` of a state directory; never replaced, and nobody who only looks touches it."""
 
@@ -42,13 +53,16 @@ class Record:
 
         Raises AlreadyRunningError while another one's is there: verbs find one system in a state directory.
         """
-        with state.file(LOCK).open("ab") as lock:
+        with _opened_lock(state.file(LOCK)) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise _already_runs(state, self.read(state)) from None
             path = state.file(RECORD)
-            write_atomic(path, json.dumps(asdict(self)).encode())
+            try:
+                write_atomic(path, json.dumps(asdict(self)).encode())
+            except OSError as error:
+                raise HeadgateError(f"cannot write {path} ({error.strerror}); {_MEND}") from error
             with path.open("rb") as held:
                 fcntl.flock(held, fcntl.LOCK_EX)  # waits for no more than a look of `read`
                 try:
@@ -59,15 +73,33 @@ class Record:
     @classmethod
     def read(cls, state: StateDir) -> Record | None:
         """The record of an `up` that runs, or None."""
+        path = state.file(RECORD)
         try:
-            with state.file(RECORD).open("rb") as found:
+            found = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
                 fcntl.flock(found, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return None
+            finally:
+                os.close(found)
         except BlockingIOError:
             with contextlib.suppress(OSError, ValueError, TypeError):  # gone this moment, or of another version
-                return cls(**json.loads(state.file(RECORD).read_bytes()))
+                return cls(**json.loads(read_regular(path, _MOST_BYTES) or b""))
+        except OSError:  # there is none, or something else is in its place
+            return None
         return None
+
+
+def _opened_lock(path: Path) -> BinaryIO:
+    """The lock file, made where it is missing; raises HeadgateError for what is no file."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        try:
+            check_regular(os.fstat(handle).st_mode)
+        except NotRegularError:
+            os.close(handle)
+            raise
+    except OSError as error:
+        raise HeadgateError(f"cannot open {path} ({error.strerror or error}); {_MEND}") from error
+    return os.fdopen(handle, "r+b", buffering=0)
 
 
 def _already_runs(state: StateDir, other: Record | None) -> AlreadyRunningError:

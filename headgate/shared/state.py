@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -25,6 +26,7 @@ SECRET_NAMES = frozenset({"api_key", "admin_key", "token", "hash"})
 UNSHOWABLE = "a key is printable ASCII without spaces around it; as it is, no request could ever show it"
 """The problem of a secret that does not fit a header."""
 
+_MOST_SECRET_BYTES = 2**16
 _TRIES = 10
 """How often a secret is looked for again after somebody else was quicker to write or to empty it."""
 
@@ -92,12 +94,14 @@ class StateDir:
         path = self.file(name)
         mend = "move it away, and a new one is made at the next start"
         try:
-            mode = path.stat().st_mode
-            if not stat.S_ISREG(mode):
-                raise HeadgateError(f"{path} is not a file; {mend}")
-            if mode & 0o077:
+            data = read_regular(path, _MOST_SECRET_BYTES)
+            if data is None:
+                return None
+            if path.stat().st_mode & 0o077:
                 raise HeadgateError(f"{path} can be read by others; run: chmod 600 {path}")
-            found = path.read_text(encoding="ascii").strip()
+            found = data.decode("ascii").strip()
+        except NotRegularError as error:
+            raise HeadgateError(f"{path} is {error}; {mend}") from error
         except FileNotFoundError:
             return None
         except UnicodeDecodeError:
@@ -127,6 +131,40 @@ class StateDir:
                     f"directory"
                 ) from error
         raise HeadgateError(f"{path} was emptied by somebody else {_TRIES} times in a row")
+
+
+class NotRegularError(OSError):
+    """A directory, a pipe, a socket or a device is in the place of a file; the text says which."""
+
+
+_KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+
+
+def check_regular(mode: int) -> None:
+    """Raises NotRegularError unless `mode` (`st_mode`) is that of a regular file."""
+    if not stat.S_ISREG(mode):
+        raise NotRegularError(f"{_KINDS.get(stat.S_IFMT(mode), 'a device')} instead of a file")
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes | None:
+    """The content of a file of the state directory, or its first `most_bytes` + 1 bytes; None where there is none.
+
+    Never waits: a pipe in the place of the file is not read. Raises NotRegularError, and OSError.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket, or a device without a driver
+            raise NotRegularError("a socket or a device instead of a file") from error
+        raise
+    try:
+        check_regular(os.fstat(handle).st_mode)
+        with os.fdopen(handle, "rb", closefd=False) as file:
+            return file.read(most_bytes + 1)
+    finally:
+        os.close(handle)
 
 
 def _put_first(path: Path, data: bytes) -> bool:
@@ -179,8 +217,10 @@ def write_atomic(path: Path, data: bytes) -> None:
     temporary = _written_beside(path, data)
     try:
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 
@@ -203,8 +243,8 @@ class MachineLock:
             handle = _open_lock(path)
         except OSError as error:
             raise HeadgateError(
-                f"cannot open the authority lock {path} ({error.strerror}); "
-                f"set HEADGATE_LOCK_DIR to a writable directory"
+                f"cannot open the authority lock {path} ({error.strerror or error}); "
+                f"remove what is there, or set HEADGATE_LOCK_DIR to a writable directory"
             ) from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -240,11 +280,16 @@ def lock_path(environ: Mapping[str, str]) -> Path:
 
 def _open_lock(path: Path) -> int:
     """A descriptor to lock; a file that another user left behind is opened for reading, which `flock` accepts."""
-    flags = os.O_CLOEXEC | os.O_NOFOLLOW
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
     except PermissionError:
-        return os.open(path, os.O_RDONLY | flags)
+        handle = os.open(path, os.O_RDONLY | flags)
+    try:
+        check_regular(os.fstat(handle).st_mode)
+    except NotRegularError:
+        os.close(handle)
+        raise
     if os.fstat(handle).st_uid == os.geteuid():
         os.fchmod(handle, 0o666)  # the umask took the others' bits away; they need to open it to be refused properly
     return handle

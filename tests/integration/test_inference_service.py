@@ -623,3 +623,19 @@ async def _event(stream: aiohttp.ClientResponse) -> tuple[str, Any]:
     data = json.loads((await stream.content.readline()).decode().removeprefix("data: "))
     await stream.content.readline()
     return kind, data
+
+
+def test_pipes_in_place_of_state_files_do_not_hold_up_the_start(tmp_path: Path) -> None:
+    """The service becomes ready, serves, and names each of them in the log."""
+    state = tmp_path / "state"
+    state.mkdir(mode=0o700)
+    names = ("estimates.json", "overheads.json", "headroom.json", "family.json")
+    for name in names:
+        os.mkfifo(state / name)
+    rig = Rig(tmp_path, {"a": tiny(1)}).start()
+    try:
+        assert rig.chat("a")[0] == 200
+        for name in names:
+            assert f"{state / name} is a pipe instead of a file and is ignored" in rig.service.log
+    finally:
+        rig.service.kill()

@@ -60,7 +60,7 @@ def test_what_is_no_key_is_refused_with_its_place_and_the_mend(state: StateDir, 
 
 def test_a_directory_in_the_place_of_a_key_is_refused_with_its_place_and_the_mend(state: StateDir) -> None:
     state.file("gateway.key").mkdir(mode=0o700)
-    with pytest.raises(HeadgateError, match=r"gateway\.key is not a file; move it away"):
+    with pytest.raises(HeadgateError, match=r"gateway\.key is a directory instead of a file; move it away"):
         state.secret("gateway.key")
 
 

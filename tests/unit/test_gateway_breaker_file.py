@@ -124,7 +124,8 @@ async def test_a_file_that_is_none_of_ours_is_one_line_in_the_log(
     await file.restore()
     assert breakers.states() == {}
     (line,) = caplog.messages
-    assert line.startswith("breakers.json is ignored, breakers start closed: ")
+    assert line.startswith(f"{world.root / NAME} is damaged (")
+    assert "): breakers start closed; " in line
 
 
 async def test_a_directory_in_its_place_harms_nothing(world: World, caplog: pytest.LogCaptureFixture) -> None:

@@ -40,7 +40,7 @@ def test_it_is_said_once_and_once_more_when_it_works_again(tmp_path: Path, caplo
     assert files.write(lambda: tmp_path / "file", b"[]")
     assert (tmp_path / "file").read_bytes() == b"[]"
     assert [record.getMessage() for record in caplog.records] == [
-        "estimates cannot be kept (No space left on device); the service goes on without",
+        "estimates cannot be kept (/state: No space left on device); the service goes on without",
         "estimates can be kept again",
     ]
 
