@@ -47,6 +47,8 @@ RETURN_EVERY_SECONDS = 0.25
 RETRY_REPLACED_SECONDS = 1.0
 """Until a load is worth another try whose files changed meanwhile."""
 RETURN_SLACK_BYTES = 64 * 2**20
+WORKER_IDLE_SECONDS = 2.0
+"""A connection to a worker that is idle for so long is closed; a new one over a Unix socket costs little."""
 
 _S, _E = ModelState, Event
 _WAY_OUT = {
@@ -130,7 +132,9 @@ class Loads:
         running.ready, running.ready_at = ready, self._authority.loop.time()
         running.session = aiohttp.ClientSession(
             "http://worker",
-            connector=aiohttp.UnixConnector(path=str(running.worker.socket_path), limit=0, keepalive_timeout=60),
+            connector=aiohttp.UnixConnector(
+                path=str(running.worker.socket_path), limit=0, keepalive_timeout=WORKER_IDLE_SECONDS
+            ),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=5),
             auto_decompress=False,
             raise_for_status=False,

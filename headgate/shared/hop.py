@@ -15,9 +15,6 @@ import httptools
 
 MAX_HEAD_BYTES = 65536
 
-_FEW = 16
-"""Idle connections up to which nobody looks for closed ones among them."""
-
 Connector = Callable[[Callable[[], asyncio.Protocol]], Awaitable[Any]]
 """Opens a connection for a protocol; raises OSError."""
 
@@ -38,7 +35,10 @@ def tcp(host: str, port: int, *, tls: bool = False) -> Connector:
 
 
 class Hop:
-    """Where to ask. A connection whose answer ended is used again within `idle_seconds`; 0 uses each once."""
+    """Where to ask. A connection whose answer ended is used again within `idle_seconds`; 0 uses each once.
+
+    A connection that stays idle longer is closed before twice `idle_seconds` have passed.
+    """
 
     def __init__(self, connector: Connector, host: str, idle_seconds: float = 0.0) -> None:
         """`host` is what the requests' Host header says."""
@@ -48,7 +48,8 @@ class Hop:
         """The last lines of every head."""
         self._idle_seconds = idle_seconds
         self._idle: list[_Connection] = []
-        self._many = _FEW
+        """The newest last, which is used first."""
+        self._sweep: asyncio.TimerHandle | None = None
         self._closed = False
 
     async def post(
@@ -72,6 +73,9 @@ class Hop:
     def close(self) -> None:
         """Closes the connections that nobody uses now, and the others when their answers end."""
         self._closed = True
+        if self._sweep is not None:
+            self._sweep.cancel()
+            self._sweep = None
         for connection in self._idle:
             connection.close()
         self._idle.clear()
@@ -91,12 +95,26 @@ class Hop:
         return connection
 
     def _keep(self, connection: _Connection) -> None:
-        if len(self._idle) >= self._many:  # the newest are used first, so what is closed lies below
-            self._idle = [kept for kept in self._idle if not kept.is_closed]
-            self._many = max(_FEW, 2 * len(self._idle))
         self._idle.append(connection)
         if self._closed:
             self.close()
+        elif self._sweep is None:
+            self._sweep_later()
+
+    def _sweep_later(self) -> None:
+        self._sweep = asyncio.get_running_loop().call_later(self._idle_seconds, self._close_stale)
+
+    def _close_stale(self) -> None:
+        self._sweep = None
+        kept: list[_Connection] = []
+        for connection in self._idle:
+            if connection.is_fresh(self._idle_seconds):
+                kept.append(connection)
+            else:
+                connection.close()
+        self._idle = kept
+        if kept:
+            self._sweep_later()
 
 
 class Answer:

@@ -126,6 +126,22 @@ async def test_a_whole_answer_leaves_its_connection_for_the_next_and_one_cut_sho
         assert server.connections == 2
 
 
+async def test_idle_connections_close_without_another_request() -> None:
+    server = Scripted(OK + b"content-length: 2\r\n\r\nok")
+    async with server.serving(idle_seconds=0.05) as asks:
+        answers = [await asks.post("/", b"", {}) for _ in range(3)]
+        for answer in answers:
+            assert await answer.whole() == b"ok"
+            answer.close()
+        assert server.connections == 3
+        async with asyncio.timeout(5):
+            await asyncio.gather(*server.tasks)
+        answer = await asks.post("/", b"", {})
+        assert await answer.whole() == b"ok"
+        answer.close()
+        assert server.connections == 4
+
+
 async def test_a_connection_that_was_closed_meanwhile_is_not_used_again() -> None:
     server = Scripted(OK + b"content-length: 2\r\n\r\nok")
     async with server.serving(idle_seconds=60.0) as asks:
