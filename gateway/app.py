@@ -68,7 +68,8 @@ def make_app(runtime: Runtime) -> Edge:
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(Exception, _on_defect)
-    return Edge(app, hot, {dialect.path: dialect.error for dialect in dialects}, runtime.config.host)
+    errors = {dialect.path: dialect.error for dialect in dialects}
+    return Edge(app, hot, errors, runtime.config.host, lambda: runtime.config.cors.origins)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -46,10 +46,10 @@ _JSON = (b"content-type", b"application/json")
 _JSON_LINE = b"content-type: application/json\r\n"
 _MESSAGES = "/v1/messages"
 _MESSAGES_ID = "request-id"
-_MODELS = "/v1/models"
 _ENCODING = "content-encoding"
 _VERSION = "anthropic-version"
-"""Every client of Anthropic's sends it; there is a listing of models in both APIs, under one path."""
+"""All clients of Anthropic's API send it, and no others: the listing of models and paths that do not exist are answered
+in the form of the API that the client speaks."""
 
 
 class ClientLeftError(Exception):
@@ -88,6 +88,8 @@ class Exchange:
     waited_seconds: float = 0.0
     upstream_seconds: float = 0.0
     started: bool = False
+    cors: bytes = b""
+    """Header lines for the browser that sent the request."""
     wire: wire.Wire | None = None
     """Where pieces of an answer that has begun can be written at once; None under a server that has none."""
 
@@ -114,7 +116,7 @@ class Exchange:
             lines += f"{H_DEVICE}: {_header_value(self.device)}\r\n"
         if self.told.is_messages:
             lines += f"{_MESSAGES_ID}: {self.request_id}\r\n"
-        return lines.encode("ascii")
+        return lines.encode("ascii") + self.cors
 
     def response_headers(self) -> list[tuple[bytes, bytes]]:
         """The same, apart."""
@@ -140,7 +142,7 @@ def _told(scope: Scope) -> Told:
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     asked = headers.get(H_REQUEST_ID)
     request_id = asked if asked and _SANE_ID.fullmatch(asked) else None
-    if scope["path"].startswith(_MESSAGES) or (_VERSION in headers and scope["path"].startswith(_MODELS)):
+    if scope["path"].startswith(_MESSAGES) or _VERSION in headers:
         return Told(headers, request_id, True, messages_errors.envelope)
     return Told(headers, request_id)
 

@@ -18,6 +18,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from gateway.core.chain import LOCAL
+from gateway.core.cors import why_no_origin
 from gateway.core.images import is_host_entry
 from gateway.core.openai_request import Flavor
 from headgate.shared.configfile import Path_, as_written, problems_of, read_yaml, unset_name
@@ -188,6 +189,22 @@ class ImageSettings(_Model):
         return hosts
 
 
+class CorsSettings(_Model):
+    """The origins (SCHEME://HOST[:PORT]) of web pages that may call the gateway from a browser, or * for all. None: no
+    page may.
+    """
+
+    origins: tuple[str, ...] = ()
+
+    @field_validator("origins")
+    @classmethod
+    def _are_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        origins = tuple(origin.lower() for origin in value)
+        if problem := next(filter(None, map(why_no_origin, origins)), None):
+            raise ValueError(problem)
+        return origins
+
+
 class LimitSettings(_Model):
     """What one key may do; None is no limit."""
 
@@ -235,6 +252,7 @@ class GatewayConfig(_Model):
     stream_interval: Annotated[Duration, AfterValidator(_short)] = 0.016
     share_prefixes: Literal["tenant", "all"] = "tenant"
     images: ImageSettings = ImageSettings()
+    cors: CorsSettings = CorsSettings()
     limits: LimitSettings = LimitSettings()
     hosted_tools: Literal["refuse", "leave_out"] = "refuse"
     keys: tuple[KeySettings, ...] = ()
