@@ -158,13 +158,6 @@ class WiredHttp(HttpToolsProtocol):
     """
 
     _unanswered: tuple[Wire, ...] = ()
-    _is_broken = False
-    """Whether the parser failed. It cannot parse what comes later on this connection."""
-
-    def data_received(self, data: bytes) -> None:
-        """Parses `data`, or drops it after a parser error."""
-        if not self._is_broken:
-            super().data_received(data)
 
     def on_headers_complete(self) -> None:
         """The head of a request is complete."""
@@ -184,18 +177,15 @@ class WiredHttp(HttpToolsProtocol):
                 self.flow.resume_reading()  # uvicorn stops reading, and then the client's leaving goes unnoticed
 
     def send_400_response(self, msg: str) -> None:
-        """Handles a parser error. Complete requests are still answered; the connection ends behind the last of them.
+        """Handles a parser error; the parser takes no bytes after it. Complete requests are still answered; the
+        connection ends behind the last of them.
 
         Without such a request the answer is an error, unless the answer to the malformed request has begun.
         """
-        self._is_broken = True
         complete = [wire._cycle for wire in self._unanswered if not wire.is_answered]
         malformed = complete.pop() if complete and complete[-1].more_body else None
         if complete:
-            if malformed is not None:
-                self.pipeline.popleft()  # the newest; it waits behind a complete request
-            self.cycle = complete[-1]
-            self.cycle.keep_alive = False
+            complete[-1].keep_alive = False
         elif malformed is not None and malformed.response_started:
             self.transport.abort()
         else:

@@ -155,6 +155,14 @@ def test_complete_request_is_served_when_the_body_of_the_next_is_malformed(port:
     assert _statuses(port.exchange(malformed)) == [400]
 
 
+def test_request_with_a_malformed_body_is_answered_once(port: Port) -> None:
+    """The services refuse this request before they read its body; the answer to the malformed bytes is the only one."""
+    malformed = _chunked(b"", b"").replace(b"\r\n%x\r\n" % len(BODY), b"\r\nnot hexadecimal\r\n")
+    for _ in range(10):
+        assert _statuses(port.exchange(malformed)) == [400]
+    assert "Traceback" not in port.service.log
+
+
 def test_bytes_that_are_not_http_are_refused_when_no_request_came_before(port: Port) -> None:
     answer = port.exchange(b"NONSENSE\r\n\r\n" + LAST)
     assert _statuses(answer) == [400]
