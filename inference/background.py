@@ -150,6 +150,11 @@ class Background:
             spec = model.effective
             found = await self._estimate(spec, device)
             if model.effective is spec:
+                if not model.estimates and 0 < found.context_trained < spec.context_length:
+                    log.warning(
+                        "%s: context_length %d is more than the %d tokens that the model was trained with; "
+                        "answers may become poor beyond that", model.id, spec.context_length, found.context_trained,
+                    )  # fmt: skip
                 model.estimates[device.id] = found
                 model.capabilities = model.capabilities or found.capabilities
 

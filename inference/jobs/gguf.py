@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from inference.core.estimate import Facts
+from inference.core.header_limits import header_problem
 from inference.jobs import quantization
 from inference.stamp import parts_of
 
@@ -19,7 +20,6 @@ MAGIC = b"GGUF"
 MOST_ENTRIES = 1_000_000
 MOST_STRING_BYTES = 64 * 2**20
 _LAYER = re.compile(r"blk\.(\d{1,5})\.")
-_MOST_LAYERS = 4096
 _MOST = 2**32 - 1
 """llama.cpp keeps sizes of models in 32 bits."""
 _MOST_OF_A_TOKEN = 2**32
@@ -115,6 +115,16 @@ def _facts(metadata: dict[str, Any], lengths: dict[str, int], weights: int, laye
         raise BadGgufError("it does not say its architecture (general.architecture)")
     if len(architecture) > _LONGEST_NAME:
         raise BadGgufError(f"its architecture is a text of {len(architecture)} characters")
+    if not architecture.isprintable():
+        raise BadGgufError(f"its architecture is {_shown(architecture)}")
+    if architecture == "clip":
+        raise BadGgufError("it is an image projector; configure it as `mmproj` of a model")
+    if metadata.get("general.type") == "adapter":
+        raise BadGgufError("it is a LoRA adapter; configure it under `lora` of a model")
+    prefix = f"{architecture}."
+    header = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    if problem := header_problem(architecture, header):
+        raise BadGgufError(problem)
 
     def numbers(key: str, default: int = 0) -> list[int]:
         """One value, or one per layer."""
@@ -130,8 +140,6 @@ def _facts(metadata: dict[str, Any], lengths: dict[str, int], weights: int, laye
         return max(numbers(key, default), default=0)
 
     layers, embedding, heads = number("block_count"), number("embedding_length"), number("attention.head_count")
-    if layers > _MOST_LAYERS:
-        raise BadGgufError(f"it claims {layers} layers ({architecture}.block_count)")
     per_head = embedding // heads if heads else 0
     keys = number("attention.key_length", per_head)
     values = number("attention.value_length", per_head)

@@ -15,7 +15,11 @@ from tests.rigs.damaged_gguf import Damaged, Parts, corpus
 
 GOOD = tiny_gguf.generative(layers=1, width=32, heads=2, heads_kv=1, feed=64).read_bytes()
 CORPUS = list(corpus(GOOD))
-REFUSED_BY_HEADER = ("cut-", "magic-", "empty", "zeros", "version-", "alignment-", "entries-", "text-", "type-")
+REFUSED_BY_HEADER = (
+    "cut-", "magic-", "empty", "zeros", "version-", "alignment-", "entries-", "text-", "type-", "layers-none",
+    "layers-too-many", "layers-missing", "layers-predicted", "context-", "epsilon-", "experts-", "width-zero",
+    "rope-base-nan", "rope-scaling-unknown",
+)  # fmt: skip
 MOST_BYTES = 2**62
 """No estimate may be more: figures travel as 64-bit numbers."""
 

@@ -314,6 +314,20 @@ def _number(name: str, value: int) -> Change:
 
 _MANY = 2**32 - 1
 _SIZES_OF_MODELS: Mapping[str, Change] = {
+    "layers-none": _number("block_count", 0),
+    "context-zero": _number("context_length", 0),
+    "context-absurd": _number("context_length", _MANY),
+    "context-missing": lambda parts: parts.without_entry("llama.context_length"),
+    "epsilon-nan": _entry("llama.attention.layer_norm_rms_epsilon", F32, struct.pack("<f", float("nan"))),
+    "epsilon-negative": _entry("llama.attention.layer_norm_rms_epsilon", F32, struct.pack("<f", -1.0)),
+    "experts-absurd": _number("expert_count", _MANY),
+    "layers-too-many": _number("block_count", 513),
+    "layers-missing": lambda parts: parts.without_entry("llama.block_count"),
+    "layers-predicted": _number("nextn_predict_layers", 9),
+    "experts-unused": _number("expert_count", 4),
+    "experts-used-without-any": _number("expert_used_count", 2),
+    "rope-base-nan": _entry("llama.rope.freq_base", F32, struct.pack("<f", float("nan"))),
+    "rope-scaling-unknown": _entry("llama.rope.scaling.type", STRING, text(b"rubber")),
     "layers-more": _number("block_count", 7),
     "layers-absurd": _number("block_count", _MANY),
     "layers-text": _entry("llama.block_count", STRING, text(b"two")),
@@ -339,15 +353,9 @@ _SIZES_OF_MODELS: Mapping[str, Change] = {
 
 _HARMLESS: Mapping[str, Change] = {
     # llama.cpp may take these as they are, and what it makes of them is noise
-    "layers-none": _number("block_count", 0),
     "layers-fewer": _number("block_count", 1),
-    "context-zero": _number("context_length", 0),
-    "context-absurd": _number("context_length", _MANY),
-    "context-missing": lambda parts: parts.without_entry("llama.context_length"),
     "kv-heads-zero": _number("attention.head_count_kv", 0),
     "rope-odd": _number("rope.dimension_count", 3),
-    "epsilon-nan": _entry("llama.attention.layer_norm_rms_epsilon", F32, struct.pack("<f", float("nan"))),
-    "epsilon-negative": _entry("llama.attention.layer_norm_rms_epsilon", F32, struct.pack("<f", -1.0)),
     "pooling-text": _entry("llama.pooling_type", STRING, text(b"mean")),
     "pooling-unknown": _number("pooling_type", 99),
     "pooling-rank-without-head": _number("pooling_type", 4),
@@ -357,7 +365,6 @@ _HARMLESS: Mapping[str, Change] = {
     "weights-not-numbers": lambda parts: replace(parts, data=b"\xff" * len(parts.data)),
     "bool-of-many-values": _entry("tokenizer.ggml.add_bos_token", BOOL, b"\xff"),
     "data-longer": lambda parts: replace(parts, data=parts.data + bytes(100_000)),
-    "experts-absurd": _number("expert_count", _MANY),
     "vocabulary-size-absurd": _number("vocab_size", _MANY),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from inference.core.estimate import Facts, Parameters, Parts, formula, formula_on, plausible
 from inference.jobs import estimate
 from inference.jobs.gguf import BadGgufError, read_facts
-from tests.rigs import tiny_gguf
+from tests.rigs import tiny_gguf, tiny_projector
 
 LLAMA_1B = Facts("llama", 16, 2048, 8192, 128256, 131072, 2 * 16 * 8 * 64, 2_500_000_000, 1_950_000_000)
 
@@ -84,6 +85,45 @@ def test_damaged_files_are_described(damage: object, word: str, tmp_path: Path) 
     with pytest.raises(BadGgufError, match=word):
         read_facts(path)
     assert str(path) in estimate.run({"path": str(path), "parameters": {"context_length": 16, "parallel": 1}})["error"]
+
+
+def test_a_later_part_of_a_split_file_names_the_first(tmp_path: Path) -> None:
+    """Only the first part describes the model."""
+    parts = tiny_gguf.in_parts(tmp_path)
+    with pytest.raises(BadGgufError, match=f"it is part 2 of 3; configure the first part: {parts[0].name}"):
+        read_facts(parts[1])
+
+
+def test_a_renamed_part_of_a_split_file_says_how_parts_are_named(tmp_path: Path) -> None:
+    """Its other parts cannot be found."""
+    renamed = tiny_gguf.in_parts(tmp_path)[0].rename(tmp_path / "model.gguf")
+    with pytest.raises(BadGgufError, match=r"the first of 3 parts; its name has to be NAME-00001-of-00003\.gguf"):
+        read_facts(renamed)
+
+
+def test_a_damaged_part_of_a_split_file_is_named(tmp_path: Path) -> None:
+    """The first part alone looks well."""
+    parts = tiny_gguf.in_parts(tmp_path)
+    parts[2].write_bytes(parts[2].read_bytes()[:-64])
+    with pytest.raises(BadGgufError, match=f"its part {parts[2].name} is unusable: it is cut short"):
+        read_facts(parts[0])
+
+
+def test_the_weights_of_every_part_count(tmp_path: Path) -> None:
+    """The same model in one file and in three."""
+    whole = read_facts(tiny_gguf.generative())
+    divided = read_facts(tiny_gguf.in_parts(tmp_path)[0])
+    assert (divided.weight_bytes, divided.by_layer) == (whole.weight_bytes, whole.by_layer)
+
+
+@pytest.mark.parametrize(
+    ("path", "advice"),
+    [(tiny_projector.projector, "configure it as `mmproj`"), (tiny_gguf.lora, "configure it under `lora`")],
+)
+def test_files_that_are_no_models_say_where_they_belong(path: Callable[[], Path], advice: str) -> None:
+    """An image projector and a LoRA adapter are GGUF files too."""
+    with pytest.raises(BadGgufError, match=advice):
+        read_facts(path())
 
 
 def test_a_copy_that_ended_anywhere_is_told_in_words(tmp_path: Path) -> None:

@@ -1,0 +1,85 @@
+"""Numbers in a model's header that llama.cpp would abort on are refused with a sentence."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from inference.core.header_limits import MOST_CONTEXT, MOST_EXPERTS, MOST_LAYERS, header_problem
+
+GOOD = {"block_count": 32, "context_length": 4096, "embedding_length": 4096}
+MIXTURE = {"expert_count": 8, "expert_used_count": 2}
+
+
+def problem(architecture: str = "llama", **changes: object) -> str | None:
+    """Of a good header with `changes`, whose names have `__` for a point."""
+    return header_problem(architecture, GOOD | {key.replace("__", "."): value for key, value in changes.items()})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"block_count": 1, "context_length": 1, "embedding_length": 1},
+        {"block_count": MOST_LAYERS, "context_length": MOST_CONTEXT},
+        {"attention__head_count": 0},
+        MIXTURE,
+        MIXTURE | {"expert_used_count": [2] * 32},
+        MIXTURE | {"expert_group_count": 1},
+        MIXTURE | {"expert_group_count": 4, "expert_group_used_count": 2},
+        {"expert_count": MOST_EXPERTS, "expert_used_count": MOST_EXPERTS},
+        {"nextn_predict_layers": 32},
+        {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__freq_base": 1e6},
+        {"attention__layer_norm_rms_epsilon": 1e-5},
+    ],
+)
+def test_a_header_that_llama_cpp_takes_is_not_refused(changes: dict[str, object]) -> None:
+    """The bounds themselves are possible, and so are models without attention (head_count 0)."""
+    assert problem(**changes) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"block_count": 0}, "llama.block_count is 0, and must be a whole number from 1 to 512"),
+        ({"block_count": MOST_LAYERS + 1}, "block_count is 513"),
+        ({"block_count": "two"}, "block_count is 'two'"),
+        ({"block_count": True}, "block_count is True"),
+        ({"context_length": 0}, "context_length is 0, and must be a whole number from 1 to 134217728"),
+        ({"context_length": 2**32 - 1}, "context_length is 4294967295"),
+        ({"embedding_length": 0}, "embedding_length is 0"),
+        ({"nextn_predict_layers": 33}, "nextn_predict_layers is 33, and it has 32 layers"),
+        ({"expert_count": MOST_EXPERTS + 1, "expert_used_count": 1}, "expert_count is 1025; at most 1024"),
+        ({"expert_count": 8}, "expert_used_count is 0, and it has 8 experts"),
+        ({"expert_used_count": 1}, "expert_used_count is 1, and it has 0 experts"),
+        (MIXTURE | {"expert_used_count": [2, 9]}, "expert_used_count is 9, and it has 8 experts"),
+        ({"expert_group_count": 1}, "expert_group_count is 1, and it has 0 experts"),
+        (MIXTURE | {"expert_group_count": 8}, "expert_group_count is 8, and it has 8 experts"),
+        (MIXTURE | {"expert_group_count": 3, "expert_group_used_count": 1}, "expert_group_count is 3"),
+        (MIXTURE | {"expert_group_count": 4}, "of which 0 are used"),
+        (MIXTURE | {"expert_group_count": 4, "expert_group_used_count": 4}, "of which 4 are used"),
+        ({"attention__layer_norm_rms_epsilon": -1.0}, "attention.layer_norm_rms_epsilon is -1.0"),
+        ({"rope__freq_base": math.nan}, "rope.freq_base is nan"),
+        ({"rope__scaling__factor": math.inf}, "rope.scaling.factor is inf"),
+        ({"rope__scaling__type": "rubber"}, "known are none, linear, yarn, longrope"),
+    ],
+)
+def test_a_header_that_llama_cpp_aborts_on_is_refused_with_the_field(changes: dict[str, object], said: str) -> None:
+    """The sentence names the field, its value and what is possible."""
+    found = problem(**changes)
+    assert found is not None
+    assert said in found
+
+
+@pytest.mark.parametrize("key", GOOD)
+def test_a_missing_number_is_named(key: str) -> None:
+    """llama.cpp needs these of every model."""
+    header = {name: value for name, value in GOOD.items() if name != key}
+    assert header_problem("qwen3", header) == f"qwen3.{key} is missing in its header"
+
+
+def test_hunyuan_models_may_name_one_expert() -> None:
+    """llama.cpp takes that for a model without experts."""
+    assert problem("hunyuan-dense", expert_count=1) is None
+    assert problem("llama", expert_count=1) is not None
