@@ -53,6 +53,10 @@ class Policy(StrEnum):
     OFF = "off"
 
 
+ANSWER_SO_FAR = "answer_so_far"
+"""The field by which our own service is told how the answer begins already."""
+
+
 class How(StrEnum):
     """How a candidate is made to go on."""
 
@@ -152,7 +156,7 @@ def continuation(request: InferenceRequest, said: Said, candidate: Candidate, *,
         return Continuation(body, How.AGAIN)
     if candidate.is_local:
         so_far = {"content": said.content} | ({"reasoning_content": said.reasoning} if said.reasoning else {})
-        return Continuation(changed(body, answer_so_far=so_far), How.SO_FAR)
+        return Continuation(changed(body, **{ANSWER_SO_FAR: so_far}), How.SO_FAR)
     # no cloud goes on with another's thought: it thinks for itself; nor, told of it, behind white space it is not shown
     if not said.content or (request.endpoint is Endpoint.CHAT and not said.content.strip()):
         return Continuation(_shortened(body, said), How.AGAIN)

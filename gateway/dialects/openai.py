@@ -10,13 +10,25 @@ import orjson
 
 from gateway.core.frames import USAGE, Comment, Data, Endpoint, Frame
 from gateway.core.requests import InferenceRequest, parse
-from gateway.core.unchecked import dumps
+from gateway.core.unchecked import dumps, loads
 from gateway.errors import GatewayError
 from inference.protocol import DONE, Code, error_body
 
 
+def _without_usage(frame: Data) -> bytes:
+    """The chunk without `usage`, which every tier is asked for: some write null into each chunk, some send counts."""
+    payload = frame.payload
+    if payload.find(b'"usage"') < 0:  # `in` is slow for bytes
+        return payload
+    try:
+        chunk = loads(payload) if frame.chunk is None else frame.chunk
+    except ValueError:
+        return payload  # it is no chunk, which the client finds out as well
+    return dumps({name: value for name, value in chunk.items() if name != "usage"})
+
+
 class OpenAIWriter:
-    """Relays payloads and comments; the usage chunk only to callers that asked for it."""
+    """Relays payloads and comments; `usage` only to callers that asked for it."""
 
     def __init__(self, include_usage: bool) -> None:
         self._include_usage = include_usage
@@ -26,8 +38,10 @@ class OpenAIWriter:
         pieces: list[bytes] = []
         for frame in frames:
             if isinstance(frame, Data):
-                if self._include_usage or frame.kind is not USAGE:
+                if self._include_usage:
                     pieces += (b"data: ", frame.payload, b"\n\n")
+                elif frame.kind is not USAGE:
+                    pieces += (b"data: ", _without_usage(frame), b"\n\n")
             elif isinstance(frame, Comment):
                 pieces.append(frame.frame)
         return b"".join(pieces)

@@ -16,12 +16,13 @@ import orjson
 from gateway.core.chain import LOCAL
 from gateway.core.frames import Endpoint, Frame
 from gateway.core.provider_fields import ALL_TAKEN, refused_by_local
+from gateway.core.resume import ANSWER_SO_FAR
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.http import make_hop
 from gateway.providers.base import Call
 from gateway.providers.local_stream import LocalStream, upstream_error
 from headgate.shared.hop import Answer, BrokenError
-from inference.protocol import H_DEADLINE, H_DEVICE, H_REQUEST_ID
+from inference.protocol import H_DEADLINE, H_DEVICE, H_REQUEST_ID, PROMPT_USAGE
 
 MAX_ERROR_BYTES = 65536
 ERROR_BODY_SECONDS = 5.0
@@ -56,7 +57,11 @@ class LocalProvider:
 
     def stream(self, call: Call) -> AbstractAsyncContextManager[AsyncIterator[Frame]]:
         """See `gateway.providers.base.Provider`."""
-        body = {**call.body, "model": call.model, "stream": True, "stream_options": {"include_usage": True}}
+        options = {"include_usage": True}
+        is_asked_for = (call.body.get("stream_options") or {}).get("include_usage")
+        if not is_asked_for and ANSWER_SO_FAR not in call.body:
+            options[PROMPT_USAGE] = True
+        body = {**call.body, "model": call.model, "stream": True, "stream_options": options}
         return LocalStream(self._ask, call, orjson.dumps(body))
 
     async def unary(self, call: Call) -> bytes:

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
 from headgate.shared import openapi
+from inference.protocol import PROMPT_USAGE
 
 Schema = Mapping[str, Any]
 
@@ -80,7 +81,7 @@ _GENERATED: Mapping[str, Schema] = {
     "stream": _BOOLEAN,
     "stream_options": {
         "type": "object",
-        "properties": {"include_usage": _BOOLEAN, "include_obfuscation": _BOOLEAN},
+        "properties": {"include_usage": _BOOLEAN, "include_obfuscation": _BOOLEAN, PROMPT_USAGE: _BOOLEAN},
         "additionalProperties": False,
     },
     "json_schema": _SCHEMA,

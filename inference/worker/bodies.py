@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from inference.protocol import Code
+from inference.protocol import PROMPT_USAGE, Code
 from inference.worker import fields, format_fields, sampling_fields, tool_fields
 from inference.worker.core.dialects.effort import LEVELS, effort_variables
 from inference.worker.errors import BadRequestError
@@ -336,7 +336,7 @@ def _common(given: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
     if options and not stream:
         raise BadRequestError("stream_options needs stream to be true", "stream_options")
     for name in options:
-        if name not in ("include_usage", "include_obfuscation"):
+        if name not in ("include_usage", "include_obfuscation", PROMPT_USAGE):
             raise BadRequestError(f"unknown field {name[:80]!r}", f"stream_options.{name[:80]}")
     form, form_param = format_fields.form_of(given)
     return {
@@ -347,4 +347,5 @@ def _common(given: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
         "n": _choices(given),
         "stream": stream,
         "include_usage": fields.boolean(options, "include_usage", False, prefix="stream_options."),
+        "prompt_usage": fields.boolean(options, PROMPT_USAGE, False, prefix="stream_options."),
     }

@@ -280,6 +280,7 @@ class App:
             self._facts.model_id,
             int(time.time()),
             with_usage=request.include_usage,
+            prompt_tokens=_usage(work, {}).prompt if request.prompt_usage else None,
             choices=len(work.prompts) * work.n,
             echo=await self._echoes(request, work),
             divided=work.reading is not None,
@@ -359,7 +360,7 @@ def _usage(work: Work, counts: Mapping[int, tuple[int, int, int]]) -> Usage:
     return Usage(
         prompt=prompt,
         completion=sum(tokens for tokens, _cached, _reasoning in counts.values()),
-        cached=min(prompt, sum(counts[index * work.n][1] for index in range(len(work.prompts)))),
+        cached=min(prompt, sum(counts[index * work.n][1] for index in range(len(work.prompts)))) if counts else 0,
         reasoning=sum(reasoning for _tokens, _cached, reasoning in counts.values()),
     )
 

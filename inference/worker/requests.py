@@ -79,6 +79,8 @@ class GenerateRequest:
     that the caller wants, None as many as the context holds, 0 only with `echo`; `max_tokens_param` is the parameter
     that says so.
 
+    `prompt_usage` is whether the first chunk of a stream carries the usage of the prompt.
+
     `form` is what the answer must look like and `form_param` the parameter that says so. `suffix` is what follows the
     gap that the answer fills. `images` are files, in the order of their markers in the messages. `said` is how the
     answer begins, because another worker has given so much of it: limits, penalties, stop strings and usage are those
@@ -95,6 +97,7 @@ class GenerateRequest:
     n: int = 1
     stream: bool = False
     include_usage: bool = False
+    prompt_usage: bool = False
     logprobs: int | None = None
     echo: bool = False
     template_arguments: Mapping[str, Any] = field(default_factory=dict)

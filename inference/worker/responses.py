@@ -76,11 +76,15 @@ class Stream:
         created: int,
         *,
         with_usage: bool,
+        prompt_tokens: int | None = None,
         choices: int = 1,
         echo: Sequence[Echo] = (),
         divided: bool = False,
     ) -> None:
-        """`echo` is what each choice of a completion begins with, in order of choices. In a `divided` answer
+        """`with_usage` puts `usage: null` into every chunk but the last, as OpenAI does. With `prompt_tokens` the first
+        chunk of a chat carries the usage of the prompt instead, and the others have no `usage`.
+
+        `echo` is what each choice of a completion begins with, in order of choices. In a `divided` answer
         there may be no content at all, so the first chunk says null instead of an empty one. Where no call came
         either, the last one says the empty one, as the whole answer does: no message without a word is taken back.
         """
@@ -95,7 +99,8 @@ class Stream:
             "model": model,
         }
         self._head = b"data: " + orjson.dumps(head)[:-1]
-        self._tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
+        self._tail = b',"usage":null}\n\n' if with_usage and prompt_tokens is None else b"}\n\n"
+        self._prompt_tokens = prompt_tokens
         self._begun: set[int] = set()
         """The choices that have begun; those of a chat begin all together."""
         self._silent = set(range(choices)) if divided else set()
@@ -111,6 +116,9 @@ class Stream:
         if self._chat and not self._begun:
             self._begun.update(range(self._choices))
             parts += [self._chunk(choice, self._role, None, b"null") for choice in range(self._choices)]
+            if self._prompt_tokens is not None:
+                usage = Usage(self._prompt_tokens, 0, min(self._prompt_tokens, output.cached))
+                parts[0] = parts[0][:-3] + b',"usage":' + orjson.dumps(usage.to_json()) + b"}\n\n"
         elif output.choice not in self._begun:
             self._begun.add(output.choice)
             if self._echo:

@@ -83,7 +83,7 @@ async def test_the_local_hop_is_always_a_stream_with_the_shared_token_and_who_as
     await gateway.chat(headers={"x-request-id": "mine-1", "x-headgate-priority": "low", "x-headgate-kv": "keep"})
     seen = fake.seen[0]
     assert seen.body["stream"] is True
-    assert seen.body["stream_options"] == {"include_usage": True}
+    assert seen.body["stream_options"] == {"include_usage": True, "prompt_usage": True}
     assert seen.headers["authorization"] == "Bearer token"
     assert seen.headers["x-request-id"] == "mine-1"
     assert (seen.headers["x-headgate-priority"], seen.headers["x-headgate-kv"]) == ("low", "keep")

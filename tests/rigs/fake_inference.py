@@ -17,6 +17,7 @@ from inference.protocol import (
     FULL_FOR,
     H_DEVICE,
     H_PROBE,
+    PROMPT_USAGE,
     Code,
     ModelState,
     ModelStatus,
@@ -264,9 +265,12 @@ class FakeInference:
             return response
         chat = seen.path.endswith("chat/completions")
         choices = range(choices_of(seen.body))
+        options = seen.body.get("stream_options") or {}
+        begin = {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3} if options.get(PROMPT_USAGE) else None
         if chat and (answer.words or answer.thoughts):
             for choice in choices:
-                await response.write(_chunk(seen.model, chat, role="assistant", index=choice))
+                await response.write(_chunk(seen.model, chat, role="assistant", index=choice, usage=begin))
+                begin = None
         so_far = seen.body.get("answer_so_far") or {}
         for name, words in (("reasoning_content", answer.thoughts), ("content", answer.words)):
             for word in _unsaid(words, so_far.get(name) or ""):
@@ -344,7 +348,7 @@ def _chunk(
         "object": "chat.completion.chunk" if chat else "text_completion",
         "created": 1,
         "model": model,
-        "choices": [] if usage else [choice],
+        "choices": [] if usage and not role else [choice],
     }
     if usage:
         chunk["usage"] = dict(usage)
