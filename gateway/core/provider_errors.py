@@ -22,6 +22,8 @@ from inference.protocol import Code
 
 MAX_MESSAGE_CHARS = 2000
 
+LEAST_SECRET_CHARS = 8
+
 # `error.type` (OpenAI's, Anthropic's) and `error.status` (Google's) beside the HTTP status they stand for; needed where
 # an error comes inside a stream that had opened with 200.
 STATUS_OF_TYPE: Mapping[str, int] = {
@@ -75,10 +77,14 @@ _PARAM = re.compile(r"[\w.:/\[\]-]{1,128}")
 
 
 def scrub(text: str, secrets: Sequence[str] = ()) -> str:
-    """`text` without the given secrets and without anything that looks like a provider's key."""
+    """`text` without the given secrets and without anything that looks like a provider's key.
+
+    A secret counts where it is a token of its own, and from LEAST_SECRET_CHARS on: a shorter one is a placeholder, as
+    servers without keys are given, and its letters stand in ordinary words.
+    """
     for secret in secrets:
-        if secret:
-            text = text.replace(secret, "[key]")
+        if len(secret) >= LEAST_SECRET_CHARS:
+            text = re.sub(rf"(?<![\w-]){re.escape(secret)}(?![\w-])", "[key]", text)
     return _KEY_LIKE.sub("[key]", text)[:MAX_MESSAGE_CHARS]
 
 

@@ -147,6 +147,19 @@ def test_an_error_inside_a_stream_gets_the_status_of_its_words(error: dict[str, 
     assert (read.kind, read.status) == (UpstreamKind.ERROR_FRAME, status)
 
 
+@pytest.mark.parametrize("key", ["x", "none", "EMPTY", "context", "tokens"])
+def test_short_keys_are_placeholders_and_stay_in_words(key: str) -> None:
+    """A key of one letter cut every message to pieces: `ma[key]imum conte[key]t length`."""
+    said = f"This model's maximum context length is 10 tokens, not {key}"
+    error = read(400, {"error": {"message": said, "code": "context_length_exceeded"}}, secrets=(key,))
+    assert (error.message, error.code) == (said, "context_length_exceeded")
+
+
+def test_keys_are_cut_out_as_whole_tokens_only() -> None:
+    said = "maximums-10, my-maximum1, a_maximum1, maximum12 and `maximum1`."
+    assert scrub(said, ("maximum1",)) == "maximums-10, my-maximum1, a_maximum1, maximum12 and `[key]`."
+
+
 def test_a_chunk_is_no_error() -> None:
     for chunk in ({"choices": []}, {"choices": [], "error": None, "message": "x"}, {"id": "x"}, [], None, 5):
         assert error_in(chunk) is None
@@ -154,10 +167,11 @@ def test_a_chunk_is_no_error() -> None:
 
 def test_keys_leave_no_trace() -> None:
     said = read(
-        401, openai_wire.error("Incorrect API key provided: s3cret and sk-proj-*****abcd."), secrets=("s3cret",)
+        401, openai_wire.error("Incorrect API key provided: s3cret-key and sk-proj-*****abcd."), secrets=("s3cret-key",)
     )
     assert said.message == "Incorrect API key provided: [key] and [key]"
     assert scrub("key AIzaSyA-1234567_x in use") == "key [key] in use"
+    assert scrub("Bearer s3cret-key, key=s3cret-key&x", ("s3cret-key",)) == "Bearer [key], key=[key]&x"
     assert scrub("said", ("",)) == "said"
     assert len(scrub("x" * 10**6)) <= 2000
 
