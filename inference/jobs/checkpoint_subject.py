@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 
 from headgate.shared import tether
-from inference.devices.simgpu.server import library
+from inference.devices.simgpu.server import library, rpc_library
 from inference.jobs.cuda_driver import Driver, DriverError
 
 COUNT_BYTES = 32 * 2**20
@@ -62,7 +62,9 @@ class _InitParams(ctypes.Structure):
 def _on_simulated(endpoint: str, pattern: bytes) -> Iterator[bytes]:
     """The same over a connection of ggml's own."""
     lib = _declared(library())
-    kind = lib.ggml_backend_rpc_buffer_type(endpoint.encode(), 0)
+    buffer_type = rpc_library().ggml_backend_rpc_buffer_type
+    buffer_type.restype, buffer_type.argtypes = ctypes.c_void_p, [ctypes.c_char_p, ctypes.c_uint32]
+    kind = buffer_type(endpoint.encode(), 0)
     buffer = lib.ggml_backend_buft_alloc_buffer(kind, len(pattern)) if kind else None
     if not buffer:
         raise DriverError(f"there are no {len(pattern)} bytes to be had on {endpoint}")
@@ -79,7 +81,6 @@ def _on_simulated(endpoint: str, pattern: bytes) -> Iterator[bytes]:
 def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     for name, restype, argtypes in (
-        ("ggml_backend_rpc_buffer_type", pointer, [ctypes.c_char_p, ctypes.c_uint32]),
         ("ggml_backend_buft_alloc_buffer", pointer, [pointer, size]),
         ("ggml_backend_buffer_get_base", pointer, [pointer]),
         ("ggml_init", pointer, [_InitParams]),

@@ -1,6 +1,6 @@
 """Finds ggml's compute devices by name, and tensors in a file's header; never decides which one a model gets.
 
-llama-cpp-python binds none of ggml's functions, so the shared library beside it is opened here with ctypes.
+llama-cpp-python binds none of ggml's functions, so they are opened here with ctypes.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import socket
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from inference import ggml_backends
 from inference.protocol import ExitCause
 from inference.worker.errors import LoadError
 from inference.worker.link import DeviceGrant
@@ -22,11 +22,14 @@ CONNECT_SECONDS = 5.0
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The ggml library that llama.cpp itself uses; its symbols include those of the backends it links."""
+    """The ggml library that llama.cpp itself uses, with its backends loaded.
+
+    The functions are looked up from libllama on: a wheel holds `libggml.so` as a copy of `libggml.so.0`, and who opens
+    the copy gets another registry of backends than that of llama.cpp.
+    """
     from inference.worker.binding import lib as llama
 
-    name = "libggml.dylib" if sys.platform == "darwin" else "libggml.so"
-    lib = ctypes.CDLL(str(Path(llama._base_path) / name))
+    lib = ggml_backends.load(ctypes.CDLL(llama._lib._name), Path(llama._base_path))
     for function, restype, argtypes in (
         ("ggml_backend_dev_by_name", ctypes.c_void_p, [ctypes.c_char_p]),
         ("ggml_backend_dev_count", ctypes.c_size_t, []),

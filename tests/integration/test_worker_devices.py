@@ -18,10 +18,11 @@ from tests.rigs.worker_rig import WorkerRig, grant_for
 
 SERVE = """
 import ctypes, sys
-from inference.worker import ggml
-lib = ggml.library()
-cpu = lib.ggml_backend_dev_by_name(b"CPU")
-start = lib.ggml_backend_rpc_start_server
+from inference.devices.simgpu.server import library, rpc_library
+by_name = library().ggml_backend_dev_by_name
+by_name.restype = ctypes.c_void_p
+cpu = by_name(b"CPU")
+start = rpc_library().ggml_backend_rpc_start_server
 start.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.POINTER(ctypes.c_void_p)]
 start(sys.argv[1].encode(), None, 1, 1, (ctypes.c_void_p * 1)(cpu))
 """

@@ -196,7 +196,9 @@ def test_stages_build_on_stages_before_them(path: Path) -> None:
 
 def test_the_engine_is_compiled_with_rpc_in_every_image_and_absent_from_the_gateways() -> None:
     for path in DOCKERFILES:
-        assert "-DGGML_RPC=ON" in path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+        assert 'CMAKE_ARGS="$(sh docker/engine_arguments.sh) ' in text
+        assert re.search(r"^COPY docker/.*engine_arguments\.sh docker/$", text, re.MULTILINE)
     lines = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8").splitlines()
     assert "FROM packages AS gateway-program" in lines
     argv = [sys.executable, "docker/runtime_requirements.py"]
@@ -296,3 +298,22 @@ def test_the_services_declare_metrics_of_the_contract_only() -> None:
         declared = set(re.findall(rf'"({path.parts[-2]}_[a-z_]+)"', path.read_text(encoding="utf-8")))
         assert declared
         assert declared <= METRICS, declared - METRICS
+
+
+@pytest.mark.parametrize(
+    ("machine", "expected"),
+    [
+        (
+            "x86_64",
+            {"-DGGML_BACKEND_DL=ON", "-DGGML_CPU_ALL_VARIANTS=ON", "-DCMAKE_INSTALL_BINDIR=llama_cpp/lib"},
+        ),
+        ("aarch64", set()),
+    ],
+)
+def test_images_hold_code_for_every_cpu(machine: str, expected: set[str]) -> None:
+    """Nothing is compiled for the CPU that builds the image; on x86-64 the fastest code is chosen at start."""
+    script = ROOT / "docker" / "engine_arguments.sh"
+    done = subprocess.run(["sh", str(script), machine], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) == {"-DGGML_RPC=ON", "-DGGML_NATIVE=OFF", *expected}
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8")
+    assert "!docker/engine_arguments.sh" in ignored

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib.util
 import json
 import os
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from headgate.shared import coredump, tether
+from inference import ggml_backends
 from inference.devices.simgpu.aside import Aside, AsideError
 
 LISTEN_SECONDS = 20.0
@@ -76,13 +78,23 @@ def _moved(aside: Aside, said: dict[str, Any]) -> dict[str, Any]:
         return {"error": str(error)}
 
 
+@functools.cache
 def library() -> ctypes.CDLL:
-    """ggml, without importing llama-cpp-python; raises OSError where there is none."""
-    folder = package()
-    if folder is None:
-        raise OSError("llama-cpp-python is not installed")
+    """ggml with its backends, without importing llama-cpp-python; raises OSError where there is none."""
     suffix = "dylib" if sys.platform == "darwin" else "so"
-    return ctypes.CDLL(str(folder / "lib" / f"libggml.{suffix}"))
+    return ggml_backends.load(ctypes.CDLL(str(_folder() / f"libggml.{suffix}")), _folder())
+
+
+def rpc_library() -> ctypes.CDLL:
+    """The library with the functions of ggml's RPC backend; raises OSError where there is none."""
+    return ggml_backends.rpc(library(), _folder())
+
+
+def _folder() -> Path:
+    found = package()
+    if found is None:
+        raise OSError("llama-cpp-python is not installed")
+    return found / "lib"
 
 
 def _serve_for_ever() -> None:
@@ -98,7 +110,7 @@ def _serve() -> None:
     lib = library()
     lib.ggml_backend_dev_by_name.restype = ctypes.c_void_p
     lib.ggml_backend_dev_by_name.argtypes = [ctypes.c_char_p]
-    start = lib.ggml_backend_rpc_start_server
+    start = rpc_library().ggml_backend_rpc_start_server
     start.restype = None
     start.argtypes = [
         ctypes.c_char_p,

@@ -27,6 +27,7 @@ def start(tail: LogTail) -> None:
     beside = lib.llama_log_callback(lambda level, text, _data: tail.feed(level, _decoded(text), counts=False))
     _beside.append(beside)
     lib.llama_log_set(callback, ctypes.c_void_p(0))
+    ggml.library()
     lib.llama_backend_init()
 
 

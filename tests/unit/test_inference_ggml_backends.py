@@ -1,0 +1,75 @@
+"""Which libraries of ggml are opened: linked backends, and those that are libraries of their own."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from inference import ggml_backends
+from inference.devices.simgpu import server
+from inference.worker import ggml
+
+LIB = Path("/site-packages/llama_cpp/lib")
+
+
+class PaperFunction:
+    """A C function that counts how it is called."""
+
+    def __init__(self, result: Any = None) -> None:
+        self.result = result
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.calls.append(arguments)
+        return self.result
+
+
+def _library(backends: int, **more: PaperFunction) -> Any:
+    functions = {"ggml_backend_reg_count": PaperFunction(backends), "ggml_backend_load_all_from_path": PaperFunction()}
+    return SimpleNamespace(**functions, **more)
+
+
+def test_backends_of_their_own_are_loaded_from_beside_llama_cpp() -> None:
+    lib = _library(0)
+    assert ggml_backends.load(lib, LIB) is lib
+    assert lib.ggml_backend_load_all_from_path.calls == [(str(LIB).encode(),)]
+
+
+def test_backends_are_loaded_once() -> None:
+    lib = _library(2)
+    ggml_backends.load(lib, LIB)
+    assert lib.ggml_backend_load_all_from_path.calls == []
+
+
+def test_linked_backends_are_not_touched() -> None:
+    """Counting them would open every device."""
+    lib = _library(0, ggml_backend_cpu_reg=PaperFunction())
+    ggml_backends.load(lib, LIB)
+    assert lib.ggml_backend_reg_count.calls == []
+    assert lib.ggml_backend_load_all_from_path.calls == []
+
+
+def test_rpc_is_found_where_it_is_linked_and_where_it_is_not() -> None:
+    linked = _library(1, ggml_backend_rpc_start_server=PaperFunction())
+    assert ggml_backends.rpc(linked, LIB) is linked
+    installed = server.package()
+    assert installed is not None
+    found = ggml_backends.rpc(_library(1), installed / "lib")
+    assert isinstance(found, ctypes.CDLL)
+    assert found.ggml_backend_rpc_start_server
+    with pytest.raises(OSError, match="libggml-rpc"):
+        ggml_backends.rpc(_library(1), LIB)
+
+
+def test_worker_sees_the_registry_that_llama_cpp_uses() -> None:
+    """A wheel holds libggml twice; the copy has a registry of its own."""
+    from inference.worker.binding import lib as llama
+
+    ours = ctypes.cast(ggml.library().ggml_backend_reg_count, ctypes.c_void_p).value
+    theirs = ctypes.cast(ctypes.CDLL(llama._lib._name).ggml_backend_reg_count, ctypes.c_void_p).value
+    assert ours == theirs
+    assert ggml.library().ggml_backend_dev_by_name(b"CPU")
