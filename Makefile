@@ -3,7 +3,7 @@
 #   make test ARGS="-k breaker"         options for pytest
 #   CMAKE_ARGS="-DGGML_CUDA=ON" make serve      a llama.cpp backend (CUDA, HIP, VULKAN, ...); kept once it was built
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types cover bench-engine bench-gateway bench-outage bench-planner bench-estimates bench-switching bench-colocation bench-turns bench-schema gpu-check chaos fuzz soak resume-proof lock schema reference clean ready
+.PHONY: help serve test lint types cover bench-engine bench-gateway bench-outage bench-planner bench-estimates bench-switching bench-colocation bench-turns bench-schema gpu-check chaos fuzz soak resume-proof lock schema reference clean ready machine
 
 # The first interpreter that is new enough; `make PYTHON=... serve` chooses another.
 PYTHON ?= $(shell for p in .venv/bin/python python3 python3.13 python3.12 python3.11; do \
@@ -33,10 +33,13 @@ ready:
 	    "or name it: make PYTHON=/path/to/python3.12" >&2; exit 2; }
 	@$(PYTHON) -I headgate/bootstrap.py
 
+machine: ready ## the CPU, its features and the cores that are used, as tests and benchmarks print them first
+	@$(RUN) headgate.machine
+
 serve: ready ## start gateway and inference on the configured models; installs on the first run
 	@exec $(RUN) headgate up $(ARGS)
 
-test: ready ## lint, types, the whole test suite, and the coverage of the pure packages
+test: machine ## lint, types, the whole test suite, and the coverage of the pure packages
 	@$(MAKE) --no-print-directory lint types
 	@$(RUN) pytest $(SPREAD) $(MEASURE) \
 	    $(if $(ARGS),,--cov-fail-under=$(CORE_COVERAGE)) $(ARGS)
@@ -48,50 +51,50 @@ lint: ready ## ruff: rules and formatting
 types: ready ## mypy, strict where pyproject.toml says so
 	@$(RUN) mypy
 
-cover: ready ## a coverage report of everything, in htmlcov/
+cover: machine ## a coverage report of everything, in htmlcov/
 	@$(RUN) pytest $(SPREAD) --cov --cov-report=html $(ARGS)
 
-bench-engine: ready ## the worker beside llama.cpp's servers: MODELS=15m,135m,1b; QUICK=1 for at most five minutes
+bench-engine: machine ## the worker beside llama.cpp's servers: MODELS=15m,135m,1b; QUICK=1 for at most five minutes
 	@exec $(RUN) benchmarks.engine
 
-bench-gateway: ready ## what the gateway costs, beside a bare hop, LiteLLM and Portkey: PARTS=alone,crowds,...; QUICK=1
+bench-gateway: machine ## what the gateway costs, beside a bare hop, LiteLLM and Portkey: PARTS=alone,crowds,...; QUICK=1
 	@exec $(RUN) benchmarks.gateway
 
-bench-outage: ready ## a minute without the inference service, and without a cloud: OUTAGE=60 SITUATIONS=gone,silent; QUICK=1
+bench-outage: machine ## a minute without the inference service, and without a cloud: OUTAGE=60 SITUATIONS=gone,silent; QUICK=1
 	@exec $(RUN) benchmarks.outage
 
-bench-planner: ready ## how long one decision takes, 100 models on 8 devices and 1,000 on 64; QUICK=1 for fewer states
+bench-planner: machine ## how long one decision takes, 100 models on 8 devices and 1,000 on 64; QUICK=1 for fewer states
 	@exec $(RUN) benchmarks.planner
 
-bench-estimates: ready ## predicted against allocated bytes, architectures x contexts x KV types x layers x parallel; QUICK=1
+bench-estimates: machine ## predicted against allocated bytes, architectures x contexts x KV types x layers x parallel; QUICK=1
 	@exec $(RUN) benchmarks.estimates
 
-bench-switching: ready ## cold, warm and kept models to the first token: MODELS=135m,1b PLACES=cpu,sim,sim-resident ROUNDS=5; QUICK=1
+bench-switching: machine ## cold, warm and kept models to the first token: MODELS=135m,1b PLACES=cpu,sim,sim-resident ROUNDS=5; QUICK=1
 	@exec $(RUN) benchmarks.switching
 
-bench-colocation: ready ## what a busy neighbor costs a model's token gaps: MODELS=15m,135m PLACES=cpu,sim ROUNDS=5; QUICK=1
+bench-colocation: machine ## what a busy neighbor costs a model's token gaps: MODELS=15m,135m PLACES=cpu,sim ROUNDS=5; QUICK=1
 	@exec $(RUN) benchmarks.colocation
 
-bench-turns: ready ## two models with memory for one, under load that never pauses: SWAPS=50 PLACES=cpu,sim KEPT=no,yes; QUICK=1
+bench-turns: machine ## two models with memory for one, under load that never pauses: SWAPS=50 PLACES=cpu,sim KEPT=no,yes; QUICK=1
 	@exec $(RUN) benchmarks.turns
 
-bench-schema: ready ## what of JSON Schema is enforced, by the public test suite; ARGS="-v" names the differences
+bench-schema: machine ## what of JSON Schema is enforced, by the public test suite; ARGS="-v" names the differences
 	@exec $(RUN) benchmarks.schema_coverage $(ARGS)
 
-gpu-check: ready ## on a real NVIDIA GPU: predicted bytes against the driver's, restores against the link; else it skips; QUICK=1
+gpu-check: machine ## on a real NVIDIA GPU: predicted bytes against the driver's, restores against the link; else it skips; QUICK=1
 	@exec $(RUN) benchmarks.gpu_check
 
-chaos: ready ## faults of every kind under load, and what must hold: EVENTS=1000 SEED=1 MINUTES=60 PLANTS=all|none
+chaos: machine ## faults of every kind under load, and what must hold: EVENTS=1000 SEED=1 MINUTES=60 PLANTS=all|none
 	@exec $(RUN) tests.chaos --events $(or $(EVENTS),1000) --seed $(or $(SEED),1) --gap $(or $(GAP),1.2) \
 	    --minutes $(or $(MINUTES),60) --plants $(or $(PLANTS),all) $(ARGS)
 
-fuzz: ready ## damaged model files and made-up requests, all of them: EXAMPLES=100 per operation
+fuzz: machine ## damaged model files and made-up requests, all of them: EXAMPLES=100 per operation
 	@FUZZ_EXAMPLES=$(or $(EXAMPLES),100) $(RUN) pytest tests/fuzz $(ARGS)
 
-soak: ready ## a long run under load, and what every process holds by then: MINUTES=20 or HOURS=24; QUICK=1
+soak: machine ## a long run under load, and what every process holds by then: MINUTES=20 or HOURS=24; QUICK=1
 	@exec $(RUN) benchmarks.soak
 
-resume-proof: ready ## greedy answers cut at every token, by the connection and by kill -9, against the uncut ones: QUESTIONS=20 EVERY=1 MODELS=demo WAYS=cut,kill TOKENS=32
+resume-proof: machine ## greedy answers cut at every token, by the connection and by kill -9, against the uncut ones: QUESTIONS=20 EVERY=1 MODELS=demo WAYS=cut,kill TOKENS=32
 	@exec $(RUN) benchmarks.resume_proof
 
 lock: ready ## write what is installed now into requirements.lock

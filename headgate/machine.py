@@ -51,6 +51,13 @@ def compiler_at(path: str) -> Compiler:
     return compiler_of_macros(done.stdout)
 
 
+def main() -> int:
+    """Prints the CPU, its features and how many cores this process may use: the first line of tests and benchmarks."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    print(f"CPU: {this_cpu()}, {cores} cores", flush=True)
+    return 0
+
+
 @dataclass(frozen=True)
 class Build:
     """What a proof of a build holds for: the CPU, the libraries (a hash of names, sizes and times) and their place."""
@@ -73,3 +80,7 @@ class Build:
         """What is not the same as in `other`, in words."""
         names = {"cpu": "the CPU", "libraries": "llama.cpp", "place": "the folder of llama.cpp"}
         return [words for name, words in names.items() if getattr(self, name) != getattr(other, name)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

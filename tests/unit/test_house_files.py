@@ -6,6 +6,7 @@ import ast
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from headgate import __version__, lockfile
+from headgate.machine import this_cpu
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(
@@ -128,3 +130,18 @@ def test_continuous_integration_runs_the_readmes_test_command() -> None:
 def test_the_license_is_there() -> None:
     assert PROJECT["license"] == "Apache-2.0"
     assert "Apache License" in (ROOT / "LICENSE").read_text(encoding="utf-8")
+
+
+def test_tests_and_benchmarks_begin_with_the_cpu() -> None:
+    """A figure or a failure says on which CPU it came about."""
+    needs = dict(re.findall(r"^([a-z-]+): (\w+)", MAKEFILE, re.MULTILINE))
+    long = {name for name in _targets() if name.startswith("bench-")}
+    long |= {"test", "cover", "chaos", "fuzz", "soak", "resume-proof", "gpu-check"}
+    assert {name: needs[name] for name in long} == dict.fromkeys(long, "machine")
+    done = subprocess.run(
+        [sys.executable, "-m", "headgate.machine"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=20
+    )
+    cpu = this_cpu()
+    assert done.stdout.startswith(f"CPU: {cpu.model}")
+    assert all(feature in done.stdout for feature in cpu.features)
+    assert re.search(r", \d+ cores$", done.stdout.strip())
