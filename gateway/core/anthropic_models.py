@@ -20,6 +20,9 @@ _NO_EFFORT = re.compile(r"claude-(3|(opus-4(-[01])?|(sonnet|haiku)-4(-[0-5])?)(-
 _BEFORE_4_6 = re.compile(r"claude-(3|(opus|sonnet|haiku)-4(-[0-5])?(-\d{8}|-latest)?$)")
 """Models up to 4.5. They go on with a last assistant message, and think with a budget or not at all."""
 
+_BEFORE_4_8 = re.compile(r"claude-(3|(opus|sonnet|haiku)-4(-[0-7])?(-\d{8}|-latest)?$)")
+"""Models up to 4.7. They answer 400 to a system message inside a conversation."""
+
 _ALWAYS_THINKS = re.compile(r"claude-(fable|mythos)-")
 """Models whose thinking cannot be turned off."""
 
@@ -41,6 +44,11 @@ def takes_sampling(model: str) -> bool:
 def takes_prefill(model: str) -> bool:
     """Whether `model` goes on with a last assistant message, as resuming a broken answer needs."""
     return _BEFORE_4_6.match(model) is not None
+
+
+def takes_later_system(model: str) -> bool:
+    """Whether `model` takes system messages inside a conversation."""
+    return _BEFORE_4_8.match(model) is None
 
 
 def effort_for(effort: str, model: str) -> str | None:

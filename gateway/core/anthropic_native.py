@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway.core.anthropic_models import effort_for, thinking_for
+from gateway.core.anthropic_models import effort_for, takes_later_system, thinking_for
 from gateway.core.anthropic_request import ToolIds, sampling
 from gateway.core.messages_answer import UNSIGNED
 
@@ -22,6 +22,8 @@ _NOT_SENT = ("defer_loading",)
 def to_native(origin: Mapping[str, Any], model: str) -> dict[str, Any]:
     """The streaming request for `model` of a checked Messages body."""
     messages = _messages(origin["messages"])
+    if not takes_later_system(model):
+        messages = _without_system(messages)
     request: dict[str, Any] = {"model": model, "messages": messages, "stream": True}
     request |= {name: origin[name] for name in _AS_IT_IS if origin.get(name) is not None}
     if system := _system(origin.get("system")):
@@ -86,6 +88,30 @@ def _messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if turns and turns[-1]["role"] == "assistant":
         turns[-1]["content"] = _trimmed(turns[-1]["content"])
     return turns
+
+
+def _without_system(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The turns with every system message as a part of the user's turn in its place.
+
+    Joined to the system prompt it would change the beginning of the prompt, which Anthropic then reads anew at full
+    price.
+    """
+    found: list[dict[str, Any]] = []
+    is_moved = False  # whether the last turn holds what a system message said
+    for turn in turns:
+        is_system = turn["role"] == "system"
+        role = "user" if is_system else turn["role"]
+        if found and found[-1]["role"] == role == "user" and (is_system or is_moved):
+            found[-1] = {**found[-1], "content": [*_as_blocks(found[-1]["content"]), *_as_blocks(turn["content"])]}
+        else:
+            found.append({**turn, "role": role})
+            is_moved = False
+        is_moved = is_moved or is_system
+    return found
+
+
+def _as_blocks(content: Any) -> list[Any]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _trimmed(content: Any) -> Any:

@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from inference.worker.core.dialects import Dialect, detect
-from inference.worker.core.dialects.conversation import goes_on_behind_results, said_in_results
+from inference.worker.core.dialects.conversation import (
+    Roles,
+    arranged,
+    goes_on_behind_results,
+    needs_arranging,
+    said_in_results,
+)
 from inference.worker.core.parts import Tool, ToolChoice
 from inference.worker.errors import BadRequestError
 from inference.worker.rendering import OverLimitsError, RefusedError, Rendering
@@ -72,6 +78,8 @@ class ChatTemplate:
         `arguments` are the caller's extra template variables, `generate` opens the assistant's turn at the end. Raises
         BadRequestError with the template's own words, or when it takes too long.
         """
+        if needs_arranging(messages):
+            messages = arranged(messages, self._roles)
         if goes_on_behind_results(messages) and self._ends_with_results:
             messages = said_in_results(messages)
         return self._rendered(messages, arguments, generate=generate)
@@ -109,6 +117,30 @@ class ChatTemplate:
         tools = [Tool(_PROBE)]
         shown, variables = self.dialect.prepare([*turns, _said("Hi")], tools, ToolChoice())
         return self._refuses(shown, variables) and not self._refuses(said_in_results(shown), variables)
+
+    @functools.cached_property
+    def _roles(self) -> Roles:
+        """Which orders of roles the template shows; all of them where it does not even show a single message."""
+        probe, answer = {"role": "system", "content": _PROBE}, {"role": "assistant", "content": "Hi"}
+        user = _said("Hi")
+        if not self._shows([_said(_PROBE)]):
+            return Roles()
+        first_system = self._shows([probe, user])
+        begin = [{**probe, "content": "Hi"}] if first_system else []
+        later_system = self._shows([*begin, user, probe, answer, user]) and self._shows(
+            [*begin, user, answer, probe, user]
+        )
+        neighbors = self._shows([user, _said(_PROBE)]) and self._shows(
+            [user, answer, {**answer, "content": _PROBE}, user]
+        )
+        return Roles(first_system, later_system, neighbors)
+
+    def _shows(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the prompt has the probe that one of the messages holds."""
+        try:
+            return _PROBE in "".join(self._rendered(messages, {}, generate=True))
+        except BadRequestError:
+            return False
 
     def _refuses(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> bool:
         try:

@@ -155,6 +155,35 @@ def test_turns_of_nothing_else_are_left_out_and_a_prefill_is_trimmed() -> None:
     assert to_native(origin, "claude-haiku-4-5")["messages"] == hidden
 
 
+def text(said: str) -> dict[str, Any]:
+    return {"type": "text", "text": said}
+
+
+def test_system_messages_inside_a_conversation_stay_where_the_model_takes_them() -> None:
+    """Claude Code sends them; a model up to 4.7 answers 400 to one, so it gets them as a part of the user's turn."""
+    later = {"role": "system", "content": [text("Agents: none.")]}
+    messages = [ASKED, later, {"role": "assistant", "content": "Yes"}, ASKED]
+    assert native("claude-opus-4-8", messages=messages)["messages"] == messages
+    joined = {"role": "user", "content": [text("Hi"), text("Agents: none.")]}
+    assert native("claude-haiku-4-5", messages=messages)["messages"] == [joined, *messages[2:]]
+
+
+def test_system_message_becomes_a_turn_of_the_user_behind_an_answer() -> None:
+    answer = {"role": "assistant", "content": "Yes"}
+    later = {"role": "system", "content": "Be brief."}
+    messages = [ASKED, answer, later, ASKED]
+    turns = [ASKED, answer, {"role": "user", "content": [text("Be brief."), text("Hi")]}]
+    assert native("claude-haiku-4-5", messages=messages)["messages"] == turns
+
+
+def test_system_message_behind_results_stands_behind_them() -> None:
+    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "look", "input": {}}]}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "x"}
+    messages = [ASKED, call, {"role": "user", "content": [result]}, {"role": "system", "content": "Be brief."}]
+    turns = native("claude-haiku-4-5", messages=messages, tools=[TOOL])["messages"]
+    assert turns[-1] == {"role": "user", "content": [result, text("Be brief.")]}
+
+
 def test_thinking_with_a_budget_waits_for_the_next_turn_when_another_tier_thought_this_one_out() -> None:
     call = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
     answered = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "x"}]}

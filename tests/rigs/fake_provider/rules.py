@@ -340,7 +340,8 @@ def anthropic(body: Mapping[str, Any], version: str, *, counting: bool = False) 
     _output(body)
     _system(body.get("system"))
     _anthropic_tools(body)
-    _conversation(body["messages"], {tool["name"] for tool in body.get("tools", ())})
+    messages = _without_system(body["messages"], supported=generation >= (4, 8))
+    _conversation(messages, {tool["name"] for tool in body.get("tools", ())})
 
 
 def _generation(model: str) -> tuple[int, int]:
@@ -417,6 +418,26 @@ def _anthropic_tools(body: Mapping[str, Any]) -> None:
     _fields(choice, *shapes[choice["type"]], "tool_choice")
     if choice["type"] == "tool" and choice["name"] not in {tool["name"] for tool in tools}:
         raise RefusedError(f"Tool '{choice['name']}' not found in provided tools")
+
+
+def _without_system(messages: Any, *, supported: bool) -> Any:
+    """The turns of user and assistant, once the rules for system messages between them are met."""
+    if not isinstance(messages, list):
+        return messages
+    roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
+    for index, role in enumerate(roles):
+        if role != "system":
+            continue
+        path = f"messages.{index}"
+        if not supported:
+            raise RefusedError("role 'system' is not supported on this model")
+        if index == 0 or roles[index - 1] != "user" or roles[index + 1 : index + 2] not in ([], ["assistant"]):
+            raise RefusedError(f"{path}: a system message must follow a user turn and precede an assistant turn")
+        _fields(messages[index], frozenset(("role", "content")), frozenset(), path)
+        content = messages[index]["content"]
+        for at, block in enumerate([] if isinstance(content, str) else content):
+            _block(block, f"{path}.content.{at}", frozenset(("text",)))
+    return [message for message, role in zip(messages, roles, strict=True) if role != "system"]
 
 
 def _conversation(messages: Any, tools: set[str]) -> None:

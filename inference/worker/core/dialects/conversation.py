@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from inference.worker.core.parts import Tool
@@ -147,6 +148,61 @@ def said_in_results(messages: Sequence[Message]) -> list[Message]:
         else:
             found.append(message)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """Which orders of roles a template shows in full. Turns that alternate between user and assistant always work."""
+
+    first_system: bool = True
+    """A system message at the beginning."""
+    later_system: bool = True
+    """Further system messages, anywhere."""
+    neighbors: bool = True
+    """Two messages of the user, or of the assistant, in a row."""
+
+
+def needs_arranging(messages: Sequence[Message]) -> bool:
+    """Whether the messages are more than turns that alternate, so that some templates would refuse or drop one."""
+    return any(message["role"] == "system" for message in messages) or any(
+        first["role"] == then["role"] != "tool" for first, then in itertools.pairwise(messages)
+    )
+
+
+def arranged(messages: Sequence[Message], roles: Roles) -> list[Message]:
+    """The messages in an order that the template shows, without losing a text.
+
+    System messages that it does not take at the beginning are joined to the first one. One that it does not take in
+    its place becomes a part of the user's turn there, which leaves the prompt before it unchanged.
+    """
+    found: list[Message] = []
+    is_moved = False  # whether the last message holds what a system message said
+    for message in messages:
+        last = found[-1] if found else None
+        is_system = message["role"] == "system"
+        if is_system and not (roles.later_system if found else roles.first_system):
+            if last is not None and last["role"] == "system":
+                found[-1] = {**last, "content": joined(last["content"], message["content"])}
+                continue
+            message = {"role": "user", "content": message["content"]}
+            if last is not None and last["role"] == "user":
+                found[-1] = {**last, "content": joined(last["content"], message["content"])}
+            else:
+                found.append(message)
+            is_moved = True
+            continue
+        if last is not None and _joins(last, message) and (is_moved or not roles.neighbors):
+            content = joined(last.get("content"), message.get("content"))
+            found[-1] = {**last, **message, "content": content}
+            continue
+        found.append(message)
+        is_moved = False
+    return found
+
+
+def _joins(first: Message, then: Message) -> bool:
+    """Whether two neighbors may be one turn: both of the user, or of the assistant without calls in the first."""
+    return first["role"] == then["role"] in ("user", "assistant") and not first.get("tool_calls")
 
 
 def runs(messages: Sequence[dict[str, Any]], role: str) -> Iterator[list[dict[str, Any]]]:

@@ -1,0 +1,127 @@
+"""Chat templates differ in the orders of roles that they take; every message of a conversation reaches the prompt."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference.worker.core.dialects.conversation import Roles, arranged, needs_arranging
+from inference.worker.errors import BadRequestError
+from inference.worker.templates import ChatTemplate
+
+ALL = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+ONE_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+"""As in Qwen3.5."""
+DROPS_LATER = ALL.replace("[{{", "{% if m.role != 'system' or loop.first %}[{{").replace(
+    "{% endfor", "{% endif %}{% endfor"
+)
+"""As in SmolLM3 and gpt-oss."""
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+"""As in Gemma 2."""
+ALTERNATING = (
+    "{% set ns = namespace(turn=0) %}{% for m in messages %}{% if m.role == 'system' and loop.first %}{% else %}"
+    "{% if m.role != ['user', 'assistant'][ns.turn % 2] %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% set ns.turn = ns.turn + 1 %}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+"""As in Mistral Nemo."""
+
+
+def said(*turns: str) -> list[dict[str, Any]]:
+    """Messages written as `role:text`."""
+    return [dict(zip(("role", "content"), turn.split(":"), strict=True)) for turn in turns]
+
+
+def prompt(source: str, *turns: str) -> str:
+    template = ChatTemplate(source, bos="", eos="", control_texts=[])
+    return "".join(template.render(said(*turns), {}, generate=True))
+
+
+AGENT = ("system:S", "user:U", "system:L", "assistant:A", "user:V")
+"""A coding agent that adds to its system prompt in the middle of a conversation."""
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (ALL, "[system]S[user]U[system]L[assistant]A[user]V"),
+        (ONE_SYSTEM, "[system]S[user]U\n\nL[assistant]A[user]V"),
+        (DROPS_LATER, "[system]S[user]U\n\nL[assistant]A[user]V"),
+        (NO_SYSTEM, "[user]S\n\nU\n\nL[assistant]A[user]V"),
+        (ALTERNATING, "[system]S[user]U\n\nL[assistant]A[user]V"),
+    ],
+)
+def test_system_message_inside_a_conversation_reaches_the_prompt(source: str, expected: str) -> None:
+    assert prompt(source, *AGENT) == expected
+
+
+@pytest.mark.parametrize("source", [ONE_SYSTEM, DROPS_LATER, ALTERNATING])
+def test_system_messages_at_the_beginning_become_one(source: str) -> None:
+    assert prompt(source, "system:S", "system:T", "user:U") == "[system]S\n\nT[user]U"
+
+
+@pytest.mark.parametrize(("source", "expected"), [(ALL, "[user]E[user]U"), (ALTERNATING, "[user]E\n\nU")])
+def test_neighbors_of_the_user_are_joined_only_where_the_template_refuses_them(source: str, expected: str) -> None:
+    """Codex sends its environment and the question as two messages of the user."""
+    assert prompt(source, "user:E", "user:U") == expected
+
+
+def test_neighbors_of_the_assistant_are_joined_where_the_template_refuses_them() -> None:
+    assert prompt(ALTERNATING, "user:U", "assistant:A", "assistant:B", "user:V") == "[user]U[assistant]A\n\nB[user]V"
+
+
+def test_system_message_behind_an_answer_begins_the_turn_of_the_user() -> None:
+    turns = ("user:U", "assistant:A", "system:L", "user:V")
+    assert prompt(ONE_SYSTEM, *turns) == "[user]U[assistant]A[user]L\n\nV"
+
+
+def test_template_that_refuses_every_message_says_why() -> None:
+    with pytest.raises(BadRequestError, match="'missing' is undefined"):
+        prompt("{{ missing.field }}", "system:S", "system:T", "user:U")
+
+
+def test_messages_with_calls_are_never_joined_to_what_follows() -> None:
+    calls = {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}
+    messages = [*said("user:U"), calls, *said("assistant:A")]
+    assert arranged(messages, Roles(neighbors=False)) == messages
+
+
+def test_results_of_calls_in_a_row_are_left_alone() -> None:
+    results = said("user:U", "tool:1", "tool:2", "assistant:A")
+    assert not needs_arranging(results)
+    assert arranged(results, Roles(False, False, False)) == results
+
+
+def test_parts_of_a_message_stay_parts() -> None:
+    image = {"type": "image"}
+    messages = [{"role": "user", "content": [image]}, *said("system:L")]
+    content = arranged(messages, Roles(later_system=False))[0]["content"]
+    assert content == [image, {"type": "text", "text": "L"}]
+
+
+ROLE = st.sampled_from(["system", "user", "assistant"])
+
+
+@given(st.lists(ROLE, min_size=1, max_size=12), st.builds(Roles, st.booleans(), st.booleans(), st.booleans()))
+def test_no_text_is_lost_and_only_what_is_taken_remains(order: list[str], roles: Roles) -> None:
+    """Texts keep their order, system messages stay only where they are taken, turns alternate where they must."""
+    found = arranged([{"role": role, "content": f"t{number}"} for number, role in enumerate(order)], roles)
+    texts = [text for message in found for text in message["content"].split("\n\n")]
+    assert texts == [f"t{number}" for number in range(len(order))]
+    for index, message in enumerate(found):
+        if message["role"] == "system":
+            assert roles.later_system if index else roles.first_system
+    if not roles.neighbors:
+        turns = [message["role"] for message in found]
+        assert all(first != then or first == "system" for first, then in itertools.pairwise(turns))
