@@ -79,12 +79,12 @@ _PARAM = re.compile(r"[\w.:/\[\]-]{1,128}")
 def scrub(text: str, secrets: Sequence[str] = ()) -> str:
     """`text` without the given secrets and without anything that looks like a provider's key.
 
-    A secret counts where it is a token of its own, and from LEAST_SECRET_CHARS on: a shorter one is a placeholder, as
+    A secret counts where no letter or digit stands beside it, and from LEAST_SECRET_CHARS on: a shorter one is a placeholder, as
     servers without keys are given, and its letters stand in ordinary words.
     """
     for secret in secrets:
         if len(secret) >= LEAST_SECRET_CHARS:
-            text = re.sub(rf"(?<![\w-]){re.escape(secret)}(?![\w-])", "[key]", text)
+            text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(secret)}(?![A-Za-z0-9])", "[key]", text)
     return _KEY_LIKE.sub("[key]", text)[:MAX_MESSAGE_CHARS]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from inference.protocol import PROMPT_USAGE
 from tests.rigs.fake_provider import schemas
 
 
@@ -214,7 +215,8 @@ def _sampling(body: Mapping[str, Any]) -> None:
     if body.get("stream_options") is not None:
         if not body.get("stream"):
             raise RefusedError("'stream_options' is only allowed when 'stream' is enabled.", None, "stream_options")
-        if unknown := set(body["stream_options"]) - {"include_usage", "include_obfuscation"}:
+        known = {"include_usage", "include_obfuscation", PROMPT_USAGE}  # the last for the local provider's contract
+        if unknown := set(body["stream_options"]) - known:
             raise RefusedError("Unknown parameter.", "unknown_parameter", f"stream_options.{unknown.pop()}")
 
 
