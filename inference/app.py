@@ -25,7 +25,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from headgate.shared.environ import load_environ
-from headgate.shared.errors import ConfigError, Exit, Problem
+from headgate.shared.errors import ConfigError, Exit
 from headgate.shared.state import INFERENCE_TOKEN, StateDir
 from headgate.shared.wire import WiredHttp
 from inference import http, orphans, settings
@@ -147,13 +147,8 @@ async def serve(
     )
     stopping = _handle_signals(running, server, lambda: _reload(running, config.config_dir, overrides))
     answering = asyncio.create_task(server.serve([sock]))
-
-    async def start() -> list[Problem]:
-        await running.build_check.at_start()
-        return await running.authority.start(partial(unreached.check, cpu_asked=cpu_asked))
-
     try:
-        starting = asyncio.create_task(start())
+        starting = asyncio.create_task(running.authority.start(partial(unreached.check, cpu_asked=cpu_asked)))
         await asyncio.wait({starting, answering}, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             starting.cancel()
@@ -168,6 +163,8 @@ async def serve(
     finally:
         server.should_exit = True
         stopping.cancel()
+        running.authority.quiesce()  # where the start failed, requests and streams of events may be open
+        running.authority.bus.close()
         await asyncio.gather(answering, return_exceptions=True)
         await running.authority.close()
     if stopping.status is Exit.RESTART_OUTSIDE:

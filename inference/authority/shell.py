@@ -120,9 +120,12 @@ class Authority:
     async def start(self, found: Callable[[int], None] = lambda accelerators: None) -> list[Problem]:
         """Finds the devices and opens their accounts; returns configuration problems that only show now.
 
-        `found` hears how many accelerators there are before anything is planned with them, and may raise.
+        Raises BrokenBuildError where llama.cpp does not compute on this CPU. `found` hears how many accelerators there
+        are before anything is planned with them, and may raise.
         """
         self.loop = asyncio.get_running_loop()
+        if self.build_check is not None:
+            await self.build_check.at_start()
         await self.inventory.start()
         found(len(self.inventory.accelerators()))
         self.background.refreshed_at = self.loop.time()

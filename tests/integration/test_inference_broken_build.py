@@ -109,3 +109,16 @@ def test_model_that_crashes_at_its_first_step_fails_alone(stack: Stack, broken: 
     assert "llama.cpp computes: the worker's end is its model's own" in stack.inference.log
     broken.computes()
     assert stack.ask("/v1/chat/completions", QUESTION, direct=True)["choices"]
+
+
+def test_requests_during_the_check_are_answered_and_end_with_the_service(stack: Stack, broken: BrokenLlama) -> None:
+    """The port answers before the check is over; a gateway that listens to events does not delay the end."""
+    _doubted(stack)
+    broken.breaks("late")
+    stack.inference.start()
+    stack.front.start()
+    assert [model["id"] for model in stack.ask("/v1/models", direct=True)["data"]] == ["demo", "demo-mini"]
+    assert http_status(stack.inference.url + "/readyz") == 503
+    assert _refusal(stack, direct=True)["code"] == "shutting_down"
+    assert stack.inference.wait(10.0) == Exit.RESTART_OUTSIDE
+    assert "Traceback" not in stack.inference.log

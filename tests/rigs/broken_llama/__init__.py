@@ -19,8 +19,8 @@ class BrokenLlama:
         self.env = {"LD_PRELOAD": str(library), "BROKEN_LLAMA": str(self._switch)}
 
     def breaks(self, how: str, only: str = "") -> None:
-        """Every computation from now on: `sigill`, `sigsegv` or `zero`. `only` in processes with this text in their
-        command line, such as `inference.worker`.
+        """Every computation from now on: `sigill`, `sigsegv`, `late` or `zero`. `only` in processes with this text in
+        their command line, such as `inference.worker`.
         """
         self._switch.write_text(f"{how} {only}".strip())
 

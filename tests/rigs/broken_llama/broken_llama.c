@@ -1,7 +1,7 @@
 /* A llama.cpp that does not compute on this CPU: replaces the function by which it computes a graph.
 
    Preloaded into a process and its children. The file BROKEN_LLAMA says what every computation does: `sigill` or
-   `sigsegv` ends the process, `zero` returns success and computes nothing. Without the file llama.cpp computes. A second
+   `sigsegv` ends the process, `late` does so after three seconds, `zero` returns success and computes nothing. Without the file llama.cpp computes. A second
    word limits that to processes with this text in their command line. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -39,6 +39,10 @@ int ggml_backend_sched_graph_compute_async(void *sched, void *graph) {
         if (only) *only++ = 0;
         read_file("/proc/self/cmdline", command, sizeof command);
         if (!only || strstr(command, only)) {
+            if (!strcmp(how, "late")) {
+                sleep(3);
+                die(SIGILL);
+            }
             if (!strcmp(how, "sigill")) die(SIGILL);
             if (!strcmp(how, "sigsegv")) die(SIGSEGV);
             if (!strcmp(how, "zero")) return 0;
