@@ -33,8 +33,8 @@ DOUBT_SECONDS = 30.0
 """How long it may take while requests wait for it."""
 MEND = (
     "llama.cpp has to be compiled for this CPU. In a clone, run `make clean`, then `make serve`. Build an image again. "
-    "Where pip installed it, run: CMAKE_ARGS='-DGGML_RPC=ON -DGGML_NATIVE=OFF' pip install --force-reinstall --no-cache-dir "
-    "--no-deps --no-binary llama-cpp-python llama-cpp-python"
+    "Where pip installed it, run: CMAKE_ARGS='-DGGML_RPC=ON -DGGML_NATIVE=OFF' pip install --force-reinstall "
+    "--no-cache-dir --no-deps --no-binary llama-cpp-python llama-cpp-python"
 )
 
 
