@@ -79,8 +79,8 @@ _PARAM = re.compile(r"[\w.:/\[\]-]{1,128}")
 def scrub(text: str, secrets: Sequence[str] = ()) -> str:
     """`text` without the given secrets and without anything that looks like a provider's key.
 
-    A secret counts where no letter or digit stands beside it, and from LEAST_SECRET_CHARS on: a shorter one is a placeholder, as
-    servers without keys are given, and its letters stand in ordinary words.
+    A secret counts where no letter or digit stands beside it, and from LEAST_SECRET_CHARS on: a shorter one is a
+    placeholder, as servers without keys are given, and its letters stand in ordinary words.
     """
     for secret in secrets:
         if len(secret) >= LEAST_SECRET_CHARS:
