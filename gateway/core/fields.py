@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from gateway.errors import RequestError
+from headgate.shared.parameters import Parameter
 from inference.protocol import Code
 
 
@@ -62,16 +63,15 @@ boolean = Check(_boolean, {"type": "boolean"})
 """true or false."""
 
 
-def number(low: float = -math.inf, high: float = math.inf) -> Check:
-    """A finite number within [low, high]."""
+def parameter(row: Parameter) -> Check:
+    """The check of a row of the parameter table."""
 
     def check(value: Any, path: str) -> None:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            refuse(path, f"`{path}` must be a number, not {_kind(value)}")
-        if not low <= value <= high:
-            refuse(path, f"`{path}` must be {_range(low, high)}; it is {value:g}")
+        if (problem := row.problem(value)) is not None:
+            cannot = isinstance(value, bool) and row.only is not None
+            refuse(path, f"`{path}` {problem}", Code.UNSUPPORTED_PARAMETER if cannot else Code.INVALID_REQUEST)
 
-    return Check(check, {"type": "number", **_bounds(low, high)})
+    return Check(check, row.schema())
 
 
 def integer(low: float = -math.inf, high: float = math.inf) -> Check:

@@ -75,7 +75,7 @@ _FIELDS: Mapping[str, f.Check] = {
     "content": _CONTENT,
     "name": f.string(1),
     "tool_call_id": f.string(1),
-    "tool_calls": f.array(_CALL, low=1),
+    "tool_calls": f.array(_CALL),
     "function_call": f.mapping({"name": f.string(1), "arguments": f.string()}, needed=("name", "arguments")),
     "refusal": f.string(),
     "reasoning_content": f.string(),
@@ -95,7 +95,8 @@ def _check_message(value: Any, path: str) -> None:
 
 
 def _says_otherwise(message: Mapping[str, Any]) -> bool:
-    return any(message.get(name) is not None for name in ("tool_calls", "function_call", "refusal", "audio"))
+    others = ("function_call", "refusal", "audio")
+    return bool(message.get("tool_calls")) or any(message.get(name) is not None for name in others)
 
 
 _LIST = f.array(f.Check(_check_message, _SHAPE.schema), low=1)

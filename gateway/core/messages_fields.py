@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from gateway.core import fields as f
 from gateway.core.anthropic_request import IMAGE_TYPES
 from gateway.core.messages import MAX_URL_CHARS
+from headgate.shared.parameters import BY_NAME
 from inference.protocol import Code
 
 IGNORED: Mapping[str, str] = {
@@ -281,12 +283,12 @@ FIELDS: Mapping[str, f.Check] = {
     "stop_sequences": f.array(f.string(1), high=16),
     "stream": f.boolean,
     "system": f.by_type("a string or an array of text blocks", text=f.string(), array=f.array(_TEXT)),
-    "temperature": f.number(0, 1),
+    "temperature": f.parameter(replace(BY_NAME["temperature"], high=1)),
     "thinking": _THINKING,
     "tool_choice": _CHOICE,
     "tools": f.array(_TOOL, high=1024),
     "top_k": f.integer(0),
-    "top_p": f.number(0, 1),
+    "top_p": f.parameter(BY_NAME["top_p"]),
 }
 
 NEEDED = ("model", "max_tokens", "messages")

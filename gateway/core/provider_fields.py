@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.errors import UpstreamError, UpstreamKind
+from headgate.shared.parameters import PARAMETERS
 from inference.protocol import Code
 
 
@@ -87,7 +88,6 @@ def unsupported(param: str, reason: str) -> UpstreamError:
 
 
 _SHAPE = Refusal("it constrains the shape of the answer, which only a local model can promise")
-_LOCAL_TUNING = "tunes the sampler of one local model; another model has its own distribution"
 _VOCABULARY = Refusal("its token ids belong to one model's vocabulary")
 
 # Fields that OpenAI's API does not have and that local models take. No cloud is ever sent one of them, except where a
@@ -101,28 +101,13 @@ EXTENSIONS_REFUSED: Mapping[str, Refusal] = {
     "guided_choice": _SHAPE,
     "structured_outputs": _SHAPE,
     "json_schema": _SHAPE,
-    "min_tokens": Refusal("no cloud can promise a least length", _truthy),
-    "ignore_eos": Refusal("no cloud goes on past the end of an answer", _truthy),
-    "stop_token_ids": Refusal(_VOCABULARY.reason, _truthy),
-    "prompt_token_ids": _VOCABULARY,
+    **{row.name: Refusal(row.because, _truthy) for row in PARAMETERS if row.clouds == "tier skipped"},
 }
 EXTENSIONS_DROPPED: Mapping[str, str] = {
-    **dict.fromkeys(
-        (
-            "top_k", "min_p", "typical_p", "top_a", "tfs_z", "top_n_sigma", "repeat_penalty", "repetition_penalty",
-            "repeat_last_n", "mirostat", "mirostat_tau", "mirostat_eta", "dynatemp_range", "dynatemp_exponent",
-            "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
-            "xtc_probability", "xtc_threshold", "samplers",
-        ),
-        _LOCAL_TUNING,
-    ),
+    **{row.name: row.because for row in PARAMETERS if row.clouds in ("left out", "renamed")},
     "chat_template_kwargs": "belongs to a local model's chat template",
     "add_generation_prompt": "belongs to a local model's chat template",
-    "cache_prompt": "prefix reuse is the provider's own affair",
-    "timings_per_token": "a local model's own figures",
-    "priority": "our own queue's",
-    "headgate": "our own",
-}  # fmt: skip
+}
 
 _HOSTING = "asks for a feature of another provider's hosting, which no answer shows"
 _ONE_CHOICE = Refusal("it gives one choice per request", _above_one)
@@ -145,7 +130,11 @@ OPENAI_COMPLETIONS = Profile(
         "model", "prompt", "stream", "stream_options", "echo", "frequency_penalty", "logit_bias", "logprobs",
         "max_tokens", "n", "presence_penalty", "seed", "stop", "suffix", "temperature", "top_p", "user",
     )),
-    refuses={**EXTENSIONS_REFUSED, "best_of": Refusal("the best of several cannot be streamed", _above_one)},
+    refuses={
+        **EXTENSIONS_REFUSED,
+        "best_of": Refusal("the best of several cannot be streamed", _above_one),
+        "max_tokens": Refusal("it has no completions without a limit", lambda value: value == -1),
+    },
     drops=EXTENSIONS_DROPPED,
 )  # fmt: skip
 

@@ -9,6 +9,7 @@ import difflib
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import orjson
@@ -18,6 +19,7 @@ from gateway.core.frames import CHAT, COMPLETIONS, Endpoint
 from gateway.core.messages import MESSAGES, TOOL, TOOL_CHOICE, needs_of_contents, needs_of_messages
 from gateway.core.shape import check_shape
 from gateway.errors import RequestError
+from headgate.shared.parameters import BY_NAME, PARAMETERS
 from inference.protocol import Code
 
 MOST_MODEL_CHARS = 256
@@ -55,27 +57,15 @@ class InferenceRequest(NamedTuple):
 
 
 _SAMPLING: Mapping[str, f.Check] = {
-    "frequency_penalty": f.number(-2, 2),
+    **{
+        row.name: f.parameter(row) for row in PARAMETERS if row.name not in ("max_completion_tokens", "enable_thinking")
+    },
     "logit_bias": f.mapping(),
-    "max_tokens": f.integer(1),
     "n": f.integer(1, 128),
-    "presence_penalty": f.number(-2, 2),
-    "seed": f.integer(-(2**63), 2**63 - 1),
     "stop": f.by_type("a string or an array of strings", text=f.string(1), array=f.array(f.string(1), high=16)),
     "stream": f.boolean,
     "stream_options": f.mapping({"include_usage": f.boolean, "include_obfuscation": f.boolean}),
-    "temperature": f.number(0, 2),
-    "top_p": f.number(0, 1),
     "user": f.string(),
-    # what llama.cpp's samplers add to OpenAI's dialect
-    "top_k": f.integer(-1),
-    "min_p": f.number(0, 1),
-    "typical_p": f.number(0, 1),
-    "repeat_penalty": f.number(0),
-    "repetition_penalty": f.number(0),
-    "ignore_eos": f.boolean,
-    "cache_prompt": f.boolean,
-    "timings_per_token": f.boolean,
 }
 
 _SCHEMA = f.by_type("a JSON schema", mapping=f.mapping(), boolean=f.anything)
@@ -109,9 +99,10 @@ _CHAT: Mapping[str, f.Check] = {
     "messages": MESSAGES,
     "audio": f.mapping(),
     "function_call": f.by_type("a string or an object", text=f.string(1), mapping=f.mapping(needed=("name",))),
-    "functions": f.array(f.mapping({"name": f.string(1)}, needed=("name",)), low=1),
+    "functions": f.array(f.mapping({"name": f.string(1)}, needed=("name",))),
     "logprobs": f.boolean,
-    "max_completion_tokens": f.integer(1),
+    "max_completion_tokens": f.parameter(BY_NAME["max_completion_tokens"]),
+    "enable_thinking": f.parameter(BY_NAME["enable_thinking"]),
     "metadata": f.mapping(),
     "modalities": f.array(f.one_of("text", "audio")),
     "moderation": f.mapping(),
@@ -133,7 +124,7 @@ _CHAT: Mapping[str, f.Check] = {
     "service_tier": f.string(1),
     "store": f.boolean,
     "tool_choice": TOOL_CHOICE,
-    "tools": f.array(TOOL, low=1, high=1024),
+    "tools": f.array(TOOL, high=1024),
     "top_logprobs": f.integer(0, 20),
     "verbosity": f.one_of("low", "medium", "high"),
     "web_search_options": f.mapping(),
@@ -174,7 +165,7 @@ _COMPLETIONS: Mapping[str, f.Check] = {
     "best_of": f.integer(1, 20),
     "echo": f.boolean,
     "logprobs": f.integer(0, 20),
-    "max_tokens": f.integer(0),
+    "max_tokens": f.parameter(replace(BY_NAME["max_tokens"], low=0)),
     "suffix": f.string(),
 }
 
@@ -248,7 +239,58 @@ def parse(endpoint: Endpoint, raw: bytes) -> InferenceRequest:
             check.run(value, name)
     if not body.keys() <= _ORDINARY:
         _check_together(endpoint, body)
-    return typed(endpoint, body, len(raw))
+    return typed(endpoint, as_meant(endpoint, body), len(raw))
+
+
+def as_meant(endpoint: Endpoint, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A checked `body` without values that count as absent and without other names of the same parameters.
+
+    Every tier then reads one spelling: providers refuse empty lists, -1 and the names of llama.cpp and vLLM.
+    """
+    absent = {name for name in _ABSENT[endpoint].keys() & body.keys() if body[name] == _ABSENT[endpoint][name]}
+    if "tools" in absent:
+        absent |= {name for name in ("tool_choice", "parallel_tool_calls") if name in body}
+    more: dict[str, Any] = {}
+    if endpoint is CHAT and any("tool_calls" in message and not message["tool_calls"] for message in body["messages"]):
+        more["messages"] = [_without_no_calls(message) for message in body["messages"]]
+    if not body.keys().isdisjoint(_RENAMED):
+        absent |= _RENAMED & body.keys()
+        more |= _renamed(endpoint, body)
+    return {**{name: value for name, value in body.items() if name not in absent}, **more} if absent or more else body
+
+
+_EMPTY_LISTS: Mapping[str, Any] = {
+    name: [] for name in ("tools", "functions", "stop", "modalities", "dry_sequence_breakers")
+}
+_ABSENT: Mapping[Endpoint, Mapping[str, Any]] = {
+    Endpoint.CHAT: {**_EMPTY_LISTS, **{row.name: -1 for row in PARAMETERS if row.minus_one}},
+    # without a limit a completion ends after 16 tokens, so -1 is no absence there
+    Endpoint.COMPLETIONS: {**_EMPTY_LISTS, "seed": -1},
+    Endpoint.EMBEDDINGS: {},
+    Endpoint.RERANK: {},
+}
+"""The value of a parameter that counts as its absence."""
+_RENAMED = frozenset({"n_probs", "enable_thinking", "skip_special_tokens"})
+"""Parameters that say what others say, or what is so in any case."""
+
+
+def _without_no_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "tool_calls" not in message or message["tool_calls"]:
+        return message
+    return {name: value for name, value in message.items() if name != "tool_calls"}
+
+
+def _renamed(endpoint: Endpoint, body: Mapping[str, Any]) -> dict[str, Any]:
+    """What the parameters of `_RENAMED` in `body` mean, in other parameters."""
+    found: dict[str, Any] = {}
+    if (thinks := body.get("enable_thinking")) is not None:
+        found["chat_template_kwargs"] = {"enable_thinking": thinks, **(body.get("chat_template_kwargs") or {})}
+    if count := body.get("n_probs"):
+        if endpoint is COMPLETIONS and body.get("logprobs") is None:
+            found["logprobs"] = count
+        elif endpoint is CHAT and not body.get("logprobs"):
+            found |= {"logprobs": True, "top_logprobs": count}
+    return found
 
 
 def typed(endpoint: Endpoint, body: Mapping[str, Any], size_bytes: int) -> InferenceRequest:
@@ -259,6 +301,7 @@ def typed(endpoint: Endpoint, body: Mapping[str, Any], size_bytes: int) -> Infer
     else:
         needs = _NEEDS[endpoint]
     options = body.get("stream_options")
+    limit = body.get("max_completion_tokens") or body.get("max_tokens")
     return InferenceRequest(
         endpoint,
         body["model"],
@@ -266,7 +309,7 @@ def typed(endpoint: Endpoint, body: Mapping[str, Any], size_bytes: int) -> Infer
         options is not None and bool(options.get("include_usage")),
         body,
         needs,
-        body.get("max_completion_tokens") or body.get("max_tokens"),
+        None if limit == -1 else limit,
         size_bytes,
         is_ordinary or _is_plain(body, needs),
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 from gateway.core import fields as f
 from gateway.core.messages import IMAGE_URL
+from headgate.shared.parameters import BY_NAME, PARAMETERS
 from inference.protocol import Code
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
@@ -214,12 +215,6 @@ def _check_false(value: Any, path: str) -> None:
         f.refuse(path, f"`{path}` must be false: answers are given while the caller waits", Code.UNSUPPORTED_PARAMETER)
 
 
-def _check_truncation(value: Any, path: str) -> None:
-    f.one_of("auto", "disabled")(value, path)
-    if value == "auto":
-        f.refuse(path, f"`{path}` must be disabled: a prompt is never shortened", Code.UNSUPPORTED_PARAMETER)
-
-
 FIELDS: Mapping[str, f.Check] = {
     "model": f.string(1, 256),
     "input": f.by_type("a string or an array of items", text=f.string(), array=f.array(_ITEM)),
@@ -227,7 +222,7 @@ FIELDS: Mapping[str, f.Check] = {
     "background": f.Check(_check_false, {"const": False}),
     "client_metadata": f.mapping(),
     "include": f.array(f.one_of(*INCLUDES)),
-    "max_output_tokens": f.integer(1),
+    "max_output_tokens": f.parameter(BY_NAME["max_tokens"]),
     "max_tool_calls": f.integer(1),
     "metadata": f.Check(_check_metadata, {"type": "object", "additionalProperties": {"type": "string"}}),
     "parallel_tool_calls": f.boolean,
@@ -241,27 +236,24 @@ FIELDS: Mapping[str, f.Check] = {
     "store": f.boolean,
     "stream": f.boolean,
     "stream_options": f.mapping({"include_obfuscation": f.boolean}),
-    "temperature": f.number(0, 2),
+    "temperature": f.parameter(BY_NAME["temperature"]),
     "text": f.mapping({"format": _by_kind(_FORMATS), "verbosity": f.one_of("low", "medium", "high")}),
     "tool_choice": _TOOL_CHOICE,
     "tools": f.array(_TOOL, high=1024),
     "top_logprobs": f.integer(0, 20),
-    "top_p": f.number(0, 1),
-    "truncation": f.Check(_check_truncation, {"const": "disabled"}),
+    "top_p": f.parameter(BY_NAME["top_p"]),
+    "truncation": f.one_of("auto", "disabled"),
     "user": f.string(),
 }
 EXTENSIONS: Mapping[str, f.Check] = {
+    **{
+        row.name: f.parameter(row)
+        for row in PARAMETERS
+        if row.name not in FIELDS and row.name not in ("max_tokens", "max_completion_tokens", "n_probs")
+    },
     "chat_template_kwargs": f.mapping(),
-    "frequency_penalty": f.number(-2, 2),
     "logit_bias": f.mapping(),
-    "min_p": f.number(0, 1),
-    "presence_penalty": f.number(-2, 2),
-    "repeat_penalty": f.number(0),
-    "repetition_penalty": f.number(0),
-    "seed": f.integer(-(2**63), 2**63 - 1),
     "stop": f.by_type("a string or an array of strings", text=f.string(1), array=f.array(f.string(1), high=16)),
-    "top_k": f.integer(-1),
-    "typical_p": f.number(0, 1),
 }
 """What local models take beyond the Responses API; told on as they are."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from gateway.core import fields as f
 from gateway.core.frames import Endpoint
-from gateway.core.requests import InferenceRequest, parse_json, typed
+from gateway.core.requests import InferenceRequest, as_meant, parse_json, typed
 from gateway.core.responses_fields import (
     EXTENSIONS,
     INCLUDE_LOGPROBS,
@@ -70,6 +70,8 @@ def parse(raw: bytes, recall: Recall, find_item: FindItem, *, leaves_out: bool =
     if leaves_out and "tools" in body:
         body["tools"] = without_hosted(body["tools"])
     check(body)
+    if body.get("max_output_tokens") == -1:
+        del body["max_output_tokens"]
     earlier = _earlier(body.get("previous_response_id"), recall)
     own, referenced_bytes = _items(body.get("input", ()), find_item)
     items = (*earlier.items, *own)
@@ -87,7 +89,7 @@ def parse(raw: bytes, recall: Recall, find_item: FindItem, *, leaves_out: bool =
         **_sampling(body, INCLUDE_LOGPROBS in include),
     }
     return ResponsesRequest(
-        request=typed(Endpoint.CHAT, chat, earlier.size_bytes + referenced_bytes + len(raw)),
+        request=typed(Endpoint.CHAT, as_meant(Endpoint.CHAT, chat), earlier.size_bytes + referenced_bytes + len(raw)),
         echo=_echo(body),
         names=names,
         items=items,

@@ -163,7 +163,7 @@ def continuation(request: InferenceRequest, said: Said, candidate: Candidate, *,
     if request.endpoint is Endpoint.COMPLETIONS:
         prompt = body["prompt"]
         text = prompt[0] if isinstance(prompt, list) and prompt else prompt
-        if not isinstance(text, str):
+        if not isinstance(text, str) or body.get("max_tokens") == -1:
             return None
         limit = body.get("max_tokens") or _COMPLETION_TOKENS
         return Continuation(_shortened(changed(body, prompt=text + said.content, max_tokens=limit), said), How.PREFILL)
@@ -177,5 +177,6 @@ def continuation(request: InferenceRequest, said: Said, candidate: Candidate, *,
 
 def _shortened(body: Mapping[str, Any], said: Said) -> Mapping[str, Any]:
     """`body` with as many tokens fewer as were said already, and at least one."""
-    limits = {name: body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None}
+    names = ("max_tokens", "max_completion_tokens")
+    limits = {name: body[name] for name in names if body.get(name) not in (None, -1)}
     return changed(body, **{name: max(1, limit - said.tokens) for name, limit in limits.items()})

@@ -7,12 +7,14 @@ a test holds the names against those that a worker reads.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
 from headgate.shared import openapi
+from headgate.shared.parameters import BY_NAME, PARAMETERS
 from inference.protocol import PROMPT_USAGE
 
 Schema = Mapping[str, Any]
@@ -51,31 +53,20 @@ _SCHEMA = _either(_OBJECT, _BOOLEAN)
 _IGNORED: Mapping[str, Schema] = dict.fromkeys(
     (
         "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_options",
-        "safety_identifier", "prompt_cache_retention", "verbosity", "cache_prompt", "timings_per_token",
+        "safety_identifier", "prompt_cache_retention", "verbosity",
     ),
     _ANY,
 )  # fmt: skip
 _GENERATED: Mapping[str, Schema] = {
     "model": _MODEL,
     **_IGNORED,
-    "temperature": _number(0, 2),
-    "top_p": _number(0, 1),
-    "top_k": _integer(-1),
-    "min_p": _number(0, 1),
-    "typical_p": _number(0, 1),
-    "repeat_penalty": _number(0.01, 10),
-    "repetition_penalty": _number(0.01, 10),
-    "frequency_penalty": _number(-2, 2),
-    "presence_penalty": _number(-2, 2),
+    **{row.name: row.schema() for row in PARAMETERS if row.name not in ("max_completion_tokens", "enable_thinking")},
     "logit_bias": {"type": "object", "additionalProperties": _number(-100, 100), "maxProperties": 1024},
     "answer_so_far": {
         "type": "object",
         "properties": {name: _either(_TEXT, {"type": "null"}) for name in ("content", "reasoning_content")},
         "additionalProperties": False,
     },
-    "seed": _integer(-(2**63), 2**64 - 1),
-    "ignore_eos": _BOOLEAN,
-    "max_tokens": _integer(0),
     "stop": _either(_TEXT, _list({"type": "string", "minLength": 1, "maxLength": 1024}, 0, 16)),
     "n": _integer(1, 16),
     "stream": _BOOLEAN,
@@ -125,6 +116,7 @@ _TOOLS: Mapping[str, Schema] = {
 _RENDERED: Mapping[str, Schema] = {
     "reasoning_effort": _one_of("none", "minimal", "low", "medium", "high", "xhigh", "max"),
     "chat_template_kwargs": _OBJECT,
+    "enable_thinking": BY_NAME["enable_thinking"].schema(),
     "continue_final_message": _BOOLEAN,
     "add_generation_prompt": _BOOLEAN,
 }
@@ -145,12 +137,12 @@ BODIES: Mapping[str, Schema] = {
             **_GENERATED,
             **_TOOLS,
             "messages": _MESSAGES,
-            "max_completion_tokens": _integer(1),
+            "max_completion_tokens": BY_NAME["max_completion_tokens"].schema(),
             "logprobs": _BOOLEAN,
             "top_logprobs": _integer(0, 20),
             "response_format": _OBJECT,
             **_RENDERED,
-            "modalities": _list(_one_of("text"), 1, 1),
+            "modalities": _list(_one_of("text"), 0, 1),
             "audio": _ANY,
             "moderation": _ANY,
             "prediction": _ANY,
@@ -162,6 +154,7 @@ BODIES: Mapping[str, Schema] = {
     "/v1/completions": _body(
         {
             **_GENERATED,
+            "max_tokens": replace(BY_NAME["max_tokens"], low=0).schema(),
             "prompt": _TEXTS,
             "logprobs": _integer(0, 20),
             "echo": _BOOLEAN,

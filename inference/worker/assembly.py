@@ -24,7 +24,7 @@ from inference.worker.loading import Loaded
 from inference.worker.prompts import TOKENIZER_STACK_BYTES, Prompts
 from inference.worker.requests import Sampling
 from inference.worker.reranking import Reranker
-from inference.worker.sampling import ChainSampler
+from inference.worker.sampling import ChainSampler, dry_of
 from inference.worker.sight import Sight
 from inference.worker.sighted import SightedBackend, picture_finder
 from inference.worker.spinning import Brake
@@ -109,6 +109,11 @@ def app_of(
     loaded: Loaded, engine: Engine | None, embedder: Embedder | None, readers: Readers, sight: Sight | None
 ) -> App:
     """The HTTP app over them."""
+
+    def prepare_sampling(sampling: Sampling) -> None:
+        if (dry := dry_of(sampling, loaded.context)) is not None:
+            loaded.model.dry.prepare(dry)
+
     return App(
         loaded.facts,
         readers.prompts,
@@ -120,6 +125,7 @@ def app_of(
         compiler=None if engine is None else readers.compiler,
         compiling=readers.compiling,
         sight=sight,
+        prepare_sampling=prepare_sampling,
     )
 
 

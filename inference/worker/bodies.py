@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from headgate.shared.parameters import BY_NAME
 from inference.protocol import PROMPT_USAGE, Code
 from inference.worker import fields, format_fields, sampling_fields, tool_fields
 from inference.worker.core.dialects.effort import LEVELS, effort_variables
 from inference.worker.errors import BadRequestError
 from inference.worker.images import ImageParts
 from inference.worker.messages import messages_of
-from inference.worker.requests import EmbeddingRequest, Facts, GenerateRequest, Prompt, Said
+from inference.worker.requests import EmbeddingRequest, Facts, GenerateRequest, Prompt, Said, Sampling
 
 MAX_CHOICES = 16
 MAX_SEQUENCES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_INPUTS = 2048
+
+COMPLETION_TOKENS = 16
+"""OpenAI's default for the length of a completion."""
 
 SO_FAR = "answer_so_far"
 """How the answer begins already: another worker gave so much of it and broke off."""
@@ -33,25 +38,25 @@ _IGNORED = frozenset(
         "safety_identifier",
         "prompt_cache_retention",
         "verbosity",
-        "cache_prompt",
-        "timings_per_token",
     ]
 )
 """Fields that clients commonly send and that have no effect on a local model; they are checked for nothing."""
 
+_OF_CHATS = frozenset(["max_completion_tokens", "enable_thinking"])
 _COMMON = (
     _IGNORED
     | sampling_fields.SAMPLED
     | format_fields.EXTENSIONS
-    | frozenset(["max_tokens", "stop", "n", "stream", "stream_options", "logprobs", SO_FAR])
+    | (frozenset(BY_NAME) - _OF_CHATS)
+    | frozenset(["stop", "n", "stream", "stream_options", "logprobs", SO_FAR])
 )
 _CHAT = (
     _COMMON
     | tool_fields.NAMES
+    | _OF_CHATS
     | frozenset(
         [
             "messages",
-            "max_completion_tokens",
             "top_logprobs",
             "response_format",
             "reasoning_effort",
@@ -99,8 +104,10 @@ def chat(body: Any, facts: Facts) -> GenerateRequest:
     given = fields.known(body, _CHAT)
     need_capability(facts, "chat")
     _refuse_unsupported(given)
-    if (modalities := given.get("modalities")) is not None and modalities != ["text"]:
-        raise BadRequestError('this model only writes text: modalities must be ["text"]', "modalities")
+    if (modalities := given.get("modalities")) not in (None, [], ["text"]):
+        raise BadRequestError(
+            f'this model only writes text: modalities must be ["text"], not {str(modalities)[:60]}', "modalities"
+        )
     images = ImageParts(facts.image_marker) if facts.image_marker else None
     messages = messages_of(given.get("messages"), images)
     continue_final = continues(given, messages)
@@ -112,19 +119,22 @@ def chat(body: Any, facts: Facts) -> GenerateRequest:
     if forced:
         _check_ending(given, forced)
     said = _said(given, common)
-    wants_logprobs = fields.boolean(given, "logprobs", False)
+    n_probs = fields.parameter(given, BY_NAME["n_probs"], 0)
+    names_logprobs = fields.boolean(given, "logprobs", False)
+    wants_logprobs = names_logprobs or n_probs > 0
     if said is not None and (continue_final or tools or wants_logprobs):
         raise _not_together(SO_FAR, "continue_final_message" if continue_final else "tools" if tools else "logprobs")
     top = fields.integer(given, "top_logprobs", None, 0, MAX_TOP_LOGPROBS)
-    if top is not None and not wants_logprobs:
+    if top is not None and not names_logprobs:
         raise BadRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
-    newer = fields.integer(given, "max_completion_tokens", None, 1)
-    older = fields.integer(given, "max_tokens", None, 1)
+    newer = fields.parameter(given, BY_NAME["max_completion_tokens"])
+    older = fields.parameter(given, BY_NAME["max_tokens"])
     most, most_param = (older, "max_tokens") if newer is None else (newer, "max_completion_tokens")
+    _check_least(common["sampling"], most, most_param)
     return GenerateRequest(
         kind="chat",
         messages=messages,
-        logprobs=(top or 0) if wants_logprobs else None,
+        logprobs=((top or 0) if names_logprobs else n_probs) if wants_logprobs else None,
         max_tokens=most,
         max_tokens_param=most_param,
         template_arguments=variables(given, facts),
@@ -154,9 +164,12 @@ def completion(body: Any, facts: Facts) -> GenerateRequest:
             "n",
             code=Code.UNSUPPORTED_PARAMETER,
         )
-    logprobs = fields.integer(given, "logprobs", None, 0, MAX_TOP_LOGPROBS)
+    n_probs = fields.parameter(given, BY_NAME["n_probs"], 0)
+    logprobs = fields.integer(given, "logprobs", n_probs or None, 0, MAX_TOP_LOGPROBS)
     echo = fields.boolean(given, "echo", False)
-    most = fields.integer(given, "max_tokens", 16, 0)
+    limit = replace(BY_NAME["max_tokens"], low=0)
+    most = fields.parameter(given, limit, COMPLETION_TOKENS if "max_tokens" not in given else None)
+    _check_least(common["sampling"], most, "max_tokens")
     if most == 0 and not echo:
         raise BadRequestError("max_tokens may only be 0 where echo shows the prompt", "max_tokens")
     suffix = fields.text(given, "suffix")
@@ -224,7 +237,12 @@ def continues(given: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -
 
 def variables(given: Mapping[str, Any], facts: Facts) -> Mapping[str, Any]:
     """What the caller sets of the chat template's variables; raises BadRequestError for one that is the renderer's."""
-    return {**_effort(given, facts), **_arguments(given)}
+    thinks = fields.parameter(given, BY_NAME["enable_thinking"])
+    return {
+        **_effort(given, facts),
+        **({} if thinks is None else {"enable_thinking": thinks}),
+        **_arguments(given),
+    }
 
 
 def _arguments(given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -285,6 +303,14 @@ def _not_together(param: str, other: str) -> BadRequestError:
     )
 
 
+def _check_least(sampling: Sampling, most: int | None, most_param: str) -> None:
+    if most is not None and sampling.min_tokens > most:
+        raise BadRequestError(
+            f"min_tokens is {sampling.min_tokens} and {most_param} {most}; ask for at least as many tokens",
+            "min_tokens",
+        )
+
+
 def _check_ending(given: Mapping[str, Any], forced: str) -> None:
     """An answer of a given shape is over when the shape is; nothing may follow."""
     if fields.boolean(given, "ignore_eos", False):
@@ -338,6 +364,8 @@ def _common(given: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
     for name in options:
         if name not in ("include_usage", "include_obfuscation", PROMPT_USAGE):
             raise BadRequestError(f"unknown field {name[:80]!r}", f"stream_options.{name[:80]}")
+    for name in ("skip_special_tokens", "timings_per_token"):  # without effect, but not whatever they hold
+        fields.parameter(given, BY_NAME[name])
     form, form_param = format_fields.form_of(given)
     return {
         "form": form,
@@ -345,6 +373,7 @@ def _common(given: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
         "sampling": sampling_fields.sampling_of(given, facts),
         "stops": sampling_fields.stops_of(given.get("stop")),
         "n": _choices(given),
+        "reuses": fields.parameter(given, BY_NAME["cache_prompt"], True),
         "stream": stream,
         "include_usage": fields.boolean(options, "include_usage", False, prefix="stream_options."),
         "prompt_usage": fields.boolean(options, PROMPT_USAGE, False, prefix="stream_options."),

@@ -26,6 +26,7 @@ _KNOWN = tool_fields.NAMES | {
     "add_special",
     "parse_special",
     "chat_template_kwargs",
+    "enable_thinking",
     "reasoning_effort",
     "continue_final_message",
     "add_generation_prompt",

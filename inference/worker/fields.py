@@ -7,6 +7,8 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar, overload
 
+from headgate.shared.parameters import Parameter
+from inference.protocol import Code
 from inference.worker.errors import BadRequestError
 
 D = TypeVar("D", int, None)
@@ -32,6 +34,22 @@ def boolean(given: Mapping[str, Any], name: str, default: bool, *, prefix: str =
     if not isinstance(value, bool):
         raise BadRequestError(f"{prefix}{name} must be true or false", prefix + name)
     return value
+
+
+def parameter(given: Mapping[str, Any], row: Parameter, default: Any = None) -> Any:
+    """The value of a row of the parameter table; `default` where it is absent, and for values that count as absent."""
+    value = given.get(row.name)
+    if row.kind == "integer" and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if value is None or (row.kind == "strings" and value == []) or (row.minus_one and value == -1):
+        return default
+    if (problem := row.problem(value)) is not None:
+        cannot = isinstance(value, bool) and row.only is not None
+        code = Code.UNSUPPORTED_PARAMETER if cannot else Code.INVALID_REQUEST
+        raise BadRequestError(f"{row.name} {problem}", row.name, code=code)
+    if row.kind == "number":
+        return float(value)
+    return tuple(value) if row.kind == "strings" else value
 
 
 LARGEST = 2**53 - 1

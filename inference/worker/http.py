@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import replace
@@ -35,7 +36,7 @@ from inference.worker.generation import Output
 from inference.worker.intake import Coming, Intake
 from inference.worker.lull import Lull
 from inference.worker.prompts import Prepared, Prompts
-from inference.worker.requests import Facts, GenerateRequest
+from inference.worker.requests import Facts, GenerateRequest, Sampling
 from inference.worker.reranking import Reranker
 from inference.worker.responses import NO_ECHO, Answer, Echo, Usage
 from inference.worker.shaping import Shape
@@ -56,7 +57,8 @@ _PROGRESS_SECONDS = PROGRESS_INTERVAL_SECONDS * 0.75
 class App:
     """The ASGI app of one loaded model. `engine` generates or `embedder` pools; the other is None. `reranker` reads and
     writes for an embedder whose model ranks, `compiler` holds the answers of an engine to forms, which it prepares on
-    `compiling`, `sight` reads images.
+    `compiling`, `sight` reads images. `prepare_sampling` does, off the event loop and the engine's thread, what would
+    hold up the first draw.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class App:
         compiler: Compiler | None = None,
         compiling: Executor | None = None,
         sight: Sight | None = None,
+        prepare_sampling: Callable[[Sampling], None] = lambda _sampling: None,
     ) -> None:
         self.in_flight = 0
         self.draining = False
@@ -83,6 +86,7 @@ class App:
         self._engine = engine
         self._sight = sight
         self._intake = Intake(executor)
+        self._prepare_sampling = prepare_sampling
         self._coming = Coming()
         if engine is not None:
             engine.expect(lambda: self._coming.count)
@@ -173,6 +177,7 @@ class App:
             if request.images:
                 return request, None
             prepared = self._prompts.generate(request)
+            self._prepare_sampling(request.sampling)
             return _shorter(request), prepared
 
         request, prepared = await self._intake.understood(exchange, understand)
@@ -186,6 +191,7 @@ class App:
 
         def look() -> Prepared:
             seen = self._prompts.generate(request)
+            self._prepare_sampling(request.sampling)
             sight.encode(seen.images, "messages")
             return seen
 
@@ -222,7 +228,9 @@ class App:
             max_tokens=prepared.most,
             stops=request.stops,
             logprobs=request.logprobs,
-            tenant=exchange.header(H_TENANT),
+            tenant=exchange.header(H_TENANT)
+            if request.reuses
+            else uuid.uuid4().hex,  # nothing is shared across tenants
             priority=exchange.priority(),
             deadline=deadline,
             reading=prepared.shape.reading,

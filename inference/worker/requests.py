@@ -32,19 +32,32 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. `seed` None draws one; `top_k` 0 and `min_p` 0 are off, `temperature` 0 is greedy."""
+    """How tokens are drawn: `headgate.shared.parameters` has the meaning and the range of each field. `top_k` 0 or less
+    is off.
+    """
 
     temperature: float = 1.0
     top_k: int = 40
     top_p: float = 1.0
     min_p: float = 0.05
     typical_p: float = 1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
     repeat_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     ignore_eos: bool = False
+    min_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +95,8 @@ class GenerateRequest:
     `prompt_usage` is whether the first chunk of a stream carries the usage of the prompt.
 
     `form` is what the answer must look like and `form_param` the parameter that says so. `suffix` is what follows the
-    gap that the answer fills. `images` are files, in the order of their markers in the messages. `said` is how the
+    gap that the answer fills. `reuses`: what other requests computed may be used, and they may use what this one does.
+    `images` are files, in the order of their markers in the messages. `said` is how the
     answer begins, because another worker has given so much of it: limits, penalties, stop strings and usage are those
     of the whole answer.
     """
@@ -109,6 +123,7 @@ class GenerateRequest:
     suffix: str | None = None
     images: tuple[bytes, ...] = ()
     said: Said | None = None
+    reuses: bool = True
 
     @property
     def score_prompt(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from headgate.shared.parameters import BY_NAME, PARAMETERS
 from inference.worker import fields
 from inference.worker.errors import BadRequestError
 from inference.worker.requests import Facts, Sampling
@@ -13,46 +14,18 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 MAX_BIASES = 1024
 
-SAMPLED = frozenset(
-    [
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "typical_p",
-        "repeat_penalty",
-        "repetition_penalty",
-        "frequency_penalty",
-        "presence_penalty",
-        "logit_bias",
-        "seed",
-        "ignore_eos",
-    ]
-)
+SAMPLED = frozenset(row.name for row in PARAMETERS if row.samples) | {"repetition_penalty", "logit_bias"}
 """The fields that `sampling_of` reads."""
 
 
 def sampling_of(given: Mapping[str, Any], facts: Facts) -> Sampling:
-    """OpenAI's defaults for what OpenAI names, llama.cpp's for the rest, the GGUF's own recommendations before both."""
-    said = facts.sampling_defaults
-
-    def default(name: str) -> float:
-        return said.get(name, _DEFAULTS[name])
-
-    repeat = "repetition_penalty" if "repetition_penalty" in given else "repeat_penalty"
-    return Sampling(
-        temperature=fields.number(given, "temperature", default("temperature"), 0.0, 2.0),
-        top_k=fields.integer(given, "top_k", int(default("top_k")), -1, facts.n_vocab),
-        top_p=fields.number(given, "top_p", default("top_p"), 0.0, 1.0),
-        min_p=fields.number(given, "min_p", default("min_p"), 0.0, 1.0),
-        typical_p=fields.number(given, "typical_p", 1.0, 0.0, 1.0),
-        repeat_penalty=fields.number(given, repeat, default("repeat_penalty"), 0.01, 10.0),
-        frequency_penalty=fields.number(given, "frequency_penalty", 0.0, -2.0, 2.0),
-        presence_penalty=fields.number(given, "presence_penalty", 0.0, -2.0, 2.0),
-        logit_bias=_biases(given, facts),
-        seed=fields.integer(given, "seed", None, -(2**63), 2**64 - 1),
-        ignore_eos=fields.boolean(given, "ignore_eos", False),
-    )
+    """The table's defaults, the GGUF's own recommendations before them."""
+    defaults = {row.name: row.default for row in PARAMETERS if row.samples}
+    defaults |= {name: int(value) if name == "top_k" else value for name, value in facts.sampling_defaults.items()}
+    values = {name: fields.parameter(given, BY_NAME[name], default) for name, default in defaults.items()}
+    values["repeat_penalty"] = fields.parameter(given, BY_NAME["repetition_penalty"], values["repeat_penalty"])
+    values["top_k"] = min(values["top_k"], facts.n_vocab)
+    return Sampling(**values, logit_bias=_biases(given, facts))
 
 
 def _biases(given: Mapping[str, Any], facts: Facts) -> tuple[tuple[int, float], ...]:
@@ -80,8 +53,3 @@ def stops_of(value: Any) -> tuple[str, ...]:
         if not isinstance(stop, str) or not 0 < len(stop) <= MAX_STOP_LENGTH:
             raise BadRequestError(f"every stop must be a string of 1 to {MAX_STOP_LENGTH} characters", "stop")
     return tuple(stops)
-
-
-_DEFAULTS: Mapping[str, float] = {
-    name: getattr(Sampling(), name) for name in ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
-}

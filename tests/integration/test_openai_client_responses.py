@@ -303,7 +303,7 @@ async def test_an_answer_that_breaks_off_and_goes_on_is_one_sequence(
         ({"tools": [{"type": "custom", "name": "patch"}]}, "unsupported_parameter", "tools[0].type"),
         ({"conversation": "conv_1"}, "unsupported_parameter", "conversation"),
         ({"background": True}, "unsupported_parameter", "background"),
-        ({"truncation": "auto"}, "unsupported_parameter", "truncation"),
+        ({"truncation": "sometimes"}, "invalid_request", "truncation"),
         ({"temperature": 3}, "invalid_request", "temperature"),
     ],
 )

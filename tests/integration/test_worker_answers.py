@@ -420,6 +420,31 @@ def test_prefixes_are_shared_within_a_tenant_only(worker: WorkerRig) -> None:
     assert cached("alice") > 10
 
 
+def test_a_request_without_reuse_computes_its_prompt_and_leaves_nothing(worker: WorkerRig) -> None:
+    """Its choices share what it computed itself."""
+
+    def cached(**changes: Any) -> int:
+        usage = answer(worker, ask("what may not be reused", max_tokens=1, **changes))["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached(cache_prompt=False) <= 2
+    assert cached(cache_prompt=False, n=2) <= 2
+    assert cached() <= 2
+    assert cached(cache_prompt=False) <= 2
+    assert cached(cache_prompt=True) > 10
+
+
+def test_llama_cpps_names_are_understood(worker: WorkerRig) -> None:
+    """In the history too an empty list of calls is none."""
+    said = answer(worker, {**ask("hello"), "max_tokens": 2, "n_probs": 2, "tools": [], "seed": -1})
+    assert [len(entry["top_logprobs"]) for entry in said["choices"][0]["logprobs"]["content"]] == [2, 2]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": []}]
+    body = {"messages": [*messages, messages[0]], "max_tokens": 3, "min_tokens": 3, "mirostat": 2, "dry_multiplier": 1}
+    assert answer(worker, body)["usage"]["completion_tokens"] == 3
+    text = answer(worker, {"prompt": "a", "max_tokens": -1, "stop": ["zz"], "temperature": 0, "ignore_eos": True}, TEXT)
+    assert text["usage"]["completion_tokens"] > 16
+
+
 def test_the_official_client_understands_it(worker: WorkerRig) -> None:
     """openai's own types parse answers, streams and errors."""
     import httpx2

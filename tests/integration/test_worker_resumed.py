@@ -38,6 +38,8 @@ def ask(rig: WorkerRig, path: str, body: dict[str, Any]) -> tuple[str, dict[str,
     [
         (CHAT, MILL, {}),
         (CHAT, MILL, {"frequency_penalty": 1.5, "presence_penalty": 0.5}),
+        (CHAT, MILL, {"dry_multiplier": 4.0, "dry_allowed_length": 1, "dry_base": 2.0}),
+        (CHAT, MILL, {"min_tokens": 18, "logit_bias": {"0": 1}}),
         (CHAT, MILL, {"stop": ["wheel in", "The water turns"]}),
         (COMPLETIONS, WATER, {}),
     ],

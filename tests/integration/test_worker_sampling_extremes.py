@@ -40,6 +40,19 @@ EXTREMES = st.builds(
     ).map(tuple),
     seed=st.none() | st.sampled_from([-(2**63), -1, 0, 2**32 - 1, 2**32, 2**64 - 1]),
     ignore_eos=st.booleans(),
+    min_tokens=st.sampled_from([0, 0, 1, 5]),
+    xtc_probability=st.sampled_from([0.0, 0.0, 0.5, 1.0]),
+    xtc_threshold=st.sampled_from([0.0, 1e-30, 0.1, 0.5, 0.6, 1.0]),
+    mirostat=st.sampled_from([0, 0, 1, 2]),
+    mirostat_tau=st.sampled_from([0.0, 1e-30, 5.0, 100.0]),
+    mirostat_eta=st.sampled_from([0.0, 0.1, 1.0]),
+    dry_multiplier=st.sampled_from([0.0, 0.0, 1e-30, 0.8, 100.0]),
+    dry_base=st.sampled_from([1.0, 1.0000001, 1.75, 100.0]),
+    dry_allowed_length=st.sampled_from([0, 1, 2, 2**31 - 1]),
+    dry_penalty_last_n=st.sampled_from([-1, 0, 1, 3, 64, 2**31 - 1]),
+    dry_sequence_breakers=st.lists(
+        st.text(min_size=1, max_size=6).filter(lambda text: "\0" not in text), max_size=4
+    ).map(tuple),
 )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.core.frames import Endpoint
-from gateway.core.provider_fields import refused_by_local, token_ids_in
+from gateway.core.provider_fields import OPENAI_COMPLETIONS, refused_by_local, token_ids_in
 from gateway.core.requests import parse, refused_body, schema
 from gateway.core.shape import MAX_NESTING
 from gateway.errors import RequestError
@@ -87,6 +87,7 @@ BAD: list[tuple[Endpoint, bytes, str | None, Code]] = [
     (Endpoint.CHAT, _chat(max_tokens=0), "max_tokens", Code.INVALID_REQUEST),
     (Endpoint.CHAT, _chat(max_tokens=1.5), "max_tokens", Code.INVALID_REQUEST),
     (Endpoint.CHAT, _chat(n=10_000), "n", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _chat(n="2"), "n", Code.INVALID_REQUEST),
     (Endpoint.CHAT, _chat(stop={"a": 1}), "stop", Code.INVALID_REQUEST),
     (Endpoint.CHAT, _chat(stop=["x"] * 17), "stop", Code.INVALID_REQUEST),
     (Endpoint.CHAT, _chat(stop=[""]), "stop[0]", Code.INVALID_REQUEST),
@@ -100,7 +101,15 @@ BAD: list[tuple[Endpoint, bytes, str | None, Code]] = [
     ),
     (Endpoint.CHAT, _chat(top_logprobs=3), "top_logprobs", Code.INVALID_REQUEST),
     (Endpoint.CHAT, _chat(tool_choice="required"), "tool_choice", Code.INVALID_REQUEST),
-    (Endpoint.CHAT, _chat(tools=[]), "tools", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _chat(tools=[], tool_choice="required"), "tool_choice", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _chat(max_tokens=-2), "max_tokens", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _said({"role": "assistant", "tool_calls": []}), "messages[0].content", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _chat(mirostat=3), "mirostat", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _chat(min_tokens=1.5), "min_tokens", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _chat(dry_sequence_breakers=[1]), "dry_sequence_breakers", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _chat(dry_sequence_breakers=["\0"]), "dry_sequence_breakers", Code.INVALID_REQUEST),
+    (Endpoint.CHAT, _chat(skip_special_tokens=False), "skip_special_tokens", Code.UNSUPPORTED_PARAMETER),
+    (Endpoint.CHAT, _chat(top_n_sigma=1), "top_n_sigma", Code.UNSUPPORTED_PARAMETER),
     (
         Endpoint.CHAT,
         _chat(tools=[{"type": "function", "function": {}}]),
@@ -258,3 +267,47 @@ def test_refused_body_is_read_for_its_record_unless_it_is_long_or_no_object() ->
     for raw in (b"", b"{", b"[]", b"[" * 200):
         assert refused_body(raw) == {}
     assert refused_body(b'{"user": "%b"}' % (b"x" * 2**20)) is None
+
+
+@pytest.mark.parametrize(
+    ("more", "meant"),
+    [
+        ({"max_tokens": -1, "max_completion_tokens": -1, "seed": -1}, {}),
+        ({"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "functions": [], "stop": []}, {}),
+        ({"modalities": [], "dry_sequence_breakers": []}, {}),
+        ({"n_probs": 3}, {"logprobs": True, "top_logprobs": 3}),
+        ({"n_probs": 3, "logprobs": True}, {"logprobs": True}),
+        ({"n_probs": 0, "skip_special_tokens": True}, {}),
+        ({"enable_thinking": False}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        (
+            {"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True, "x": 1}},
+            {"chat_template_kwargs": {"enable_thinking": True, "x": 1}},
+        ),
+        ({"min_tokens": 2, "top_k": -1}, {"min_tokens": 2, "top_k": -1}),
+    ],
+)
+def test_values_that_ask_for_nothing_and_other_names_reach_no_tier(more: dict[str, Any], meant: dict[str, Any]) -> None:
+    request = parse(Endpoint.CHAT, _chat(**more))
+    assert request.body == {"model": "demo", "messages": HI, **meant}
+    assert request.max_tokens is None
+    assert request.needs == frozenset()
+
+
+def test_an_empty_list_of_calls_in_the_history_reaches_no_tier() -> None:
+    answer = {"role": "assistant", "content": "hi"}
+    called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    request = parse(Endpoint.CHAT, _said(*HI, {**answer, "tool_calls": []}, called, *HI))
+    assert request.body["messages"] == [*HI, answer, called, *HI]
+
+
+def test_a_completion_without_limit_is_for_local_models_alone() -> None:
+    request = parse(Endpoint.COMPLETIONS, b'{"model":"m","prompt":"x","max_tokens":-1,"n_probs":2}')
+    assert (request.max_tokens, request.body["max_tokens"], request.body["logprobs"]) == (None, -1, 2)
+    assert OPENAI_COMPLETIONS.refused(request.body) == ("max_tokens",)
+    assert OPENAI_COMPLETIONS.refused({"max_tokens": 1}) == ()
+    named = parse(Endpoint.COMPLETIONS, b'{"model":"m","prompt":"x","n_probs":2,"logprobs":0}')
+    assert named.body["logprobs"] == 0
+
+
+def test_log_probabilities_under_their_other_name_make_an_answer_that_does_not_go_on_elsewhere() -> None:
+    assert not parse(Endpoint.CHAT, _chat(n_probs=1)).is_plain

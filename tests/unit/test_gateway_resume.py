@@ -442,3 +442,14 @@ def test_the_seam_is_told_in_a_comment() -> None:
     assert (
         hop_comment("local/demo", 7, "read").frame == b": headgate resumed on local/demo after 7 characters (read)\n\n"
     )
+
+
+def test_a_completion_without_limit_goes_on_with_local_models_alone() -> None:
+    request = completion(max_tokens=-1)
+    local = continuation(request, SAID, DEMO, prefills=False)
+    assert local is not None
+    assert (local.body["max_tokens"], local.how) == (-1, How.SO_FAR)
+    assert continuation(request, SAID, GPT, prefills=False) is None
+    thought = continuation(request, Said("", reasoning="hm", tokens=2), GPT, prefills=False)
+    assert thought is not None
+    assert thought.body["max_tokens"] == -1

@@ -438,7 +438,6 @@ def test_items_that_no_model_here_could_read_are_refused_by_name(kind: str) -> N
         ({"moderation": {"model": "m"}}, "moderation"),
         ({"image": {}}, "image"),
         ({"access_programs": {}}, "access_programs"),
-        ({"truncation": "auto"}, "truncation"),
         ({"truncation": "some"}, "truncation"),
         ({"background": 1}, "background"),
         ({"max_tokens": 5}, "max_tokens"),
@@ -602,3 +601,19 @@ def test_the_schema_lists_every_field_that_is_taken() -> None:
     described = schema()
     assert described["additionalProperties"] is False
     assert {*FIELDS} <= {*described["properties"]}
+
+
+def test_truncation_may_be_automatic_because_nothing_is_cut_while_the_prompt_fits() -> None:
+    found = asked(truncation="auto")
+    assert "truncation" not in found.request.body
+    assert found.echo["truncation"] == "auto"
+
+
+def test_llama_cpps_parameters_pass_and_values_that_count_as_absent_do_not() -> None:
+    body = chat(max_output_tokens=-1, seed=-1, mirostat=2, dry_multiplier=0.8, min_tokens=3, enable_thinking=False)
+    assert "max_completion_tokens" not in body
+    assert {name: body[name] for name in ("mirostat", "dry_multiplier", "min_tokens")} == {
+        "mirostat": 2, "dry_multiplier": 0.8, "min_tokens": 3,
+    }  # fmt: skip
+    assert body["chat_template_kwargs"] == {"enable_thinking": False}
+    assert asked(max_output_tokens=-1).echo["max_output_tokens"] is None

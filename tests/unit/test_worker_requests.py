@@ -37,6 +37,24 @@ WRONG_CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]"),
     ({"temprature": 1}, "temprature"),
     ({"temperature": "hot"}, "temperature"),
+    ({"temperature": []}, "temperature"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+    ({"mirostat": 3}, "mirostat"),
+    ({"dry_base": 0.5}, "dry_base"),
+    ({"dry_sequence_breakers": "x"}, "dry_sequence_breakers"),
+    ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers"),
+    ({"dry_sequence_breakers": ["a\0b"]}, "dry_sequence_breakers"),
+    ({"dry_sequence_breakers": ["é" * 21]}, "dry_sequence_breakers"),
+    ({"dry_sequence_breakers": ["x"] * 17}, "dry_sequence_breakers"),
+    ({"xtc_probability": 1.1}, "xtc_probability"),
+    ({"n_probs": 21}, "n_probs"),
+    ({"n_probs": 3, "top_logprobs": 3}, "top_logprobs"),
+    ({"skip_special_tokens": False}, "skip_special_tokens"),
+    ({"enable_thinking": "yes"}, "enable_thinking"),
+    ({"cache_prompt": 1}, "cache_prompt"),
+    ({"timings_per_token": 1}, "timings_per_token"),
+    ({"top_n_sigma": 1.0}, "top_n_sigma"),
     ({"temperature": math.nan}, "temperature"),
     ({"temperature": math.inf}, "temperature"),
     ({"temperature": 2.1}, "temperature"),
@@ -110,14 +128,52 @@ def test_fields_without_effect_and_nulls_are_accepted() -> None:
 def test_every_parameter_arrives() -> None:
     request = chat(
         temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, typical_p=0.8, frequency_penalty=1, presence_penalty=-1,
+        xtc_probability=0.2, xtc_threshold=0.3, mirostat=2, mirostat_tau=4, mirostat_eta=0.2, dry_multiplier=0.8,
+        dry_base=2, dry_allowed_length=3, dry_penalty_last_n=64, dry_sequence_breakers=["x"], min_tokens=4,
         repetition_penalty=1.5, logit_bias={"5": 2}, seed=7, ignore_eos=True, n=2, stop="x", max_tokens=9,
         max_completion_tokens=8, stream=True, stream_options={"include_usage": True}, logprobs=True, top_logprobs=3,
         chat_template_kwargs={"enable_thinking": False},
     )  # fmt: skip
-    assert request.sampling == Sampling(0.5, 7, 0.9, 0.1, 0.8, 1.5, 1.0, -1.0, ((5, 2.0),), 7, True)
+    assert request.sampling == Sampling(
+        temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, typical_p=0.8, repeat_penalty=1.5, frequency_penalty=1.0,
+        presence_penalty=-1.0, logit_bias=((5, 2.0),), seed=7, ignore_eos=True, xtc_probability=0.2, xtc_threshold=0.3,
+        mirostat=2, mirostat_tau=4.0, mirostat_eta=0.2, dry_multiplier=0.8, dry_base=2.0, dry_allowed_length=3,
+        dry_penalty_last_n=64, dry_sequence_breakers=("x",), min_tokens=4,
+    )  # fmt: skip
     assert (request.n, request.stops, request.max_tokens, request.logprobs) == (2, ("x",), 8, 3)
     assert (request.stream, request.include_usage) == (True, True)
     assert request.template_arguments == {"enable_thinking": False}
+
+
+def test_empty_lists_and_minus_one_count_as_absent() -> None:
+    """Also in what is said of tools in the history."""
+    said = [*HELLO, {"role": "assistant", "content": "hi", "tool_calls": []}, *HELLO]
+    request = chat(
+        messages=said, max_tokens=-1, max_completion_tokens=-1, seed=-1, tools=[], functions=[], stop=[], modalities=[],
+        dry_sequence_breakers=[],
+    )  # fmt: skip
+    assert request == chat(messages=[*HELLO, {"role": "assistant", "content": "hi"}, *HELLO])
+
+
+def test_minus_one_gives_a_completion_no_limit_and_absence_sixteen_tokens() -> None:
+    assert bodies.completion({"prompt": "a", "max_tokens": -1}, FACTS).max_tokens is None
+    assert bodies.completion({"prompt": "a"}, FACTS).max_tokens == 16
+
+
+def test_other_names_mean_the_same() -> None:
+    assert chat(enable_thinking=False) == chat(chat_template_kwargs={"enable_thinking": False})
+    both = chat(enable_thinking=False, chat_template_kwargs={"enable_thinking": True})
+    assert both.template_arguments == {"enable_thinking": True}
+    assert chat(n_probs=3) == chat(logprobs=True, top_logprobs=3)
+    assert chat(n_probs=3, logprobs=True, top_logprobs=2).logprobs == 2
+    assert chat(n_probs=0).logprobs is None
+    assert bodies.completion({"prompt": "a", "n_probs": 3}, FACTS).logprobs == 3
+    assert bodies.completion({"prompt": "a", "n_probs": 3, "logprobs": 0}, FACTS).logprobs == 0
+
+
+def test_hints_change_nothing_of_a_request_but_reuse() -> None:
+    assert chat(timings_per_token=True, skip_special_tokens=True, cache_prompt=True) == chat()
+    assert (chat().reuses, chat(cache_prompt=False).reuses) == (True, False)
 
 
 def test_the_files_own_sampling_stands_where_the_request_says_nothing() -> None:

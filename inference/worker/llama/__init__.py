@@ -4,6 +4,7 @@ It speaks llama-cpp-python's low-level functions only, never its `Llama` class, 
 """
 
 from inference.worker.llama.context import Context
+from inference.worker.llama.dry import Dry
 from inference.worker.llama.model import Model
 from inference.worker.llama.params import (
     KV_TYPES,
@@ -26,6 +27,7 @@ __all__ = [
     "POOLING_NONE",
     "POOLING_RANK",
     "Context",
+    "Dry",
     "Model",
     "Projector",
     "Sampler",

@@ -13,6 +13,7 @@ from inference.worker import ggml
 from inference.worker.binding import lib
 from inference.worker.core.cuts import Cutter
 from inference.worker.errors import LoadError
+from inference.worker.llama.dry import DryPrototypes
 from inference.worker.llama.process import quick
 
 _ATTRIBUTE_UNKNOWN = 1 << 0
@@ -54,9 +55,11 @@ class Model:
         self.vocab = lib.llama_model_get_vocab(handle)
         self.n_vocab = int(lib.llama_vocab_n_tokens(self.vocab))
         self._pieces: dict[int, bytes] = {}
+        self.dry = DryPrototypes(self.vocab)
 
     def close(self) -> None:
         """Frees the weights; contexts must be closed before."""
+        self.dry.close()
         lib.llama_model_free(self.handle)
 
     @functools.cached_property

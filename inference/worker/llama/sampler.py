@@ -16,6 +16,9 @@ from inference.worker.llama.process import quick
 MOST_CANDIDATES = 2048
 """Of a choice among few tokens."""
 
+_LEAST_LOGIT = np.float32(-1e30)
+"""Penalties can be larger than any float, and minus infinity for every token would leave nothing to draw from."""
+
 _sample = quick("llama_sampler_sample")
 _apply = quick("llama_sampler_apply")
 _accept = quick("llama_sampler_accept")
@@ -31,10 +34,14 @@ class Sampler:
         self.handle = lib.llama_sampler_chain_init(params)
         self._few: np.ndarray | None = None
         self._few_array: Any = None
+        self._pointer: Any = None
 
     def add(self, name: str, *arguments: object) -> Sampler:
         """Appends `llama_sampler_init_<name>(*arguments)`; the arguments were validated before."""
-        part = getattr(lib, f"llama_sampler_init_{name}")(*arguments)
+        return self.add_part(getattr(lib, f"llama_sampler_init_{name}")(*arguments))
+
+    def add_part(self, part: Any) -> Sampler:
+        """Appends a sampler of llama.cpp, which the chain owns from now on."""
         lib.llama_sampler_chain_add(self.handle, part)
         return self
 
@@ -47,23 +54,32 @@ class Sampler:
         """Draws and accepts the token after the one at batch index `index`."""
         return int(_sample(self.handle, context.handle, index))
 
-    def sample_among(self, tokens: np.ndarray, logits: np.ndarray) -> int:
-        """Draws and accepts one of `tokens` (in ascending order, at most `MOST_CANDIDATES`) by their `logits` alone.
+    def sample_among(self, tokens: np.ndarray, logits: np.ndarray, penalties: Sampler | None = None) -> int:
+        """Draws and accepts one of `tokens` (in ascending order, at least one) by their finite `logits` alone.
 
-        llama.cpp's own sampling copies and sorts the whole vocabulary, which for one draw costs several times as much.
+        `penalties` change the logits before; they neither reorder nor drop tokens, and no token's logit falls below
+        `_LEAST_LOGIT`. llama.cpp's own sampling copies and sorts the whole vocabulary, which for one draw costs several
+        times as much as a draw from `MOST_CANDIDATES` or fewer.
         """
-        if self._few is None:
-            self._few = np.zeros(MOST_CANDIDATES, _CANDIDATE)
-            pointer = self._few.ctypes.data_as(ctypes.POINTER(lib.llama_token_data))
-            self._few_array = lib.llama_token_data_array(data=pointer, size=0, selected=-1, sorted=False)
         count = len(tokens)
+        if self._few is None or len(self._few) < count:
+            self._few = np.zeros(max(count, MOST_CANDIDATES), _CANDIDATE)
+            self._pointer = self._few.ctypes.data_as(ctypes.POINTER(lib.llama_token_data))
+            self._few_array = lib.llama_token_data_array(data=self._pointer, size=0, selected=-1, sorted=False)
         self._few["id"][:count] = tokens
         self._few["logit"][:count] = logits
         array = self._few_array
-        array.size, array.selected, array.sorted = count, -1, False
+        # XTC moves the beginning
+        array.data, array.size, array.selected, array.sorted = self._pointer, count, -1, False
+        if penalties is not None:
+            _apply(penalties.handle, ctypes.byref(array))
+            changed = self._few["logit"][:count]
+            np.maximum(changed, _LEAST_LOGIT, out=changed)
         _apply(self.handle, ctypes.byref(array))
-        token = int(self._few["id"][array.selected])
+        token = int(array.data[array.selected].id)
         _accept(self.handle, token)
+        if penalties is not None:
+            penalties.accept(token)
         return token
 
     def accept(self, token: int) -> None:

@@ -1,0 +1,291 @@
+"""DRY, XTC, Mirostat and min_tokens on a real context: they draw what llama.cpp's own chain draws, repeat with a seed,
+and never draw a token that a mask rules out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference.demo import bundled_path
+from inference.worker import llama
+from inference.worker.constrained import ConstrainedSampler
+from inference.worker.constraints import Compiler
+from inference.worker.core.forms import Form, Json, Regex
+from inference.worker.core.steps import Row
+from inference.worker.llama import Sampler
+from inference.worker.llama.dry import MOST_PROTOTYPES, Dry, DryPrototypes
+from inference.worker.requests import Sampling
+from inference.worker.sampling import ChainSampler, dry_of
+from tests.rigs import tiny_spm
+from tests.rigs.engine_rig import EngineRig, engine_rig
+from tests.rigs.worker_rig import grant_for
+
+OFF: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+DRY: dict[str, Any] = {"dry_multiplier": 3.0, "dry_allowed_length": 1}
+SETTINGS: list[dict[str, Any]] = [
+    {**OFF, **DRY},
+    {**OFF, **DRY, "dry_penalty_last_n": 5, "dry_sequence_breakers": ("gate", "é")},
+    {**OFF, **DRY, "frequency_penalty": 0.5, "logit_bias": ((101, 2.0),)},
+    {**DRY, "temperature": 0.0},
+    {**OFF, "xtc_probability": 0.6, "xtc_threshold": 0.1},
+    {"xtc_probability": 1.0, "xtc_threshold": 0.05, "temperature": 0.0},
+    {"xtc_probability": 0.5, "top_k": 20, "typical_p": 0.9, **DRY},
+    {"mirostat": 1, "mirostat_tau": 2.0},
+    {"mirostat": 2, "mirostat_tau": 2.0, "mirostat_eta": 0.3},
+    {"mirostat": 2, "presence_penalty": 1.0, **DRY},
+]
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[EngineRig]:
+    """The smaller bundled model, used without its engine."""
+    with engine_rig(bundled_path("demo-mini"), context_length=512) as rig:
+        yield rig
+
+
+@pytest.fixture(scope="module")
+def compiler(rig: EngineRig) -> Compiler:
+    """Over the model's own vocabulary."""
+    return Compiler(rig.model)
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(rig: EngineRig) -> Iterator[llama.Model]:
+    """A vocabulary of another kind, with a token for each byte."""
+    path = tiny_spm.vocabulary()
+    model = llama.Model(str(path), llama.model_params(grant_for(path), vocab_only=True))
+    yield model
+    model.close()
+
+
+def _logits(rig: EngineRig) -> np.ndarray:
+    """Those at batch index 2, for a test to overwrite."""
+    rig.context.forget_all()
+    _status, last = rig.context.decode([Row(0, 0, 0, [5, 6, 7], True)])
+    assert last == [2]
+    return rig.context.logits(2)
+
+
+def _reference(rig: EngineRig, sampling: Sampling) -> Sampler:
+    """llama.cpp's own chain, in its server's order; Mirostat behind penalties too."""
+    n_vocab, seed = rig.model.n_vocab, sampling.seed
+    whole = Sampler()
+    if sampling.logit_bias:
+        whole.add_bias(n_vocab, sampling.logit_bias)
+    whole.add("penalties", n_vocab, 64, sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty)
+    if (dry := dry_of(sampling, rig.context)) is not None:
+        whole.add_part(rig.model.dry.sampler(dry))
+    if sampling.mirostat:
+        whole.add("temp", sampling.temperature)
+        surprise = (seed, sampling.mirostat_tau, sampling.mirostat_eta)
+        version = ("mirostat", n_vocab, *surprise, 100) if sampling.mirostat == 1 else ("mirostat_v2", *surprise)
+        return whole.add(*version)
+    if sampling.top_k > 0:
+        whole.add("top_k", sampling.top_k)
+    whole.add("typical", sampling.typical_p, 1).add("top_p", sampling.top_p, 1).add("min_p", sampling.min_p, 1)
+    whole.add("xtc", sampling.xtc_probability, sampling.xtc_threshold, 1, seed).add("temp", sampling.temperature)
+    return whole.add("dist", seed)
+
+
+@pytest.mark.parametrize("changes", SETTINGS, ids=str)
+def test_other_samplers_draw_what_llama_cpp_draws(rig: EngineRig, changes: dict[str, Any]) -> None:
+    """At every step, with tokens drawn elsewhere counted; and each changes what is drawn."""
+    logits = _logits(rig)
+    shape = np.random.default_rng(5).standard_normal(len(logits)).astype(np.float32)
+    shape[100:104] += 5.0
+    drawn: list[list[int]] = []
+    for sampling in (Sampling(seed=11, **changes), Sampling(seed=11, temperature=changes.get("temperature", 1.0))):
+        ours, whole = ChainSampler(rig.model, rig.context, sampling, 0, 64), _reference(rig, sampling)
+        ours.accept([101, 102, 101])
+        for token in (101, 102, 101):
+            whole.accept(token)
+        drawn.append([])
+        for _step in range(40):
+            logits[:] = shape
+            drawn[-1].append(ours.sample(2))
+            logits[:] = shape
+            assert drawn[-1][-1] == whole.sample(rig.context, 2)
+        ours.close()
+        whole.close()
+    assert drawn[0] != drawn[1]
+
+
+def _answer(
+    rig: EngineRig, sampling: Sampling, form: Form | None = None, compiler: Compiler | None = None, most: int = 120
+) -> list[int]:
+    """The tokens of an answer up to its end, which is one of them, or `most`."""
+    model, context = rig.model, rig.context
+    sampler: Any = ChainSampler(model, context, sampling, 0, most)
+    if form is not None and compiler is not None:
+        sampler = ConstrainedSampler(sampler, context, compiler.compile(form, "f").start())
+    context.forget_all()
+    tokens, start = model.tokenize("Tell me of a mill.", add_special=True), 0
+    said: list[int] = []
+    try:
+        while len(said) < most and not (said and said[-1] in model.end_tokens):
+            _status, last = context.decode([Row(job=1, slot=0, start=start, tokens=tuple(tokens), sample=True)])
+            start += len(tokens)
+            tokens = [sampler.sample(last[0])]
+            said += tokens
+    finally:
+        sampler.close()
+    return said
+
+
+def _text(rig: EngineRig, tokens: list[int]) -> str:
+    return b"".join(rig.model.piece(token) for token in tokens).decode()
+
+
+@pytest.mark.parametrize("changes", SETTINGS, ids=str)
+def test_answers_repeat_with_their_seed(rig: EngineRig, changes: dict[str, Any]) -> None:
+    first = _answer(rig, Sampling(seed=3, **changes))
+    assert _answer(rig, Sampling(seed=3, **changes)) == first
+    if changes.get("temperature") != 0.0:
+        assert _answer(rig, Sampling(seed=4, **changes)) != first
+
+
+HARSH: list[dict[str, Any]] = [
+    {"dry_multiplier": 100.0, "dry_base": 100.0, "dry_allowed_length": 0, "dry_sequence_breakers": ("~",)},
+    {"xtc_probability": 1.0, "xtc_threshold": 0.0},
+    {"mirostat": 1, "mirostat_tau": 100.0},
+    {"mirostat": 1, "mirostat_tau": 0.0, "mirostat_eta": 1.0},
+    {"mirostat": 2, "mirostat_tau": 100.0},
+    {"mirostat": 2, "mirostat_tau": 0.0, "mirostat_eta": 1.0},
+]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+@pytest.mark.parametrize("changes", HARSH, ids=str)
+def test_masks_hold_whatever_the_samplers_prefer(
+    rig: EngineRig, compiler: Compiler, changes: dict[str, Any], temperature: float
+) -> None:
+    """Also where one token alone may follow, which every sampler would rather avoid."""
+    sampling = Sampling(**{**OFF, **changes, "temperature": temperature, "seed": 9, "min_tokens": 3})
+    said = _answer(rig, sampling, Regex("(ab){60}"), compiler, most=400)
+    assert _text(rig, said) == "ab" * 60
+    form = Json({"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 30, "maxItems": 30})
+    found = json.loads(_text(rig, _answer(rig, sampling, form, compiler, most=600)))
+    assert len(found) == 30
+    assert set(found) <= {"a", "b"}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    changes=st.fixed_dictionaries(
+        {},
+        optional={
+            "temperature": st.sampled_from([0.0, 0.3, 2.0]),
+            "min_p": st.sampled_from([0.0, 0.05]),
+            "top_k": st.sampled_from([0, 1, 40]),
+            "dry_multiplier": st.sampled_from([0.8, 100.0]),
+            "dry_allowed_length": st.integers(0, 4),
+            "dry_base": st.sampled_from([1.0, 1.75, 100.0]),
+            "xtc_probability": st.sampled_from([0.5, 1.0]),
+            "xtc_threshold": st.sampled_from([0.0, 0.1, 0.5]),
+            "mirostat": st.integers(0, 2),
+            "min_tokens": st.integers(0, 30),
+            "presence_penalty": st.sampled_from([-2.0, 2.0]),
+        },
+    ),
+)
+def test_any_combination_keeps_to_a_form(
+    rig: EngineRig, compiler: Compiler, seed: int, changes: dict[str, Any]
+) -> None:
+    said = _answer(rig, Sampling(seed=seed, **changes), Regex("[ab]{4,12}"), compiler)
+    assert re.fullmatch("[ab]{4,12}", _text(rig, said))
+    assert said[-1] in rig.model.end_tokens
+
+
+def test_penalties_beyond_any_float_leave_something_to_draw() -> None:
+    """Tokens that lose as much as that are equal, not impossible."""
+    drawn = set()
+    for seed in range(20):
+        penalties = Sampler().add("penalties", 64, 8, 1.0, 1e38, 1e38)
+        chain = Sampler().add("temp", 1.0).add("dist", seed)
+        for token in [5, 6] * 4:
+            penalties.accept(token)
+        drawn.add(chain.sample_among(np.array([5, 6]), np.zeros(2, np.float32), penalties))
+        penalties.close()
+        chain.close()
+    assert drawn == {5, 6}
+
+
+def test_dry_ends_a_repetition(rig: EngineRig) -> None:
+    """Greedily the best token stands first for ever; with DRY another one follows, but across a breaker."""
+    logits = _logits(rig)
+    gate = rig.model.tokenize("a")[-1]
+    runs = []
+    for breakers in (("~",), ("a",)):
+        sampling = Sampling(temperature=0.0, dry_sequence_breakers=breakers, **DRY)
+        sampler = ChainSampler(rig.model, rig.context, sampling, 0, 64)
+        runs.append([])
+        for _step in range(12):
+            logits[:] = 0.0
+            logits[gate], logits[300] = 5.0, 4.0
+            runs[-1].append(sampler.sample(2))
+        sampler.close()
+    assert runs[0].count(300) > 0
+    assert runs[1] == [gate] * 12
+
+
+def test_no_end_is_drawn_before_the_least_length(rig: EngineRig) -> None:
+    """Tokens drawn elsewhere count."""
+    logits = _logits(rig)
+    end = min(rig.model.end_tokens)
+    for elsewhere, expected in ((0, 5), (3, 2), (9, 0)):
+        sampler = ChainSampler(rig.model, rig.context, Sampling(temperature=0.0, min_tokens=5), 0, 64)
+        sampler.accept([300] * elsewhere)
+        said: list[int] = []
+        while end not in said:
+            logits[:] = 0.0
+            logits[end], logits[301] = 5.0, 4.0
+            said.append(sampler.sample(2))
+        sampler.close()
+        assert said == [301] * expected + [end]
+
+
+def test_a_form_that_is_over_ends_the_answer_before_the_least_length(rig: EngineRig, compiler: Compiler) -> None:
+    """And one that may go on does so until then."""
+    sampling = Sampling(temperature=1.0, seed=1, min_tokens=20)
+    assert _text(rig, _answer(rig, sampling, Regex("yes|no"), compiler)) in ("yes", "no")
+    assert len(_answer(rig, sampling, Regex("[a-z ]{1,300}"), compiler)) > 20
+
+
+BREAKERS = st.lists(
+    st.text(min_size=1, max_size=10).filter(lambda text: len(text.encode()) <= 40 and "\0" not in text), max_size=3
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(breakers=BREAKERS)
+def test_breakers_of_any_characters_are_compared_with_any_vocabulary(
+    rig: EngineRig, sentencepiece: llama.Model, breakers: list[str]
+) -> None:
+    """Also where a token is a part of a character: llama.cpp tokenizes the rest of it."""
+    for model in (rig.model, sentencepiece):
+        prototypes = DryPrototypes(model.vocab)
+        chain = Sampler().add_part(prototypes.sampler(Dry(1.0, 2.0, 1, 8, tuple(breakers))))
+        chain.accept(5)
+        chain.close()
+        prototypes.close()
+
+
+def test_dry_settings_are_prepared_once_and_forgotten_in_turn(rig: EngineRig) -> None:
+    """What was forgotten is made again."""
+    prototypes = DryPrototypes(rig.model.vocab)
+    wanted = [Dry(1.0, 2.0, length, 8, ("x",)) for length in range(MOST_PROTOTYPES + 5)]
+    for dry in [*wanted, *wanted]:
+        prototypes.prepare(dry)
+        Sampler().add_part(prototypes.sampler(dry)).close()
+    assert len(prototypes._prototypes) == MOST_PROTOTYPES
+    Sampler().add_part(prototypes.sampler(wanted[0])).close()
+    prototypes.close()

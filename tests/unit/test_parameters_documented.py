@@ -1,0 +1,115 @@
+"""One table of generation parameters: what is documented, what both services accept and what is sampled with agree."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.core.frames import Endpoint
+from gateway.core.provider_fields import OPENAI_CHAT
+from gateway.core.requests import parse, schema
+from gateway.core.responses_fields import schema as responses_schema
+from gateway.errors import RequestError
+from headgate.shared.parameters import BY_NAME, PARAMETERS, Parameter
+from inference.routes.description import BODIES
+from inference.worker import bodies
+from inference.worker.errors import BadRequestError
+from inference.worker.requests import Facts, GenerateRequest, Sampling
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "api.md"
+HELLO = [{"role": "user", "content": "hello"}]
+FACTS = Facts("tiny", 2**40, 300, 64, ("chat", "completions"))
+
+
+def _row(parameter: Parameter) -> str:
+    default = "" if parameter.default is None else f"`{_shown(parameter.default)}`"
+    sent = {"renamed": "sent as `logprobs`"}.get(parameter.clouds, parameter.clouds)
+    return f"| `{parameter.name}` | {parameter.values()} | {default} | {parameter.effect} | {sent} |"
+
+
+def _shown(value: Any) -> str:
+    value = list(value) if isinstance(value, tuple) else value
+    return json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
+def test_the_documented_table_is_the_one_that_validates() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    table = re.search(r"\| parameter \| values \| default \| effect \| clouds \|\n\|[-|]+\|\n((?:\|.*\n)+)", text)
+    assert table is not None
+    assert table[1].splitlines() == [_row(parameter) for parameter in PARAMETERS]
+
+
+def test_defaults_are_those_that_are_sampled_with() -> None:
+    """Every field of `Sampling` but the bias is a row, and the other way round."""
+    ours = Sampling()
+    rows = {parameter.name: parameter.default for parameter in PARAMETERS if parameter.samples}
+    assert rows == {field.name: getattr(ours, field.name) for field in fields(Sampling) if field.name != "logit_bias"}
+    assert bodies.chat({"messages": HELLO}, FACTS).sampling == ours
+
+
+def _good(parameter: Parameter) -> list[Any]:
+    match parameter.kind:
+        case "boolean":
+            return [True, False] if parameter.only is None else [parameter.only]
+        case "strings":
+            return [["a", "é"], ["x" * 40], []]
+    bounds = [bound for bound in (parameter.low, parameter.high) if not math.isinf(bound)]
+    return bounds + ([-1] if parameter.minus_one else [])
+
+
+def _bad(parameter: Parameter) -> list[Any]:
+    match parameter.kind:
+        case "boolean":
+            return ["true", 1, *([] if parameter.only is None else [not parameter.only])]
+        case "strings":
+            return ["a", [1], ["x" * 41], ["é" * 21], [""], ["\0"], ["x"] * 17, {}]
+    beyond = [parameter.low - 3, parameter.high * 2 + 1]
+    odd: list[Any] = ["1", True, [], {}, *([0.5] if parameter.kind == "integer" else [])]
+    return odd + [bound for bound in beyond if not math.isinf(bound)]
+
+
+def _gateway(name: str, value: Any) -> None:
+    parse(Endpoint.CHAT, json.dumps({"model": "m", "messages": HELLO, name: value}).encode())
+
+
+def _worker(name: str, value: Any) -> GenerateRequest:
+    return bodies.chat({"messages": HELLO, name: value}, FACTS)
+
+
+@pytest.mark.parametrize("parameter", PARAMETERS, ids=lambda parameter: parameter.name)
+def test_both_services_accept_and_refuse_the_same_values(parameter: Parameter) -> None:
+    for value in [*_good(parameter), None]:
+        _gateway(parameter.name, value)
+        request = _worker(parameter.name, value)
+        if parameter.samples and value is not None and value != [] and not (parameter.minus_one and value == -1):
+            meant = min(value, FACTS.n_vocab) if parameter.name == "top_k" else value
+            assert getattr(request.sampling, parameter.name) == (tuple(meant) if isinstance(meant, list) else meant)
+    for value in _bad(parameter):
+        if isinstance(value, int) and not -(2**63) <= value < 2**64:
+            continue  # orjson reads it as a float
+        with pytest.raises(RequestError) as refused:
+            _gateway(parameter.name, value)
+        assert refused.value.param == parameter.name
+        with pytest.raises(BadRequestError) as caught:
+            _worker(parameter.name, value)
+        assert (caught.value.param, caught.value.code) == (parameter.name, refused.value.code)
+        assert caught.value.message in refused.value.message.replace("`", "")
+
+
+def test_descriptions_and_the_rules_for_clouds_know_every_parameter() -> None:
+    chats = schema(Endpoint.CHAT)["properties"].keys()
+    assert BY_NAME.keys() <= chats
+    assert BY_NAME.keys() <= BODIES["/v1/chat/completions"]["properties"].keys()
+    assert (
+        BY_NAME.keys() - {"max_tokens", "max_completion_tokens", "n_probs"} <= responses_schema()["properties"].keys()
+    )
+    for parameter in PARAMETERS:
+        places = (OPENAI_CHAT.takes, OPENAI_CHAT.drops, OPENAI_CHAT.refuses)
+        fate = {"sent": 0, "left out": 1, "renamed": 1, "tier skipped": 2}[parameter.clouds]
+        assert parameter.name in places[fate], parameter.name
