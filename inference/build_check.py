@@ -20,7 +20,6 @@ from headgate.machine import Build
 from headgate.shared.errors import Exit, HeadgateError
 from headgate.shared.state import StateDir
 from inference.children import HelperError, run_helper
-from inference.devices.base import HIDDEN
 from inference.devices.simgpu.server import package
 from inference.statefile import StateFiles
 
@@ -112,7 +111,7 @@ class BuildCheck:
     async def _failure(self, seconds: float, *, decided: bool = False) -> str | None:
         """What is wrong with the build, or None. `decided`: HelperError is raised for what says nothing about it."""
         try:
-            answer = await self._run("proof", {}, seconds=seconds, environment=HIDDEN)
+            answer = await self._run("proof", {}, seconds=seconds)
         except HelperError as error:
             if decided and (error.status is None or error.status >= 0):
                 raise

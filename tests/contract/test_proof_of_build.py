@@ -14,6 +14,7 @@ import pytest
 
 from headgate.bootstrap import Setup
 from inference.children import HelperError, run_helper
+from inference.devices.base import HIDDEN
 from inference.jobs import proof
 from inference.worker.backend import Decode
 from tests.rigs.broken_llama import BrokenLlama
@@ -34,6 +35,17 @@ async def test_installed_build_passes_within_seconds() -> None:
     assert "CPU" in answer["buffers"]
     assert answer["answer"].startswith("I am a small demo model")
     assert time.monotonic() - started < 30.0
+
+
+def test_check_sees_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is full or lost says nothing about the CPU's code."""
+    seen: list[str | None] = []
+    monkeypatch.setattr(proof, "_check_products", lambda: seen.append(os.environ.get("CUDA_VISIBLE_DEVICES")) or [])
+    monkeypatch.setattr(proof, "_check_model", lambda: "")
+    for name in HIDDEN:
+        monkeypatch.setenv(name, "0")  # and puts back what there was
+    assert proof.run({}) == {"buffers": [], "answer": ""}
+    assert seen == [""]
 
 
 @needs_preloading

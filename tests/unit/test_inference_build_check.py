@@ -29,8 +29,8 @@ class Helper:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def __call__(self, job: str, data: Any, *, seconds: float, environment: Any) -> dict[str, Any]:
-        assert (job, environment["CUDA_VISIBLE_DEVICES"]) == ("proof", "")
+    async def __call__(self, job: str, data: Any, *, seconds: float) -> dict[str, Any]:
+        assert job == "proof"
         self.runs += 1
         await self.gate.wait()
         if isinstance(self.result, HelperError):
