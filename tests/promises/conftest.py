@@ -1,0 +1,36 @@
+"""Rigs of the promise tests: a gateway and an inference service inside the test, over fakes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import fake
+from tests.rigs.authority_rig import Start, services
+from tests.rigs.fake_inference import FakeInference
+from tests.rigs.gateway_rig import Gateway
+
+__all__ = ["fake"]
+
+CONFIG = """
+routes:
+  demo: {chain: [local/demo], resume: "off"}
+  both: {chain: [local/demo, local/demo-mini], resume: "off"}
+  resumed: {chain: [local/demo, local/demo-mini]}
+"""
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path, fake: FakeInference) -> AsyncIterator[Gateway]:
+    """A gateway with one route without a second tier, one with, and one that resumes."""
+    async with Gateway(tmp_path, fake.url, CONFIG) as gateway:
+        yield gateway
+
+
+@pytest.fixture
+async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
+    """A function that starts inference services over fake workers."""
+    async with services(tmp_path, monkeypatch) as make:
+        yield make

@@ -1,0 +1,202 @@
+"""The promises of the HTTP and gateway contract, each with the tests that are named after it."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+
+HTTP = """
+every endpoint of the gateway exists
+  promises/test_services.py test_every_endpoint_of_the_gateway_exists
+every endpoint of the inference service exists
+  promises/test_services.py test_every_endpoint_of_the_inference_service_exists
+every response, errors and streams included, carries the x-headgate headers and x-request-id
+  integration/test_gateway_http.py test_every_response_carries_the_headers
+the tier header says local, local-fallback, cloud or none; the body names the model that answered
+  promises/test_streams.py test_model_in_the_body_is_the_one_that_answered
+  integration/test_gateway_cloud.py test_with_local_gone_a_cloud_answers_whole_and_streamed
+x-headgate-policy keeps a request local; a key caps its priority
+  integration/test_gateway_http.py test_a_provider_without_its_key_is_absent_and_policy_keeps_requests_local
+  integration/test_gateway_limits.py test_a_keys_ceiling_caps_the_priority_that_its_requests_ask_for
+events begin with a snapshot, are numbered, and beat
+  promises/test_services.py test_events_begin_with_a_snapshot_are_numbered_and_beat
+loading a model never makes the service unready
+  promises/test_services.py test_loading_a_model_never_makes_the_service_unready
+health is false at CRITICAL pressure, livez is not
+  promises/test_services.py test_health_is_false_at_critical_pressure_and_livez_stays_true
+every error is an envelope with message, type, param and code; Anthropic's on /v1/messages
+  promises/test_errors.py test_every_error_has_message_type_param_and_code
+  promises/test_errors.py test_messages_has_anthropics_envelope
+Retry-After is true
+  promises/test_errors.py test_retry_after_is_the_time_that_the_tier_says
+  unit/test_gateway_chain.py test_the_return_is_true_when_nothing_is_known
+x-should-retry is false where trying again cannot help, or the budget is spent
+  promises/test_errors.py test_should_retry_is_false_where_trying_again_cannot_help
+  integration/test_gateway_budget.py test_who_spent_the_attempts_is_told_not_to_ask_at_once
+every code has its status
+  promises/test_errors.py test_every_code_has_the_status_of_the_contract
+context_length_exceeded names both lengths
+  unit/test_gateway_length.py test_the_verdicts_hold_the_numbers
+memory_limit_exceeded has numbers in its message and its details
+  promises/test_errors.py test_a_memory_refusal_has_its_numbers_in_the_message_and_in_the_details
+bad input is a 400, never a 422 or a 500
+  promises/test_errors.py test_bad_input_is_a_400_and_never_a_422_or_500
+  integration/test_gateway_http.py test_bad_input_is_a_4xx_that_names_the_parameter
+status and headers go out with the first content delta
+  promises/test_streams.py test_status_and_headers_wait_for_the_first_content_delta
+  integration/test_gateway_failover.py test_status_goes_out_only_with_the_first_token
+local requests are always streamed on the inference hop
+  promises/test_streams.py test_local_requests_are_always_streamed_on_the_inference_hop
+progress comes at least every two seconds
+  promises/test_services.py test_progress_comes_at_least_every_two_seconds
+comments are forwarded for the last candidate only
+  promises/test_streams.py test_progress_comments_of_a_tier_that_is_not_the_last_are_not_forwarded
+  integration/test_gateway_failover.py test_progress_of_the_last_tier_is_forwarded_once_the_wait_is_long
+a reasoning delta is content
+  promises/test_streams.py test_a_reasoning_delta_is_content
+an empty answer with a finish reason is an answer
+  promises/test_streams.py test_an_empty_answer_with_a_finish_reason_is_an_answer
+one id and created for all chunks
+  promises/test_streams.py test_all_chunks_share_one_id_and_created
+the role stands in the first delta
+  promises/test_streams.py test_role_stands_in_the_first_delta_and_in_no_other
+usage comes only when asked, last, with empty choices
+  promises/test_streams.py test_usage_comes_only_when_asked_last_and_without_choices
+no id and no retry lines
+  promises/test_streams.py test_streams_carry_no_id_and_no_retry_lines
+a stream without a finish reason never ends in [DONE]
+  promises/test_streams.py test_stream_without_finish_reason_never_ends_in_done
+it is resumed, or ends in an error frame
+  promises/test_streams.py test_stream_without_finish_reason_is_resumed_where_the_route_resumes
+"""
+
+GATEWAY = """
+each observation has its verdict: success, failure with a scope, or ignore
+  unit/test_gateway_outcome.py test_each_observation_has_its_verdict
+  promises/test_gateway.py test_what_is_no_failure_of_the_tier_opens_no_breaker
+a tier that the fit check skips is no outcome
+  promises/test_gateway.py test_a_tier_skipped_by_the_fit_check_is_no_outcome
+a client that left moves no breaker
+  integration/test_gateway_failover.py test_when_the_client_leaves_upstream_is_closed_at_once_and_no_breaker_moves
+a provider's 401 is never the caller's; the operator is told
+  promises/test_errors.py test_a_wrong_key_of_a_provider_is_never_the_callers_401
+  unit/test_gateway_outcome.py test_the_operator_is_told_what_nobody_else_can_mend
+429 closes a deployment for its Retry-After
+  unit/test_gateway_breakers.py test_a_429_closes_the_tier_for_as_long_as_it_says
+breakers have two scopes, and both permits are needed
+  unit/test_gateway_breakers.py test_the_provider_has_a_breaker_of_its_own_for_all_its_models
+  unit/test_gateway_breakers.py test_a_refused_second_permit_gives_the_first_back
+a cancelled probe returns its permit; a lost one expires
+  unit/test_gateway_breakers.py test_a_cancelled_probe_gives_its_place_back
+  unit/test_gateway_breakers.py test_a_lost_probe_expires
+five consecutive failures, or the ratio, open a breaker; half-open admits one probe
+  unit/test_gateway_breakers.py test_five_in_a_row_open_it_the_sixth_is_refused_and_after_thirty_seconds_one_probes
+  unit/test_gateway_breakers.py test_a_share_of_failures_opens_it_too
+one transport failure of our own service starts confirmation probes off the users' path
+  unit/test_gateway_probing.py test_a_failure_is_confirmed_every_quarter_of_a_second_until_an_answer_comes
+  unit/test_gateway_prober.py test_one_failure_and_four_probes_open_the_breaker_of_a_dead_service
+readiness ends the open period early
+  unit/test_gateway_breakers.py test_a_provider_seen_coming_back_is_probed_at_once_and_still_by_one
+a probe never loads, evicts or counts as use; a cold model that fits answers `cold`
+  promises/test_services.py test_a_probe_never_loads_and_never_counts_as_use
+  promises/test_services.py test_a_probe_never_evicts
+after a memory refusal the probe is the plan
+  unit/test_gateway_prober.py test_after_a_refusal_of_memory_the_plan_is_asked_and_its_no_is_not_the_last_word
+paid providers are never probed
+  unit/test_gateway_prober.py test_clouds_are_never_probed
+a ramp follows recovery
+  unit/test_gateway_breakers.py test_after_a_recovery_few_pass_at_once_and_with_each_success_one_more
+outcomes are recorded synchronously, no breaker is held across an await
+  promises/test_gateway.py test_outcomes_are_recorded_synchronously_and_no_breaker_is_held_across_an_await
+  unit/test_gateway_breakers.py test_cancelled_attempts_and_late_results_move_nothing
+the chain drops candidates with a recorded reason
+  unit/test_gateway_chain.py test_each_fact_drops_or_keeps
+  unit/test_gateway_chain.py test_the_order_stays_and_every_drop_has_its_reason
+tokens are counted only near the context
+  unit/test_gateway_length.py test_only_what_comes_near_the_context_is_counted
+one budget of attempts and time per request
+  unit/test_gateway_budget.py test_attempts_and_time_are_one_budget
+the total bounds the time to commit; afterwards only inter_token counts
+  integration/test_gateway_failover.py test_the_total_bounds_the_time_to_commit_over_all_tiers
+  promises/test_gateway.py test_after_the_commit_the_total_deadline_counts_no_more
+  promises/test_gateway.py test_silence_after_the_commit_is_bounded_by_inter_token
+a shorter client time-out shortens our silence
+  unit/test_gateway_budget.py test_a_caller_that_has_a_part_of_the_answer_is_left_silent_no_longer_than_it_listens
+progress re-arms first_token, load_wait bounds it, and leaving it is no failure
+  integration/test_gateway_failover.py test_a_slow_load_with_progress_is_waited_for_and_trips_nothing
+  integration/test_gateway_failover.py test_a_load_that_takes_too_long_spills_to_the_next_tier_and_trips_nothing
+the chain is the only retry loop
+  contract/test_providers.py test_an_error_status_is_known_on_entering_and_never_retried
+an answer resumes on the same model, then another local one, then a cloud
+  integration/test_gateway_resume.py test_the_same_model_goes_on_and_the_client_sees_one_answer
+  integration/test_gateway_resume.py test_another_local_model_goes_on_where_the_same_one_cannot
+  integration/test_gateway_resume.py test_a_cloud_is_asked_in_words_to_go_on
+at most two hops, text with a single choice only
+  integration/test_gateway_resume.py test_an_answer_is_of_three_pieces_at_most
+  integration/test_gateway_resume.py test_what_has_a_shape_ends_in_an_error_frame
+requests in flight and in the queue are bounded, by priority
+  property/test_gateway_admission.py test_a_higher_class_is_served_first_and_takes_the_place_of_the_lowest
+  integration/test_gateway_failover.py test_beyond_the_bounds_requests_wait_and_then_are_refused
+limits per key hold
+  unit/test_gateway_limits.py test_no_stretch_holds_more_than_its_share_and_every_wait_is_true
+a request spills to the next tier before it waits in vain
+  integration/test_gateway_choice.py test_a_wait_that_would_be_in_vain_is_not_begun
+HTTP clients are made in one module
+  promises/test_gateway.py test_http_clients_are_made_in_one_module
+images are fetched from listed hosts only
+  unit/test_gateway_images.py test_without_hosts_nothing_is_fetched
+the Host is checked on loopback
+  integration/test_gateway_http.py test_on_loopback_only_loopback_names_are_served
+bodies, headers and nesting are bounded
+  integration/test_gateway_http.py test_a_body_beyond_the_bound_is_413_whether_its_length_is_told_or_not
+  integration/test_gateway_http.py test_endless_headers_are_refused
+  integration/test_e2e_bad_input.py test_json_nested_without_end_is_refused
+"""
+
+LEDGER = """
+a reservation is made before a process starts
+  promises/test_ledger.py test_memory_is_reserved_before_a_process_starts
+a reservation is released exactly once on every path
+  promises/test_ledger.py test_memory_is_released_exactly_once_however_a_worker_ends
+"""
+
+
+def promises() -> list[tuple[str, list[tuple[str, str]]]]:
+    """Each promise with the files and names of its tests."""
+    found: list[tuple[str, list[tuple[str, str]]]] = []
+    for line in (HTTP + GATEWAY + LEDGER).splitlines():
+        if line.startswith("  "):
+            file, name = line.split()
+            found[-1][1].append((file, name))
+        elif line:
+            found.append((line, []))
+    return found
+
+
+@functools.cache
+def names_in(file: str) -> frozenset[str]:
+    """The tests in a file."""
+    tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return frozenset(node.name for node in tree.body if isinstance(node, functions) and node.name.startswith("test_"))
+
+
+@pytest.mark.parametrize(("promise", "tests"), promises(), ids=[promise for promise, _ in promises()])
+def test_promise_has_a_test(promise: str, tests: list[tuple[str, str]]) -> None:
+    """A test that is renamed is renamed here too; one that is removed needs another that guards the promise."""
+    assert tests, promise
+    assert [name for file, name in tests if name not in names_in(file)] == []
+
+
+def test_every_promise_test_is_listed() -> None:
+    """A test in this folder guards a promise of the list."""
+    listed = {name for _, tests in promises() for _, name in tests}
+    here = {path.relative_to(TESTS).as_posix() for path in Path(__file__).parent.glob("test_*.py")} - {
+        Path(__file__).relative_to(TESTS).as_posix()
+    }
+    assert {name for file in here for name in names_in(file)} - listed == set()

@@ -1,0 +1,130 @@
+"""What the contract promises of the inference service's endpoints, events and probes, and of the gateway's paths."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from inference import bus as buses
+from inference import relay
+from inference.bus import Bus
+from inference.protocol import H_PROBE, PROGRESS_INTERVAL_SECONDS, ModelState
+from tests.rigs.asgi import ask
+from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, empty, until
+from tests.rigs.gateway_rig import Gateway
+
+pytestmark = pytest.mark.timeout(30)
+
+GATEWAY = tuple(
+    """
+/v1/chat/completions /v1/completions /v1/embeddings /v1/responses /v1/messages /v1/messages/count_tokens /v1/rerank
+/v1/models /v1/models/{model} /livez /readyz /health /metrics /admin/breakers /admin/breakers/{name}/reset
+/admin/requests/{id} /admin/reload
+""".split()  # noqa: SIM905
+)
+INFERENCE = tuple(
+    """
+/v1/chat/completions /v1/completions /v1/embeddings /v1/rerank /v1/models /v1/models/{model} /tokenize /detokenize
+/livez /readyz /health /metrics /devices /devices/{id}/recover /events /models/{model}/load /models/{model}/unload
+/models/{model}/offload /models/{model}/move /models/{model}/restart /models/{model}/crashes /quarantine
+/memory/stats /memory/models /memory/evictions /memory/offloaded /memory/fragmentation /memory/health /memory/history
+/memory/plan /memory/preload /memory/evict/{model} /memory/defragment /memory/gc /memory/dump /memory/dump/compare
+""".split()  # noqa: SIM905
+)
+
+
+async def test_every_endpoint_of_the_gateway_exists(gateway: Gateway) -> None:
+    """A method that none of them has is a 405, where an unknown path is a 404."""
+    for path in GATEWAY:
+        target = path.replace("{model}", "demo").replace("{name}", "local").replace("{id}", "x")
+        assert (await gateway.admin("PATCH", target)).status_code == 405, target
+    assert (await gateway.admin("PATCH", "/v1/nothing")).status_code == 404
+
+
+async def test_every_endpoint_of_the_inference_service_exists(start: Start) -> None:
+    """None of them answers 404 for its path."""
+    service = await start({"a": {}})
+    for path in INFERENCE:
+        if path == "/events":
+            continue  # never ends; it has a test of its own
+        target = path.replace("{model}", "a").replace("{id}", "cpu")
+        answer = await ask(service.app, "PATCH", target)
+        assert answer.status == 405, target
+
+
+async def test_events_begin_with_a_snapshot_are_numbered_and_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listener knows what it missed, and that the service lives."""
+    assert buses.BEAT_SECONDS == 5.0
+    monkeypatch.setattr(buses, "BEAT_SECONDS", 0.01)
+    bus = Bus()
+    bus.snapshot = lambda: {"models": []}
+    bus.publish("model", {"id": "before"})
+    events = bus.listen()
+    first = await anext(events)
+    bus.publish("model", {"id": "a"})
+    second, third = await anext(events), await anext(events)
+    told = [
+        (frame.split(b"\n")[0], json.loads(frame.split(b"data: ")[1])["number"]) for frame in (first, second, third)
+    ]
+    assert told == [(b"event: snapshot", 1), (b"event: model", 2), (b"event: beat", 2)]
+    await events.aclose()  # type: ignore[attr-defined]
+
+
+async def test_loading_a_model_never_makes_the_service_unready(start: Start) -> None:
+    """Other models answer meanwhile."""
+    service = await start({"a": {}}, {"a": {"load_seconds": 1.0}})
+    loading = asyncio.create_task(service.authority.load(service.authority.resolve("a")))
+    await until("it loads", lambda: service.authority.resolve("a").state is ModelState.LOADING)
+    assert (await ask(service.app, "GET", "/readyz", key=None)).status == 200
+    await loading
+
+
+async def test_health_is_false_at_critical_pressure_and_livez_stays_true(start: Start) -> None:
+    """Pressure never restarts a container: its health check asks `/livez`."""
+    accelerator = FakeAccelerator()
+    service = await start({"a": {}}, accelerator=accelerator)
+    assert (await ask(service.app, "GET", "/health", key=None)).status == 200
+    accelerator.used_bytes = 995 * MIB
+    service.authority.governor.tick(service.authority.loop.time() + 60)
+    await until("pressure is seen", lambda: service.authority.ledger.balance("gpu-0").foreign_bytes > 900 * MIB)
+    for path in ("/health", "/memory/health"):
+        assert (await ask(service.app, "GET", path)).status == 503
+    assert (await ask(service.app, "GET", "/livez", key=None)).status == 200
+
+
+async def test_a_probe_never_loads_and_never_counts_as_use(start: Start) -> None:
+    """A cold model that fits answers it 200 with `cold`."""
+    service = await start({"a": {}})
+    model = service.authority.resolve("a")
+    await until("it is measured", lambda: bool(model.estimates))
+    body = {"model": "a", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    answer = await ask(service.app, "POST", "/v1/chat/completions", body, more={H_PROBE: "1"})
+    assert (answer.status, answer.body["headgate"]["probe"]) == (200, "cold")
+    assert (model.state, model.loads, model.uses) == (ModelState.COLD, 0, 0)
+    assert empty(service)
+
+
+async def test_a_probe_never_evicts(start: Start) -> None:
+    """A model that would fit only after another has left is not made room for."""
+    service = await start({"a": {}, "b": {}}, MEMORY_LIMIT_GB="0.15")
+    authority = service.authority
+    await authority.load(authority.resolve("a"))
+    await until("b is measured", lambda: bool(authority.resolve("b").estimates))
+    body = {"model": "b", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    await ask(service.app, "POST", "/v1/chat/completions", body, more={H_PROBE: "1"})
+    assert authority.resolve("a").state is ModelState.READY
+    assert authority.resolve("b").state is ModelState.COLD
+
+
+async def test_progress_comes_at_least_every_two_seconds(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pause between comments is shorter than promised; here it is a tenth of that."""
+    assert PROGRESS_INTERVAL_SECONDS == 2.0
+    assert 0 < relay.WORD_SECONDS < PROGRESS_INTERVAL_SECONDS
+    monkeypatch.setattr(relay, "WORD_SECONDS", relay.WORD_SECONDS / 10)
+    service = await start({"a": {}}, {"a": {"load_seconds": 1.5}})
+    body = {"model": "a", "messages": [{"role": "user", "content": "x"}], "stream": True}
+    answer = await ask(service.app, "POST", "/v1/chat/completions", body)
+    comments = answer.body.decode().count(": headgate loading")
+    assert comments >= 1.5 / (PROGRESS_INTERVAL_SECONDS / 10) - 1

@@ -1,0 +1,176 @@
+"""What the contract promises of every stream."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from inference.protocol import Code
+from tests.rigs.fake_inference import Answer, FakeInference
+from tests.rigs.gateway_rig import MESSAGES, Gateway
+
+pytestmark = pytest.mark.timeout(30)
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/completions": {"prompt": "Hello"},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 50},
+    "/v1/responses": {"input": "Hello"},
+}
+ENDS = {
+    "/v1/chat/completions": ('data: {"error":', "[DONE]"),
+    "/v1/completions": ('data: {"error":', "[DONE]"),
+    "/v1/messages": ("event: error\n", "message_stop"),
+    "/v1/responses": ("event: error\n", "response.completed"),
+}
+"""For each API: how the last frame of a stream that broke off begins, and what it never contains."""
+WITHOUT_FINISH = [Answer(finish=None), Answer(finish=None, done=False), Answer(cut=True)]
+
+
+async def streamed(gateway: Gateway, path: str = "/v1/chat/completions", model: str = "demo", **more: Any) -> str:
+    """The body of a streamed answer."""
+    body = {"model": model, "stream": True, **BODIES[path], **more}
+    answer = await gateway.client.post(path, content=json.dumps(body))
+    assert answer.status_code == 200, answer.text
+    return answer.text
+
+
+def chunks(text: str) -> list[dict[str, Any]]:
+    """The JSON of every data frame but `[DONE]`."""
+    frames = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+    return [json.loads(frame) for frame in frames if frame != "[DONE]"]
+
+
+def words(text: str) -> str:
+    """The content of a chat stream."""
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks(text) if chunk.get("choices")]
+    return "".join(delta.get("content") or "" for delta in deltas)
+
+
+@pytest.mark.parametrize("answer", WITHOUT_FINISH, ids=["with-done", "without-done", "cut"])
+@pytest.mark.parametrize("path", BODIES)
+async def test_stream_without_finish_reason_never_ends_in_done(
+    gateway: Gateway, fake: FakeInference, path: str, answer: Answer
+) -> None:
+    """It ends in an error frame, also where the tier itself sends `[DONE]`."""
+    fake.answers["demo"] = answer
+    text = await streamed(gateway, path)
+    error, done = ENDS[path]
+    assert "Hello" in text
+    assert done not in text
+    assert text.rstrip("\n").rpartition("\n\n")[2].startswith(error)
+
+
+@pytest.mark.parametrize("answer", WITHOUT_FINISH, ids=["with-done", "without-done", "cut"])
+async def test_stream_without_finish_reason_is_resumed_where_the_route_resumes(
+    gateway: Gateway, fake: FakeInference, answer: Answer
+) -> None:
+    """The client gets one whole answer, and a comment marks the hop."""
+    fake.queue["demo"] = [answer]
+    fake.answers["demo"] = Answer(words=("Hello", " there", "!", " Bye."))
+    text = await streamed(gateway, model="resumed")
+    assert words(text) == "Hello there! Bye."
+    assert text.endswith("data: [DONE]\n\n")
+    assert text.count(": headgate resumed on local/demo ") == 1
+
+
+async def test_all_chunks_share_one_id_and_created(gateway: Gateway, fake: FakeInference) -> None:
+    """Also those behind a hop to another tier."""
+    fake.answers["demo"] = Answer(cut=True)
+    fake.answers["demo-mini"] = Answer(words=("Hello", " there", "!", " Bye."))
+    text = await streamed(gateway, model="resumed")
+    assert "headgate resumed" in text
+    assert len({(chunk["id"], chunk["created"]) for chunk in chunks(text)}) == 1
+
+
+@pytest.mark.parametrize("model", ["demo", "resumed"])
+async def test_role_stands_in_the_first_delta_and_in_no_other(
+    gateway: Gateway, fake: FakeInference, model: str
+) -> None:
+    """A hop begins no second message."""
+    if model == "resumed":
+        fake.queue["demo"] = [Answer(cut=True)]
+        fake.answers["demo"] = Answer(words=("Hello", " there", "!", " Bye."))
+    deltas = [
+        chunk["choices"][0]["delta"] for chunk in chunks(await streamed(gateway, model=model)) if chunk["choices"]
+    ]
+    assert deltas[0]["role"] == "assistant"
+    assert all("role" not in delta for delta in deltas[1:])
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_usage_comes_only_when_asked_last_and_without_choices(gateway: Gateway, path: str) -> None:
+    """The tier sends it always."""
+    plain = chunks(await streamed(gateway, path))
+    assert all(not chunk.get("usage") and chunk["choices"] for chunk in plain)
+    *others, last = chunks(await streamed(gateway, path, stream_options={"include_usage": True}))
+    assert last["choices"] == []
+    assert last["usage"]["total_tokens"] > 0
+    assert all(not chunk.get("usage") for chunk in others)
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_streams_carry_no_id_and_no_retry_lines(gateway: Gateway, fake: FakeInference, path: str) -> None:
+    """Clients would reconnect with them; neither do they come through from a tier."""
+    fake.answers["demo"] = Answer(garbage=b"retry: 5\nid: 7\n\n")
+    fields = {line.partition(":")[0] for line in (await streamed(gateway, path)).splitlines() if line}
+    assert fields <= {"", "data", "event"}
+
+
+async def test_a_reasoning_delta_is_content(gateway: Gateway, fake: FakeInference) -> None:
+    """It commits the answer: what breaks off behind it is no reason to begin anew elsewhere."""
+    fake.answers["demo"] = Answer(thoughts=("Hm.",), words=(), cut=True)
+    text = await streamed(gateway, model="both")
+    assert "Hm." in text
+    assert chunks(text)[-1]["error"]
+    assert fake.seen_for("demo-mini") == []
+
+
+async def test_an_empty_answer_with_a_finish_reason_is_an_answer(gateway: Gateway, fake: FakeInference) -> None:
+    """No other tier is asked."""
+    fake.answers["demo"] = Answer(words=())
+    text = await streamed(gateway, model="both")
+    assert text.endswith("data: [DONE]\n\n")
+    assert fake.seen_for("demo-mini") == []
+
+
+async def test_progress_comments_of_a_tier_that_is_not_the_last_are_not_forwarded(
+    gateway: Gateway, fake: FakeInference
+) -> None:
+    """They would commit the answer to it."""
+    fake.answers["demo"] = Answer(comments=8, pause=0.3, words=(), error=Code.DEVICE_LOST)
+    text = await streamed(gateway, model="both")
+    assert ": headgate loading" not in text
+    assert words(text) == "Hello there!"
+
+
+async def test_status_and_headers_wait_for_the_first_content_delta(gateway: Gateway, fake: FakeInference) -> None:
+    """An error before it is a status, although the tier had begun its stream."""
+    fake.answers["demo"] = Answer(words=(), error=Code.DEVICE_LOST)
+    body = {"model": "demo", "stream": True, "messages": MESSAGES}
+    answer = await gateway.client.post("/v1/chat/completions", content=json.dumps(body))
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_model_in_the_body_is_the_one_that_answered(
+    gateway: Gateway, fake: FakeInference, *, stream: bool
+) -> None:
+    """And so are the headers; the tier says that it is not the first choice."""
+    fake.answers["demo"] = Answer(refuse=Code.DEVICE_LOST)
+    answer = await gateway.chat("both", stream=stream)
+    names = {chunk["model"] for chunk in chunks(answer.text)} if stream else {answer.json()["model"]}
+    assert names == {"demo-mini"}
+    assert answer.headers["x-headgate-model"] == "local/demo-mini"
+    assert answer.headers["x-headgate-tier"] == "local-fallback"
+    assert answer.headers["x-headgate-attempts"] == "2"
+
+
+async def test_local_requests_are_always_streamed_on_the_inference_hop(gateway: Gateway, fake: FakeInference) -> None:
+    """Whatever the client asked for."""
+    for stream in (False, True):
+        assert (await gateway.chat("demo", stream=stream)).status_code == 200
+    assert [seen.body["stream"] for seen in fake.seen_for("demo")] == [True, True]
