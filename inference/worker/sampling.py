@@ -22,6 +22,10 @@ _VANISHING = 1e-30
 """Share of the likeliest token's probability below which a token is dropped before locally typical sampling, whose
 entropy would not be a number with a probability of zero."""
 
+_NEGLIGIBLE = 1e-8
+"""Share of the likeliest token's probability below which a token is dropped before Mirostat, which sorts all others:
+8 ms for 144,000 tokens, and of a language model's vocabulary nearly all are below."""
+
 _MARGIN = 1e-3
 """Added to a distance, so that rounding drops no token that the chain would keep."""
 
@@ -139,7 +143,7 @@ class ChainSampler:
             for token in self._drawn_elsewhere:
                 chain.accept(token)
         if self._mirostat:
-            chain.add("temp", sampling.temperature).add("min_p", _VANISHING, 1)
+            chain.add("temp", sampling.temperature).add("min_p", _NEGLIGIBLE, 1)
             surprise = (self._seed, sampling.mirostat_tau, sampling.mirostat_eta)
             if self._mirostat == 2:
                 return chain.add("mirostat_v2", *surprise)
