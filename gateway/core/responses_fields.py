@@ -90,7 +90,9 @@ _CALL = f.mapping(
     {"call_id": f.string(1), "name": f.string(1), "namespace": f.string(1), "arguments": f.string()},
     needed=("call_id", "name", "arguments"),
 )
-_OUTPUT = f.mapping({"call_id": f.string(1), "output": _CONTENT}, needed=("call_id", "output"))
+_OUTPUT = f.mapping(
+    {"call_id": f.string(1), "name": f.string(1), "namespace": f.string(1), "output": _CONTENT}, needed=("output",)
+)
 _REASONING = f.mapping({"summary": f.array(_TEXT), "content": f.array(_TEXT), "encrypted_content": f.string()})
 _REFERENCE = f.mapping({"id": f.string(1, 256)}, needed=("id",))
 REFERENCE = "item_reference"

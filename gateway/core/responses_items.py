@@ -210,15 +210,28 @@ def _add_call(turns: _Turns, item: Mapping[str, Any]) -> None:
 
 
 def _add_output(turns: _Turns, item: Mapping[str, Any]) -> None:
-    """An output stands right behind the calls, as chat wants it, whatever was said in between."""
+    """An output stands right behind the calls, as chat wants it, whatever was said in between.
+
+    One without `call_id` answers no call of the model: Codex reports events that way. It becomes a user message.
+    """
     turns.close()
-    messages, call_id = turns.messages, item["call_id"]
+    messages, call_id = turns.messages, item.get("call_id")
+    if call_id is None:
+        messages.append({"role": "user", "content": _reported(item)})
+        return
     caller, end = turns.callers.get(call_id), len(messages)
     behind = range(end, max(0, end - _SOON) if caller else end, -1)
     at = next((place for place in behind if messages[place - 1] is caller), end)
     while at < end and messages[at]["role"] == "tool":
         at += 1
     messages.insert(at, {"role": "tool", "tool_call_id": call_id, "content": _content(item["output"])})
+
+
+def _reported(item: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+    """What a tool put out without a call, under the tool's name."""
+    name = function_name(item["name"], item.get("namespace")) if item.get("name") else "a tool"
+    about, content = f"Output of {name}:", _content(item["output"])
+    return f"{about}\n\n{content}" if isinstance(content, str) else [{"type": "text", "text": about}, *content]
 
 
 _SOON = 64

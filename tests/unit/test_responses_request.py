@@ -179,6 +179,24 @@ def test_outputs_stand_right_behind_their_calls_whatever_was_said_in_between() -
     assert [call["id"] for call in said[0]["tool_calls"]] == ["c1", "c2"]
 
 
+def test_output_without_a_call_is_a_message_of_the_user_under_the_tools_name() -> None:
+    """Codex reports events that way, such as a goal that was set."""
+    picture = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    said = messages(
+        {"type": "function_call", "call_id": "c1", "name": "goal", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "set"},
+        {"type": "function_call_output", "name": "objective", "namespace": "agent", "output": "Mill."},
+        {"type": "function_call_output", "call_id": None, "output": [{"type": "input_text", "text": "x"}, picture]},
+    )
+    assert [message["role"] for message in said] == ["assistant", "tool", "user", "user"]
+    assert said[2]["content"] == "Output of agent__objective:\n\nMill."
+    assert said[3]["content"] == [
+        {"type": "text", "text": "Output of a tool:"},
+        {"type": "text", "text": "x"},
+        {"type": "image_url", "image_url": {"url": picture["image_url"]}},
+    ]
+
+
 def test_reasoning_after_a_call_begins_a_turn_of_its_own() -> None:
     said = messages(
         {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
@@ -430,7 +448,7 @@ def test_items_that_no_model_here_could_read_are_refused_by_name(kind: str) -> N
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, "input[0].content[0].type"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": ""}]}, "input[0].call_id"),
-        ({"input": [{"type": "function_call_output", "output": ""}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
