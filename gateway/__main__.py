@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 
 from gateway.app import make_app
+from gateway.gateway_server import serve
 from gateway.runtime import Runtime, Source
-from gateway.server import serve
 from headgate.shared import log as logs
 from headgate.shared import ports
 from headgate.shared.environ import load_environ

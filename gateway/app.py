@@ -12,20 +12,27 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.core import messages_request
-from gateway.core.frames import Endpoint
-from gateway.core.responses_store import Store
-from gateway.dialects.base import Dialect
-from gateway.dialects.messages import MessagesDialect
-from gateway.dialects.openai import OpenAIDialect
-from gateway.dialects.responses import KEPT_BYTES, KEPT_SECONDS, ResponsesDialect
-from gateway.edge import App, Edge
+from gateway.apis.messages import messages_request
+from gateway.apis.messages.messages_api import MessagesDialect
+from gateway.apis.openai.frames import Endpoint
+from gateway.apis.openai.openai_api import OpenAIDialect
+from gateway.apis.public_api import Dialect
+from gateway.apis.responses.responses_api import KEPT_BYTES, KEPT_SECONDS, ResponsesDialect
+from gateway.apis.responses.responses_store import Store
+from gateway.endpoints import (
+    admin_routes,
+    health_routes,
+    model_routes,
+    openapi_routes,
+    response_routes,
+    token_count_routes,
+)
+from gateway.endpoints.serve import Generation
 from gateway.errors import GatewayError, RefusedError, RequestError
-from gateway.exchange import exchange_of
-from gateway.responses import error_response
-from gateway.routes import admin, count_tokens, description, health, models, responses
+from gateway.http.http_exchange import exchange_of
+from gateway.http.json_responses import error_response
+from gateway.http.middleware import App, Edge
 from gateway.runtime import Runtime
-from gateway.serve import Generation
 from inference.protocol import Code
 
 DIALECTS: tuple[Dialect, ...] = tuple(OpenAIDialect(endpoint) for endpoint in Endpoint)
@@ -52,18 +59,18 @@ def make_app(runtime: Runtime) -> Edge:
     responding = ResponsesDialect(store, leaves_out, lambda: runtime.config.max_body)
     dialects = (*DIALECTS, MessagesDialect(leaves_out), responding)
     hot: dict[str, App] = {dialect.path: Generation(runtime, dialect) for dialect in dialects}
-    hot[count_tokens.PATH] = count_tokens.CountTokens(
+    hot[token_count_routes.PATH] = token_count_routes.CountTokens(
         runtime, lambda raw, _: messages_request.parse(raw, counting=True, leaves_out=leaves_out())
     )
-    hot[count_tokens.INPUT_TOKENS_PATH] = count_tokens.CountTokens(
+    hot[token_count_routes.INPUT_TOKENS_PATH] = token_count_routes.CountTokens(
         runtime, lambda raw, owner: responding.parse(raw, owner).request, {"object": "response.input_tokens"}
     )
     for path, endpoint in hot.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))  # for the 405 of other methods
-    for part in (health, models, admin):
+    for part in (health_routes, model_routes, admin_routes):
         app.include_router(part.router(runtime))
-    app.include_router(responses.router(runtime, store))
-    app.include_router(description.router(runtime, app))
+    app.include_router(response_routes.router(runtime, store))
+    app.include_router(openapi_routes.router(runtime, app))
     app.add_exception_handler(GatewayError, _on_error)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_invalid)

@@ -13,27 +13,27 @@ from pathlib import Path
 from typing import Any
 
 from gateway import settings
-from gateway.admission import Admission
-from gateway.attempts import Tools
-from gateway.auth import Keys
-from gateway.bodies import Bodies
-from gateway.breaker_file import BreakerFile
-from gateway.breakers import Breakers
-from gateway.core.breaker import Rule, State
-from gateway.core.chain import LOCAL
-from gateway.core.outcome import Failure, Scope
-from gateway.counting import Counter as TokenCounter
-from gateway.events import Events
-from gateway.explain import Ring
-from gateway.images import Images
-from gateway.inference_view import InferenceView
-from gateway.limits import Limiter
-from gateway.presence import Presences
-from gateway.probes import Prober
+from gateway.access.admission import Admission
+from gateway.access.authentication import Keys
+from gateway.access.key_usage import Limiter
+from gateway.breaker.breaker_file import BreakerFile
+from gateway.breaker.breakers import Breakers
+from gateway.breaker.outcome import Failure, Scope
+from gateway.breaker.permits import Rule, State
+from gateway.breaker.prober import Prober
+from gateway.http.body_memory import Bodies
+from gateway.http.client_disconnect import Presences
+from gateway.http.image_fetch import Images
 from gateway.providers import registry
-from gateway.providers.base import Provider
+from gateway.providers.local.inference_events import Events
+from gateway.providers.local.inference_snapshot import InferenceView
+from gateway.providers.local.token_count import Counter as TokenCounter
+from gateway.providers.provider import Provider
+from gateway.routing.chain import LOCAL
+from gateway.routing.chain_runner import Tools
+from gateway.routing.explain_record import Ring
 from gateway.settings import BreakerSettings, GatewayConfig
-from gateway.telemetry import Telemetry
+from gateway.telemetry.gateway_metrics import Telemetry
 from headgate.shared.state import INFERENCE_TOKEN, StateDir
 
 log = logging.getLogger("gateway.runtime")

@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from gateway.core.chain import LOCAL
-from gateway.core.cors import why_no_origin
-from gateway.core.images import is_host_entry
-from gateway.core.openai_request import Flavor
+from gateway.apis.image_policy import is_host_entry
+from gateway.cors import why_no_origin
+from gateway.providers.openai.openai_request import Flavor
+from gateway.routing.chain import LOCAL
 from headgate.shared.configfile import Path_, as_written, problems_of, read_yaml, unset_name
 from headgate.shared.errors import ConfigError, Problem
 from headgate.shared.state import UNSHOWABLE, fits_a_header
@@ -30,7 +30,7 @@ from inference.protocol import Priority
 FILE = "gateway.yaml"
 PREFIX = "GATEWAY_"
 KEY_VARIABLES = ("GATEWAY_API_KEY", "GATEWAY_ADMIN_KEY")
-"""Secrets read by `gateway.auth`; they are no settings of the file."""
+"""Secrets read by `gateway.access.authentication`; they are no settings of the file."""
 
 TOKEN_VARIABLE = "INFERENCE_TOKEN"
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.core.chain import LOCAL
-from gateway.http import make_local_session, make_sdk_client
-from gateway.providers.base import Provider
-from gateway.providers.local import LocalProvider
+from gateway.providers.http_clients import make_local_session, make_sdk_client
+from gateway.providers.local.local_provider import LocalProvider
+from gateway.providers.provider import Provider
+from gateway.routing.chain import LOCAL
 from gateway.settings import GatewayConfig, ProviderSettings
 from headgate.shared.configfile import unset_name
 from headgate.shared.log import quiet
@@ -20,8 +20,8 @@ from headgate.shared.log import quiet
 log = logging.getLogger("gateway.providers")
 
 _SDKS: Mapping[str, tuple[str, str]] = {
-    "openai": ("gateway.providers.openai_sdk", "OpenAIProvider"),
-    "anthropic": ("gateway.providers.anthropic_sdk", "AnthropicProvider"),
+    "openai": ("gateway.providers.openai.openai_sdk", "OpenAIProvider"),
+    "anthropic": ("gateway.providers.anthropic.anthropic_sdk", "AnthropicProvider"),
 }
 
 

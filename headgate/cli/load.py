@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headgate.cli import sse
+from headgate.cli import sse_lines
 from headgate.cli.client import Api, ApiError, from_envelope
 from headgate.shared.errors import HeadgateError
 from inference.protocol import H_POLICY, H_TIER, Tier
@@ -70,7 +70,7 @@ def ask(api: Api, body: Mapping[str, Any]) -> Asked:
         headers = {H_POLICY: "local-only"}
         with api.open("POST", "/v1/chat/completions", body, SILENCE_SECONDS, headers) as answer:
             tier = answer.headers.get(H_TIER, tier)
-            for event in sse.events(answer.lines):
+            for event in sse_lines.events(answer.lines):
                 if event.data == "[DONE]":
                     end = time.perf_counter() - start
                     tokens = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)

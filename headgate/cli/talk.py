@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from headgate.cli import addresses, sse
+from headgate.cli import addresses, sse_lines
 from headgate.cli.client import Answer, ApiError, from_envelope
 from headgate.cli.command import Command, Session, at_least_one, is_text, zero_or_more
 from headgate.shared.errors import Exit, HeadgateError
@@ -68,7 +68,7 @@ def _stream(session: Session, messages: list[dict[str, str]]) -> str:
     terminal, done = session.terminal, False
     said: list[str] = []
     with _ask(session, messages, stream=True) as answer:
-        for event in sse.events(answer.lines):
+        for event in sse_lines.events(answer.lines):
             if event.comment is not None:
                 if progress := Progress.parse(event.comment):
                     terminal.status(_progress(progress))

@@ -27,16 +27,16 @@ def done_on_a_cut(service: str) -> None:
     """A stream that broke off ends as if it was complete, and nobody goes on with it."""
     if service != "gateway":
         return
-    from gateway import streaming
-    from gateway.core import resume
+    from gateway.endpoints import answer_stream
+    from gateway.routing import resume_policy
     from inference.protocol import DONE
 
     async def dishonest(send: Any, presence: Any, last: bytes) -> None:
         presence.release()
         await send({"type": "http.response.body", "body": DONE})
 
-    streaming._end_honestly = dishonest
-    resume.MAX_HOPS = 0
+    answer_stream._end_honestly = dishonest
+    resume_policy.MAX_HOPS = 0
 
 
 def no_death_signal(service: str) -> None:
@@ -71,20 +71,20 @@ def double_probe(service: str) -> None:
     if service != "gateway":
         return
 
-    from gateway.core import breaker
-    from gateway.guard import Guard
+    from gateway.breaker import permits
+    from gateway.breaker.guard import Guard
 
-    ask = breaker.ask
+    ask = permits.ask
 
-    def generous(book: breaker.Book, now: float, expires: float, *more: Any) -> Any:
+    def generous(book: permits.Book, now: float, expires: float, *more: Any) -> Any:
         return ask(book._replace(probe=None), now, expires, *more)
 
-    breaker.ask = generous
+    permits.ask = generous
     closed_for = Guard.closed_for.fget
     assert closed_for is not None
 
     def hopeful(self: Guard) -> float | None:
-        return None if self.book.state is breaker.State.HALF_OPEN else closed_for(self)
+        return None if self.book.state is permits.State.HALF_OPEN else closed_for(self)
 
     Guard.closed_for = property(hopeful)  # type: ignore[assignment, method-assign]
 

@@ -17,7 +17,7 @@ from anthropic.types.shared import ErrorResponse
 from openai.types import Completion, CreateEmbeddingResponse, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from gateway.core.sse import SseSplitter
+from headgate.shared.sse import SseSplitter
 from tests.rigs.fake_provider import KEY, FakeProvider, Fault, documented
 from tests.rigs.fake_provider.answers import Answer, ToolUse
 from tests.rigs.fake_provider.strict import strictly

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from gateway.events import Events
-from gateway.inference_view import InferenceView
+from gateway.providers.local.inference_events import Events
+from gateway.providers.local.inference_snapshot import InferenceView
 from inference.bus import Bus
 from inference.protocol import ModelState
 from tests.rigs.authority_rig import Start, services, until

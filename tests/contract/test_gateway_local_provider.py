@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from gateway.core.chunks import frame_of, kind_of
-from gateway.core.frames import Comment, Data, DeltaKind, Done, Endpoint, Frame
+from gateway.apis.openai.chunks import frame_of, kind_of
+from gateway.apis.openai.frames import Comment, Data, DeltaKind, Done, Endpoint, Frame
 from gateway.errors import UpstreamError, UpstreamKind
-from gateway.http import make_local_session
-from gateway.inference_view import InferenceView
-from gateway.providers.base import Call
-from gateway.providers.local import LocalProvider
+from gateway.providers.http_clients import make_local_session
+from gateway.providers.local.inference_snapshot import InferenceView
+from gateway.providers.local.local_provider import LocalProvider
+from gateway.providers.provider import Call
 from inference.protocol import Code, ModelState, ModelStatus, Progress
 from tests.rigs.fake_inference import Answer, FakeInference
 

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from gateway.core.frames import Data, Done, Endpoint, Frame
+from gateway.apis.openai.frames import Data, Done, Endpoint, Frame
 from gateway.errors import UpstreamError
-from gateway.http import make_local_session
-from gateway.providers.base import Call
-from gateway.providers.local import LocalProvider
+from gateway.providers.http_clients import make_local_session
+from gateway.providers.local.local_provider import LocalProvider
+from gateway.providers.provider import Call
 
 pytestmark = pytest.mark.timeout(30)
 

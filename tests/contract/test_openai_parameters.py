@@ -12,8 +12,8 @@ from openai.resources import Completions as Texts
 from openai.resources import Embeddings
 from openai.resources.chat import Completions as Chats
 
-from gateway.core.frames import Endpoint
-from gateway.core.requests import parse, schema
+from gateway.apis.openai.frames import Endpoint
+from gateway.apis.openai.generation_request import parse, schema
 from inference.protocol import Code
 from inference.routes.description import BODIES
 from inference.worker import bodies

@@ -1,4 +1,4 @@
-"""The provider contract of `gateway.providers.base`, for every provider, over real sockets."""
+"""The provider contract of `gateway.providers.provider`, for every provider, over real sockets."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import httpx2
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from gateway.core.frames import Comment, Data, DeltaKind, Done, Endpoint, Frame
-from gateway.core.openai_request import Flavor
+from gateway.apis.openai.frames import Comment, Data, DeltaKind, Done, Endpoint, Frame
 from gateway.errors import UpstreamError, UpstreamKind
-from gateway.http import make_local_session, make_sdk_client
-from gateway.providers.anthropic_sdk import AnthropicProvider
-from gateway.providers.base import Call, Provider
-from gateway.providers.local import LocalProvider
-from gateway.providers.openai_sdk import OpenAIProvider
+from gateway.providers.anthropic.anthropic_sdk import AnthropicProvider
+from gateway.providers.http_clients import make_local_session, make_sdk_client
+from gateway.providers.local.local_provider import LocalProvider
+from gateway.providers.openai.openai_request import Flavor
+from gateway.providers.openai.openai_sdk import OpenAIProvider
+from gateway.providers.provider import Call, Provider
 from inference.protocol import Code
 from tests.rigs import fake_inference
 from tests.rigs.canned_http import Canned, canned_service

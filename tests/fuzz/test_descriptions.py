@@ -9,8 +9,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway.core import requests
-from gateway.core.frames import Endpoint
+from gateway.apis.openai import generation_request
+from gateway.apis.openai.frames import Endpoint
 from inference.app import HOT_PATHS
 from inference.http import OPEN_PATHS
 from inference.routes.description import BODIES
@@ -42,9 +42,9 @@ def test_every_hot_path_is_described() -> None:
 
 @pytest.mark.parametrize("endpoint", Endpoint, ids=lambda endpoint: endpoint.name.lower())
 def test_the_gateway_describes_the_fields_that_it_checks(endpoint: Endpoint) -> None:
-    said = requests.schema(endpoint)
-    assert set(said["properties"]) == set(requests._FIELDS[endpoint])
-    assert said["required"] == [*requests._NEEDED[endpoint]]
+    said = generation_request.schema(endpoint)
+    assert set(said["properties"]) == set(generation_request._FIELDS[endpoint])
+    assert said["required"] == [*generation_request._NEEDED[endpoint]]
     assert all("anyOf" in field or name in said["required"] for name, field in said["properties"].items())
 
 

@@ -357,8 +357,8 @@ async def test_a_service_seen_coming_back_is_probed_before_its_time(tmp_path: Pa
 async def test_after_a_recovery_most_go_elsewhere_and_nobody_is_sent_away(
     patient: Gateway, fake: FakeInference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.core.ramp.STEP_SECONDS", 600.0)
-    monkeypatch.setattr("gateway.core.ramp.LONGEST_SECONDS", 600.0)
+    monkeypatch.setattr("gateway.breaker.ramp.STEP_SECONDS", 600.0)
+    monkeypatch.setattr("gateway.breaker.ramp.LONGEST_SECONDS", 600.0)
     fake.queue["demo"] = [Answer(refuse=Code.MODEL_FAILED)] * 5
     for _ in range(5):
         await patient.chat()
@@ -397,8 +397,8 @@ async def test_a_model_that_failed_is_asked_last_before_a_request_fails_at_it(
 async def test_what_the_service_tells_is_acted_upon_before_the_next_poll(
     tmp_path: Path, fake: FakeInference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.inference_view.POLL_SECONDS", 600.0)
-    monkeypatch.setattr("gateway.core.probing.LEAST_PACE_SECONDS", 300.0)
+    monkeypatch.setattr("gateway.providers.local.inference_snapshot.POLL_SECONDS", 600.0)
+    monkeypatch.setattr("gateway.breaker.probe_schedule.LEAST_PACE_SECONDS", 300.0)
     async with Gateway(tmp_path, fake.url, CONFIG + "breaker: {open: 600s}\n") as gateway:
         view, demo = gateway.runtime.view, fake.models["demo"]
         await until("it listens", lambda: fake.listeners)

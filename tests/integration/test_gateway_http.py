@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from gateway.connection import BoundedHttp
 from gateway.errors import RequestError
-from gateway.exchange import read_body
+from gateway.http.connection_limits import BoundedHttp
+from gateway.http.http_exchange import read_body
 from headgate.shared.state import packaged_defaults
 from inference.protocol import Code, ModelState, ModelStatus
 from tests.rigs.fake_inference import Answer, FakeInference

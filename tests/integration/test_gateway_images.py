@@ -13,8 +13,8 @@ import httpx2
 import pytest
 from aiohttp import web
 
-from gateway.bodies import LARGEST_AT_A_TIME
-from gateway.images import Images
+from gateway.http.body_memory import LARGEST_AT_A_TIME
+from gateway.http.image_fetch import Images
 from inference.protocol import ModelState, ModelStatus
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.gateway_rig import CONFIG, Gateway

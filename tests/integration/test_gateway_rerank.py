@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.core.frames import Endpoint
-from gateway.core.openai_request import Flavor, to_openai, unsupported_params
+from gateway.apis.openai.frames import Endpoint
 from gateway.errors import UpstreamError
+from gateway.providers.openai.openai_request import Flavor, to_openai, unsupported_params
 from inference.protocol import Code, ModelState, ModelStatus
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.gateway_rig import Gateway

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from gateway.core.frames import Endpoint
-from gateway.core.provider_errors import status_error
+from gateway.apis.openai.frames import Endpoint
 from gateway.errors import UpstreamError, UpstreamKind
-from gateway.http import make_local_session, make_sdk_client
-from gateway.providers.anthropic_sdk import AnthropicProvider
-from gateway.providers.base import Call, Provider
-from gateway.providers.local import LocalProvider
-from gateway.providers.openai_sdk import OpenAIProvider
+from gateway.providers.anthropic.anthropic_sdk import AnthropicProvider
+from gateway.providers.http_clients import make_local_session, make_sdk_client
+from gateway.providers.local.local_provider import LocalProvider
+from gateway.providers.openai.openai_sdk import OpenAIProvider
+from gateway.providers.provider import Call, Provider
+from gateway.providers.provider_errors import status_error
 from tests.rigs.fake_inference import FakeInference
 from tests.rigs.gateway_rig import KEY, MESSAGES, Gateway
 from tests.rigs.tls import CERTIFICATE, server_context

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionChunk
 
-from gateway.core import anthropic_events, openai_events
-from gateway.core.frames import Data, DeltaKind, Done, Frame
-from gateway.core.sse import SseFrame, SseSplitter
+from gateway.apis.openai.frames import Data, DeltaKind, Done, Frame
 from gateway.errors import UpstreamError, UpstreamKind
+from gateway.providers.anthropic import anthropic_events
+from gateway.providers.openai import openai_events
+from headgate.shared.sse import SseFrame, SseSplitter
 from tests.rigs.fake_provider import anthropic_wire, openai_wire
 from tests.rigs.fake_provider.answers import Answer, ToolUse
 from tests.rigs.fake_provider.strict import strictly

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gateway.core import admission as core
+from gateway.access import admission_queue as core
 from inference.protocol import Priority
 
 

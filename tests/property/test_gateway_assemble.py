@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.assemble import Assembly
+from gateway.apis.openai.assemble import Assembly
 
 HEAD = {"id": "c1", "object": "chat.completion.chunk", "created": 5, "model": "demo"}
 TEXTS = st.text(max_size=8)

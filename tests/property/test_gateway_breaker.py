@@ -9,11 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gateway.core import ramp as ramps
-from gateway.core.breaker import Permit, Refusal, Rule, State
-from gateway.core.outcome import Failure, Scope
-from gateway.core.probing import Finding
-from gateway.guard import Guard
+from gateway.breaker import ramp as ramps
+from gateway.breaker.guard import Guard
+from gateway.breaker.outcome import Failure, Scope
+from gateway.breaker.permits import Permit, Refusal, Rule, State
+from gateway.breaker.probe_schedule import Finding
 
 pytestmark = pytest.mark.unmeasured
 

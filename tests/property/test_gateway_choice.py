@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.ailing import Ailment
-from gateway.core.chain import PUT_OFF, Candidate, Facts, Wants, fold
-from gateway.core.speed import Speed
+from gateway.providers.local.failing_models import Ailment
+from gateway.providers.local.model_speed import Speed
+from gateway.routing.chain import PUT_OFF, Candidate, Facts, Wants, fold
 
 CAPABILITIES = st.frozensets(st.sampled_from(("chat", "tools", "vision")))
 FACTS = st.builds(

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.chunks import frame_of, kind_of
-from gateway.core.frames import Data, DeltaKind
+from gateway.apis.openai.chunks import frame_of, kind_of
+from gateway.apis.openai.frames import Data, DeltaKind
 
 _TEXTS = st.one_of(
     st.sampled_from(["", '"', '"finish_reason":"stop"', '"text":"x"', '","content":"', "\\", '"choices":[]']),

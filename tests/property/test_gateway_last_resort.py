@@ -11,19 +11,19 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.attempts import Caller, Request, Tools
-from gateway.breakers import Breakers
-from gateway.core.breaker import Rule
-from gateway.core.chain import Found
-from gateway.core.frames import Endpoint
-from gateway.core.requests import parse
-from gateway.counting import Counter
+from gateway.apis.openai.frames import Endpoint
+from gateway.apis.openai.generation_request import parse
+from gateway.breaker.breakers import Breakers
+from gateway.breaker.permits import Rule
 from gateway.errors import GatewayError, UpstreamError, UpstreamKind
-from gateway.explain import Record
-from gateway.inference_view import InferenceView
-from gateway.providers.base import Call
+from gateway.providers.local.inference_snapshot import InferenceView
+from gateway.providers.local.token_count import Counter
+from gateway.providers.provider import Call
+from gateway.routing.chain import Found
+from gateway.routing.chain_runner import Caller, Request, Tools
+from gateway.routing.explain_record import Record
 from gateway.settings import GatewayConfig
-from gateway.telemetry import Telemetry
+from gateway.telemetry.gateway_metrics import Telemetry
 from inference.protocol import Code, ModelState, ModelStatus
 
 TEXT = "the water of the mill " * 60

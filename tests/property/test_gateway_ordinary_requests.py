@@ -8,8 +8,8 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.frames import Endpoint
-from gateway.core.requests import parse
+from gateway.apis.openai.frames import Endpoint
+from gateway.apis.openai.generation_request import parse
 from gateway.errors import RequestError
 
 SCALARS = st.sampled_from([None, True, 0, 1, -1, 0.5, 3, "", "x", [], {}, [1], ["x"], {"a": 1}])

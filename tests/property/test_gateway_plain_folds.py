@@ -10,20 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.attempts import Tools
-from gateway.breakers import Breakers, Lease
-from gateway.choice import Choice
-from gateway.core.breaker import Rule
-from gateway.core.chain import expand
-from gateway.core.frames import Endpoint
-from gateway.core.outcome import Failure, Scope
-from gateway.core.requests import parse
-from gateway.counting import Counter
-from gateway.explain import Record
-from gateway.inference_view import STALE_SECONDS, InferenceView
+from gateway.apis.openai.frames import Endpoint
+from gateway.apis.openai.generation_request import parse
+from gateway.breaker.breakers import Breakers, Lease
+from gateway.breaker.outcome import Failure, Scope
+from gateway.breaker.permits import Rule
+from gateway.providers.local.inference_snapshot import STALE_SECONDS, InferenceView
+from gateway.providers.local.token_count import Counter
 from gateway.providers.registry import Registry
+from gateway.routing.candidate_filter import Choice
+from gateway.routing.chain import expand
+from gateway.routing.chain_runner import Tools
+from gateway.routing.explain_record import Record
 from gateway.settings import GatewayConfig
-from gateway.telemetry import Telemetry
+from gateway.telemetry.gateway_metrics import Telemetry
 from inference.protocol import DeviceState, ModelState, ModelStatus, Priority
 
 NAMES = ("a", "b")

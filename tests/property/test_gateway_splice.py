@@ -8,9 +8,9 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.frames import Data, DeltaKind, Frame
-from gateway.core.resume import How
-from gateway.core.splice import LEAST_OVERLAP, Kept, Splice
+from gateway.apis.openai.frames import Data, DeltaKind, Frame
+from gateway.routing.resume_policy import How
+from gateway.routing.splice import LEAST_OVERLAP, Kept, Splice
 
 TEXTS = st.text("ab \n", min_size=1, max_size=60)
 

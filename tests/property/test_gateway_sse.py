@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.sse import SseFrame, SseSplitter
+from headgate.shared.sse import SseFrame, SseSplitter
 
 _EOLS = st.sampled_from([b"\n", b"\r\n", b"\r"])
 _TEXT = st.text("ab:é \x00{", max_size=8).map(str.encode)

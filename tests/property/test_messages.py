@@ -14,14 +14,15 @@ from anthropic.types import RawMessageStreamEvent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.core import messages_answer, messages_request, requests
-from gateway.core.anthropic_native import to_native
-from gateway.core.assemble import Assembly
-from gateway.core.frames import Comment, Data, DeltaKind, Endpoint, Frame
-from gateway.core.messages_answer import Bounds
-from gateway.core.messages_events import MessageEvents
-from gateway.core.origin import origin_of
+from gateway.apis.messages import messages_answer, messages_request
+from gateway.apis.messages.messages_answer import Bounds
+from gateway.apis.messages.messages_events import MessageEvents
+from gateway.apis.openai import generation_request
+from gateway.apis.openai.assemble import Assembly
+from gateway.apis.openai.frames import Comment, Data, DeltaKind, Endpoint, Frame
+from gateway.apis.openai.origin import origin_of
 from gateway.errors import RequestError
+from gateway.providers.anthropic.anthropic_native import to_native
 from tests.rigs.fake_provider import rules
 from tests.rigs.fake_provider.strict import strictly
 
@@ -156,7 +157,7 @@ def conversations(draw: st.DrawFn) -> dict[str, Any]:
 @given(conversations())
 def test_what_is_asked_is_a_request_of_the_inner_dialect_and_anthropics_own(asked: dict[str, Any]) -> None:
     inner = messages_request.parse(json.dumps(asked).encode())
-    requests.parse(Endpoint.CHAT, orjson.dumps(inner.body))
+    generation_request.parse(Endpoint.CHAT, orjson.dumps(inner.body))
     pending: list[str] = []
     for message in inner.body["messages"]:
         if message["role"] == "tool":
@@ -197,7 +198,7 @@ def test_a_damaged_request_is_refused_by_name_or_still_one_of_the_inner_dialect(
     except RequestError as error:
         assert error.param is not None and error.status == 400
         return
-    requests.parse(Endpoint.CHAT, orjson.dumps(inner.body))
+    generation_request.parse(Endpoint.CHAT, orjson.dumps(inner.body))
     origin = origin_of(inner.body)
     assert origin is not None
     orjson.dumps(to_native(origin, "claude-haiku-4-5"))

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.frames import Comment, Data, DeltaKind, Frame
-from gateway.core.responses_events import Head, Stream
-from gateway.core.responses_request import parse
-from gateway.core.sse import SseSplitter
+from gateway.apis.openai.frames import Comment, Data, DeltaKind, Frame
+from gateway.apis.responses.responses_events import Head, Stream
+from gateway.apis.responses.responses_request import parse
+from headgate.shared.sse import SseSplitter
 
 pytestmark = pytest.mark.unmeasured
 

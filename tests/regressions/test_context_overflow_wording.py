@@ -16,10 +16,10 @@ import openai
 import orjson
 import pytest
 
-from gateway.core.chain import Candidate, Drop
-from gateway.core.frames import Endpoint
-from gateway.core.refusal import Outcome, no_answer
-from gateway.core.requests import parse
+from gateway.apis.openai.frames import Endpoint
+from gateway.apis.openai.generation_request import parse
+from gateway.routing.chain import Candidate, Drop
+from gateway.routing.refusal import Outcome, no_answer
 from inference.protocol import Code, context_overflow
 from inference.worker import bodies
 from inference.worker.errors import BadRequestError

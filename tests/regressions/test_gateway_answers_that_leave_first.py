@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from gateway import serve
-from gateway.attempt import Attempt
-from gateway.resume import Answer
+from gateway.endpoints import serve
+from gateway.routing.attempt import Attempt
+from gateway.routing.resume_runner import Answer
 from tests.rigs.fake_inference import Answer as Said
 from tests.rigs.fake_inference import FakeInference, _chunk
 from tests.rigs.gateway_rig import Gateway

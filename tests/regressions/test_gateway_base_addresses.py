@@ -9,7 +9,7 @@ import anthropic
 import httpx2
 import pytest
 
-from gateway.edge import canonical_path
+from gateway.http.middleware import canonical_path
 from tests.rigs.fake_inference import FakeInference
 from tests.rigs.gateway_rig import KEY, MESSAGES, Gateway
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from gateway.attempt import Attempt
-from gateway.core.budget import Budget, Limits
-from gateway.core.frames import Comment, Data, Endpoint
+from gateway.apis.openai.frames import Comment, Data, Endpoint
 from gateway.errors import UpstreamError
-from gateway.listening import ExpiredError, Listening
-from gateway.providers.base import Call
-from gateway.providers.local_stream import LocalStream
+from gateway.providers.local.local_stream import LocalStream
+from gateway.providers.provider import Call
+from gateway.routing.attempt import Attempt
+from gateway.routing.budget import Budget, Limits
+from gateway.routing.stream_reader import ExpiredError, Listening
 from tests.rigs import virtual_time
 
 CALL = Call(Endpoint.CHAT, "demo", {}, "id")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.core.frames import Endpoint
-from gateway.core.requests import parse
-from gateway.core.shape import MAX_NESTING
+from gateway.apis.json_shape import MAX_NESTING
+from gateway.apis.openai.frames import Endpoint
+from gateway.apis.openai.generation_request import parse
 from gateway.errors import RequestError
 
 SOME = b"[]" * MAX_NESTING

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from gateway.breakers import Breakers, Lease
-from gateway.core.breaker import Rule, State
-from gateway.core.outcome import Failure, Ignore, Reason, Scope, Success, Verdict
+from gateway.breaker.breakers import Breakers, Lease
+from gateway.breaker.outcome import Failure, Ignore, Reason, Scope, Success, Verdict
+from gateway.breaker.permits import Rule, State
 from inference.protocol import Code
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.fake_provider.faults import Fault

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from gateway.auth import Key
-from gateway.exchange import Exchange, Told
-from gateway.serve import caller_of
+from gateway.access.authentication import Key
+from gateway.endpoints.serve import caller_of
+from gateway.http.http_exchange import Exchange, Told
 from inference.protocol import ModelState, ModelStatus
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.gateway_rig import MESSAGES, Gateway

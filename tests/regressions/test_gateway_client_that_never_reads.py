@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from gateway.connection import BoundedHttp
+from gateway.http.connection_limits import BoundedHttp
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.gateway_rig import KEY, MESSAGES, Gateway
 from tests.rigs.stack import until

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.breakers import Lease
-from gateway.core.silence import KNOWN, SILENT_SECONDS
+from gateway.breaker.breakers import Lease
+from gateway.breaker.silence import KNOWN, SILENT_SECONDS
 from tests.rigs.fake_inference import FakeInference
 from tests.rigs.fake_provider import KEY as CLOUD_KEY
 from tests.rigs.fake_provider import FakeProvider

@@ -15,13 +15,13 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway.attempts import Caller
-from gateway.core.chain import Found
-from gateway.core.frames import Endpoint
-from gateway.core.requests import parse
+from gateway.apis.openai.frames import Endpoint
+from gateway.apis.openai.generation_request import parse
+from gateway.endpoints.token_count_routes import _Counting
 from gateway.errors import GatewayError
-from gateway.explain import Record
-from gateway.routes.count_tokens import _Counting
+from gateway.routing.chain import Found
+from gateway.routing.chain_runner import Caller
+from gateway.routing.explain_record import Record
 from inference.protocol import Code, ModelState
 from tests.rigs.fake_inference import FakeInference
 from tests.rigs.fake_provider import KEY as CLOUD_KEY

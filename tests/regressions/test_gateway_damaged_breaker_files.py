@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.breaker_file import NAME, BreakerFile
-from gateway.breakers import Breakers
-from gateway.core.breaker import Rule
+from gateway.breaker.breaker_file import NAME, BreakerFile
+from gateway.breaker.breakers import Breakers
+from gateway.breaker.permits import Rule
 from headgate.shared.state import StateDir
 
 DAMAGED = {

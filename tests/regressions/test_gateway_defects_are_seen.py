@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from gateway.core.budget import Budget, Limits
-from gateway.core.frames import Data, DeltaKind, Endpoint, Frame
+from gateway.apis.openai.frames import Data, DeltaKind, Endpoint, Frame
 from gateway.errors import UpstreamError, UpstreamKind
-from gateway.inference_view import InferenceView
-from gateway.listening import Listening
-from gateway.providers.base import Call
+from gateway.providers.local.inference_snapshot import InferenceView
+from gateway.providers.provider import Call
+from gateway.routing.budget import Budget, Limits
+from gateway.routing.stream_reader import Listening
 from tests.rigs.fake_inference import FakeInference
 from tests.rigs.gateway_rig import Gateway
 from tests.rigs.stack import until
@@ -136,7 +136,7 @@ async def test_a_defect_before_the_attempt_began_gives_the_permits_back(
 ) -> None:
     async with FakeInference("token") as fake, Gateway(tmp_path, fake.url) as gateway:
         with monkeypatch.context() as patch:
-            patch.setattr("gateway.attempts.Attempt", None)
+            patch.setattr("gateway.routing.chain_runner.Attempt", None)
             assert (await gateway.chat()).status_code == 500
         breakers = gateway.runtime.breakers
         assert breakers.guard("local").outstanding == breakers.guard("local", "demo").outstanding == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import uvicorn
 
-from gateway.server import LAST_WORDS_SECONDS, Stopping
+from gateway.gateway_server import LAST_WORDS_SECONDS, Stopping
 from tests.rigs.fake_inference import FakeInference
 from tests.rigs.gateway_rig import CONFIG, Gateway
 from tests.rigs.stack import until

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.core.anthropic_request import ToolIds
+from gateway.providers.anthropic.anthropic_request import ToolIds
 
 pytestmark = pytest.mark.timeout(20)
 

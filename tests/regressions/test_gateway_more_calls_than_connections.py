@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from gateway.http import make_sdk_client
-from gateway.providers.sdk import timeout_of
+from gateway.providers.http_clients import make_sdk_client
+from gateway.providers.sdk_stream import timeout_of
 
 CALLS = 520
 

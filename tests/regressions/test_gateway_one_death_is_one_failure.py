@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gateway.breakers import Breakers, Lease
-from gateway.core.breaker import ONE_EVENT_SECONDS, Rule, State
-from gateway.core.outcome import Observation, judge
+from gateway.breaker.breakers import Breakers, Lease
+from gateway.breaker.outcome import Observation, judge
+from gateway.breaker.permits import ONE_EVENT_SECONDS, Rule, State
 from gateway.errors import UpstreamKind
 
 DEATH = judge(Observation(UpstreamKind.ERROR_FRAME, status=503, code="model_failed", is_local=True))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gateway import inference_view
-from gateway.core.breaker import State
+from gateway.breaker.permits import State
+from gateway.providers.local import inference_snapshot
 from tests.rigs.fake_inference import FakeInference
 from tests.rigs.gateway_rig import MESSAGES, Gateway
 from tests.rigs.stack import until
@@ -19,8 +19,8 @@ routes:
 
 
 async def test_a_return_that_no_poll_missed_ends_the_open_period(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(inference_view, "POLL_SECONDS", 600.0)
-    monkeypatch.setattr(inference_view, "MISSING_POLL_SECONDS", 600.0)
+    monkeypatch.setattr(inference_snapshot, "POLL_SECONDS", 600.0)
+    monkeypatch.setattr(inference_snapshot, "MISSING_POLL_SECONDS", 600.0)
     async with FakeInference("token") as inference, Gateway(tmp_path, inference.url, CONFIG) as gateway:
         body = {"model": "demo", "messages": MESSAGES}
         await until("the service was seen", lambda: gateway.runtime.view.reachable)

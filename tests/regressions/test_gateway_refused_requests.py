@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway.explain import KEPT_REFUSED
+from gateway.routing.explain_record import KEPT_REFUSED
 from tests.rigs.fake_inference import FakeInference
 from tests.rigs.gateway_rig import MESSAGES, Gateway
 

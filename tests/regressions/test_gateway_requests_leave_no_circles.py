@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.attempt import Attempt
-from gateway.exchange import Exchange
+from gateway.http.http_exchange import Exchange
+from gateway.routing.attempt import Attempt
 from tests.rigs.fake_inference import FakeInference
 from tests.rigs.gateway_rig import Gateway
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gateway import attempt
+from gateway.routing import attempt
 from inference.protocol import Code
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.gateway_rig import Gateway

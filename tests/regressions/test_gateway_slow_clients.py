@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from gateway.connection import MAX_CONNECTIONS, BoundedHttp
-from gateway.server import OWN_DESCRIPTORS, _bounded_by
+from gateway.gateway_server import OWN_DESCRIPTORS, _bounded_by
+from gateway.http.connection_limits import MAX_CONNECTIONS, BoundedHttp
 from inference.protocol import ModelState, ModelStatus
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.gateway_rig import KEY, MESSAGES, Gateway

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from gateway.core.budget import KEEP_ALIVE_FACTOR, Budget, Due, Limits
-from gateway.core.frames import Comment, Data, DeltaKind, Endpoint, Frame
-from gateway.listening import ExpiredError, Listening
-from gateway.providers.base import Call
+from gateway.apis.openai.frames import Comment, Data, DeltaKind, Endpoint, Frame
+from gateway.providers.provider import Call
+from gateway.routing.budget import KEEP_ALIVE_FACTOR, Budget, Due, Limits
+from gateway.routing.stream_reader import ExpiredError, Listening
 from inference.protocol import Progress
 from tests.rigs import virtual_time
 from tests.rigs.fake_inference import FakeInference

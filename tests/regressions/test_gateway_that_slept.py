@@ -6,7 +6,7 @@ import asyncio
 import time
 from pathlib import Path
 
-from gateway.listening import LATE_SECONDS
+from gateway.routing.stream_reader import LATE_SECONDS
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.gateway_rig import CONFIG, Gateway
 from tests.rigs.stack import until

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from gateway.core.budget import Budget, Due, Limits
-from gateway.core.frames import Endpoint, Frame
-from gateway.listening import ExpiredError, Listening
-from gateway.providers.base import Call
+from gateway.apis.openai.frames import Endpoint, Frame
+from gateway.providers.provider import Call
+from gateway.routing.budget import Budget, Due, Limits
+from gateway.routing.stream_reader import ExpiredError, Listening
 
 pytestmark = pytest.mark.timeout(20)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from gateway.core.assemble import Assembly
+from gateway.apis.openai.assemble import Assembly
 from inference.worker import responses
 from inference.worker.core.parts import Content
 from inference.worker.generation import Output, TokenLogprob

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import orjson
 import pytest
 
-from gateway.core.sse import SseSplitter
 from headgate.shared.hop import BrokenError
+from headgate.shared.sse import SseSplitter
 from inference.errors import ModelFailed
 from inference.flow import Flow
 from inference.http import Out

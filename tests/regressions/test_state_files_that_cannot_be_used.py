@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from gateway.breaker_file import BreakerFile
-from gateway.breakers import Breakers
-from gateway.core.breaker import Rule
+from gateway.breaker.breaker_file import BreakerFile
+from gateway.breaker.breakers import Breakers
+from gateway.breaker.permits import Rule
 from headgate.cli.addresses import Record
 from headgate.shared.errors import HeadgateError
 from headgate.shared.recovery import recovered

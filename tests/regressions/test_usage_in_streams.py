@@ -13,8 +13,8 @@ from typing import Any
 import anthropic
 import pytest
 
-from gateway.core.frames import Data, DeltaKind
-from gateway.dialects.openai import OpenAIWriter
+from gateway.apis.openai.frames import Data, DeltaKind
+from gateway.apis.openai.openai_api import OpenAIWriter
 from inference.worker.generation import Output
 from inference.worker.responses import Stream
 from tests.rigs.fake_inference import Answer, FakeInference

@@ -10,7 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.core.finishes import choices_of
+from gateway.apis.openai.finish_reasons import choices_of
 from inference.errors import InferenceError
 from inference.protocol import (
     DONE,

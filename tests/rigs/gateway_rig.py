@@ -14,9 +14,9 @@ import httpx2
 import uvicorn
 
 from gateway.app import make_app
-from gateway.connection import BoundedHttp
+from gateway.gateway_server import QuietServer
+from gateway.http.connection_limits import BoundedHttp
 from gateway.runtime import Runtime, Source
-from gateway.server import QuietServer
 from headgate.shared import ports
 from headgate.shared.state import StateDir
 

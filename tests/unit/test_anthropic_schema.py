@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from openai.lib._pydantic import to_strict_json_schema
 from pydantic import BaseModel, Field
 
-from gateway.core.anthropic_request import to_anthropic, unsupported_params
-from gateway.core.anthropic_schema import held
-from gateway.core.messages_request import parse
+from gateway.apis.messages.messages_request import parse
 from gateway.errors import UpstreamError
+from gateway.providers.anthropic.anthropic_request import to_anthropic, unsupported_params
+from gateway.providers.anthropic.anthropic_schema import held
 from tests.rigs.fake_provider import rules
 from tests.rigs.fake_provider.schemas import anthropic_problem
 from tests.rigs.odd_schemas import ODD_SCHEMAS

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from gateway import settings
-from gateway.auth import Keys
+from gateway.access.authentication import Keys
 from headgate.cli.addresses import Record
 from headgate.cli.main import main
 from headgate.shared.errors import AlreadyRunningError

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from gateway.core import anthropic_events, provider_fields
-from gateway.core.requests import _CHAT
+from gateway.apis.openai.generation_request import _CHAT
 from gateway.errors import UpstreamKind
+from gateway.providers import provider_fields
+from gateway.providers.anthropic import anthropic_events
 from tests.rigs.fake_provider.faults import KINDS
 
 DOCS = (Path(__file__).resolve().parents[2] / "docs" / "providers.md").read_text(encoding="utf-8")

@@ -8,9 +8,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway.core.provider_errors import error_in, frame_error, retry_after_seconds, scrub, status_error
 from gateway.errors import UpstreamError, UpstreamKind
-from gateway.providers.sdk import upstream_error
+from gateway.providers.provider_errors import error_in, frame_error, retry_after_seconds, scrub, status_error
+from gateway.providers.sdk_stream import upstream_error
 from tests.rigs.fake_provider import anthropic_wire, openai_wire
 
 NOW = 1_700_000_000.0

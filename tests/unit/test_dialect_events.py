@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from gateway.core import anthropic_events, openai_events
-from gateway.core.frames import Comment, Data, DeltaKind, Done, Frame
-from gateway.core.sse import SseFrame, SseSplitter
+from gateway.apis.openai.frames import Comment, Data, DeltaKind, Done, Frame
 from gateway.errors import UpstreamError, UpstreamKind
+from gateway.providers.anthropic import anthropic_events
+from gateway.providers.openai import openai_events
+from headgate.shared.sse import SseFrame, SseSplitter
 from tests.rigs.fake_provider import documented
 from tests.rigs.fake_provider.strict import strictly
 

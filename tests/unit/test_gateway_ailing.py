@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.core.ailing import Ailment, ailment
+from gateway.providers.local.failing_models import Ailment, ailment
 from inference.protocol import DeviceState, ModelState, ModelStatus
 
 FAILED, READY = ModelState.FAILED, ModelState.READY

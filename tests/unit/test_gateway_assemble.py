@@ -8,7 +8,7 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from gateway.core.assemble import Assembly
+from gateway.apis.openai.assemble import Assembly
 
 HEAD = {"id": "c1", "object": "chat.completion.chunk", "created": 5, "model": "demo", "system_fingerprint": "fp"}
 

@@ -7,9 +7,9 @@ from typing import Any, cast
 import orjson
 import pytest
 
-from gateway.core.frames import Data, DeltaKind, Done, Frame
+from gateway.apis.openai.frames import Data, DeltaKind, Done, Frame
 from gateway.errors import UpstreamError, UpstreamKind
-from gateway.resume import Answer, Sink, assemble
+from gateway.routing.resume_runner import Answer, Sink, assemble
 
 
 def _data(delta: dict[str, Any], finish: str | None = None) -> Data:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.auth import Keys
+from gateway.access.authentication import Keys
 from gateway.errors import RequestError
 from gateway.runtime import Runtime, Source
 from gateway.settings import KeySettings
@@ -118,7 +118,7 @@ def test_a_key_is_known_again_and_no_other_with_it(state: StateDir, monkeypatch:
     keys = Keys.load([_setting("one"), _setting("other", priority="low")], {}, state)
     first = keys.admit(_bearer("one"), "use")
     with monkeypatch.context() as patched:
-        patched.delattr("gateway.auth._digest")
+        patched.delattr("gateway.access.authentication._digest")
         assert keys.admit({"x-api-key": "one"}, "use") == first
     assert keys.admit(_bearer("other"), "use")[0].ceiling is Priority.LOW
     for wrong in ("one ones", "on", "", "others"):

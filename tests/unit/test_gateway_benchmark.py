@@ -13,10 +13,10 @@ from benchmarks import asking, departures, gateway_report, upstream
 from benchmarks.gateway_samples import STREAMED, WHOLE, Alone, Crowd, Failed, Gone, Held, Paced, Results
 from benchmarks.gateways import DIRECT, GATEWAY, PASS_THROUGH
 from benchmarks.upstream import Upstream
-from gateway.core.assemble import Assembly
-from gateway.core.chunks import kind_of
-from gateway.core.frames import DeltaKind
-from gateway.core.sse import SseSplitter
+from gateway.apis.openai.assemble import Assembly
+from gateway.apis.openai.chunks import kind_of
+from gateway.apis.openai.frames import DeltaKind
+from headgate.shared.sse import SseSplitter
 from inference.protocol import ModelStatus
 
 

@@ -6,8 +6,8 @@ import contextlib
 
 import pytest
 
-from gateway.bodies import LARGEST_AT_A_TIME, SMALL_BYTES, Bodies, Room
 from gateway.errors import RefusedError
+from gateway.http.body_memory import LARGEST_AT_A_TIME, SMALL_BYTES, Bodies, Room
 from inference.protocol import Code
 
 LIMIT = 1_000_000

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from gateway import breaker_file
-from gateway.breaker_file import MAX_BYTES, NAME, BreakerFile
-from gateway.breakers import MAX_GUARDS, Breakers, Lease
-from gateway.core.breaker import Rule, State
-from gateway.core.outcome import Failure, Scope
+from gateway.breaker import breaker_file
+from gateway.breaker.breaker_file import MAX_BYTES, NAME, BreakerFile
+from gateway.breaker.breakers import MAX_GUARDS, Breakers, Lease
+from gateway.breaker.outcome import Failure, Scope
+from gateway.breaker.permits import Rule, State
 from headgate.shared.state import StateDir
 from tests.rigs.stack import until
 

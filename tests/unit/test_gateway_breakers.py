@@ -6,10 +6,10 @@ import logging
 
 import pytest
 
-from gateway.breakers import Breakers, Lease, Refused
-from gateway.core.breaker import Permit, Rule, State
-from gateway.core.outcome import Failure, Ignore, Reason, Scope, Success
-from gateway.core.probing import Finding
+from gateway.breaker.breakers import Breakers, Lease, Refused
+from gateway.breaker.outcome import Failure, Ignore, Reason, Scope, Success
+from gateway.breaker.permits import Permit, Rule, State
+from gateway.breaker.probe_schedule import Finding
 from tests.rigs.heard import Heard
 
 PAIR, PROVIDER = Failure(Scope.PAIR), Failure(Scope.PROVIDER)
@@ -482,7 +482,7 @@ def test_results_of_another_window_are_forgotten(breakers: Breakers, clock: Cloc
 def test_operators_see_everything_and_each_transition_is_one_line(
     breakers: Breakers, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "gateway.breakers"):
+    with caplog.at_level(logging.INFO, "gateway.breaker.breakers"):
         _fail(breakers, 5)
         clock.now += 30
         _lease(breakers).settle(Success())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.core.budget import Budget, Deadline, Due, Limits, Phase, next_deadline, unary_deadline
+from gateway.routing.budget import Budget, Deadline, Due, Limits, Phase, next_deadline, unary_deadline
 
 LIMITS = Limits(first_token=30, inter_token=15, total=300, load_wait=120, attempts=2)
 BUDGET = Budget(LIMITS, started=1000.0)

@@ -7,15 +7,26 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.core.ailing import Ailment
-from gateway.core.anthropic_request import unsupported_params
-from gateway.core.chain import Candidate, Drop, Facts, Found, Wants, expand, find_route, fold, passes_on, plain_facts
-from gateway.core.frames import Endpoint
-from gateway.core.outcome import Ignore, Reason
-from gateway.core.refusal import Outcome, no_answer
-from gateway.core.requests import parse
-from gateway.core.speed import Speed
+from gateway.apis.openai.frames import Endpoint
+from gateway.apis.openai.generation_request import parse
+from gateway.breaker.outcome import Ignore, Reason
 from gateway.errors import GatewayError, PassedOnError, RequestError, UpstreamError, UpstreamKind
+from gateway.providers.anthropic.anthropic_request import unsupported_params
+from gateway.providers.local.failing_models import Ailment
+from gateway.providers.local.model_speed import Speed
+from gateway.routing.chain import (
+    Candidate,
+    Drop,
+    Facts,
+    Found,
+    Wants,
+    expand,
+    find_route,
+    fold,
+    passes_on,
+    plain_facts,
+)
+from gateway.routing.refusal import Outcome, no_answer
 from inference.protocol import Code, ModelState, ModelStatus, Tier
 
 ROUTES = ("demo", "big/model", "*")

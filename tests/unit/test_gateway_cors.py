@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway import settings
-from gateway.core import cors
+from gateway import cors, settings
 from headgate.shared.errors import ConfigError
 
 PAGE = "https://app.example.org"

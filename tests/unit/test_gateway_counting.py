@@ -7,9 +7,9 @@ from typing import Any
 import orjson
 import pytest
 
-from gateway.core.frames import Endpoint
-from gateway.counting import REMEMBERED, Counter
+from gateway.apis.openai.frames import Endpoint
 from gateway.errors import UpstreamError, UpstreamKind
+from gateway.providers.local.token_count import REMEMBERED, Counter
 
 BODY = {"messages": [{"role": "user", "content": "the mill"}], "max_tokens": 7, "stream": True}
 

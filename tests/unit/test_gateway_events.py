@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from gateway.errors import UpstreamError, UpstreamKind
-from gateway.events import Events
-from gateway.inference_view import InferenceView
+from gateway.providers.local.inference_events import Events
+from gateway.providers.local.inference_snapshot import InferenceView
 from inference.protocol import ModelState, ModelStatus
 from tests.rigs import virtual_time
 

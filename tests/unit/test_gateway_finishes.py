@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from gateway.core.finishes import Finishes, choices_of
+from gateway.apis.openai.finish_reasons import Finishes, choices_of
 
 
 def chunk(*choices: tuple[Any, str | None]) -> bytes:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gateway.core import images as core
-from gateway.core.images import Remote, Target, is_host_entry, is_public, remote_images, target_of
+from gateway.apis import image_policy as core
+from gateway.apis.image_policy import Remote, Target, is_host_entry, is_public, remote_images, target_of
 from gateway.errors import RequestError
 
 HOSTS = ("mill.example", "*.river.example", "weir.example:8443")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.chain import Candidate, Drop
-from gateway.core.length import (
+from gateway.routing.chain import Candidate, Drop
+from gateway.routing.prompt_length import (
     LEAST_BYTES_PER_TOKEN,
     TEMPLATE_TOKENS,
     Fit,

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core import limits as core
-from gateway.core.limits import Account, Limits, Refusal, Running, Standing, Which
+from gateway.access import rate_limits as core
+from gateway.access.rate_limits import Account, Limits, Refusal, Running, Standing, Which
 
 FREE = Account()
 

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from gateway.core.budget import Budget, Limits
-from gateway.core.frames import Comment, Data, DeltaKind, Endpoint, Frame
-from gateway.listening import Listening
-from gateway.providers.base import Call
+from gateway.apis.openai.frames import Comment, Data, DeltaKind, Endpoint, Frame
+from gateway.providers.provider import Call
+from gateway.routing.budget import Budget, Limits
+from gateway.routing.stream_reader import Listening
 from tests.rigs import virtual_time
 
 PING = Comment(b": keep-alive\n\n")

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.breakers import Breakers, Lease
-from gateway.core.breaker import Rule, State
-from gateway.core.outcome import End, Failure, Observation, Scope, judge
-from gateway.core.probing import Purpose, Step
+from gateway.breaker.breakers import Breakers, Lease
+from gateway.breaker.outcome import End, Failure, Observation, Scope, judge
+from gateway.breaker.permits import Rule, State
+from gateway.breaker.probe_schedule import Purpose, Step
+from gateway.breaker.prober import Prober
 from gateway.errors import UpstreamError, UpstreamKind
-from gateway.inference_view import InferenceView
-from gateway.probes import Prober
+from gateway.providers.local.inference_snapshot import InferenceView
 from inference.protocol import Code, ModelState, ModelStatus
 from tests.rigs import virtual_time
 from tests.rigs.heard import Heard

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.core.outcome import (
+from gateway.breaker.outcome import (
     NEXT,
     End,
     Failure,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.budget import Budget, Limits
-from gateway.core.chain import Candidate, Drop
-from gateway.core.prediction import Allowed, Prediction, put_off, too_slow
-from gateway.core.speed import UNKNOWN, Speed, queue_seconds
+from gateway.providers.local.model_speed import UNKNOWN, Speed, queue_seconds
+from gateway.routing.budget import Budget, Limits
+from gateway.routing.chain import Candidate, Drop
+from gateway.routing.ttft_prediction import Allowed, Prediction, put_off, too_slow
 
 LOCAL, MINI, CLOUD = Candidate("local", "a", 0), Candidate("local", "b", 1), Candidate("openai", "c", 2)
 COLD = Prediction.of(Speed(80.0, 10.0, 100.0), 1000)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from gateway.breakers import Breakers, Lease, Refused
-from gateway.core.breaker import Rule, State
-from gateway.core.outcome import Failure, Observation, Scope, Success, judge
-from gateway.core.probing import Finding, Purpose
+from gateway.breaker.breakers import Breakers, Lease, Refused
+from gateway.breaker.outcome import Failure, Observation, Scope, Success, judge
+from gateway.breaker.permits import Rule, State
+from gateway.breaker.probe_schedule import Finding, Purpose
+from gateway.breaker.prober import Prober
 from gateway.errors import UpstreamError, UpstreamKind
-from gateway.probes import Prober
 from inference.protocol import Code, ModelState, ModelStatus
 
 PROVIDER = Failure(Scope.PROVIDER)
@@ -296,7 +296,7 @@ async def test_a_probe_that_became_needless_is_not_made(world: World) -> None:
 async def test_the_task_asks_when_it_is_time_and_survives_a_defect(
     world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.probes.GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("gateway.breaker.prober.GRACE_SECONDS", 0.0)
     world.says["/readyz"] = RuntimeError("a defect")
     working = asyncio.create_task(world.prober.run())
     await asyncio.sleep(0)

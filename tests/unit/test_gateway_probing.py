@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.core import probing
-from gateway.core.breaker import State
-from gateway.core.probing import Finding, Purpose, Question, Step, Watch
+from gateway.breaker import probe_schedule
+from gateway.breaker.permits import State
+from gateway.breaker.probe_schedule import Finding, Purpose, Question, Step, Watch
 from gateway.errors import UpstreamError
 from gateway.errors import UpstreamKind as Kind
 from inference.protocol import Code
@@ -19,66 +19,66 @@ GOOD, BAD, UNKNOWN = Finding.GOOD, Finding.BAD, Finding.UNKNOWN
 
 
 def test_a_failure_is_confirmed_every_quarter_of_a_second_until_an_answer_comes() -> None:
-    watch = probing.suspected(Watch(), 100.0)
-    assert probing.due_at(watch, CLOSED) == 100.25
-    watch = probing.asked(watch, CONFIRM, BAD, 100.3)
-    assert probing.suspected(watch, 100.4) == watch, "one series at a time"
-    assert probing.due_at(watch, CLOSED) == 100.55
-    watch = probing.asked(watch, CONFIRM, GOOD, 100.6)
-    assert probing.due_at(watch, CLOSED) is None
-    assert probing.due_at(probing.suspected(watch, 101.0), CLOSED) == 101.25
+    watch = probe_schedule.suspected(Watch(), 100.0)
+    assert probe_schedule.due_at(watch, CLOSED) == 100.25
+    watch = probe_schedule.asked(watch, CONFIRM, BAD, 100.3)
+    assert probe_schedule.suspected(watch, 100.4) == watch, "one series at a time"
+    assert probe_schedule.due_at(watch, CLOSED) == 100.55
+    watch = probe_schedule.asked(watch, CONFIRM, GOOD, 100.6)
+    assert probe_schedule.due_at(watch, CLOSED) is None
+    assert probe_schedule.due_at(probe_schedule.suspected(watch, 101.0), CLOSED) == 101.25
 
 
 def test_recovery_probes_come_after_a_tenth_of_the_trouble() -> None:
-    watch = probing.opened(probing.suspected(Watch(), 99.0), 100.0)
-    assert probing.due_at(watch, OPEN) == 100.5
+    watch = probe_schedule.opened(probe_schedule.suspected(Watch(), 99.0), 100.0)
+    assert probe_schedule.due_at(watch, OPEN) == 100.5
     for at, following in ((100.5, 101.0), (110.0, 111.0), (130.0, 133.0), (1000.0, 1004.0)):
-        watch = probing.asked(watch, RECOVER, BAD, at)
-        assert probing.due_at(watch, OPEN) == following
-    again = probing.opened(watch, 1030.0)
+        watch = probe_schedule.asked(watch, RECOVER, BAD, at)
+        assert probe_schedule.due_at(watch, OPEN) == following
+    again = probe_schedule.opened(watch, 1030.0)
     assert again.troubled_since == 100.0, "it was never closed in between"
-    assert probing.due_at(again, OPEN) == 1030.5
+    assert probe_schedule.due_at(again, OPEN) == 1030.5
 
 
 def test_an_answer_leaves_the_rest_to_a_user_and_a_letdown_costs_patience() -> None:
-    watch = probing.asked(probing.opened(Watch(), 0.0), RECOVER, GOOD, 0.5)
-    assert probing.due_at(watch, OPEN) is None
-    assert probing.due_at(watch, HALF) is None
+    watch = probe_schedule.asked(probe_schedule.opened(Watch(), 0.0), RECOVER, GOOD, 0.5)
+    assert probe_schedule.due_at(watch, OPEN) is None
+    assert probe_schedule.due_at(watch, HALF) is None
     dues = []
     for opened in (10.0, 20.0, 30.0):
-        watch = probing.opened(watch, opened)
-        dues.append(probing.due_at(watch, OPEN))
-        watch = probing.asked(watch, RECOVER, GOOD, opened + 1)
+        watch = probe_schedule.opened(watch, opened)
+        dues.append(probe_schedule.due_at(watch, OPEN))
+        watch = probe_schedule.asked(watch, RECOVER, GOOD, opened + 1)
     assert dues == [14.0, 52.0, 286.0]
-    fair = probing.opened(probing.asked(probing.opened(Watch(), 0.0), RECOVER, UNKNOWN, 0.5), 31.0)
+    fair = probe_schedule.opened(probe_schedule.asked(probe_schedule.opened(Watch(), 0.0), RECOVER, UNKNOWN, 0.5), 31.0)
     assert fair.letdowns == 0
 
 
 def test_a_hint_saves_the_wait_but_not_the_patience() -> None:
-    watch = probing.asked(probing.opened(Watch(), 0.0), RECOVER, BAD, 40.0)
-    assert probing.due_at(watch, OPEN) == 44.0
-    assert probing.due_at(probing.hinted(watch), OPEN) == 0.5
-    confirming = probing.asked(probing.suspected(Watch(), 0.0), CONFIRM, BAD, 1.0)
-    assert probing.hinted(confirming) == confirming
-    assert probing.due_at(replace(watch, troubled_since=None), OPEN) == 44.0
+    watch = probe_schedule.asked(probe_schedule.opened(Watch(), 0.0), RECOVER, BAD, 40.0)
+    assert probe_schedule.due_at(watch, OPEN) == 44.0
+    assert probe_schedule.due_at(probe_schedule.hinted(watch), OPEN) == 0.5
+    confirming = probe_schedule.asked(probe_schedule.suspected(Watch(), 0.0), CONFIRM, BAD, 1.0)
+    assert probe_schedule.hinted(confirming) == confirming
+    assert probe_schedule.due_at(replace(watch, troubled_since=None), OPEN) == 44.0
 
 
 def test_the_service_itself_comes_before_its_models() -> None:
-    own = probing.suspected(Watch(), 100.0)
-    memory = probing.opened(Watch(), 50.0, needs_memory=True)
-    failed = probing.opened(Watch(), 49.0)
+    own = probe_schedule.suspected(Watch(), 100.0)
+    memory = probe_schedule.opened(Watch(), 50.0, needs_memory=True)
+    failed = probe_schedule.opened(Watch(), 49.0)
     watches = {"": own, "big": memory, "ill": failed, "forgotten": failed}
     states = {"": CLOSED, "big": OPEN, "ill": OPEN}
-    assert probing.choose(watches, states) == Step("", CONFIRM, Question.READY, 100.25)
-    assert probing.choose(watches, {**states, "": OPEN}) == Step("", RECOVER, Question.READY, 0.5)
+    assert probe_schedule.choose(watches, states) == Step("", CONFIRM, Question.READY, 100.25)
+    assert probe_schedule.choose(watches, {**states, "": OPEN}) == Step("", RECOVER, Question.READY, 0.5)
     answers = {**watches, "": replace(own, hastened=True)}
-    assert probing.choose(answers, {**states, "": OPEN}) == Step("ill", RECOVER, Question.TOKEN, 49.5)
+    assert probe_schedule.choose(answers, {**states, "": OPEN}) == Step("ill", RECOVER, Question.TOKEN, 49.5)
     calm = {**watches, "": Watch()}
-    assert probing.choose(calm, states) == Step("ill", RECOVER, Question.TOKEN, 49.5)
+    assert probe_schedule.choose(calm, states) == Step("ill", RECOVER, Question.TOKEN, 49.5)
     del calm["ill"]
-    assert probing.choose(calm, states) == Step("big", RECOVER, Question.PLAN, 50.5)
-    assert probing.choose({"big": memory}, {"big": HALF}) is None
-    assert probing.choose({}, {}) is None
+    assert probe_schedule.choose(calm, states) == Step("big", RECOVER, Question.PLAN, 50.5)
+    assert probe_schedule.choose({"big": memory}, {"big": HALF}) is None
+    assert probe_schedule.choose({}, {}) is None
 
 
 def _error(kind: Kind, status: int | None = None, code: str | None = None) -> UpstreamError:
@@ -109,17 +109,17 @@ CASES = [
 
 @pytest.mark.parametrize(("question", "said", "finding"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_what_an_answer_proves(question: Question, said: UpstreamError | dict[str, str], finding: Finding) -> None:
-    assert probing.found(CONFIRM, question, said) is finding
+    assert probe_schedule.found(CONFIRM, question, said) is finding
 
 
 def test_a_service_that_answers_an_error_keeps_nobody_away_by_that() -> None:
-    assert probing.found(RECOVER, Question.READY, _error(Kind.STATUS, 502)) is UNKNOWN
-    assert probing.found(RECOVER, Question.READY, _error(Kind.CONNECT)) is BAD
-    assert probing.found(RECOVER, Question.READY, {}) is GOOD
+    assert probe_schedule.found(RECOVER, Question.READY, _error(Kind.STATUS, 502)) is UNKNOWN
+    assert probe_schedule.found(RECOVER, Question.READY, _error(Kind.CONNECT)) is BAD
+    assert probe_schedule.found(RECOVER, Question.READY, {}) is GOOD
 
 
 def test_what_speaks_against_the_whole_service() -> None:
-    assert probing.is_down(_error(Kind.CONNECT))
-    assert probing.is_down(_error(Kind.STATUS, 502))
-    assert not probing.is_down(_error(Kind.STATUS, 503, Code.MODEL_FAILED))
-    assert not probing.is_down(_error(Kind.STATUS, 401))
+    assert probe_schedule.is_down(_error(Kind.CONNECT))
+    assert probe_schedule.is_down(_error(Kind.STATUS, 502))
+    assert not probe_schedule.is_down(_error(Kind.STATUS, 503, Code.MODEL_FAILED))
+    assert not probe_schedule.is_down(_error(Kind.STATUS, 401))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core import ramp
-from gateway.core.ramp import FIRST, FULL, LONGEST_SECONDS, STEP_SECONDS
+from gateway.breaker import ramp
+from gateway.breaker.ramp import FIRST, FULL, LONGEST_SECONDS, STEP_SECONDS
 
 MOMENTS = st.floats(0, 40, allow_nan=False)
 

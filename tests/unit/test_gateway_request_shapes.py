@@ -8,8 +8,8 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from openai.types.chat.chat_completion_content_part_image_param import ImageURL
 
-from gateway.core.frames import Endpoint
-from gateway.core.requests import InferenceRequest, parse
+from gateway.apis.openai.frames import Endpoint
+from gateway.apis.openai.generation_request import InferenceRequest, parse
 from gateway.errors import RequestError
 
 SCHEMA = {"type": "object"}

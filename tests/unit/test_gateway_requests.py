@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from gateway.core.frames import Endpoint
-from gateway.core.provider_fields import OPENAI_COMPLETIONS, refused_by_local, token_ids_in
-from gateway.core.requests import parse, refused_body, schema
-from gateway.core.shape import MAX_NESTING
+from gateway.apis.json_shape import MAX_NESTING
+from gateway.apis.openai.frames import Endpoint
+from gateway.apis.openai.generation_request import parse, refused_body, schema
 from gateway.errors import RequestError
+from gateway.providers.provider_fields import OPENAI_COMPLETIONS, refused_by_local, token_ids_in
 from inference.protocol import Code
 
 HI = [{"role": "user", "content": "hi"}]

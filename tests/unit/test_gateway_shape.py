@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.requests import parse_json
-from gateway.core.shape import MAX_NESTING, MAX_VALUES, check_shape
+from gateway.apis.json_shape import MAX_NESTING, MAX_VALUES, check_shape
+from gateway.apis.openai.generation_request import parse_json
 from gateway.errors import RequestError
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.silence import KNOWN, PATIENCE, REMEMBERED, SILENT_SECONDS, Silence
+from gateway.breaker.silence import KNOWN, PATIENCE, REMEMBERED, SILENT_SECONDS, Silence
 from tests.rigs.heard import Heard
 
 LOST = 1e9

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 
-from gateway.tallies import Counts, Times
+from gateway.telemetry.metric_counters import Counts, Times
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # as the gateway does
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from gateway.core.assemble import Assembly
-from gateway.core.frames import Data, DeltaKind
-from gateway.core.messages_answer import Bounds
-from gateway.core.messages_events import MessageEvents
-from gateway.core.unchecked import dumps, loads, mapping, objects, text
+from gateway.apis.lenient_json import dumps, loads, mapping, objects, text
+from gateway.apis.messages.messages_answer import Bounds
+from gateway.apis.messages.messages_events import MessageEvents
+from gateway.apis.openai.assemble import Assembly
+from gateway.apis.openai.frames import Data, DeltaKind
 
 HALVES = ("\ud83d", "\ude00")
 

@@ -11,11 +11,11 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
 
-from gateway.core import messages_answer
-from gateway.core.frames import Comment, Data, DeltaKind, Frame
-from gateway.core.messages_answer import Bounds, anthropic_usage, message_id
-from gateway.core.messages_errors import envelope, frame_error
-from gateway.core.messages_events import MessageEvents
+from gateway.apis.messages import messages_answer
+from gateway.apis.messages.messages_answer import Bounds, anthropic_usage, message_id
+from gateway.apis.messages.messages_errors import envelope, frame_error
+from gateway.apis.messages.messages_events import MessageEvents
+from gateway.apis.openai.frames import Comment, Data, DeltaKind, Frame
 from gateway.errors import GatewayError, PassedOnError, RefusedError, RequestError, UpstreamError, UpstreamKind
 from inference.protocol import Code
 from tests.rigs.fake_provider.strict import strictly

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.core.messages_models import entry, listing
+from gateway.apis.messages.messages_models import entry, listing
 
 
 def test_a_page_names_its_ends_and_what_each_model_holds() -> None:

@@ -10,17 +10,18 @@ from anthropic.types import Message
 from anthropic.types.beta import BetaThinkingConfigParam
 from anthropic.types.message_create_params import MessageCreateParamsStreaming
 
-from gateway.core import anthropic_events, messages_answer
-from gateway.core.anthropic_models import effort_for, takes_prefill, takes_sampling, thinking_for
-from gateway.core.anthropic_native import to_native
-from gateway.core.anthropic_request import needs_sampling_version
-from gateway.core.assemble import Assembly
-from gateway.core.frames import Data, Done, Frame
-from gateway.core.messages_answer import Bounds
-from gateway.core.messages_events import MessageEvents
-from gateway.core.messages_request import parse
-from gateway.core.origin import origin_of
-from gateway.core.sse import SseSplitter
+from gateway.apis.messages import messages_answer
+from gateway.apis.messages.messages_answer import Bounds
+from gateway.apis.messages.messages_events import MessageEvents
+from gateway.apis.messages.messages_request import parse
+from gateway.apis.openai.assemble import Assembly
+from gateway.apis.openai.frames import Data, Done, Frame
+from gateway.apis.openai.origin import origin_of
+from gateway.providers.anthropic import anthropic_events
+from gateway.providers.anthropic.anthropic_models import effort_for, takes_prefill, takes_sampling, thinking_for
+from gateway.providers.anthropic.anthropic_native import to_native
+from gateway.providers.anthropic.anthropic_request import needs_sampling_version
+from headgate.shared.sse import SseSplitter
 from tests.rigs.fake_provider import anthropic_wire, rules
 from tests.rigs.fake_provider.answers import Answer, ToolUse
 from tests.rigs.fake_provider.strict import request_of, strictly

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from gateway.core import images, messages_fields, messages_request, requests
-from gateway.core.frames import Endpoint
-from gateway.core.messages_request import long_names, parse, to_chat
-from gateway.core.origin import origin_of
+from gateway.apis import image_policy
+from gateway.apis.messages import messages_fields, messages_request
+from gateway.apis.messages.messages_request import long_names, parse, to_chat
+from gateway.apis.openai import generation_request
+from gateway.apis.openai.frames import Endpoint
+from gateway.apis.openai.origin import origin_of
 from gateway.errors import RequestError
 
 PNG = "iVBORw0KGgo="
@@ -33,7 +35,7 @@ def result(id: str, content: Any = "done", **more: Any) -> dict[str, Any]:
 def chat(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:
     """What the request becomes; the result passes the checks of the inner dialect."""
     request = parse(json.dumps(body(*messages, **more)).encode())
-    requests.parse(Endpoint.CHAT, json.dumps(request.body).encode())
+    generation_request.parse(Endpoint.CHAT, json.dumps(request.body).encode())
     return dict(request.body)
 
 
@@ -76,7 +78,7 @@ def test_the_request_is_typed_and_remembers_its_origin() -> None:
 def test_an_agents_max_tokens_is_a_bound_and_no_wish() -> None:
     request = parse(json.dumps(body(max_tokens=32_000)).encode())
     assert (request.most_tokens(8192), request.most_tokens(64_000)) == (8192, 32_000)
-    plain = requests.typed(Endpoint.CHAT, {**request.body}, 1)
+    plain = generation_request.typed(Endpoint.CHAT, {**request.body}, 1)
     assert plain.most_tokens(8192) == 32_000
 
 
@@ -136,8 +138,8 @@ def test_pictures_and_documents() -> None:
 def test_an_image_that_was_fetched_leaves_the_origin_as_it_was() -> None:
     address = {"type": "image", "source": {"type": "url", "url": "https://a.example/b.png"}}
     asked = parse(json.dumps(body({"role": "user", "content": [address]})).encode()).body
-    remotes = images.remote_images(asked)
-    found = images.inlined(asked, {remotes[0]: f"data:image/png;base64,{PNG}"})
+    remotes = image_policy.remote_images(asked)
+    found = image_policy.inlined(asked, {remotes[0]: f"data:image/png;base64,{PNG}"})
     assert found["messages"][0]["content"][0]["image_url"]["url"].startswith("data:")
     assert origin_of(found) == origin_of(asked) is not None
 

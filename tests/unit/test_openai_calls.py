@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from gateway.core import openai_events
-from gateway.core.assemble import Assembly
-from gateway.core.frames import Data, Frame
-from gateway.core.openai_calls import Numbers, number
-from gateway.core.sse import SseSplitter
+from gateway.apis.openai.assemble import Assembly
+from gateway.apis.openai.frames import Data, Frame
 from gateway.errors import UpstreamError
+from gateway.providers.openai import openai_events
+from gateway.providers.openai.openai_calls import Numbers, number
+from headgate.shared.sse import SseSplitter
 
 
 def indices(*pieces: dict[str, Any]) -> list[int]:

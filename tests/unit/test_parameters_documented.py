@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from gateway.core.frames import Endpoint
-from gateway.core.provider_fields import OPENAI_CHAT
-from gateway.core.requests import parse, schema
-from gateway.core.responses_fields import schema as responses_schema
+from gateway.apis.openai.frames import Endpoint
+from gateway.apis.openai.generation_request import parse, schema
+from gateway.apis.responses.responses_fields import schema as responses_schema
 from gateway.errors import RequestError
+from gateway.providers.provider_fields import OPENAI_CHAT
 from headgate.shared.parameters import BY_NAME, PARAMETERS, Parameter
 from inference.routes.description import BODIES
 from inference.worker import bodies

@@ -13,10 +13,10 @@ from openai._types import omit
 from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 
-from gateway.core.frames import Comment, Data, DeltaKind, Frame
-from gateway.core.responses_events import Head, Stream, answered, dumps
-from gateway.core.responses_request import parse
-from gateway.core.sse import SseSplitter
+from gateway.apis.openai.frames import Comment, Data, DeltaKind, Frame
+from gateway.apis.responses.responses_events import Head, Stream, answered, dumps
+from gateway.apis.responses.responses_request import parse
+from headgate.shared.sse import SseSplitter
 from inference.protocol import Code
 from tests.rigs.fake_provider.strict import strictly
 
@@ -158,7 +158,7 @@ def test_frames_that_come_together_are_the_same_bytes(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_whole_answer_is_the_last_event_of_its_stream(name: str) -> None:
     """The same words asked for whole give the same Response."""
-    from gateway.core.assemble import Assembly
+    from gateway.apis.openai.assemble import Assembly
 
     asked, frames = CASES[name]
     assembly = Assembly()

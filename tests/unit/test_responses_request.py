@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from openai.types.responses import ResponseCreateParams
 
-from gateway.core.frames import Endpoint
-from gateway.core.openai_request import Flavor, to_openai
-from gateway.core.requests import parse as parse_chat
-from gateway.core.responses_fields import FIELDS, schema
-from gateway.core.responses_items import listed, messages_of, page, seal, unseal
-from gateway.core.responses_request import Earlier, ResponsesRequest, parse
-from gateway.core.tool_names import short_name
+from gateway.apis.openai.frames import Endpoint
+from gateway.apis.openai.generation_request import parse as parse_chat
+from gateway.apis.responses.responses_fields import FIELDS, schema
+from gateway.apis.responses.responses_items import listed, messages_of, page, seal, unseal
+from gateway.apis.responses.responses_request import Earlier, ResponsesRequest, parse
+from gateway.apis.tool_names import short_name
 from gateway.errors import RequestError
+from gateway.providers.openai.openai_request import Flavor, to_openai
 from inference.protocol import Code
 from tests.rigs.fake_provider import rules
 
@@ -609,7 +609,7 @@ def test_pages_of_input_items_follow_each_other() -> None:
 # --- completeness -----------------------------------------------------------------------------------------------------
 def test_every_field_of_the_official_client_has_a_rule() -> None:
     """A field that a newer client can send is either taken or refused with a reason of its own."""
-    from gateway.core import responses_fields
+    from gateway.apis.responses import responses_fields
 
     documented = {name for variant in ResponseCreateParams.__args__ for name in variant.__annotations__}
     assert documented <= {*FIELDS, *responses_fields.REFUSED}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.core.responses_store import ITEM_BYTES, Store
+from gateway.apis.responses.responses_store import ITEM_BYTES, Store
 
 
 def put(store: Store, owner: str, id: str, size: int, now: float = 0.0) -> None:

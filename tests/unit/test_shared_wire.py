@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from gateway.server import QuietServer
+from gateway.gateway_server import QuietServer
 from headgate.shared import wire
 from headgate.shared.wire import WiredHttp
 

@@ -1,0 +1,1 @@
+"""Access to the gateway: keys, rate limits, admission, memory for bodies."""

@@ -1,0 +1,164 @@
+"""Keeps what every key has used and charges answers to it; whether a request may start is `gateway.access.rate_limits`' word.
+
+A request is counted before its body is read, its tokens are held once the body is understood, and what it truly took is
+charged when it ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from gateway.access import rate_limits as core
+from gateway.access.authentication import Key
+from gateway.apis.openai.frames import Data, DeltaKind, Frame
+from gateway.apis.openai.generation_request import InferenceRequest
+from gateway.errors import GatewayError, RefusedError
+from gateway.http.http_exchange import Exchange
+from gateway.telemetry.gateway_metrics import Telemetry
+from inference.protocol import Code
+
+_SAID = {
+    core.Which.REQUESTS: "requests a minute: {bound}",
+    core.Which.TOKENS: "tokens a minute: {bound}",
+    core.Which.CONCURRENT: "requests at a time: {bound}",
+}
+
+
+class Limiter:
+    """The accounts of all keys, by the keys' names, so that a new secret under an old name changes nothing."""
+
+    def __init__(self, telemetry: Telemetry, clock: Callable[[], float] = time.monotonic) -> None:
+        self._telemetry = telemetry
+        self._clock = clock
+        self._numbers = itertools.count(1)
+        self._accounts: dict[str, core.Account] = {}
+        self._limits: dict[str, core.Limits] = {}
+
+    def enter(self, key: Key, exchange: Exchange) -> Meter | None:
+        """A context for one request with `key`; None where nothing is limited. Raises RefusedError (429).
+
+        `exchange` learns how the key stands.
+        """
+        if not key.limits.is_any:
+            return None
+        number = next(self._numbers)
+        outcome = core.enter(self._account(key), key.limits, number, self._clock())
+        self._note(key, exchange, outcome)
+        return Meter(self, key, exchange, number)
+
+    def apply(self, keys: Sequence[Key]) -> None:
+        """Other keys are in force: what nobody needs to remember is forgotten."""
+        now = self._clock()
+        self._limits = {key.name: key.limits for key in keys}
+        self._accounts = {
+            name: account
+            for name, account in self._accounts.items()
+            if not account.is_idle(self._limits.get(name, core.NO_LIMITS), now)
+        }
+
+    def reserve(self, key: Key, exchange: Exchange, number: int, tokens: int) -> None:
+        """Holds `tokens` for a request that entered; raises RefusedError (429)."""
+        self._note(key, exchange, core.reserve(self._account(key), self._now(key), number, tokens, self._clock()))
+
+    def counts_tokens(self, key: Key) -> bool:
+        """Whether tokens of `key` are limited."""
+        return self._now(key).tokens_per_minute is not None
+
+    def leave(self, key: Key, number: int, tokens: int) -> None:
+        """A request that entered ended and took `tokens`."""
+        self._accounts[key.name] = core.leave(self._account(key), self._now(key), number, tokens, self._clock())
+
+    def _now(self, key: Key) -> core.Limits:
+        """The key's limits as they are now: a request that runs may have begun under others."""
+        return self._limits.get(key.name, key.limits)
+
+    def _account(self, key: Key) -> core.Account:
+        return self._accounts.get(key.name, core.Account())
+
+    def _note(self, key: Key, exchange: Exchange, outcome: tuple[core.Account, core.Refusal | None]) -> None:
+        account, refusal = outcome
+        self._accounts[key.name] = account
+        exchange.limits = _headers(core.standings(account, key.limits, account.at))
+        if refusal is None:
+            return
+        self._telemetry.rate_limited.labels(str(refusal.which)).inc()
+        said = _SAID[refusal.which].format(bound=refusal.bound)
+        raise RefusedError(
+            Code.RATE_LIMIT_EXCEEDED,
+            f"this key's limit is reached ({said}); try again in {core.duration(refusal.wait)}",
+            retry_after=refusal.wait,
+        )
+
+
+def _headers(standings: Sequence[core.Standing]) -> tuple[tuple[str, str], ...]:
+    """How a key stands, as OpenAI's clients know it; nothing for what is not limited."""
+    said: list[tuple[str, str]] = []
+    for standing in standings:
+        said += [
+            (f"x-ratelimit-limit-{standing.which}", str(standing.bound)),
+            (f"x-ratelimit-remaining-{standing.which}", str(standing.remaining)),
+            (f"x-ratelimit-reset-{standing.which}", core.duration(standing.reset)),
+        ]
+    return tuple(said)
+
+
+class Meter:
+    """What one request of a limited key takes. It counts while the context is open.
+
+    An answer that ends with a usage is charged that, and a token for every piece at least: the usage of a resumed one
+    is its last tier's. One that was cut, or whose caller left, is charged the estimate of its prompt and a token for
+    every piece that came; where tokens were limited when it began, pieces of local answers are single tokens. Who gets
+    an error instead of an answer is charged no tokens.
+    """
+
+    def __init__(self, limiter: Limiter, key: Key, exchange: Exchange, number: int) -> None:
+        self._limiter = limiter
+        self._key = key
+        self._exchange = exchange
+        self._number = number
+        self._prompt_tokens = 0
+        self._pieces = 0
+        self._usage: bytes | None = None
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the key's tokens are limited."""
+        return self._limiter.counts_tokens(self._key)
+
+    def reserve(self, request: InferenceRequest) -> None:
+        """Holds what `request` is estimated to take; raises RefusedError (429)."""
+        if not self.counts_tokens:
+            return
+        self._prompt_tokens = core.prompt_tokens(request.body)
+        wanted = self._prompt_tokens + core.answer_tokens(request.body, request.most_tokens(core.ANSWER_TOKENS))
+        self._limiter.reserve(self._key, self._exchange, self._number, wanted)
+
+    def note(self, frame: Frame) -> None:
+        """One frame of the answer came."""
+        if isinstance(frame, Data):
+            if frame.kind is DeltaKind.CONTENT:
+                self._pieces += 1
+            elif frame.kind is DeltaKind.USAGE:
+                self._usage = frame.payload
+
+    def note_whole(self, answer: bytes) -> None:
+        """The whole answer came at once."""
+        self._usage = answer
+
+    def __enter__(self) -> Meter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        tokens = 0 if isinstance(error, GatewayError) else self._tokens()
+        self._limiter.leave(self._key, self._number, tokens)
+
+    def _tokens(self) -> int:
+        if not self.counts_tokens:
+            return 0
+        said = None if self._usage is None else core.total_tokens(self._usage)
+        return self._prompt_tokens + self._pieces if said is None else max(said, self._pieces)

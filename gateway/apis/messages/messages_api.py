@@ -1,0 +1,54 @@
+"""Anthropic's Messages API in front of the inner dialect; the translation itself is `gateway.core.messages_*`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.apis.lenient_json import dumps
+from gateway.apis.messages import messages_answer, messages_errors, messages_request
+from gateway.apis.messages.messages_answer import Bounds
+from gateway.apis.messages.messages_events import MessageEvents
+from gateway.apis.openai.frames import Endpoint
+from gateway.apis.openai.generation_request import InferenceRequest
+from gateway.apis.openai.origin import origin_of
+from gateway.errors import GatewayError
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    request: InferenceRequest
+
+    @property
+    def _bounds(self) -> Bounds:
+        return Bounds(self.request.body.get("stop") or (), self.request.max_tokens)
+
+    @property
+    def _names(self) -> dict[str, str]:
+        return messages_request.long_names(origin_of(self.request.body) or {})
+
+    def writer(self) -> MessageEvents:
+        return MessageEvents(self._bounds, self._names)
+
+    def whole(self, answer: dict[str, Any]) -> bytes:
+        return dumps(messages_answer.whole(answer, self._bounds, self._names))
+
+
+class MessagesDialect:
+    """`/v1/messages`; it keeps nothing between requests."""
+
+    path = "/v1/messages"
+    endpoint = Endpoint.CHAT
+
+    def __init__(self, leaves_out: Callable[[], bool]) -> None:
+        """`leaves_out` tells at any time whether tools that run at Anthropic are left out, not refused."""
+        self._leaves_out = leaves_out
+
+    def parse(self, raw: bytes, owner: str) -> _Asked:
+        """See `gateway.apis.public_api.Dialect`."""
+        return _Asked(messages_request.parse(raw, leaves_out=self._leaves_out()))
+
+    def error(self, error: GatewayError) -> dict[str, Any]:
+        """See `gateway.apis.public_api.Dialect`."""
+        return messages_errors.envelope(error)

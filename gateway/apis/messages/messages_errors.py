@@ -1,0 +1,115 @@
+"""Tells the gateway's errors in Anthropic's envelope; decides neither status nor message."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from gateway.errors import GatewayError, PassedOnError
+from gateway.providers.provider_errors import STATUS_OF_TYPE
+from inference.protocol import CODES, Code
+
+_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+"""Anthropic's `error.type` by HTTP status. Another status below 500 is an `invalid_request_error`, another one from
+500 an `api_error`."""
+
+_CODE_OF_PARAM: Mapping[str | None, str] = {"thread": "thread_unsupported_request"}
+"""Where Anthropic has a code of its own for what is refused, because its clients know what to do then: without threads
+they send the whole conversation."""
+
+_OWN_NAMES: Mapping[str, str] = {
+    "chat_template_kwargs": "thinking",
+    "continue_final_message": "messages",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "reasoning_effort": "output_config.effort",
+    "response_format": "output_config.format",
+    "stop": "stop_sequences",
+    "user": "metadata.user_id",
+}
+"""The caller's own name for what a tier calls otherwise."""
+
+_FIRST_WORD = re.compile(r"\w*")
+_FUNCTION = re.compile(r"(tools\[\d+\])\.function\.(\w+)")
+
+ENVELOPE: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message", "details"],
+            "properties": {
+                "type": {"type": "string"},
+                "message": {"type": "string", "minLength": 1},
+                "details": {"type": "object", "required": ["error_code"]},
+            },
+        },
+        "request_id": {"type": "string"},
+    },
+}
+"""Every error on these paths, in JSON Schema."""
+
+
+def envelope(error: GatewayError) -> dict[str, Any]:
+    """The body for `error`. `request_id` is filled in by whoever sends it.
+
+    Anthropic's `error.details` hold what its envelope has no other place for: the code, the field to blame, numbers.
+    """
+    code = error.upstream_code if isinstance(error, PassedOnError) else str(error.code)
+    code = _CODE_OF_PARAM.get(error.param, code)
+    param = _own_name(error)
+    return {**_said(error.status, code, _worded(error, code), param, error.details), "request_id": None}
+
+
+def _worded(error: GatewayError, code: str) -> str:
+    """The message. A prompt that is too long is told in Anthropic's words first, at which agents shorten theirs."""
+    if code != Code.CONTEXT_LENGTH_EXCEEDED or error.details is None:
+        return error.message
+    prompt, context = error.details.get("prompt_tokens"), error.details.get("context_length")
+    if prompt is None or context is None:
+        return error.message
+    return f"prompt is too long: {prompt} tokens > {context} maximum; {error.message}"
+
+
+def _own_name(error: GatewayError) -> str | None:
+    """The field to blame as the caller wrote it. What a tier says of one message is said of all: it saw others."""
+    param = error.param
+    if param is None:
+        return None
+    if found := _FUNCTION.match(param):
+        return f"{found[1]}.{'input_schema' if found[2] == 'parameters' else found[2]}"
+    word = _FIRST_WORD.match(param)
+    assert word is not None
+    if word[0] == "messages" and (isinstance(error, PassedOnError) or ".image_url" in param):
+        return "messages"
+    return _OWN_NAMES.get(word[0], param)
+
+
+def frame_error(code: str, message: str) -> dict[str, Any]:
+    """The error inside a stream that had begun. `code` is one of ours or a tier's own word."""
+    status = CODES[Code(code)].status if code in frozenset(Code) else STATUS_OF_TYPE.get(code, 500)
+    return _said(status, code, message)
+
+
+def _said(
+    status: int, code: str, message: str, param: str | None = None, more: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    type = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    details: dict[str, Any] = {"error_code": code}
+    if param is not None:
+        details["param"] = param
+    if more:
+        details["headgate"] = dict(more)
+    return {"type": "error", "error": {"type": type, "message": message, "details": details}}

@@ -1,0 +1,218 @@
+"""Turns the frames of one inner stream into Anthropic's events as they come; reads no socket or clock.
+
+The order is Anthropic's: message_start, the blocks one after the other (each with its start, deltas and stop), then
+message_delta with the stop reason and the usage, then message_stop. Comments become pings, wherever they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import orjson
+
+from gateway.apis.lenient_json import dumps, loads, mapping, objects, text
+from gateway.apis.messages.messages_answer import (
+    UNSIGNED,
+    Bounds,
+    anthropic_usage,
+    call_id,
+    message_id,
+    stop_of,
+    whole_usage,
+)
+from gateway.apis.messages.messages_errors import frame_error
+from gateway.apis.openai.frames import Data, Frame
+
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+_DELTA = (
+    b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":%b}}\n\n'
+)
+_TEXT = (b"text_delta", b"text")
+_THINKING = (b"thinking_delta", b"thinking")
+_SIGNATURE = (b"signature_delta", b"signature")
+_INPUT = (b"input_json_delta", b"partial_json")
+"""The type of a delta, and the field that holds its text."""
+
+
+def _event(name: str, payload: Mapping[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), dumps({"type": name, **payload}))
+
+
+@dataclass(slots=True)
+class _Call:
+    """A tool call that is being streamed: its block, which waits for its name, and its arguments so far."""
+
+    id: Any = None
+    pieces: list[str] = field(default_factory=list)
+    index: int | None = None
+    is_open: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the arguments are a whole, so that the block can end before the answer does."""
+        try:
+            orjson.loads("".join(self.pieces))
+        except orjson.JSONDecodeError:
+            return False
+        return True
+
+
+class MessageEvents:
+    """One stream; see `gateway.apis.public_api.Writer` for the contract. `bounds` are the caller's, `names` tools' own
+    where the tier knew them by others.
+    """
+
+    def __init__(self, bounds: Bounds, names: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._bounds = bounds
+        self._names = names
+        self._id = ""
+        self._model: Any = None
+        self._blocks = 0
+        self._open: tuple[str, int] | None = None
+        """The kind and index of the block that text goes to; calls have their own."""
+        self._calls: dict[int, _Call] = {}
+        self._refusal: list[str] = []
+        self._finished: Mapping[str, Any] = {}
+        self._usage: Any = None
+
+    def write(self, frames: Sequence[Frame]) -> bytes:
+        """The events that `frames` become."""
+        out: list[bytes] = []
+        for frame in frames:
+            if isinstance(frame, Data):
+                self._chunk(loads(frame.payload), out)
+            else:
+                out.append(PING)
+        return b"".join(out)
+
+    def end(self) -> bytes:
+        """The end of a whole answer."""
+        out: list[bytes] = []
+        self._start({}, out)
+        self._close_all(out)
+        usage = anthropic_usage(self._usage)
+        stop = stop_of(
+            self._finished,
+            self._bounds,
+            output_tokens=usage["output_tokens"],
+            has_calls=any(call.index is not None for call in self._calls.values()),
+            refusal="".join(self._refusal),
+        )
+        out.append(_event("message_delta", {"delta": stop, "usage": usage}))
+        out.append(_event("message_stop", {}))
+        return b"".join(out)
+
+    def broke(self, code: str, message: str) -> bytes:
+        """The end of an answer that broke off: an error event, and no message_stop."""
+        return b"event: error\ndata: %b\n\n" % dumps(frame_error(code, message))
+
+    # --- one chunk ----------------------------------------------------------------------------------------------------
+    def _chunk(self, chunk: Mapping[str, Any], out: list[bytes]) -> None:
+        if chunk.get("usage") is not None:
+            self._usage = chunk["usage"]
+        choices = objects(chunk, "choices")
+        if choices or chunk.get("id"):  # Azure's first chunk says what it thinks of the prompt, and names nobody
+            self._start(chunk, out)
+        for choice in choices:
+            self._delta(mapping(choice, "delta"), out)
+            if choice.get("finish_reason") is not None:
+                self._finished = choice
+
+    def _start(self, chunk: Mapping[str, Any], out: list[bytes]) -> None:
+        if self._id:
+            return
+        self._id = message_id(chunk.get("id"))
+        message: dict[str, Any] = {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": chunk.get("model") or "",
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": whole_usage(self._usage),
+        }
+        out.append(_event("message_start", {"message": message}))
+
+    def _delta(self, delta: Mapping[str, Any], out: list[bytes]) -> None:
+        if thought := text(delta, "reasoning_content") or text(delta, "reasoning"):
+            self._say("thinking", _THINKING, thought, out)
+        for block in objects(delta, "thinking_blocks"):
+            self._signed(block, out)
+        if said := text(delta, "content"):
+            self._say("text", _TEXT, said, out)
+        if refusal := text(delta, "refusal"):
+            self._refusal.append(refusal)
+            self._say("text", _TEXT, refusal, out)
+        for call in objects(delta, "tool_calls"):
+            self._call(call, out)
+
+    def _say(self, kind: str, delta: tuple[bytes, bytes], said: str, out: list[bytes]) -> None:
+        if self._open is None or self._open[0] != kind:
+            self._close(out)
+            empty = {"thinking": "", "signature": ""} if kind == "thinking" else {"text": ""}
+            self._open = kind, self._begin({"type": kind, **empty}, out)
+        out.append(_DELTA % (self._open[1], *delta, dumps(said)))
+
+    def _signed(self, block: Mapping[str, Any], out: list[bytes]) -> None:
+        """The end of a block of thinking that Anthropic signed, or one that it keeps to itself."""
+        if block.get("type") != "thinking":
+            self._close(out)
+            out.append(_event("content_block_stop", {"index": self._begin(block, out)}))
+            return
+        if self._open is None or self._open[0] != "thinking":
+            self._close(out)
+            self._open = "thinking", self._begin({"type": "thinking", "thinking": "", "signature": ""}, out)
+        self._close(out, block.get("signature"))
+
+    def _call(self, piece: Mapping[str, Any], out: list[bytes]) -> None:
+        position = piece.get("index", 0)
+        function = mapping(piece, "function")
+        call, name, said = self._calls.get(position), text(function, "name"), text(function, "arguments")
+        if call is None:
+            call = self._calls[position] = _Call()
+        if call.index is None:  # some tiers tell the name in a later piece than the id
+            call.id = piece.get("id") or call.id
+            if not name:
+                call.pieces.append(said)
+                return
+            self._close(out)
+            id = call_id(call.id, self._id, position)
+            block: dict[str, Any] = {"type": "tool_use", "id": id, "name": self._names.get(name, name), "input": {}}
+            call.index, call.is_open = self._begin(block, out), True
+            said, call.pieces = "".join(call.pieces) + said, []
+        if said and call.is_open:
+            call.pieces.append(said)
+            out.append(_DELTA % (call.index, *_INPUT, dumps(said)))
+
+    # --- blocks -------------------------------------------------------------------------------------------------------
+    def _begin(self, block: Mapping[str, Any], out: list[bytes]) -> int:
+        index, self._blocks = self._blocks, self._blocks + 1
+        out.append(_event("content_block_start", {"index": index, "content_block": block}))
+        return index
+
+    def _close(self, out: list[bytes], signature: str | None = None) -> None:
+        """Ends what is open before another block begins. A call waits while more of its arguments must come."""
+        if self._open is not None:
+            kind, index = self._open
+            self._open = None
+            if kind == "thinking":
+                out.append(_DELTA % (index, *_SIGNATURE, dumps(signature or UNSIGNED)))
+            out.append(_event("content_block_stop", {"index": index}))
+        for call in self._calls.values():
+            if call.is_open and call.is_complete:
+                self._stop(call, out)
+
+    def _close_all(self, out: list[bytes]) -> None:
+        self._close(out)
+        for call in self._calls.values():
+            if call.is_open:
+                self._stop(call, out)
+
+    def _stop(self, call: _Call, out: list[bytes]) -> None:
+        call.is_open = False
+        out.append(_event("content_block_stop", {"index": call.index}))

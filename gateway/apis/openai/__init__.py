@@ -1,0 +1,1 @@
+"""OpenAI's chat, completions and embeddings API, which is also the gateway's internal format."""

@@ -1,0 +1,46 @@
+"""Counts which choices of one answer have their finish reason, of how many that were asked for; judges no end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from gateway.apis.lenient_json import loads, objects
+
+
+def choices_of(body: Mapping[str, Any]) -> int:
+    """How many choices a checked body asks for: each of its prompts is answered `n` times."""
+    prompt = body.get("prompt")
+    prompts = len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
+    return prompts * (body.get("n") or 1)
+
+
+class Finishes:
+    """The finish reasons of one answer of `choices` choices."""
+
+    __slots__ = ("_choices", "_finished")
+
+    def __init__(self, choices: int = 1) -> None:
+        self._choices = choices
+        self._finished: set[Any] = set()
+
+    def note(self, payload: bytes) -> None:
+        """A chunk in which a choice finishes. It is parsed only where that may be another choice's."""
+        if self._choices == 1:
+            self._finished.add(0)
+            return
+        with suppress(ValueError):  # what is no JSON finishes nothing
+            for choice in objects(loads(payload), "choices"):
+                if choice.get("finish_reason") is not None and isinstance(index := choice.get("index", 0), int):
+                    self._finished.add(index)
+
+    @property
+    def are_any(self) -> bool:
+        """Whether a choice has its finish reason."""
+        return bool(self._finished)
+
+    @property
+    def are_all(self) -> bool:
+        """Whether every choice has its finish reason."""
+        return len(self._finished) >= self._choices

@@ -1,0 +1,87 @@
+"""OpenAI's own API, which is also the inner dialect: bytes are relayed as they came; translates nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from gateway.apis.lenient_json import dumps, loads
+from gateway.apis.openai.frames import USAGE, Comment, Data, Endpoint, Frame
+from gateway.apis.openai.generation_request import InferenceRequest, parse
+from gateway.errors import GatewayError
+from inference.protocol import DONE, Code, error_body
+
+
+def _without_usage(frame: Data) -> bytes:
+    """The chunk without `usage`, which every tier is asked for: some write null into each chunk, some send counts."""
+    payload = frame.payload
+    if payload.find(b'"usage"') < 0:  # `in` is slow for bytes
+        return payload
+    try:
+        chunk = loads(payload) if frame.chunk is None else frame.chunk
+    except ValueError:
+        return payload  # it is no chunk, which the client finds out as well
+    return dumps({name: value for name, value in chunk.items() if name != "usage"})
+
+
+class OpenAIWriter:
+    """Relays payloads and comments; `usage` only to callers that asked for it."""
+
+    def __init__(self, include_usage: bool) -> None:
+        self._include_usage = include_usage
+
+    def write(self, frames: Sequence[Frame]) -> bytes:
+        """See `gateway.apis.public_api.Writer`."""
+        pieces: list[bytes] = []
+        for frame in frames:
+            if isinstance(frame, Data):
+                if self._include_usage:
+                    pieces += (b"data: ", frame.payload, b"\n\n")
+                elif frame.kind is not USAGE:
+                    pieces += (b"data: ", _without_usage(frame), b"\n\n")
+            elif isinstance(frame, Comment):
+                pieces.append(frame.frame)
+        return b"".join(pieces)
+
+    def end(self) -> bytes:
+        """See `gateway.apis.public_api.Writer`."""
+        return DONE
+
+    def broke(self, code: str, message: str) -> bytes:
+        """See `gateway.apis.public_api.Writer`."""
+        known = Code(code) if code in frozenset(Code) else code
+        return b"data: " + orjson.dumps(error_body(known, message)) + b"\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    request: InferenceRequest
+
+    def writer(self) -> OpenAIWriter:
+        return OpenAIWriter(self.request.include_usage)
+
+    def whole(self, answer: dict[str, Any]) -> bytes:
+        return dumps(answer)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAIDialect:
+    """`/v1/` and the endpoint's own name."""
+
+    endpoint: Endpoint
+
+    @property
+    def path(self) -> str:
+        """See `gateway.apis.public_api.Dialect`."""
+        return f"/v1/{self.endpoint}"
+
+    def parse(self, raw: bytes, owner: str) -> _Asked:
+        """See `gateway.apis.public_api.Dialect`."""
+        return _Asked(parse(self.endpoint, raw))
+
+    def error(self, error: GatewayError) -> dict[str, Any]:
+        """See `gateway.apis.public_api.Dialect`."""
+        return error.body()

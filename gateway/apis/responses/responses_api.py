@@ -1,0 +1,160 @@
+"""OpenAI's Responses API: gives ids and the clock to the pure translation and keeps answers for later; decides nothing.
+
+What is kept stands in memory alone, for the key that asked alone, and reaches no log and no record.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gateway.apis.lenient_json import dumps, loads
+from gateway.apis.openai.frames import Endpoint, Frame
+from gateway.apis.openai.generation_request import InferenceRequest
+from gateway.apis.responses.responses_events import Answer, Head, Stream, answered
+from gateway.apis.responses.responses_items import listed
+from gateway.apis.responses.responses_request import Earlier, ResponsesRequest, parse
+from gateway.apis.responses.responses_store import Store
+from gateway.errors import GatewayError, RequestError
+from inference.protocol import Code
+
+PATH = "/v1/responses"
+
+KEPT_BYTES = 64 * 2**20
+"""What all kept answers together may take, with their conversations, as JSON."""
+
+KEPT_SECONDS = 3600.0
+"""How long an answer can be built on."""
+
+_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    "verbosity": "text.verbosity",
+    "logprobs": "include",
+}
+"""The caller's own name for what a tier calls otherwise."""
+
+_FIRST_WORD = re.compile(r"^\w+")
+
+
+class ResponsesDialect:
+    """`/v1/responses`."""
+
+    path = PATH
+    endpoint = Endpoint.CHAT
+
+    def __init__(self, store: Store, leaves_out: Callable[[], bool], most_bytes: Callable[[], int]) -> None:
+        """`leaves_out` tells at any time whether tools that run at another provider are left out, not refused,
+        `most_bytes` how long a body may be, and so a conversation that a short one builds on.
+        """
+        self._store = store
+        self._leaves_out = leaves_out
+        self._most_bytes = most_bytes
+
+    def parse(self, raw: bytes, owner: str) -> _Asked:
+        """See `gateway.apis.public_api.Dialect`."""
+        memory = _Memory(self._store, owner, len(raw), self._most_bytes())
+        asked = parse(raw, memory.earlier, memory.item, leaves_out=self._leaves_out())
+        return _Asked(asked, self._store, owner)
+
+    def error(self, error: GatewayError) -> dict[str, Any]:
+        """OpenAI's envelope; the field to blame has the caller's name."""
+        body = error.body()
+        param = body["error"]["param"]
+        if isinstance(param, str) and (match := _FIRST_WORD.match(param)) and match[0] in _NAMES:
+            body["error"]["param"] = _NAMES[match[0]]
+        return body
+
+
+class _Memory:
+    """What a request builds on of the conversations kept for its owner; with the body no longer than a body may be."""
+
+    def __init__(self, store: Store, owner: str, body_bytes: int, most_bytes: int) -> None:
+        self._store = store
+        self._owner = owner
+        self._size = body_bytes
+        self._most = most_bytes
+        self._items: dict[str, dict[str, Any]] = {}
+        """By their ids, those of the conversations that were read for this request."""
+
+    def earlier(self, id: str) -> Earlier | None:
+        """The conversation up to the answer `id`."""
+        kept = self._store.get(self._owner, id, time.monotonic())
+        if kept is None:
+            return None
+        self._grow(len(kept.items), "previous_response_id")
+        return Earlier(tuple(loads(kept.items)), len(kept.items))
+
+    def item(self, id: str) -> tuple[dict[str, Any], int] | None:
+        """The item with this id, and its size as JSON."""
+        if id not in self._items:
+            kept = self._store.holding(self._owner, id, time.monotonic())
+            if kept is None:
+                return None
+            self._items |= {item["id"]: item for item in loads(kept.items)}
+        size = len(dumps(self._items[id]))
+        self._grow(size, "input")
+        return self._items[id], size
+
+    def _grow(self, more_bytes: int, param: str) -> None:
+        self._size += more_bytes
+        if self._size > self._most:
+            said = (
+                f"the conversation has grown longer than the {self._most} bytes that a body may have; begin a new one"
+            )
+            raise RequestError(Code.BODY_TOO_LARGE, said, param=param)
+
+
+class _Asked:
+    def __init__(self, asked: ResponsesRequest, store: Store, owner: str) -> None:
+        self._asked = asked
+        self._store = store
+        self._owner = owner
+        self.request: InferenceRequest = asked.request
+
+    def head(self) -> Head:
+        asked = self._asked
+        return Head(secrets.token_hex(24), int(time.time()), asked.request.model, asked.echo, asked.names, asked.seals)
+
+    def writer(self) -> _Writer:
+        return _Writer(self)
+
+    def whole(self, answer: dict[str, Any]) -> bytes:
+        now = int(time.time())
+        return self.keep(answered(self.head(), answer, now), now)
+
+    def keep(self, answer: Answer, now: int) -> bytes:
+        """The Response as JSON; kept unless the caller did not want that."""
+        response = answer.whole(now)
+        body = dumps(response)
+        if self._asked.stored:
+            id, output = response["id"], response["output"]
+            items = [*listed(self._asked.items, id.removeprefix("resp_")), *output]
+            ids = tuple(item["id"] for item in items)
+            self._store.put(self._owner, id, body, dumps(items), time.monotonic(), ids=ids, outputs=len(output))
+        return body
+
+
+class _Writer:
+    def __init__(self, asked: _Asked) -> None:
+        self._asked = asked
+        self._stream = Stream(asked.head())
+
+    def write(self, frames: Sequence[Frame]) -> bytes:
+        return self._stream.feed(frames)
+
+    def end(self) -> bytes:
+        now = int(time.time())
+        last = self._stream.end(now)
+        if self._stream.is_whole:
+            self._asked.keep(self._stream.answer, now)
+        return last
+
+    def broke(self, code: str, message: str) -> bytes:
+        return self._stream.broke(code, message)

@@ -1,0 +1,365 @@
+"""Writes the events of one Response from the chunks of one chat stream; reads no clock, asks nobody, raises nothing.
+
+`response.created` and `response.in_progress` come first, then the items one after another, each whole before the next
+(calls whose arguments a tier gives in turns end together), then exactly one of `response.completed`,
+`response.incomplete` and `response.failed`. Events are numbered from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway.apis.lenient_json import dumps, loads, mapping, objects, text
+from gateway.apis.openai.frames import Comment, Data, Frame
+from gateway.apis.responses.responses_output import (
+    COMPLETED,
+    IN_PROGRESS,
+    INCOMPLETE,
+    Call,
+    Event,
+    Item,
+    Message,
+    Reasoning,
+)
+from inference.protocol import CODES, Code
+
+_INCOMPLETE: Mapping[str, str] = {"length": "max_output_tokens", "content_filter": "content_filter"}
+"""Chat's finish reasons that leave a Response incomplete, and what it says of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What is known of a Response before its first word. `id` is that of the Response without its `resp_`; the items'
+    are made of it. `created_at` is in seconds since the epoch; `model` the one that was asked for.
+    """
+
+    id: str
+    created_at: int
+    model: str
+    echo: Mapping[str, Any]
+    names: Mapping[str, tuple[str, str]]
+    seals: bool = False
+
+
+@dataclass(slots=True)
+class _Unnamed:
+    """What came of a call before its name did; some tiers tell it in a later piece than the id."""
+
+    call_id: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+
+class Answer:
+    """One Response as it grows. `add` one chunk after the other, then `close`; `object` is the Response so far."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._items: list[Item] = []
+        self._open: Item | None = None
+        self._left: list[Call] = []
+        self._reason: str | None = None
+        self._logprobs: list[dict[str, Any]] = []
+        self._usage: Mapping[str, Any] | None = None
+        self._tier = "default"
+        self._model: str | None = None
+        self._astray = False
+        self._unnamed: dict[int | None, _Unnamed] = {}
+
+    # --- what the model says ------------------------------------------------------------------------------------------
+    def add(self, chunk: Mapping[str, Any]) -> list[Event]:
+        """The events that one chunk is; `begin` comes before the first one's."""
+        if isinstance(usage := chunk.get("usage"), dict):
+            self._usage = usage
+        if isinstance(tier := chunk.get("service_tier"), str):
+            self._tier = tier
+        events: list[Event] = []
+        for choice in objects(chunk, "choices"):
+            if choice.get("index", 0) == 0 and not self._astray:
+                events += self._add_choice(choice)
+        return events
+
+    def begin(self, model: Any) -> list[Event]:
+        """The first events; `model` is what the first chunk says, if it says one."""
+        self._model = model if isinstance(model, str) and model else self._head.model
+        said = {"response": self.object(IN_PROGRESS)}
+        return [("response.created", said), ("response.in_progress", said)]
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether `begin` was called."""
+        return self._model is not None
+
+    @property
+    def is_astray(self) -> bool:
+        """Whether a tier went on with a call that had ended, which no sequence of events can tell."""
+        return self._astray
+
+    def _add_choice(self, choice: Mapping[str, Any]) -> list[Event]:
+        events: list[Event] = []
+        delta = mapping(choice, "delta")
+        thought, said = text(delta, "reasoning_content") or text(delta, "reasoning"), text(delta, "content")
+        calls = objects(delta, "tool_calls")
+        if isinstance(logprobs := choice.get("logprobs"), dict) and (said or not (thought or calls)):
+            self._logprobs += [_logprob(token) for token in objects(logprobs, "content")]
+        if thought:
+            events += self._add_reasoning(thought)
+        if said:
+            events += self._add_text(said)
+        if refused := text(delta, "refusal"):
+            message, opened = self._message()
+            events += [*opened, *message.add_refusal(refused)]
+        for call in calls:
+            events += self._add_call(call)
+        if isinstance(reason := choice.get("finish_reason"), str):
+            self._reason = reason
+        return events
+
+    def _add_reasoning(self, text: str) -> list[Event]:
+        if isinstance(item := self._open, Reasoning):
+            return item.add(text)
+        item = Reasoning(self._id("rs"), len(self._items), seals=self._head.seals)
+        return [*self._turn_to(item), *item.add(text)]
+
+    def _add_text(self, text: str) -> list[Event]:
+        message, opened = self._message()
+        logprobs, self._logprobs = self._logprobs, []
+        return [*opened, *message.add_text(text, logprobs)]
+
+    def _message(self) -> tuple[Message, list[Event]]:
+        if isinstance(message := self._open, Message):
+            return message, []
+        message = Message(self._id("msg"), len(self._items))
+        return message, self._turn_to(message)
+
+    def _add_call(self, call: Mapping[str, Any]) -> list[Event]:
+        function = mapping(call, "function")
+        arguments, name = text(function, "arguments"), text(function, "name")
+        key, call_id = call.get("index"), text(call, "id")
+        key = key if isinstance(key, int) else None
+        for item in (self._open, *self._left):
+            if isinstance(item, Call) and item.is_meant(key, call_id):
+                return item.add(arguments) if arguments else []
+        if not name:
+            self._add_unnamed(key, call_id, arguments)
+            return []
+        early = self._unnamed.pop(key, None) or _Unnamed()
+        arguments = "".join(early.pieces) + arguments
+        own, namespace = self._head.names.get(name, (name, ""))
+        index = len(self._items)
+        call_id = call_id or early.call_id or f"call_{self._head.id}{index:02d}"
+        item = Call(self._id("fc"), index, index if key is None else key, call_id, own, namespace)
+        return [*self._turn_to(item), *(item.add(arguments) if arguments else ())]
+
+    def _add_unnamed(self, key: int | None, call_id: str, arguments: str) -> None:
+        if key not in self._unnamed and any(
+            isinstance(item, Call) and item.is_meant(key, call_id) for item in self._items
+        ):
+            self._astray = bool(arguments)
+            return
+        early = self._unnamed.setdefault(key, _Unnamed())
+        early.call_id = call_id or early.call_id
+        early.pieces.append(arguments)
+
+    def _id(self, kind: str) -> str:
+        return f"{kind}_{self._head.id}{len(self._items):02d}"
+
+    def _turn_to(self, item: Item) -> list[Event]:
+        left = self._open
+        if isinstance(left, Call) and not left.is_whole:
+            self._left.append(left)
+            closed = []
+        else:
+            closed = self._close_open(COMPLETED)
+        self._items.append(item)
+        self._open = item
+        return [*closed, *item.opened()]
+
+    def _close_open(self, status: str) -> list[Event]:
+        item, self._open = self._open, None
+        if item is None:
+            return []
+        events: list[Event] = []
+        if isinstance(item, Message):
+            logprobs, self._logprobs = self._logprobs, []
+            events = item.add_logprobs(logprobs)
+        return [*events, *item.closed(status)]
+
+    # --- how it ends --------------------------------------------------------------------------------------------------
+    def close(self, now: int) -> list[Event]:
+        """The last events of a whole answer; `now` is in seconds since the epoch."""
+        events: list[Event] = []
+        if not self._items and not self._cut_because:
+            events = self._add_text("")  # an empty answer is an answer
+        status = self._status
+        for call in self._left:
+            events += call.closed(COMPLETED if call.is_whole else status)
+        events += self._close_open(status)
+        return [*events, (f"response.{self._status}", {"response": self.object(self._status, now)})]
+
+    def fail(self, code: str, message: str) -> list[Event]:
+        """The last event of an answer that broke off; items that were not done stay so."""
+        for item in self._items:
+            item.status = COMPLETED if item.status == COMPLETED else INCOMPLETE
+        error = {"code": _error_code(code), "message": message}
+        return [("response.failed", {"response": {**self.object("failed"), "error": error}})]
+
+    def whole(self, now: int) -> dict[str, Any]:
+        """The Response once `close` was called."""
+        return self.object(self._status, now)
+
+    @property
+    def output(self) -> list[dict[str, Any]]:
+        """The items so far."""
+        return [item.object() for item in self._items]
+
+    @property
+    def _cut_because(self) -> str | None:
+        return _INCOMPLETE.get(self._reason or "")
+
+    @property
+    def _status(self) -> str:
+        return INCOMPLETE if self._cut_because else COMPLETED
+
+    def object(self, status: str, now: int | None = None) -> dict[str, Any]:
+        """The Response object, whose items are those so far."""
+        is_over = status in (COMPLETED, INCOMPLETE)
+        found = {
+            "id": f"resp_{self._head.id}",
+            "object": "response",
+            "created_at": self._head.created_at,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": self._cut_because} if status == INCOMPLETE else None,
+            "model": self._model or self._head.model,
+            "output": self.output,
+            **self._head.echo,
+            "service_tier": self._tier,
+            "usage": _usage(self._usage) if is_over else None,
+        }
+        return {**found, "completed_at": now} if status == COMPLETED else found
+
+
+class Stream:
+    """The bytes of one streamed Response. `feed` frames as they come, then `end` or `broke`.
+
+    `is_whole` is whether the answer came to its own end.
+    """
+
+    def __init__(self, head: Head) -> None:
+        self.answer = Answer(head)
+        self._number = 0
+        self._over = False
+        self.is_whole = False
+
+    def feed(self, frames: Sequence[Frame]) -> bytes:
+        """The bytes that `frames` are; comments go on as they are."""
+        out: list[bytes] = []
+        for frame in frames:
+            if isinstance(frame, Comment):
+                out.append(frame.frame)
+            elif isinstance(frame, Data) and not self._over:
+                chunk = loads(frame.payload)
+                model = chunk.get("model")
+                begun = self._begun(model) if model or chunk.get("choices") else []  # Azure's first chunk names nobody
+                out.append(self._written([*begun, *self.answer.add(chunk)]))
+                if self.answer.is_astray:
+                    out.append(self.broke(Code.MODEL_FAILED, "the tier went on with a function call that had ended"))
+        return b"".join(out)
+
+    def end(self, now: int) -> bytes:
+        """The bytes that end a whole answer; `now` is in seconds since the epoch."""
+        if self._over:
+            return b""
+        self.is_whole = True
+        return self._last([*self._begun(None), *self.answer.close(now)])
+
+    def broke(self, code: str, message: str) -> bytes:
+        """The bytes that end an answer that broke off: `response.failed` for clients that follow the events, and an
+        `error` event, at which the official clients raise.
+
+        For a prompt that is too long `error` comes first, as OpenAI sends it: LangChain recognises that error in the
+        exception of the official client, and not in `response.failed`.
+        """
+        if self._over:
+            return b""
+        error = {"type": _error_code(code), "code": str(code), "message": message, "param": None}
+        raised: Event = ("error", {"code": str(code), "message": message, "param": None, "error": error})
+        begun, failed = self._begun(None), self.answer.fail(code, message)
+        is_overflow = code == Code.CONTEXT_LENGTH_EXCEEDED
+        return self._last([*begun, raised, *failed] if is_overflow else [*begun, *failed, raised])
+
+    def _begun(self, model: Any) -> list[Event]:
+        return [] if self.answer.has_begun else self.answer.begin(model)
+
+    def _last(self, events: Sequence[Event]) -> bytes:
+        self._over = True
+        return self._written(events)
+
+    def _written(self, events: Sequence[Event]) -> bytes:
+        out: list[bytes] = []
+        for kind, fields in events:
+            said = dumps({"type": kind, "sequence_number": self._number, **fields})
+            out.append(b"event: " + kind.encode() + b"\ndata: " + said + b"\n\n")
+            self._number += 1
+        return b"".join(out)
+
+
+def answered(head: Head, completion: Mapping[str, Any], now: int) -> Answer:
+    """The finished answer that a `chat.completion` object is."""
+    answer = Answer(head)
+    answer.begin(completion.get("model"))
+    choices = [{**choice, "delta": _numbered(choice["message"])} for choice in completion["choices"][:1]]
+    answer.add({**completion, "choices": choices})
+    answer.close(now)
+    return answer
+
+
+def _numbered(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A whole message as one delta."""
+    calls = message.get("tool_calls") or ()
+    return {**message, "tool_calls": [{**call, "index": index} for index, call in enumerate(calls)]}
+
+
+# --- small things -----------------------------------------------------------------------------------------------------
+def _logprob(token: Mapping[str, Any]) -> dict[str, Any]:
+    top = objects(token, "top_logprobs")
+    return {**_one_logprob(token), "top_logprobs": [_one_logprob(other) for other in top]}
+
+
+def _one_logprob(token: Mapping[str, Any]) -> dict[str, Any]:
+    return {"token": token.get("token", ""), "bytes": token.get("bytes") or [], "logprob": token.get("logprob", 0.0)}
+
+
+def _count(counts: Any, name: str) -> int:
+    value = counts.get(name) if isinstance(counts, dict) else None
+    return value if isinstance(value, int) else 0
+
+
+def _usage(usage: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The Response's usage for chat's; None when no tier counted."""
+    if usage is None:
+        return None
+    given, made = usage.get("prompt_tokens_details"), usage.get("completion_tokens_details")
+    read, written = _count(usage, "prompt_tokens"), _count(usage, "completion_tokens")
+    return {
+        "input_tokens": read,
+        "input_tokens_details": {
+            "cached_tokens": _count(given, "cached_tokens"),
+            "cache_write_tokens": _count(given, "cache_write_tokens"),
+        },
+        "output_tokens": written,
+        "output_tokens_details": {"reasoning_tokens": _count(made, "reasoning_tokens")},
+        "total_tokens": _count(usage, "total_tokens") or read + written,
+    }
+
+
+def _error_code(code: str) -> str:
+    """The API's own word for why a Response failed. It has no word for a prompt that is too long; agents look for the
+    code that is used everywhere else.
+    """
+    if code == Code.CONTEXT_LENGTH_EXCEEDED:
+        return str(code)
+    known = CODES[Code(code)] if code in frozenset(Code) else None
+    return "rate_limit_exceeded" if known is not None and known.status == 429 else "server_error"

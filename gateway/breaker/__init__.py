@@ -1,0 +1,1 @@
+"""Circuit breakers: state, permits, probes, storage."""

@@ -1,0 +1,113 @@
+"""Relays a committed answer to its client and ends it honestly; chooses no tier and opens no stream.
+
+Bytes go out as they came. A stream that saw no finish reason never ends in `[DONE]`: it ends in an error frame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from gateway.apis.openai.frames import Comment, Done, Frame
+from gateway.apis.public_api import Writer
+from gateway.breaker.outcome import End
+from gateway.errors import UpstreamError, UpstreamKind
+from gateway.http.client_disconnect import Presence
+from gateway.http.http_exchange import Exchange, Send, send_head
+from gateway.routing.resume_runner import Answer
+from gateway.routing.stream_reader import ExpiredError
+from gateway.telemetry.gateway_metrics import Telemetry
+from inference.protocol import Code
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+async def relay(
+    answer: Answer,
+    send: Send,
+    presence: Presence,
+    telemetry: Telemetry,
+    writer: Writer,
+    exchange: Exchange,
+) -> str:
+    """Sends status, headers and the rest of `answer`, settles it and closes it; returns the outcome's name.
+
+    With a wire a frame leaves as it comes, and this task sleeps until there is more to do than to pass it on.
+    Returns `client_left` quietly when the client did; a cancellation from elsewhere propagates.
+    """
+    wire = exchange.wire
+    before = 0.0
+
+    def observe(first: Frame) -> None:
+        nonlocal before
+        now = time.perf_counter()
+        if not isinstance(first, Comment):
+            telemetry.inter_token.observe(now - before)
+        before = now
+
+    def pass_on(frames: list[Frame]) -> bool:
+        if wire is None or not wire.is_free or isinstance(frames[-1], Done):
+            return False
+        observe(frames[0])
+        answer.attempt.note_begun()
+        wire.write(writer.write(frames))
+        return True
+
+    try:
+        await send_head(send, exchange, _HEADERS)
+        frames = answer.begin()
+        before = time.perf_counter()
+        answer.pass_on(pass_on)
+        while not isinstance(frames[-1], Done):
+            if body := writer.write(frames):
+                if wire is not None and wire.is_free:
+                    wire.write(body)
+                else:
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+            frames = await answer.next()
+            observe(frames[0])
+        answer.attempt.succeed()
+        answer.note_end()
+        presence.release()
+        last = writer.write(frames[:-1]) + writer.end()
+        if wire is not None and wire.is_free:
+            wire.end(last)
+        else:
+            await send({"type": "http.response.body", "body": last})
+    except asyncio.CancelledError as error:
+        answer.attempt.settle_error(error)
+        if not presence.absorb():
+            raise
+        if presence.reason is End.CLIENT_LEFT:
+            return str(End.CLIENT_LEFT)
+        said = "the gateway stops; ask again for the whole answer"
+        await _end_honestly(send, presence, writer.broke(Code.SHUTTING_DOWN, said))
+        return str(End.SHUTTING_DOWN)
+    except (UpstreamError, ExpiredError) as error:
+        _, _, said = answer.attempt.settle_error(error)
+        name = answer.attempt.candidate.name
+        await _end_honestly(send, presence, writer.broke(_code_of(error), f"the answer of {name} broke off: {said}"))
+        return "broken"
+    except Exception as error:
+        answer.attempt.settle_error(error)  # a defect of ours, which is logged with its traceback
+        await _end_honestly(send, presence, writer.broke(Code.INTERNAL_ERROR, "the gateway failed at this answer"))
+        return "broken"
+    finally:
+        answer.forget_sink()
+        await answer.attempt.close()
+    return "success"
+
+
+def _code_of(error: UpstreamError | ExpiredError) -> str:
+    if isinstance(error, ExpiredError) or error.kind is UpstreamKind.TIMEOUT:
+        return Code.DEADLINE_EXCEEDED
+    return error.code or Code.MODEL_FAILED
+
+
+async def _end_honestly(send: Send, presence: Presence, last: bytes) -> None:
+    presence.release()
+    await send({"type": "http.response.body", "body": last})

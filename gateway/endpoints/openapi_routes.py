@@ -1,0 +1,50 @@
+"""`GET /openapi.json`: the gateway's API in OpenAPI's words, with the fields as the gateway itself checks them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.responses import Response
+
+from gateway.apis.messages import messages_errors, messages_fields
+from gateway.apis.messages.messages_api import MessagesDialect
+from gateway.apis.openai import generation_request
+from gateway.apis.openai.frames import Endpoint
+from gateway.apis.responses import responses_api, responses_fields
+from gateway.endpoints import token_count_routes
+from gateway.http.http_exchange import exchange_of
+from gateway.http.json_responses import json_response
+from gateway.runtime import Runtime
+from headgate.shared import openapi
+
+OPEN_PATHS = ("/livez", "/readyz", "/health", "/metrics")
+
+
+def router(runtime: Runtime, app: FastAPI) -> APIRouter:
+    """The path; it needs a use key."""
+    routes = APIRouter()
+
+    @routes.get(openapi.PATH, include_in_schema=False)
+    async def describe(request: Request) -> Response:
+        runtime.keys.admit(exchange_of(request.scope).told.headers, "use")
+        return json_response(description(app))
+
+    return routes
+
+
+def description(app: FastAPI) -> dict[str, Any]:
+    """The whole description of the gateway whose cold routes `app` has."""
+    hot = {f"/v1/{endpoint}": generation_request.schema(endpoint) for endpoint in Endpoint}
+    hot[responses_api.PATH] = hot[token_count_routes.INPUT_TOKENS_PATH] = responses_fields.schema()
+    hot[MessagesDialect.path] = messages_fields.schema()
+    hot[token_count_routes.PATH] = messages_fields.schema(counting=True)
+    streams = [f"/v1/{endpoint}" for endpoint in Endpoint if endpoint.streams]
+    streams += [responses_api.PATH, MessagesDialect.path]
+    found = openapi.completed(app.openapi(), hot, OPEN_PATHS, streams)
+    found["components"]["schemas"]["MessagesError"] = messages_errors.ENVELOPE
+    for path in (MessagesDialect.path, token_count_routes.PATH):
+        found["paths"][path]["post"]["responses"]["default"]["content"] = {
+            "application/json": {"schema": {"$ref": "#/components/schemas/MessagesError"}}
+        }
+    return found

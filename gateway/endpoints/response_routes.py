@@ -1,0 +1,110 @@
+"""`GET` and `DELETE /v1/responses/{id}`, and the items that an answer was given: to the key that asked for it, while
+the answer is kept.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from gateway.access.authentication import Key
+from gateway.apis.lenient_json import dumps, loads
+from gateway.apis.responses.responses_api import PATH
+from gateway.apis.responses.responses_fields import INCLUDES
+from gateway.apis.responses.responses_items import page
+from gateway.apis.responses.responses_store import Store
+from gateway.errors import RequestError
+from gateway.http.http_exchange import exchange_of
+from gateway.http.json_responses import json_response
+from gateway.runtime import Runtime
+from inference.protocol import Code
+
+DEFAULT_LIMIT, MAX_LIMIT = 20, 100
+"""Input items in one list, as OpenAI bounds them."""
+
+_ORDERS = ("asc", "desc")
+
+
+def _parameter(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "in": "query", "required": False, "schema": schema}
+
+
+_PARAMETERS = [
+    _parameter("limit", {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT}),
+    _parameter("order", {"type": "string", "enum": list(_ORDERS), "default": "desc"}),
+    _parameter("after", {"type": "string"}),
+    _parameter("include", {"type": "array", "items": {"type": "string", "enum": list(INCLUDES)}}),
+]
+
+
+def router(runtime: Runtime, store: Store) -> APIRouter:
+    """These routes, and a refusal of `compact`; all need a use key."""
+    routes = APIRouter()
+
+    def asking(request: Request) -> Key:
+        key, _ = runtime.keys.admit(exchange_of(request.scope).told.headers, "use")
+        return key
+
+    @routes.get(f"{PATH}/{{response_id}}")
+    async def one_response(request: Request, response_id: str) -> Response:
+        owner = asking(request).digest.hex()
+        if request.query_params.get("stream", "false").lower() not in ("false", "0"):
+            said = "an answer that was given is not streamed again; leave `stream` out"
+            raise RequestError(Code.UNSUPPORTED_PARAMETER, said, param="stream")
+        kept = store.get(owner, response_id, time.monotonic())
+        if kept is None:
+            raise _not_there(response_id)
+        return Response(kept.response, media_type="application/json")
+
+    @routes.get(f"{PATH}/{{response_id}}/input_items", openapi_extra={"parameters": _PARAMETERS})
+    async def input_items(request: Request, response_id: str) -> Response:
+        owner = asking(request).digest.hex()
+        query = request.query_params
+        limit, order = query.get("limit", str(DEFAULT_LIMIT)), query.get("order", "desc")
+        if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= MAX_LIMIT):
+            raise RequestError(
+                Code.INVALID_REQUEST, f"`limit` must be a whole number from 1 to {MAX_LIMIT}", param="limit"
+            )
+        if order not in _ORDERS:
+            raise RequestError(Code.INVALID_REQUEST, f"`order` must be one of {', '.join(_ORDERS)}", param="order")
+        for wanted in (*query.getlist("include"), *query.getlist("include[]")):
+            if wanted not in INCLUDES:
+                said = f"`include` must hold only {', '.join(INCLUDES)}; it holds {wanted[:60]!r}"
+                raise RequestError(Code.INVALID_REQUEST, said, param="include")
+        kept = store.get(owner, response_id, time.monotonic())
+        if kept is None:
+            raise _not_there(response_id)
+        items = loads(kept.items)
+        own, after = items[: len(items) - kept.outputs], query.get("after")
+        try:
+            found = page(own, limit=int(limit), after=after, oldest_first=order == "asc")
+        except KeyError:
+            said = (
+                f"`after` names {after[:80]!r}, which is no input item of this response"
+                if after
+                else "`after` is empty"
+            )
+            raise RequestError(Code.INVALID_REQUEST, said, param="after") from None
+        return Response(dumps(found), media_type="application/json")
+
+    @routes.post(f"{PATH}/compact")
+    async def compact(request: Request) -> Response:
+        """Else the path would be taken for that of an answer, which has other methods."""
+        asking(request)
+        raise RequestError(Code.NOT_FOUND, "conversations are not compacted here; send the ones that fit, or shorter")
+
+    @routes.delete(f"{PATH}/{{response_id}}")
+    async def forget_response(request: Request, response_id: str) -> Response:
+        owner = asking(request).digest.hex()
+        if not store.delete(owner, response_id, time.monotonic()):
+            raise _not_there(response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    return routes
+
+
+def _not_there(response_id: str) -> RequestError:
+    return RequestError(Code.NOT_FOUND, f"Response with id '{response_id[:80]}' not found.", param="response_id")

@@ -1,0 +1,48 @@
+"""Finds the route of the model that is asked for, asking the service again before saying no; chooses no tier."""
+
+from __future__ import annotations
+
+import difflib
+import time
+
+from gateway.errors import RequestError
+from gateway.http.http_exchange import Exchange
+from gateway.routing.chain import LOCAL, Found, find_route
+from gateway.runtime import Runtime
+from inference.protocol import Code
+
+
+def known(runtime: Runtime, model: str) -> Found | None:
+    """The route of `model` in the configuration of now; None when `find` has to ask who knows such a model."""
+    found = find_route(model, runtime.config.routes, runtime.view.aliases)
+    return None if found is None or _seems_unknown(runtime, found) else found
+
+
+async def find(runtime: Runtime, model: str, exchange: Exchange) -> Found:
+    """The same; raises RequestError 404 where nobody knows such a model.
+
+    Whoever goes on without awaiting finds the route there; a reload may take it away at any later time.
+    """
+    if (found := known(runtime, model)) is None:
+        began = time.monotonic()
+        await runtime.view.refresh()  # it may have been added a moment ago
+        exchange.waited_seconds += time.monotonic() - began
+        if (found := known(runtime, model)) is None:
+            raise _unknown(runtime, model)
+    return found
+
+
+def _unknown(runtime: Runtime, model: str) -> RequestError:
+    """The refusal, with a name that may have been meant."""
+    known = sorted({*(route for route in runtime.config.routes if route != "*"), *runtime.view.models})
+    near = difflib.get_close_matches(model, known, n=1)
+    advice = f"did you mean {near[0]!r}?" if near else f"known models: {', '.join(known[:20]) or 'none'}"
+    return RequestError(Code.MODEL_NOT_FOUND, f"there is no model {model[:100]!r}; {advice}", param="model")
+
+
+def _seems_unknown(runtime: Runtime, found: Found) -> bool:
+    """Whether only the service could serve this name and its snapshot does not hold it."""
+    view = runtime.view
+    if found.route != "*" or found.model in view.models or not view.is_fresh:
+        return False
+    return all(entry.startswith(f"{LOCAL}/") for entry in runtime.config.routes["*"].chain)

@@ -1,0 +1,300 @@
+"""Serves one generation request from its first byte to its last; the way is the same for every endpoint.
+
+key -> body -> typed request -> route -> a place at the door -> chain -> answer. What each step decides is elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Mapping
+from typing import TypeVar
+
+from gateway.access.authentication import Key
+from gateway.access.key_usage import Meter
+from gateway.apis.public_api import Asked, Dialect
+from gateway.breaker.outcome import End
+from gateway.endpoints.answer_stream import relay
+from gateway.endpoints.route_lookup import find, known
+from gateway.errors import GatewayError, RefusedError, RequestError
+from gateway.http.body_memory import NOTHING, SMALL_BYTES, Room, length_of
+from gateway.http.client_disconnect import Presence
+from gateway.http.http_exchange import (
+    ClientLeftError,
+    Exchange,
+    Receive,
+    Scope,
+    Send,
+    body_at_hand,
+    exchange_of,
+    read_body,
+    send_at_once,
+    send_bytes,
+)
+from gateway.routing.chain import Found
+from gateway.routing.chain_runner import Caller, Request, Tools
+from gateway.routing.explain_record import Record
+from gateway.routing.quote_redaction import without_quotes
+from gateway.routing.resume_runner import Answer
+from gateway.runtime import Runtime
+from inference.protocol import H_KV, H_POLICY, H_PRIORITY, Code, Priority, Tier
+
+log = logging.getLogger("gateway.requests")
+
+S = TypeVar("S", bound=str)
+
+_PRIORITIES, _NORMAL = tuple(Priority), Priority.NORMAL
+_LEFT = str(End.CLIENT_LEFT)
+
+READ_TIMEOUT_HEADER = "x-stainless-read-timeout"
+"""The official clients of Python tell how long they wait for each read, in seconds."""
+
+TIMEOUT_HEADER = "x-stainless-timeout"
+"""Those of JavaScript, how long they wait for an answer to begin. Python's send it beside the other, mostly larger."""
+
+RETRY_COUNT_HEADER = "x-stainless-retry-count"
+"""And how often they have sent the same before."""
+
+
+class Generation:
+    """The ASGI application behind the path of one public API."""
+
+    def __init__(self, runtime: Runtime, dialect: Dialect) -> None:
+        self._runtime = runtime
+        self._dialect = dialect
+        self._path = dialect.path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        runtime, exchange = self._runtime, exchange_of(scope)
+        headers = exchange.told.headers
+        record = Record(exchange.request_id, time.time(), self._path)
+        generation = runtime.join()
+        try:
+            key, tenant = runtime.keys.admit(headers, "use")
+            record.key = key.name
+            meter = runtime.limiter.enter(key, exchange)
+            size = length_of(headers, runtime.config.max_body)
+            if meter is None and size <= SMALL_BYTES:
+                await self._admitted(key, tenant, None, exchange, record, receive, send)
+            else:
+                with meter or NOTHING, runtime.bodies.room(size, runtime.config.max_body):
+                    await self._admitted(key, tenant, meter, exchange, record, receive, send)
+        except GatewayError as error:
+            record.note_error(error)
+            if record.key and not record.route:
+                runtime.ring.add_refused(record)
+            exchange.reason = record.reason if record.reason != "none" else str(error.code)
+            exchange.attempts = len(record.attempts)
+            raise
+        except (ClientLeftError, asyncio.CancelledError):
+            record.outcome = _LEFT if record.outcome == "running" else record.outcome
+            raise
+        finally:
+            runtime.disuse(generation)
+            self._finish(exchange, record)
+
+    async def _admitted(
+        self,
+        key: Key,
+        tenant: str,
+        meter: Meter | None,
+        exchange: Exchange,
+        record: Record,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        """The way of a request whose key may make it."""
+        runtime = self._runtime
+        caller = caller_of(exchange, key, tenant, meter)
+        max_body = runtime.config.max_body
+        if (raw := body_at_hand(exchange, max_body)) is None:
+            raw = await read_body(receive, exchange.told.headers, max_body)
+        record.priority, record.retries = caller.priority, caller.retries
+        try:
+            asked = self._dialect.parse(raw, key.digest.hex())
+        except RequestError as error:
+            record.note_refused_body(raw, error)
+            raise
+        request = asked.request
+        built_on = request.size_bytes - len(raw)
+        del raw
+        if meter is not None:
+            meter.reserve(request)
+        record.asked, record.stream = request.model, request.stream
+        found = known(runtime, request.model) or await find(runtime, request.model, exchange)
+        tools = runtime.tools  # as long as it waits, too: a reload may take the route away
+        record.route = found.route
+        asyncio.get_running_loop().call_soon(runtime.ring.add, record)  # the oldest is freed while a tier works
+        presence = runtime.presences.watch(receive, exchange.wire)
+        if built_on <= SMALL_BYTES:
+            with presence:
+                await self._answer(asked, tools, found, caller, presence, exchange, record, send)
+        else:
+            with runtime.bodies.room(built_on, max_body), presence:
+                await self._answer(asked, tools, found, caller, presence, exchange, record, send)
+
+    async def _answer(
+        self,
+        asked: Asked,
+        tools: Tools,
+        found: Found,
+        caller: Caller,
+        presence: Presence,
+        exchange: Exchange,
+        record: Record,
+        send: Send,
+    ) -> None:
+        """Waits for a place, runs the chain and sends what comes; the client's leaving ends it quietly."""
+        runtime, request = self._runtime, asked.request
+        queued = time.monotonic()
+        try:
+            place = runtime.admission.walk_in() or await runtime.admission.take(caller.priority, caller.silence_seconds)
+            fetched: Room | None = None
+            try:
+                if request.needs:
+                    fetched = Room(runtime.bodies, runtime.config.max_body)
+                    request = await runtime.images.inlined(request, fetched)
+                waited = time.monotonic() - queued
+                exchange.waited_seconds += waited
+                job = Request(tools, request, found, caller, record, exchange.began, waited, presence.why_cancelled)
+                if request.stream:
+                    try:
+                        attempt = await job.stream()
+                    finally:
+                        exchange.upstream_seconds = job.upstream_seconds
+                    try:
+                        self._note(job, exchange, record, unsettled=1)
+                        job.note_committed(attempt)
+                    except BaseException as error:
+                        await attempt.abandon(error)
+                        raise
+                    record.outcome = await self._relay(Answer(job, attempt), asked, presence, exchange, send)
+                    return
+                answer: Answer | None = None
+                try:
+                    if request.endpoint.streams:
+                        assembled, answer = await job.whole()
+                    else:
+                        body = await job.unary()
+                finally:  # what tiers took is not the gateway's own time, also when all of them refused
+                    exchange.upstream_seconds = job.upstream_seconds
+                try:
+                    self._note(job, exchange, record, 0 if answer is None or answer.attempt.is_settled else 1)
+                    if request.endpoint.streams:
+                        body = asked.whole(assembled)
+                    if is_sent := send_at_once(exchange, body):
+                        presence.release()
+                finally:
+                    if answer is not None:
+                        await answer.conclude()
+            finally:
+                runtime.admission.leave(place)
+                if fetched is not None:
+                    fetched.close()
+            presence.release()
+            record.outcome = "success"
+            if not is_sent:
+                await send_bytes(send, 200, body)
+        except GatewayError as error:
+            record.error = without_quotes(error.message, request.body)
+            raise
+        except asyncio.CancelledError:
+            if not presence.absorb():
+                raise
+            record.outcome = str(presence.reason)
+            if presence.reason is End.SHUTTING_DOWN and not exchange.started:
+                raise RefusedError(Code.SHUTTING_DOWN, "the gateway stops; ask again", retry_after=1.0) from None
+
+    async def _relay(self, answer: Answer, asked: Asked, presence: Presence, exchange: Exchange, send: Send) -> str:
+        return await relay(answer, send, presence, self._runtime.telemetry, asked.writer(), exchange)
+
+    def _note(self, job: Request, exchange: Exchange, record: Record, unsettled: int) -> None:
+        """Fills what the response's headers tell; so many attempts are `unsettled`, and on record later."""
+        candidate = job.answered_by
+        assert candidate is not None, "a tier answered"
+        exchange.tier, exchange.model, exchange.device = candidate.tier, candidate.name, job.device
+        exchange.attempts, exchange.reason = len(record.attempts) + unsettled, record.reason
+        record.status = 200
+        record.overhead_seconds = exchange.overhead_seconds
+        self._runtime.telemetry.overhead.observe(record.overhead_seconds)
+
+    def _finish(self, exchange: Exchange, record: Record) -> None:
+        if record.outcome == _LEFT:
+            self._runtime.telemetry.disconnects.inc()
+        record.total_seconds = time.monotonic() - exchange.began
+        route = record.route or "none"
+        tier = record.tier if record.outcome in ("success", "broken") else str(Tier.NONE)
+        self._runtime.telemetry.requests.count(route, tier, record.outcome)
+        log_end(record)
+
+
+def log_end(record: Record) -> None:
+    """Logs how a request ended: at level DEBUG where the first choice answered, else at INFO."""
+    ordinary = record.outcome == "success" and record.reason == "none"
+    if ordinary and not log.isEnabledFor(logging.DEBUG):
+        return
+    milliseconds = (record.total_seconds or 0.0) * 1000
+    reason = f" ({record.reason})" if record.reason != "none" else ""
+    if record.status is not None and record.status >= 400 and not record.attempts:
+        about = [f"model {record.asked!r}"] if record.asked else []
+        about += [f"parameter {record.param!r}"] if record.param else []
+        log.info(
+            "request %s: %s refused with %d %s%s, %.0f ms%s", record.id, record.endpoint, record.status,
+            record.outcome, f" ({', '.join(about)})" if about else "", milliseconds, reason,
+        )  # fmt: skip
+        return
+    log.log(
+        logging.DEBUG if ordinary else logging.INFO,
+        "request %s: %s -> %s: %s, %d attempts, %.0f ms%s", record.id, record.asked or "unknown model",
+        record.answered_by or "no tier", record.outcome, len(record.attempts), milliseconds, reason,
+    )  # fmt: skip
+
+
+def caller_of(exchange: Exchange, key: Key, tenant: str, meter: Meter | None) -> Caller:
+    """Who asks, from the key and the headers; raises RequestError for header values that mean nothing."""
+    headers = exchange.told.headers
+    priority = _one_of(headers, H_PRIORITY, _PRIORITIES, _NORMAL)
+    policy = _one_of(headers, H_POLICY, ("local-only", "any"), "any")
+    gap_seconds = _patience(headers.get(READ_TIMEOUT_HEADER))
+    silence_seconds = _patience(headers.get(TIMEOUT_HEADER)) if gap_seconds is None else gap_seconds
+    retries = _count(headers.get(RETRY_COUNT_HEADER))
+    return Caller(
+        exchange.request_id, tenant, key.cap(priority), policy != "local-only", silence_seconds, retries,
+        headers.get(H_KV), gap_seconds, meter,
+    )  # fmt: skip
+
+
+def _one_of(headers: Mapping[str, str], name: str, allowed: tuple[S, ...], default: S) -> S:
+    """Which of `allowed` a header says."""
+    if name not in headers:
+        return default
+    said = headers[name].strip().lower()
+    if said not in allowed:
+        raise RequestError(
+            Code.INVALID_REQUEST,
+            f"the header {name} must be one of {', '.join(allowed)}; it is {said[:40]!r}",
+            param=name,
+        )
+    return allowed[allowed.index(said)]
+
+
+def _patience(header: str | None) -> float | None:
+    """How long the caller may be left without a byte, a little less than it says; None when it says nothing usable."""
+    if header is None:
+        return None
+    try:
+        said = float(header)
+    except ValueError:
+        return None
+    if not 0 < said < math.inf:
+        return None
+    return said - min(0.5, said * 0.1)
+
+
+def _count(header: str | None) -> int:
+    """A whole number in a header; 0 when it says nothing usable."""
+    said = header or ""
+    return int(said) if said.isascii() and said.isdigit() and len(said) < 6 else 0

@@ -1,0 +1,222 @@
+"""`POST /v1/messages/count_tokens` and `/v1/responses/input_tokens`: how many tokens a request has for the tier that
+would be asked first; computes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import orjson
+
+from gateway.apis.openai.generation_request import InferenceRequest
+from gateway.breaker.outcome import End
+from gateway.endpoints.route_lookup import find
+from gateway.endpoints.serve import caller_of, log_end
+from gateway.errors import GatewayError, PassedOnError, RefusedError, RequestError, UpstreamError, UpstreamKind
+from gateway.http.http_exchange import Exchange, Receive, Scope, Send, exchange_of, read_body, send_bytes
+from gateway.providers.provider import Call, CountsTokens
+from gateway.routing.attempt_log import Outcomes
+from gateway.routing.budget import Budget
+from gateway.routing.candidate_filter import Choice
+from gateway.routing.chain import Candidate, Drop, Dropped, Found, expand
+from gateway.routing.chain_runner import Caller, Tools
+from gateway.routing.explain_record import Record, Tried
+from gateway.routing.quote_redaction import without_quotes
+from gateway.routing.refusal import Outcome, no_answer
+from gateway.runtime import Runtime
+from inference.protocol import Code
+
+PATH = "/v1/messages/count_tokens"
+INPUT_TOKENS_PATH = "/v1/responses/input_tokens"
+
+Parse = Callable[[bytes, str], InferenceRequest]
+"""The request in a body, of the owner of the key; raises RequestError."""
+
+SECONDS = 30.0
+"""Counting computes nothing, but a model that is not loaded needs a helper that reads its vocabulary first."""
+
+_LACK_OF_ROOM = frozenset((Drop.HELD, Drop.NO_FIT))
+"""Reasons not to ask for an answer now that do not matter to a count."""
+
+
+class CountTokens:
+    """The ASGI application behind one path. `said` is what the answer holds beside the count."""
+
+    def __init__(self, runtime: Runtime, parse: Parse, said: Mapping[str, Any] | None = None) -> None:
+        self._runtime = runtime
+        self._parse = parse
+        self._said = said or {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One question."""
+        runtime, exchange = self._runtime, exchange_of(scope)
+        record = Record(exchange.request_id, time.time(), scope["path"])
+        try:
+            with runtime.generation():
+                count = await self._serve(exchange, record, receive)
+        except GatewayError as error:
+            record.note_error(error)
+            record.total_seconds = time.monotonic() - exchange.began
+            if record.key and not record.route:
+                runtime.ring.add_refused(record)
+            log_end(record)
+            exchange.attempts = len(record.attempts)
+            exchange.reason = record.reason if record.reason != "none" else exchange.reason
+            raise
+        finally:
+            record.total_seconds = time.monotonic() - exchange.began
+        if count is not None:
+            await send_bytes(send, 200, orjson.dumps({**self._said, "input_tokens": count}))
+
+    async def _serve(self, exchange: Exchange, record: Record, receive: Receive) -> int | None:
+        """The count; None where the client left meanwhile."""
+        runtime = self._runtime
+        with contextlib.ExitStack() as held:
+            key, tenant = runtime.keys.admit(exchange.told.headers, "use")
+            record.key = key.name
+            if (meter := runtime.limiter.enter(key, exchange)) is not None:
+                held.enter_context(meter)
+            held.enter_context(runtime.bodies.hold(exchange.told.headers, runtime.config.max_body))
+            caller = caller_of(exchange, key, tenant, None)
+            raw = await read_body(receive, exchange.told.headers, runtime.config.max_body)
+            record.priority, record.retries = caller.priority, caller.retries
+            try:
+                request = self._parse(raw, key.digest.hex())
+            except RequestError as error:
+                record.note_refused_body(raw, error)
+                raise
+            held.enter_context(runtime.bodies.room(request.size_bytes - len(raw), runtime.config.max_body))
+            record.asked = request.model
+            found = await find(runtime, request.model, exchange)
+            tools, record.route = runtime.tools, found.route
+            runtime.ring.add(record)
+            presence = held.enter_context(runtime.presences.watch(receive, exchange.wire))
+            queued = time.monotonic()
+            try:
+                async with runtime.admission.enter(caller.priority, caller.silence_seconds):
+                    waited = time.monotonic() - queued
+                    exchange.waited_seconds += waited
+                    asked_at = time.monotonic()
+                    try:
+                        answered_by, count = await _Counting(tools, request, found, caller, record, waited).result()
+                    finally:
+                        exchange.upstream_seconds = time.monotonic() - asked_at
+            except GatewayError as error:
+                record.error = without_quotes(error.message, request.body)
+                raise
+            except asyncio.CancelledError:
+                if not presence.absorb():
+                    raise
+                record.outcome = str(presence.reason)
+                if presence.reason is End.CLIENT_LEFT:
+                    return None
+                raise RefusedError(Code.SHUTTING_DOWN, "the gateway stops; ask again", retry_after=1.0) from None
+        exchange.tier, exchange.model, exchange.reason = answered_by.tier, answered_by.name, record.reason
+        exchange.attempts = len(record.attempts)
+        record.outcome, record.status = "success", 200
+        return count
+
+
+class _Counting:
+    """One question on its way along the chain.
+
+    Tiers are passed over as an answer would pass them over: whoever failed lately or asked to be left alone is not
+    asked. What comes of a count moves no breaker, because it says nothing about answers.
+    """
+
+    def __init__(
+        self, tools: Tools, request: InferenceRequest, found: Found, caller: Caller, record: Record, waited: float
+    ) -> None:
+        """Of the caller's time `waited` seconds are over."""
+        self._tools = tools
+        self._request = request
+        self._caller = caller
+        self._record = record
+        self._outcomes = Outcomes(record)
+        self._loop = asyncio.get_running_loop()
+        way = tools.ways[found.route]
+        limits = way.limits._replace(caller_silence=caller.silence_seconds)
+        self._budget = Budget(limits, self._loop.time(), waited=waited)
+        record.chain = expand(way.chain, found.model, tools.view.aliases)
+        self._choice = Choice(
+            tools, request, way, record.chain, record, cloud_allowed=caller.cloud_allowed, priority=caller.priority
+        )
+
+    async def result(self) -> tuple[Candidate, int]:
+        """The count of the first tier that could answer; raises GatewayError where that tier counts nothing."""
+        waiting = self._tiers()
+        while waiting and self._budget.has_time(self._loop.time()):
+            candidate = waiting.popleft()
+            self._outcomes.take_up(candidate)
+            count = await self._try(candidate, last=not waiting)
+            if count is not None:
+                self._record.answered_by, self._record.tier = candidate.name, candidate.tier
+                if candidate.position > 0:
+                    self._record.reason = self._outcomes.first.name
+                return candidate, count
+        for candidate in waiting:
+            self._outcomes.drop(Dropped(candidate, Drop.BUDGET, "not asked, the request's time was spent"))
+        now = self._loop.time()
+        spent = None if self._budget.has_time(now) else self._budget.whose_time(now)
+        waits = self._outcomes.waiting(lambda _: 0.0)
+        raise no_answer(self._request, waits, spent, asks_again=self._caller.retries > 0)
+
+    def _tiers(self) -> deque[Candidate]:
+        """Whom to ask. Where nobody could answer now for lack of room, the service counts all the same."""
+        chain = self._choice.fold()
+        for dropped in chain.dropped:
+            self._outcomes.drop(dropped)
+        for put_off in chain.put_off:
+            self._outcomes.put_behind(put_off)
+        short = (dropped.candidate for dropped in chain.dropped if dropped.drop in _LACK_OF_ROOM)
+        return deque(chain.kept or (candidate for candidate in short if candidate.is_local))
+
+    async def _try(self, candidate: Candidate, *, last: bool) -> int | None:
+        """What `candidate` counts; None when the next one should be asked. Raises PassedOnError for its own 4xx."""
+        began = self._loop.time()
+        seconds = min(SECONDS, self._budget.commit_by - began, math.inf if last else self._budget.share(began))
+        retry_in, failure = None, "timeout"
+        try:
+            async with asyncio.timeout(seconds):
+                count = await self._ask(candidate, seconds)
+        except TimeoutError:
+            said = f"silent for {seconds:.3g} s"
+        except UpstreamError as error:
+            if error.status is not None and error.status in (400, 413, 422):
+                raise PassedOnError(error, error.status, error.param) from error
+            said, retry_in = str(error), error.retry_after
+            failure = str(error.kind) if error.status is None else f"status_{error.status}"
+        else:
+            self._note(candidate, "success", "", began)
+            return count
+        self._note(candidate, failure, said, began)
+        self._outcomes.fail(Outcome(candidate, failure, said, retry_in))
+        return None
+
+    def _note(self, candidate: Candidate, outcome: str, said: str, began: float) -> None:
+        kept = without_quotes(said, self._request.body)[:500]
+        self._record.attempts.append(Tried(candidate.name, outcome, kept, round(self._loop.time() - began, 6)))
+
+    async def _ask(self, candidate: Candidate, seconds: float) -> int:
+        tools, request = self._tools, self._request
+        if candidate.is_local:
+            return await tools.counter.count(candidate.model, request.endpoint, request.body, seconds)
+        provider = tools.registry.get(candidate.provider)
+        if isinstance(provider, CountsTokens):
+            connect = tools.config.deadlines.connect
+            return await provider.count_tokens(
+                Call(request.endpoint, candidate.model, request.body, self._caller.request_id, connect)
+            )
+        raise UpstreamError(
+            UpstreamKind.STATUS,
+            f"{candidate.name} would answer this and counts no tokens; ask for a model of this machine or of Anthropic",
+            status=400,
+            code=Code.UNSUPPORTED_PARAMETER,
+            param="model",
+        )

@@ -1,0 +1,159 @@
+"""Runs the gateway's application on a socket until it is told to stop; decides the order of stopping, nothing else.
+
+SIGTERM: readiness turns 503 at once while the port still answers, so that balancers notice; then no new connections are
+taken and open answers finish within the drain time; what is left ends in an honest error frame. Exit status 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from gateway.http import garbage_collection
+from gateway.http.connection_limits import MAX_CONNECTIONS, BoundedHttp
+from gateway.http.middleware import Edge
+from gateway.runtime import Runtime
+from headgate.shared.errors import HeadgateError
+
+log = logging.getLogger("gateway.gateway_server")
+
+NOTICE_SECONDS = 2.0
+"""How long the port answers after readiness turned 503."""
+
+LAST_WORDS_SECONDS = 3
+"""What uvicorn waits after the drain time, for the last error frames to go out."""
+
+MAX_DRAIN_SECONDS = 86400.0
+
+KEEP_ALIVE_SECONDS = 75
+
+OWN_DESCRIPTORS = 256
+"""Files, pipes and state that are no client's."""
+
+
+class QuietServer(uvicorn.Server):
+    """uvicorn without its signal handlers, which would close the port first and end with status 143."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves the signals to `Stopping`."""
+        yield
+
+
+class _Server(QuietServer):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts to serve. What is there by then stays."""
+        await super().startup(sockets)
+        garbage_collection.settle()
+
+
+class Stopping:
+    """The order of stopping: notice, drain, last words. `begin` is what the signals call."""
+
+    def __init__(self, runtime: Runtime, server: uvicorn.Server, notice_seconds: float = NOTICE_SECONDS) -> None:
+        self._runtime = runtime
+        self._server = server
+        self._notice = notice_seconds
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self, number: signal.Signals) -> None:
+        """The first signal begins to stop, a second one stops at once."""
+        if self._task is not None:
+            log.warning("%s again: stopping at once", number.name)
+            self._server.force_exit = True
+            self._server.should_exit = True
+            self._runtime.presences.interrupt_all()
+            return
+        self._runtime.is_draining = True
+        self._task = asyncio.get_running_loop().create_task(self._stop(number), name="stopping")
+
+    async def _stop(self, number: signal.Signals) -> None:
+        drain = _drain_seconds(self._runtime)
+        self._server.config.timeout_graceful_shutdown = int(drain) + LAST_WORDS_SECONDS  # a reload may have changed it
+        log.info(
+            "%s: not ready any more; %d requests have %g s to finish", number.name, len(self._runtime.presences), drain
+        )
+        await asyncio.sleep(min(self._notice, drain))
+        self._server.should_exit = True
+        await asyncio.sleep(max(0.0, drain - self._notice))
+        if left := self._runtime.presences.interrupt_all():
+            log.warning("%d requests did not finish within %g s and end with an error", left, drain)
+
+    async def aclose(self) -> None:
+        """Forgets what is left to do once the server has stopped."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):  # it only slept
+                await self._task
+
+
+def _drain_seconds(runtime: Runtime) -> float:
+    """The drain time in force; `never` is a day."""
+    return min(runtime.config.drain_seconds, MAX_DRAIN_SECONDS)
+
+
+async def serve(runtime: Runtime, app: Edge, sock: socket.socket) -> None:
+    """Serves on `sock` until a signal stops it; returns after the last answer. Raises HeadgateError at a bad start."""
+    options: dict[str, Any] = {
+        "http": _bounded_by(_descriptors()),
+        "ws": "none",
+        "lifespan": "on",
+        "log_config": None,
+        "access_log": False,
+        "proxy_headers": False,
+        "server_header": False,
+        "timeout_keep_alive": KEEP_ALIVE_SECONDS,
+    }
+    server = _Server(uvicorn.Config(app, **options))
+    stopping = Stopping(runtime, server)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.begin, number)
+    loop.add_signal_handler(signal.SIGHUP, _on_hangup, runtime)
+    try:
+        await server.serve(sockets=[sock])
+    except SystemExit as error:
+        raise HeadgateError("the gateway could not start; its log says why") from error
+    finally:
+        await stopping.aclose()
+
+
+def _descriptors() -> int:
+    """How many descriptors this process may have: as many as it may allow itself."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * MAX_CONNECTIONS + OWN_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return wanted if soft == resource.RLIM_INFINITY else soft
+
+
+def _bounded_by(descriptors: int) -> type[BoundedHttp]:
+    """The protocol with as many connections as there are descriptors for: each may need one to a tier as well."""
+    most = max(1, min(MAX_CONNECTIONS, (descriptors - OWN_DESCRIPTORS) // 2))
+    return type("BoundedHttp", (BoundedHttp,), {"most_connections": most})
+
+
+_reloads: set[asyncio.Task[None]] = set()
+
+
+def _on_hangup(runtime: Runtime) -> None:
+    task = asyncio.get_running_loop().create_task(_reload(runtime), name="reload")
+    _reloads.add(task)
+    task.add_done_callback(_reloads.discard)
+
+
+async def _reload(runtime: Runtime) -> None:
+    try:
+        await runtime.reload()
+    except HeadgateError as error:
+        for line in str(error).splitlines():
+            log.error("reload failed, the old configuration stays: %s", line)  # noqa: TRY400  # the sentence is enough

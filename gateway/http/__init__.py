@@ -1,0 +1,1 @@
+"""HTTP plumbing: one exchange, connection limits, client disconnects, image downloads."""

@@ -1,0 +1,172 @@
+"""The outermost layer: request id, headers on every response, Host check, last resort for defects; knows no route.
+
+Plain ASGI on purpose: a middleware that wraps responses in streams of its own hides the client's leaving.
+"""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+import logging
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from gateway import cors
+from gateway.errors import GatewayError, RequestError
+from gateway.http.http_exchange import (
+    ClientLeftError,
+    Exchange,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    new_exchange,
+    send_error,
+)
+from inference.protocol import Code
+
+log = logging.getLogger("gateway.http.middleware")
+
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+ErrorBody = Callable[[GatewayError], dict[str, Any]]
+
+_ONCE = frozenset({b"host", b"authorization", b"x-api-key", b"content-length"})
+_VERSIONED = re.compile(r"/+(?:v1/+)+")
+_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]]*)(?::\d*)?")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` (name or address, brackets allowed) is this machine's own."""
+    name = host.strip("[]").lower()
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+@functools.lru_cache(maxsize=64)
+def _host_is_ours(header: str) -> bool:
+    match = _HOST.fullmatch(header)
+    return match is not None and is_loopback(match[1])
+
+
+@functools.lru_cache(maxsize=256)
+def canonical_path(path: str) -> str:
+    """The path that is meant: without a trailing slash, and with one `/v1` at the beginning.
+
+    A client whose base address already ends in `/v1` asks for `/v1/v1/messages`, one whose base address ends in a slash
+    for `//v1/messages` or `/v1//messages`.
+    """
+    if (prefix := _VERSIONED.match(path)) is not None:
+        path = f"/v1/{path[prefix.end() :]}"
+    return path.rstrip("/") or "/"
+
+
+def _repeated(scope: Scope) -> str | None:
+    """The name of a header that came twice although who reads which one decides over access."""
+    seen: set[bytes] = set()
+    for name, _ in scope["headers"]:
+        if name in _ONCE:
+            if name in seen:
+                return str(name.decode())
+            seen.add(name)
+    return None
+
+
+def _is_preflight(headers: Mapping[str, str]) -> bool:
+    """Whether a browser asks if a page may send a request, and which headers with it."""
+    return "origin" in headers and "access-control-request-method" in headers
+
+
+async def _answer_preflight(origins: tuple[str, ...], headers: Mapping[str, str], send: Send) -> None:
+    """Answers a preflight request, which carries no key; raises RequestError when the page's origin is not allowed."""
+    if not cors.is_allowed(origins, headers["origin"]):
+        raise RequestError(
+            Code.PERMISSION_DENIED,
+            f"web pages of {headers['origin'][:200]!r} may not call this gateway; add the origin to `cors: {{origins: "
+            "[...]}` in gateway.yaml and reload",
+            param="origin",
+        )
+    allowed = cors.preflight_headers(headers.get("access-control-request-headers", ""))
+    await send({"type": "http.response.start", "status": 204, "headers": allowed})
+    await send({"type": "http.response.body", "body": b""})
+
+
+class Edge:
+    """Wraps the application. `hot` are the paths whose POST goes straight to an application of its own, `errors` how
+    errors are told on paths that have an envelope of their own.
+
+    `bound_host` is the address the gateway listens on. While that is loopback, only requests that name loopback as
+    their Host are served: a web page whose name was made to point here (DNS rebinding) is turned away. `cors_origins`
+    gives at any time the origins of the web pages that may call.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        hot: Mapping[str, App],
+        errors: Mapping[str, ErrorBody],
+        bound_host: str,
+        cors_origins: Callable[[], tuple[str, ...]],
+    ) -> None:
+        self._app = app
+        self._cors_origins = cors_origins
+        self._hot = hot
+        self._errors = errors
+        self._check_host = is_loopback(bound_host)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One ASGI connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scope["path"] = canonical_path(scope["path"])
+        exchange = new_exchange(scope)
+        origins = self._cors_origins()
+        if origins:
+            exchange.cors = cors.response_lines(origins, exchange.told.headers.get("origin"))
+        scope.setdefault("state", {})
+        scope["state"]["exchange"] = exchange
+
+        async def send_on(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.started = True
+                message = {**message, "headers": [*message.get("headers", ()), *exchange.response_headers()]}
+            await send(message)
+
+        try:
+            way = self._way(scope, exchange)
+            if scope["method"] == "OPTIONS" and _is_preflight(exchange.told.headers):
+                await _answer_preflight(origins, exchange.told.headers, send_on)
+            else:
+                await way(scope, receive, send_on)
+        except GatewayError as error:
+            if exchange.reason == "none":
+                exchange.reason = str(error.code)
+            await send_error(send_on, exchange, error)
+        except ClientLeftError:
+            log.debug("request %s: the client left while sending", exchange.request_id)
+        except Exception:
+            log.exception("request %s: %s %s", exchange.request_id, scope["method"], scope["path"])
+            if not exchange.started:
+                said = f"the gateway failed at this request; its log has the reason under {exchange.request_id}"
+                await send_error(send_on, exchange, GatewayError(Code.INTERNAL_ERROR, said))
+        finally:
+            exchange.wire = None  # it leads back to the scope, and so to here: a circle that nothing else would undo
+
+    def _way(self, scope: Scope, exchange: Exchange) -> App:
+        """The application that a request goes to; raises RequestError when its head is not let in."""
+        told = exchange.told
+        told.error_body = self._errors.get(scope["path"], told.error_body)
+        if len(told.headers) < len(scope["headers"]) and (name := _repeated(scope)):
+            raise RequestError(Code.INVALID_REQUEST, f"the header {name} came more than once", param=name)
+        if self._check_host and not _host_is_ours(told.headers.get("host", "")):
+            raise RequestError(
+                Code.PERMISSION_DENIED,
+                "the Host header does not name this machine; use http://127.0.0.1 or http://localhost, "
+                "and let a proxy of yours on it send `Host: localhost`",
+            )
+        return (self._hot.get(scope["path"]) if scope["method"] == "POST" else None) or self._app

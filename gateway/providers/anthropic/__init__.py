@@ -1,0 +1,1 @@
+"""Anthropic as a provider."""

@@ -1,0 +1,172 @@
+"""Makes a request that came in Anthropic's dialect fit for one Anthropic model; nothing is translated on the way.
+
+Cache marks, signatures, pictures in results and every other thing that the inner dialect has no words for stay as the
+caller wrote them. What changes is what that model or the plain API refuses; all of it is named here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gateway.apis.messages.messages_answer import UNSIGNED
+from gateway.providers.anthropic.anthropic_models import effort_for, takes_later_system, thinking_for
+from gateway.providers.anthropic.anthropic_request import ToolIds, sampling
+
+_AS_IT_IS = ("max_tokens", "tool_choice", "metadata", "service_tier")
+_CACHE_FIELDS = ("type", "ttl")
+_NOT_SENT = ("defer_loading",)
+"""Needs a tool that searches tools, which the gateway takes from nobody."""
+
+
+def to_native(origin: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """The streaming request for `model` of a checked Messages body."""
+    messages = _messages(origin["messages"])
+    if not takes_later_system(model):
+        messages = _without_system(messages)
+    request: dict[str, Any] = {"model": model, "messages": messages, "stream": True}
+    request |= {name: origin[name] for name in _AS_IT_IS if origin.get(name) is not None}
+    if system := _system(origin.get("system")):
+        request["system"] = system
+    if origin.get("cache_control") is not None:
+        request["cache_control"] = _cache(origin["cache_control"])
+    if tools := origin.get("tools"):
+        request["tools"] = [_tool(tool) for tool in tools]
+    else:
+        request.pop("tool_choice", None)
+    inner = {**origin, "stop": origin.get("stop_sequences")}
+    request |= sampling(inner, model)
+    if config := _config(origin, model):
+        request["output_config"] = config
+    thinking = thinking_for(origin["thinking"], model) if origin.get("thinking") else None
+    if thinking and not (thinking["type"] == "enabled" and _resumes_without_thinking(messages)):
+        request["thinking"] = _plain(thinking)
+    return request
+
+
+def _config(origin: Mapping[str, Any], model: str) -> dict[str, Any]:
+    asked = origin.get("output_config") or {}
+    config: dict[str, Any] = {}
+    if shape := asked.get("format") or origin.get("output_format"):
+        config["format"] = shape
+    if asked.get("effort") and (effort := effort_for(asked["effort"], model)):
+        config["effort"] = effort
+    return config
+
+
+def _plain(thinking: Mapping[str, Any]) -> dict[str, Any]:
+    """Thinking without what needs a beta feature; `updates` on it are summaries of it."""
+    said = {name: value for name, value in _given(thinking).items() if name != "block_binding"}
+    return {**said, "display": "summarized"} if said.get("display") == "updates" else said
+
+
+def _resumes_without_thinking(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether results are sent for calls of a turn that another tier thought out: thinking with a budget wants the
+    turn to begin with thinking of Anthropic's own.
+    """
+    turns = [message["content"] for message in messages if message["role"] == "assistant"]
+    if not turns or messages[-1]["role"] == "assistant" or isinstance(turns[-1], str):
+        return False
+    kinds = [block["type"] for block in turns[-1]]
+    return "tool_use" in kinds and kinds[0] not in ("thinking", "redacted_thinking")
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+def _messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages without what is refused: empty texts, thinking that Anthropic did not sign, turns of nothing else.
+
+    Tool call ids of other tiers are put into Anthropic's alphabet; white space at the end of a prefill goes.
+    """
+    ids = ToolIds()
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, list):
+            content = _blocks(content, ids, from_user=message["role"] == "user")
+        if content and (not isinstance(content, str) or content.strip()):
+            turns.append({"role": message["role"], "content": content})
+    if turns and turns[-1]["role"] == "assistant":
+        turns[-1]["content"] = _trimmed(turns[-1]["content"])
+    return turns
+
+
+def _without_system(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The turns with every system message as a part of the user's turn in its place.
+
+    Joined to the system prompt it would change the beginning of the prompt, which Anthropic then reads anew at full
+    price.
+    """
+    found: list[dict[str, Any]] = []
+    is_moved = False  # whether the last turn holds what a system message said
+    for turn in turns:
+        is_system = turn["role"] == "system"
+        role = "user" if is_system else turn["role"]
+        if found and found[-1]["role"] == role == "user" and (is_system or is_moved):
+            found[-1] = {**found[-1], "content": [*_as_blocks(found[-1]["content"]), *_as_blocks(turn["content"])]}
+        else:
+            found.append({**turn, "role": role})
+            is_moved = False
+        is_moved = is_moved or is_system
+    return found
+
+
+def _as_blocks(content: Any) -> list[Any]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _trimmed(content: Any) -> Any:
+    if isinstance(content, str):
+        return content.rstrip()
+    last = content[-1]
+    return [*content[:-1], {**last, "text": last["text"].rstrip()}] if last["type"] == "text" else content
+
+
+def _blocks(blocks: Sequence[Mapping[str, Any]], ids: ToolIds, *, from_user: bool) -> list[dict[str, Any]]:
+    return [_block(block, ids, from_user=from_user) for block in blocks if _is_taken(block)]
+
+
+def _is_taken(block: Mapping[str, Any]) -> bool:
+    if block["type"] == "text":
+        return bool(block["text"].strip())
+    return block["type"] != "thinking" or block.get("signature") not in (None, "", UNSIGNED)
+
+
+def _block(block: Mapping[str, Any], ids: ToolIds, *, from_user: bool) -> dict[str, Any]:
+    said = _marked(block)
+    if said["type"] == "tool_use":
+        said["id"] = ids(said["id"])
+    elif said["type"] == "tool_result":
+        said["tool_use_id"] = ids(said["tool_use_id"])
+        if isinstance(said.get("content"), list):
+            said["content"] = _blocks(said["content"], ids, from_user=from_user)
+    elif said["type"] == "text" and from_user:
+        said.pop("citations", None)  # the newer API version refuses them in what users say
+    return said
+
+
+def _system(system: Any) -> Any:
+    if not isinstance(system, list):
+        return system
+    return [_marked(block) for block in system if block["text"].strip()]
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    said = {name: value for name, value in _marked(tool).items() if name not in _NOT_SENT}
+    return {**said, "input_schema": {"type": "object", **tool["input_schema"]}}
+
+
+def _marked(holder: Mapping[str, Any]) -> dict[str, Any]:
+    """A block or tool; of a cache mark what needs no beta feature."""
+    said = _given(holder)
+    if "cache_control" in said:
+        said["cache_control"] = _cache(said["cache_control"])
+    return said
+
+
+def _cache(mark: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: mark[name] for name in _CACHE_FIELDS if mark.get(name) is not None}
+
+
+def _given(holder: Mapping[str, Any]) -> dict[str, Any]:
+    """Clients send null for what an answer of before did not have; the API wants such fields absent."""
+    return {name: value for name, value in holder.items() if value is not None}

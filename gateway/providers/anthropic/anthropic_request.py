@@ -1,0 +1,400 @@
+"""Rewrites an OpenAI chat request as an Anthropic messages request; sends nothing and never guesses at a lost meaning.
+
+What cannot be said in Anthropic's dialect raises UpstreamError with code `unsupported_parameter`, so that the chain
+asks another tier; `unsupported_params` tells the same beforehand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from gateway.apis.openai.origin import origin_of
+from gateway.errors import UpstreamError
+from gateway.providers.anthropic.anthropic_models import (
+    effort_for,
+    takes_format,
+    takes_prefill,
+    takes_sampling,
+    thinking_by_effort,
+    thinking_for,
+)
+from gateway.providers.anthropic.anthropic_schema import held
+from gateway.providers.provider_fields import ANTHROPIC_CHAT, unsupported
+
+DEFAULT_MAX_TOKENS = 32_000
+"""`max_tokens` when the caller gave none. Anthropic requires one, OpenAI's default is the model's own limit: this is
+the largest number that every model of the Claude 4 generation and later accepts, so that no answer is cut that another
+provider would have given whole."""
+
+OPENING = "(The conversation begins with the assistant's turn.)"
+"""Stands as the user's turn where a conversation begins with the assistant, which Anthropic does not take."""
+
+SAMPLING_VERSION = "2023-06-01"
+"""The API version that a request with `temperature`, `top_p` or `top_k` needs: later ones refuse all three."""
+
+IMAGE_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
+
+_DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)(?:;[^,;]+)*;base64,", re.IGNORECASE)
+_BAD_ID = re.compile(r"[^a-zA-Z0-9_-]")
+
+# OpenAI's efforts beside Anthropic's `output_config.effort`; `none` turns thinking off instead.
+_EFFORTS: Mapping[str, str] = {
+    "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "max",
+}  # fmt: skip
+
+_THINKING_EFFORTS = frozenset(_EFFORTS) - {"minimal"}
+"""Efforts that ask for thinking also where a model does not think by itself."""
+
+_STOPS = "its stop sequences need a character that is not white space"
+_JSON_OBJECT = "it has no free JSON mode; give a json_schema"
+_AUDIO = "it takes no audio"
+_FUNCTION_TOOLS = "it takes tools of type function"
+_OWN_OBJECT = "it wants an object as the schema of a strict tool, not a union or a reference"
+
+_MOST_STRICT_TOOLS = 20
+"""In one request."""
+
+
+def unsupported_params(body: Mapping[str, Any], model: str | None = None) -> Mapping[str, str]:
+    """Why Anthropic cannot honor a checked chat body, by parameter; empty when the tier is suitable.
+
+    Without `model`, what only some models refuse is left out.
+    """
+    found = ANTHROPIC_CHAT.shortcomings(body)
+    for error in _shape_errors(body, model):
+        found.setdefault(error.param or "", error.message)
+    return found
+
+
+def check_supported(body: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """The fields of a checked chat body that mean something to Anthropic; raises as `to_anthropic` does."""
+    for error in _shape_errors(body, model):
+        raise error
+    return ANTHROPIC_CHAT.kept(body)
+
+
+def needs_sampling_version(request: Mapping[str, Any]) -> bool:
+    """Whether a request made by `to_anthropic` must be sent with `anthropic-version: SAMPLING_VERSION`."""
+    return any(name in request for name in ("temperature", "top_p", "top_k"))
+
+
+def to_anthropic(body: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """The streaming Messages request for `body`; raises UpstreamError (400, `unsupported_parameter`) naming a param."""
+    kept = check_supported(body, model)
+    system, messages = _conversation(kept["messages"])
+    request: dict[str, Any] = {
+        "model": model,
+        "max_tokens": kept.get("max_completion_tokens") or kept.get("max_tokens") or DEFAULT_MAX_TOKENS,
+        "messages": messages,
+        "stream": True,
+    }
+    if system:
+        request["system"] = system
+    request |= _tools(kept, messages)
+    request |= sampling(kept, model)
+    request |= _output(kept, model)
+    if kept.get("user"):
+        request["metadata"] = {"user_id": kept["user"]}
+    return request
+
+
+def _shape_errors(body: Mapping[str, Any], model: str | None) -> Iterator[UpstreamError]:
+    """What is unsupported by its inner shape rather than by its name."""
+    stop = body.get("stop")
+    if any(not text.strip() for text in ([stop] if isinstance(stop, str) else stop or ())):
+        yield unsupported("stop", _STOPS)
+    if (body.get("response_format") or {}).get("type") == "json_object":
+        yield unsupported("response_format", _JSON_OBJECT)
+    if any(tool.get("type") != "function" for tool in body.get("tools") or ()):
+        yield unsupported("tools", _FUNCTION_TOOLS)
+    choice = body.get("tool_choice")
+    if isinstance(choice, Mapping) and choice.get("type") != "function":
+        yield unsupported("tool_choice", _FUNCTION_TOOLS)
+    for index, message in enumerate(body.get("messages") or ()):
+        if message.get("role") == "function" or message.get("function_call"):
+            yield unsupported("messages", "it knows tool calls, not function calls")
+        if any(call.get("type") == "custom" for call in message.get("tool_calls") or ()):
+            yield unsupported("messages", _FUNCTION_TOOLS)
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if why := _part_problem(part, message["role"]):
+                yield unsupported(f"messages[{index}].content", why)
+    said = [message for message in body.get("messages") or () if _says_something(message)]
+    if not said:
+        yield unsupported("messages", "it needs a message that is not empty")
+    if (
+        (body.get("response_format") or {}).get("type") == "json_schema"
+        and model is not None
+        and not takes_format(model)
+    ):
+        yield unsupported("response_format", f"{model} keeps to no schema")
+    yield from _schema_errors(body)
+    turns = [message["role"] for message in said if message["role"] not in ("system", "developer")]
+    if turns and turns[-1] == "assistant" and model is not None and not takes_prefill(model):
+        yield unsupported("messages", f"{model} wants the last message to be the user's or a tool's")
+
+
+def _schema_errors(body: Mapping[str, Any]) -> Iterator[UpstreamError]:
+    """What an answer cannot be held to. A request of Anthropic's own dialect is not translated, nor are its schemas."""
+    if origin_of(body) is not None:
+        return
+    try:
+        if (shape := body.get("response_format") or {}).get("type") == "json_schema":
+            held(_schema_of(shape), "response_format")
+        functions = [tool.get("function") or {} for tool in body.get("tools") or ()]
+        strict = [function for function in functions if function.get("strict")]
+        if len(strict) > _MOST_STRICT_TOOLS:
+            raise unsupported("tools", f"it takes at most {_MOST_STRICT_TOOLS} tools with `strict`, not {len(strict)}")
+        for function in strict:
+            _held_input(function)
+    except UpstreamError as error:
+        yield error
+
+
+def _schema_of(shape: Mapping[str, Any]) -> Any:
+    return shape["json_schema"].get("schema") or {"type": "object"}
+
+
+def _says_something(message: Mapping[str, Any]) -> bool:
+    content = message.get("content")
+    if isinstance(content, list):
+        return any(part["type"] not in ("text", "refusal") or _text(part.get(part["type"])) for part in content)
+    return bool(_text(content) or _text(message.get("refusal")) or message.get("tool_calls")) or (
+        message["role"] == "tool"
+    )
+
+
+def _part_problem(part: Mapping[str, Any], role: str) -> str | None:
+    if part["type"] in ("image_url", "file") and role not in ("user", "tool"):
+        return f"it takes images and files in user and tool messages, not in {role} messages"
+    if part["type"] == "input_audio":
+        return _AUDIO
+    if part["type"] == "image_url":
+        url = part["image_url"]["url"]
+        match = _DATA_URL.match(url)
+        if match is not None and match[1].lower() not in IMAGE_TYPES:
+            return f"images must be {', '.join(IMAGE_TYPES)}"
+        if match is None and not url.lower().startswith(("http://", "https://")):
+            return "an image must be a base64 data: URL or an http(s) URL"
+    if part["type"] == "file":
+        match = _DATA_URL.match(part["file"].get("file_data") or "")
+        if match is None or match[1].lower() != "application/pdf":
+            return "a file must be a PDF as a base64 data: URL in `file_data`"
+    return None
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+def _conversation(messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    """The system prompt, and the turns: alternating, starting with the user, without empty blocks.
+
+    Several system messages become one prompt in their order. Neighbors of one role become one turn; tool results stand
+    first in theirs, as the API wants them right after the calls. A system prompt alone is said by the user instead.
+    """
+    system: list[str] = []
+    turns: list[tuple[str, list[dict[str, Any]]]] = []
+    ids = ToolIds()
+    for message in messages:
+        role = message["role"]
+        if role in ("system", "developer"):
+            system += [block["text"] for block in _blocks(message.get("content")) if block["type"] == "text"]
+            continue
+        if role == "assistant":
+            blocks = [*_blocks(message.get("content")), *_text(message.get("refusal"))]
+            blocks += [_tool_use(call, ids) for call in message.get("tool_calls") or ()]
+        elif role == "tool":
+            blocks = [_tool_result(message, ids)]
+        else:
+            blocks = _blocks(message.get("content"))
+        speaker = "assistant" if role == "assistant" else "user"
+        if not blocks:
+            continue
+        if turns and turns[-1][0] == speaker:
+            turns[-1][1].extend(blocks)
+        else:
+            turns.append((speaker, blocks))
+    if not turns:
+        return "", [{"role": "user", "content": [{"type": "text", "text": "\n\n".join(system)}]}]
+    if turns[0][0] == "assistant":
+        turns.insert(0, ("user", [{"type": "text", "text": OPENING}]))
+    if turns[-1][0] == "assistant":
+        _trim_prefill(turns[-1][1])
+    return "\n\n".join(system), [
+        {"role": speaker, "content": sorted(blocks, key=lambda block: block["type"] != "tool_result")}
+        for speaker, blocks in turns
+    ]
+
+
+def _trim_prefill(blocks: list[dict[str, Any]]) -> None:
+    """A last assistant turn is a prefill, and one that ends in white space is refused."""
+    if blocks[-1]["type"] == "text":
+        blocks[-1] = {"type": "text", "text": blocks[-1]["text"].rstrip()}
+
+
+def _text(text: Any) -> list[dict[str, Any]]:
+    """A text block, or none for text without a visible character, which the API refuses."""
+    return [{"type": "text", "text": text}] if isinstance(text, str) and text.strip() else []
+
+
+def _blocks(content: Any) -> list[dict[str, Any]]:
+    if not isinstance(content, list):
+        return _text(content)
+    return [block for part in content for block in _part(part)]
+
+
+def _part(part: Mapping[str, Any]) -> list[dict[str, Any]]:
+    kind = part["type"]
+    if kind == "image_url":
+        return [{"type": "image", "source": _source(part["image_url"]["url"])}]
+    if kind == "file":
+        document: dict[str, Any] = {"type": "document", "source": _source(part["file"]["file_data"])}
+        if part["file"].get("filename"):
+            document["title"] = part["file"]["filename"]
+        return [document]
+    return _text(part.get("refusal") if kind == "refusal" else part.get("text"))
+
+
+def _source(url: str) -> dict[str, str]:
+    if match := _DATA_URL.match(url):
+        return {"type": "base64", "media_type": match[1].lower(), "data": url[match.end() :]}
+    return {"type": "url", "url": url}
+
+
+# --- tools -----------------------------------------------------------------------------------------------------------
+class ToolIds:
+    """Tool call ids in the alphabet that Anthropic takes; one id stays one id and two stay two."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, str] = {}
+        self._taken: set[str] = set()
+        self._counts: dict[str, int] = {}
+        """How often a clean id was wanted; a history may have tens of thousands."""
+
+    def __call__(self, id: str) -> str:
+        """`id`, or what stands for it."""
+        if id not in self._ids:
+            clean = base = _BAD_ID.sub("_", id)
+            while clean in self._taken:
+                self._counts[base] = self._counts.get(base, 1) + 1
+                clean = f"{base}_{self._counts[base]}"
+            self._taken.add(clean)
+            self._ids[id] = clean
+        return self._ids[id]
+
+
+def _tool_use(call: Mapping[str, Any], ids: ToolIds) -> dict[str, Any]:
+    function = call.get("function") or {}
+    return {
+        "type": "tool_use",
+        "id": ids(call["id"]),
+        "name": function.get("name", ""),
+        "input": arguments(function.get("arguments") or ""),
+    }
+
+
+def arguments(text: str) -> dict[str, Any]:
+    """Arguments as an object; what a model once wrote that is none travels whole under the key `arguments`."""
+    if not text.strip():
+        return {}
+    try:
+        parsed = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return {"arguments": text}
+    return parsed if isinstance(parsed, dict) else {"arguments": text}
+
+
+def _tool_result(message: Mapping[str, Any], ids: ToolIds) -> dict[str, Any]:
+    result: dict[str, Any] = {"type": "tool_result", "tool_use_id": ids(message["tool_call_id"])}
+    if content := _blocks(message.get("content")):
+        result["content"] = content
+    return result
+
+
+def _tools(kept: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """`tools` and `tool_choice`. A history with tool calls needs their tools defined even when none may be called."""
+    tools = [_tool(tool["function"]) for tool in kept.get("tools") or ()]
+    if not tools:
+        used = dict.fromkeys(
+            block["name"] for message in messages for block in message["content"] if block["type"] == "tool_use"
+        )
+        if not used:
+            return {}
+        return {
+            "tools": [{"name": name, "input_schema": {"type": "object"}} for name in used],
+            "tool_choice": {"type": "none"},
+        }
+    choice = _tool_choice(kept.get("tool_choice"))
+    if kept.get("parallel_tool_calls") is False and choice.get("type") != "none":
+        choice = {**(choice or {"type": "auto"}), "disable_parallel_tool_use": True}
+    return {"tools": tools, **({"tool_choice": choice} if choice else {})}
+
+
+def _tool(function: Mapping[str, Any]) -> dict[str, Any]:
+    tool: dict[str, Any] = {"name": function["name"]}
+    if function.get("description"):
+        tool["description"] = function["description"]
+    if function.get("strict"):
+        return {**tool, "input_schema": _held_input(function), "strict": True}
+    return {**tool, "input_schema": {"type": "object", **(function.get("parameters") or {})}}
+
+
+def _held_input(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a strict tool's input; no parameters are none."""
+    said = function.get("parameters") or {}
+    if not said.keys().isdisjoint(("$ref", "anyOf", "oneOf", "allOf")):
+        raise unsupported("tools", _OWN_OBJECT)
+    return {"type": "object", **held({"type": "object", "properties": {}, **said}, "tools")}
+
+
+def _tool_choice(choice: Any) -> dict[str, Any]:
+    if isinstance(choice, Mapping):
+        return {"type": "tool", "name": choice["function"]["name"]}
+    return {"none": {"type": "none"}, "auto": {"type": "auto"}, "required": {"type": "any"}}.get(choice, {})
+
+
+# --- the rest --------------------------------------------------------------------------------------------------------
+def sampling(kept: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """Stop sequences, and sampling for the models that take it. Anthropic's temperature ends at 1, OpenAI's at 2.
+
+    Temperature and top_p are refused together: the temperature stays, unless it is the default.
+    """
+    said: dict[str, Any] = {}
+    if stop := kept.get("stop"):
+        said["stop_sequences"] = [stop] if isinstance(stop, str) else list(stop)
+    if not takes_sampling(model):
+        return said
+    temperature, top_p = kept.get("temperature"), kept.get("top_p")
+    if top_p is not None and top_p < 1 and temperature in (None, 1):
+        said["top_p"] = top_p
+    elif temperature is not None:
+        said["temperature"] = min(temperature, 1)
+    if (kept.get("top_k") or 0) > 0:
+        said["top_k"] = kept["top_k"]
+    return said
+
+
+def _output(kept: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """`output_config` and `thinking`, from response_format and, where the model has it, reasoning_effort."""
+    config: dict[str, Any] = {}
+    shape = kept.get("response_format") or {}
+    if shape.get("type") == "json_schema":
+        config["format"] = {"type": "json_schema", "schema": held(_schema_of(shape), "response_format")}
+    effort = kept.get("reasoning_effort")
+    if isinstance(effort, str) and effort in _EFFORTS and (known := effort_for(_EFFORTS[effort], model)):
+        config["effort"] = known
+    output: dict[str, Any] = {"output_config": config} if config else {}
+    thinking: Mapping[str, Any] | None = None
+    if effort == "none":
+        thinking = thinking_for({"type": "disabled"}, model)
+    elif effort in _THINKING_EFFORTS and not _excludes_thinking(kept, model):
+        thinking = thinking_by_effort(model)
+    return {**output, "thinking": thinking} if thinking else output
+
+
+def _excludes_thinking(kept: Mapping[str, Any], model: str) -> bool:
+    """Whether something was asked that cannot be had together with thinking: a forced call, sampling."""
+    forced = kept.get("tool_choice") not in (None, "none", "auto")
+    return forced or needs_sampling_version(sampling(kept, model))

@@ -1,0 +1,107 @@
+"""Anthropic through the official SDK, with OpenAI's dialect in and out; decides nothing about failover.
+
+The translation is `gateway.providers.anthropic.anthropic_request` and `gateway.providers.anthropic.anthropic_events`; a request that came in
+Anthropic's own dialect is not translated but sent as `gateway.providers.anthropic.anthropic_native` makes it. The SDK's own retries
+are off: the chain is the only retry loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import httpx2
+from anthropic import AsyncAnthropic, AsyncStream
+
+from gateway.apis.openai.frames import Endpoint, Frame
+from gateway.apis.openai.origin import origin_of
+from gateway.providers.anthropic import anthropic_events, anthropic_request
+from gateway.providers.anthropic.anthropic_native import to_native
+from gateway.providers.anthropic.anthropic_request import (
+    SAMPLING_VERSION,
+    check_supported,
+    needs_sampling_version,
+    to_anthropic,
+)
+from gateway.providers.openai.openai_request import no_endpoint
+from gateway.providers.provider import Call
+from gateway.providers.sdk_stream import SdkStream, timeout_of, upstream_error, written
+
+BASE_URL = "https://api.anthropic.com"
+
+_COUNTED = ("model", "messages", "system", "tools", "tool_choice", "thinking", "output_config", "cache_control")
+"""What Anthropic counts, and takes where it only counts."""
+
+
+class AnthropicProvider:
+    """A cloud behind the `anthropic` SDK. `base_url` None is Anthropic itself.
+
+    `http` is used as it is and closed by `aclose`.
+    """
+
+    is_local = False
+
+    def __init__(self, name: str, *, api_key: str, base_url: str | None, http: httpx2.AsyncClient) -> None:
+        self.name = name
+        self._client = AsyncAnthropic(api_key=api_key, base_url=base_url or BASE_URL, http_client=http, max_retries=0)
+        self._host = self._client.base_url.host
+        self._secrets = (api_key,)
+
+    def unsupported_params(self, endpoint: Endpoint, body: Mapping[str, Any], model: str) -> Mapping[str, str]:
+        """See `gateway.providers.provider.Provider`."""
+        if endpoint is not Endpoint.CHAT:
+            return {"model": no_endpoint(endpoint).message}
+        return anthropic_request.unsupported_params(body, model)
+
+    def stream(self, call: Call) -> AbstractAsyncContextManager[AsyncIterator[Frame]]:
+        """Opens `call` as a stream; see the contract in `gateway.providers.provider`."""
+        native = origin_of(call.body) is not None
+        state = anthropic_events.State(created=int(time.time()), secrets=self._secrets, native=native)
+        return SdkStream(lambda: self._send(call), anthropic_events, state, self._host, self._secrets)
+
+    async def unary(self, call: Call) -> bytes:
+        """Anthropic answers nothing that has no stream; raises UpstreamError."""
+        raise no_endpoint(call.endpoint)
+
+    async def count_tokens(self, call: Call) -> int:
+        """See `gateway.providers.provider.CountsTokens`."""
+        body = written(lambda: _request(call.body, call.model))
+        counted: dict[str, Any] = {name: body[name] for name in _COUNTED if name in body}
+        try:
+            answer = await self._client.messages.count_tokens(**counted, timeout=timeout_of(call.connect_seconds))
+        except Exception as error:
+            raise upstream_error(error, self._host, self._secrets) from error
+        return answer.input_tokens
+
+    async def aclose(self) -> None:
+        """Closes every connection."""
+        await self._client.close()
+
+    async def _send(self, call: Call) -> httpx2.Response:
+        if call.endpoint is not Endpoint.CHAT:
+            raise no_endpoint(call.endpoint)
+        body = written(lambda: _request(call.body, call.model))
+        headers = {"Accept-Encoding": "identity"}  # a compressed stream comes in blocks instead of token by token
+        if needs_sampling_version(body):
+            headers["anthropic-version"] = SAMPLING_VERSION
+        response: Any = await self._client.post(
+            "/v1/messages",
+            cast_to=httpx2.Response,
+            body=body,
+            options={"timeout": timeout_of(call.connect_seconds), "headers": headers},
+            stream=True,
+            stream_cls=AsyncStream[Any],
+        )
+        assert isinstance(response, httpx2.Response)
+        return response
+
+
+def _request(body: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """What to send; raises UpstreamError for what Anthropic or `model` cannot do."""
+    origin = origin_of(body)
+    if origin is None:
+        return to_anthropic(body, model)
+    check_supported(body, model)
+    return to_native(origin, model)

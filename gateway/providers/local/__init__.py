@@ -1,0 +1,1 @@
+"""The inference service as a provider, and what the gateway knows about it."""

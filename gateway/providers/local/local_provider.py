@@ -1,0 +1,172 @@
+"""Talks to the inference service: what it is asked, and how its refusals read; retries nothing and judges nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import aiohttp
+import orjson
+
+from gateway.apis.openai.frames import Endpoint, Frame
+from gateway.errors import UpstreamError, UpstreamKind
+from gateway.providers.http_clients import make_hop
+from gateway.providers.local.local_stream import LocalStream, upstream_error
+from gateway.providers.provider import Call
+from gateway.providers.provider_fields import ALL_TAKEN, refused_by_local
+from gateway.routing.chain import LOCAL
+from gateway.routing.resume_policy import ANSWER_SO_FAR
+from headgate.shared.hop import Answer, BrokenError
+from inference.protocol import H_DEADLINE, H_DEVICE, H_REQUEST_ID, PROMPT_USAGE
+
+MAX_ERROR_BYTES = 65536
+ERROR_BODY_SECONDS = 5.0
+
+
+def retry_after_of(headers: Mapping[str, str]) -> float | None:
+    """Seconds in a Retry-After header, None without one or when it is a date."""
+    try:
+        return float(headers["retry-after"])
+    except (KeyError, ValueError):
+        return None
+
+
+class LocalProvider:
+    """The inference service at `url`; `token` is the secret both services share, None when there is none."""
+
+    name = LOCAL
+    is_local = True
+
+    def __init__(self, url: str, token: str | None, session: aiohttp.ClientSession) -> None:
+        self._url = url.rstrip("/")
+        self._session = session
+        self._headers = {"content-type": "application/json"}
+        if token:
+            self._headers["authorization"] = f"Bearer {token}"
+        self._hop, path = make_hop(self._url)
+        self._paths = {endpoint: f"{path}/v1/{endpoint}" for endpoint in Endpoint}
+
+    def unsupported_params(self, endpoint: Endpoint, body: Mapping[str, Any], model: str) -> Mapping[str, str]:
+        """What no local model takes; what the one asked for can do stands in the service's own snapshot."""
+        return refused_by_local(body) if endpoint.streams else ALL_TAKEN
+
+    def stream(self, call: Call) -> AbstractAsyncContextManager[AsyncIterator[Frame]]:
+        """See `gateway.providers.provider.Provider`."""
+        options = {"include_usage": True}
+        is_asked_for = (call.body.get("stream_options") or {}).get("include_usage")
+        if not is_asked_for and ANSWER_SO_FAR not in call.body:
+            options[PROMPT_USAGE] = True
+        body = {**call.body, "model": call.model, "stream": True, "stream_options": options}
+        return LocalStream(self._ask, call, orjson.dumps(body))
+
+    async def unary(self, call: Call) -> bytes:
+        """See `gateway.providers.provider.Provider`."""
+        body = orjson.dumps({**call.body, "model": call.model})
+        answer = await self._ask(call, body)
+        try:
+            return await answer.whole()
+        except BrokenError as error:
+            raise UpstreamError(UpstreamKind.READ, f"the answer broke off: {error}") from error
+        finally:
+            answer.close()
+
+    async def get_json(self, path: str, seconds: float) -> Any:
+        """The JSON at a GET path of the service within `seconds`; raises UpstreamError."""
+        return await self._json("GET", path, None, seconds)
+
+    async def post_json(self, path: str, body: bytes, seconds: float, headers: Mapping[str, str] | None = None) -> Any:
+        """The JSON that answers a POST of `body` within `seconds`; raises UpstreamError in the service's own words."""
+        deadline = {H_DEADLINE: str(max(1, int(seconds * 1000)))}
+        return await self._json("POST", path, body, seconds, {**deadline, **(headers or {})})
+
+    async def _json(
+        self, method: str, path: str, body: bytes | None, seconds: float, more: Mapping[str, str] | None = None
+    ) -> Any:
+        headers = {**self._headers, **(more or {})}
+        try:
+            async with self._session.request(
+                method, self._url + path, data=body, headers=headers, timeout=aiohttp.ClientTimeout(total=seconds)
+            ) as response:
+                answer = await response.read()
+                if response.status != 200:
+                    raise _not_given(f"{method} {path}: {response.status}", response.status, answer)
+                return orjson.loads(answer)
+        except TimeoutError as error:
+            raise UpstreamError(UpstreamKind.TIMEOUT, f"{method} {path}: nothing for {seconds:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise UpstreamError(UpstreamKind.CONNECT, _said(error)) from error
+        except ValueError as error:
+            raise UpstreamError(UpstreamKind.MALFORMED, f"{method} {path}: not JSON") from error
+
+    @contextlib.asynccontextmanager
+    async def events(self, silence_seconds: float) -> AsyncIterator[AsyncIterator[bytes]]:
+        """The bytes of the service's event stream as they come; raises UpstreamError, also after so long a silence."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=silence_seconds, sock_read=silence_seconds)
+        try:
+            async with self._session.get(self._url + "/events", headers=self._headers, timeout=timeout) as response:
+                if response.status != 200:
+                    raise UpstreamError(UpstreamKind.STATUS, "GET /events", status=response.status)
+                yield response.content.iter_any()
+        except TimeoutError as error:
+            raise UpstreamError(UpstreamKind.TIMEOUT, f"GET /events: nothing for {silence_seconds:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise UpstreamError(UpstreamKind.CONNECT, _said(error)) from error
+
+    async def aclose(self) -> None:
+        """Closes every connection."""
+        self._hop.close()
+        await self._session.close()
+
+    async def _ask(self, call: Call, body: bytes) -> Answer:
+        """The answer to a POST once its good status is known."""
+        headers = {**self._headers, H_REQUEST_ID: call.request_id, **call.headers}
+        try:
+            answer = await self._hop.post(self._paths[call.endpoint], body, headers, call.connect_seconds)
+        except OSError as error:
+            raise UpstreamError(
+                UpstreamKind.CONNECT, f"the inference service cannot be reached: {_said(error)}"
+            ) from error
+        except BrokenError as error:
+            raise UpstreamError(UpstreamKind.READ, f"the inference service did not answer: {error}") from error
+        if answer.status == 200:
+            if device := answer.headers.get(H_DEVICE):
+                call.heard[H_DEVICE] = device
+            return answer
+        try:
+            raise await _refusal(answer)
+        finally:
+            answer.close()
+
+
+def _not_given(asked: str, status: int, answer: bytes) -> UpstreamError:
+    """The error instead of an answer, in the envelope's words where it is one."""
+    with contextlib.suppress(ValueError):
+        raw = orjson.loads(answer)
+        if isinstance(raw, dict) and isinstance(raw.get("error"), dict):
+            return upstream_error(UpstreamKind.STATUS, raw, status, None)
+    return UpstreamError(UpstreamKind.STATUS, asked, status=status)
+
+
+async def _refusal(answer: Answer) -> UpstreamError:
+    """The error in a response whose status is not 200; its body is read only so far and so long."""
+    raw: Any = None
+    with contextlib.suppress(BrokenError, TimeoutError, ValueError):  # the status alone says enough
+        async with asyncio.timeout(ERROR_BODY_SECONDS):
+            raw = orjson.loads(await answer.whole(MAX_ERROR_BYTES))
+    return upstream_error(UpstreamKind.STATUS, raw, answer.status, retry_after_of(answer.headers))
+
+
+def _said(error: BaseException) -> str:
+    """What went wrong in a few words, without addresses: callers read it too."""
+    if isinstance(error, aiohttp.ClientPayloadError | aiohttp.ServerDisconnectedError):
+        return "the connection was closed"
+    cause = getattr(error, "os_error", error)
+    number = getattr(cause, "errno", None)
+    if isinstance(cause, ssl.SSLError):
+        return (cause.reason or "a broken handshake").replace("_", " ").lower()
+    return os.strerror(number).lower() if isinstance(number, int) and number > 0 else type(cause).__name__

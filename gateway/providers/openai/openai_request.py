@@ -1,0 +1,191 @@
+"""Rewrites a caller's request for a cloud that speaks OpenAI's dialect; sends nothing, changes no word of a message."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from enum import StrEnum
+from typing import Any
+
+from gateway.apis.openai.frames import Endpoint
+from gateway.apis.openai.origin import is_translated
+from gateway.errors import UpstreamError
+from gateway.providers.openai.openai_messages import Messages, for_google, for_openai, for_others
+from gateway.providers.openai.openai_models import effort_for, most_tokens, reasons, takes_sampling, takes_stop
+from gateway.providers.openai.openai_schema import is_strict
+from gateway.providers.provider_fields import (
+    GOOGLE_CHAT,
+    OPENAI_CHAT,
+    OPENAI_COMPLETIONS,
+    OPENAI_EMBEDDINGS,
+    Profile,
+    unsupported,
+)
+
+
+class Flavor(StrEnum):
+    """Whose idea of OpenAI's dialect an address speaks."""
+
+    OPENAI = "openai"
+    GOOGLE = "google"
+    COMPATIBLE = "compatible"
+    """any other service that says it is compatible"""
+
+
+_CHAT: Mapping[Flavor, Profile] = {
+    Flavor.OPENAI: OPENAI_CHAT,
+    Flavor.GOOGLE: GOOGLE_CHAT,
+    Flavor.COMPATIBLE: OPENAI_CHAT,
+}
+_OTHER: Mapping[Endpoint, Profile] = {
+    Endpoint.COMPLETIONS: OPENAI_COMPLETIONS,
+    Endpoint.EMBEDDINGS: OPENAI_EMBEDDINGS,
+}
+"""OpenAI's dialect knows no reranking."""
+_GOOGLES_EFFORTS: Mapping[str, str] = {"xhigh": "high", "max": "high"}
+"""Efforts beyond the highest that Google knows, as that one."""
+_ALWAYS_THINKS = re.compile(r"(models/)?gemini-(2\.5-pro|[3-9]|\d\d)")
+"""Models of Google's that answer 400 to the effort `none`."""
+_MESSAGES: Mapping[Flavor, Callable[[Messages, str], Messages]] = {
+    Flavor.OPENAI: for_openai,
+    Flavor.GOOGLE: for_google,
+    Flavor.COMPATIBLE: for_others,
+}
+_STREAM_OPTIONS = ("include_obfuscation",)
+_MOST_STOPS = 4
+"""Stop strings that OpenAI and Google take. Others of the dialect have bounds of their own, or none."""
+_STREAMED_AUDIO = "pcm16"
+"""The one format of audio that OpenAI streams."""
+_TUNES = ("temperature", "top_p")
+_SHOWS = ("logprobs", "top_logprobs")
+_WEIGHS = ("frequency_penalty", "presence_penalty", "logit_bias")
+
+
+_HOSTED_BY_AZURE = (".openai.azure.com", ".services.ai.azure.com", ".openai.azure.us")
+"""Where Azure serves OpenAI's models, in the public cloud and the government's, as strict about fields as OpenAI."""
+
+
+def is_openai(host: str) -> bool:
+    """Whether the host is OpenAI's own."""
+    return host == "api.openai.com" or host.endswith(".api.openai.com")
+
+
+def flavor_of(host: str, path: str) -> Flavor:
+    """The flavor behind an address, from its host and path (`/v1beta/openai/` is Google's wherever it stands)."""
+    if is_openai(host) or host.endswith(_HOSTED_BY_AZURE):
+        return Flavor.OPENAI
+    if host.endswith("googleapis.com") or path.rstrip("/").endswith("/v1beta/openai"):
+        return Flavor.GOOGLE
+    return Flavor.COMPATIBLE
+
+
+def unsupported_params(
+    body: Mapping[str, Any], flavor: Flavor, endpoint: Endpoint = Endpoint.CHAT, model: str = ""
+) -> Mapping[str, str]:
+    """Why this provider cannot honor a checked body, by parameter; empty when the tier is suitable."""
+    profile = _profile(endpoint, flavor)
+    if profile is None:
+        return {"model": no_endpoint(endpoint).message}
+    found = profile.shortcomings(body)
+    for param, why in _shortcomings(endpoint, body, model, flavor):
+        found.setdefault(param, unsupported(param, why).message)
+    return found
+
+
+def _shortcomings(endpoint: Endpoint, body: Mapping[str, Any], model: str, flavor: Flavor) -> Iterator[tuple[str, str]]:
+    """Fields whose value here, or with this model, makes the tier unsuitable, and why."""
+    if isinstance(stop := body.get("stop"), list) and len(stop) > _MOST_STOPS and flavor is not Flavor.COMPATIBLE:
+        yield "stop", f"it takes at most {_MOST_STOPS} stop strings"
+    if (body.get("response_format") or {}).get("schema") is not None and flavor is not Flavor.COMPATIBLE:
+        yield "response_format", "it takes a schema only as json_schema"
+    if flavor is Flavor.OPENAI and endpoint is Endpoint.CHAT:
+        if ((body.get("audio") or {}).get("format") or _STREAMED_AUDIO) != _STREAMED_AUDIO:
+            yield "audio", f"every answer is asked for as a stream, whose audio is {_STREAMED_AUDIO}"
+        for param in _unknown_to(model, body.get("reasoning_effort")):
+            if body.get(param) and param not in _TUNES:
+                yield param, f"{model} reasons, and takes none"
+
+
+def _unknown_to(model: str, effort: str | None) -> tuple[str, ...]:
+    """The fields that a model of OpenAI's answers 400 to, mostly even where their value asks for nothing."""
+    if not reasons(model):
+        return ()
+    stop = () if takes_stop(model) else ("stop",)
+    return _WEIGHS + stop + (() if takes_sampling(model, effort) else _SHOWS + _TUNES)
+
+
+def to_openai(endpoint: Endpoint, body: Mapping[str, Any], model: str, flavor: Flavor) -> dict[str, Any]:
+    """The request to send; a stream with usage, except for embeddings. Raises UpstreamError naming a refused param."""
+    profile = _profile(endpoint, flavor)
+    if profile is None:
+        raise no_endpoint(endpoint)
+    for param, why in _shortcomings(endpoint, body, model, flavor):
+        raise unsupported(param, why)
+    request = {**profile.kept(body), "model": model}
+    if endpoint is Endpoint.EMBEDDINGS:
+        return request
+    options = request.get("stream_options") or {}
+    request["stream"] = True
+    request["stream_options"] = {"include_usage": True} | (
+        {name: options[name] for name in _STREAM_OPTIONS if name in options} if flavor is Flavor.OPENAI else {}
+    )
+    if endpoint is Endpoint.CHAT:
+        _translate_chat(request, flavor)
+        if flavor is Flavor.OPENAI and is_translated(body):
+            _mean_anthropics(request)
+    return request
+
+
+def no_endpoint(endpoint: Endpoint) -> UpstreamError:
+    """The error of a call whose endpoint the provider does not have; nothing was sent."""
+    return unsupported("model", f"it has no /v1/{endpoint}")
+
+
+def _profile(endpoint: Endpoint, flavor: Flavor) -> Profile | None:
+    if endpoint is Endpoint.CHAT:
+        return _CHAT[flavor]
+    if endpoint is Endpoint.COMPLETIONS and flavor is Flavor.GOOGLE:
+        return None
+    return _OTHER.get(endpoint)
+
+
+def _translate_chat(request: dict[str, Any], flavor: Flavor) -> None:
+    if flavor is Flavor.OPENAI and "max_tokens" in request:
+        limit = request.pop("max_tokens")  # OpenAI's newer models refuse the old name, all take the new one
+        request.setdefault("max_completion_tokens", limit)
+    if flavor is Flavor.OPENAI:
+        for name in _unknown_to(request["model"], request.get("reasoning_effort")):
+            request.pop(name, None)  # it tunes a sampler that cannot be tuned, or asks for nothing
+    if effort := request.pop("reasoning_effort", None):
+        request |= _effort(effort, request["model"], flavor)
+    request["messages"] = list(_MESSAGES[flavor](request["messages"], request["model"]))
+
+
+def _effort(effort: str, model: str, flavor: Flavor) -> dict[str, str]:
+    """`reasoning_effort` as the nearest that the address and the model have; nothing for a model that has none."""
+    known: str | None = effort
+    if flavor is Flavor.OPENAI:
+        known = effort_for(effort, model)
+    elif flavor is Flavor.GOOGLE:
+        is_off = effort == "none" and _ALWAYS_THINKS.match(model) is not None
+        known = "minimal" if is_off else _GOOGLES_EFFORTS.get(effort, effort)
+    return {} if known is None else {"reasoning_effort": known}
+
+
+def _mean_anthropics(request: dict[str, Any]) -> None:
+    """What Anthropic's API means by the same words. Its `max_tokens` must be named, so that callers name more than some
+    models take; its strict schemas may have properties that can be absent, which OpenAI then only tries to keep to.
+    """
+    limit, most = request.get("max_completion_tokens"), most_tokens(request["model"])
+    if limit is not None and most is not None:
+        request["max_completion_tokens"] = min(limit, most)
+    if shape := request.get("response_format"):
+        inner = shape["json_schema"]
+        request["response_format"] = {**shape, "json_schema": {**inner, "strict": is_strict(inner["schema"])}}
+    if tools := request.get("tools"):
+        request["tools"] = [{**tool, "function": _loosened(tool["function"])} for tool in tools]
+
+
+def _loosened(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    is_held = not function.get("strict") or is_strict(function["parameters"])
+    return function if is_held else {**function, "strict": False}

@@ -1,0 +1,88 @@
+"""OpenAI, and every address that speaks its dialect, through the official SDK; decides nothing about failover.
+
+Chunks are relayed byte for byte. The SDK's own retries are off: the chain is the only retry loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import httpx2
+import orjson
+from openai import AsyncOpenAI, AsyncStream
+
+from gateway.apis.openai.finish_reasons import choices_of
+from gateway.apis.openai.frames import Endpoint, Frame
+from gateway.errors import UpstreamError, UpstreamKind
+from gateway.providers.openai import openai_events, openai_request
+from gateway.providers.openai.openai_request import Flavor, flavor_of, to_openai
+from gateway.providers.provider import Call
+from gateway.providers.sdk_stream import SdkStream, timeout_of, upstream_error, written
+
+BASE_URL = "https://api.openai.com/v1"
+
+
+class OpenAIProvider:
+    """A cloud behind the `openai` SDK. `base_url` None is OpenAI itself; `flavor` None is what the address tells.
+
+    `http` is used as it is and closed by `aclose`.
+    """
+
+    is_local = False
+
+    def __init__(
+        self, name: str, *, api_key: str, base_url: str | None, http: httpx2.AsyncClient, flavor: Flavor | None = None
+    ) -> None:
+        self.name = name
+        self._client = AsyncOpenAI(api_key=api_key, base_url=base_url or BASE_URL, http_client=http, max_retries=0)
+        url = self._client.base_url
+        self.flavor = flavor or flavor_of(url.host, url.path)
+        if not openai_request.is_openai(url.host):
+            # taken from OPENAI_ORG_ID and OPENAI_PROJECT_ID by the SDK, and nobody else's business
+            self._client.organization = self._client.project = None
+        self._host = url.host
+        self._secrets = (api_key,)
+
+    def unsupported_params(self, endpoint: Endpoint, body: Mapping[str, Any], model: str) -> Mapping[str, str]:
+        """See `gateway.providers.provider.Provider`."""
+        return openai_request.unsupported_params(body, self.flavor, endpoint, model)
+
+    def stream(self, call: Call) -> AbstractAsyncContextManager[AsyncIterator[Frame]]:
+        """Opens `call` as a stream; see the contract in `gateway.providers.provider`."""
+        state = openai_events.State(choices_of(call.body), self._secrets)
+        return SdkStream(lambda: self._send(call, stream=True), openai_events, state, self._host, self._secrets)
+
+    async def unary(self, call: Call) -> bytes:
+        """The response's JSON bytes to a call without a stream; raises UpstreamError."""
+        if call.endpoint.streams:
+            raise UpstreamError(UpstreamKind.MALFORMED, f"/v1/{call.endpoint} is always streamed")
+        try:
+            response = await self._send(call, stream=False)
+            if not isinstance(orjson.loads(response.content), dict):
+                raise ValueError("a JSON object was expected")
+        except Exception as error:
+            raise upstream_error(error, self._host, self._secrets) from error
+        return response.content
+
+    async def aclose(self) -> None:
+        """Closes every connection."""
+        await self._client.close()
+
+    async def _send(self, call: Call, *, stream: bool) -> httpx2.Response:
+        body = written(lambda: to_openai(call.endpoint, call.body, call.model, self.flavor))
+        response: Any = await self._client.post(
+            f"/{call.endpoint}",
+            cast_to=httpx2.Response,
+            body=body,
+            options={"timeout": timeout_of(call.connect_seconds), "headers": _ACCEPT if stream else {}},
+            stream=stream,
+            stream_cls=AsyncStream[Any],
+        )
+        assert isinstance(response, httpx2.Response)
+        return response
+
+
+_ACCEPT = {"Accept": "text/event-stream", "Accept-Encoding": "identity"}
+"""A compressed stream would arrive in the compressor's blocks instead of token by token."""

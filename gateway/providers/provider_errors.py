@@ -1,0 +1,230 @@
+"""Reads clouds' error bodies and headers into UpstreamError, secrets removed; decides nothing about failover.
+
+The providers' own words stay, with four exceptions that make them mean the same everywhere: a prompt too long for the
+model is always `context_length_exceeded`, a request larger than all that the account may use in a minute always
+`request_too_large`, a blocked content always `content_filter`, and what is the operator's fault (a bad key, an empty
+account) has the status that says so, whatever status it came with.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import orjson
+
+from gateway.breaker.outcome import REQUEST_TOO_LARGE
+from gateway.errors import UpstreamError, UpstreamKind
+from inference.protocol import Code
+
+MAX_MESSAGE_CHARS = 2000
+
+LEAST_SECRET_CHARS = 8
+
+# `error.type` (OpenAI's, Anthropic's) and `error.status` (Google's) beside the HTTP status they stand for; needed where
+# an error comes inside a stream that had opened with 200.
+STATUS_OF_TYPE: Mapping[str, int] = {
+    "invalid_request_error": 400,
+    "authentication_error": 401,
+    "invalid_api_key": 401,
+    "billing_error": 402,
+    "permission_error": 403,
+    "not_found_error": 404,
+    "conflict_error": 409,
+    "request_too_large": 413,
+    "rate_limit_error": 429,
+    "rate_limit_exceeded": 429,
+    "requests": 429,
+    "tokens": 429,
+    "insufficient_quota": 402,
+    "server_error": 500,
+    "internal_error": 500,
+    "api_error": 500,
+    "timeout_error": 504,
+    "service_unavailable_error": 503,
+    "overloaded_error": 529,
+    "INVALID_ARGUMENT": 400,
+    "FAILED_PRECONDITION": 400,
+    "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
+    "NOT_FOUND": 404,
+    "RESOURCE_EXHAUSTED": 429,
+    "INTERNAL": 500,
+    "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
+}
+
+_TOO_LONG = re.compile(
+    r"prompt is too long|exceeds? (the )?context (limit|window|length)|maximum context length"
+    r"|input token count .{0,40}exceeds the maximum",
+    re.IGNORECASE,
+)
+_TOO_LARGE = re.compile(r"^Request too large for .*\b(tokens|requests) per (min|minute|day)\b", re.DOTALL)
+_UNRECOGNIZED = re.compile(r"Unrecognized request arguments? supplied: (\w+)")
+"""How OpenAI says of some models that they do not have a parameter, without its code for that."""
+_BLOCKED = re.compile(r"blocked by content filtering|content (management )?policy|PROHIBITED_CONTENT", re.IGNORECASE)
+_BAD_KEY = re.compile(r"API_KEY_INVALID|API key not valid|API key expired", re.IGNORECASE)
+_NO_CREDIT = re.compile(r"credit balance is too low", re.IGNORECASE)
+_NO_QUOTA = "insufficient_quota"
+"""OpenAI's word, with a 429, for an account that has nothing left; with a Retry-After others mean a limit of a time."""
+_KEY_LIKE = re.compile(r"\b(sk-|AIza)[\w*.-]{6,}")
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)s")
+_NAME = re.compile(r"[\w.:/-]{1,64}")
+_PARAM = re.compile(r"[\w.:/\[\]-]{1,128}")
+
+
+def scrub(text: str, secrets: Sequence[str] = ()) -> str:
+    """`text` without the given secrets and without anything that looks like a provider's key.
+
+    A secret counts where no letter or digit stands beside it, and from LEAST_SECRET_CHARS on: a shorter one is a
+    placeholder, as servers without keys are given, and its letters stand in ordinary words.
+    """
+    for secret in secrets:
+        if len(secret) >= LEAST_SECRET_CHARS:
+            text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(secret)}(?![A-Za-z0-9])", "[key]", text)
+    return _KEY_LIKE.sub("[key]", text)[:MAX_MESSAGE_CHARS]
+
+
+def retry_after_seconds(headers: Mapping[str, str], now: float) -> float | None:
+    """Seconds to wait, from `retry-after-ms` or `retry-after` (seconds or an HTTP date); None without a usable one.
+
+    `headers` has lower-case names; `now` is seconds since the epoch.
+    """
+    if (milliseconds := _number(headers.get("retry-after-ms"))) is not None:
+        return milliseconds / 1000
+    said = headers.get("retry-after")
+    if said is None or (seconds := _number(said)) is not None:
+        return None if said is None else seconds
+    try:
+        return max(0.0, parsedate_to_datetime(said).timestamp() - now)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        number = float(text) if text is not None else math.nan
+    except ValueError:
+        return None
+    return number if math.isfinite(number) and number >= 0 else None
+
+
+def status_error(
+    status: int, headers: Mapping[str, str], body: bytes, *, now: float, secrets: Sequence[str] = ()
+) -> UpstreamError:
+    """The UpstreamError for an HTTP error status; the body may be any envelope, or no JSON at all."""
+    try:
+        parsed = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        parsed = None
+    error = error_in(parsed)
+    if error is None:
+        text = body.decode("utf-8", "replace").strip()
+        plain = "" if text.startswith("<") else text[:200]  # a proxy's HTML page tells a caller nothing
+        error = {"message": plain or f"the provider answered {status} without an explanation"}
+    wait = retry_after_seconds(headers, now)
+    return _build(UpstreamKind.STATUS, error, status, wait, secrets)
+
+
+def frame_error(error: Mapping[str, Any], *, secrets: Sequence[str] = ()) -> UpstreamError:
+    """The UpstreamError for an error object that came inside a stream."""
+    return _build(UpstreamKind.ERROR_FRAME, error, None, None, secrets)
+
+
+def error_in(parsed: Any) -> Mapping[str, Any] | None:
+    """The error object in a parsed body or chunk, whatever envelope it came in; None when it holds none.
+
+    OpenAI and Anthropic: `{"error": {...}}`. Google: the same, or a list of one. Others: `{"error": "text"}`,
+    `{"detail": "text"}` or `{"message": "text"}`.
+    """
+    if isinstance(parsed, list) and len(parsed) == 1:
+        parsed = parsed[0]
+    if not isinstance(parsed, Mapping):
+        return None
+    error = parsed.get("error")
+    if isinstance(error, Mapping) and error:
+        return error
+    if "choices" in parsed and not error:
+        return None
+    for said in (error, parsed.get("detail"), parsed.get("message")):
+        if isinstance(said, str) and said:
+            return {"message": said}
+    return {"message": "the provider reported an error without an explanation"} if error else None
+
+
+def _build(
+    kind: UpstreamKind, error: Mapping[str, Any], status: int | None, wait: float | None, secrets: Sequence[str]
+) -> UpstreamError:
+    message = _string(error.get("message")) or "the provider reported an error without an explanation"
+    code, type = _string(error.get("code")), _string(error.get("type"))
+    if type is None:
+        type = _string(error.get("status"))
+    details = error.get("details")
+    reasons = _reasons(details)
+    code = code or next(iter(reasons), None)
+    if status is None:
+        status = _status_of(error, code, type)
+    param = _string(error.get("param"))
+    if wait is None:
+        wait = _retry_info(details)
+    if status is not None and 400 <= status < 500:
+        text = " ".join((message, *reasons))
+        if code != Code.CONTEXT_LENGTH_EXCEEDED and status in (400, 413) and _TOO_LONG.search(text):
+            code = Code.CONTEXT_LENGTH_EXCEEDED
+        elif code != "content_policy_violation" and status == 400 and _BLOCKED.search(text):
+            code = "content_filter"
+        elif status in (413, 429) and _TOO_LARGE.search(message):
+            status, code = 413, REQUEST_TOO_LARGE
+        elif code is None and status == 400 and (unknown := _UNRECOGNIZED.search(message)):
+            code, param = Code.UNSUPPORTED_PARAMETER, unknown[1]
+        elif _BAD_KEY.search(text):
+            status = 401
+        elif (_NO_QUOTA in (code, type) and wait is None) or _NO_CREDIT.search(message):
+            status = 402
+    return UpstreamError(
+        kind,
+        scrub(message, secrets),
+        status=status,
+        code=_named(_NAME, code, secrets),
+        type=_named(_NAME, type, secrets),
+        param=_named(_PARAM, param, secrets),
+        retry_after=wait,
+    )
+
+
+def _named(form: re.Pattern[str], value: str | None, secrets: Sequence[str]) -> str | None:
+    """`value` where a name belongs; None for what is no name, or one that holds a secret."""
+    return value if value is not None and form.fullmatch(value) and scrub(value, secrets) == value else None
+
+
+def _string(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _status_of(error: Mapping[str, Any], code: str | None, type: str | None) -> int | None:
+    number = error.get("code")
+    if isinstance(number, int) and not isinstance(number, bool) and 400 <= number < 600:
+        return number
+    for word in (code, type):
+        if word is not None and word in STATUS_OF_TYPE:
+            return STATUS_OF_TYPE[word]
+    return None
+
+
+def _reasons(details: Any) -> list[str]:
+    """Machine-readable causes: Anthropic's `details.error_code`, Google's `details[].reason`."""
+    items = details if isinstance(details, list) else [details]
+    said = [item.get(key) for item in items if isinstance(item, Mapping) for key in ("error_code", "reason")]
+    return [reason for reason in said if isinstance(reason, str)]
+
+
+def _retry_info(details: Any) -> float | None:
+    """Google's `RetryInfo.retryDelay`, in seconds."""
+    for item in details if isinstance(details, list) else ():
+        if isinstance(item, Mapping) and isinstance(delay := item.get("retryDelay"), str):
+            match = _DURATION.fullmatch(delay)
+            return float(match[1]) if match else None
+    return None

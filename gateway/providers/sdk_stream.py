@@ -1,0 +1,194 @@
+"""What both SDK providers share: opening, relaying and closing one streamed response; decides nothing about dialects.
+
+The SDKs build the request, authenticate and send it; the response stays raw (`cast_to=httpx2.Response`), because its
+frames are relayed or translated once and never parsed into the SDK's models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar
+
+import httpx2
+
+from gateway.apis.openai.frames import Done, Frame
+from gateway.errors import UpstreamError, UpstreamKind
+from gateway.providers.provider_errors import scrub, status_error
+from headgate.shared.sse import SseFrame, SseSplitter
+from inference.protocol import Code
+
+log = logging.getLogger("gateway.providers.sdk_stream")
+
+DRAIN_SECONDS = 0.05
+"""After the last frame the end of the body is usually there already; read, it leaves the connection reusable."""
+
+S = TypeVar("S")
+
+
+class Dialect(Protocol[S]):
+    """The pure half: a module of `gateway.core` with `step` and `end`."""
+
+    def step(self, state: S, frame: SseFrame) -> tuple[S, tuple[Frame, ...]]:
+        """The frames that one server-sent event adds."""
+        ...
+
+    def end(self, state: S) -> tuple[Frame, ...]:
+        """The last frames of a stream whose bytes have ended."""
+        ...
+
+    def is_complete(self, state: S) -> bool:
+        """Whether the provider said that nothing follows."""
+        ...
+
+    def is_finished(self, state: S) -> bool:
+        """Whether the answer is whole even if the connection breaks now."""
+        ...
+
+
+def timeout_of(connect_seconds: float) -> httpx2.Timeout:
+    """Deadlines for making a connection alone; silence afterwards is measured by the attempt."""
+    return httpx2.Timeout(None, connect=connect_seconds)
+
+
+def written(write: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The request that `write` makes of a caller's; raises UpstreamError.
+
+    Where it fails in another way the defect is ours: nothing was sent, so that it is no answer of the provider's.
+    """
+    try:
+        return write()
+    except UpstreamError:
+        raise
+    except Exception as error:
+        log.exception("a request could not be written for a provider")
+        raise UpstreamError(
+            UpstreamKind.STATUS,
+            f"the request could not be written for this provider ({type(error).__name__})",
+            status=400,
+            code=Code.UNSUPPORTED_PARAMETER,
+            type="invalid_request_error",
+        ) from error
+
+
+def upstream_error(error: BaseException, host: str, secrets: Sequence[str] = ()) -> UpstreamError:
+    """Whatever an SDK or its HTTP client raised, as the one error a provider may raise."""
+    if isinstance(error, UpstreamError):
+        return error
+    response = getattr(error, "response", None)
+    if isinstance(response, httpx2.Response) and response.status_code >= 300:
+        try:
+            body = response.content
+        except httpx2.ResponseNotRead:
+            body = b""
+        return status_error(response.status_code, response.headers, body, now=time.time(), secrets=secrets)
+    cause = error
+    while not isinstance(cause, httpx2.HTTPError) and cause.__cause__ is not None:
+        cause = cause.__cause__
+    kind, what = _kind_of(cause)
+    said = scrub(str(cause) or type(cause).__name__, secrets)
+    return UpstreamError(kind, f"{what} {host}: {said}")
+
+
+def _kind_of(cause: BaseException) -> tuple[UpstreamKind, str]:
+    match cause:
+        case httpx2.ConnectTimeout():
+            return UpstreamKind.CONNECT, "no connection in time to"
+        case httpx2.ConnectError() | httpx2.ProxyError() | httpx2.UnsupportedProtocol():
+            return UpstreamKind.CONNECT, "no connection to"
+        case httpx2.TimeoutException():
+            return UpstreamKind.TIMEOUT, "silence from"
+        case httpx2.DecodingError() | httpx2.TooManyRedirects() | ValueError() | TypeError():
+            return UpstreamKind.MALFORMED, "an answer that cannot be read from"
+    return UpstreamKind.READ, "the connection broke to"
+
+
+class SdkStream(AbstractAsyncContextManager[AsyncIterator[Frame]], Generic[S]):
+    """One streamed call: entering opens it, iterating relays its frames, leaving closes the connection at once."""
+
+    def __init__(
+        self,
+        send: Callable[[], Awaitable[httpx2.Response]],
+        dialect: Dialect[S],
+        state: S,
+        host: str,
+        secrets: Sequence[str] = (),
+    ) -> None:
+        self._send = send
+        self._dialect = dialect
+        self._state = state
+        self._host = host
+        self._secrets = secrets
+        self._splitter = SseSplitter()
+        self._ready: deque[Frame] = deque()
+        self._failure: UpstreamError | None = None
+        self._over = False
+
+    async def __aenter__(self) -> AsyncIterator[Frame]:
+        try:
+            self._response = await self._send()
+        except Exception as error:
+            raise self._error(error) from error
+        kind = self._response.headers.get("content-type", "")
+        if not kind.lower().startswith("text/event-stream"):
+            await self._response.aclose()
+            raise UpstreamError(
+                UpstreamKind.MALFORMED, f"an event stream was asked of {self._host}, {kind or 'nothing named'} came"
+            )
+        self._bytes = self._response.aiter_bytes()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._over and error is None and not self._response.is_closed:
+            await self._drain()
+        await self._response.aclose()
+        with suppress(RuntimeError):  # a read that another task has not left yet ends with the connection
+            await self._bytes.aclose()
+
+    def __aiter__(self) -> AsyncIterator[Frame]:
+        return self
+
+    async def __anext__(self) -> Frame:
+        while not self._ready:
+            if self._failure is not None:
+                raise self._failure
+            if self._over:
+                raise StopAsyncIteration
+            await self._read()
+        return self._ready.popleft()
+
+    async def _read(self) -> None:
+        """Reads until something is ready; an error waits until the frames before it were taken."""
+        try:
+            piece = await anext(self._bytes, None)
+            frames = self._splitter.end() if piece is None else self._splitter.feed(piece)
+            for frame in frames:
+                self._state, said = self._dialect.step(self._state, frame)
+                self._ready.extend(said)
+            if piece is None or self._dialect.is_complete(self._state):
+                self._finish()
+        except Exception as error:
+            if isinstance(error, httpx2.HTTPError) and self._dialect.is_finished(self._state):
+                self._finish()  # what broke came after the whole answer
+            else:
+                self._failure = self._error(error)
+
+    def _finish(self) -> None:
+        self._ready.extend(self._dialect.end(self._state))
+        assert self._ready and isinstance(self._ready[-1], Done)
+        self._over = True
+
+    async def _drain(self) -> None:
+        with suppress(TimeoutError, httpx2.HTTPError, RuntimeError):  # then the connection is not used again
+            async with asyncio.timeout(DRAIN_SECONDS):
+                await anext(self._bytes, None)
+
+    def _error(self, error: BaseException) -> UpstreamError:
+        return upstream_error(error, self._host, self._secrets)

@@ -1,0 +1,1 @@
+"""One request along its chain: candidates, filter, budget, attempts, stream, resume."""

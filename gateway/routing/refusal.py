@@ -1,0 +1,142 @@
+"""Words the answer when no tier could answer: what each said, and when coming back may help; never asks again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from gateway.apis.openai.generation_request import InferenceRequest
+from gateway.breaker.outcome import Reason
+from gateway.errors import GatewayError, PassedOnError, RefusedError, RequestError
+from gateway.routing.chain import Candidate, Drop
+from inference.protocol import Code, context_overflow
+
+_FOREVER = frozenset({Drop.ABSENT, Drop.POLICY, Drop.CAPABILITY, Drop.VECTORS, Drop.VOCABULARY, Drop.CONTEXT})
+"""Drops that coming back with the same request does not change."""
+
+_FIT_SECONDS = 2.0
+"""Memory may come free at any time, unless the service knows better; the view is not renewed more often than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one candidate. `name` is short and bounded, `said` is for people.
+
+    `retry_in` is in seconds, None when nothing is known; `drop` is set when no attempt was made, with the `param` that
+    the candidate cannot do if there is one, and the numbers in `details`. `own_words` is a 4xx of the tier that other
+    tiers may not share, such as a parameter that it does not support.
+    """
+
+    candidate: Candidate
+    name: str
+    said: str
+    retry_in: float | None = None
+    drop: Drop | None = None
+    own_words: PassedOnError | None = None
+    param: str | None = None
+    details: Mapping[str, int | None] | None = None
+
+    def waiting(self, seconds: float) -> Outcome:
+        """The same with a longer wait known meanwhile."""
+        return replace(self, retry_in=max(seconds, self.retry_in or 0.0))
+
+
+def no_answer(
+    request: InferenceRequest, outcomes: Sequence[Outcome], time_spent: str | None, *, asks_again: bool = False
+) -> GatewayError:
+    """The error for a request that every candidate dropped, refused or failed.
+
+    `time_spent` says whose time is over, None while some is left: then the tiers are to blame and not the clock.
+    `asks_again`: the caller was refused before; it is told to leave it at that.
+    """
+    each = "; ".join(f"{outcome.candidate.name}: {outcome.said}" for outcome in outcomes)
+    drops = {outcome.drop for outcome in outcomes}
+    if Drop.CAPABILITY in drops and drops <= {Drop.CAPABILITY, Drop.ABSENT, Drop.POLICY}:
+        param = next((outcome.param for outcome in outcomes if outcome.param is not None), None)
+        return RequestError(
+            Code.UNSUPPORTED_PARAMETER,
+            f"no model behind {request.model!r} can do what this request needs: {each}",
+            param=param or _asked_by(request),
+        )
+    long = [outcome for outcome in outcomes if _is_too_long(outcome)]
+    if long and all(_is_too_long(outcome) or outcome.drop in _FOREVER for outcome in outcomes):
+        return _too_long(request, long, each)
+    if outcomes and all(outcome.name == Code.MODEL_NOT_FOUND for outcome in outcomes):
+        return RequestError(Code.MODEL_NOT_FOUND, f"no tier has the model {request.model!r}: {each}", param="model")
+    refused = [outcome.own_words for outcome in outcomes if outcome.own_words is not None]
+    if refused and all(outcome.own_words or outcome.drop in _FOREVER for outcome in outcomes):
+        return refused[0]
+    if all(outcome.drop in _FOREVER for outcome in outcomes):
+        return RefusedError(Code.NO_TIER_AVAILABLE, f"no tier can answer: {each}", should_retry=False)
+    if all(outcome.drop in _FOREVER or _is_full(outcome) for outcome in outcomes):
+        return RefusedError(Code.QUEUE_FULL, f"too many requests wait already: {each}", retry_after=_soonest(outcomes))
+    if time_spent is not None:
+        return RefusedError(Code.DEADLINE_EXCEEDED, f"no tier answered within {time_spent}: {each}", should_retry=False)
+    spent = asks_again or Drop.BUDGET in drops  # once more would be the same attempts once more
+    return RefusedError(
+        Code.NO_TIER_AVAILABLE,
+        f"no tier could answer: {each}",
+        retry_after=_soonest(outcomes),
+        should_retry=False if spent else None,
+    )
+
+
+def _is_too_long(outcome: Outcome) -> bool:
+    """Whether the tier's context does not hold the request, as counted beforehand or in its own words."""
+    return outcome.drop is Drop.CONTEXT or outcome.name == Reason.CONTEXT_LENGTH
+
+
+def _too_long(request: InferenceRequest, outcomes: Sequence[Outcome], each: str) -> RequestError:
+    """The error with the numbers of the largest context among `outcomes`."""
+    known = [outcome for outcome in outcomes if outcome.details is not None]
+    largest = max(known, key=lambda outcome: (outcome.details or {}).get("context_length") or 0, default=outcomes[0])
+    prompt = next(name for name in _LENGTHS if name in request.body)
+    return RequestError(
+        Code.CONTEXT_LENGTH_EXCEEDED,
+        f"{_overflow(prompt, largest.details or {})} No model behind {request.model!r} can take this request: {each}",
+        param=largest.param or prompt,
+        details=largest.details,
+    )
+
+
+_LENGTHS = {
+    "messages": "the messages take",
+    "prompt": "the prompt takes",
+    "input": "the input takes",
+    "documents": "the documents take",
+}
+"""The parameters that hold a request's text, and how a sentence about the length of each begins."""
+
+
+def _overflow(prompt: str, numbers: Mapping[str, int | None]) -> str:
+    """The first sentence of the message, as exact as the known `numbers` are."""
+    context, tokens, most = (numbers.get(name) for name in ("context_length", "prompt_tokens", "max_tokens"))
+    if context is None:
+        return f"The request exceeds the context window of every model ({Code.CONTEXT_LENGTH_EXCEEDED})."
+    if tokens is not None and tokens >= context:
+        return context_overflow(context, f"{_LENGTHS[prompt]} {tokens} tokens")
+    return context_overflow(context, f"max_tokens is {most}")
+
+
+def _is_full(outcome: Outcome) -> bool:
+    """Whether the tier has too many waiting and nothing else is wrong with it."""
+    return outcome.name == Code.QUEUE_FULL or outcome.drop is Drop.HELD
+
+
+def _asked_by(request: InferenceRequest) -> str:
+    """The parameter that asks for a capability which no tier has."""
+    for name in ("tools", "functions", "messages", "input"):
+        if request.body.get(name) and (name != "tools" or "tools" in request.needs):
+            return name
+    return "model"
+
+
+def _soonest(outcomes: Sequence[Outcome]) -> float:
+    """Whole seconds, at least 1, until the first candidate may be tried again."""
+    waits = [
+        outcome.retry_in or (_FIT_SECONDS if outcome.drop is Drop.NO_FIT else 0.0)
+        for outcome in outcomes
+        if outcome.drop not in _FOREVER
+    ]
+    return float(max(1, math.ceil(min(waits, default=0.0))))

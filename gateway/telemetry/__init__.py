@@ -1,0 +1,1 @@
+"""Metrics, explain records and usage."""
