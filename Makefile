@@ -105,7 +105,7 @@ schema: ready ## write the JSON schemas of the two configuration files
 
 reference: ready ## write the help of every verb and the states of a model into docs/
 	@$(RUN) headgate.cli.reference
-	@$(RUN) inference.reference
+	@$(RUN) inference.tools.state_diagrams
 
 clean: ## remove .venv and what tools left behind
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis htmlcov .coverage .coverage.*

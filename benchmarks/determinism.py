@@ -15,11 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
-from inference.worker import link, llama
-from inference.worker.core.steps import Row
-from inference.worker.logtail import LogTail
-from inference.worker.requests import Sampling
-from inference.worker.sampling import ChainSampler
+from inference.worker import llama
+from inference.worker.llama.llama_log import LogTail
+from inference.worker.sampling.sampling import ChainSampler
+from inference.worker.steps import Row
+from inference.worker.worker_requests import Sampling
+from inference.workers import worker_link
 
 PROMPT_TOKENS = 40
 ANSWER_TOKENS = 64
@@ -30,10 +31,10 @@ class Bench:
     """One context with a place for each of the sequences."""
 
     def __init__(self, path: Path, sequences: int) -> None:
-        grant = link.Grant(
+        grant = worker_link.Grant(
             model_id="bench",
             path=str(path),
-            devices=(link.DeviceGrant("cpu", "cpu"),),
+            devices=(worker_link.DeviceGrant("cpu", "cpu"),),
             gpu_layers=0,
             context_length=PROMPT_TOKENS + ANSWER_TOKENS,
             parallel=sequences,

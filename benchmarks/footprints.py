@@ -12,7 +12,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "worker": ("inference.worker",),
     "helper": ("inference.helper",),
     "simulator": ("inference.devices.simgpu",),
-    "rpc-server": ("inference.devices.simgpu.server",),
+    "rpc-server": ("inference.devices.simgpu.rpc_server",),
     "supervisor": ("up",),
     "inference": ("inference",),
     "gateway": ("gateway",),

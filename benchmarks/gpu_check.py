@@ -29,14 +29,14 @@ from benchmarks.models import SHAPES, path_of
 from headgate.shared.state import StateDir
 from headgate.shared.units import MIB, format_bytes
 from inference import settings
-from inference.children import HelperError, run_helper
 from inference.demo import bundled_path
-from inference.devices.base import HIDDEN, Reading
+from inference.devices.device import HIDDEN, Reading
 from inference.devices.inventory import Inventory
-from inference.estimator import Estimator
-from inference.pinning import grants_of
+from inference.estimate.estimator import Estimator
+from inference.helpers.helper_client import HelperError, run_helper
 from inference.settings import InferenceConfig, ModelSpec
-from inference.worker import link
+from inference.workers import worker_link
+from inference.workers.device_pinning import grants_of
 from tests.rigs.worker_rig import WorkerRig
 
 MEASURED = ("cuda", "sim")
@@ -140,7 +140,7 @@ async def measure(inventory: Inventory, device: Reading, wanted: Sequence[Case])
             before = await _settled(inventory, device.id)
             estimate = await estimator.get(spec, device)
             with WorkerRig(folder, _grant(spec, device), dict(device.environment)) as rig:
-                rig.expect(link.Ready, LOAD_SECONDS)
+                rig.expect(worker_link.Ready, LOAD_SECONDS)
                 rig.post("/v1/completions", {"prompt": "the water of the mill", "max_tokens": 8})
                 used = await _settled(inventory, device.id)
                 done = await _checkpointed(inventory, device, rig, before) if device.kind == KIND else None
@@ -151,14 +151,14 @@ async def measure(inventory: Inventory, device: Reading, wanted: Sequence[Case])
     return samples
 
 
-def _restored(folder: Path, grant: link.Grant, device: Reading) -> Restore:
+def _restored(folder: Path, grant: worker_link.Grant, device: Reading) -> Restore:
     """A process that has seen no device holds the file, then loads it, as the warm pool's does."""
     with WorkerRig(folder, env=dict(HIDDEN)) as rig:
-        rig.send(link.Hold(grant.path))
-        rig.expect(link.Held, LOAD_SECONDS)
+        rig.send(worker_link.Hold(grant.path))
+        rig.expect(worker_link.Held, LOAD_SECONDS)
         began = time.monotonic()
         rig.send(replace(grant, environment=dict(device.environment)))
-        ready = rig.expect(link.Ready, LOAD_SECONDS)
+        ready = rig.expect(worker_link.Ready, LOAD_SECONDS)
         seconds = time.monotonic() - began
         weights = sum(item.bytes for item in ready.buffers if item.kind == "weights" and item.device == device.id)
     return Restore(seconds, weights)
@@ -206,9 +206,9 @@ def _spec(folder: Path, case: Case) -> ModelSpec:
     return replace(spec, context_length=case.context_length, parallel=case.parallel, kv_type=case.kv_type)
 
 
-def _grant(spec: ModelSpec, device: Reading) -> link.Grant:
+def _grant(spec: ModelSpec, device: Reading) -> worker_link.Grant:
     same = {name: getattr(spec, name) for name in _SAME}
-    return link.Grant(model_id=spec.id, path=str(spec.path), devices=grants_of([device]), **same)
+    return worker_link.Grant(model_id=spec.id, path=str(spec.path), devices=grants_of([device]), **same)
 
 
 async def _settled(inventory: Inventory, device: str) -> int:

@@ -24,7 +24,7 @@ from inference.authority.placement.layers import Layers, Sizes
 from inference.authority.placement.ledger import Account, Ledger
 from inference.authority.placement.plan import Held, Option, Policy, Request, Standing, plan
 from inference.authority.placement.spread import Spread
-from inference.core.estimate import Parameters
+from inference.estimate.header_formula import Parameters
 
 GIB, MIB = 2**30, 2**20
 NOW = 10_000.0

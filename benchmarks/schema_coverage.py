@@ -29,9 +29,9 @@ from headgate import __file__ as _package
 from inference.worker import llama
 from inference.worker.backend import Constraint
 from inference.worker.constraints import Compiler
-from inference.worker.core.forms import Json
-from inference.worker.errors import BadRequestError, ConstraintError
-from inference.worker.logtail import LogTail
+from inference.worker.dialects.forms import Json
+from inference.worker.llama.llama_log import LogTail
+from inference.worker.worker_errors import BadRequestError, ConstraintError
 
 VOCABULARY = Path(_package).parent.parent / "inference" / "demo" / "models" / "demo.gguf"
 RESULTS = Path(__file__).parent / "results" / "schema.json"

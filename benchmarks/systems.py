@@ -16,8 +16,8 @@ from typing import Any
 from benchmarks.client import Order
 from benchmarks.peers import Peers
 from benchmarks.samples import CHAIN, LLAMA_CPP_SERVER, LLAMA_SERVER, WORKER
-from inference.worker import link
-from inference.worker.hardware import usable_cores
+from inference.worker.llama.cpu_cores import usable_cores
+from inference.workers import worker_link
 from tests.rigs.processes import Service, children_of, free_port, private_env
 from tests.rigs.worker_rig import CPU, WorkerRig
 
@@ -63,9 +63,9 @@ class System:
 
 
 @contextlib.contextmanager
-def worker(setting: Setting, root: Path) -> Iterator[tuple[System, link.Ready]]:
+def worker(setting: Setting, root: Path) -> Iterator[tuple[System, worker_link.Ready]]:
     """The worker alone on its Unix socket, started as the authority starts it."""
-    grant = link.Grant(
+    grant = worker_link.Grant(
         model_id=MODEL_ID,
         path=str(setting.model),
         devices=(CPU,),
@@ -77,7 +77,7 @@ def worker(setting: Setting, root: Path) -> Iterator[tuple[System, link.Ready]]:
         threads=setting.threads,
     )
     with WorkerRig(_made(root / WORKER), grant) as rig:
-        ready = rig.expect(link.Ready, START_SECONDS)
+        ready = rig.expect(worker_link.Ready, START_SECONDS)
         yield System(WORKER, ("unix", rig.socket_path), rig.process.pid), ready
 
 

@@ -20,9 +20,9 @@ from typing import Any
 from headgate.shared.errors import Exit, HeadgateError
 from headgate.shared.recovery import recovered
 from headgate.shared.state import StateDir
-from inference.devices.base import HIDDEN
-from inference.devices.simgpu.server import package
-from inference.statefile import StateFiles
+from inference.devices.device import HIDDEN
+from inference.devices.simgpu.rpc_server import package
+from inference.state_file import StateFiles
 
 log = logging.getLogger(__name__)
 

@@ -37,8 +37,8 @@ from inference.authority.pressure.advice import (
 )
 from inference.authority.pressure.levels import Bounds, Level, Use
 from inference.authority.pressure.relief import Rung
-from inference.devices.base import Reading
-from inference.devices.cpu import CPU
+from inference.devices.device import Reading
+from inference.devices.host import CPU
 from inference.evictions import Reason
 from inference.model import Model, Running
 from inference.protocol import Priority

@@ -28,27 +28,39 @@ from headgate.shared.environ import load_environ
 from headgate.shared.errors import ConfigError, Exit
 from headgate.shared.state import INFERENCE_TOKEN, StateDir
 from headgate.shared.wire import WiredHttp
-from inference import http, orphans, settings
+from inference import settings
 from inference.accelerator_memory import Circumstances, Unreached
+from inference.api import asgi
+from inference.api.event_bus import Bus
+from inference.api.inference_metrics import Metrics
+from inference.api.relay import Relay
+from inference.api.routes import (
+    device_routes,
+    dump_routes,
+    holder_routes,
+    local_model_routes,
+    memory_routes,
+    openapi_route,
+    operation_routes,
+    quarantine_routes,
+    service_routes,
+)
 from inference.authority.shell import Authority
-from inference.build_check import BuildCheck
-from inference.bus import Bus
-from inference.core.hang_detection import Patience
-from inference.crashes import CrashStore
 from inference.devices.inventory import Inventory
 from inference.dumps import Dumps
-from inference.environment import set_without_effect
+from inference.environment_settings import set_without_effect
 from inference.errors import InferenceError
-from inference.estimator import Estimator
+from inference.estimate.estimator import Estimator
+from inference.estimate.headrooms import Headrooms
 from inference.gauges import gauges
-from inference.headrooms import Headrooms
-from inference.metrics import Metrics
-from inference.osapi import socket_directory
+from inference.helpers.build_check import BuildCheck
 from inference.protocol import H_REQUEST_ID, Code, error_body
-from inference.relay import Relay
-from inference.routes import description, devices, dumps, holders, memory, models, operations, quarantine, service
 from inference.settings import InferenceConfig
-from inference.supervisor import WORKER_COMMAND, Supervisor
+from inference.workers import orphans
+from inference.workers.crash_records import CrashStore
+from inference.workers.hang_detection import Patience
+from inference.workers.os_api import socket_directory
+from inference.workers.worker_supervisor import WORKER_COMMAND, Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -102,24 +114,24 @@ class Service:
         self.metrics.gauges = lambda: gauges(self.authority)
         self.app = self._app(token, said.admin_key, said.max_body_bytes)
 
-    def _app(self, token: str, admin_key: str | None, max_body_bytes: int) -> http.App:
+    def _app(self, token: str, admin_key: str | None, max_body_bytes: int) -> asgi.App:
         app = FastAPI(title="Headgate inference", docs_url=None, redoc_url=None, openapi_url=None)
         relay = Relay(self.authority, max_body_bytes=max_body_bytes)
         app.router.routes.extend(Route(path, endpoint=relay, methods=["POST"]) for path in HOT_PATHS)
-        app.include_router(service.router(self.authority, self.metrics, lambda: self.draining))
-        app.include_router(models.router(self.authority, self.crashes))
-        app.include_router(devices.router(self.authority))
-        app.include_router(memory.router(self.authority))
-        app.include_router(holders.router(self.authority))
-        app.include_router(operations.router(self.authority))
-        app.include_router(quarantine.router(self.authority))
-        app.include_router(dumps.router(Dumps(self.authority, self.crashes)))
-        description.add(app, http.OPEN_PATHS)
+        app.include_router(service_routes.router(self.authority, self.metrics, lambda: self.draining))
+        app.include_router(local_model_routes.router(self.authority, self.crashes))
+        app.include_router(device_routes.router(self.authority))
+        app.include_router(memory_routes.router(self.authority))
+        app.include_router(holder_routes.router(self.authority))
+        app.include_router(operation_routes.router(self.authority))
+        app.include_router(quarantine_routes.router(self.authority))
+        app.include_router(dump_routes.router(Dumps(self.authority, self.crashes)))
+        openapi_route.add(app, asgi.OPEN_PATHS)
         app.add_exception_handler(InferenceError, _inference_error)  # type: ignore[arg-type]
         app.add_exception_handler(HTTPException, _http_error)  # type: ignore[arg-type]
         app.add_exception_handler(RequestValidationError, _invalid)  # type: ignore[arg-type]
         app.add_exception_handler(Exception, _unexpected)
-        return http.Guard(app, token, admin_key, USE_PATHS)
+        return asgi.Guard(app, token, admin_key, USE_PATHS)
 
 
 async def serve(
@@ -251,11 +263,11 @@ def _reload(running: Service, config_dir: Path, overrides: Mapping[str, Any]) ->
 
 # --- errors in the envelope ------------------------------------------------------------------------------------------
 def _envelope(request: Request, status: int, body: dict[str, Any], headers: Mapping[str, str]) -> JSONResponse:
-    return JSONResponse(body, status, headers={**headers, H_REQUEST_ID: http.request_id(request.scope)})
+    return JSONResponse(body, status, headers={**headers, H_REQUEST_ID: asgi.request_id(request.scope)})
 
 
 async def _inference_error(request: Request, error: InferenceError) -> JSONResponse:
-    headers = {name.decode(): value.decode() for name, value in http.error_headers(error)}
+    headers = {name.decode(): value.decode() for name, value in asgi.error_headers(error)}
     return _envelope(request, error.status, error.body(), headers)
 
 
@@ -281,6 +293,6 @@ async def _invalid(request: Request, error: RequestValidationError) -> JSONRespo
 
 
 async def _unexpected(request: Request, error: Exception) -> JSONResponse:
-    log.error("request %s failed in the service: %r", http.request_id(request.scope), error)
+    log.error("request %s failed in the service: %r", asgi.request_id(request.scope), error)
     message = "the inference service failed; its log says why"
     return _envelope(request, 500, error_body(Code.INTERNAL_ERROR, message), {})

@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from inference.authority.placement.plan import Placement, Refusal
-from inference.devices.base import Reading
-from inference.devices.cpu import CPU
+from inference.devices.device import Reading
+from inference.devices.host import CPU
 from inference.errors import InferenceError, ModelFailed
-from inference.estimator import Estimate, Estimator
+from inference.estimate.estimator import Estimate, Estimator
+from inference.estimate.file_stamp import changed
+from inference.estimate.overheads import FIRST_OVERHEAD_BYTES
 from inference.model import Model, Running
-from inference.overheads import FIRST_OVERHEAD_BYTES
 from inference.protocol import DeviceState
 from inference.settings import ModelSpec
-from inference.stamp import changed
 from inference.wishes import candidates, placement_key
-from inference.worker.link import Ready
+from inference.workers.worker_link import Ready
 
 if TYPE_CHECKING:
     from inference.authority.shell import Authority

@@ -13,7 +13,7 @@ from inference import views
 from inference.authority.placement.stage import Standing
 from inference.authority.pressure.lowered_limits import Limits, surplus
 from inference.authority.warm.retention import HOST
-from inference.environment import AT_START
+from inference.environment_settings import AT_START
 from inference.errors import ModelNotFound
 from inference.evictions import Action, Reason
 from inference.model import Model

@@ -2,7 +2,7 @@
 
 Experimental on NVIDIA GPUs. Decides neither who leaves nor who comes back. Whoever drives the device copies what a
 process has on it into host memory and lets go of it; resumed, the process is on the same device as before, with
-everything that was computed. The calls are others' (`inference.devices.checkpoints`), each with a deadline. A process
+everything that was computed. The calls are others' (`inference.devices.checkpoint_support`), each with a deadline. A process
 that could not be suspended or resumed is in no known state: it is killed, its model is cold, and this way is not tried
 again on devices of that kind, unless it was the state of the device that was in the way.
 """
@@ -19,11 +19,11 @@ from headgate.shared.units import format_bytes
 from inference.authority.lifecycle.transitions import Event
 from inference.authority.placement.plan import Allocation, Placement, Result
 from inference.authority.warm.retention import HOST, Mechanism
-from inference.devices.checkpoints import Trouble
+from inference.devices.checkpoint_support import Trouble
 from inference.evictions import Action
 from inference.model import Model, Running, Suspended
 from inference.protocol import ModelState
-from inference.worker.link import Offloaded, Ready
+from inference.workers.worker_link import Offloaded, Ready
 
 if TYPE_CHECKING:
     from inference.authority.shell import Authority

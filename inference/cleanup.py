@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any
 from inference import figures
 from inference.authority.placement.plan import Standing
 from inference.authority.placement.repack import Piece, repack
-from inference.devices.cpu import CPU
+from inference.devices.host import CPU
 from inference.errors import DeadlineExceeded, InferenceError, InvalidRequestError
 from inference.evictions import Action, Eviction, Reason
 from inference.loads import RETURN_SECONDS
-from inference.osapi import private_bytes
 from inference.protocol import DeviceState, ModelState
-from inference.worker import heap
-from inference.worker.link import BEAT_SECONDS
+from inference.worker import malloc_trim
+from inference.workers.os_api import private_bytes
+from inference.workers.worker_link import BEAT_SECONDS
 
 if TYPE_CHECKING:
     from inference.authority.shell import Authority
     from inference.model import Model
-    from inference.process import WorkerProcess
+    from inference.workers.worker_process import WorkerProcess
 
 LEAVE_SECONDS = 30.0
 """Beside what an answer may still take, a model that leaves gets so long until its memory is back."""
@@ -160,7 +160,7 @@ async def _trim(workers: Sequence[WorkerProcess]) -> int:
 def _trim_ourselves() -> None:
     """Full collection: the service stands still for some tens of milliseconds, as only an operator may ask for."""
     gc.collect()
-    heap.trim()
+    malloc_trim.trim()
 
 
 async def _fresh_beats(workers: Iterable[WorkerProcess]) -> None:

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inference import figures
-from inference.crashes import CrashStore
 from inference.errors import InvalidRequestError
-from inference.osapi import private_bytes
 from inference.protocol import Code, ModelState, Priority
+from inference.workers.crash_records import CrashStore
+from inference.workers.os_api import private_bytes
 
 if TYPE_CHECKING:
     from inference.authority.shell import Authority

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from inference.bus import Bus
-from inference.metrics import Metrics
+from inference.api.event_bus import Bus
+from inference.api.inference_metrics import Metrics
 
 MOST_RECORDS = 1000
 MIB = 2**20

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from inference.authority.device_health.health import USABLE
 from inference.authority.placement.ledger import Balance
 from inference.authority.pressure.levels import Level, Use
-from inference.devices.base import Reading
-from inference.devices.cpu import CPU
+from inference.devices.device import Reading
+from inference.devices.host import CPU
 from inference.evictions import Action
 from inference.gauges import bytes_by_kind
-from inference.osapi import private_bytes
 from inference.protocol import ExitCause, ModelState
+from inference.workers.os_api import private_bytes
 
 if TYPE_CHECKING:
     from inference.authority.shell import Authority

@@ -14,9 +14,9 @@ from inference import views
 from inference.authority.placement.fix import smaller
 from inference.authority.placement.plan import Placement, Refusal, Scene, plan
 from inference.errors import InferenceError
+from inference.estimate.file_stamp import Fingerprint
 from inference.model import Model
 from inference.settings import ModelSpec
-from inference.stamp import Fingerprint
 from inference.wishes import candidates, held_models, request_for
 
 if TYPE_CHECKING:

@@ -31,8 +31,8 @@ from inference.authority.pressure.relief import (
     refusal,
     step,
 )
-from inference.devices.base import Reading
-from inference.environment import InferenceSettings
+from inference.devices.device import Reading
+from inference.environment_settings import InferenceSettings
 from inference.evictions import Action, Reason
 from inference.history import DeviceSample, History, Sample
 from inference.model import Model

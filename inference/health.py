@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 from inference.authority.device_health.health import Case, Doubted, Effect, Read, Seen, Tick, Tried, step
 from inference.authority.device_health.signs import Sign
 from inference.authority.lifecycle.transitions import Event
-from inference.children import HelperError
-from inference.devices.base import Reading
-from inference.devices.cpu import CPU
+from inference.devices.device import Reading
+from inference.devices.host import CPU
 from inference.errors import DeviceLost, InferenceError, InvalidRequestError, ShuttingDown
 from inference.evictions import Reason
+from inference.helpers.helper_client import HelperError
 from inference.model import Model, Running
-from inference.process import WorkerExit
 from inference.protocol import DeviceState, ExitCause, ModelState, Priority
 from inference.wishes import candidates
+from inference.workers.worker_process import WorkerExit
 
 if TYPE_CHECKING:
     from inference.authority.shell import Authority

@@ -45,32 +45,32 @@ def main(argv: list[str] | None = None) -> int:
 
 def _runner(name: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     if name == "estimate":
-        from inference.jobs import estimate
+        from inference.estimate import estimate_job
 
-        return estimate.run
+        return estimate_job.run
     if name == "tokenize":
-        from inference.jobs import tokenize
+        from inference.estimate import tokenize_job
 
-        return tokenize.run
+        return tokenize_job.run
     if name == "checkpoint":
-        from inference.jobs import checkpoint
+        from inference.devices import checkpoint_job
 
-        return checkpoint.run
+        return checkpoint_job.run
     if name == "trial":
-        from inference.jobs import trial
+        from inference.devices import compute_trial_job
 
-        return trial.run
+        return compute_trial_job.run
     if name == "proof":
-        from inference.jobs import proof
+        from inference.helpers import build_proof_job
 
-        return proof.run
-    from inference.jobs import devices
+        return build_proof_job.run
+    from inference.devices import device_list_job
 
-    return devices.run
+    return device_list_job.run
 
 
 def _serve_nvml(answers: Any) -> None:
-    from inference.jobs import nvml
+    from inference.devices import nvml_job
 
     turn = threading.Lock()
 
@@ -78,7 +78,7 @@ def _serve_nvml(answers: Any) -> None:
         with turn:
             answers.write(NOTICE)
 
-    session = nvml.Session(notice)
+    session = nvml_job.Session(notice)
     for _ in sys.stdin:
         reading = session.read()
         with turn:

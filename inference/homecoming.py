@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from inference import views
 from inference.authority.placement.plan import Placement, Refusal, Result, Standing, plan
 from inference.authority.placement.reduction import REST_SECONDS
-from inference.devices.cpu import CPU
+from inference.devices.host import CPU
 from inference.errors import InferenceError
 from inference.model import Model
 from inference.protocol import ModelState

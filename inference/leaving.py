@@ -18,14 +18,14 @@ from headgate.shared.units import format_bytes
 from inference.authority.lifecycle.transitions import Event
 from inference.authority.placement.plan import Allocation, Placement, Result
 from inference.authority.warm.retention import HOST, Mechanism, Warm, copy_seconds, displaced
-from inference.devices.base import HIDDEN
+from inference.devices.device import HIDDEN
+from inference.estimate.overheads import CPU_OVERHEAD_BYTES
 from inference.evictions import Reason
 from inference.model import Model, Running
-from inference.overheads import CPU_OVERHEAD_BYTES
-from inference.process import WorkerExit
 from inference.protocol import ModelState
 from inference.wishes import estimate_of
-from inference.worker.link import Offloaded
+from inference.workers.worker_link import Offloaded
+from inference.workers.worker_process import WorkerExit
 
 if TYPE_CHECKING:
     from inference.authority.shell import Authority

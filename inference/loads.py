@@ -20,19 +20,19 @@ from inference.authority.lifecycle.transitions import Event
 from inference.authority.placement.ledger import LedgerError, Phase
 from inference.authority.placement.plan import Placement
 from inference.authority.pressure.growth import growth
-from inference.devices.cpu import CPU
+from inference.devices.host import CPU
 from inference.errors import BrokenBuild, InferenceError, MemoryRefused, ModelFailed
+from inference.estimate.file_stamp import changed
+from inference.estimate.overheads import Before
 from inference.evictions import Action, Departure, Reason
 from inference.model import Model, Running
-from inference.osapi import private_bytes
-from inference.overheads import Before
-from inference.pinning import environment_of
-from inference.process import WorkerExit
 from inference.protocol import ExitCause, ModelState
-from inference.stamp import changed
-from inference.supervisor import Supervisor
 from inference.wishes import estimate_of, excess, grant_for
-from inference.worker.link import Ready
+from inference.workers.device_pinning import environment_of
+from inference.workers.os_api import private_bytes
+from inference.workers.worker_link import Ready
+from inference.workers.worker_process import WorkerExit
+from inference.workers.worker_supervisor import Supervisor
 
 if TYPE_CHECKING:
     from inference.authority.shell import Authority

@@ -20,16 +20,16 @@ from inference.authority.lifecycle.wait_queue import Waiter, WaitQueue
 from inference.authority.placement.plan import Placement, Standing
 from inference.authority.placement.reduction import Descent
 from inference.authority.quarantine.docket import Docket
-from inference.devices.base import Reading
+from inference.devices.device import Reading
 from inference.errors import InferenceError, Shortage
-from inference.estimator import Estimate
+from inference.estimate.estimator import Estimate
+from inference.estimate.file_stamp import Fingerprint, changed
+from inference.estimate.overheads import Before
 from inference.evictions import Departure
-from inference.overheads import Before
-from inference.process import WorkerProcess
 from inference.protocol import ModelState, Priority, Progress
 from inference.settings import ModelSpec
-from inference.stamp import Fingerprint, changed
-from inference.worker.link import Ready
+from inference.workers.worker_link import Ready
+from inference.workers.worker_process import WorkerProcess
 
 MOST_WAYS = 8
 """To divide a model over devices, that stay remembered."""

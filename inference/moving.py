@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from inference import views
 from inference.authority.device_health.health import USABLE
 from inference.authority.placement.plan import Refusal, plan
-from inference.devices.base import Reading
-from inference.devices.cpu import CPU
+from inference.devices.device import Reading
+from inference.devices.host import CPU
 from inference.errors import InferenceError, InvalidRequestError, MemoryLimitExceededError
 from inference.evictions import Reason
 from inference.model import Model

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from inference import views
 from inference.authority.placement.plan import Placement, Policy, Refusal, Scene, plan, prospect
-from inference.devices.base import Reading
-from inference.estimator import Estimate
+from inference.devices.device import Reading
+from inference.estimate.estimator import Estimate
+from inference.estimate.file_stamp import changed
 from inference.model import Model
-from inference.stamp import changed
 from inference.wishes import candidates, held_models, placement_key, request_for
 
 if TYPE_CHECKING:

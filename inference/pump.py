@@ -16,7 +16,7 @@ from inference import views
 from inference.authority.lifecycle.transitions import Event
 from inference.authority.placement.plan import Placement, Refusal, Request, Result, Standing
 from inference.authority.placement.turns import Claim, Decision, Scenery, Wish, age_rank, decide
-from inference.devices.cpu import CPU
+from inference.devices.host import CPU
 from inference.evictions import Action, Reason
 from inference.model import Model
 from inference.protocol import ModelState

@@ -16,8 +16,8 @@ from headgate.shared.amounts import format_duration
 from inference.authority.quarantine.docket import MOST_IN_A_ROW, SUSPICIOUS, Crash, Standing
 from inference.errors import InferenceError, InvalidRequestError, PoisonRequest
 from inference.model import Model, Running
-from inference.process import WorkerExit
 from inference.protocol import Code
+from inference.workers.worker_process import WorkerExit
 
 if TYPE_CHECKING:
     from inference.authority.shell import Authority

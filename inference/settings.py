@@ -17,10 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from headgate.shared import configfile
 from headgate.shared.errors import ConfigError, Problem
 from headgate.shared.units import Bytes, Duration
-from inference import environment
+from inference import environment_settings
 from inference.demo import BUNDLED, bundled_path
-from inference.environment import InferenceSettings, KvType
-from inference.stamp import Fingerprint, fingerprint
+from inference.environment_settings import InferenceSettings, KvType
+from inference.estimate.file_stamp import Fingerprint, fingerprint
 
 NO_MODELS = "models: {}"
 
@@ -117,7 +117,7 @@ def load(config_dir: Path, environ: Mapping[str, str], overrides: Mapping[str, A
     Raises ConfigError with every problem found: file, line, key and what to write instead.
     """
     problems: list[Problem] = []
-    settings = environment.read(environ, overrides, problems)
+    settings = environment_settings.read(environ, overrides, problems)
     path = config_dir / "models.yaml"
     models: dict[str, ModelSpec] = {}
     names: dict[str, str] = {}

@@ -16,15 +16,15 @@ from inference import cleanup, views
 from inference.authority.placement.headroom import asked
 from inference.authority.placement.plan import Refusal
 from inference.authority.placement.reduction import REST_SECONDS, Step, next_step, smaller_context, smaller_ubatch
-from inference.devices.base import Reading
-from inference.devices.cpu import CPU
+from inference.devices.device import Reading
+from inference.devices.host import CPU
 from inference.errors import Shortage
-from inference.estimator import Estimate
-from inference.headrooms import Headrooms
+from inference.estimate.estimator import Estimate
+from inference.estimate.headrooms import Headrooms
 from inference.model import Model, Running
-from inference.process import WorkerExit
 from inference.protocol import ExitCause, ModelState
 from inference.settings import ModelSpec
+from inference.workers.worker_process import WorkerExit
 
 if TYPE_CHECKING:
     from inference.authority.shell import Authority

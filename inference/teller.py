@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from inference import views
 from inference.model import Model
 from inference.protocol import ModelState, ModelStatus
-from inference.worker.link import Beat
+from inference.workers.worker_link import Beat
 
 if TYPE_CHECKING:
     from inference.authority.shell import Authority

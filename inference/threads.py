@@ -11,10 +11,10 @@ import logging
 from typing import TYPE_CHECKING
 
 from inference.authority.placement.cpu_threads import shares
-from inference.devices.cpu import CPU
+from inference.devices.host import CPU
 from inference.model import Model
 from inference.protocol import ModelState
-from inference.worker.hardware import usable_cores
+from inference.worker.llama.cpu_cores import usable_cores
 
 if TYPE_CHECKING:
     from inference.authority.shell import Authority

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from inference.authority.placement.ledger import Balance
 from inference.authority.placement.plan import Placement, Policy, Refusal
-from inference.devices.base import Reading
-from inference.devices.cpu import CPU
-from inference.environment import InferenceSettings
+from inference.devices.device import Reading
+from inference.devices.host import CPU
+from inference.environment_settings import InferenceSettings
 from inference.protocol import ModelState, ModelStatus
 from inference.wishes import lost_for
 

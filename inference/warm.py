@@ -21,17 +21,17 @@ from inference.authority.placement.ledger import Ledger
 from inference.authority.placement.plan import Option, Placement, Refusal, Request
 from inference.authority.warm.retention import HOST, Leaver, Mechanism, Warm, kept_of
 from inference.checkpoint import Checkpoint
-from inference.devices.base import Reading
+from inference.devices.device import Reading
 from inference.errors import InvalidRequestError
+from inference.estimate.file_stamp import parts_of
 from inference.evictions import Action, Reason
 from inference.leaving import Leaving
 from inference.model import Model, Running
-from inference.pinning import environment_of
-from inference.process import WorkerExit
 from inference.protocol import ModelState
-from inference.stamp import parts_of
 from inference.wishes import grant_for
-from inference.worker.link import Offloaded, Ready
+from inference.workers.device_pinning import environment_of
+from inference.workers.worker_link import Offloaded, Ready
+from inference.workers.worker_process import WorkerExit
 
 if TYPE_CHECKING:
     from inference.authority.shell import Authority

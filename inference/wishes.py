@@ -11,16 +11,16 @@ from inference.authority.placement.ledger import Ledger, Phase
 from inference.authority.placement.plan import Held, Option, Placement, Refusal, Request, Standing
 from inference.authority.placement.spread import Spread
 from inference.authority.placement.turns import Resident
-from inference.devices.base import Reading
-from inference.devices.cpu import CPU
-from inference.environment import InferenceSettings
+from inference.devices.device import Reading
+from inference.devices.host import CPU
+from inference.environment_settings import InferenceSettings
 from inference.errors import DeviceLost, InferenceError, MemoryLimitExceededError, Shortage
-from inference.estimator import Estimate, parameters_of
+from inference.estimate.estimator import Estimate, parameters_of
 from inference.model import Model
-from inference.pinning import grants_of
 from inference.protocol import ModelState
 from inference.settings import ModelSpec
-from inference.worker.link import Grant, Ready
+from inference.workers.device_pinning import grants_of
+from inference.workers.worker_link import Grant, Ready
 
 ENGINE_QUEUE = 512
 """Requests that may wait in a worker."""

@@ -163,7 +163,7 @@ Done = tuple[str, Callable[[], object] | None]
 # --- devices ---------------------------------------------------------------------------------------------------------
 def _device(session: Session, fault: Fault) -> Done:
     from inference.devices.simgpu.control import SOCKET_NAME, Control, SimulatorError
-    from inference.osapi import socket_directory
+    from inference.workers.os_api import socket_directory
 
     path = socket_directory(session.state) / SOCKET_NAME
     try:

@@ -19,28 +19,27 @@ from typing import Any
 from headgate.shared.errors import Problem
 from headgate.shared.units import format_bytes
 from inference import views
+from inference.api.event_bus import Bus
+from inference.api.inference_metrics import Metrics
 from inference.authority.lifecycle.transitions import Event, advance
 from inference.authority.lifecycle.wait_queue import QueueFullError, Waiter
 from inference.authority.placement.ledger import Account, Ledger
 from inference.authority.placement.plan import Result
 from inference.background import Background
-from inference.build_check import BuildCheck
-from inference.bus import Bus
 from inference.change import Change
-from inference.crashes import CrashStore
-from inference.devices.base import Reading
-from inference.devices.cpu import CPU
+from inference.devices.device import Reading
+from inference.devices.host import CPU
 from inference.devices.inventory import Inventory
 from inference.errors import ModelNotFound, QueueFull, ShuttingDown
-from inference.estimator import Estimator
+from inference.estimate.estimator import Estimator
+from inference.estimate.headrooms import Headrooms
 from inference.evictions import Action, Evictions, Reason
 from inference.fixes import Fixes
 from inference.governor import Governor
-from inference.headrooms import Headrooms
 from inference.health import Health
+from inference.helpers.build_check import BuildCheck
 from inference.homecoming import Homecoming
 from inference.loads import Loads
-from inference.metrics import Metrics
 from inference.model import Model, Ticket
 from inference.moving import Moving
 from inference.outlook import Outlook
@@ -51,11 +50,12 @@ from inference.quarantine import Quarantine
 from inference.settings import InferenceConfig, check_devices
 from inference.shortages import Shortages
 from inference.solo import Door
-from inference.supervisor import Supervisor
 from inference.teller import Teller
 from inference.threads import Threads
 from inference.waiting import Waiting
 from inference.warm import WarmPool
+from inference.workers.crash_records import CrashStore
+from inference.workers.worker_supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from inference.devices.base import Probe, Reading
-from inference.devices.checkpoints import Carrier, DriversCarrier, SimulatorsCarrier
-from inference.devices.cpu import CPU, CpuProbe
-from inference.devices.ggml import GgmlProbe
+from inference.devices.checkpoint_support import Carrier, DriversCarrier, SimulatorsCarrier
+from inference.devices.device import Probe, Reading
+from inference.devices.ggml_devices import GgmlProbe
+from inference.devices.host import CPU, CpuProbe
 from inference.devices.simgpu.probe import KIND as SIMULATED
 from inference.devices.simgpu.probe import SimProbe
-from inference.environment import InferenceSettings
+from inference.environment_settings import InferenceSettings
 
 NVIDIA = "cuda"
 """The kind of devices that NVIDIA's driver drives."""

@@ -2,7 +2,7 @@
 
 import sys
 
-from inference.worker.main import main
+from inference.worker.service import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,27 +9,27 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from inference.worker.api.rerank_api import Reranker
+from inference.worker.api.worker_app import App
 from inference.worker.backend import Backend, Constraint, TokenSampler
-from inference.worker.companions import Companions
-from inference.worker.constrained import ConstrainedSampler
 from inference.worker.constraints import Compiler
-from inference.worker.core.steps import Limits
-from inference.worker.crewed import CrewedBackend
-from inference.worker.embedder import Embedder
-from inference.worker.engine import Engine
-from inference.worker.http import App
-from inference.worker.link import Grant
+from inference.worker.cores.core_sparing_context import CrewedBackend
+from inference.worker.cores.openmp_spinning import Brake
+from inference.worker.cores.thread_placement import Companions
+from inference.worker.engine.embedder import Embedder
+from inference.worker.engine.engine import Engine
+from inference.worker.engine.output_tickets import Courier
+from inference.worker.engine.vision_context import SightedBackend, picture_finder
 from inference.worker.llama.context import Context
 from inference.worker.loading import Loaded
-from inference.worker.prompts import TOKENIZER_STACK_BYTES, Prompts
-from inference.worker.requests import Sampling
-from inference.worker.reranking import Reranker
-from inference.worker.sampling import ChainSampler, dry_of
-from inference.worker.sight import Sight
-from inference.worker.sighted import SightedBackend, picture_finder
-from inference.worker.spinning import Brake
-from inference.worker.templates import ChatTemplate
-from inference.worker.tickets import Courier
+from inference.worker.prompt.prompts import TOKENIZER_STACK_BYTES, Prompts
+from inference.worker.prompt.templates import ChatTemplate
+from inference.worker.prompt.vision import Sight
+from inference.worker.sampling.constrained_sampler import ConstrainedSampler
+from inference.worker.sampling.sampling import ChainSampler, dry_of
+from inference.worker.steps import Limits
+from inference.worker.worker_requests import Sampling
+from inference.workers.worker_link import Grant
 
 
 @dataclass(frozen=True, slots=True)

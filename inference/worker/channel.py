@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from inference.worker import link
+from inference.workers import worker_link
 
 MAX_LINE_BYTES = 1 << 20
 
@@ -23,13 +23,13 @@ class Channel:
         handle: int,
         on_drain: Callable[[], None],
         on_stop: Callable[[], None],
-        on_offload: Callable[[link.Offload], None],
-        on_throttle: Callable[[link.Limit | link.Forget | link.Threads], None],
+        on_offload: Callable[[worker_link.Offload], None],
+        on_throttle: Callable[[worker_link.Limit | worker_link.Forget | worker_link.Threads], None],
     ) -> None:
         self._socket = socket.socket(fileno=handle)
         self._socket.setblocking(True)
         self._lock = threading.Lock()
-        self._orders: queue.SimpleQueue[link.Grant | link.Hold] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[worker_link.Grant | worker_link.Hold] = queue.SimpleQueue()
         self._on_drain = on_drain
         self._on_stop = on_stop
         self._on_offload = on_offload
@@ -39,21 +39,21 @@ class Channel:
         """Starts reading."""
         threading.Thread(target=self._read, name="link", daemon=True).start()
 
-    def send(self, message: link.Message) -> None:
+    def send(self, message: worker_link.Message) -> None:
         """Sends one message; when nobody listens any more the reader ends the process."""
         with self._lock, contextlib.suppress(OSError):
-            self._socket.sendall(link.encode(message))
+            self._socket.sendall(worker_link.encode(message))
 
-    def order(self) -> link.Grant | link.Hold:
+    def order(self) -> worker_link.Grant | worker_link.Hold:
         """Waits for what to load or to hold, as long as the authority lives: a warm worker may wait for hours."""
         return self._orders.get()
 
-    def grant(self) -> link.Grant:
+    def grant(self) -> worker_link.Grant:
         """Waits for what to load, where nothing else makes sense any more."""
         order = self._orders.get()
-        if isinstance(order, link.Hold):
+        if isinstance(order, worker_link.Hold):
             self._leave("the authority sent hold to a worker that has a model already")
-        assert isinstance(order, link.Grant)
+        assert isinstance(order, worker_link.Grant)
         return order
 
     def _read(self) -> None:
@@ -70,22 +70,22 @@ class Channel:
                 self._leave("the authority sent a line without end")
             for line in lines:
                 try:
-                    message = link.decode(line)
+                    message = worker_link.decode(line)
                 except ValueError as error:
                     self._leave(f"the authority sent no message: {error}")
                 self._handle(message)
 
-    def _handle(self, message: link.Message) -> None:
+    def _handle(self, message: worker_link.Message) -> None:
         match message:
-            case link.Grant() | link.Hold():
+            case worker_link.Grant() | worker_link.Hold():
                 self._orders.put(message)
-            case link.Offload():
+            case worker_link.Offload():
                 self._on_offload(message)
-            case link.Limit() | link.Forget() | link.Threads():
+            case worker_link.Limit() | worker_link.Forget() | worker_link.Threads():
                 self._on_throttle(message)
-            case link.Drain():
+            case worker_link.Drain():
                 self._on_drain()
-            case link.Stop():
+            case worker_link.Stop():
                 self._on_stop()
             case _:
                 self._leave(f"the authority sent {message.tag}, which is for it to receive")

@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from inference.protocol import ExitCause
-from inference.worker import ggml, heap, llama, sampling
-from inference.worker.errors import LoadError
-from inference.worker.hardware import usable_cores
-from inference.worker.link import Grant, Ready
-from inference.worker.logtail import LogTail
-from inference.worker.requests import Facts
-from inference.worker.templates import ChatTemplate
+from inference.worker import llama, malloc_trim
+from inference.worker.llama import ggml_library
+from inference.worker.llama.cpu_cores import usable_cores
+from inference.worker.llama.llama_log import LogTail
+from inference.worker.prompt.templates import ChatTemplate
+from inference.worker.sampling import sampling
+from inference.worker.worker_errors import LoadError
+from inference.worker.worker_requests import Facts
+from inference.workers.worker_link import Grant, Ready
 
 MAX_CELLS = 2**31
 MAX_PARALLEL = 256
@@ -76,7 +78,7 @@ def load(grant: Grant, tail: LogTail, on_progress: Callable[[float], bool]) -> L
         family=family_of(template),
     )
     names = {
-        ggml.buffer_name(handle): device.id
+        ggml_library.buffer_name(handle): device.id
         for handle, device in zip(
             params.handles, [device for device in grant.devices if device.kind != "cpu"], strict=False
         )
@@ -114,7 +116,7 @@ def open_context(grant: Grant, params: Any) -> tuple[llama.Model, llama.Context,
     With `no_alloc` in `params` nothing is allocated: what a load would take can then be read from the context.
     """
     on_gpu = params.n_gpu_layers != 0
-    with heap.reused() if on_gpu else contextlib.nullcontext():
+    with malloc_trim.reused() if on_gpu else contextlib.nullcontext():
         model = llama.Model(grant.path, params)
     pooling = _pooling(model, grant)
     context = _context(grant, model, pooling, on_gpu=on_gpu)

@@ -45,14 +45,14 @@ def no_death_signal(service: str) -> None:
         return
     import sys
 
-    from inference import process
+    from inference.workers import worker_process
 
-    launch = process.launch
+    launch = worker_process.launch
 
     def untied(name: str, path: Any, _command: Any, environment: Mapping[str, str], keep: int | None) -> Any:
         return launch(name, path, (sys.executable, "-c", _UNTIED), environment, keep)
 
-    process.launch = untied
+    worker_process.launch = untied
 
 
 _UNTIED = """

@@ -39,7 +39,7 @@ def _pass_on(names: str) -> None:
 
 def _find(path: Path) -> None:
     """The service finds the devices that are listed in `path`."""
-    from inference.devices.cpu import CpuProbe
+    from inference.devices.host import CpuProbe
     from inference.devices.inventory import Inventory
 
     Inventory.of = classmethod(lambda cls, *_: cls([Found(path), CpuProbe()]))  # type: ignore[assignment, method-assign]

@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from inference.devices.base import Reading
-from inference.devices.ggml import GgmlProbe
-from inference.devices.trial import trial
+from inference.devices.compute_trial import trial
+from inference.devices.device import Reading
+from inference.devices.ggml_devices import GgmlProbe
 from tests.rigs.sim_devices import SimDevices
 from tests.rigs.sim_machine import TROUBLES, SimMachine
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 
 from inference.devices.simgpu.control import SimulatorError
-from inference.osapi import socket_directory
+from inference.workers.os_api import socket_directory
 from tests.chaos.judge import End, Violation
 from tests.chaos.load import Ask, Load
 from tests.chaos.system import DEVICES, MODELS, System

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.devices.nvml import NvmlReader
+from inference.devices.nvml_reader import NvmlReader
 from tests.rigs.nvml_stub import NvmlStub
 from tests.rigs.nvml_stub.two_cards import two_cards
 

@@ -13,13 +13,13 @@ import pytest
 
 from headgate.shared.errors import ConfigError, HeadgateError
 from inference.authority.device_health.signs import Sign
-from inference.devices.base import Probe, Reading
-from inference.devices.cpu import CpuProbe
-from inference.devices.ggml import GgmlProbe
+from inference.devices.device import Probe, Reading
+from inference.devices.ggml_devices import GgmlProbe
+from inference.devices.host import CpuProbe
 from inference.devices.inventory import Inventory
 from inference.devices.simgpu.control import Control, SimulatorError
 from inference.devices.simgpu.probe import SimProbe
-from inference.environment import InferenceSettings
+from inference.environment_settings import InferenceSettings
 from tests.rigs.processes import children_of, is_alive, wait_until
 from tests.rigs.sim_devices import SimDevices
 from tests.rigs.sim_machine import SimMachine

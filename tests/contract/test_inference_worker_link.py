@@ -14,11 +14,11 @@ import aiohttp
 import pytest
 
 from headgate.shared.state import StateDir
-from inference.core.hang_detection import Patience
-from inference.process import WorkerGone, WorkerProcess
 from inference.protocol import ExitCause
-from inference.supervisor import WORKER_COMMAND, Supervisor
-from inference.worker.link import DeviceGrant, Grant
+from inference.workers.hang_detection import Patience
+from inference.workers.worker_link import DeviceGrant, Grant
+from inference.workers.worker_process import WorkerGone, WorkerProcess
+from inference.workers.worker_supervisor import WORKER_COMMAND, Supervisor
 from tests.rigs import tiny_gguf
 from tests.rigs.processes import is_alive
 
@@ -158,7 +158,7 @@ async def test_a_step_beyond_its_allowance_is_a_hang(tmp_path: Path, monkeypatch
 
 
 async def test_a_worker_that_ignores_stop_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference.process.STOP_SECONDS", 0.3)
+    monkeypatch.setattr("inference.workers.worker_process.STOP_SECONDS", 0.3)
     worker = await _misbehaving(tmp_path, monkeypatch, ignore_stop=True)
     await asyncio.wait_for(worker.ready, 20)
     worker.stop()

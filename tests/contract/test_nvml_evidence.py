@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from inference.authority.device_health.signs import Sign
-from inference.children import HelperError
-from inference.devices.ggml import GgmlProbe
-from inference.devices.nvml import NvmlReader
+from inference.devices.ggml_devices import GgmlProbe
+from inference.devices.nvml_reader import NvmlReader
+from inference.helpers.helper_client import HelperError
 from tests.rigs.nvml_stub import NvmlStub
 from tests.rigs.nvml_stub.two_cards import FIRST, SECOND, listing
 

@@ -14,11 +14,11 @@ from openai.resources.chat import Completions as Chats
 
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import parse, schema
+from inference.api.routes.openapi_route import BODIES
 from inference.protocol import Code
-from inference.routes.description import BODIES
-from inference.worker import bodies
-from inference.worker.errors import BadRequestError
-from inference.worker.requests import Facts
+from inference.worker.api import generation_body
+from inference.worker.worker_errors import BadRequestError
+from inference.worker.worker_requests import Facts
 
 FACTS = Facts("tiny", 128, 300, 64, ("chat", "completions", "embeddings"))
 _CLIENTS_OWN = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
@@ -28,9 +28,9 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 @pytest.mark.parametrize(
     ("create", "endpoint", "read"),
     [
-        (Chats.create, Endpoint.CHAT, bodies.chat),
-        (Texts.create, Endpoint.COMPLETIONS, bodies.completion),
-        (Embeddings.create, Endpoint.EMBEDDINGS, bodies.embedding),
+        (Chats.create, Endpoint.CHAT, generation_body.chat),
+        (Texts.create, Endpoint.COMPLETIONS, generation_body.completion),
+        (Embeddings.create, Endpoint.EMBEDDINGS, generation_body.embedding),
     ],
 )
 def test_no_parameter_of_the_client_is_unknown(
@@ -46,8 +46,8 @@ def test_no_parameter_of_the_client_is_unknown(
 
 
 def test_what_concerns_a_clouds_cache_alone_is_ignored() -> None:
-    request = bodies.chat({**CHAT, "prompt_cache_options": {"mode": "implicit"}}, FACTS)
-    assert request == bodies.chat(CHAT, FACTS)
+    request = generation_body.chat({**CHAT, "prompt_cache_options": {"mode": "implicit"}}, FACTS)
+    assert request == generation_body.chat(CHAT, FACTS)
     parse(Endpoint.CHAT, json.dumps({**CHAT, "model": "demo", "prompt_cache_options": {}}).encode())
 
 
@@ -55,6 +55,6 @@ def test_what_the_answer_would_lack_is_refused_with_a_reason() -> None:
     """By a worker that is asked directly, where null asks for nothing; the gateway asks somebody else."""
     asked = {**CHAT, "model": "demo", "moderation": {"model": "omni-moderation-latest"}}
     with pytest.raises(BadRequestError, match="nothing is moderated here") as caught:
-        bodies.chat(asked, FACTS)
+        generation_body.chat(asked, FACTS)
     assert (caught.value.param, caught.value.code) == ("moderation", Code.UNSUPPORTED_PARAMETER)
-    assert bodies.chat({**CHAT, "moderation": None}, FACTS) == bodies.chat(CHAT, FACTS)
+    assert generation_body.chat({**CHAT, "moderation": None}, FACTS) == generation_body.chat(CHAT, FACTS)

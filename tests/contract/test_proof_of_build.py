@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from headgate.bootstrap import Setup
-from inference.children import HelperError, run_helper
-from inference.devices.base import HIDDEN
-from inference.jobs import proof
+from inference.devices.device import HIDDEN
+from inference.helpers import build_proof_job
+from inference.helpers.helper_client import HelperError, run_helper
 from inference.worker.backend import Decode
 from tests.rigs.broken_llama import BrokenLlama
 
@@ -40,11 +40,13 @@ async def test_installed_build_passes_within_seconds() -> None:
 def test_check_sees_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is full or lost says nothing about the CPU's code."""
     seen: list[str | None] = []
-    monkeypatch.setattr(proof, "_check_products", lambda: seen.append(os.environ.get("CUDA_VISIBLE_DEVICES")) or [])
-    monkeypatch.setattr(proof, "_check_model", lambda: "")
+    monkeypatch.setattr(
+        build_proof_job, "_check_products", lambda: seen.append(os.environ.get("CUDA_VISIBLE_DEVICES")) or []
+    )
+    monkeypatch.setattr(build_proof_job, "_check_model", lambda: "")
     for name in HIDDEN:
         monkeypatch.setenv(name, "0")  # and puts back what there was
-    assert proof.run({}) == {"buffers": [], "answer": ""}
+    assert build_proof_job.run({}) == {"buffers": [], "answer": ""}
     assert seen == [""]
 
 
@@ -91,18 +93,18 @@ def test_set_up_sees_that_a_build_is_broken(broken: BrokenLlama, how: str, said:
 )
 def test_numbers_far_from_the_expected_ones_fail(change: Any, said: str) -> None:
     expected = np.arange(1.0, 13.0).reshape(3, 4)
-    with pytest.raises(proof.ProofError, match=said):
-        proof.check_close("it", change(expected), expected)
+    with pytest.raises(build_proof_job.ProofError, match=said):
+        build_proof_job.check_close("it", change(expected), expected)
 
 
 def test_numbers_within_the_error_of_quantization_pass() -> None:
     expected = np.arange(1.0, 13.0).reshape(3, 4)
-    proof.check_close("it", expected * 1.01, expected)
+    build_proof_job.check_close("it", expected * 1.01, expected)
 
 
 def test_quantized_weights_mean_nearly_what_they_were_made_from() -> None:
     matrix = np.random.default_rng(2).standard_normal((4, 64)).astype(np.float32)
-    sizes = {weights.name: (len(weights.data), weights.values) for weights in proof.quantized(matrix)}
+    sizes = {weights.name: (len(weights.data), weights.values) for weights in build_proof_job.quantized(matrix)}
     assert {name: size for name, (size, _values) in sizes.items()} == {"f16": 512, "q8_0": 8 * 34, "q4_0": 8 * 18}
     for name, most in (("f16", 1e-3), ("q8_0", 0.01), ("q4_0", 0.15)):
         error = np.linalg.norm(sizes[name][1] - matrix) / np.linalg.norm(matrix)
@@ -128,19 +130,21 @@ class PaperContext:
 
 def _answered(text: str) -> str:
     letters = [ord(letter) for letter in text]
-    return proof._check_answer(PaperContext(letters[1:]), lambda tokens: "".join(map(chr, tokens)), 9, letters[0])
+    return build_proof_job._check_answer(
+        PaperContext(letters[1:]), lambda tokens: "".join(map(chr, tokens)), 9, letters[0]
+    )
 
 
 def test_answer_that_begins_as_it_was_learned_passes() -> None:
-    assert _answered(proof.ANSWER) == proof.ANSWER[: proof.TOKENS + 1]
+    assert _answered(build_proof_job.ANSWER) == build_proof_job.ANSWER[: build_proof_job.TOKENS + 1]
 
 
 def test_another_answer_fails() -> None:
-    with pytest.raises(proof.ProofError, match="instead of 'I am a small demo model"):
+    with pytest.raises(build_proof_job.ProofError, match="instead of 'I am a small demo model"):
         _answered("I an a small demo model")
 
 
 def test_batch_that_is_not_computed_fails() -> None:
     context = PaperContext([1], Decode.COMPUTE_FAILED)
-    with pytest.raises(proof.ProofError, match=r"could not decode 1 rows \(compute_failed\)"):
-        proof._decoded(context, [SimpleNamespace()])  # type: ignore[list-item]
+    with pytest.raises(build_proof_job.ProofError, match=r"could not decode 1 rows \(compute_failed\)"):
+        build_proof_job._decoded(context, [SimpleNamespace()])  # type: ignore[list-item]

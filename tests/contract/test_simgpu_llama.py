@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from inference.core.exits import Remains, classify
 from inference.devices.simgpu.control import SimulatorError
-from inference.devices.simgpu.core.wire import Command, request
+from inference.devices.simgpu.rpc_wire import Command, request
 from inference.protocol import ExitCause
-from inference.worker import link
+from inference.workers import worker_link
+from inference.workers.exit_cause import Remains, classify
 from tests.rigs import tiny_gguf
 from tests.rigs.processes import children_of, wait_until
 from tests.rigs.sim_devices import SimDevices
@@ -46,12 +46,12 @@ def is_empty(devices: SimDevices) -> bool:
     return not any(device["used_bytes"] or device["connections"] for device in devices.control.tell("status").values())
 
 
-def grant(devices: SimDevices, *names: str, **changes: Any) -> link.Grant:
+def grant(devices: SimDevices, *names: str, **changes: Any) -> worker_link.Grant:
     there = tuple(devices.grant(name) for name in names or ("gpu-0",))
     return grant_for(tiny_gguf.generative(), **{"devices": there, "gpu_layers": -1, **changes})
 
 
-def on(ready: link.Ready, device: str) -> int:
+def on(ready: worker_link.Ready, device: str) -> int:
     return sum(buffer.bytes for buffer in ready.buffers if buffer.device == device)
 
 
@@ -68,7 +68,7 @@ def test_what_the_worker_says_it_allocated_is_what_the_device_counts(tmp_path: P
         assert there["free_bytes"] == SIZE - there["used_bytes"]
         assert rig.post("/v1/completions", ASK)[1]["usage"]["completion_tokens"] == 8
         assert devices.status()["used_bytes"] == there["used_bytes"]
-        rig.send(link.Stop())
+        rig.send(worker_link.Stop())
         assert rig.wait() == 0
     wait_until("the memory is back", lambda: is_empty(devices))
     after = devices.status()
@@ -80,7 +80,7 @@ def test_a_load_over_capacity_fails_cleanly(tmp_path: Path, devices: SimDevices,
     """The worker says oom_load and ends by itself; nothing stays behind."""
     devices.tell("shrink", bytes=room_bytes)
     with WorkerRig(tmp_path, grant(devices)) as rig:
-        assert rig.expect(link.Failed).cause == ExitCause.OOM_LOAD
+        assert rig.expect(worker_link.Failed).cause == ExitCause.OOM_LOAD
         assert rig.wait() >= 0
     wait_until("the memory is back", lambda: is_empty(devices))
     assert devices.status()["refusals"] >= 1
@@ -90,7 +90,7 @@ def test_an_allocation_can_be_refused_on_demand(tmp_path: Path, devices: SimDevi
     """Memory that looks free and is not: the same clean failure; the next load is served."""
     devices.tell("refuse", count=1)
     with WorkerRig(tmp_path, grant(devices)) as rig:
-        assert rig.expect(link.Failed).cause == ExitCause.OOM_LOAD
+        assert rig.expect(worker_link.Failed).cause == ExitCause.OOM_LOAD
     assert not devices.status()["refusing"]
     again = tmp_path / "again"
     again.mkdir()
@@ -108,7 +108,7 @@ def test_capacity_is_shared_by_all_clients_and_by_others(tmp_path: Path, devices
         second = tmp_path / "second"
         second.mkdir()
         with WorkerRig(second, grant(devices)) as other:
-            assert other.expect(link.Failed).cause == ExitCause.OOM_LOAD
+            assert other.expect(worker_link.Failed).cause == ExitCause.OOM_LOAD
         assert rig.post("/v1/completions", ASK)[0] == 200
 
 
@@ -126,7 +126,7 @@ def test_a_cut_device_ends_its_worker_as_a_lost_one(tmp_path: Path, devices: Sim
     lost = tmp_path / "lost"
     lost.mkdir()
     with WorkerRig(lost, grant(devices)) as rig:
-        assert rig.expect(link.Failed).cause == ExitCause.DEVICE_LOST
+        assert rig.expect(worker_link.Failed).cause == ExitCause.DEVICE_LOST
     devices.tell("return")
     back = tmp_path / "back"
     back.mkdir()

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from inference.devices.simgpu.core.wire import Command, Conversation, reply, request
-from inference.devices.simgpu.relay import BUFFER_BYTES, Pace, Relay
+from inference.devices.simgpu.rpc_relay import BUFFER_BYTES, Pace, Relay
+from inference.devices.simgpu.rpc_wire import Command, Conversation, reply, request
 from tests.property.test_simgpu_wire import FREE, TOTAL, Book
 
 WEIGHTS = random.Random(5).randbytes(3 * BUFFER_BYTES + 17)

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 
 from inference.worker.constraints import Compiler
-from inference.worker.core.dialects import Dialect
-from inference.worker.core.dialects.deepseek import DeepSeek
-from inference.worker.core.dialects.dsml import Dsml
-from inference.worker.core.dialects.generic import Generic
-from inference.worker.core.dialects.harmony import Harmony
-from inference.worker.core.dialects.hermes import Hermes
-from inference.worker.core.dialects.llama3 import Llama3
-from inference.worker.core.dialects.mistral import Mistral
-from inference.worker.core.dialects.qwenxml import QwenXml
-from inference.worker.core.dialects.thinking import BRACKETS, TAGS
-from inference.worker.core.forms import Form, Json
-from inference.worker.core.parts import CallBegin, Tool, ToolChoice
+from inference.worker.dialects import Dialect
+from inference.worker.dialects.answer_parts import CallBegin, Tool, ToolChoice
+from inference.worker.dialects.deepseek import DeepSeek
+from inference.worker.dialects.dsml import Dsml
+from inference.worker.dialects.forms import Form, Json
+from inference.worker.dialects.generic import Generic
+from inference.worker.dialects.harmony import Harmony
+from inference.worker.dialects.hermes import Hermes
+from inference.worker.dialects.llama3 import Llama3
+from inference.worker.dialects.mistral import Mistral
+from inference.worker.dialects.qwenxml import QwenXml
+from inference.worker.dialects.thinking import BRACKETS, TAGS
 
 
 class Vocabulary:

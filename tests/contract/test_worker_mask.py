@@ -9,8 +9,8 @@ import pytest
 
 from inference.worker.backend import Constraint, Mask
 from inference.worker.constraints import Compiler
-from inference.worker.core.forms import Literal, OneOf
-from inference.worker.errors import ConstraintError, WorkerError
+from inference.worker.dialects.forms import Literal, OneOf
+from inference.worker.worker_errors import ConstraintError, WorkerError
 from tests.rigs.fake_mask import FakeConstraint
 from tests.rigs.vocabularies import PieceVocabulary
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.core.estimate import Facts, Parameters, formula
-from inference.jobs.gguf import BadGgufError, read_facts
+from inference.estimate.gguf import BadGgufError, read_facts
+from inference.estimate.header_formula import Facts, Parameters, formula
 from tests.rigs import tiny_gguf
 from tests.rigs.damaged_gguf import Damaged, Parts, corpus
 

@@ -11,21 +11,21 @@ import pytest
 
 from gateway.apis.openai import generation_request
 from gateway.apis.openai.frames import Endpoint
+from inference.api.asgi import OPEN_PATHS
+from inference.api.routes.openapi_route import BODIES
 from inference.app import HOT_PATHS
-from inference.http import OPEN_PATHS
-from inference.routes.description import BODIES
-from inference.worker import bodies, counting, reranking
+from inference.worker.api import generation_body, rerank_api, tokenize_api
 from tests.rigs.asgi import ask, operations
 from tests.rigs.authority_rig import Start, services
 from tests.rigs.fake_inference import FakeInference
 from tests.rigs.gateway_rig import Gateway
 
 READ = {
-    "/v1/chat/completions": bodies._CHAT,
-    "/v1/completions": bodies._COMPLETION,
-    "/v1/embeddings": bodies._EMBEDDING,
-    "/v1/rerank": reranking._FIELDS,
-    "/tokenize": counting._KNOWN,
+    "/v1/chat/completions": generation_body._CHAT,
+    "/v1/completions": generation_body._COMPLETION,
+    "/v1/embeddings": generation_body._EMBEDDING,
+    "/v1/rerank": rerank_api._FIELDS,
+    "/tokenize": tokenize_api._KNOWN,
     "/detokenize": ("model", "tokens"),
 }
 """What a worker reads of each body; everything else it refuses by name."""

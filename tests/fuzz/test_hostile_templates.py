@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from inference.worker import rendering
-from inference.worker.errors import BadRequestError
-from inference.worker.templates import ChatTemplate
+from inference.worker.prompt import rendering
+from inference.worker.prompt.templates import ChatTemplate
+from inference.worker.worker_errors import BadRequestError
 from tests.rigs.damaged_gguf import TEMPLATES
 
 MORE = {

@@ -19,8 +19,8 @@ from headgate.cli.main import main
 from headgate.shared.errors import HeadgateError
 from headgate.shared.state import StateDir
 from inference.devices.simgpu.control import SOCKET_NAME
-from inference.osapi import socket_directory
 from inference.protocol import ModelState, ModelStatus
+from inference.workers.os_api import socket_directory
 from tests.rigs.canned_http import Canned, canned_service
 from tests.rigs.processes import forget_own, free_port, wait_until
 from tests.rigs.sim_devices import SimDevices

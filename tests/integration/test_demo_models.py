@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from inference.demo import bundled_path
-from inference.demo.corpus import listed_dialogues, listed_questions
+from inference.tools.demo_corpus import listed_dialogues, listed_questions
 from tests.rigs.stack import Stack
 
 

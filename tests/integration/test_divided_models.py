@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from inference.devices.simgpu.control import SOCKET_NAME, Control
-from inference.osapi import socket_directory
+from inference.workers.os_api import socket_directory
 from tests.rigs.processes import of_models, wait_until
 from tests.rigs.stack import Stack, chat_body
 from tests.rigs.tiny_families import Form, path

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from inference.overheads import CPU_OVERHEAD_BYTES
-from inference.worker.sight import HELD_BYTES
+from inference.estimate.overheads import CPU_OVERHEAD_BYTES
+from inference.worker.prompt.vision import HELD_BYTES
 from tests.rigs import tiny_bert, tiny_gguf, tiny_projector
 from tests.rigs.stack import Stack
 

@@ -14,10 +14,10 @@ from inference import authority as authorities
 from inference import settings
 from inference.app import Service
 from inference.authority.pressure.advice import SWAPS, TURNED_AWAY, Kind
-from inference.devices.cpu import CPU
+from inference.devices.host import CPU
 from inference.devices.inventory import Inventory
 from inference.errors import MemoryLimitExceededError, QueueFull
-from inference.estimator import Estimator
+from inference.estimate.estimator import Estimator
 from inference.protocol import ModelState, Priority
 from tests.rigs import tiny_gguf
 from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start, rewrite, services, until

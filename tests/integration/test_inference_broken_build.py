@@ -16,7 +16,7 @@ import pytest
 
 from headgate.machine import Build
 from headgate.shared.errors import Exit
-from inference.devices.simgpu.server import package
+from inference.devices.simgpu.rpc_server import package
 from tests.rigs.broken_llama import BrokenLlama
 from tests.rigs.processes import http_status, wait_until
 from tests.rigs.stack import Stack

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from inference.app import Service
-from inference.children import run_helper
-from inference.devices.base import Reading
-from inference.devices.checkpoints import Trouble
+from inference.devices.checkpoint_support import Trouble
+from inference.devices.device import Reading
 from inference.errors import InferenceError
 from inference.evictions import Action
+from inference.helpers.helper_client import run_helper
 from inference.model import Model
 from inference.protocol import ModelState
 from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, empty, services, until

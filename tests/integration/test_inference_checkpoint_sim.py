@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from inference.devices.simgpu.control import SOCKET_NAME, Control, SimulatorError
-from inference.osapi import socket_directory
+from inference.workers.os_api import socket_directory
 from tests.rigs.processes import children_of, wait_until
 from tests.rigs.stack import Stack, chat_body
 

@@ -12,10 +12,10 @@ import pytest
 
 from inference.app import Service
 from inference.authority.device_health.signs import Sign
-from inference.children import HelperError
-from inference.devices.base import Reading
+from inference.devices.device import Reading
 from inference.errors import DeviceLost, InvalidRequestError, MemoryLimitExceededError
 from inference.evictions import Reason
+from inference.helpers.helper_client import HelperError
 from inference.protocol import DeviceState, ModelState
 from tests.rigs.asgi import ask
 from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, empty, services, until

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from inference.devices.base import Reading
+from inference.devices.device import Reading
 from inference.protocol import DeviceState
 from tests.rigs.authority_rig import FakeAccelerator, Start, services
 

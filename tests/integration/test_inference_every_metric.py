@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from inference.app import Service
-from inference.devices.base import Reading
+from inference.devices.device import Reading
 from inference.errors import InferenceError
 from inference.protocol import DeviceState, ModelState
 from tests.rigs.asgi import ask

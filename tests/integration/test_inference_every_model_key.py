@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from headgate.shared.state import StateDir
-from inference.devices.base import Reading
-from inference.devices.cpu import CPU
+from inference.devices.device import Reading
+from inference.devices.host import CPU
 from inference.errors import MemoryLimitExceededError
-from inference.estimator import Estimator
+from inference.estimate.estimator import Estimator
 from inference.protocol import ModelState
 from inference.settings import ModelEntry
 from tests.rigs import tiny_gguf

@@ -1,6 +1,6 @@
 """Every INFERENCE_* setting does something: one test each, over the real authority, that a value changes what happens.
 
-Those that are listed as without effect in `inference.environment` are left out; one on neither list fails.
+Those that are listed as without effect in `inference.environment_settings` are left out; one on neither list fails.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from headgate.shared.state import StateDir
 from inference import settings
 from inference.app import Service
 from inference.authority.placement.plan import Standing
-from inference.devices.base import Reading
-from inference.devices.cpu import CPU
+from inference.devices.device import Reading
+from inference.devices.host import CPU
 from inference.devices.inventory import Inventory
-from inference.environment import PREFIX, WITHOUT_EFFECT, environment_names
+from inference.environment_settings import PREFIX, WITHOUT_EFFECT, environment_names
 from inference.errors import DeadlineExceeded, MemoryLimitExceededError, QueueFull
 from inference.history import History
 from inference.model import Model

@@ -9,7 +9,7 @@ import pytest
 
 from inference import views
 from inference.protocol import ModelStatus
-from inference.worker.link import Beat
+from inference.workers.worker_link import Beat
 from tests.rigs.authority_rig import FakeAccelerator, FakeEstimator, Start, services
 from tests.rigs.instant_workers import InstantSupervisor
 

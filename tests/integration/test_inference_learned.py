@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headgate.shared.state import StateDir
-from inference.estimator import Estimator
+from inference.estimate.estimator import Estimator
 from inference.protocol import ModelState
 from inference.settings import load
 from tests.rigs import tiny_gguf

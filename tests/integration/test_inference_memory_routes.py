@@ -10,7 +10,7 @@ import pytest
 
 from inference.app import Service
 from inference.authority.placement.ledger import Phase
-from inference.devices.base import Reading
+from inference.devices.device import Reading
 from tests.rigs.asgi import ask
 from tests.rigs.authority_rig import MIB, FakeAccelerator, FakeEstimator, SharedDevice, Start, services, until
 

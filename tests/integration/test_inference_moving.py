@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.devices.base import Reading
+from inference.devices.device import Reading
 from inference.errors import InvalidRequestError, MemoryLimitExceededError, MemoryRefused
 from inference.evictions import Reason
 from inference.preload import preload

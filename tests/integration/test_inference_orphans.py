@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from headgate.shared.state import StateDir
-from inference.orphans import FAMILY_ENV, began, take_over
+from inference.workers.orphans import FAMILY_ENV, began, take_over
 
 SLEEP = [sys.executable, "-c", "import signal; print(flush=True); signal.pause()"]
 

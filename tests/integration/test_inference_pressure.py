@@ -15,7 +15,7 @@ import pytest
 from inference.app import Service
 from inference.authority.pressure.levels import Level
 from inference.authority.pressure.relief import Rung
-from inference.devices.base import Reading
+from inference.devices.device import Reading
 from inference.devices.inventory import Inventory
 from inference.errors import MemoryLimitExceededError
 from inference.evictions import Reason

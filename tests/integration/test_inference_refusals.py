@@ -10,7 +10,7 @@ import pytest
 
 from headgate.shared.state import StateDir
 from inference.errors import MemoryLimitExceededError
-from inference.estimator import Estimate, Estimator
+from inference.estimate.estimator import Estimate, Estimator
 from tests.rigs import tiny_gguf
 from tests.rigs.authority_rig import Start, services
 

@@ -20,8 +20,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from inference.orphans import FAMILY_ENV
 from inference.protocol import Progress
+from inference.workers.orphans import FAMILY_ENV
 from tests.rigs import tiny_gguf
 from tests.rigs.processes import Service, children_of, command_of, http_status, inference_service, is_alive, wait_until
 from tests.rigs.slowdisk import slow_disk_env

@@ -19,11 +19,11 @@ from inference.authority.placement.ledger import Lack
 from inference.authority.placement.plan import Refusal
 from inference.authority.placement.reduction import REST_SECONDS
 from inference.errors import InferenceError, MemoryRefused, ModelFailed
+from inference.estimate.headrooms import Headrooms
 from inference.gauges import cooldown_seconds
-from inference.headrooms import Headrooms
-from inference.hostkills import HostKills
 from inference.protocol import Code, ModelState
 from inference.shortages import EASE_SECONDS
+from inference.workers.kernel_oom_kills import HostKills
 from tests.rigs.asgi import ask
 from tests.rigs.authority_rig import MIB, FakeEstimator, SharedDevice, Start, empty, services, until
 

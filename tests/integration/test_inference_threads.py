@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from inference.demo import bundled_path
-from inference.worker import link
-from inference.worker.spinning import openmp_brake
+from inference.worker.cores.openmp_spinning import openmp_brake
+from inference.workers import worker_link
 from tests.rigs.authority_rig import Start, services, until
 from tests.rigs.instant_workers import InstantSupervisor
 from tests.rigs.tiny_gguf import generative
@@ -59,7 +59,7 @@ def test_a_worker_changes_its_threads_and_says_the_same(tmp_path: Path) -> None:
         rig.ready()
         texts = []
         for count in (1, 2, 1):
-            rig.send(link.Threads(count))
+            rig.send(worker_link.Threads(count))
             rig.fresh_beat()
             status, answer = rig.post("/v1/completions", {"model": "tiny", **ask})
             assert status == 200

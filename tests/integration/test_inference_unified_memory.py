@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.devices.base import Reading
+from inference.devices.device import Reading
 from inference.devices.inventory import Inventory
 from tests.rigs.authority_rig import MIB, FakeAccelerator, Start, empty, services, until
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from inference.app import Service
-from inference.devices.cpu import CpuProbe
+from inference.devices.host import CpuProbe
 from inference.errors import InferenceError, InvalidRequestError
 from inference.evictions import Action, Reason
 from inference.model import Model

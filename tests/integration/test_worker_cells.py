@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from inference.worker.backend import Decode
-from inference.worker.binding import lib
-from inference.worker.core.steps import Row
 from inference.worker.llama import Context
+from inference.worker.llama.binding import lib
 from inference.worker.llama.context import WIDEST_GAP
+from inference.worker.steps import Row
 from tests.rigs import tiny_gguf
 from tests.rigs.engine_rig import EngineRig, engine_rig
 

@@ -9,12 +9,12 @@ import pytest
 
 from inference.demo import bundled_path
 from inference.worker import llama
-from inference.worker.constrained import ConstrainedSampler
 from inference.worker.constraints import Compiler
-from inference.worker.core.forms import Form, Json, Marker, OneOf, Regex, Repeat, Sequence
-from inference.worker.core.steps import Row
-from inference.worker.requests import Sampling
-from inference.worker.sampling import ChainSampler
+from inference.worker.dialects.forms import Form, Json, Marker, OneOf, Regex, Repeat, Sequence
+from inference.worker.sampling.constrained_sampler import ConstrainedSampler
+from inference.worker.sampling.sampling import ChainSampler
+from inference.worker.steps import Row
+from inference.worker.worker_requests import Sampling
 from tests.rigs.engine_rig import EngineRig, engine_rig
 
 CITY = {

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from inference.worker import link
+from inference.workers import worker_link
 from tests.rigs import tiny_gguf
 from tests.rigs.processes import free_port, wait_until
 from tests.rigs.worker_rig import WorkerRig, grant_for
 
 SERVE = """
 import ctypes, sys
-from inference.devices.simgpu.server import library, rpc_library
+from inference.devices.simgpu.rpc_server import library, rpc_library
 by_name = library().ggml_backend_dev_by_name
 by_name.restype = ctypes.c_void_p
 cpu = by_name(b"CPU")
@@ -47,7 +47,7 @@ def endpoint() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
 def test_a_remote_device_holds_the_model(tmp_path: Path, endpoint: tuple[str, subprocess.Popen[bytes]]) -> None:
     """Weights, cache and compute buffers are on it, under the authority's name; when it is lost the worker aborts."""
     address, server = endpoint
-    device = link.DeviceGrant("gpu-0", "gpu", rpc_endpoint=address)
+    device = worker_link.DeviceGrant("gpu-0", "gpu", rpc_endpoint=address)
     with WorkerRig(tmp_path, grant_for(tiny_gguf.generative(), devices=(device,), gpu_layers=-1)) as rig:
         ready = rig.ready()
         there = {buffer.kind: buffer.bytes for buffer in ready.buffers if buffer.device == "gpu-0"}
@@ -66,7 +66,7 @@ def test_a_remote_device_holds_the_model(tmp_path: Path, endpoint: tuple[str, su
 
 def test_layers_can_stay_on_the_host(tmp_path: Path, endpoint: tuple[str, subprocess.Popen[bytes]]) -> None:
     """gpu_layers 0 never touches the device; 1 puts one layer there."""
-    device = link.DeviceGrant("gpu-0", "gpu", rpc_endpoint=endpoint[0])
+    device = worker_link.DeviceGrant("gpu-0", "gpu", rpc_endpoint=endpoint[0])
     for layers, somewhere in ((0, {"cpu"}), (1, {"cpu", "gpu-0"})):
         root = tmp_path / str(layers)
         root.mkdir()
@@ -76,8 +76,8 @@ def test_layers_can_stay_on_the_host(tmp_path: Path, endpoint: tuple[str, subpro
 
 
 def test_a_device_that_does_not_answer_is_named(tmp_path: Path) -> None:
-    device = link.DeviceGrant("gpu-0", "gpu", rpc_endpoint=f"127.0.0.1:{free_port()}")
+    device = worker_link.DeviceGrant("gpu-0", "gpu", rpc_endpoint=f"127.0.0.1:{free_port()}")
     with WorkerRig(tmp_path, grant_for(tiny_gguf.generative(), devices=(device,), gpu_layers=-1)) as rig:
-        failed = rig.expect(link.Failed)
+        failed = rig.expect(worker_link.Failed)
         assert failed.cause == "device_lost"
         assert "127.0.0.1" in failed.message

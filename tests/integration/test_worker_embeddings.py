@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from inference.worker import llama
-from inference.worker.binding import lib
-from inference.worker.core.steps import Row
+from inference.worker.llama.binding import lib
+from inference.worker.steps import Row
 from tests.rigs import engine_rig, tiny_gguf
 from tests.rigs.worker_rig import WorkerRig, grant_for
 

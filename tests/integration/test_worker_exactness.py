@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from inference import demo
-from inference.worker.prompts import Prompts
+from inference.worker.prompt.prompts import Prompts
 from tests.rigs import tiny_gguf
 from tests.rigs.engine_rig import EngineRig, engine_rig
 from tests.rigs.worker_rig import WorkerRig, grant_for

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from inference.worker.generation import Output, TokenLogprob
+from inference.worker.answers.generation import Output, TokenLogprob
 from tests.rigs.engine_rig import EngineRig, engine_rig
 from tests.rigs.tiny_families import WINDOW_TOKENS, Form, path
 

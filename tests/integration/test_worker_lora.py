@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from inference.protocol import ExitCause
-from inference.worker import link
+from inference.workers import worker_link
 from tests.rigs import tiny_gguf
 from tests.rigs.worker_rig import WorkerRig, grant_for
 
@@ -56,7 +56,7 @@ def test_the_adapter_that_does_not_fit_is_named(tmp_path: Path, adapter: Callabl
     wrong = adapter()
     grant = grant_for(tiny_gguf.generative(), lora=(str(FIRST()), str(wrong)))
     with WorkerRig(tmp_path, grant) as worker:
-        failed = worker.expect(link.Failed)
+        failed = worker.expect(worker_link.Failed)
         assert worker.wait() == 1
     assert str(wrong) in failed.message
     assert says in failed.message

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from inference.demo import bundled_path
 from inference.worker import llama
-from inference.worker.constrained import ConstrainedSampler
 from inference.worker.constraints import Compiler
-from inference.worker.core.forms import Form, Json, Regex
-from inference.worker.core.steps import Row
+from inference.worker.dialects.forms import Form, Json, Regex
 from inference.worker.llama import Sampler
 from inference.worker.llama.dry import MOST_PROTOTYPES, Dry, DryPrototypes
-from inference.worker.requests import Sampling
-from inference.worker.sampling import ChainSampler, dry_of
+from inference.worker.sampling.constrained_sampler import ConstrainedSampler
+from inference.worker.sampling.sampling import ChainSampler, dry_of
+from inference.worker.steps import Row
+from inference.worker.worker_requests import Sampling
 from tests.rigs import tiny_spm
 from tests.rigs.engine_rig import EngineRig, engine_rig
 from tests.rigs.worker_rig import grant_for

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from inference.worker import link
+from inference.workers import worker_link
 from tests.rigs import tiny_gguf
 from tests.rigs.worker_rig import WorkerRig, grant_for
 
@@ -42,9 +42,9 @@ def cached(said: dict[str, Any]) -> int:
     return int(said["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def offloaded(rig: WorkerRig, *, stays: bool, most_bytes: int = PLENTY) -> link.Offloaded:
-    rig.send(link.Offload(most_bytes, stays))
-    return rig.expect(link.Offloaded)
+def offloaded(rig: WorkerRig, *, stays: bool, most_bytes: int = PLENTY) -> worker_link.Offloaded:
+    rig.send(worker_link.Offload(most_bytes, stays))
+    return rig.expect(worker_link.Offloaded)
 
 
 def anonymous_bytes(rig: WorkerRig) -> int:
@@ -87,8 +87,8 @@ def test_another_process_goes_on_with_what_the_first_one_saved(tmp_path: Path, k
         assert rig.wait() == 0
     assert said.sequences == 2
     with WorkerRig(tmp_path, keep=keep) as rig:
-        rig.send(link.Hold(grant.path))
-        assert rig.expect(link.Held).count_bytes == Path(grant.path).stat().st_size
+        rig.send(worker_link.Hold(grant.path))
+        assert rig.expect(worker_link.Held).count_bytes == Path(grant.path).stat().st_size
         assert rig.fresh_beat().active == 0
         rig.send(grant)
         assert rig.ready().restored_tokens == said.tokens
@@ -105,14 +105,14 @@ def test_only_what_fits_is_saved_and_nothing_that_does_not_match_is_restored(tmp
     with WorkerRig(tmp_path / "a", grant, keep=keep) as rig:
         rig.ready()
         ask(rig, "hello world")
-        assert offloaded(rig, stays=True, most_bytes=0) == link.Offloaded(0, 0, 0)
+        assert offloaded(rig, stays=True, most_bytes=0) == worker_link.Offloaded(0, 0, 0)
         rig.send(grant)
         assert rig.ready().restored_tokens == 0
         ask(rig, "hello world")
         assert offloaded(rig, stays=False).sequences == 1
         rig.wait()
     with WorkerRig(tmp_path, keep=keep) as rig:
-        rig.send(link.Hold(grant.path))
+        rig.send(worker_link.Hold(grant.path))
         rig.send(replace(grant, flash_attention=False))
         assert rig.ready().restored_tokens == 0
         assert "flash_attention changed" in rig.log
@@ -122,8 +122,8 @@ def test_only_what_fits_is_saved_and_nothing_that_does_not_match_is_restored(tmp
 def test_a_file_that_is_not_there_cannot_be_held(tmp_path: Path) -> None:
     """The authority is told why, and the process ends."""
     with WorkerRig(tmp_path) as rig:
-        rig.send(link.Hold(str(tmp_path / "none.gguf")))
-        assert "cannot be held" in rig.expect(link.Failed).message
+        rig.send(worker_link.Hold(str(tmp_path / "none.gguf")))
+        assert "cannot be held" in rig.expect(worker_link.Failed).message
         assert rig.wait() == 1
 
 
@@ -133,7 +133,7 @@ def test_a_pooling_model_stays_and_comes_back(tmp_path: Path) -> None:
     with WorkerRig(tmp_path, grant) as rig:
         rig.ready()
         first = rig.post("/v1/embeddings", {"input": "hello"})
-        assert offloaded(rig, stays=True) == link.Offloaded(0, 0, 0)
+        assert offloaded(rig, stays=True) == worker_link.Offloaded(0, 0, 0)
         rig.send(grant)
         rig.ready()
         assert rig.post("/v1/embeddings", {"input": "hello"}) == first

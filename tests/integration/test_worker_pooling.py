@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from inference.protocol import ExitCause
-from inference.worker import link
+from inference.workers import worker_link
 from tests.rigs import tiny_bert, tiny_gguf
 from tests.rigs.worker_rig import WorkerRig, grant_for
 
@@ -65,7 +65,7 @@ def test_what_cannot_be_is_refused_at_load(
     tmp_path: Path, model: Callable[[], Path], capabilities: tuple[str, ...] | None, says: str
 ) -> None:
     with WorkerRig(tmp_path, grant_for(model(), context_length=128, capabilities=capabilities)) as worker:
-        failed = worker.expect(link.Failed)
+        failed = worker.expect(worker_link.Failed)
         assert says in failed.message
         assert failed.cause == ExitCause.STARTUP
         assert worker.wait() == 1

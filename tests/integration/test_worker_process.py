@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from inference.worker import link
+from inference.workers import worker_link
 from tests.rigs import tiny_gguf
 from tests.rigs.processes import is_alive, wait_until
 from tests.rigs.worker_rig import CPU, WorkerRig, grant_for
@@ -33,11 +33,11 @@ def modules_mapped(pid: int) -> str:
 def test_hello_comes_before_llama_cpp_is_loaded(tmp_path: Path) -> None:
     """A worker in waiting holds no device; the grant makes it load, and it says what it allocated."""
     with WorkerRig(tmp_path) as rig:
-        hello = rig.expect(link.Hello)
+        hello = rig.expect(worker_link.Hello)
         assert hello.pid == rig.process.pid
         assert "libllama" not in modules_mapped(hello.pid)
         rig.send(grant_for(tiny_gguf.generative()))
-        assert rig.expect(link.LoadProgress).fraction <= 1.0
+        assert rig.expect(worker_link.LoadProgress).fraction <= 1.0
         ready = rig.ready()
         assert {buffer.kind for buffer in ready.buffers} >= {"weights", "kv", "compute"}
         assert {buffer.device for buffer in ready.buffers} == {"cpu"}
@@ -55,12 +55,12 @@ def test_an_idle_worker_beats(tmp_path: Path) -> None:
         rig.ready()
         started = time.monotonic()
         for _ in range(3):
-            beat = rig.next_beat(2 * link.BEAT_SECONDS + 1)
+            beat = rig.next_beat(2 * worker_link.BEAT_SECONDS + 1)
             assert (beat.step_seconds, beat.active, beat.queued) == (None, 0, 0)
-        assert time.monotonic() - started < 5 * link.BEAT_SECONDS
+        assert time.monotonic() - started < 5 * worker_link.BEAT_SECONDS
 
 
-GPU7 = link.DeviceGrant("gpu-0", "gpu", "CUDA7")
+GPU7 = worker_link.DeviceGrant("gpu-0", "gpu", "CUDA7")
 BROKEN: list[tuple[str, dict[str, object], str, str]] = [
     ("no file", {"path": "/nowhere/x.gguf"}, "startup", "/nowhere/x.gguf"),
     ("no gguf", {"path": __file__}, "startup", "magic"),
@@ -78,7 +78,7 @@ def test_a_load_that_fails_says_why_and_ends(
     tmp_path: Path, changes: dict[str, object], cause: str, words: str
 ) -> None:
     with WorkerRig(tmp_path, grant_for(tiny_gguf.generative(), **changes)) as rig:
-        failed = rig.expect(link.Failed)
+        failed = rig.expect(worker_link.Failed)
         assert failed.cause == cause
         assert words in failed.message
         assert rig.wait() == 1
@@ -91,10 +91,10 @@ def test_a_cache_that_cannot_be_allocated_is_a_clean_failure(tmp_path: Path) -> 
 
     model = tiny_gguf.generative(layers=4, width=256, heads_kv=4)
     with WorkerRig(tmp_path) as rig:
-        rig.expect(link.Hello)
+        rig.expect(worker_link.Hello)
         resource.prlimit(rig.process.pid, resource.RLIMIT_AS, (2**31, 2**31))
         rig.send(grant_for(model, context_length=2**20, parallel=1))  # 4 GiB of cache
-        failed = rig.expect(link.Failed)
+        failed = rig.expect(worker_link.Failed)
         assert failed.cause == "oom_load"
         assert "failed to allocate buffer" in failed.message
         assert rig.wait() == 1
@@ -112,7 +112,7 @@ def test_drain_finishes_streams_and_refuses_new_ones(tmp_path: Path) -> None:
         rig.ready()
         frames = rig.stream(CHAT, AWHILE)
         next(frames)
-        rig.send(link.Drain())
+        rig.send(worker_link.Drain())
         status, said = wait_until("it drains", lambda: _refused(rig))
         assert (status, said["error"]["code"]) == (503, "model_loading")
         rest = list(frames)
@@ -133,7 +133,7 @@ def test_sigterm_is_a_drain_and_ctrl_c_is_not_ours(tmp_path: Path) -> None:
 
 def test_sigterm_before_the_grant_ends_at_once(tmp_path: Path) -> None:
     with WorkerRig(tmp_path) as rig:
-        rig.expect(link.Hello)
+        rig.expect(worker_link.Hello)
         rig.process.send_signal(signal.SIGTERM)
         assert rig.wait(2) == 0
 
@@ -149,7 +149,7 @@ def test_stop_ends_streams_honestly(tmp_path: Path) -> None:
         thread.start()
         wait_until("both run", lambda: rig.fresh_beat().active == 2)
         started = time.monotonic()
-        rig.send(link.Stop())
+        rig.send(worker_link.Stop())
         rest = list(frames)
         assert json.loads(rest[-1].removeprefix(b"data: "))["error"]["code"] == "model_loading"
         thread.join(5)
@@ -223,7 +223,7 @@ def test_started_by_hand_it_says_what_it_is(tmp_path: Path) -> None:
 
 def test_a_wrong_parent_is_noticed(tmp_path: Path) -> None:
     """The parent died before the worker could look."""
-    env = {**os.environ, link.LINK_FD_ENV: "0", link.SOCKET_FD_ENV: "1", link.PARENT_ENV: "1"}
+    env = {**os.environ, worker_link.LINK_FD_ENV: "0", worker_link.SOCKET_FD_ENV: "1", worker_link.PARENT_ENV: "1"}
     done = subprocess.run([sys.executable, "-m", "inference.worker"], env=env, capture_output=True, timeout=20)
     assert done.returncode == 1
 
@@ -260,7 +260,7 @@ def test_a_quantized_cache_needs_flash_attention(tmp_path: Path) -> None:
         assert rig.post(CHAT, {**LONG, "max_tokens": 5})[0] == 200
     (tmp_path / "b").mkdir()
     with WorkerRig(tmp_path / "b", grant_for(model, kv_type="q8_0", flash_attention=False)) as rig:
-        assert "flash_attention" in rig.expect(link.Failed).message
+        assert "flash_attention" in rig.expect(worker_link.Failed).message
 
 
 def test_no_template_means_no_chat(tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from inference import demo
 from inference.protocol import Code
 from inference.worker.backend import Decode
-from inference.worker.binding import lib
-from inference.worker.core.steps import Row
 from inference.worker.llama import MOST_CANDIDATES, Sampler
 from inference.worker.llama import sampler as samplers
-from inference.worker.requests import Sampling
-from inference.worker.sampling import ChainSampler
+from inference.worker.llama.binding import lib
+from inference.worker.sampling.sampling import ChainSampler
+from inference.worker.steps import Row
+from inference.worker.worker_requests import Sampling
 from tests.rigs.engine_rig import EngineRig, engine_rig
 
 EXTREMES = st.builds(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.worker import link
+from inference.workers import worker_link
 from tests.rigs import tiny_gguf
 from tests.rigs.worker_rig import WorkerRig, grant_for
 
@@ -19,8 +19,8 @@ def test_nothing_that_takes_time_is_imported_once_the_file_is_held(tmp_path: Pat
     """By the interpreter's own list of imports; libraries that are looked for in vain are no import."""
     grant = grant_for(tiny_gguf.generative())
     with WorkerRig(tmp_path, env={"PYTHONPROFILEIMPORTTIME": "1"}) as rig:
-        rig.send(link.Hold(grant.path))
-        rig.expect(link.Held)
+        rig.send(worker_link.Hold(grant.path))
+        rig.expect(worker_link.Held)
         before = len(rig.log)
         rig.send(grant)
         rig.ready()

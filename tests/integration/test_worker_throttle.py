@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from inference.worker import link
+from inference.workers import worker_link
 from tests.rigs import tiny_gguf
 from tests.rigs.engine_rig import EngineRig, engine_rig
 from tests.rigs.processes import wait_until
@@ -64,7 +64,7 @@ def test_what_is_retained_is_forgotten_when_told_and_not_what_runs() -> None:
 def test_a_worker_does_as_the_link_says(tmp_path: Path) -> None:
     with WorkerRig(tmp_path, grant_for(tiny_gguf.slow())) as rig:
         rig.ready()
-        rig.send(link.Limit(1))
+        rig.send(worker_link.Limit(1))
         rig.fresh_beat()
         said: list[Any] = []
         seen = threading.Event()
@@ -78,7 +78,7 @@ def test_a_worker_does_as_the_link_says(tmp_path: Path) -> None:
         for thread in threads:
             thread.start()
         wait_until("one runs", lambda: (beat := rig.fresh_beat()).active == 1 and beat.queued == 2)
-        rig.send(link.Limit(4))
+        rig.send(worker_link.Limit(4))
         wait_until("all run", lambda: rig.fresh_beat().active == 3)
         seen.set()
         for thread in threads:
@@ -92,7 +92,7 @@ def test_a_worker_does_as_the_link_says(tmp_path: Path) -> None:
             return int(usage["prompt_tokens_details"]["cached_tokens"])
 
         assert cached() > 0
-        rig.send(link.Forget())
+        rig.send(worker_link.Forget())
         rig.fresh_beat()
         assert cached() == 0
 
@@ -100,7 +100,7 @@ def test_a_worker_does_as_the_link_says(tmp_path: Path) -> None:
 def test_a_model_that_pools_is_told_and_goes_on(tmp_path: Path) -> None:
     with WorkerRig(tmp_path, grant_for(tiny_gguf.embedding())) as rig:
         rig.ready()
-        rig.send(link.Limit(1))
-        rig.send(link.Forget())
+        rig.send(worker_link.Limit(1))
+        rig.send(worker_link.Forget())
         rig.fresh_beat()
         assert rig.post("/v1/embeddings", {"input": "x"})[0] == 200

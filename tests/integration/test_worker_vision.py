@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from inference.protocol import ExitCause
-from inference.worker import link
+from inference.workers import worker_link
 from tests.rigs import tiny_gguf, tiny_projector
 from tests.rigs.worker_rig import WorkerRig, grant_for
 
@@ -212,7 +212,7 @@ def test_a_projector_that_cannot_be_is_refused_at_load(
 ) -> None:
     grant = grant_for(model(), mmproj=None if projector is None else str(projector()), **changes)
     with WorkerRig(tmp_path, grant) as worker:
-        failed = worker.expect(link.Failed)
+        failed = worker.expect(worker_link.Failed)
         assert says in failed.message
         assert failed.cause == ExitCause.STARTUP
         assert worker.wait() == 1

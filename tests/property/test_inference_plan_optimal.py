@@ -15,7 +15,7 @@ from inference.authority.placement.ledger import Account, Ledger
 from inference.authority.placement.plan import Held, Option, Placement, Policy, Refusal, Request, Result, Standing, plan
 from inference.authority.placement.spread import Spread
 from inference.authority.placement.stage import EVICTABLE, Stage
-from inference.core.estimate import Parameters
+from inference.estimate.header_formula import Parameters
 
 pytestmark = pytest.mark.unmeasured
 

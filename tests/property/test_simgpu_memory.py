@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from inference.devices.simgpu.core.memory import ALL, Memory
+from inference.devices.simgpu.simulated_memory import ALL, Memory
 
 CAPACITY = 1000
 SIZES = st.integers(0, 400)

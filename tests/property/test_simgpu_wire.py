@@ -9,15 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.devices.simgpu.core.wire import (
-    MAJOR_VERSION,
-    SILENT,
-    Command,
-    Conversation,
-    WireError,
-    reply,
-    request,
-)
+from inference.devices.simgpu.rpc_wire import MAJOR_VERSION, SILENT, Command, Conversation, WireError, reply, request
 
 FREE, TOTAL = 123, 456
 LIMIT = 1000

@@ -7,10 +7,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.worker import bodies
-from inference.worker.errors import BadRequestError
-from inference.worker.format_fields import NAMES
-from inference.worker.requests import Facts, GenerateRequest
+from inference.worker.api import generation_body
+from inference.worker.api.format_fields import NAMES
+from inference.worker.worker_errors import BadRequestError
+from inference.worker.worker_requests import Facts, GenerateRequest
 
 FACTS = Facts("tiny", 128, 300, 64, ("chat", "completions", "tools"))
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -32,7 +32,7 @@ FIELDS = st.sampled_from(
 @given(st.dictionaries(FIELDS, VALUES | st.just([TOOL]), max_size=4))
 def test_any_json_is_a_request_or_a_400(fields: dict[str, Any]) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    for read, body in ((bodies.chat, {"messages": messages}), (bodies.completion, {"prompt": "a"})):
+    for read, body in ((generation_body.chat, {"messages": messages}), (generation_body.completion, {"prompt": "a"})):
         try:
             request = read({**body, **fields}, FACTS)
         except BadRequestError as error:
@@ -50,7 +50,7 @@ def test_any_json_in_a_message_is_a_message_or_a_400(value: Any) -> None:
     for name in ("tool_calls", "function_call", "content", "reasoning_content", "tool_call_id"):
         message = {"role": "assistant", "content": "a", name: value}
         try:
-            bodies.chat({"messages": [{"role": "user", "content": "a"}, message]}, FACTS)
+            generation_body.chat({"messages": [{"role": "user", "content": "a"}, message]}, FACTS)
         except BadRequestError as error:
             assert error.param is not None
             assert error.param.startswith("messages[1]")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from inference.worker.core.pacing import (
+from inference.worker.engine.prefill_pacing import (
     CREDIT_SECONDS,
     DEBT_SECONDS,
     LONGEST_SECONDS,
@@ -20,8 +20,8 @@ from inference.worker.core.pacing import (
     TOKEN_SECONDS,
     Pace,
 )
-from inference.worker.core.scheduler import LAST_PART, OLDEST_PART, STRETCH_PART, WORTH_PART, Scheduler
-from inference.worker.core.steps import Job, Limits, Step
+from inference.worker.engine.scheduler import LAST_PART, OLDEST_PART, STRETCH_PART, WORTH_PART, Scheduler
+from inference.worker.steps import Job, Limits, Step
 
 pytestmark = pytest.mark.unmeasured
 

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from inference.worker.constraints import Compiler
-from inference.worker.core.forms import Json
-from inference.worker.errors import BadRequestError
+from inference.worker.dialects.forms import Json
+from inference.worker.worker_errors import BadRequestError
 from tests.rigs.vocabularies import PieceVocabulary
 
 VOCABULARY = PieceVocabulary()

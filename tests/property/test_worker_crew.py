@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.worker.core.crew import FIRST_PAUSE, IDLE, LONGEST_PAUSE, LOST, SETTLING, WINDOW, WORSE, Crew
+from inference.worker.cores.core_sparing import FIRST_PAUSE, IDLE, LONGEST_PAUSE, LOST, SETTLING, WINDOW, WORSE, Crew
 
 TRIAL = SETTLING + WINDOW
 COSTS = st.tuples(st.floats(1e-4, 0.1), st.floats(1e-4, 0.1))

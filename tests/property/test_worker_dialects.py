@@ -12,21 +12,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.worker.core.dialects import Dialect
-from inference.worker.core.dialects.deepseek import DeepSeek
-from inference.worker.core.dialects.dsml import Dsml
-from inference.worker.core.dialects.generic import Generic
-from inference.worker.core.dialects.harmony import Harmony
-from inference.worker.core.dialects.hermes import Hermes
-from inference.worker.core.dialects.jsontext import ValueEnd
-from inference.worker.core.dialects.llama3 import Llama3
-from inference.worker.core.dialects.mistral import Mistral
-from inference.worker.core.dialects.plain import Plain
-from inference.worker.core.dialects.qwenxml import QwenXml
-from inference.worker.core.dialects.thinking import BRACKETS, TAGS
-from inference.worker.core.forms import AnyText, Form, Json, Literal, Marker, OneOf, Regex, Repeat
-from inference.worker.core.forms import Sequence as Then
-from inference.worker.core.parts import CallArguments, CallBegin, Content, Part, Reasoning, Tool, ToolChoice
+from inference.worker.dialects import Dialect
+from inference.worker.dialects.answer_parts import (
+    CallArguments,
+    CallBegin,
+    Content,
+    Part,
+    Reasoning,
+    Tool,
+    ToolChoice,
+)
+from inference.worker.dialects.deepseek import DeepSeek
+from inference.worker.dialects.dsml import Dsml
+from inference.worker.dialects.forms import AnyText, Form, Json, Literal, Marker, OneOf, Regex, Repeat
+from inference.worker.dialects.forms import Sequence as Then
+from inference.worker.dialects.generic import Generic
+from inference.worker.dialects.harmony import Harmony
+from inference.worker.dialects.hermes import Hermes
+from inference.worker.dialects.jsontext import ValueEnd
+from inference.worker.dialects.llama3 import Llama3
+from inference.worker.dialects.mistral import Mistral
+from inference.worker.dialects.plain import Plain
+from inference.worker.dialects.qwenxml import QwenXml
+from inference.worker.dialects.thinking import BRACKETS, TAGS
 
 pytestmark = pytest.mark.unmeasured
 

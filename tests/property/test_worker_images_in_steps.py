@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference.worker.backend import BatchRow, Decode, Picture
-from inference.worker.core.scheduler import Scheduler
-from inference.worker.core.steps import Job, Limits, Remove
-from inference.worker.sighted import SightedBackend
+from inference.worker.engine.scheduler import Scheduler
+from inference.worker.engine.vision_context import SightedBackend
+from inference.worker.steps import Job, Limits, Remove
 
 pytestmark = pytest.mark.unmeasured
 

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inference.worker.answers.generation import Output
 from inference.worker.backend import BatchRow, Decode
-from inference.worker.core.parts import CallArguments, CallBegin, Content, Part, Reasoning, joined
-from inference.worker.core.steps import Limits
-from inference.worker.engine import Engine
-from inference.worker.generation import Output
-from inference.worker.outbox import Delivery, Outbox
-from inference.worker.requests import Sampling
-from inference.worker.work import Work
+from inference.worker.dialects.answer_parts import CallArguments, CallBegin, Content, Part, Reasoning, joined
+from inference.worker.engine.engine import Engine
+from inference.worker.engine.engine_work import Work
+from inference.worker.engine.outbox import Delivery, Outbox
+from inference.worker.steps import Limits
+from inference.worker.worker_requests import Sampling
 from tests.rigs.engine_rig import Mailbox
 from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, FakeSampler
 

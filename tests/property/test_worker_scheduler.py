@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from inference.protocol import Priority
-from inference.worker.core.scheduler import LAST_PART, Scheduler
-from inference.worker.core.slots import common_prefix
-from inference.worker.core.steps import Copy, Job, Limits, Phase, Remove, Step
+from inference.worker.engine.scheduler import LAST_PART, Scheduler
+from inference.worker.kv.slots import common_prefix
+from inference.worker.steps import Copy, Job, Limits, Phase, Remove, Step
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 

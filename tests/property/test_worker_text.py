@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.worker.core.detokenize import Detokenizer
-from inference.worker.core.stops import StopFilter
-from inference.worker.generation import Generation
+from inference.worker.answers.detokenize import Detokenizer
+from inference.worker.answers.generation import Generation
+from inference.worker.answers.stop_strings import StopFilter
 
 ALPHABET = "abé漢😀"
 

@@ -11,7 +11,7 @@ from headgate.cli.main import main
 from headgate.shared.errors import HeadgateError
 from headgate.shared.state import StateDir
 from inference.devices.simgpu.control import SOCKET_NAME
-from inference.osapi import socket_directory
+from inference.workers.os_api import socket_directory
 from tests.rigs.canned_http import Canned, canned_service
 from tests.rigs.sim_devices import SimDevices
 

@@ -21,11 +21,11 @@ from gateway.apis.openai.generation_request import parse
 from gateway.routing.chain import Candidate, Drop
 from gateway.routing.refusal import Outcome, no_answer
 from inference.protocol import Code, context_overflow
-from inference.worker import bodies
-from inference.worker.errors import BadRequestError
-from inference.worker.prompts import Prompts
-from inference.worker.requests import Facts
-from inference.worker.templates import ChatTemplate
+from inference.worker.api import generation_body
+from inference.worker.prompt.prompts import Prompts
+from inference.worker.prompt.templates import ChatTemplate
+from inference.worker.worker_errors import BadRequestError
+from inference.worker.worker_requests import Facts
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.gateway_rig import CONFIG, KEY, Gateway
 
@@ -57,9 +57,9 @@ def refused(endpoint: str, **body: Any) -> BadRequestError:
     prompts = Prompts(Letters(), ChatTemplate("{{ messages[0].content }}", bos="", eos="", control_texts=[]), facts)
     with pytest.raises(BadRequestError) as caught:
         if endpoint == "embedding":
-            prompts.embed(bodies.embedding(body, facts))
+            prompts.embed(generation_body.embedding(body, facts))
         else:
-            prompts.generate(getattr(bodies, endpoint)(body, facts))
+            prompts.generate(getattr(generation_body, endpoint)(body, facts))
     return caught.value
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from gateway.apis.openai.frames import Endpoint
 from gateway.providers.openai.openai_request import Flavor, to_openai
-from inference.worker.messages import messages_of
+from inference.worker.prompt.template_messages import messages_of
 
 ANSWER = {"role": "assistant", "content": "Hi", "annotations": [], "parsed": None}
 

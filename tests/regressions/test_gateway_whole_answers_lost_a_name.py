@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 from gateway.apis.openai.assemble import Assembly
-from inference.worker import responses
-from inference.worker.core.parts import Content
-from inference.worker.generation import Output, TokenLogprob
-from inference.worker.responses import Answer, Stream, Usage
+from inference.worker.answers.generation import Output, TokenLogprob
+from inference.worker.api import response_writer
+from inference.worker.api.response_writer import Answer, Stream, Usage
+from inference.worker.dialects.answer_parts import Content
 
 SCORED = TokenLogprob(b"b", -0.5, ((b"b", -0.5), (b"\xc3", -1.0)), 0)
 OUTPUTS = [
@@ -24,6 +24,6 @@ def test_the_chunks_of_a_worker_add_up_to_its_whole_answer() -> None:
         answer.add(output)
         for frame in stream.frames(output).split(b"\n\n")[:-1]:
             assembly.add(json.loads(frame.removeprefix(b"data: ")))
-    whole = json.loads(responses.whole("chat", "tiny", 5, [answer], Usage(1, 2, 0, 0), with_logprobs=True))
+    whole = json.loads(response_writer.whole("chat", "tiny", 5, [answer], Usage(1, 2, 0, 0), with_logprobs=True))
     assert assembly.result()["choices"] == whole["choices"]
     assert whole["choices"][0]["logprobs"]["refusal"] is None

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from inference.worker.errors import GoneError
-from inference.worker.exchange import Exchange
-from inference.worker.intake import Intake
+from inference.worker.api.body_intake import Intake
+from inference.worker.api.worker_exchange import Exchange
+from inference.worker.worker_errors import GoneError
 
 
 class _Client:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from headgate.shared.state import StateDir
-from inference.devices.cpu import CpuProbe
+from inference.devices.host import CpuProbe
 from inference.errors import ModelFailed
-from inference.estimator import Estimator
+from inference.estimate.estimator import Estimator
 from inference.settings import load
 from tests.rigs import tiny_gguf
 from tests.rigs.authority_rig import services

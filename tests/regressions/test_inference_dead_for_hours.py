@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inference.core.reopening import MOST_SECONDS, Reopening
+from inference.devices.reopen_policy import MOST_SECONDS, Reopening
 
 
 def test_what_fails_for_days_is_still_started_afresh_in_time() -> None:

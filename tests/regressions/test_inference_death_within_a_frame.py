@@ -12,9 +12,9 @@ import pytest
 
 from headgate.shared.hop import BrokenError
 from headgate.shared.sse import SseSplitter
+from inference.api.asgi import Out
+from inference.api.flow_control import Flow
 from inference.errors import ModelFailed
-from inference.flow import Flow
-from inference.http import Out
 
 WHOLE = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
 

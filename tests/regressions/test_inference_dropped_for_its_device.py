@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from inference.devices.base import Reading
-from inference.devices.checkpoints import Trouble
+from inference.devices.checkpoint_support import Trouble
+from inference.devices.device import Reading
 from inference.evictions import Reason
 from inference.protocol import DeviceState, ModelState
 from tests.rigs.authority_rig import FakeAccelerator, Start, services, until

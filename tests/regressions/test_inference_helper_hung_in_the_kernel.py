@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from inference import children
-from inference.children import HelperError, ServingHelper
+from inference.helpers import helper_client
+from inference.helpers.helper_client import HelperError, ServingHelper
 
 
 class Unkillable:
@@ -31,29 +31,29 @@ class Unkillable:
 
 async def test_it_is_left_alone_and_reaped_when_the_driver_lets_go(caplog: pytest.LogCaptureFixture) -> None:
     """A few may hang so; then that job is refused until one is gone."""
-    hung = [Unkillable() for _ in range(children.MOST_STUCK)]
+    hung = [Unkillable() for _ in range(helper_client.MOST_STUCK)]
     with caplog.at_level(logging.WARNING):
         for process in hung:
-            await children._end(cast(Any, process), "nvml", seconds=0.01)
+            await helper_client._end(cast(Any, process), "nvml", seconds=0.01)
     assert caplog.messages == ["the nvml helper (pid 4711) hangs in a driver and cannot be ended"] * len(hung)
     with pytest.raises(HelperError, match="3 nvml helpers hang in a driver"):
         await ServingHelper("nvml").ask(seconds=5)
     for process in hung:
         process.released.set()
-    await asyncio.wait(set(children._stuck["nvml"]))
-    assert not children._stuck["nvml"]
+    await asyncio.wait(set(helper_client._stuck["nvml"]))
+    assert not helper_client._stuck["nvml"]
 
 
 async def test_a_caller_who_gives_up_leaves_it_to_be_reaped() -> None:
     """Nothing of it is left behind once it ends."""
     hung = Unkillable()
-    ending = asyncio.create_task(children._end(cast(Any, hung), "trial"))
+    ending = asyncio.create_task(helper_client._end(cast(Any, hung), "trial"))
     await asyncio.sleep(0)
     ending.cancel()
     await asyncio.wait({ending})
     assert ending.cancelled()
-    (reaping,) = children._reaping
+    (reaping,) = helper_client._reaping
     hung.released.set()
     await reaping
-    assert not children._reaping
-    assert "trial" not in children._stuck
+    assert not helper_client._reaping
+    assert "trial" not in helper_client._stuck

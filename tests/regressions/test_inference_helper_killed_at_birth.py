@@ -7,14 +7,14 @@ import asyncio
 import pytest
 import uvloop
 
-from inference import children
-from inference.children import HelperError, ServingHelper, run_helper
+from inference.helpers import helper_client
+from inference.helpers.helper_client import HelperError, ServingHelper, run_helper
 
 
 @pytest.fixture(autouse=True)
 def dead_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Helpers are processes that are gone, and known to be, before anybody writes to them."""
-    start = children._start
+    start = helper_client._start
 
     async def start_dead(job: str, environment: dict[str, str]) -> object:
         process = await start(job, environment)
@@ -22,7 +22,7 @@ def dead_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         await process.wait()
         return process
 
-    monkeypatch.setattr(children, "_start", start_dead)
+    monkeypatch.setattr(helper_client, "_start", start_dead)
 
 
 def test_its_death_is_told_as_one() -> None:

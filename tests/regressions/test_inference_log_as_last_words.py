@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inference.core.exits import telling
+from inference.workers.exit_cause import telling
 
 LOADED = "02:21:09.355 info    headgate.worker loaded model=demo seconds=1.11 restored_tokens=0"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.devices.base import Reading
+from inference.devices.device import Reading
 from inference.errors import DeviceLost
 from inference.protocol import DeviceState
 from tests.integration.test_inference_moving import TwoAccelerators

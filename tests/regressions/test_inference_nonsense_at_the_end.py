@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from inference.worker import link
+from inference.workers import worker_link
 
 
 @pytest.mark.parametrize(
@@ -24,4 +24,4 @@ from inference.worker import link
 def test_whatever_is_no_message_is_told_by_one_error(said: object) -> None:
     """The one that everybody who listens to a worker expects."""
     with pytest.raises(ValueError, match="not a "):
-        link.decode(json.dumps(said).encode())
+        worker_link.decode(json.dumps(said).encode())

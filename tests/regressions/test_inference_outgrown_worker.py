@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from inference import authority as authorities
-from inference.osapi import private_bytes
 from inference.protocol import ModelState
+from inference.workers.os_api import private_bytes
 from tests.rigs.authority_rig import MIB, empty, services, until
 
 

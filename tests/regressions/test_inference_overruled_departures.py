@@ -10,7 +10,7 @@ import pytest
 
 from inference import settings
 from inference.app import Service
-from inference.devices.cpu import CpuProbe
+from inference.devices.host import CpuProbe
 from inference.evictions import Action, Departure, Reason
 from inference.model import Lease, Model, Ticket
 from inference.protocol import ModelState

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.jobs.gguf import BadGgufError, read_facts
+from inference.estimate.gguf import BadGgufError, read_facts
 
 
 def _pipe(path: Path) -> None:

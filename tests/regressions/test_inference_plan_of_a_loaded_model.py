@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from inference.authority.placement.plan import Placement, Result
-from inference.estimator import Estimate
+from inference.estimate.estimator import Estimate
 from tests.rigs.authority_rig import MIB, FakeEstimator, Start, services
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from inference import settings
-from inference.devices.base import Reading
+from inference.devices.device import Reading
 from inference.devices.inventory import Inventory
 from tests.rigs.authority_rig import FakeAccelerator, rewrite, services
 

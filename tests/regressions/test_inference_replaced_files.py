@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from headgate.shared.state import StateDir
-from inference import estimator
 from inference.authority.placement.plan import Refusal
-from inference.devices.cpu import CpuProbe
+from inference.devices.host import CpuProbe
 from inference.errors import ModelFailed
-from inference.estimator import Estimator
+from inference.estimate import estimator
+from inference.estimate.estimator import Estimator
+from inference.estimate.file_stamp import NO_FILE, changed, fingerprint, parts_of
 from inference.protocol import ModelState
-from inference.stamp import NO_FILE, changed, fingerprint, parts_of
 from tests.rigs.authority_rig import FakeEstimator, Start, empty, services, until
 
 S = ModelState

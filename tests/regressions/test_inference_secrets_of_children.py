@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from inference.childenv import child_environment
-from inference.children import run_helper
+from inference.helpers.child_environment import child_environment
+from inference.helpers.helper_client import run_helper
 from tests.rigs.authority_rig import services
 
 SECRETS = {

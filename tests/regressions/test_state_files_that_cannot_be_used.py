@@ -18,12 +18,12 @@ from headgate.cli.addresses import Record
 from headgate.shared.errors import HeadgateError
 from headgate.shared.recovery import recovered
 from headgate.shared.state import MachineLock, StateDir, read_regular, write_atomic
-from inference import orphans
 from inference.accelerator_memory import Circumstances, Unreached
-from inference.crashes import CrashStore
-from inference.estimator import Estimator
-from inference.headrooms import Headrooms
-from inference.overheads import Overheads
+from inference.estimate.estimator import Estimator
+from inference.estimate.headrooms import Headrooms
+from inference.estimate.overheads import Overheads
+from inference.workers import orphans
+from inference.workers.crash_records import CrashStore
 
 pytestmark = pytest.mark.timeout(20)
 

@@ -15,8 +15,8 @@ import pytest
 
 from gateway.apis.openai.frames import Data, DeltaKind
 from gateway.apis.openai.openai_api import OpenAIWriter
-from inference.worker.generation import Output
-from inference.worker.responses import Stream
+from inference.worker.answers.generation import Output
+from inference.worker.api.response_writer import Stream
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.fake_provider import FakeProvider
 from tests.rigs.gateway_rig import KEY, MESSAGES, Gateway

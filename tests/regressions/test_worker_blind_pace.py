@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 
-from inference.worker.core.pacing import SLOWEST, STEP_SECONDS, Pace
-from inference.worker.core.steps import Limits
-from inference.worker.engine import Engine
-from inference.worker.requests import Sampling
-from inference.worker.tickets import Ticket
-from inference.worker.work import Work
+from inference.worker.engine.engine import Engine
+from inference.worker.engine.engine_work import Work
+from inference.worker.engine.output_tickets import Ticket
+from inference.worker.engine.prefill_pacing import SLOWEST, STEP_SECONDS, Pace
+from inference.worker.steps import Limits
+from inference.worker.worker_requests import Sampling
 from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, SamplerShop
 
 

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 import pytest
 
 from inference.protocol import Code
-from inference.worker.core.steps import Limits
-from inference.worker.engine import Engine
-from inference.worker.generation import Output
-from inference.worker.outbox import Delivery
-from inference.worker.requests import Sampling
-from inference.worker.tickets import Ticket
-from inference.worker.work import Work
+from inference.worker.answers.generation import Output
+from inference.worker.engine.engine import Engine
+from inference.worker.engine.engine_work import Work
+from inference.worker.engine.outbox import Delivery
+from inference.worker.engine.output_tickets import Ticket
+from inference.worker.steps import Limits
+from inference.worker.worker_requests import Sampling
 from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, SamplerShop
 
 DEADLINE = 5.0

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from inference.worker.core.parts import CallArguments, CallBegin, Content, Reasoning
-from inference.worker.divided import DividedGeneration, Reading
-from inference.worker.generation import Generation, Output
-from inference.worker.responses import Stream
+from inference.worker.answers.generation import Generation, Output
+from inference.worker.answers.structured_answer import DividedGeneration, Reading
+from inference.worker.api.response_writer import Stream
+from inference.worker.dialects.answer_parts import CallArguments, CallBegin, Content, Reasoning
 from tests.rigs.fake_backend import END, FakeSampler
 from tests.rigs.fake_dialect import MarkParser
 

@@ -14,9 +14,9 @@ import pytest
 
 from headgate.shared import coredump, tether
 from inference import helper
-from inference.devices.simgpu import server
-from inference.worker import main
-from inference.worker.link import LINK_FD_ENV, PARENT_ENV, SOCKET_FD_ENV
+from inference.devices.simgpu import rpc_server
+from inference.worker import service
+from inference.workers.worker_link import LINK_FD_ENV, PARENT_ENV, SOCKET_FD_ENV
 
 _ABORTS = "import os; from headgate.shared import coredump; coredump.forbid(); os.abort()"
 
@@ -37,7 +37,7 @@ def test_a_process_that_aborts_leaves_no_core_whatever_it_was_allowed(tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("module", [main, helper, server], ids=["worker", "helper", "server"])
+@pytest.mark.parametrize("module", [service, helper, rpc_server], ids=["worker", "helper", "server"])
 def test_whoever_runs_foreign_code_forbids_it_first(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is done that may abort."""
 
@@ -49,6 +49,6 @@ def test_whoever_runs_foreign_code_forbids_it_first(module: ModuleType, monkeypa
 
     monkeypatch.setattr(coredump, "forbid", forbid)
     monkeypatch.setattr(tether, "hold", lambda _environ: None)
-    arguments = {main: [dict.fromkeys((PARENT_ENV, LINK_FD_ENV, SOCKET_FD_ENV), "1")], helper: [["devices"]]}
+    arguments = {service: [dict.fromkeys((PARENT_ENV, LINK_FD_ENV, SOCKET_FD_ENV), "1")], helper: [["devices"]]}
     with pytest.raises(ForbiddenError):
         module.main(*arguments.get(module, []))

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from inference.worker.core.steps import Limits
-from inference.worker.engine import Engine
-from inference.worker.errors import UnloadedError
-from inference.worker.http import App
-from inference.worker.prompts import Prompts
-from inference.worker.requests import Facts
-from inference.worker.tickets import Courier
+from inference.worker.api.worker_app import App
+from inference.worker.engine.engine import Engine
+from inference.worker.engine.output_tickets import Courier
+from inference.worker.prompt.prompts import Prompts
+from inference.worker.steps import Limits
+from inference.worker.worker_errors import UnloadedError
+from inference.worker.worker_requests import Facts
 from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, SamplerShop
 
 FACTS = Facts("tiny", 100, 257, 8, ("completions",))

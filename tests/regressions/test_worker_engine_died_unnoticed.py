@@ -16,14 +16,14 @@ import pytest
 
 from inference.protocol import Code
 from inference.worker.backend import BatchRow, Constraint, Decode
-from inference.worker.core.steps import Limits
-from inference.worker.embedder import Embedder, Vector
-from inference.worker.engine import Engine
-from inference.worker.errors import WorkerError
-from inference.worker.requests import Sampling
-from inference.worker.runner import FATAL_FAILURES, Runner
-from inference.worker.tickets import Courier, Ticket
-from inference.worker.work import Work
+from inference.worker.engine.embedder import Embedder, Vector
+from inference.worker.engine.engine import Engine
+from inference.worker.engine.engine_thread import FATAL_FAILURES, Runner
+from inference.worker.engine.engine_work import Work
+from inference.worker.engine.output_tickets import Courier, Ticket
+from inference.worker.steps import Limits
+from inference.worker.worker_errors import WorkerError
+from inference.worker.worker_requests import Sampling
 from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, FakeSampler
 
 LIMITS = Limits(slots=2, context=100, batch=32, queue=4)

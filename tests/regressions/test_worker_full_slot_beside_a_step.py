@@ -7,8 +7,8 @@ from __future__ import annotations
 import numpy as np
 
 from inference.worker.backend import Decode
-from inference.worker.binding import lib
-from inference.worker.core.steps import Row
+from inference.worker.llama.binding import lib
+from inference.worker.steps import Row
 from tests.rigs import tiny_gguf
 from tests.rigs.engine_rig import engine_rig
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from inference.worker.constraints import Compiler
-from inference.worker.core.forms import Form, Grammar, Regex
-from inference.worker.errors import BadRequestError, ConstraintError
+from inference.worker.dialects.forms import Form, Grammar, Regex
+from inference.worker.worker_errors import BadRequestError, ConstraintError
 from tests.rigs.vocabularies import PieceVocabulary
 
 VOCABULARY = PieceVocabulary()

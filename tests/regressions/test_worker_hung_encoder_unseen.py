@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from inference.worker.link import Beat
-from inference.worker.main import longer
+from inference.worker.service import longer
+from inference.workers.worker_link import Beat
 
 BUSY = Beat(step_seconds=0.01, step_tokens=4, active=2, queued=1, prompt_tokens=7, generated_tokens=9)
 

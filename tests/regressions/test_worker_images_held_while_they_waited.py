@@ -9,8 +9,15 @@ import pytest
 
 from inference.protocol import Code
 from inference.worker.backend import Picture
-from inference.worker.errors import WorkerError
-from inference.worker.sight import HELD_BYTES, KEPT_BYTES, MAX_FILES_BYTES, MAX_REQUEST_BYTES, MAX_TURNS, Sight
+from inference.worker.prompt.vision import (
+    HELD_BYTES,
+    KEPT_BYTES,
+    MAX_FILES_BYTES,
+    MAX_REQUEST_BYTES,
+    MAX_TURNS,
+    Sight,
+)
+from inference.worker.worker_errors import WorkerError
 
 
 class BlindEye:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inference.worker.logtail import MOST_LINE_CHARS, LogTail
+from inference.worker.llama.llama_log import MOST_LINE_CHARS, LogTail
 
 WARN, CONT = 3, 5
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from inference.worker.constraints import Compiler
-from inference.worker.core.forms import Grammar, Json
+from inference.worker.dialects.forms import Grammar, Json
 from tests.rigs.vocabularies import PieceVocabulary
 
 VOCABULARY = PieceVocabulary()

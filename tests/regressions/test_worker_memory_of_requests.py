@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from inference.worker.requests import Sampling
-from inference.worker.sampling import ChainSampler
+from inference.worker.sampling.sampling import ChainSampler
+from inference.worker.worker_requests import Sampling
 from tests.rigs import tiny_gguf
 from tests.rigs.engine_rig import engine_rig
 from tests.rigs.processes import wait_until
@@ -104,10 +104,10 @@ def test_answers_that_go_on_remember_no_tokens_before_their_turn() -> None:
 
 def test_log_probabilities_are_held_as_json_and_nothing_else() -> None:
     """An answer that is not streamed is held until it is whole; `size_bytes` is what that takes."""
-    from inference.worker import logprobs
-    from inference.worker.generation import TokenLogprob
+    from inference.worker.answers.generation import TokenLogprob
+    from inference.worker.api import logprob_writer
 
-    held = logprobs.Logprobs("chat")
+    held = logprob_writer.Logprobs("chat")
     item = TokenLogprob(b"a", -0.5, ((b"a", -0.5), (b"\xff", float("-inf"))) * 10, 0)
     for _ in range(1000):
         held.add([item])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from inference.worker.divided import DividedGeneration, Reading
-from inference.worker.generation import Generation, TokenLogprob
+from inference.worker.answers.generation import Generation, TokenLogprob
+from inference.worker.answers.structured_answer import DividedGeneration, Reading
 from tests.rigs.fake_backend import END, FakeSampler
 from tests.rigs.fake_dialect import MarkParser
 

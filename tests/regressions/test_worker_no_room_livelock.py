@@ -5,8 +5,8 @@ By the scheduler's own count everything fitted, so that nobody moved for ever af
 
 from __future__ import annotations
 
-from inference.worker.core.scheduler import Scheduler
-from inference.worker.core.steps import Job, Limits
+from inference.worker.engine.scheduler import Scheduler
+from inference.worker.steps import Job, Limits
 
 
 def test_a_job_preempted_for_want_of_cells_waits_until_somebody_has_left() -> None:

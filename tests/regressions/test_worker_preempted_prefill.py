@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from inference.worker.core.scheduler import Scheduler
-from inference.worker.core.steps import Job, Limits
+from inference.worker.engine.scheduler import Scheduler
+from inference.worker.steps import Job, Limits
 
 
 def test_a_prefilling_job_can_be_put_back() -> None:

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 
-from inference.worker.errors import BadRequestError
-from inference.worker.messages import messages_of
+from inference.worker.prompt.template_messages import messages_of
+from inference.worker.worker_errors import BadRequestError
 
 
 def test_reasoning_by_its_other_name_is_reasoning_and_what_stands_beside_it_is_passed_over() -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from inference.worker.errors import BadRequestError
-from inference.worker.requests import Facts
-from inference.worker.reranking import MAX_DOCUMENTS, MAX_TOKENS, Reranker
+from inference.worker.api.rerank_api import MAX_DOCUMENTS, MAX_TOKENS, Reranker
+from inference.worker.worker_errors import BadRequestError
+from inference.worker.worker_requests import Facts
 
 QUERY = "how does a gate hold water"
 TEMPLATE = "query: {query}\ndocument: {document} judge"

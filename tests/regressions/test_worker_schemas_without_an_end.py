@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from inference.worker.constraints.limits import MAX_HOPS, SchemaError
 from inference.worker.constraints.schema import lower
+from inference.worker.constraints.schema_limits import MAX_HOPS, SchemaError
 
 LOOP = {"x": {"$ref": "#/$defs/x"}}
 

@@ -6,7 +6,7 @@ import json
 import threading
 from pathlib import Path
 
-from inference.worker import link
+from inference.workers import worker_link
 from tests.rigs import tiny_gguf
 from tests.rigs.processes import wait_until
 from tests.rigs.worker_rig import WorkerRig, grant_for
@@ -38,10 +38,10 @@ def test_requests_cut_by_an_unload_say_that_the_model_loads(tmp_path: Path) -> N
         thread = threading.Thread(target=whole, args=(rig,))
         thread.start()
         wait_until("both run", lambda: rig.fresh_beat().active == 2)
-        rig.send(link.Drain())
+        rig.send(worker_link.Drain())
         wait_until("it drains", lambda: b"draining" in livez(rig))
         whole(rig)
-        rig.send(link.Stop())
+        rig.send(worker_link.Stop())
         framed = json.loads(list(frames)[-1].removeprefix(b"data: "))["error"]
         thread.join(5)
         assert rig.wait(5) == 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from inference.worker.core.scheduler import Scheduler
-from inference.worker.core.steps import Job, Limits
+from inference.worker.engine.scheduler import Scheduler
+from inference.worker.steps import Job, Limits
 
 
 def test_jobs_whose_token_was_never_reported_end_with_the_step() -> None:

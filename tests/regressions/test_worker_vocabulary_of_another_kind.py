@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.worker import link
+from inference.workers import worker_link
 from tests.fuzz.test_damaged_headers import CORPUS
 from tests.rigs.worker_rig import WorkerRig, grant_for
 
@@ -18,5 +18,5 @@ def test_it_ends_its_worker_while_it_is_loaded(tmp_path: Path) -> None:
     path.write_bytes(next(item.content for item in CORPUS if item.name == "tokenizer-other"))
     with WorkerRig(tmp_path, grant_for(path)) as rig:
         with pytest.raises(AssertionError, match="ended without Ready"):
-            rig.expect(link.Ready)
+            rig.expect(worker_link.Ready)
         assert rig.process.wait(10) == -signal.SIGABRT

@@ -13,9 +13,9 @@ import pytest
 
 from inference.worker import llama
 from inference.worker.backend import Decode
-from inference.worker.binding import lib
-from inference.worker.core.steps import Row
 from inference.worker.llama import context as room
+from inference.worker.llama.binding import lib
+from inference.worker.steps import Row
 from tests.rigs import tiny_gguf
 from tests.rigs.engine_rig import start
 from tests.rigs.worker_rig import grant_for

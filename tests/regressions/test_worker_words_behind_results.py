@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from inference.worker.core.parts import Tool, ToolChoice
-from inference.worker.errors import BadRequestError
-from inference.worker.templates import ChatTemplate
+from inference.worker.dialects.answer_parts import Tool, ToolChoice
+from inference.worker.prompt.templates import ChatTemplate
+from inference.worker.worker_errors import BadRequestError
 
 FREE = (
     "{{ '[AVAILABLE_TOOLS]' ~ tools }}{% for m in messages %}"

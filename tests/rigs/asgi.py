@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-from inference.http import App
+from inference.api.asgi import App
 
 
 @dataclass(frozen=True, slots=True)

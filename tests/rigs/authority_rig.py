@@ -18,12 +18,12 @@ from inference import settings
 from inference.app import Service
 from inference.authority.device_health.signs import Sign
 from inference.authority.placement.ledger import Phase
-from inference.core.estimate import Parts
-from inference.devices.base import Reading
-from inference.devices.checkpoints import Carrier
-from inference.devices.cpu import CpuProbe
+from inference.devices.checkpoint_support import Carrier
+from inference.devices.device import Reading
+from inference.devices.host import CpuProbe
 from inference.devices.inventory import Inventory
-from inference.estimator import Estimate
+from inference.estimate.estimator import Estimate
+from inference.estimate.header_formula import Parts
 
 MIB = 2**20
 COMMAND = (sys.executable, "-m", "tests.rigs.fake_worker")

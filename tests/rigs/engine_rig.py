@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from inference.worker import llama
+from inference.worker.answers.generation import Output
 from inference.worker.backend import Constraint
-from inference.worker.core.steps import Limits
-from inference.worker.engine import Engine
-from inference.worker.generation import Output
+from inference.worker.engine.engine import Engine
+from inference.worker.engine.engine_work import Work
+from inference.worker.engine.outbox import Delivery
+from inference.worker.llama.llama_log import LogTail
 from inference.worker.loading import Loaded, load
-from inference.worker.logtail import LogTail
-from inference.worker.outbox import Delivery
-from inference.worker.requests import Sampling
-from inference.worker.sampling import ChainSampler
-from inference.worker.work import Work
+from inference.worker.sampling.sampling import ChainSampler
+from inference.worker.steps import Limits
+from inference.worker.worker_requests import Sampling
 from tests.rigs.worker_rig import grant_for
 
 GREEDY = Sampling(temperature=0.0)

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from headgate.shared.state import StateDir
-from inference.devices.base import Reading
-from inference.devices.cpu import CPU, CpuProbe
+from inference.devices.device import Reading
+from inference.devices.host import CPU, CpuProbe
 from inference.devices.simgpu.probe import SimProbe
-from inference.environment import InferenceSettings
-from inference.estimator import Estimate, Estimator
-from inference.pinning import environment_of, grants_of
+from inference.environment_settings import InferenceSettings
+from inference.estimate.estimator import Estimate, Estimator
 from inference.settings import ModelEntry, ModelSpec, _spec
-from inference.worker import link
+from inference.workers import worker_link
+from inference.workers.device_pinning import environment_of, grants_of
 from tests.rigs.tiny_families import Form, path
 from tests.rigs.worker_rig import WorkerRig
 
@@ -117,7 +117,7 @@ class EstimateRig:
 
     def _load(self, case: Case, loop: asyncio.AbstractEventLoop) -> tuple[dict[str, int], dict[str, int]]:
         devices, spec = self.devices(case), case.spec()
-        grant = link.Grant(
+        grant = worker_link.Grant(
             model_id=spec.id,
             path=str(spec.path),
             devices=grants_of(devices),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from inference.worker.backend import BatchRow, Constraint, Decode
-from inference.worker.requests import Sampling
+from inference.worker.worker_requests import Sampling
 
 END = 256
 

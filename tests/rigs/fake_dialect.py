@@ -6,10 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inference.worker.core.dialects.base import Begun
-from inference.worker.core.forms import Form, Json, Literal, OneOf, Repeat
-from inference.worker.core.forms import Sequence as Then
-from inference.worker.core.parts import CallArguments, CallBegin, Content, Part, Reasoning, Tool, ToolChoice
+from inference.worker.dialects.answer_parts import (
+    CallArguments,
+    CallBegin,
+    Content,
+    Part,
+    Reasoning,
+    Tool,
+    ToolChoice,
+)
+from inference.worker.dialects.dialect import Begun
+from inference.worker.dialects.forms import Form, Json, Literal, OneOf, Repeat
+from inference.worker.dialects.forms import Sequence as Then
 
 
 class MarkParser:

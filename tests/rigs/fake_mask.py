@@ -6,7 +6,7 @@ from collections.abc import Sequence, Set
 
 import numpy as np
 
-from inference.worker.errors import ConstraintError
+from inference.worker.worker_errors import ConstraintError
 
 
 class FakeConstraint:

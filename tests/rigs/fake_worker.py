@@ -27,44 +27,44 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inference.worker import link
+from inference.workers import worker_link
 
 
 async def main() -> None:
-    sock = socket.socket(fileno=int(os.environ[link.LINK_FD_ENV]))
-    listener = socket.socket(fileno=int(os.environ[link.SOCKET_FD_ENV]))
-    assert int(os.environ[link.PARENT_ENV]) == os.getppid()
+    sock = socket.socket(fileno=int(os.environ[worker_link.LINK_FD_ENV]))
+    listener = socket.socket(fileno=int(os.environ[worker_link.SOCKET_FD_ENV]))
+    assert int(os.environ[worker_link.PARENT_ENV]) == os.getppid()
     behaviors = json.loads(os.environ.get("FAKE_WORKER", "{}"))
     reader, writer = await asyncio.open_connection(sock=sock)
 
-    def send(message: link.Message) -> None:
-        writer.write(link.encode(message))
+    def send(message: worker_link.Message) -> None:
+        writer.write(worker_link.encode(message))
 
     if "exit" in behaviors.get("*", {}):
         sys.exit(behaviors["*"]["exit"])
-    send(link.Hello(os.getpid(), "fake"))
-    grant = link.decode(await reader.readline())
-    is_kept = isinstance(grant, link.Hold)
-    if isinstance(grant, link.Hold):
+    send(worker_link.Hello(os.getpid(), "fake"))
+    grant = worker_link.decode(await reader.readline())
+    is_kept = isinstance(grant, worker_link.Hold)
+    if isinstance(grant, worker_link.Hold):
         name = Path(grant.path).stem
         await _misbehave(behaviors.get(name, behaviors.get("*", {})).get("hold"))
-        send(link.Held(Path(grant.path).stat().st_size))
-        grant = link.decode(await reader.readline())
-    assert isinstance(grant, link.Grant)
+        send(worker_link.Held(Path(grant.path).stat().st_size))
+        grant = worker_link.decode(await reader.readline())
+    assert isinstance(grant, worker_link.Grant)
     how: dict[str, Any] = behaviors.get(grant.model_id, {})
     if is_kept:
         await _misbehave(how.get("restore"))
     if path := how.get("grant_file"):
-        Path(path).write_bytes(link.encode(grant))
+        Path(path).write_bytes(worker_link.encode(grant))
     hoard: list[bytes] = []
     orders = asyncio.create_task(_obey(reader, send, how, hoard))
     await _load(send, how)
     if cause := how.get("fail") or how.get("fail_on", {}).get(grant.devices[0].id):
-        send(link.Failed(cause, f"told to fail with {cause}"))
+        send(worker_link.Failed(cause, f"told to fail with {cause}"))
         await writer.drain()
         sys.exit(1)
     if above := [name for name, most in how.get("most", {}).items() if getattr(grant, name) > most]:
-        send(link.Failed("oom_load", f"{above[0]} is more than memory allows"))
+        send(worker_link.Failed("oom_load", f"{above[0]} is more than memory allows"))
         await writer.drain()
         sys.exit(1)
     if text := how.get("abort"):
@@ -83,42 +83,42 @@ async def _load(send: Any, how: dict[str, Any]) -> None:
     steps = max(1, int(seconds / 0.1))
     for step in range(steps):
         await asyncio.sleep(seconds / steps)
-        send(link.LoadProgress((step + 1) / steps))
+        send(worker_link.LoadProgress((step + 1) / steps))
 
 
 async def _beat(send: Any, site: Site) -> None:
     elapsed = 0.0
     while elapsed < site.how.get("silent_after", 1e9):
-        send(link.Beat(site.how.get("step_seconds"), 1, site.active, 0, 10, 10))
-        await asyncio.sleep(link.BEAT_SECONDS)
-        elapsed += link.BEAT_SECONDS
+        send(worker_link.Beat(site.how.get("step_seconds"), 1, site.active, 0, 10, 10))
+        await asyncio.sleep(worker_link.BEAT_SECONDS)
+        elapsed += worker_link.BEAT_SECONDS
     await asyncio.Event().wait()
 
 
 async def _obey(reader: asyncio.StreamReader, send: Any, how: dict[str, Any], hoard: list[bytes]) -> None:
     while line := await reader.readline():
-        message = link.decode(line)
-        if isinstance(message, link.Stop) and not how.get("ignore_stop"):
+        message = worker_link.decode(line)
+        if isinstance(message, worker_link.Stop) and not how.get("ignore_stop"):
             os._exit(0)
-        elif isinstance(message, link.Forget):
+        elif isinstance(message, worker_link.Forget):
             hoard.clear()
-        elif isinstance(message, link.Offload):
+        elif isinstance(message, worker_link.Offload):
             await _misbehave(how.get("offload"))
-            send(link.Offloaded(min(message.most_bytes, how.get("saved", 0)), 1, 10))
+            send(worker_link.Offloaded(min(message.most_bytes, how.get("saved", 0)), 1, 10))
             if not message.stays:
                 await asyncio.sleep(0)  # what was sent is on its way
                 os._exit(0)
-        elif isinstance(message, link.Grant):
+        elif isinstance(message, worker_link.Grant):
             await _misbehave(how.get("restore"))
             send(_ready(message, how, restored_tokens=10 if how.get("saved") else 0))
     os._exit(1)
 
 
-def _ready(grant: link.Grant, how: dict[str, Any], restored_tokens: int = 0) -> link.Ready:
+def _ready(grant: worker_link.Grant, how: dict[str, Any], restored_tokens: int = 0) -> worker_link.Ready:
     device, amount = next(iter(dict(grant.reserved_bytes).items()))
-    return link.Ready(
+    return worker_link.Ready(
         load_seconds=0.01,
-        buffers=(link.Buffer(device, "kv", how.get("buffers", max(0, amount - 2**26))),),
+        buffers=(worker_link.Buffer(device, "kv", how.get("buffers", max(0, amount - 2**26))),),
         context_length=grant.context_length,
         capabilities=("chat", "completions"),
         restored_tokens=restored_tokens,

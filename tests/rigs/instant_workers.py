@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from inference.process import WorkerExit
 from inference.protocol import ExitCause
-from inference.worker import link
+from inference.workers import worker_link
+from inference.workers.worker_process import WorkerExit
 
 OVERHEAD_BYTES = 64 * 2**20
 """What tests.rigs.authority_rig.FakeEstimator calls the worker's own."""
@@ -25,23 +25,24 @@ class InstantWorker:
         self.socket_path = Path("/nowhere")
         self.progress = 0.0
         self.threads: int | None = None
-        self.beat: link.Beat | None = None
-        self.hello: asyncio.Future[link.Hello] = loop.create_future()
-        self.ready: asyncio.Future[link.Ready] = loop.create_future()
+        self.beat: worker_link.Beat | None = None
+        self.hello: asyncio.Future[worker_link.Hello] = loop.create_future()
+        self.ready: asyncio.Future[worker_link.Ready] = loop.create_future()
         self.exited: asyncio.Future[WorkerExit] = loop.create_future()
         self._load_seconds = load_seconds
         self._loop = loop
-        loop.call_soon(self.hello.set_result, link.Hello(pid, "instant"))
+        loop.call_soon(self.hello.set_result, worker_link.Hello(pid, "instant"))
 
-    def grant(self, grant: link.Grant) -> None:
+    def grant(self, grant: worker_link.Grant) -> None:
         """Loads."""
         buffers = tuple(
-            link.Buffer(device, "kv", max(0, count - OVERHEAD_BYTES)) for device, count in grant.reserved_bytes.items()
+            worker_link.Buffer(device, "kv", max(0, count - OVERHEAD_BYTES))
+            for device, count in grant.reserved_bytes.items()
         )
-        ready = link.Ready(self._load_seconds, buffers, grant.context_length, ("chat",))
+        ready = worker_link.Ready(self._load_seconds, buffers, grant.context_length, ("chat",))
         self._loop.call_later(self._load_seconds, self._loaded, ready)
 
-    def _loaded(self, ready: link.Ready) -> None:
+    def _loaded(self, ready: worker_link.Ready) -> None:
         if not self.exited.done():
             self.progress = 1.0
             self.ready.set_result(ready)

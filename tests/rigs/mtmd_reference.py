@@ -20,13 +20,13 @@ def main(model_path: str, projector_path: str, prompt: str, *images: str) -> Non
     from llama_cpp import llama_cpp as lib
     from llama_cpp import mtmd_cpp as mtmd
 
-    from inference.worker import ggml
+    from inference.worker.llama import ggml_library
 
     quiet = lib.llama_log_callback(lambda level, text, data: None)
     lib.llama_log_set(quiet, ctypes.c_void_p(0))
     mtmd.mtmd_helper_log_set(quiet, ctypes.c_void_p(0))
     lib.llama_backend_init()
-    ggml.library()  # loads the backends of a build that has them as libraries of their own
+    ggml_library.library()  # loads the backends of a build that has them as libraries of their own
     said = lib.llama_model_default_params()
     said.load_mode = lib.LLAMA_LOAD_MODE_NONE
     model = lib.llama_model_load_from_file(model_path.encode(), said)

@@ -23,13 +23,13 @@ def _abort() -> None:
 
 
 def main() -> int:
-    from inference.worker import http
-    from inference.worker import main as worker
-    from inference.worker.pulse import Pulse
+    from inference.worker import service as worker
+    from inference.worker.api import worker_app
+    from inference.worker.engine_stats import Pulse
 
-    answer, begin = http.App.__call__, Pulse.begin
+    answer, begin = worker_app.App.__call__, Pulse.begin
 
-    async def read(self: http.App, scope: Any, receive: Any, send: Any) -> None:
+    async def read(self: worker_app.App, scope: Any, receive: Any, send: Any) -> None:
         async def reading() -> Any:
             message = await receive()
             if MARK.encode() in message.get("body", b""):
@@ -43,7 +43,7 @@ def main() -> int:
         if _armed.is_set():
             _abort()
 
-    http.App.__call__ = read  # type: ignore[method-assign]
+    worker_app.App.__call__ = read  # type: ignore[method-assign]
     Pulse.begin = step  # type: ignore[method-assign]
     return worker.main()
 

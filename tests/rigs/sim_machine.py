@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from inference.devices.base import Reading
-from inference.devices.ggml import GgmlProbe
-from inference.devices.nvml import NvmlReader
+from inference.devices.compute_trial import trial
+from inference.devices.device import Reading
+from inference.devices.ggml_devices import GgmlProbe
+from inference.devices.nvml_reader import NvmlReader
 from inference.devices.simgpu.control import Control
-from inference.devices.trial import trial
 from tests.rigs.nvml_stub import NvidiaGpu, NvmlStub
 
 GPU_IS_LOST = 15

@@ -14,10 +14,10 @@ from typing import Any
 from inference import app
 from inference.__main__ import main
 from inference.authority.device_health.signs import Sign
-from inference.children import HelperError
-from inference.devices.base import Reading
-from inference.devices.cpu import CpuProbe
+from inference.devices.device import Reading
+from inference.devices.host import CpuProbe
 from inference.devices.inventory import Inventory
+from inference.helpers.helper_client import HelperError
 
 
 class Unreachable:

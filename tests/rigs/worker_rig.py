@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from inference.worker import link
+from inference.workers import worker_link
 from tests.rigs.processes import private_env
 
-M = TypeVar("M", bound=link.Message)
-CPU = link.DeviceGrant("cpu", "cpu")
+M = TypeVar("M", bound=worker_link.Message)
+CPU = worker_link.DeviceGrant("cpu", "cpu")
 
 
-def grant_for(model: Path, **changes: Any) -> link.Grant:
+def grant_for(model: Path, **changes: Any) -> worker_link.Grant:
     """A grant for a tiny model on the CPU."""
     said: dict[str, Any] = {
         "model_id": "tiny",
@@ -38,7 +38,7 @@ def grant_for(model: Path, **changes: Any) -> link.Grant:
         "ubatch": 256,
         "threads": 1,
     }
-    return link.Grant(**{**said, **changes})
+    return worker_link.Grant(**{**said, **changes})
 
 
 @dataclass
@@ -46,11 +46,11 @@ class WorkerRig:
     """One worker process and the parent's ends of its link and socket."""
 
     root: Path
-    grant: link.Grant | None = None
+    grant: worker_link.Grant | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     keep: int | None = None
     """A descriptor of memory for sequences that outlive the process; stays open."""
-    beats: list[link.Beat] = field(default_factory=list)
+    beats: list[worker_link.Beat] = field(default_factory=list)
 
     def start(self) -> WorkerRig:
         """Spawns the process; sends the grant when there is one. Does not wait for it to be ready."""
@@ -62,14 +62,14 @@ class WorkerRig:
         self.ours, theirs = socket.socketpair()
         env = {
             **private_env(self.root, self.env),
-            link.LINK_FD_ENV: str(theirs.fileno()),
-            link.SOCKET_FD_ENV: str(listener.fileno()),
-            link.PARENT_ENV: str(os.getpid()),
+            worker_link.LINK_FD_ENV: str(theirs.fileno()),
+            worker_link.SOCKET_FD_ENV: str(listener.fileno()),
+            worker_link.PARENT_ENV: str(os.getpid()),
             "GGML_NO_BACKTRACE": "1",
         }
         kept = () if self.keep is None else (self.keep,)
         if self.keep is not None:
-            env[link.KEEP_FD_ENV] = str(self.keep)
+            env[worker_link.KEEP_FD_ENV] = str(self.keep)
         self.log_path = self.root / "worker.log"
         with self.log_path.open("ab") as out:
             self.process = subprocess.Popen(
@@ -83,7 +83,7 @@ class WorkerRig:
             )
         theirs.close()
         listener.close()
-        self._messages: queue.Queue[link.Message | None] = queue.Queue()
+        self._messages: queue.Queue[worker_link.Message | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
         if self.grant is not None:
             self.send(self.grant)
@@ -95,8 +95,8 @@ class WorkerRig:
             while data := self.ours.recv(65536):
                 *lines, pending = (pending + data).split(b"\n")
                 for line in lines:
-                    message = link.decode(line)
-                    if isinstance(message, link.Beat):
+                    message = worker_link.decode(line)
+                    if isinstance(message, worker_link.Beat):
                         self.beats.append(message)
                     self._messages.put(message)
         self._messages.put(None)
@@ -106,9 +106,9 @@ class WorkerRig:
         """Everything the worker printed."""
         return self.log_path.read_text(errors="replace")
 
-    def send(self, message: link.Message) -> None:
+    def send(self, message: worker_link.Message) -> None:
         """Sends a message to the worker."""
-        self.ours.sendall(link.encode(message))
+        self.ours.sendall(worker_link.encode(message))
 
     def expect(self, kind: type[M], seconds: float = 20.0) -> M:
         """The next message of that kind; others before it are passed over."""
@@ -122,9 +122,9 @@ class WorkerRig:
             if isinstance(message, kind):
                 return message
 
-    def ready(self) -> link.Ready:
+    def ready(self) -> worker_link.Ready:
         """Waits until the model is loaded."""
-        return self.expect(link.Ready)
+        return self.expect(worker_link.Ready)
 
     def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> tuple[int, dict[str, Any]]:
         """Status and JSON of one request; `body` may be raw bytes."""
@@ -166,11 +166,11 @@ class WorkerRig:
         finally:
             connection.close()
 
-    def next_beat(self, seconds: float = 5.0) -> link.Beat:
+    def next_beat(self, seconds: float = 5.0) -> worker_link.Beat:
         """A heartbeat that is still to come."""
-        return self.expect(link.Beat, seconds)
+        return self.expect(worker_link.Beat, seconds)
 
-    def fresh_beat(self) -> link.Beat:
+    def fresh_beat(self) -> worker_link.Beat:
         """A heartbeat written after this call."""
         with contextlib.suppress(queue.Empty):
             while True:

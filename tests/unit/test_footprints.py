@@ -65,7 +65,7 @@ def test_a_count_grew_when_its_least_is_more_than_it_was_at_most(values: list[in
         (["python", "-m", "headgate", "inference", "--port", "1"], "inference"),
         (["python", "-m", "headgate", "gateway"], "gateway"),
         (["python", "-m", "inference.worker"], "worker"),
-        (["python", "-m", "inference.devices.simgpu.server"], "rpc-server"),
+        (["python", "-m", "inference.devices.simgpu.rpc_server"], "rpc-server"),
         (["python", "-m", "inference.devices.simgpu", "/tmp/x"], "simulator"),
         (["sh"], "other"),
     ],

@@ -16,7 +16,7 @@ import yaml
 from gateway.settings import GatewayConfig
 from headgate.cli.main import VERBS, verb_parser
 from headgate.shared.units import parse_duration
-from inference.environment import InferenceSettings, environment_names
+from inference.environment_settings import InferenceSettings, environment_names
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))

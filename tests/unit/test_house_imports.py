@@ -19,7 +19,7 @@ IMPURE = {
 """What a core may not import: clocks, chance, the network, processes, logs, devices."""
 
 NATIVE = {"llama_cpp", "pynvml"}
-NATIVE_HOMES = ("inference/worker/", "inference/helper", "inference/jobs/", "inference/demo/check.py")
+NATIVE_HOMES = ("inference/worker/", "inference/helper", "inference/jobs/", "inference/tools/demo_check.py")
 """What runs in processes that may map a compute driver: workers, short-lived helpers, a script of the demo models."""
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from inference.devices.base import Reading
-from inference.environment import InferenceSettings
+from inference.devices.device import Reading
+from inference.environment_settings import InferenceSettings
 from inference.protocol import DeviceState
 from inference.settings import ModelEntry, ModelSpec, _spec
 from inference.wishes import candidates

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from inference import views
-from inference.children import HelperError
-from inference.devices.base import Reading, narrowed, outer_set
-from inference.devices.cpu import CpuProbe, cgroups, host_memory
-from inference.devices.ggml import GgmlProbe, Listing
-from inference.devices.nvml import canonical_pci
-from inference.environment import InferenceSettings
+from inference.devices.device import Reading, narrowed, outer_set
+from inference.devices.ggml_devices import GgmlProbe, Listing
+from inference.devices.host import CpuProbe, cgroups, host_memory
+from inference.devices.nvml_reader import canonical_pci
+from inference.environment_settings import InferenceSettings
+from inference.helpers.helper_client import HelperError
 
 GIB = 2**30
 

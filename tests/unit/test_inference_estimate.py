@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from inference.core.estimate import Facts, Parameters, Parts, formula, formula_on, plausible
-from inference.jobs import estimate
-from inference.jobs.gguf import BadGgufError, read_facts
+from inference.estimate import estimate_job
+from inference.estimate.gguf import BadGgufError, read_facts
+from inference.estimate.header_formula import Facts, Parameters, Parts, formula, formula_on, plausible
 from tests.rigs import tiny_gguf, tiny_projector
 
 LLAMA_1B = Facts("llama", 16, 2048, 8192, 128256, 131072, 2 * 16 * 8 * 64, 2_500_000_000, 1_950_000_000)
@@ -55,7 +55,7 @@ def test_a_header_says_what_llama_cpp_says() -> None:
     """Exact figures come from llama.cpp in a child; the header's weights and KV cache agree with them."""
     import asyncio
 
-    from inference.children import run_helper
+    from inference.helpers.helper_client import run_helper
 
     path = tiny_gguf.generative()
     facts = read_facts(path)
@@ -84,7 +84,9 @@ def test_damaged_files_are_described(damage: object, word: str, tmp_path: Path) 
     path.write_bytes(damage(tiny_gguf.generative().read_bytes()))  # type: ignore[operator]
     with pytest.raises(BadGgufError, match=word):
         read_facts(path)
-    assert str(path) in estimate.run({"path": str(path), "parameters": {"context_length": 16, "parallel": 1}})["error"]
+    assert (
+        str(path) in estimate_job.run({"path": str(path), "parameters": {"context_length": 16, "parallel": 1}})["error"]
+    )
 
 
 def test_a_later_part_of_a_split_file_names_the_first(tmp_path: Path) -> None:
@@ -140,5 +142,5 @@ def test_a_copy_that_ended_anywhere_is_told_in_words(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_told() -> None:
-    said = estimate.run({"path": "/no/such.gguf", "parameters": {"context_length": 16, "parallel": 1}})
+    said = estimate_job.run({"path": "/no/such.gguf", "parameters": {"context_length": 16, "parallel": 1}})
     assert "/no/such.gguf cannot be read" in said["error"]

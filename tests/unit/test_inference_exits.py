@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from inference.core.exits import Remains, cause_of_text, classify, is_wordless, telling
 from inference.protocol import ExitCause
+from inference.workers.exit_cause import Remains, cause_of_text, classify, is_wordless, telling
 
 ABORT, KILL, SEGV, ILL = -6, -9, -11, -4
 CORPUS = Path(__file__).parent / "golden" / "abort_texts.txt"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from headgate.shared.hop import BrokenError
-from inference.flow import Flow
+from inference.api.flow_control import Flow
 
 
 class FakeAnswer:

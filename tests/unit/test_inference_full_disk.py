@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from headgate.shared.state import StateDir
-from inference.crashes import CrashStore
-from inference.devices.base import Reading
-from inference.overheads import MIB, Overheads
-from inference.process import WorkerExit
+from inference.devices.device import Reading
+from inference.estimate.overheads import MIB, Overheads
 from inference.protocol import ExitCause
-from inference.statefile import StateFiles
+from inference.state_file import StateFiles
+from inference.workers.crash_records import CrashStore
+from inference.workers.worker_process import WorkerExit
 
 EXIT = WorkerExit(ExitCause.ASSERT, -6, "GGML_ASSERT(x) failed", (), was_ready=True)
 CARD = Reading("gpu-0", "cuda", "H200", 1000 * MIB, 900 * MIB, 100 * MIB, driver="580.1")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from inference import ggml_backends
-from inference.devices.simgpu import server
-from inference.worker import ggml
+from inference.devices import ggml_backends
+from inference.devices.simgpu import rpc_server
+from inference.worker.llama import ggml_library
 
 LIB = Path("/site-packages/llama_cpp/lib")
 
@@ -56,7 +56,7 @@ def test_linked_backends_are_not_touched() -> None:
 def test_rpc_is_found_where_it_is_linked_and_where_it_is_not() -> None:
     linked = _library(1, ggml_backend_rpc_start_server=PaperFunction())
     assert ggml_backends.rpc(linked, LIB) is linked
-    installed = server.package()
+    installed = rpc_server.package()
     assert installed is not None
     found = ggml_backends.rpc(_library(1), installed / "lib")
     assert isinstance(found, ctypes.CDLL)
@@ -67,9 +67,9 @@ def test_rpc_is_found_where_it_is_linked_and_where_it_is_not() -> None:
 
 def test_worker_sees_the_registry_that_llama_cpp_uses() -> None:
     """A wheel holds libggml twice; the copy has a registry of its own."""
-    from inference.worker.binding import lib as llama
+    from inference.worker.llama.binding import lib as llama
 
-    ours = ctypes.cast(ggml.library().ggml_backend_reg_count, ctypes.c_void_p).value
+    ours = ctypes.cast(ggml_library.library().ggml_backend_reg_count, ctypes.c_void_p).value
     theirs = ctypes.cast(ctypes.CDLL(llama._lib._name).ggml_backend_reg_count, ctypes.c_void_p).value
     assert ours == theirs
-    assert ggml.library().ggml_backend_dev_by_name(b"CPU")
+    assert ggml_library.library().ggml_backend_dev_by_name(b"CPU")

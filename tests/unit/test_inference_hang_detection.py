@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from inference.core.hang_detection import Life, Patience
+from inference.workers.hang_detection import Life, Patience
 
 PATIENCE = Patience(start_seconds=5, load_seconds=50, silence_seconds=3, step_seconds=10, step_seconds_per_token=1)
 NEW = Life(greeted=False, ready=False, age_seconds=4, silent_seconds=4)

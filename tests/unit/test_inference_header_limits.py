@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from inference.core.header_limits import MOST_CONTEXT, MOST_EXPERTS, MOST_LAYERS, header_problem
+from inference.estimate.header_limits import MOST_CONTEXT, MOST_EXPERTS, MOST_LAYERS, header_problem
 
 GOOD = {"block_count": 32, "context_length": 4096, "embedding_length": 4096}
 MIXTURE = {"expert_count": 8, "expert_used_count": 2}

@@ -11,10 +11,10 @@ import pytest
 from headgate.shared.state import StateDir
 from inference import settings
 from inference.authority.placement.headroom import ENOUGH_GOOD, HALF_LIFE_SECONDS
-from inference.core.estimate import Parts
-from inference.devices.base import Reading
-from inference.estimator import Estimate
-from inference.headrooms import Headrooms
+from inference.devices.device import Reading
+from inference.estimate.estimator import Estimate
+from inference.estimate.header_formula import Parts
+from inference.estimate.headrooms import Headrooms
 from inference.settings import ModelSpec
 
 MIB = 2**20

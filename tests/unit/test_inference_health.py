@@ -27,7 +27,7 @@ from inference.authority.device_health.health import (
 )
 from inference.authority.device_health.signs import Sign
 from inference.protocol import DeviceState
-from inference.reference import DOCUMENT, HEALTH_BEGIN, HEALTH_END, rewritten
+from inference.tools.state_diagrams import DOCUMENT, HEALTH_BEGIN, HEALTH_END, rewritten
 
 DRAIN_SECONDS = 30.0
 S = DeviceState

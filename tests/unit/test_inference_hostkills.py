@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.hostkills import LATELY_SECONDS, HostKills
+from inference.workers.kernel_oom_kills import LATELY_SECONDS, HostKills
 
 WHERE = {
     "v2": ("0::/service", "sys/fs/cgroup/service/memory.events", "low 0\nhigh 0\nmax 7\noom 1\noom_kill {}\n"),

@@ -8,7 +8,7 @@ import pytest
 
 from inference.authority.lifecycle.transitions import TABLE, Backoff, Event, IllegalTransition, advance
 from inference.protocol import ModelState
-from inference.reference import BEGIN, DOCUMENT, END, rewritten
+from inference.tools.state_diagrams import BEGIN, DOCUMENT, END, rewritten
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(ModelState, Event)))

@@ -24,7 +24,7 @@ from inference.authority.placement.plan import (
     prospect,
 )
 from inference.authority.placement.spread import Spread
-from inference.core.estimate import Parameters
+from inference.estimate.header_formula import Parameters
 
 NOW = 1000.0
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from inference.demo import bundled_path
-from inference.jobs.gguf import read_facts
-from inference.jobs.quantization import name_of
-from inference.worker.binding import lib
+from inference.estimate.gguf import read_facts
+from inference.estimate.quantization import name_of
+from inference.worker.llama.binding import lib
 
 
 def test_the_bundled_models_are_q8_0() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.core.reopening import BEYOND_AFTER, MOST_SECONDS, Reopening
+from inference.devices.reopen_policy import BEYOND_AFTER, MOST_SECONDS, Reopening
 
 
 def test_the_first_failure_is_forgiven_at_once_and_the_next_ones_ever_later() -> None:

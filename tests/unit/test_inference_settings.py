@@ -12,7 +12,7 @@ import pytest
 from gateway.settings import GatewayConfig
 from headgate.shared.errors import ConfigError
 from headgate.shared.state import UNSHOWABLE
-from inference import environment, settings
+from inference import environment_settings, settings
 from inference.protocol import Priority
 from tests.rigs import tiny_gguf
 
@@ -49,9 +49,9 @@ def problems(directory: Path, text: str, environ: dict[str, str] | None = None) 
 
 @pytest.mark.parametrize(("name", "default"), list(KEPT_NAMES.items()))
 def test_every_kept_name_has_its_default(name: str, default: Any) -> None:
-    said = environment.InferenceSettings.model_validate({})
+    said = environment_settings.InferenceSettings.model_validate({})
     assert getattr(said, name.lower()) == default
-    assert f"INFERENCE_{name}" in environment.environment_names()
+    assert f"INFERENCE_{name}" in environment_settings.environment_names()
 
 
 def test_the_shipped_file_is_valid_and_documents_every_key() -> None:
@@ -151,12 +151,14 @@ def test_the_body_limit_is_not_below_that_of_the_gateway(directory: Path) -> Non
 
 
 def test_settings_without_effect_are_known_and_named_when_somebody_sets_them() -> None:
-    assert set(environment.WITHOUT_EFFECT) | environment.AT_START <= set(environment.InferenceSettings.model_fields)
+    assert set(environment_settings.WITHOUT_EFFECT) | environment_settings.AT_START <= set(
+        environment_settings.InferenceSettings.model_fields
+    )
     environ = {"INFERENCE_KV_POLICY": "lru", "INFERENCE_PORT": "1", "INFERENCE_KV_DIR": ""}
-    assert environment.set_without_effect(environ) == ["INFERENCE_KV_POLICY"]
+    assert environment_settings.set_without_effect(environ) == ["INFERENCE_KV_POLICY"]
 
 
-@pytest.mark.parametrize("name", environment.WITHOUT_EFFECT)
+@pytest.mark.parametrize("name", environment_settings.WITHOUT_EFFECT)
 def test_a_setting_without_effect_is_read_nowhere(name: str) -> None:
     """Whoever gives it an effect takes it off the list."""
     files = [path for path in (REPOSITORY / "inference").rglob("*.py") if path.name != "environment.py"]

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference.children import HelperError
-from inference.devices import trial as devices_trial
-from inference.devices.base import Reading
-from inference.jobs import trial
+from inference.devices import compute_trial as devices_trial
+from inference.devices import compute_trial_job
+from inference.devices.device import Reading
+from inference.helpers.helper_client import HelperError
 
 
 class PaperLibrary:
@@ -33,7 +33,7 @@ class WrongLibrary(PaperLibrary):
         self.matrices: list[Any] = []
 
     def ggml_backend_tensor_set(self, _tensor: int, data: int, _offset: int, size: int) -> None:
-        kept = np.frombuffer(ctypes.string_at(data, size), dtype=np.float32).reshape(-1, trial.LONG)
+        kept = np.frombuffer(ctypes.string_at(data, size), dtype=np.float32).reshape(-1, compute_trial_job.LONG)
         self.matrices.append(kept)
 
     def ggml_backend_tensor_get(self, _tensor: int, data: int, _offset: int, size: int) -> None:
@@ -55,7 +55,7 @@ class WrongLibrary(PaperLibrary):
     ids=["closed", "full", "refusing", "silent", "wrong"],
 )
 def test_a_device_that_fails_is_told_how(library: Any, answer: dict[str, str]) -> None:
-    assert trial._tried(library, 1) == answer
+    assert compute_trial_job._tried(library, 1) == answer
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from inference.core.hang_detection import Patience, Pause, without_pauses
-from inference.watch import TICK_SECONDS, Watch
-from inference.worker.link import Beat
+from inference.workers.hang_detection import Patience, Pause, without_pauses
+from inference.workers.hang_watch import TICK_SECONDS, Watch
+from inference.workers.worker_link import Beat
 
 PATIENCE = Patience(start_seconds=5, load_seconds=50, silence_seconds=3, step_seconds=10, step_seconds_per_token=1)
 

@@ -12,11 +12,11 @@ import pytest
 from inference import settings, views
 from inference.authority.placement.ledger import Account, Ledger
 from inference.authority.placement.plan import Option, Placement, Policy, Request, Result, plan
-from inference.core.estimate import Facts, Parameters, formula_on
-from inference.devices.base import Reading
-from inference.devices.cpu import CPU
-from inference.environment import PREFIX, WITHOUT_EFFECT, environment_names
-from inference.overheads import CPU_OVERHEAD_BYTES, GPU_OVERHEAD_BYTES
+from inference.devices.device import Reading
+from inference.devices.host import CPU
+from inference.environment_settings import PREFIX, WITHOUT_EFFECT, environment_names
+from inference.estimate.header_formula import Facts, Parameters, formula_on
+from inference.estimate.overheads import CPU_OVERHEAD_BYTES, GPU_OVERHEAD_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")

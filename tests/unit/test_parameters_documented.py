@@ -17,10 +17,10 @@ from gateway.apis.responses.responses_fields import schema as responses_schema
 from gateway.errors import RequestError
 from gateway.providers.provider_fields import OPENAI_CHAT
 from headgate.shared.parameters import BY_NAME, PARAMETERS, Parameter
-from inference.routes.description import BODIES
-from inference.worker import bodies
-from inference.worker.errors import BadRequestError
-from inference.worker.requests import Facts, GenerateRequest, Sampling
+from inference.api.routes.openapi_route import BODIES
+from inference.worker.api import generation_body
+from inference.worker.worker_errors import BadRequestError
+from inference.worker.worker_requests import Facts, GenerateRequest, Sampling
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -50,7 +50,7 @@ def test_defaults_are_those_that_are_sampled_with() -> None:
     ours = Sampling()
     rows = {parameter.name: parameter.default for parameter in PARAMETERS if parameter.samples}
     assert rows == {field.name: getattr(ours, field.name) for field in fields(Sampling) if field.name != "logit_bias"}
-    assert bodies.chat({"messages": HELLO}, FACTS).sampling == ours
+    assert generation_body.chat({"messages": HELLO}, FACTS).sampling == ours
 
 
 def _good(parameter: Parameter) -> list[Any]:
@@ -79,7 +79,7 @@ def _gateway(name: str, value: Any) -> None:
 
 
 def _worker(name: str, value: Any) -> GenerateRequest:
-    return bodies.chat({"messages": HELLO, name: value}, FACTS)
+    return generation_body.chat({"messages": HELLO, name: value}, FACTS)
 
 
 @pytest.mark.parametrize("parameter", PARAMETERS, ids=lambda parameter: parameter.name)

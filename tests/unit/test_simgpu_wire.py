@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from inference.devices.simgpu.core.wire import Command, Conversation, WireError, reply, request
+from inference.devices.simgpu.rpc_wire import Command, Conversation, WireError, reply, request
 
 
 class Full:

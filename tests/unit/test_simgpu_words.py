@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from inference.devices.simgpu.core.faults import COMMANDS, Order, parse
-from inference.devices.simgpu.core.spec import parse_choice
+from inference.devices.simgpu.device_spec import parse_choice
+from inference.devices.simgpu.faults import COMMANDS, Order, parse
 
 MIB = 2**20
 

@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 
 from inference.protocol import Code
-from inference.worker import threads
 from inference.worker.backend import OK, BatchRow, Decode
-from inference.worker.companions import REST_SECONDS, Companions
-from inference.worker.core.steps import Row
-from inference.worker.crewed import CrewedBackend
-from inference.worker.embedder import Embedder, Vector
-from inference.worker.errors import WorkerError
-from inference.worker.threads import name_thread
-from inference.worker.tickets import Courier, Ticket
+from inference.worker.cores import thread_names
+from inference.worker.cores.core_sparing_context import CrewedBackend
+from inference.worker.cores.thread_names import name_thread
+from inference.worker.cores.thread_placement import REST_SECONDS, Companions
+from inference.worker.engine.embedder import Embedder, Vector
+from inference.worker.engine.output_tickets import Courier, Ticket
+from inference.worker.steps import Row
+from inference.worker.worker_errors import WorkerError
 from tests.rigs.fake_backend import FakeBackend
 
 pytestmark = pytest.mark.skipif(
@@ -169,7 +169,7 @@ def test_a_thread_that_ended_meanwhile_is_no_error(monkeypatch: pytest.MonkeyPat
         return True
 
     assert on_a_thread(compute)
-    monkeypatch.setattr(threads, "_TASKS", Path("/proc/self/nowhere"))
+    monkeypatch.setattr(thread_names, "_TASKS", Path("/proc/self/nowhere"))
     assert on_a_thread(compute)
 
 

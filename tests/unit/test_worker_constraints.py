@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 from inference.worker.backend import Mask
-from inference.worker.constrained import ConstrainedSampler
 from inference.worker.constraints import Compiler, grammar
 from inference.worker.constraints.compiler import MOST_AHEAD, TABLES_SECONDS, _Compiled
 from inference.worker.constraints.masks import Guide, Scratch
-from inference.worker.core.forms import (
+from inference.worker.dialects.forms import (
     AnyText,
     Form,
     Grammar,
@@ -30,7 +29,8 @@ from inference.worker.core.forms import (
     Repeat,
     Sequence,
 )
-from inference.worker.errors import BadRequestError, ConstraintError
+from inference.worker.sampling.constrained_sampler import ConstrainedSampler
+from inference.worker.worker_errors import BadRequestError, ConstraintError
 from tests.rigs.vocabularies import PieceVocabulary
 
 VOCABULARY = PieceVocabulary()
@@ -450,7 +450,7 @@ def test_the_size_of_other_threads_stacks_is_left_alone() -> None:
 def test_nothing_is_imported_before_the_first_constraint() -> None:
     """A worker that is never asked for one pays no memory."""
     code = (
-        "import sys, inference.worker.constraints, inference.worker.constrained as c\n"
+        "import sys, inference.worker.constraints, inference.worker.sampling.constrained_sampler as c\n"
         "inference.worker.constraints.Compiler(None)\n"
         "assert not any(name.startswith('llguidance') for name in sys.modules)"
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gateway.settings import DeadlineSettings
-from inference.worker.core.pacing import (
+from inference.worker.answers.stop_strings import StopFilter
+from inference.worker.engine.prefill_pacing import (
     CREDIT_SECONDS,
     DEBT_SECONDS,
     LONGEST_SECONDS,
@@ -16,10 +17,9 @@ from inference.worker.core.pacing import (
     TOKEN_SECONDS,
     Pace,
 )
-from inference.worker.core.scheduler import LAST_PART, Scheduler
-from inference.worker.core.steps import Copy, Job, Limits, Remove
-from inference.worker.core.stops import StopFilter
-from inference.worker.pulse import STEP_PATIENCE_SECONDS
+from inference.worker.engine.scheduler import LAST_PART, Scheduler
+from inference.worker.engine_stats import STEP_PATIENCE_SECONDS
+from inference.worker.steps import Copy, Job, Limits, Remove
 
 ALONE = {"decoding": 0, "prompts": 1}
 

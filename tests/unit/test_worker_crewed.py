@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from inference.worker.backend import BatchRow, Decode
-from inference.worker.core.steps import Row
-from inference.worker.crewed import DIVIDED_FROM, CrewedBackend
-from inference.worker.hardware import (
+from inference.worker.cores.core_sparing_context import DIVIDED_FROM, CrewedBackend
+from inference.worker.llama.cpu_cores import (
     GAP_SECONDS,
     LEAST_SECONDS,
     IdleCores,
@@ -20,6 +19,7 @@ from inference.worker.hardware import (
     idle_seconds,
     waited_seconds,
 )
+from inference.worker.steps import Row
 from tests.rigs.fake_backend import FakeBackend
 
 

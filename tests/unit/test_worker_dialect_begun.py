@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from inference.worker.core.dialects import detect
-from inference.worker.core.forms import Marker
-from inference.worker.core.parts import Content, Reasoning
+from inference.worker.dialects import detect
+from inference.worker.dialects.answer_parts import Content, Reasoning
+from inference.worker.dialects.forms import Marker
 
 THINKS = '{{ tools }}<tool_call> "name": <think></think>'
 HARMONY = "<|start|><|channel|><|message|>"

@@ -11,24 +11,24 @@ from typing import Any
 
 import pytest
 
-from inference.worker.core.dialects import Dialect, detect
-from inference.worker.core.dialects.base import Family
-from inference.worker.core.dialects.conversation import said_in_results
-from inference.worker.core.dialects.deepseek import DeepSeek
-from inference.worker.core.dialects.dsml import Dsml
-from inference.worker.core.dialects.generic import Generic
-from inference.worker.core.dialects.harmony import Harmony
-from inference.worker.core.dialects.hermes import Hermes
-from inference.worker.core.dialects.llama3 import Llama3
-from inference.worker.core.dialects.mistral import Mistral
-from inference.worker.core.dialects.plain import Plain
-from inference.worker.core.dialects.qwenxml import QwenXml
-from inference.worker.core.dialects.tagged import kind_of, properties_of, types_of
-from inference.worker.core.dialects.thinking import BRACKETS, TAGS
-from inference.worker.core.forms import AnyText, Json, Literal, Marker, OneOf, Regex
-from inference.worker.core.forms import Sequence as Then
-from inference.worker.core.parts import CallArguments, CallBegin, Content, Part, Tool, ToolChoice
-from inference.worker.templates import ChatTemplate
+from inference.worker.dialects import Dialect, detect
+from inference.worker.dialects.answer_parts import CallArguments, CallBegin, Content, Part, Tool, ToolChoice
+from inference.worker.dialects.conversation import said_in_results
+from inference.worker.dialects.deepseek import DeepSeek
+from inference.worker.dialects.dialect import Family
+from inference.worker.dialects.dsml import Dsml
+from inference.worker.dialects.forms import AnyText, Json, Literal, Marker, OneOf, Regex
+from inference.worker.dialects.forms import Sequence as Then
+from inference.worker.dialects.generic import Generic
+from inference.worker.dialects.harmony import Harmony
+from inference.worker.dialects.hermes import Hermes
+from inference.worker.dialects.llama3 import Llama3
+from inference.worker.dialects.mistral import Mistral
+from inference.worker.dialects.plain import Plain
+from inference.worker.dialects.qwenxml import QwenXml
+from inference.worker.dialects.tagged import kind_of, properties_of, types_of
+from inference.worker.dialects.thinking import BRACKETS, TAGS
+from inference.worker.prompt.templates import ChatTemplate
 
 GOLDEN = Path(__file__).with_name("golden") / "dialects"
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from inference.worker.core.parts import CallArguments, CallBegin, Content, Part, Reasoning
-from inference.worker.divided import DividedGeneration, Reading
-from inference.worker.generation import Output
+from inference.worker.answers.generation import Output
+from inference.worker.answers.structured_answer import DividedGeneration, Reading
+from inference.worker.dialects.answer_parts import CallArguments, CallBegin, Content, Part, Reasoning
 from tests.rigs.fake_backend import END, FakeSampler
 from tests.rigs.fake_dialect import MarkParser
 

@@ -11,9 +11,9 @@ import pytest
 
 from inference.protocol import Code, Priority
 from inference.worker.backend import BatchRow, Decode
-from inference.worker.embedder import MAX_QUEUED_TOKENS, Embedder, Vector
-from inference.worker.errors import WorkerError
-from inference.worker.tickets import Courier, Ticket
+from inference.worker.engine.embedder import MAX_QUEUED_TOKENS, Embedder, Vector
+from inference.worker.engine.output_tickets import Courier, Ticket
+from inference.worker.worker_errors import WorkerError
 
 GONE = WorkerError(Code.MODEL_LOADING, "the end")
 BROKEN = 13

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 import pytest
 
 from inference.protocol import Code
+from inference.worker.answers.generation import Output
+from inference.worker.api.body_intake import Coming
 from inference.worker.backend import Decode, Mask
-from inference.worker.core.pacing import Pace
-from inference.worker.core.parts import Content
-from inference.worker.core.steps import Limits
-from inference.worker.engine import PROGRESS_SECONDS, Engine
-from inference.worker.errors import ConstraintError, WorkerError
-from inference.worker.generation import Output
-from inference.worker.intake import Coming
-from inference.worker.requests import Sampling
-from inference.worker.runner import FATAL_FAILURES
-from inference.worker.tickets import Courier, Ticket
-from inference.worker.work import Work
+from inference.worker.dialects.answer_parts import Content
+from inference.worker.engine.engine import PROGRESS_SECONDS, Engine
+from inference.worker.engine.engine_thread import FATAL_FAILURES
+from inference.worker.engine.engine_work import Work
+from inference.worker.engine.output_tickets import Courier, Ticket
+from inference.worker.engine.prefill_pacing import Pace
+from inference.worker.steps import Limits
+from inference.worker.worker_errors import ConstraintError, WorkerError
+from inference.worker.worker_requests import Sampling
 from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, SamplerShop
 
 LIMITS = Limits(slots=4, context=100, batch=32, queue=4)
@@ -233,7 +233,7 @@ async def test_the_pulse_tells_now_and_then_how_many_cells_are_used(bench: Bench
 
 async def test_requests_that_come_together_begin_together(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first waits for one that is being read."""
-    monkeypatch.setattr("inference.worker.engine.GATHER_SECONDS", 10.0)
+    monkeypatch.setattr("inference.worker.engine.engine.GATHER_SECONDS", 10.0)
     coming = [1]
     bench.engine.expect(lambda: coming[0])
     first = bench.ask(b"one")

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from inference.protocol import Code
+from inference.worker.answers.generation import Output
+from inference.worker.answers.structured_answer import Reading
 from inference.worker.backend import Constraint, Mask, TokenSampler
-from inference.worker.constrained import ConstrainedSampler
-from inference.worker.core.parts import CallArguments, CallBegin, Content, Reasoning
-from inference.worker.divided import Reading
-from inference.worker.engine import Engine
-from inference.worker.errors import ConstraintError
-from inference.worker.generation import Output
-from inference.worker.requests import Sampling
-from inference.worker.tickets import Courier
-from inference.worker.work import Work
+from inference.worker.dialects.answer_parts import CallArguments, CallBegin, Content, Reasoning
+from inference.worker.engine.engine import Engine
+from inference.worker.engine.engine_work import Work
+from inference.worker.engine.output_tickets import Courier
+from inference.worker.sampling.constrained_sampler import ConstrainedSampler
+from inference.worker.worker_errors import ConstraintError
+from inference.worker.worker_requests import Sampling
 from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, SamplerShop
 from tests.rigs.fake_dialect import MarkParser
 from tests.unit.test_worker_engine import GONE, LIMITS, Bench

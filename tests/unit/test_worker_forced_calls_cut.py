@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from inference.worker.core.dialects import Dialect, detect
-from inference.worker.core.dialects.deepseek import DeepSeek
-from inference.worker.core.dialects.generic import Generic
-from inference.worker.core.dialects.harmony import Harmony
-from inference.worker.core.dialects.llama3 import Llama3
-from inference.worker.core.dialects.mistral import Mistral
-from inference.worker.core.parts import CallArguments, CallBegin, Content, Reasoning, Tool, ToolChoice
-from inference.worker.divided import DividedGeneration, Reading
-from inference.worker.generation import Output
-from inference.worker.requests import GenerateRequest
-from inference.worker.shaping import Shaping
+from inference.worker.answers.answer_shape import Shaping
+from inference.worker.answers.generation import Output
+from inference.worker.answers.structured_answer import DividedGeneration, Reading
+from inference.worker.dialects import Dialect, detect
+from inference.worker.dialects.answer_parts import CallArguments, CallBegin, Content, Reasoning, Tool, ToolChoice
+from inference.worker.dialects.deepseek import DeepSeek
+from inference.worker.dialects.generic import Generic
+from inference.worker.dialects.harmony import Harmony
+from inference.worker.dialects.llama3 import Llama3
+from inference.worker.dialects.mistral import Mistral
+from inference.worker.worker_requests import GenerateRequest
 from tests.rigs.fake_backend import END, FakeSampler
 from tests.rigs.fake_dialect import MarkParser
 

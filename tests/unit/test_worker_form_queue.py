@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from inference.protocol import Code
+from inference.worker.answers.answer_shape import Shape
+from inference.worker.api.worker_app import App
 from inference.worker.backend import Constraint
-from inference.worker.constraints.waiting import FormQueue
-from inference.worker.core.forms import Form, Literal
-from inference.worker.errors import BadRequestError, GoneError, WorkerError
-from inference.worker.http import App
-from inference.worker.shaping import Shape
-from inference.worker.tickets import Ticket
+from inference.worker.constraints.compile_queue import FormQueue
+from inference.worker.dialects.forms import Form, Literal
+from inference.worker.engine.output_tickets import Ticket
+from inference.worker.worker_errors import BadRequestError, GoneError, WorkerError
 from tests.rigs.fake_mask import FakeConstraint
 
 A, B, C = (Literal(name) for name in "abc")

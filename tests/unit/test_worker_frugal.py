@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from inference.worker import frugal
-from inference.worker.rendering import Rendering
-from inference.worker.sandbox import Sandbox
+from inference.worker.prompt import template_metering
+from inference.worker.prompt.rendering import Rendering
+from inference.worker.prompt.template_sandbox import Sandbox
 from tests.rigs.damaged_gguf import TEMPLATES
 
 COSTLY = {
@@ -71,9 +71,9 @@ COSTLY = {
 @pytest.mark.parametrize("name", sorted(COSTLY))
 def test_what_may_take_long_is_not_begun(name: str) -> None:
     """Compiling computes nothing, and the operation is refused before it is done."""
-    template = frugal.Frugal().from_string(COSTLY[name])
-    frugal.begin()
-    with pytest.raises(frugal.CostlyError):
+    template = template_metering.Frugal().from_string(COSTLY[name])
+    template_metering.begin()
+    with pytest.raises(template_metering.CostlyError):
         template.render(text="x" * 20_000, number=2**80)
 
 
@@ -129,11 +129,11 @@ def test_a_long_conversation_can_be_searched_and_stripped() -> None:
 
 
 def test_one_rendering_does_not_pay_for_another() -> None:
-    template = frugal.Frugal().from_string("{{ ('x' * 40000000) | length }}")
+    template = template_metering.Frugal().from_string("{{ ('x' * 40000000) | length }}")
     said: list[str] = []
 
     def render() -> None:
-        frugal.begin()
+        template_metering.begin()
         said.append(template.render())
 
     for _ in range(2):

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from inference.protocol import Code
-from inference.worker import bodies
-from inference.worker.errors import BadRequestError
-from inference.worker.images import MAX_IMAGES, ImageParts
-from inference.worker.messages import messages_of
-from inference.worker.requests import Facts
+from inference.worker.api import generation_body
+from inference.worker.prompt.message_images import MAX_IMAGES, ImageParts
+from inference.worker.prompt.template_messages import messages_of
+from inference.worker.worker_errors import BadRequestError
+from inference.worker.worker_requests import Facts
 from tests.rigs import tiny_projector
 
 PNG = tiny_projector.png()
@@ -82,7 +82,7 @@ def test_other_media_are_refused_with_and_without_sight(kind: str) -> None:
 
 def test_a_body_for_a_model_that_sees_holds_the_files() -> None:
     facts = Facts("m", 100, 50, 8, ("chat", "vision"), image_marker="<M>")
-    request = bodies.chat({"messages": [{"role": "user", "content": [image()]}]}, facts)
+    request = generation_body.chat({"messages": [{"role": "user", "content": [image()]}]}, facts)
     assert request.images == (PNG,)
     with pytest.raises(BadRequestError, match="reads text only"):
-        bodies.chat({"messages": [{"role": "user", "content": [image()]}]}, Facts("m", 100, 50, 8, ("chat",)))
+        generation_body.chat({"messages": [{"role": "user", "content": [image()]}]}, Facts("m", 100, 50, 8, ("chat",)))

@@ -7,9 +7,9 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.worker.core.keeping import Retained, chosen, differing
-from inference.worker.core.scheduler import Scheduler
-from inference.worker.core.steps import Job, Limits
+from inference.worker.engine.scheduler import Scheduler
+from inference.worker.kv.saved_sequences import Retained, chosen, differing
+from inference.worker.steps import Job, Limits
 
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 50)), max_size=8), st.integers(-10, 300))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inference.worker.logtail import KEPT_LINES, LogTail
+from inference.worker.llama.llama_log import KEPT_LINES, LogTail
 
 MIB = 2**20
 LOAD = """\

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from inference.worker.generation import TokenLogprob
-from inference.worker.logprobs import Logprobs
+from inference.worker.answers.generation import TokenLogprob
+from inference.worker.api.logprob_writer import Logprobs
 
 
 def completion(*items: TokenLogprob) -> dict[str, Any]:

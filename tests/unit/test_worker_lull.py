@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any
 
-from inference.worker.lull import LULL_SECONDS, Lull
+from inference.worker.engine.idle_work import LULL_SECONDS, Lull
 
 
 class Timers:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.worker.core.pictures import size_of, undivided
+from inference.worker.prompt.image_tokens import size_of, undivided
 from tests.rigs import tiny_projector
 
 #         0  1   2   3   4  5   6   7   8   9  10

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference.protocol import Priority
-from inference.worker.core.pooling import INPUT_TOKENS, PoolQueue
-from inference.worker.core.steps import HEAD_START_SECONDS
+from inference.worker.engine.pooling_schedule import INPUT_TOKENS, PoolQueue
+from inference.worker.steps import HEAD_START_SECONDS
 
 
 def ones(count: int, tokens: int = 1) -> list[list[int]]:

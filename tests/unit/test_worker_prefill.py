@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.worker.core.prefill import LEAST_TOKENS, WINDOW_SECONDS, PrefillRate
+from inference.worker.prefill_rate import LEAST_TOKENS, WINDOW_SECONDS, PrefillRate
 
 
 def test_nothing_is_known_before_a_step_that_counts() -> None:

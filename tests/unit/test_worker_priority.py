@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from inference.protocol import H_PRIORITY, Priority
-from inference.worker.core.steps import Limits
-from inference.worker.embedder import Embedder, Vector
-from inference.worker.engine import Engine
-from inference.worker.errors import UnloadedError
-from inference.worker.http import App
-from inference.worker.prompts import Prompts
-from inference.worker.requests import Facts
-from inference.worker.tickets import Courier, Ticket
-from inference.worker.work import Work
+from inference.worker.api.worker_app import App
+from inference.worker.engine.embedder import Embedder, Vector
+from inference.worker.engine.engine import Engine
+from inference.worker.engine.engine_work import Work
+from inference.worker.engine.output_tickets import Courier, Ticket
+from inference.worker.prompt.prompts import Prompts
+from inference.worker.steps import Limits
+from inference.worker.worker_errors import UnloadedError
+from inference.worker.worker_requests import Facts
 from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, SamplerShop
 from tests.unit.test_worker_embedder import FakePooling
 

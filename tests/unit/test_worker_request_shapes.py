@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from inference.protocol import Code
-from inference.worker import bodies
-from inference.worker.core.forms import Grammar, Json, Literal, OneOf, Regex
-from inference.worker.core.parts import Tool, ToolChoice
-from inference.worker.errors import BadRequestError
-from inference.worker.requests import Facts, GenerateRequest
+from inference.worker.api import generation_body
+from inference.worker.dialects.answer_parts import Tool, ToolChoice
+from inference.worker.dialects.forms import Grammar, Json, Literal, OneOf, Regex
+from inference.worker.worker_errors import BadRequestError
+from inference.worker.worker_requests import Facts, GenerateRequest
 
 FACTS = Facts("tiny", 128, 300, 64, ("chat", "completions", "tools"))
 HELLO = [{"role": "user", "content": "hello"}]
@@ -32,7 +32,7 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
 
 
 def chat(facts: Facts = FACTS, **fields: Any) -> GenerateRequest:
-    return bodies.chat({"messages": HELLO, **fields}, facts)
+    return generation_body.chat({"messages": HELLO, **fields}, facts)
 
 
 def test_tools_arrive_with_all_that_was_said_of_them() -> None:
@@ -209,7 +209,7 @@ def test_a_format_that_asks_for_nothing_is_none() -> None:
 
 
 def test_completions_take_the_extensions() -> None:
-    assert bodies.completion({"prompt": "a", "regex": "b"}, FACTS).form == Regex("b")
+    assert generation_body.completion({"prompt": "a", "regex": "b"}, FACTS).form == Regex("b")
 
 
 def test_a_shape_begins_with_the_answer_so_none_can_be_continued() -> None:
@@ -272,11 +272,11 @@ def test_calls_of_the_older_dialect_are_shown_as_tool_calls() -> None:
 
 
 def test_a_gap_may_have_text_after_it() -> None:
-    assert bodies.completion({"prompt": "a", "suffix": "b"}, FACTS).suffix == "b"
-    assert bodies.completion({"prompt": "a", "suffix": ""}, FACTS).suffix is None
+    assert generation_body.completion({"prompt": "a", "suffix": "b"}, FACTS).suffix == "b"
+    assert generation_body.completion({"prompt": "a", "suffix": ""}, FACTS).suffix is None
 
 
 def test_prompts_may_be_scored_and_nothing_generated() -> None:
-    request = bodies.completion({"prompt": "a", "echo": True, "logprobs": 1, "max_tokens": 0}, FACTS)
+    request = generation_body.completion({"prompt": "a", "echo": True, "logprobs": 1, "max_tokens": 0}, FACTS)
     assert (request.score_prompt, request.max_tokens) == (True, 0)
-    assert not bodies.completion({"prompt": "a", "echo": True}, FACTS).score_prompt
+    assert not generation_body.completion({"prompt": "a", "echo": True}, FACTS).score_prompt

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from inference.worker import bodies
-from inference.worker.errors import BadRequestError
-from inference.worker.requests import Facts, GenerateRequest, Sampling
+from inference.worker.api import generation_body
+from inference.worker.worker_errors import BadRequestError
+from inference.worker.worker_requests import Facts, GenerateRequest, Sampling
 
 FACTS = Facts("tiny", 128, 300, 64, ("chat", "completions"))
 EMBEDS = Facts("vectors", 128, 300, 64, ("embeddings",))
@@ -17,7 +17,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 def chat(**fields: Any) -> GenerateRequest:
-    return bodies.chat({"messages": HELLO, **fields}, FACTS)
+    return generation_body.chat({"messages": HELLO, **fields}, FACTS)
 
 
 CALLED = {"role": "assistant", "content": "Well:", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
@@ -67,7 +67,7 @@ WRONG_CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"seed": "x"}, "seed"),
     ({"seed": 2**70}, "seed"),
     ({"n": 0}, "n"),
-    ({"n": bodies.MAX_CHOICES + 1}, "n"),
+    ({"n": generation_body.MAX_CHOICES + 1}, "n"),
     ({"n": "2"}, "n"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -5}, "max_tokens"),
@@ -107,7 +107,7 @@ def test_a_wrong_chat_is_a_400_with_its_param(fields: dict[str, Any], param: str
 @pytest.mark.parametrize("body", [None, [], "text", 5])
 def test_a_body_that_is_no_object_is_a_400(body: Any) -> None:
     with pytest.raises(BadRequestError):
-        bodies.chat(body, FACTS)
+        generation_body.chat(body, FACTS)
 
 
 def test_a_misspelled_field_is_met_with_a_suggestion() -> None:
@@ -156,8 +156,8 @@ def test_empty_lists_and_minus_one_count_as_absent() -> None:
 
 
 def test_minus_one_gives_a_completion_no_limit_and_absence_sixteen_tokens() -> None:
-    assert bodies.completion({"prompt": "a", "max_tokens": -1}, FACTS).max_tokens is None
-    assert bodies.completion({"prompt": "a"}, FACTS).max_tokens == 16
+    assert generation_body.completion({"prompt": "a", "max_tokens": -1}, FACTS).max_tokens is None
+    assert generation_body.completion({"prompt": "a"}, FACTS).max_tokens == 16
 
 
 def test_other_names_mean_the_same() -> None:
@@ -167,8 +167,8 @@ def test_other_names_mean_the_same() -> None:
     assert chat(n_probs=3) == chat(logprobs=True, top_logprobs=3)
     assert chat(n_probs=3, logprobs=True, top_logprobs=2).logprobs == 2
     assert chat(n_probs=0).logprobs is None
-    assert bodies.completion({"prompt": "a", "n_probs": 3}, FACTS).logprobs == 3
-    assert bodies.completion({"prompt": "a", "n_probs": 3, "logprobs": 0}, FACTS).logprobs == 0
+    assert generation_body.completion({"prompt": "a", "n_probs": 3}, FACTS).logprobs == 3
+    assert generation_body.completion({"prompt": "a", "n_probs": 3, "logprobs": 0}, FACTS).logprobs == 0
 
 
 def test_hints_change_nothing_of_a_request_but_reuse() -> None:
@@ -178,7 +178,7 @@ def test_hints_change_nothing_of_a_request_but_reuse() -> None:
 
 def test_the_files_own_sampling_stands_where_the_request_says_nothing() -> None:
     facts = Facts("tiny", 128, 300, 64, ("chat",), {"temperature": 0.6, "top_k": 20.0})
-    sampling = bodies.chat({"messages": HELLO, "top_k": 5}, facts).sampling
+    sampling = generation_body.chat({"messages": HELLO, "top_k": 5}, facts).sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, 5, 1.0)
 
 
@@ -207,7 +207,7 @@ def test_messages_reach_the_template_as_plain_text() -> None:
     ],
 )
 def test_a_prompt_comes_in_four_forms(prompt: Any, expected: Any) -> None:
-    assert bodies.completion({"prompt": prompt}, FACTS).prompts == expected
+    assert generation_body.completion({"prompt": prompt}, FACTS).prompts == expected
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_a_prompt_comes_in_four_forms(prompt: Any, expected: Any) -> None:
 )
 def test_a_wrong_completion_is_a_400_with_its_param(body: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequestError) as caught:
-        bodies.completion(body, FACTS)
+        generation_body.completion(body, FACTS)
     assert caught.value.param == param
 
 
@@ -255,12 +255,15 @@ def test_a_wrong_completion_is_a_400_with_its_param(body: dict[str, Any], param:
 )
 def test_a_wrong_embedding_is_a_400_with_its_param(body: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequestError) as caught:
-        bodies.embedding(body, EMBEDS)
+        generation_body.embedding(body, EMBEDS)
     assert caught.value.param == param
 
 
 def test_a_model_is_not_asked_for_what_it_cannot_do() -> None:
-    for ask in (lambda: bodies.chat({"messages": HELLO}, EMBEDS), lambda: bodies.embedding({"input": "a"}, FACTS)):
+    for ask in (
+        lambda: generation_body.chat({"messages": HELLO}, EMBEDS),
+        lambda: generation_body.embedding({"input": "a"}, FACTS),
+    ):
         with pytest.raises(BadRequestError) as caught:
             ask()
         assert caught.value.param == "model"

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference.worker.errors import BadRequestError
-from inference.worker.requests import Facts
-from inference.worker.reranking import MAX_DOCUMENTS, Reranker
-from inference.worker.templates import ChatTemplate
+from inference.worker.api.rerank_api import MAX_DOCUMENTS, Reranker
+from inference.worker.prompt.templates import ChatTemplate
+from inference.worker.worker_errors import BadRequestError
+from inference.worker.worker_requests import Facts
 
 FACTS = Facts("judge", 20, 256, 8, ("rerank",))
 BOS, EOS, SEP, TURN = 1, 2, 3, 4

@@ -11,10 +11,10 @@ import openai.types.chat as types
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
-from inference.worker import responses
-from inference.worker.core.parts import CallArguments, CallBegin, Content, Part, Reasoning
-from inference.worker.generation import Output, TokenLogprob
-from inference.worker.responses import Answer, Stream, Usage
+from inference.worker.answers.generation import Output, TokenLogprob
+from inference.worker.api import response_writer
+from inference.worker.api.response_writer import Answer, Stream, Usage
+from inference.worker.dialects.answer_parts import CallArguments, CallBegin, Content, Part, Reasoning
 
 CALLS = [
     Output(0, "", 1, parts=(Reasoning("Why"),)),
@@ -116,7 +116,7 @@ def test_choices_begin_in_their_order_whichever_speaks_first() -> None:
 
 
 def test_choices_of_a_completion_each_begin_with_their_echo() -> None:
-    echoes = [responses.Echo("one "), responses.Echo("two ")]
+    echoes = [response_writer.Echo("one "), response_writer.Echo("two ")]
     stream = Stream("completion", "tiny", 1700000000, with_usage=False, choices=2, echo=echoes)
     raw = b"".join(map(stream.frames, [Output(1, "b", 1), Output(0, "a", 1), Output(1, "c", 2)])).decode()
     chunks = [json.loads(frame.removeprefix("data: "))["choices"][0] for frame in raw.split("\n\n")[:-1]]
@@ -147,7 +147,7 @@ def whole(*outputs: Output) -> Any:
     for output in outputs:
         answer.add(output)
     usage = Usage(5, answer.tokens, 0, answer.reasoning_tokens)
-    raw = responses.whole("chat", "tiny", 1700000000, [answer], usage, with_logprobs=False)
+    raw = response_writer.whole("chat", "tiny", 1700000000, [answer], usage, with_logprobs=False)
     types.ChatCompletion.model_validate_json(raw, strict=True)
     return json.loads(raw)
 
@@ -189,7 +189,7 @@ def test_content_is_null_only_where_calls_stand_instead() -> None:
 
 
 def test_ids_of_calls_differ() -> None:
-    ids = {responses.new_call_id() for _ in range(100)}
+    ids = {response_writer.new_call_id() for _ in range(100)}
     assert len(ids) == 100
     assert all(re.fullmatch(r"call_[0-9a-f]{24}", id) for id in ids)
 

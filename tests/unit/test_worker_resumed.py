@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from inference.quarantine import key_of
-from inference.worker import bodies
-from inference.worker.core.steps import Limits
-from inference.worker.divided import DividedGeneration, Reading
-from inference.worker.engine import Engine
-from inference.worker.errors import BadRequestError, WorkerError
-from inference.worker.generation import Generation, Output
-from inference.worker.requests import Begun, Facts, Said, Sampling
-from inference.worker.tickets import Courier, Ticket
-from inference.worker.work import Work
+from inference.worker.answers.generation import Generation, Output
+from inference.worker.answers.structured_answer import DividedGeneration, Reading
+from inference.worker.api import generation_body
+from inference.worker.engine.engine import Engine
+from inference.worker.engine.engine_work import Work
+from inference.worker.engine.output_tickets import Courier, Ticket
+from inference.worker.steps import Limits
+from inference.worker.worker_errors import BadRequestError, WorkerError
+from inference.worker.worker_requests import Begun, Facts, Said, Sampling
 from tests.rigs.fake_backend import END, ByteVocabulary, FakeBackend, SamplerShop
 from tests.rigs.fake_dialect import MarkParser
 
@@ -120,17 +120,17 @@ async def test_the_engine_goes_on_behind_what_was_said() -> None:
     assert (text, last.finish, last.tokens) == ("def", "length", 6)
     text, last = await ask(b"abc", 3)
     assert (text, last.finish, last.tokens) == ("", "length", 3)
-    assert await asyncio.to_thread(engine.stop, WorkerError(bodies.Code.MODEL_LOADING, "the end"))
+    assert await asyncio.to_thread(engine.stop, WorkerError(generation_body.Code.MODEL_LOADING, "the end"))
 
 
 def test_what_was_said_is_read_from_a_body() -> None:
     """With nothing that only a whole answer can have."""
     so_far = {"content": "Hel", "reasoning_content": "hm"}
-    assert bodies.chat({"messages": HELLO, "answer_so_far": so_far}, FACTS).said == Said("Hel", "hm")
-    assert bodies.chat({"messages": HELLO, "answer_so_far": {}}, FACTS).said == Said("")
+    assert generation_body.chat({"messages": HELLO, "answer_so_far": so_far}, FACTS).said == Said("Hel", "hm")
+    assert generation_body.chat({"messages": HELLO, "answer_so_far": {}}, FACTS).said == Said("")
     completion = {"prompt": "a", "answer_so_far": {"content": "b"}}
-    assert bodies.completion(completion, FACTS).said == Said("b")
-    assert bodies.completion({"prompt": "a"}, FACTS).said is None
+    assert generation_body.completion(completion, FACTS).said == Said("b")
+    assert generation_body.completion({"prompt": "a"}, FACTS).said is None
     tool = {"type": "function", "function": {"name": "f"}}
     tooled = Facts("tiny", 128, 300, 64, ("chat", "completions", "tools"))
     wrong: list[dict[str, Any]] = [
@@ -145,12 +145,12 @@ def test_what_was_said_is_read_from_a_body() -> None:
     ]
     for more in wrong:
         with pytest.raises(BadRequestError):
-            bodies.chat({"messages": HELLO, "answer_so_far": so_far, **more}, tooled)
+            generation_body.chat({"messages": HELLO, "answer_so_far": so_far, **more}, tooled)
     for more in ({"n": 2}, {"logprobs": 1}, {"echo": True}, {"suffix": "x"}, {"prompt": ["a", "b"]}):
         with pytest.raises(BadRequestError):
-            bodies.completion({**completion, **more}, FACTS)
+            generation_body.completion({**completion, **more}, FACTS)
     with pytest.raises(BadRequestError):
-        bodies.completion({**completion, "answer_so_far": so_far}, FACTS)
+        generation_body.completion({**completion, "answer_so_far": so_far}, FACTS)
 
 
 def test_an_answer_that_goes_on_is_the_same_request_to_the_quarantine() -> None:

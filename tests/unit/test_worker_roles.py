@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.worker.core.dialects.conversation import Roles, arranged, needs_arranging
-from inference.worker.errors import BadRequestError
-from inference.worker.templates import ChatTemplate
+from inference.worker.dialects.conversation import Roles, arranged, needs_arranging
+from inference.worker.prompt.templates import ChatTemplate
+from inference.worker.worker_errors import BadRequestError
 
 ALL = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 ONE_SYSTEM = (

@@ -7,8 +7,8 @@ from array import array
 
 import pytest
 
-from inference.worker.core.scheduler import Scheduler
-from inference.worker.core.steps import Copy, Job, Limits, Remove, Row
+from inference.worker.engine.scheduler import Scheduler
+from inference.worker.steps import Copy, Job, Limits, Remove, Row
 
 
 def rows_of(scheduler: Scheduler, budget: int = 8) -> list[Row]:

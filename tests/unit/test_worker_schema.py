@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from inference.worker.constraints import patterns
-from inference.worker.constraints.limits import MAX_DEPTH, MAX_PATTERNS, MAX_PROPERTIES, Allowance, SchemaError
 from inference.worker.constraints.schema import lower
+from inference.worker.constraints.schema_limits import MAX_DEPTH, MAX_PATTERNS, MAX_PROPERTIES, Allowance, SchemaError
 
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 DRAFT_2020 = "https://json-schema.org/draft/2020-12/schema"

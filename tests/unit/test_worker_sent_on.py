@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from inference.protocol import Code
-from inference.worker import bodies
-from inference.worker.errors import BadRequestError
-from inference.worker.requests import Facts
+from inference.worker.api import generation_body
+from inference.worker.worker_errors import BadRequestError
+from inference.worker.worker_requests import Facts
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -31,18 +31,18 @@ def refused(read: Callable[[Any, Facts], object], body: Any, known: Facts = FULL
 @pytest.mark.parametrize(
     ("read", "body", "capabilities", "message"),
     [
-        (bodies.chat, HELLO, ("embeddings",), "model 'tiny' does not chat; it answers /v1/embeddings"),
-        (bodies.chat, HELLO, ("rerank",), "model 'tiny' does not chat; it answers /v1/rerank"),
-        (bodies.chat, HELLO, ("completions",), "model 'tiny' does not chat; it answers /v1/completions"),
-        (bodies.chat, HELLO, (), "model 'tiny' does not chat; ask another one"),
+        (generation_body.chat, HELLO, ("embeddings",), "model 'tiny' does not chat; it answers /v1/embeddings"),
+        (generation_body.chat, HELLO, ("rerank",), "model 'tiny' does not chat; it answers /v1/rerank"),
+        (generation_body.chat, HELLO, ("completions",), "model 'tiny' does not chat; it answers /v1/completions"),
+        (generation_body.chat, HELLO, (), "model 'tiny' does not chat; ask another one"),
         (
-            bodies.completion,
+            generation_body.completion,
             {"prompt": "a"},
             ("embeddings",),
             "model 'tiny' does not complete texts; it answers /v1/embeddings",
         ),
         (
-            bodies.embedding,
+            generation_body.embedding,
             {"input": "a"},
             ("chat", "completions", "tools"),
             "model 'tiny' gives no embeddings; it answers /v1/chat/completions and /v1/completions",
@@ -59,11 +59,11 @@ def test_the_wrong_endpoint_names_the_right_ones(
 @pytest.mark.parametrize(
     ("read", "body", "param"),
     [
-        (bodies.chat, {**HELLO, "n": 17}, "n"),
-        (bodies.completion, {"prompt": "a", "n": 17}, "n"),
-        (bodies.completion, {"prompt": ["a"] * 100, "n": 2}, "n"),
-        (bodies.completion, {"prompt": "a", "best_of": 3}, "best_of"),
-        (bodies.completion, {"prompt": "a", "best_of": 20}, "best_of"),
+        (generation_body.chat, {**HELLO, "n": 17}, "n"),
+        (generation_body.completion, {"prompt": "a", "n": 17}, "n"),
+        (generation_body.completion, {"prompt": ["a"] * 100, "n": 2}, "n"),
+        (generation_body.completion, {"prompt": "a", "best_of": 3}, "best_of"),
+        (generation_body.completion, {"prompt": "a", "best_of": 20}, "best_of"),
     ],
 )
 def test_more_choices_than_this_worker_gives_are_another_tiers(
@@ -75,7 +75,7 @@ def test_more_choices_than_this_worker_gives_are_another_tiers(
 
 @pytest.mark.parametrize("fields", [{"n": 0}, {"n": "2"}, {"n": 1.5}, {"best_of": 0}, {"best_of": True}], ids=str)
 def test_numbers_that_are_none_are_wrong(fields: dict[str, Any]) -> None:
-    assert refused(bodies.completion, {"prompt": "a", **fields}).code is Code.INVALID_REQUEST
+    assert refused(generation_body.completion, {"prompt": "a", **fields}).code is Code.INVALID_REQUEST
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_numbers_that_are_none_are_wrong(fields: dict[str, Any]) -> None:
 )
 def test_the_renderers_own_variables_are_not_the_callers(name: str, instead: str) -> None:
     """Set here they would pass by every check of the fields that they belong to."""
-    error = refused(bodies.chat, {**HELLO, "chat_template_kwargs": {"enable_thinking": True, name: ["x"]}})
+    error = refused(generation_body.chat, {**HELLO, "chat_template_kwargs": {"enable_thinking": True, name: ["x"]}})
     assert (error.param, error.code) == (f"chat_template_kwargs.{name}", Code.INVALID_REQUEST)
     assert error.message.endswith(instead)
 
@@ -98,4 +98,4 @@ def test_the_renderers_own_variables_are_not_the_callers(name: str, instead: str
 def test_documents_are_the_callers() -> None:
     """No other field brings them to the templates that show them."""
     said = {"documents": [{"title": "a", "text": "b"}]}
-    assert bodies.chat({**HELLO, "chat_template_kwargs": said}, FULL).template_arguments == said
+    assert generation_body.chat({**HELLO, "chat_template_kwargs": said}, FULL).template_arguments == said

@@ -12,8 +12,8 @@ import pytest
 
 from inference.protocol import Code
 from inference.worker.backend import Picture
-from inference.worker.errors import BadRequestError, WorkerError
-from inference.worker.sight import KEPT_BYTES, MAX_REQUEST_BYTES, MAX_TURNS, MAX_WAITING, Sight
+from inference.worker.prompt.vision import KEPT_BYTES, MAX_REQUEST_BYTES, MAX_TURNS, MAX_WAITING, Sight
+from inference.worker.worker_errors import BadRequestError, WorkerError
 
 
 @dataclass

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from inference.worker.backend import BatchRow, Decode, Picture
-from inference.worker.core.steps import Row
-from inference.worker.sighted import SightedBackend, picture_finder
+from inference.worker.engine.vision_context import SightedBackend, picture_finder
+from inference.worker.steps import Row
 
 
 @dataclass

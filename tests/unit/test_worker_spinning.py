@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from inference.worker import hardware, spinning
-from inference.worker.companions import Companions
-from inference.worker.core.spinning import CALM, LONGEST_LOOK, LOOK_SECONDS, LOST, Spinning
-from inference.worker.spinning import SPINS, Watch, choose, openmp_brake
-from inference.worker.threads import Namesakes, name_thread
+from inference.worker.cores import openmp_spinning
+from inference.worker.cores.openmp_spinning import SPINS, Watch, choose, openmp_brake
+from inference.worker.cores.spin_policy import CALM, LONGEST_LOOK, LOOK_SECONDS, LOST, Spinning
+from inference.worker.cores.thread_names import Namesakes, name_thread
+from inference.worker.cores.thread_placement import Companions
+from inference.worker.llama import cpu_cores
 
 takes_openmp = pytest.mark.skipif(
     openmp_brake({}) is None, reason="takes Linux, GNU OpenMP, and from 2 to 32 cores: elsewhere nothing brakes"
@@ -146,7 +147,7 @@ def test_what_somebody_chose_stays(name: str) -> None:
     assert environ == {name: "passive"}
 
 
-@pytest.mark.parametrize("cores", [1, spinning.MOST_CORES + 1])
+@pytest.mark.parametrize("cores", [1, openmp_spinning.MOST_CORES + 1])
 def test_one_core_and_very_many_have_no_brake(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits on one; on many the team that brakes would be as many threads."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(cores)), raising=False)
@@ -166,7 +167,7 @@ def test_a_model_on_a_gpu_has_nobody_who_watches() -> None:
 def test_without_that_library_or_figures_of_the_kernel_threads_spin_shortly(monkeypatch: pytest.MonkeyPatch) -> None:
     assert openmp_brake({}, "libno-such-thing.so.1") is None
     assert openmp_brake({}, "libc.so.6") is None, "llama.cpp is linked with it, and it is no OpenMP"
-    monkeypatch.setattr(spinning, "waited_seconds", lambda: None)
+    monkeypatch.setattr(openmp_spinning, "waited_seconds", lambda: None)
     environ: dict[str, str] = {}
     assert choose(on_cpu=True, environ=environ) is None
     assert environ == {"GOMP_SPINCOUNT": SPINS}
@@ -183,17 +184,17 @@ def test_a_limit_on_threads_ends_nothing(monkeypatch: pytest.MonkeyPatch, caplog
         begin(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    assert not spinning._is_room_for(10)
+    assert not openmp_spinning._is_room_for(10)
     assert threading.active_count() == before
     assert "no room for 10 threads" in caplog.text
-    assert spinning._is_room_for(2)
+    assert openmp_spinning._is_room_for(2)
 
 
 CHILD = """
 import os, sys, threading, time, ctypes
 from pathlib import Path
-from inference.worker.spinning import Watch, openmp_brake
-from inference.worker.threads import Namesakes, name_thread
+from inference.worker.cores.openmp_spinning import Watch, openmp_brake
+from inference.worker.cores.thread_names import Namesakes, name_thread
 
 brake = openmp_brake(dict(os.environ))
 nothing = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)
@@ -254,7 +255,7 @@ def test_a_process_with_no_room_for_threads_lives_on() -> None:
     """The kernel's own limit, of a user that no other process has."""
     script = """
 import os, time
-from inference.worker.spinning import openmp_brake
+from inference.worker.cores.openmp_spinning import openmp_brake
 brake = openmp_brake({})
 os.setgid(54321); os.setuid(54321)
 brake.hold()
@@ -309,8 +310,8 @@ def test_namesakes_are_those_of_now() -> None:
 
 
 def test_the_kernel_tells_of_each_thread() -> None:
-    if hardware.waited_seconds() is None:
+    if cpu_cores.waited_seconds() is None:
         pytest.skip("the kernel tells of none")
-    assert hardware.waited_seconds(threading.get_native_id()) is not None
+    assert cpu_cores.waited_seconds(threading.get_native_id()) is not None
     assert not Path("/proc/self/task/0").exists()
-    assert hardware.waited_seconds(0) is None
+    assert cpu_cores.waited_seconds(0) is None

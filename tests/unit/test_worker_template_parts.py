@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from inference.worker.errors import BadRequestError
-from inference.worker.templates import ChatTemplate
+from inference.worker.prompt.templates import ChatTemplate
+from inference.worker.worker_errors import BadRequestError
 from tests.rigs.tiny_gguf import CHATML
 
 PARTS = (

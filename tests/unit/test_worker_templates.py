@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from inference.worker import bodies, frugal, rendering, sandbox
-from inference.worker.errors import BadRequestError
-from inference.worker.prompts import Prompts
-from inference.worker.requests import Facts
-from inference.worker.templates import ChatTemplate
+from inference.worker.api import generation_body
+from inference.worker.prompt import rendering, template_metering, template_sandbox
+from inference.worker.prompt.prompts import Prompts
+from inference.worker.prompt.templates import ChatTemplate
+from inference.worker.worker_errors import BadRequestError
+from inference.worker.worker_requests import Facts
 from tests.rigs.tiny_gguf import CHATML, SPECIALS
 
 
@@ -138,9 +139,9 @@ DOUBLED = "{%% set ns = namespace(x='xx') %%}{%% for _ in range(48) %%}%s{%% end
 )
 def test_a_template_that_doubles_a_text_is_stopped_before_memory_ends(step: str) -> None:
     """It does not get far where it is paid for, and no further than the limits in a child."""
-    template = frugal.Frugal().from_string(DOUBLED % step)
-    with pytest.raises(frugal.CostlyError):
-        frugal.begin()
+    template = template_metering.Frugal().from_string(DOUBLED % step)
+    with pytest.raises(template_metering.CostlyError):
+        template_metering.begin()
         template.render()
 
 
@@ -164,7 +165,7 @@ def test_a_template_that_runs_too_long_is_stopped(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_template_that_writes_too_much_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "MAX_RENDERED_CHARS", 1000)
+    monkeypatch.setattr(template_sandbox, "MAX_RENDERED_CHARS", 1000)
     with pytest.raises(BadRequestError, match="1000 characters"):
         template("{% for a in range(9999) %}xxxxxxxxxx{% endfor %}").render(user("x"), {}, generate=True)
 
@@ -226,7 +227,7 @@ def test_a_final_assistant_message_can_be_continued() -> None:
 )
 def test_a_limit_beyond_the_context_is_refused_by_the_name_it_was_given(limits: dict[str, int], param: str) -> None:
     facts = Facts("tiny", 128, 300, 64, ("chat",))
-    request = bodies.chat({"messages": user("x"), **limits}, facts)
+    request = generation_body.chat({"messages": user("x"), **limits}, facts)
     with pytest.raises(BadRequestError, match=f" but {param} is 129 .*, or leave it out") as caught:
         prompts("ab").generate(request)
     assert (caught.value.param, caught.value.code) == (param, "context_length_exceeded")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from inference.worker.tickets import Ticket
+from inference.worker.engine.output_tickets import Ticket
 
 LONG = 30.0
 

@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLMatcher
 
 from inference.worker.bounded_child import OverLimitsError
-from inference.worker.trial import Trial
+from inference.worker.constraints.grammar_trial import Trial
 from tests.rigs.processes import is_alive, wait_until
 
 STACK_BYTES = 64 << 20

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from inference.protocol import FULL_FOR, RETRY_AFTER, Priority
-from inference.worker.core.scheduler import Scheduler
-from inference.worker.core.steps import Job, Limits
-from inference.worker.turnover import Turnover
+from inference.worker.engine.queue_estimate import Turnover
+from inference.worker.engine.scheduler import Scheduler
+from inference.worker.steps import Job, Limits
 
 LIMITS = Limits(slots=4, context=64, batch=16, queue=8)
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from inference.core.estimate import KV_BYTES_PER_VALUE, Parameters, Parts
+from inference.estimate.header_formula import KV_BYTES_PER_VALUE, Parameters, Parts
 
 HOST = "cpu"
 COPIES = 4

@@ -23,8 +23,8 @@ import uvloop
 from headgate.shared import log as logs
 from headgate.shared import tether
 from inference.devices.simgpu.backing import Servers
-from inference.devices.simgpu.core.faults import parse
-from inference.devices.simgpu.device import Device, StateError
+from inference.devices.simgpu.faults import parse
+from inference.devices.simgpu.simulated_device import Device, StateError
 
 log = logging.getLogger(__name__)
 

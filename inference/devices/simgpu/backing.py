@@ -9,8 +9,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from inference.childenv import child_environment
-from inference.devices.base import HIDDEN
+from inference.devices.device import HIDDEN
+from inference.helpers.child_environment import child_environment
 
 START_SECONDS = 30.0
 MOST_SPARES = 2
@@ -130,7 +130,7 @@ class Servers:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "inference.devices.simgpu.server",
+            "inference.devices.simgpu.rpc_server",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=child_environment(HIDDEN),

@@ -1,6 +1,6 @@
 """Starts the simulator, reads its devices and notices its end, which is the loss of its devices; places no model.
 
-One that ended is started afresh after its loss was told, as `inference.core.reopening` decides: its devices come back
+One that ended is started afresh after its loss was told, as `inference.devices.reopen_policy` decides: its devices come back
 empty, with the same identity and at another endpoint, like cards after the reset of their driver.
 """
 
@@ -21,12 +21,12 @@ from typing import Any
 from headgate.bootstrap import missing_backends
 from headgate.shared.errors import ConfigError, HeadgateError, Problem
 from inference.authority.device_health.signs import Sign
-from inference.childenv import child_environment
-from inference.core.reopening import Reopening
-from inference.devices.base import HIDDEN, Reading
+from inference.devices.compute_trial import trial
+from inference.devices.device import HIDDEN, Reading
+from inference.devices.reopen_policy import Reopening
 from inference.devices.simgpu.control import SOCKET_NAME
-from inference.devices.simgpu.server import package
-from inference.devices.trial import trial
+from inference.devices.simgpu.rpc_server import package
+from inference.helpers.child_environment import child_environment
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ is written for llguidance, `compiler` what is kept, `waiting` who waits for it, 
 itself is imported with the first constraint.
 """
 
+from inference.worker.constraints.compile_queue import FormQueue
 from inference.worker.constraints.compiler import Compiler, Tokens
-from inference.worker.constraints.waiting import FormQueue
 
 __all__ = ["Compiler", "FormQueue", "Tokens"]

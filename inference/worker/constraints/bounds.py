@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 
-from inference.worker.constraints.limits import EXACT
+from inference.worker.constraints.schema_limits import EXACT
 
 _DIGITS = 15
 """All numbers of as many are below 2^53."""

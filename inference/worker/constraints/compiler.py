@@ -15,15 +15,15 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from inference.protocol import Code
-from inference.worker import heap
+from inference.worker import malloc_trim
 from inference.worker.backend import Constraint, Mask
 from inference.worker.bounded_child import OverLimitsError
 from inference.worker.constraints import grammar
+from inference.worker.constraints.grammar_trial import Trial
 from inference.worker.constraints.masks import Guide, Scratch, guarded
 from inference.worker.constraints.reasons import reason
-from inference.worker.core.forms import Form
-from inference.worker.errors import BadRequestError, WorkerError
-from inference.worker.trial import Trial
+from inference.worker.dialects.forms import Form
+from inference.worker.worker_errors import BadRequestError, WorkerError
 
 log = logging.getLogger("headgate.worker.constraints")
 
@@ -241,7 +241,7 @@ class Compiler:
             self._note(trie, began)
 
     def _note(self, trie: _Trie, began: float) -> None:
-        heap.trim()  # of the pieces, which the trie has copied
+        malloc_trim.trim()  # of the pieces, which the trie has copied
         log.info(
             "vocabulary read tokens=%d tables=%s seconds=%.2f",
             self._vocabulary.n_vocab, trie.has_tables, self._clock() - began,

@@ -12,8 +12,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from inference.worker.constraints import instances, patterns, schema
-from inference.worker.constraints.limits import Allowance, SchemaError
-from inference.worker.core.forms import AnyText, Form, Grammar, Json, Literal, Marker, OneOf, Regex, Repeat, Sequence
+from inference.worker.constraints.schema_limits import Allowance, SchemaError
+from inference.worker.dialects.forms import (
+    AnyText,
+    Form,
+    Grammar,
+    Json,
+    Literal,
+    Marker,
+    OneOf,
+    Regex,
+    Repeat,
+    Sequence,
+)
 
 MAX_SOURCE = 65_536
 """Characters of a caller's grammar. Each rule can name another, which llguidance follows by recursion."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from inference.worker.constraints.disjoint import kinds
-from inference.worker.constraints.limits import MAX_HOPS, MAX_MERGED, MAX_VISITS, SchemaError
+from inference.worker.constraints.schema_limits import MAX_HOPS, MAX_MERGED, MAX_VISITS, SchemaError
 
 _REF = "#/$defs/"
 _NONE: frozenset[str] = frozenset()

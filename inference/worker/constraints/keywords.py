@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from inference.worker.constraints import bounds, formats, patterns
 from inference.worker.constraints.closing import OPEN, Description, Scope, delegates
 from inference.worker.constraints.disjoint import apart
-from inference.worker.constraints.limits import (
+from inference.worker.constraints.schema_limits import (
     EXACT,
     MAX_COUNT,
     MAX_PROPERTIES,

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from inference.worker.errors import ConstraintError
+from inference.worker.worker_errors import ConstraintError
 
 T = TypeVar("T")
 

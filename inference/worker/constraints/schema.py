@@ -13,8 +13,15 @@ from typing import Any
 from inference.worker.constraints import instances
 from inference.worker.constraints.closing import ALONE, OPEN, Description, Scope, describe
 from inference.worker.constraints.keywords import Node
-from inference.worker.constraints.limits import MAX_DEPTH, MAX_NODES, MAX_VISITS, Allowance, Multiples, SchemaError
 from inference.worker.constraints.references import References, UnknownReferenceError
+from inference.worker.constraints.schema_limits import (
+    MAX_DEPTH,
+    MAX_NODES,
+    MAX_VISITS,
+    Allowance,
+    Multiples,
+    SchemaError,
+)
 
 
 def lower(

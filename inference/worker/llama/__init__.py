@@ -5,7 +5,8 @@ It speaks llama-cpp-python's low-level functions only, never its `Llama` class, 
 
 from inference.worker.llama.context import Context
 from inference.worker.llama.dry import Dry
-from inference.worker.llama.model import Model
+from inference.worker.llama.llama_model import Model
+from inference.worker.llama.llama_process import on_abort, start
 from inference.worker.llama.params import (
     KV_TYPES,
     POOLING_LAST,
@@ -15,7 +16,6 @@ from inference.worker.llama.params import (
     context_params,
     model_params,
 )
-from inference.worker.llama.process import on_abort, start
 from inference.worker.llama.projector import Projector
 from inference.worker.llama.sampler import MOST_CANDIDATES, Sampler
 

@@ -12,11 +12,11 @@ import numpy as np
 
 from inference.protocol import ExitCause
 from inference.worker.backend import OK, BatchRow, Decode
-from inference.worker.binding import lib
-from inference.worker.errors import LoadError
-from inference.worker.llama.model import Model
+from inference.worker.llama.binding import lib
+from inference.worker.llama.llama_model import Model
+from inference.worker.llama.llama_process import quick
 from inference.worker.llama.params import POOLING_LAST, POOLING_RANK
-from inference.worker.llama.process import quick
+from inference.worker.worker_errors import LoadError
 
 _seq_rm = quick("llama_memory_seq_rm")
 _seq_cp = quick("llama_memory_seq_cp")

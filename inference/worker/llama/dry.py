@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
-from inference.worker.binding import lib
+from inference.worker.llama.binding import lib
 
 MOST_PROTOTYPES = 32
 

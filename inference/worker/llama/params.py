@@ -6,10 +6,10 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-from inference.worker import ggml
-from inference.worker.binding import lib
-from inference.worker.hardware import usable_cores
-from inference.worker.link import Grant
+from inference.worker.llama import ggml_library
+from inference.worker.llama.binding import lib
+from inference.worker.llama.cpu_cores import usable_cores
+from inference.workers.worker_link import Grant
 
 KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "q4_0": 2}
 SCORING_OUTPUTS = 16
@@ -30,7 +30,7 @@ def model_params(grant: Grant, on_progress: Callable[[float], bool] | None = Non
     file replaced or truncated under a running worker cannot kill it (SIGBUS), and no page fault lands inside a step.
     """
     params = lib.llama_model_default_params()
-    handles = [] if grant.gpu_layers == 0 else ggml.resolve(grant.devices)
+    handles = [] if grant.gpu_layers == 0 else ggml_library.resolve(grant.devices)
     devices = (ctypes.c_void_p * (len(handles) + 1))(*handles, None)
     params.devices = ctypes.cast(devices, ctypes.c_void_p)
     params.n_gpu_layers = grant.gpu_layers if handles else 0

@@ -11,10 +11,10 @@ import numpy as np
 
 from inference.protocol import ExitCause
 from inference.worker.backend import Picture
-from inference.worker.binding import lib
-from inference.worker.errors import LoadError
-from inference.worker.llama.model import Model
-from inference.worker.llama.process import log_beside
+from inference.worker.llama.binding import lib
+from inference.worker.llama.llama_model import Model
+from inference.worker.llama.llama_process import log_beside
+from inference.worker.worker_errors import LoadError
 
 _NO_PROGRAMS = b"/dev/null"
 """Where mtmd looks for ffmpeg. It hands whatever it cannot decode to that program; here is none."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from inference.worker.binding import lib
+from inference.worker.llama.binding import lib
 from inference.worker.llama.context import Context
-from inference.worker.llama.process import quick
+from inference.worker.llama.llama_process import quick
 
 MOST_CANDIDATES = 2048
 """Of a choice among few tokens."""

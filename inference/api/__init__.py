@@ -1,0 +1,1 @@
+"""The inference service's HTTP API and the relay of token streams."""

@@ -1,0 +1,60 @@
+"""Hands one stream from a worker to its caller, piece by piece; never reads more of it than whether an answer began."""
+
+from __future__ import annotations
+
+import asyncio
+
+from headgate.shared.hop import Answer, BrokenError
+from inference.api.asgi import Out
+
+_FRAME_END = b"\n\n"
+_DATA = b"\ndata:"
+
+
+class Flow:
+    """The pieces of one stream on their way from the worker to the caller. A task is needed only where the caller reads
+    more slowly than the worker writes; then nothing more is read until what is here has left.
+    """
+
+    def __init__(self, answer: Answer, out: Out) -> None:
+        self.has_begun = False
+        """Whether anything was relayed but comments."""
+        self._answer = answer
+        self._out = out
+        self._kept: list[bytes] = []
+        self._last = _FRAME_END
+        self._ended = False
+        self._error: BrokenError | None = None
+        self._changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Returns after the last piece; raises BrokenError."""
+        self._answer.listen(self._on_piece, self._on_end)
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            while self._kept:
+                await self._out.data(self._kept[0])
+                del self._kept[0]  # only now, because what comes meanwhile has to wait behind it
+            if self._error is not None:
+                if not self._last.endswith(_FRAME_END):
+                    await self._out.data(_FRAME_END)  # or the error that follows would be read as the rest of a frame
+                raise self._error
+            if self._ended:
+                return
+            self._answer.resume()
+
+    def _on_piece(self, piece: bytes) -> None:
+        if not self.has_begun:
+            self.has_begun = not piece.startswith(b":") or _DATA in piece
+        self._last = piece
+        if not self._kept and self._out.takes_pieces:
+            self._out.piece(piece)
+        else:
+            self._kept.append(piece)
+            self._answer.pause()
+            self._changed.set()
+
+    def _on_end(self, error: BrokenError | None) -> None:
+        self._ended, self._error = error is None, error
+        self._changed.set()

@@ -1,0 +1,370 @@
+"""The hot path: one request in, one worker's bytes out, untouched; decides nothing about models or memory.
+
+The body is read once and parsed only for `model` and `stream`. A caller that leaves ends the worker's request at once,
+streaming or not. A stream whose model is not ready opens after FIRST_WORD_SECONDS with progress comments; what is
+known by then is a real status, what comes later is an error frame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import orjson
+
+from headgate.shared import hop, wire
+from headgate.shared.hop import Answer, BrokenError, Hop
+from inference.api import asgi
+from inference.api.asgi import Headers, Out, Receive, Scope, Send
+from inference.api.flow_control import Flow
+from inference.authority.placement.plan import Refusal
+from inference.authority.quarantine.docket import SUSPICIOUS, Crash
+from inference.authority.shell import Authority
+from inference.errors import BrokenBuild, InferenceError, InvalidRequestError, ModelFailed
+from inference.estimate import tokenize_client
+from inference.estimate.tokenize_client import Vocabulary
+from inference.model import Lease, Model, Ticket
+from inference.protocol import (
+    H_DEADLINE,
+    H_DEVICE,
+    H_KV,
+    H_PRIORITY,
+    H_PROBE,
+    H_REQUEST_ID,
+    H_STREAM_INTERVAL,
+    H_TENANT,
+    PROGRESS_INTERVAL_SECONDS,
+    Code,
+    ExitCause,
+    ModelState,
+    Priority,
+    Progress,
+    device_frame,
+)
+from inference.quarantine import CrashedError, Trial
+from inference.shape import shape_of
+from inference.wishes import error_of
+
+log = logging.getLogger(__name__)
+
+WORD_SECONDS = PROGRESS_INTERVAL_SECONDS * 0.75
+"""Silence on a waiting stream before the next comment: less than promised, so that a busy machine keeps the promise."""
+_BIG_BODY_BYTES = 2**20
+"""Bodies beyond this are parsed in a thread, because parsing them would hold up everybody else's streams."""
+_EXIT_SECONDS = 0.5
+CONNECT_SECONDS = 5.0
+_PASSED_ON = (H_TENANT, H_KV, H_PRIORITY, H_PROBE, H_STREAM_INTERVAL)
+_PASSED_BACK = ("content-type", "retry-after", "x-should-retry")
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the relay needs to know of a request."""
+
+    model: str
+    stream: bool
+    priority: Priority
+    deadline_seconds: float | None
+    probe: bool
+    asked_at: float
+    """on the event loop's clock"""
+    shape: Mapping[str, Any]
+    """for a crash record"""
+
+    def seconds_left(self, now: float) -> float | None:
+        """What of the deadline is left, never negative; None without a deadline."""
+        if self.deadline_seconds is None:
+            return None
+        return max(0.0, self.asked_at + self.deadline_seconds - now)
+
+    def milliseconds_left(self, now: float) -> int | None:
+        """What of the deadline is left for the worker, at least 1; None without a deadline."""
+        left = self.seconds_left(now)
+        return None if left is None else max(1, int(left * 1000))
+
+
+class _WorkerLeftError(Exception):
+    """The worker left in good order before it took the request: another one can be asked, once."""
+
+
+class Relay:
+    """An ASGI endpoint that hands requests to the worker of the model they name."""
+
+    def __init__(self, authority: Authority, *, max_body_bytes: int) -> None:
+        self._authority = authority
+        self._max_body_bytes = max_body_bytes
+        self._vocabulary = Vocabulary()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request; never raises but for cancellation."""
+        headers = Headers(scope)
+        out = Out(send, asgi.request_id(scope), wire.take(scope))
+        body = await asgi.read_body(headers, receive, out, self._max_body_bytes)
+        if body is None:
+            return
+        work = asyncio.ensure_future(self._answer(scope["path"], headers, body, out))
+        gone = asyncio.ensure_future(asgi.disconnected(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            if not work.done():
+                work.cancel()
+            with contextlib.suppress(asyncio.CancelledError):  # the caller left; nobody is there to be told
+                await work
+
+    async def _answer(self, path: str, headers: Headers, body: bytes, out: Out) -> None:
+        try:
+            wish = await self._read(path, headers, body)
+            model = self._authority.resolve(wish.model)
+            if wish.probe and await self._probe(model, out):
+                return
+            if path in tokenize_client.PATHS and model.state not in (ModelState.READY, ModelState.BUSY):
+                await self._count(model, wish, path, body, out)
+                return
+            try:
+                await self._serve(model, wish, path, headers, body, out)
+            except _WorkerLeftError:
+                model = self._authority.resolve(wish.model)  # it may have been removed, and be there anew
+                if wish.probe and await self._probe(model, out):
+                    return
+                await self._serve(model, wish, path, headers, body, out)
+        except InferenceError as error:
+            await out.fail(error)
+        except _WorkerLeftError:
+            await out.fail(ModelFailed("the model was unloaded twice before it took the request", retry_after=1.0))
+        except OSError:
+            log.debug("the caller of %s left", out.request_id)
+        except Exception:
+            log.exception("request %s failed in the service", out.request_id)
+            await out.fail(InferenceError("the inference service failed; its log says why"))
+
+    async def _count(self, model: Model, wish: Wish, path: str, body: bytes, out: Out) -> None:
+        patience = self._authority.settings.estimate_timeout_seconds
+        seconds = patience if wish.deadline_seconds is None else min(patience, wish.deadline_seconds)
+        status, answer = await self._vocabulary.ask(model.spec, path, body, seconds=seconds)
+        await out.begin(status, [(b"content-type", b"application/json")], len(answer))
+        await out.data(answer)
+        await out.end()
+
+    async def _serve(self, model: Model, wish: Wish, path: str, headers: Headers, body: bytes, out: Out) -> None:
+        trial = self._authority.quarantine.trial(path, body)
+        await trial.admit(model)
+        while True:
+            try:
+                has_computed = await self._run(trial, model, wish, path, headers, body, out)
+            except CrashedError as error:
+                if not await trial.crashed(model, error) or wish.probe:
+                    raise error.told from error
+                model = self._authority.resolve(wish.model)
+            else:
+                if has_computed:
+                    trial.answered(model)
+                return
+
+    async def _run(
+        self, trial: Trial, model: Model, wish: Wish, path: str, headers: Headers, body: bytes, out: Out
+    ) -> bool:
+        """Whether the model computed the answer: a refusal says nothing of it, nor does what its vocabulary knows."""
+        now = asyncio.get_running_loop().time()
+        with self._authority.ask(
+            model,
+            priority=wish.priority,
+            seconds=wish.seconds_left(now) if trial.crashes else wish.deadline_seconds,
+            counts=not wish.probe and path not in tokenize_client.PATHS,
+            alone=trial.alone,
+            again=trial.crashes > 0,
+        ) as ticket:
+            lease = await (self._wait_aloud(ticket, out) if wish.stream else ticket.wait())
+            assert lease is not None
+            await trial.admit(model)  # a twin of it may have been convicted meanwhile
+            lease.shape = {**wish.shape, "alone": lease.alone}
+            answer = self._stream if wish.stream else self._whole
+            has_computed = (
+                await answer(lease, wish, path, headers, body, out) == 200 and path not in tokenize_client.PATHS
+            )
+            lease.release(completed=has_computed)
+            return has_computed
+
+    async def _read(self, path: str, headers: Headers, body: bytes) -> Wish:
+        asked_at = asyncio.get_running_loop().time()
+        data = await asyncio.to_thread(_parse, body) if len(body) > _BIG_BODY_BYTES else _parse(body)
+        model, stream = data.get("model"), data.get("stream")
+        if not isinstance(model, str) or not model:
+            raise InvalidRequestError("`model` must be the id of a model, as text; see /v1/models", param="model")
+        if stream is not None and not isinstance(stream, bool):
+            raise InvalidRequestError("`stream` must be true or false", param="stream")
+        probe = headers.get(H_PROBE) == "1"
+        shape = shape_of(path, len(body), data)
+        return Wish(model, bool(stream), _priority(headers), _deadline(headers), probe, asked_at, shape)
+
+    async def _probe(self, model: Model, out: Out) -> bool:
+        """Answers a probe that must not load anything; False when the model is ready and can be asked."""
+        if model.state in (ModelState.READY, ModelState.BUSY):
+            return False
+        outlook = self._authority.outlook.of(model)
+        if model.state is ModelState.FAILED and outlook is not None:
+            raise self._authority.loads.resting(model)
+        if model.state is ModelState.COLD and isinstance(outlook, Refusal) and not outlook.waits_for:
+            raise error_of(model, outlook, self._authority.inventory.readings(), self._authority.settings)
+        await out.json(200, {"headgate": {"probe": str(model.state)}})
+        return True
+
+    # --- waiting ---------------------------------------------------------------------------------------------------
+    async def _wait_aloud(self, ticket: Ticket, out: Out) -> Lease:
+        while True:
+            lease = await ticket.wait(WORD_SECONDS)
+            if lease is not None:
+                return lease
+            await out.comment(ticket.progress())
+
+    # --- forwarding ------------------------------------------------------------------------------------------------
+    async def _stream(self, lease: Lease, wish: Wish, path: str, headers: Headers, body: bytes, out: Out) -> int:
+        """The worker's status, once all of its answer is relayed."""
+        asking = asyncio.ensure_future(_ask(lease, wish, path, headers, body))
+        answer: Answer | None = None
+        flow: Flow | None = None
+        try:
+            while not asking.done():
+                await asyncio.wait({asking}, timeout=WORD_SECONDS)
+                if not asking.done():
+                    await out.comment(Progress("queued", 0))
+            answer = asking.result()
+            if answer.status != 200 or not answer.headers.get("content-type", "").startswith("text/event-stream"):
+                await self._pass_whole(answer.status, _back(lease, answer.headers), await answer.whole(), out)
+            else:
+                if out.started:
+                    await out.data(device_frame(_where(lease)))
+                await out.begin(200, _back(lease, answer.headers))
+                flow = Flow(answer, out)
+                await flow.run()
+                await out.end()
+        except (BrokenError, _UnreachableError) as error:
+            raise await self._broken(lease, error, relayed=flow is not None and flow.has_begun) from error
+        else:
+            return answer.status
+        finally:
+            if answer is not None:
+                answer.close()
+            else:
+                asking.cancel()
+                with contextlib.suppress(asyncio.CancelledError, BrokenError, _UnreachableError):  # told above
+                    (await asking).close()
+
+    async def _whole(self, lease: Lease, wish: Wish, path: str, headers: Headers, body: bytes, out: Out) -> int:
+        try:
+            response = await lease.session.post(path, data=body, headers=_passed(wish, headers))
+            try:
+                await self._pass_whole(response.status, _back(lease, response.headers), await response.read(), out)
+                return response.status
+            finally:
+                response.close()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise await self._broken(lease, error, relayed=False) from error
+
+    @staticmethod
+    async def _pass_whole(status: int, headers: list[tuple[bytes, bytes]], answer: bytes, out: Out) -> None:
+        """An answer that is no stream: all of it, or none, so that a death in the middle is a clean error."""
+        if out.started:
+            await out.data(b"data: " + answer.replace(b"\n", b"") + b"\n\n")
+            await out.end()
+        else:
+            await out.begin(status, headers, len(answer))
+            await out.data(answer)
+            await out.end()
+
+    async def _broken(self, lease: Lease, error: Exception, *, relayed: bool) -> Exception:
+        """What to tell when the connection to a worker broke: its death is known a moment later."""
+        worker, model = lease.running.worker, lease.model
+        await asyncio.wait({worker.exited}, timeout=_EXIT_SECONDS)
+        if not worker.exited.done():
+            return ModelFailed(f"the worker of {model.id!r} closed the connection ({type(error).__name__})")
+        exit = worker.exited.result()
+        if exit.cause is ExitCause.REQUESTED and not relayed:
+            return _WorkerLeftError()
+        if exit.cause is ExitCause.DEVICE_LOST:
+            return self._authority.health.loss(model, lease.running.placement.devices, exit.message)
+        cause = exit.cause
+        if cause is ExitCause.BROKEN_BUILD:
+            if not await self._authority.build_holds():
+                return BrokenBuild()
+            cause = ExitCause.ASSERT  # as every further such death is classified
+        told = ModelFailed(
+            f"the worker of {model.id!r} ended before the answer did: {exit.message}",
+            retry_after=model.backoff.delay_seconds or None,
+            details={"cause": str(exit.cause)},
+        )
+        if cause not in SUSPICIOUS:
+            return told
+        crash = Crash(cause, exit.message, alone=lease.alone, wordless=exit.wordless)
+        return CrashedError(crash, told, relayed=relayed)
+
+
+class _UnreachableError(Exception):
+    """The worker's socket took no connection."""
+
+
+async def _ask(lease: Lease, wish: Wish, path: str, headers: Headers, body: bytes) -> Answer:
+    """The worker's answer to a stream, once its head is here; raises BrokenError or _UnreachableError."""
+    worker = Hop(hop.unix(str(lease.running.worker.socket_path)), "worker")
+    try:
+        return await worker.post(path, body, _passed(wish, headers), CONNECT_SECONDS)
+    except OSError as error:
+        raise _UnreachableError(str(error)) from error
+
+
+def _passed(wish: Wish, headers: Headers) -> dict[str, str]:
+    """The headers that a worker is sent."""
+    passed = {name: value for name in _PASSED_ON if (value := headers.get(name)) is not None}
+    passed[H_REQUEST_ID] = headers.request_id
+    passed["content-type"] = "application/json"
+    if (left := wish.milliseconds_left(asyncio.get_running_loop().time())) is not None:
+        passed[H_DEADLINE] = str(left)
+    return passed
+
+
+def _back(lease: Lease, headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    passed = [
+        (name.encode(), value.encode("latin-1")) for name in _PASSED_BACK if (value := headers.get(name)) is not None
+    ]
+    return [*passed, (H_DEVICE.encode(), _where(lease).encode())]
+
+
+def _where(lease: Lease) -> str:
+    """The devices that the worker computes on."""
+    return ",".join(lease.running.placement.devices)
+
+
+def _parse(body: bytes) -> Mapping[str, Any]:
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}", code=Code.INVALID_JSON) from error
+    if not isinstance(data, dict):
+        raise InvalidRequestError('the body must be a JSON object such as {"model": ...}')
+    return data
+
+
+def _priority(headers: Headers) -> Priority:
+    value = headers.get(H_PRIORITY)
+    if value is None:
+        return Priority.NORMAL
+    try:
+        return Priority(value.lower())
+    except ValueError:
+        names = ", ".join(Priority)
+        raise InvalidRequestError(f"{H_PRIORITY} is one of {names}, not {value[:50]!r}", param=H_PRIORITY) from None
+
+
+def _deadline(headers: Headers) -> float | None:
+    value = headers.get(H_DEADLINE)
+    if value is None:
+        return None
+    if not value.isascii() or not value.isdigit() or len(value) > 12:
+        raise InvalidRequestError(f"{H_DEADLINE} is a number of milliseconds, not {value[:50]!r}", param=H_DEADLINE)
+    return int(value) / 1000

@@ -1,0 +1,73 @@
+"""Routes about models: list, show, load, unload, offload, move, restart, crashes; decide nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict, Field
+
+from inference.authority.shell import Authority
+from inference.workers.crash_records import CrashStore
+
+
+class MoveRequest(BaseModel):
+    """The device a model shall go to."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    device: str = Field(min_length=1, max_length=100)
+
+
+def router(authority: Authority, crashes: CrashStore) -> APIRouter:
+    """The routes."""
+    routes = APIRouter()
+
+    @routes.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [status.to_json() for status in authority.statuses()]}
+
+    @routes.get("/v1/models/{model_id:path}")
+    async def show_model(model_id: str) -> dict[str, Any]:
+        return authority.status(authority.resolve(model_id)).to_json()
+
+    @routes.post("/models/{model_id:path}/load")
+    async def load(model_id: str, seconds: float | None = Query(None, ge=0, le=86400)) -> dict[str, Any]:
+        model = authority.resolve(model_id)
+        await authority.load(model, seconds)
+        return authority.status(model).to_json()
+
+    @routes.post("/models/{model_id:path}/unload")
+    async def unload(model_id: str, now: bool = False) -> dict[str, Any]:
+        model = authority.resolve(model_id)
+        await authority.unload(model, now=now)
+        return authority.status(model).to_json()
+
+    @routes.post("/models/{model_id:path}/offload")
+    async def offload(model_id: str) -> dict[str, Any]:
+        model = authority.resolve(model_id)
+        await authority.offload(model)
+        return authority.status(model).to_json()
+
+    @routes.post("/models/{model_id:path}/move")
+    async def move(
+        model_id: str, wanted: MoveRequest, seconds: float | None = Query(None, ge=0, le=86400)
+    ) -> dict[str, Any]:
+        model = authority.resolve(model_id)
+        await authority.moving.move(model, wanted.device, seconds)
+        return authority.status(model).to_json()
+
+    @routes.post("/models/{model_id:path}/restart")
+    async def restart(model_id: str, seconds: float | None = Query(None, ge=0, le=86400)) -> dict[str, Any]:
+        model = authority.resolve(model_id)
+        await authority.unload(model)
+        model = authority.resolve(model_id)  # it may have been removed meanwhile, and be there anew
+        await authority.load(model, seconds)
+        return authority.status(model).to_json()
+
+    @routes.get("/models/{model_id:path}/crashes")
+    async def show_crashes(model_id: str) -> dict[str, Any]:
+        model = authority.resolve(model_id)
+        return {"id": model.id, "crashes": crashes.of(model.id)}
+
+    return routes

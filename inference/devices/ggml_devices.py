@@ -1,0 +1,254 @@
+"""Finds the accelerators llama.cpp can use, in a probe child, and measures them; never loads a driver in this process.
+
+A device counts only if this build of llama.cpp can compute on it: an NVIDIA card under a CPU build is no device. NVIDIA
+devices take identity and figures from NVML where it answers, AMD devices from the kernel's files; all others are
+measured by the probe child.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from inference.authority.device_health.signs import Sign
+from inference.devices.amd_reader import AmdFigures, amd_figures
+from inference.devices.compute_trial import Trial, trial
+from inference.devices.device import Reading, narrowed
+from inference.devices.nvml_reader import Card, NvmlReader, canonical_pci
+from inference.helpers.helper_client import HelperError, run_helper
+
+log = logging.getLogger(__name__)
+
+PROBE_SECONDS = 60.0
+_VARIABLES = {
+    "CUDA": "CUDA_VISIBLE_DEVICES",
+    "HIP": "HIP_VISIBLE_DEVICES",
+    "ROCm": "HIP_VISIBLE_DEVICES",
+    "Vulkan": "GGML_VK_VISIBLE_DEVICES",
+}
+_AMD = ("HIP", "ROCm")
+_FIRST_NAME = {"CUDA": "CUDA0", "HIP": "ROCm0", "ROCm": "ROCm0", "Vulkan": "Vulkan0"}
+_NO_HOST_ACCELERATOR = ("cpu", "accel")
+_UNIFIED = ("MTL", "Metal")
+"""Backends whose devices have no memory of their own; an integrated GPU (`igpu`) of any backend has none either."""
+
+Listing = Callable[[], Awaitable[list[dict[str, Any]]]]
+
+
+class GgmlProbe:
+    """The accelerators of the machine as `gpu-0`, `gpu-1`, ... in llama.cpp's own order.
+
+    `probe` lists them as `inference.devices.device_list_job` does, and `trial` computes on one; both raise HelperError when they
+    cannot.
+    """
+
+    def __init__(
+        self,
+        environ: Mapping[str, str] = os.environ,
+        *,
+        root: Path = Path("/"),
+        nvml: NvmlReader | None = None,
+        probe: Listing | None = None,
+        trial: Trial = trial,
+    ) -> None:
+        self._environ = environ
+        self._root = root
+        self._nvml = nvml or NvmlReader()
+        self._list = probe or _probe
+        self._try = trial
+        self._pci: dict[str, str] = {}
+        self._readings: tuple[Reading, ...] = ()
+
+    def readings(self) -> tuple[Reading, ...]:
+        """The newest figures."""
+        return self._readings
+
+    async def start(self) -> None:
+        """Asks llama.cpp once which devices there are; a failing probe is told and counts as none."""
+        try:
+            found = [item for item in await self._list() if item["type"] not in _NO_HOST_ACCELERATOR]
+        except HelperError as error:
+            log.warning("accelerators cannot be listed, and count as none: %s", error)
+            return
+        indices: dict[str, int] = {}
+        readings: list[Reading] = []
+        for item in found:
+            backend = item["backend"]
+            index = indices.get(backend, 0)
+            indices[backend] = index + 1
+            id = f"gpu-{len(readings)}"
+            self._pci[id] = item["pci"] or ""
+            readings.append(_reading(id, item, self._pin(backend, index, None, None)))
+        self._readings = tuple(readings)
+        await self._identify()
+
+    async def refresh(self) -> None:
+        """Measures anew; what cannot be read keeps its figures and says why."""
+        if not self._readings:
+            return
+        fresh = {reading.id: reading for reading in self._readings}
+        cards = await self._cards()
+        for reading in self._readings:
+            if reading.unified:  # as full as the host, which is measured anyway
+                continue
+            card, chip = cards.get(self._address(reading)), self._chip(reading)
+            if card is not None:
+                fresh[reading.id] = _with_card(reading, card)
+            elif chip is not None:
+                fresh[reading.id] = _measured(reading, chip.total_bytes, chip.total_bytes - chip.used_bytes)
+            elif self._nvml.error is not None and self._nvml.answered and reading.kind == "cuda":
+                fresh[reading.id] = _unread(reading, self._nvml.error, self._nvml.sign)
+            elif reading.kind == "cuda" and self._nvml.knows(self._address(reading)):
+                fresh[reading.id] = _unread(reading, "NVML does not list it any more", Sign.GONE)
+            else:
+                del fresh[reading.id]
+        if len(fresh) < len(self._readings):
+            fresh |= await self._probed([reading for reading in self._readings if reading.id not in fresh])
+        self._readings = tuple(fresh[reading.id] for reading in self._readings)
+
+    def listen(self, notice: Callable[[], None]) -> None:
+        """An Xid event is noticed."""
+        self._nvml.listen(notice)
+
+    async def renew(self) -> None:
+        """The next reading is that of a fresh NVML child."""
+        await self._nvml.renew()
+
+    async def trial(self, device: str) -> None:
+        """Computes on the device in a helper of its own."""
+        await self._try(next(reading for reading in self._readings if reading.id == device))
+
+    async def close(self) -> None:
+        """Ends the NVML child."""
+        await self._nvml.close()
+
+    # --- who they are ----------------------------------------------------------------------------------------------
+    async def _identify(self) -> None:
+        """Gives NVIDIA and AMD devices the identity their drivers know them by, and pins them by it."""
+        cards = await self._cards()
+        indices: dict[str, int] = {}
+        identified: list[Reading] = []
+        for reading in self._readings:
+            index = indices.get(reading.kind, 0)
+            indices[reading.kind] = index + 1
+            card, chip = cards.get(self._address(reading)), self._chip(reading)
+            if card is not None:
+                environment = self._pin("CUDA", index, card.uuid, None)
+                identified.append(_with_card(replace(reading, environment=environment), card))
+            elif chip is not None:
+                backend = next(name for name in _VARIABLES if name.lower() == reading.kind)
+                environment = self._pin(backend, index, None, chip)
+                identified.append(replace(reading, environment=environment, uuid=chip.uuid))
+            else:
+                identified.append(reading)
+        self._readings = tuple(identified)
+
+    def _pin(self, backend: str, index: int, uuid: str | None, chip: AmdFigures | None) -> dict[str, str]:
+        """The environment that leaves a process only the `index`-th of this backend's devices.
+
+        ROCm's UUIDs go into ROCR_VISIBLE_DEVICES, which is applied before HIP_VISIBLE_DEVICES; that one takes indices
+        only, counted among what the former left, and where it is unset CUDA_VISIBLE_DEVICES stands in for it.
+        """
+        variable = _VARIABLES.get(backend)
+        if variable is None:
+            return {}
+        if backend not in _AMD:
+            return {variable: narrowed(self._environ.get(variable), index, uuid)}
+        if chip is not None and chip.uuid is not None:
+            return {"ROCR_VISIBLE_DEVICES": chip.uuid, variable: "0"}
+        outer = self._environ.get(variable) or self._environ.get("CUDA_VISIBLE_DEVICES")
+        return {variable: narrowed(outer, index, None)}
+
+    # --- how full they are -----------------------------------------------------------------------------------------
+    async def _cards(self) -> Mapping[str, Card]:
+        if any(reading.kind == "cuda" for reading in self._readings):
+            return await self._nvml.read()
+        return {}
+
+    def _address(self, reading: Reading) -> str:
+        pci = self._pci.get(reading.id)
+        return canonical_pci(pci) if pci and reading.kind == "cuda" else ""
+
+    def _chip(self, reading: Reading) -> AmdFigures | None:
+        pci = self._pci.get(reading.id)
+        return amd_figures(pci, self._root) if pci and reading.kind != "cuda" else None
+
+    async def _probed(self, readings: Sequence[Reading]) -> dict[str, Reading]:
+        """These devices as the probe child sees them now, in the order of all."""
+        try:
+            found = [item for item in await self._list() if item["type"] not in _NO_HOST_ACCELERATOR]
+        except HelperError as error:
+            return {reading.id: _unread(reading, str(error)) for reading in readings}
+        if len(found) == len(self._readings):
+            now = {reading.id: item for reading, item in zip(self._readings, found, strict=True)}
+            return {
+                reading.id: _measured(reading, now[reading.id]["total_bytes"], now[reading.id]["free_bytes"])
+                for reading in readings
+            }
+        why = f"llama.cpp lists {len(found)} devices where there were {len(self._readings)}"
+        listed = {canonical_pci(item["pci"]): item for item in found if item["pci"]}
+        return {reading.id: self._among(reading, listed, why) for reading in readings}
+
+    def _among(self, reading: Reading, listed: Mapping[str, Mapping[str, Any]], why: str) -> Reading:
+        """One device when others came or went: only what is pinned by UUID still means the same device."""
+        address = self._pci[reading.id]
+        item = listed.get(canonical_pci(address)) if address else None
+        if item is None:
+            return _unread(reading, why, Sign.GONE if address else Sign.UNSURE)
+        if reading.uuid is None:
+            return _unread(reading, why)
+        return _measured(reading, item["total_bytes"], item["free_bytes"])
+
+
+async def _probe() -> list[dict[str, Any]]:
+    answer = await run_helper("devices", {}, seconds=PROBE_SECONDS)
+    return list(answer["devices"])
+
+
+def _reading(id: str, item: Mapping[str, Any], environment: Mapping[str, str]) -> Reading:
+    backend = item["backend"]
+    return Reading(
+        id=id,
+        kind=backend.lower(),
+        name=item["name"] or item["ggml_name"],
+        total_bytes=item["total_bytes"],
+        free_bytes=item["free_bytes"],
+        used_bytes=item["total_bytes"] - item["free_bytes"],
+        ggml_name=_FIRST_NAME.get(backend, item["ggml_name"]),
+        environment=environment,
+        unified=item["type"] == "igpu" or backend in _UNIFIED,
+    )
+
+
+def _measured(reading: Reading, total_bytes: int, free_bytes: int) -> Reading:
+    return replace(
+        reading,
+        total_bytes=total_bytes,
+        free_bytes=free_bytes,
+        used_bytes=max(0, total_bytes - free_bytes),
+        sign=Sign.FINE,
+        note="",
+    )
+
+
+def _unread(reading: Reading, why: str, sign: Sign = Sign.UNSURE) -> Reading:
+    return replace(reading, sign=sign, note=why)
+
+
+def _with_card(reading: Reading, card: Card) -> Reading:
+    """NVML's identity, figures and evidence."""
+    return replace(
+        reading,
+        name=card.name,
+        uuid=card.uuid,
+        driver=card.driver,
+        total_bytes=card.total_bytes,
+        free_bytes=card.free_bytes,
+        used_bytes=card.used_bytes,
+        sign=card.sign,
+        note=card.note,
+    )

@@ -1,0 +1,162 @@
+"""Measures host memory: the machine's, or the cgroup's where it is smaller; decides nothing.
+
+Use is what cannot be given back: a cgroup's current minus its inactive file pages, a machine's total minus available.
+The smallest limit is the total. Free is what every level has left, the machine included, because others may use up what
+this group's own limit would still allow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from inference.devices.compute_trial import trial
+from inference.devices.device import HIDDEN, Reading
+
+_NO_LIMIT = 2**62
+CPU = "cpu"
+
+
+class CpuProbe:
+    """Host RAM as the device `cpu`; reads a few small files and is fresh at every call."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._name = _cpu_name(root)
+
+    async def start(self) -> None:
+        """Nothing to find: there always is host memory."""
+
+    async def refresh(self) -> None:
+        """Nothing to do: `readings` is always fresh."""
+
+    def listen(self, notice: Callable[[], None]) -> None:
+        """Nothing happens to host memory unseen."""
+
+    async def renew(self) -> None:
+        """Nothing to renew."""
+
+    async def trial(self, device: str) -> None:
+        """Computes on the CPU."""
+        del device
+        await trial(self.readings()[0])
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+    def readings(self) -> tuple[Reading, ...]:
+        """Host memory now."""
+        total, used = host_memory(self._root)
+        free = total - used
+        for group in cgroups(self._root):
+            total = min(total, group.limit_bytes)
+            free = min(free, max(0, group.limit_bytes - group.used_bytes))
+        return (
+            Reading(
+                id=CPU,
+                kind="cpu",
+                name=self._name,
+                total_bytes=total,
+                free_bytes=free,
+                used_bytes=total - free,
+                environment=HIDDEN,
+            ),
+        )
+
+
+def host_memory(root: Path = Path("/")) -> tuple[int, int]:
+    """(total, used) bytes of the machine; (0, 0) where they cannot be read."""
+    try:
+        fields = dict(_pairs((root / "proc/meminfo").read_text(encoding="ascii")))
+        return fields["MemTotal"], fields["MemTotal"] - fields["MemAvailable"]
+    except (OSError, KeyError, ValueError):
+        return _without_proc()
+
+
+def _pairs(text: str) -> Iterator[tuple[str, int]]:
+    for line in text.splitlines():
+        name, _, rest = line.partition(":")
+        value = rest.split()
+        if value:
+            yield name, int(value[0]) * 1024
+
+
+def _without_proc() -> tuple[int, int]:
+    """macOS: the physical memory from sysconf, free and inactive pages from `vm_stat`."""
+    try:
+        page = os.sysconf("SC_PAGE_SIZE")
+        total = page * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return 0, 0
+    if sys.platform != "darwin":
+        return total, 0
+    try:
+        said = subprocess.run(["vm_stat"], capture_output=True, text=True, timeout=2, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return total, 0
+    pages = 0
+    for line in said.splitlines():
+        name, _, value = line.partition(":")
+        if name in ("Pages free", "Pages inactive", "Pages speculative", "Pages purgeable"):
+            pages += int(value.strip().rstrip("."))
+    return total, max(0, total - pages * page)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A control group that limits this process. `used_bytes` leaves out what the kernel drops under pressure."""
+
+    limit_bytes: int
+    used_bytes: int
+
+
+def cgroups(root: Path = Path("/")) -> Iterator[Group]:
+    """Every memory cgroup from this process's own up to the root that sets a limit, v2 and v1."""
+    try:
+        memberships = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in memberships:
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            yield from _chain(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            yield from _chain(
+                root / "sys/fs/cgroup/memory",
+                path,
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
+
+
+def _chain(base: Path, path: str, limit_name: str, used_name: str, inactive: str) -> Iterator[Group]:
+    here = base / path.lstrip("/")
+    candidates = [here, *here.parents] if here.is_dir() else [base]
+    for directory in candidates:
+        with contextlib.suppress(OSError, ValueError):  # this level sets no limit, or does not show it to us
+            text = (directory / limit_name).read_text(encoding="ascii").strip()
+            if text != "max" and int(text) < _NO_LIMIT:
+                used = int((directory / used_name).read_text(encoding="ascii"))
+                stat = (directory / "memory.stat").read_text(encoding="ascii")
+                lines = (line.split() for line in stat.splitlines())
+                file_pages = next((int(value) for name, value in lines if name == inactive), 0)
+                yield Group(int(text), max(0, used - file_pages))
+        if directory == base:
+            return
+
+
+def _cpu_name(root: Path) -> str:
+    try:
+        for line in (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return platform.machine()

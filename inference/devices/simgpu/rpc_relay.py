@@ -1,0 +1,155 @@
+"""Moves the bytes of one connection between a client and its ggml server; decides nothing about them.
+
+What a `Conversation` lets through goes from one socket to the other by way of one buffer per direction, which is read
+again when all of it is sent: weights are copied twice, in and out, and slow clients hold up nobody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from inference.devices.simgpu.rpc_wire import Conversation, Flow, Piece
+
+BUFFER_BYTES = 2**20
+MOST_HELD_BYTES = 64 * 2**20
+"""Of a stalled connection in one direction; what is more waits in the sockets."""
+_JOINED_BYTES = 2**16
+"""Pieces of so many bytes together are one packet; copying them costs less than another call does."""
+
+
+class Pace:
+    """How a device lets bytes pass: not at all while it is stalled, later by `delay_seconds` for each request."""
+
+    def __init__(self) -> None:
+        self.passing = asyncio.Event()
+        self.passing.set()
+        self.delay_seconds = 0.0
+        self.requests = 0
+
+
+class Relay:
+    """Lets the bytes of one connection pass in both directions. Its sockets are somebody else's to close.
+
+    Shut, it holds back what the client sends until it is opened again.
+    """
+
+    def __init__(self, client: socket.socket, server: socket.socket, talk: Conversation, pace: Pace) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._client, self._server = client, server
+        self._talk, self._pace = talk, pace
+        self._turn = asyncio.Lock()
+        """Who may write to the client: answers come from the server and from here."""
+        self._open = asyncio.Event()
+        self._open.set()
+        self._passing = 0
+        self._passed = asyncio.Event()
+        for side in (client, server):
+            side.setblocking(False)
+            side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    async def run(self, first: bytes) -> None:
+        """Until one side ends, `first` having come from the client already; raises OSError and WireError."""
+        await self._pass(self._talk.from_client(first))
+        pumps = [
+            asyncio.create_task(self._pump(source, step))
+            for source, step in ((self._client, self._talk.from_client), (self._server, self._talk.from_server))
+        ]
+        try:
+            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+            for pump in pumps:
+                if pump.done():
+                    pump.result()
+        finally:
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+
+    async def shut(self) -> None:
+        """Returns in a moment in which the server is done with all that was asked, and no request passes any more.
+
+        As long as that takes, requests do pass. Given up by cancelling it, after which it is open.
+        """
+        await self._quiet()
+        self._open.clear()
+        try:
+            await self._pass(self._talk.mark())
+            await self._quiet()
+        except BaseException:
+            self.open()
+            raise
+
+    def open(self) -> None:
+        """Requests pass again, those that came meanwhile first."""
+        self._open.set()
+
+    async def _quiet(self) -> None:
+        while self._passing or not self._talk.is_quiet:
+            self._passed.clear()
+            await self._passed.wait()
+
+    async def _pump(self, source: socket.socket, step: Callable[[Piece], Flow]) -> None:
+        """One direction, until its source ends."""
+        gates = (self._pace.passing, self._open) if source is self._client else (self._pace.passing,)
+        buffer = memoryview(bytearray(BUFFER_BYTES))
+        while count := await self._loop.sock_recv_into(source, buffer):
+            data: Piece = buffer[:count]
+            while not all(gate.is_set() for gate in gates):
+                data = bytes(data) + await self._stalled(source, gates)
+            await self._pass(step(data))
+            if count == BUFFER_BYTES:  # more is there, and it would be taken without a look at anybody else
+                await asyncio.sleep(0)
+
+    async def _stalled(self, source: socket.socket, gates: Sequence[asyncio.Event]) -> bytes:
+        """What arrives until the gates are open; raises ConnectionError when the source ends before.
+
+        Read in a callback: a task that is cancelled the moment its bytes arrive would lose them.
+        """
+        held = bytearray()
+        ended: asyncio.Future[Any] = self._loop.create_future()
+
+        def take() -> None:
+            try:
+                data = source.recv(BUFFER_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            held.extend(data)
+            if not data:
+                ended.set_exception(ConnectionError("it ended while the device was stalled"))
+            if not data or len(held) >= MOST_HELD_BYTES:
+                self._loop.remove_reader(source)
+
+        over: asyncio.Future[Any] = asyncio.gather(*(gate.wait() for gate in gates))
+        self._loop.add_reader(source, take)
+        try:
+            await asyncio.wait({over, ended}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._loop.remove_reader(source)
+            over.cancel()
+        if ended.done():
+            ended.result()
+        return bytes(held)
+
+    async def _pass(self, flow: Flow) -> None:
+        self._pace.requests += flow.requests
+        self._passing += 1
+        try:
+            if self._pace.delay_seconds and flow.requests:
+                await asyncio.sleep(self._pace.delay_seconds * flow.requests)
+            await self._send(self._server, flow.to_server)
+            if flow.to_client:
+                async with self._turn:
+                    await self._send(self._client, flow.to_client)
+        finally:
+            self._passing -= 1
+            self._passed.set()
+
+    async def _send(self, target: socket.socket, pieces: Sequence[Piece]) -> None:
+        if len(pieces) > 1 and sum(map(len, pieces)) <= _JOINED_BYTES:
+            pieces = (b"".join(pieces),)
+        for piece in pieces:
+            await self._loop.sock_sendall(target, piece)

@@ -1,0 +1,295 @@
+"""One simulated device: a loopback port that speaks ggml's RPC, with faults on demand; places no model.
+
+Bytes go through a `Conversation`, which decides allocations against the device's `Memory`; behind each connection
+computes a ggml server of its own. A connection that says nothing gets none. What a process has here can be suspended:
+its bytes are in host memory until they are resumed, and what it asks for meanwhile waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import socket
+import struct
+from collections.abc import Collection, Coroutine, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from inference.devices.simgpu.backing import NoServerError, NotMovedError, Server, ServerEndedError, Servers
+from inference.devices.simgpu.faults import Order
+from inference.devices.simgpu.owners import ports_of
+from inference.devices.simgpu.rpc_relay import Pace, Relay
+from inference.devices.simgpu.rpc_wire import Conversation, WireError
+from inference.devices.simgpu.simulated_memory import ALL, Memory
+
+log = logging.getLogger(__name__)
+
+FIRST_BYTES = 2**16
+QUIET_SECONDS = 1.0
+"""How long a process that is to be suspended may take to finish what it asked for."""
+_LINGER = struct.Struct("@ii")
+
+
+class StateError(ValueError):
+    """A command cannot be carried out as things are on the device, which says nothing against the command."""
+
+
+@dataclass(eq=False)
+class _Link:
+    """A connection that computes: the client's port, and whose it is while it is suspended."""
+
+    port: int
+    relay: Relay
+    server: Server
+    pid: int | None = None
+
+
+class Device:
+    """`id` names it; `endpoint` is where llama.cpp finds it."""
+
+    def __init__(self, id: str, uuid: str, capacity_bytes: int, servers: Servers) -> None:
+        self.id, self.uuid = id, uuid
+        self.name = "simulated GPU"
+        self.memory = Memory(capacity_bytes)
+        self._full_bytes = capacity_bytes
+        self._servers = servers
+        self._numbers = itertools.count(1)
+        self._connections: dict[int, asyncio.Task[None]] = {}
+        self._links: dict[int, _Link] = {}
+        self._turn = asyncio.Lock()
+        """Who may suspend and resume."""
+        self._listening: asyncio.Task[None] | None = None
+        self._port = 0
+        self._pace = Pace()
+        self._cuts = 0
+
+    @property
+    def endpoint(self) -> str:
+        """`host:port`; the port is the same after a cut, unless somebody took it meanwhile."""
+        return f"127.0.0.1:{self._port}"
+
+    async def open(self) -> None:
+        """Listens; a device that does already stays as it is."""
+        if self._listening is not None:
+            return
+        try:
+            listener = socket.create_server(("127.0.0.1", self._port))
+        except OSError:
+            listener = socket.create_server(("127.0.0.1", 0))
+        listener.setblocking(False)
+        self._port = listener.getsockname()[1]
+        self._listening = asyncio.create_task(self._listen(listener))
+
+    async def close(self) -> None:
+        """Stops listening and cuts every connection; returns when their servers are gone."""
+        listening, self._listening = self._listening, None
+        tasks = [*self._connections.values(), *([listening] if listening else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- control ---------------------------------------------------------------------------------------------------
+    def status(self) -> dict[str, Any]:
+        """Figures, faults and counters; bytes are bytes."""
+        memory = self._settled()
+        return {
+            "id": self.id,
+            "uuid": self.uuid,
+            "name": self.name,
+            "endpoint": self.endpoint,
+            "lost": self._listening is None,
+            "total_bytes": memory.capacity_bytes,
+            "free_bytes": memory.free_bytes,
+            "used_bytes": memory.used_bytes,
+            "foreign_bytes": memory.foreign_bytes,
+            "suspended_bytes": memory.suspended_bytes,
+            "late_bytes": sum(size for _due, size in memory.late),
+            "stalled": not self._pace.passing.is_set(),
+            "slow_seconds": self._pace.delay_seconds,
+            "refusing": memory.refusing > 0 or memory.sparing is not None,
+            "connections": len(self._connections),
+            "requests": self._pace.requests,
+            "cuts": self._cuts,
+            **asdict(memory.counters),
+        }
+
+    async def obey(self, order: Order) -> None:
+        """Carries one command out; raises ValueError when it cannot be."""
+        amount = order.amount
+        match order.do:
+            case "refuse":
+                self.memory = replace(self.memory, refusing=amount, sparing=None)
+            case "refuse_after":
+                self.memory = replace(self.memory, sparing=int(amount))
+            case "cut":
+                self._cuts += 1
+                await self.close()
+            case "return":
+                await self.open()
+            case "stall":
+                self._pace.passing.clear()
+            case "unstall":
+                self._pace.passing.set()
+            case "slow":
+                self._pace.delay_seconds = amount
+            case "shrink":
+                self.memory = self.memory.resized(int(amount))
+            case "late":
+                self.memory = replace(self.memory, late_seconds=amount)
+            case "settle":
+                self.memory = self.memory.settle(ALL)
+            case "foreign":
+                self.memory = self._settled().taken(int(amount))
+            case "suspend":
+                async with self._turn:
+                    await self._suspend(int(amount))
+            case "resume":
+                async with self._turn:
+                    await self._resume(int(amount))
+            case "heal":
+                healed = replace(self.memory, refusing=0, sparing=None, late_seconds=0.0, foreign_bytes=0)
+                self.memory = healed.settle(ALL).resized(self._full_bytes)
+                self._pace.delay_seconds = 0.0
+                self._pace.passing.set()
+                await self.open()
+
+    def _settled(self) -> Memory:
+        self.memory = self.memory.settle(_now())
+        return self.memory
+
+    # --- suspended processes ---------------------------------------------------------------------------------------
+    async def _suspend(self, pid: int) -> None:
+        if any(link.pid == pid for link in self._links.values()):
+            raise ValueError(f"process {pid} is suspended on {self.id} already")
+        ports = await asyncio.to_thread(ports_of, pid, self._port)
+        holders = {number for number, _pointer in self.memory.held}
+        links = {number: link for number, link in self._links.items() if link.port in ports and number in holders}
+        if not links:
+            raise StateError(f"process {pid} has nothing on {self.id}")
+        await self._shut(pid, list(links.values()))
+        for number, link in links.items():
+            link.pid = pid
+            theirs = {pointer: size for (owner, pointer), size in self.memory.held.items() if owner == number}
+            await self._moved(pid, links, link.server.suspend(theirs))
+        self.memory = self._settled().suspend(links, _now())
+
+    async def _shut(self, pid: int, links: Collection[_Link]) -> None:
+        try:
+            async with asyncio.timeout(QUIET_SECONDS):
+                for link in links:
+                    await link.relay.shut()
+        except TimeoutError:
+            for link in links:
+                link.relay.open()
+            raise StateError(f"process {pid} is using {self.id}") from None
+        except OSError as error:
+            raise StateError(f"process {pid} was cut off {self.id} meanwhile: {error}") from None
+
+    async def _resume(self, pid: int) -> None:
+        links = {number: link for number, link in self._links.items() if link.pid == pid}
+        if not links:
+            raise StateError(f"process {pid} is not suspended on {self.id}")
+        sizes = {
+            number: sum(size for (owner, _pointer), size in self.memory.suspended.items() if owner == number)
+            for number in links
+        }
+        self.memory, granted = self._settled().resume(links)
+        if not granted:
+            raise StateError(
+                f"process {pid} needs {sum(sizes.values())} bytes of {self.id}, which has no room for them"
+                f" ({self.memory.free_bytes} are free)"
+            )
+        for number, link in links.items():
+            await self._moved(pid, links, link.server.resume(sizes[number]))
+        for link in links.values():
+            link.pid = None
+            link.relay.open()
+
+    async def _moved(self, pid: int, links: Mapping[int, _Link], moving: Coroutine[Any, Any, None]) -> None:
+        """Waits for one server; where that fails all connections of the process are cut.
+
+        That a connection or its server had ended by then is what the device is like, and no failure to move.
+        """
+        try:
+            await moving
+        except NotMovedError as error:
+            has_ended = isinstance(error, ServerEndedError) or any(number not in self._links for number in links)
+            for number in links:
+                if number in self._connections:
+                    self._connections[number].cancel()
+            kind = StateError if has_ended else ValueError
+            raise kind(f"the memory of process {pid} was not moved, and it is cut off: {error}") from None
+
+    # --- connections -----------------------------------------------------------------------------------------------
+    async def _listen(self, listener: socket.socket) -> None:
+        with listener:
+            while True:
+                client, _address = await asyncio.get_running_loop().sock_accept(listener)
+                number = next(self._numbers)
+                self._connections[number] = asyncio.create_task(self._serve(number, client))
+
+    async def _serve(self, number: int, client: socket.socket) -> None:
+        """One connection, until either side ends it."""
+        loop = asyncio.get_running_loop()
+        server: Server | None = None
+        account = _Account(self, number)
+        is_good = False
+        try:
+            if first := await loop.sock_recv(client, FIRST_BYTES):
+                server = await self._servers.take()
+                with socket.socket() as there:
+                    there.setblocking(False)
+                    await loop.sock_connect(there, ("127.0.0.1", server.port))
+                    relay = Relay(client, there, Conversation(account), self._pace)
+                    self._links[number] = _Link(client.getpeername()[1], relay, server)
+                    await relay.run(first)
+            is_good = not account.has_granted
+        except (OSError, WireError, NoServerError) as error:
+            log.warning("%s: connection %d is cut: %s", self.id, number, error)
+        except asyncio.CancelledError:
+            _reset(client)
+        finally:
+            client.close()
+            self._links.pop(number, None)
+            self.memory = self._settled().end(number, _now())
+            del self._connections[number]
+            if server is not None:
+                await asyncio.shield(self._servers.give_back(server) if is_good else server.end())
+
+
+class _Account:
+    """One connection's view of the memory."""
+
+    def __init__(self, device: Device, number: int) -> None:
+        self._device, self._number = device, number
+        self.has_granted = False
+
+    def ask(self, size_bytes: int) -> bool:
+        self._device.memory, granted = self._device._settled().ask(self._number, size_bytes)
+        self.has_granted |= granted
+        return granted
+
+    def made(self, pointer: int, asked_bytes: int, size_bytes: int) -> None:
+        self._device.memory = self._device.memory.made(self._number, pointer, asked_bytes, size_bytes)
+
+    def unmade(self, asked_bytes: int) -> None:
+        self._device.memory = self._device.memory.unmade(self._number, asked_bytes)
+
+    def free(self, pointer: int) -> None:
+        self._device.memory = self._device._settled().free(self._number, pointer, _now())
+
+    def memory(self) -> tuple[int, int]:
+        memory = self._device._settled()
+        return memory.free_bytes, memory.capacity_bytes
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _reset(side: socket.socket) -> None:
+    """Makes the end of the connection a reset, which nobody mistakes for an orderly one."""
+    with contextlib.suppress(OSError):  # it is closed already
+        side.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER.pack(1, 0))

@@ -1,0 +1,241 @@
+"""Reads INFERENCE_*: every setting of the service that is no model's own; never touches a file or applies anything.
+
+What a model does not say in models.yaml, these give. Values from the command line win over variables.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from headgate.shared.errors import Problem
+from headgate.shared.state import UNSHOWABLE, fits_a_header
+from headgate.shared.units import Duration
+from inference.devices.simgpu.device_spec import parse_choice
+from inference.protocol import Priority
+
+PREFIX = "INFERENCE_"
+OTHER_NAMES = frozenset({"INFERENCE_URL"})
+"""Names with our prefix that belong to clients of the service; they are no mistakes."""
+
+WITHOUT_EFFECT = (
+    "kv_enabled",
+    "kv_ram_gb",
+    "kv_disk_gb",
+    "kv_policy",
+    "kv_threshold",
+    "kv_prefetch",
+    "kv_dir",
+)
+"""Settings that are checked and kept and change nothing in this version."""
+AT_START = frozenset(
+    {
+        "host",
+        "port",
+        "token",
+        "admin_key",
+        "backend",
+        "devices",
+        "max_body_mb",
+        "load_timeout_seconds",
+        "estimate_timeout_seconds",
+        "worker_start_seconds",
+        "worker_silence_seconds",
+        "step_timeout_seconds",
+        "step_timeout_seconds_per_token",
+    }
+)
+"""Settings that a reload does not apply to the running service."""
+
+KvType = Literal["f16", "q8_0", "q4_0"]
+_BARE_GIB = 2**30
+
+
+def _empty_is_unset(value: Any) -> Any:
+    return None if isinstance(value, str) and not value.strip() else value
+
+
+OptionalInt = Annotated[int | None, BeforeValidator(_empty_is_unset)]
+OptionalFloat = Annotated[float | None, BeforeValidator(_empty_is_unset)]
+
+
+class InferenceSettings(BaseSettings):
+    """Everything INFERENCE_* can say; one field per variable, named as it is without the prefix.
+
+    Names that end in GB count GiB (2**30 bytes), in MB MiB, in SECONDS seconds; percentages are shares of 1.
+    """
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", validate_default=True)
+
+    # the service
+    host: str = "127.0.0.1"
+    port: int = Field(8085, ge=0, le=65535)
+    token: str | None = Field(None, description="shared with the gateway; generated into the state directory if unset")
+    admin_key: str | None = Field(None, min_length=1, description="for all that changes something; unset, the token is")
+    models_dir: Path = Field(Path("models"), description="where relative GGUF paths begin")
+    backend: Literal["llamacpp"] = "llamacpp"
+    drain_seconds: float = Field(30.0, ge=0, le=3600)
+    max_body_mb: float = Field(32.0, gt=0, le=1024)
+
+    # what models do not say themselves
+    gpu_layers: int = Field(-1, ge=-1)
+    gpu_index: OptionalInt = Field(None, ge=0)
+    context_length: int = Field(4096, ge=16)
+    parallel: int = Field(4, ge=1, le=256)
+    kv_type: KvType = "f16"
+    batch: int = Field(2048, ge=1)
+    ubatch: int = Field(512, ge=1)
+    threads: OptionalInt = Field(None, ge=1)
+    flash_attention: bool = True
+    model_idle_timeout_seconds: Duration = 300.0
+    min_residency_seconds: Duration = 5.0
+    oom_policy: Literal["fail_fast", "reduce", "cpu"] = "fail_fast"
+
+    # memory
+    memory_limit_gb: OptionalFloat = Field(None, gt=0)
+    gpu_memory_max_percent: float = Field(0.90, gt=0, le=1)
+    cpu_memory_max_percent: float = Field(0.50, gt=0, le=1)
+    gpu_memory_limit_mb: OptionalFloat = Field(None, gt=0)
+    gpu_memory_reserve_mb: float = Field(512.0, ge=0)
+    max_models: OptionalInt = Field(None, ge=1)
+    max_models_per_device: OptionalInt = Field(None, ge=1)
+    enable_cpu_offload: bool = Field(True, description="models that leave may be kept warm in host memory")
+    warm_checkpoint: Literal["off", "simulated", "auto"] = Field(
+        "simulated",
+        description="which devices keep models by a checkpoint of their process, where its test at start succeeds: "
+        "none, simulated ones, or (experimental) NVIDIA GPUs as well",
+    )
+    force_cpu_mode: bool = False
+    devices: str = Field("auto", description="auto, cpu, or simulated devices such as sim:2x600MiB or sim:600MiB,1GiB")
+
+    # waiting
+    enable_lazy_model_loading: bool = True
+    queue_high: int = Field(10, ge=0)
+    queue_normal: int = Field(50, ge=0)
+    queue_low: int = Field(100, ge=0)
+    acquire_timeout_seconds: Duration = 300.0
+    load_timeout_seconds: Duration = 1800.0
+    estimate_timeout_seconds: Duration = 60.0
+
+    # supervision
+    worker_start_seconds: Duration = 60.0
+    worker_silence_seconds: Duration = 10.0
+    step_timeout_seconds: Duration = 60.0
+    step_timeout_seconds_per_token: float = Field(1.0, ge=0)
+
+    # how full devices may be, what is done about it, and how often they are looked at
+    enable_memory_governor: bool = True
+    enable_memory_alerts: bool = True
+    eviction_idle_threshold_seconds: Duration = 120.0
+    pressure_eager: bool = False
+    pressure_check_interval_seconds: Annotated[Duration, Field(ge=0.1)] = 15.0
+    pressure_moderate: float = Field(0.60, gt=0, le=1)
+    pressure_high: float = Field(0.80, gt=0, le=1)
+    pressure_critical: float = Field(0.90, gt=0, le=1)
+    pressure_emergency: float = Field(0.98, gt=0, le=1)
+
+    # without effect in this version (see WITHOUT_EFFECT)
+    kv_enabled: bool = True
+    kv_ram_gb: OptionalFloat = Field(None, ge=0)
+    kv_disk_gb: float = Field(0.0, ge=0)
+    kv_policy: Literal["lru", "priority", "hybrid"] = "lru"
+    kv_threshold: float = Field(0.9, gt=0, le=1)
+    kv_prefetch: bool = True
+    kv_dir: Annotated[Path | None, BeforeValidator(_empty_is_unset)] = None
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what `load` passes in: it was given the environment, so nothing is read behind its back."""
+        return (init_settings,)
+
+    @field_validator("token", "admin_key")
+    @classmethod
+    def _can_be_shown(cls, value: str | None) -> str | None:
+        if value is not None and not fits_a_header(value):
+            raise ValueError(UNSHOWABLE)
+        return value
+
+    @field_validator("devices")
+    @classmethod
+    def _known_devices(cls, value: str) -> str:
+        parse_choice(value)
+        return value.strip()
+
+    @model_validator(mode="after")
+    def _levels_rise(self) -> InferenceSettings:
+        levels = [self.pressure_moderate, self.pressure_high, self.pressure_critical, self.pressure_emergency]
+        if levels != sorted(levels):
+            raise ValueError("the pressure levels must rise: MODERATE <= HIGH <= CRITICAL <= EMERGENCY")
+        return self
+
+    @property
+    def simulated_bytes(self) -> tuple[int, ...]:
+        """Sizes of the simulated devices that INFERENCE_DEVICES asks for; empty for real ones."""
+        return parse_choice(self.devices) or ()
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """INFERENCE_MEMORY_LIMIT_GB in bytes."""
+        return None if self.memory_limit_gb is None else int(self.memory_limit_gb * _BARE_GIB)
+
+    @property
+    def max_body_bytes(self) -> int:
+        """INFERENCE_MAX_BODY_MB in bytes."""
+        return int(self.max_body_mb * 2**20)
+
+    @property
+    def queue_limits(self) -> dict[Priority, int]:
+        """How many may wait per model and priority."""
+        return {Priority.HIGH: self.queue_high, Priority.NORMAL: self.queue_normal, Priority.LOW: self.queue_low}
+
+
+def read(environ: Mapping[str, str], overrides: Mapping[str, Any], problems: list[Problem]) -> InferenceSettings:
+    """The settings that INFERENCE_* and `overrides` say; what is wrong with them goes to `problems`.
+
+    A name that looks like one of ours but is none is a problem. One that resembles nothing is left alone: container
+    orchestrators invent variables such as INFERENCE_SERVICE_HOST. A variable that is set to nothing counts as unset.
+    """
+    said: dict[str, Any] = {}
+    known = {variable: variable.removeprefix(PREFIX).lower() for variable in environment_names()}
+    for variable in sorted(environ):
+        if not variable.startswith(PREFIX) or variable in OTHER_NAMES or not environ[variable]:
+            continue
+        if name := known.get(variable.upper()):
+            said[name] = environ[variable]
+            continue
+        flat = "_".join(part for part in variable.split("_") if part)
+        near = difflib.get_close_matches(flat, known, n=1, cutoff=0.85)
+        if near or "__" in variable:
+            problems.append(Problem("unknown setting" + (f"; did you mean {near[0]}?" if near else ""), key=variable))
+    said.update({name: value for name, value in overrides.items() if value is not None})
+    try:
+        return InferenceSettings.model_validate(said)
+    except ValidationError as error:
+        for item in error.errors(include_url=False):
+            key = PREFIX + str(item["loc"][0]).upper() if item["loc"] else PREFIX + "PRESSURE_*"
+            message = str(item["msg"]).removeprefix("Value error, ")
+            wrong = "" if item["type"] == "value_error" else f" (it is {item.get('input')!r})"
+            problems.append(Problem(message + wrong, key=key))
+        return InferenceSettings.model_validate({})
+
+
+def environment_names() -> list[str]:
+    """Every variable the service reads, for documentation."""
+    return [PREFIX + name.upper() for name in InferenceSettings.model_fields]
+
+
+def set_without_effect(environ: Mapping[str, str]) -> list[str]:
+    """The variables somebody set although they change nothing in this version."""
+    return [variable for name in WITHOUT_EFFECT if environ.get(variable := PREFIX + name.upper())]

@@ -1,0 +1,1 @@
+"""Exact sizes of models before they are loaded."""

@@ -1,0 +1,264 @@
+"""Measures what a model will need, exactly and before any buffer exists; runs in a child, decides nothing.
+
+llama.cpp opens the file with `no_alloc` and reserves its compute graphs; `llama_get_memory_breakdown` then gives the
+bytes of weights, KV cache and compute per buffer type, the same figures a real load allocates. The function is C++:
+it returns a `std::map`, whose tree is walked here (libstdc++ and libc++ lay it out differently). Figures that do not
+agree with the header are thrown away for the formula.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from inference.estimate.gguf import BadGgufError, read_facts
+from inference.estimate.header_formula import Facts, Parameters, Parts, formula_on, plausible
+from inference.estimate.layer_trace import LayerTrace
+
+_SYMBOL = "_Z26llama_get_memory_breakdownPK13llama_context"
+_MOST_NODES = 256
+MOST_CELLS = 2**24
+"""llama.cpp books 52 bytes of host memory for every cell (measured), also where it makes no buffer; here 832 MiB."""
+
+
+def run(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Answers `{"path", "parameters", "accelerators", "counts", "capabilities", "mmproj", "exact"}`.
+
+    `{"parts": {device: {...}}, "rough": ..., "source": "llama.cpp" | "header", "note": ..., "output_bytes": ...,
+    "projector_bytes": {device: ...}, "layers": [[weights, kv, grows], ...], "facts": {...}, "capabilities": [...]}`, or
+    `{"error": sentence}` when the file cannot be used. `accelerators` is empty for the CPU, else a list of
+    `{"id", "ggml_name"?, "rpc_endpoint"?}`; of several, `counts` says how many layers each takes. Bytes are bytes.
+    """
+    path = Path(job["path"])
+    parameters = Parameters(**job["parameters"])
+    accelerators: Sequence[Mapping[str, Any]] = job.get("accelerators") or ()
+    counts: Sequence[int] = job.get("counts") or ()
+    try:
+        facts = read_facts(path)
+    except BadGgufError as error:
+        return {"error": f"{path} is not a usable GGUF file: {error}"}
+    except OSError as error:
+        return {"error": f"{path} cannot be read: {error.strerror or error}"}
+    shares = {item["id"]: count for item, count in zip(accelerators, counts or [-1], strict=False)}
+    rough = formula_on(facts, parameters, shares)
+    trace = LayerTrace()
+    found, source, note = rough, "header", ""
+    capabilities: tuple[str, ...] = ()
+    output_bytes = 0
+    mmproj: str | None = job.get("mmproj")
+    projector: dict[str, int] = {}
+    is_exact = job.get("exact", True)
+    if is_exact and (cells := parameters.context_length * parameters.parallel) > MOST_CELLS:
+        is_exact, note = False, f"a cache of {cells} cells is estimated by the header; up to {MOST_CELLS} are measured"
+    if is_exact:
+        try:
+            exact, output_bytes, capabilities = _exact(
+                path, parameters, accelerators, counts, job.get("capabilities"), mmproj, trace
+            )
+        except _UnusableError as error:
+            return {"error": f"{path} cannot be loaded by llama.cpp: {error}"}
+        except _NoBreakdownError as error:
+            note = str(error)
+        else:
+            if why := plausible(exact, facts, parameters):
+                note = f"llama.cpp's figures were not plausible: {why}"
+            else:
+                found, source = exact, "llama.cpp"
+    if mmproj is not None:
+        device = accelerators[0] if accelerators else None
+        try:
+            projector = _projector_bytes(Path(mmproj), device, measured=job.get("exact", True))
+        except OSError as error:
+            return {"error": f"{mmproj} cannot be read: {error.strerror or error}"}
+    return {
+        "parts": {device: _plain(parts) for device, parts in found.items()},
+        "rough": {device: _plain(parts) for device, parts in rough.items()},
+        "source": source,
+        "note": note,
+        "output_bytes": output_bytes,
+        "projector_bytes": projector,
+        "layers": trace.layers(facts, sum(parts.kv_bytes for parts in found.values())),
+        "facts": _facts(facts),
+        "capabilities": list(capabilities),
+    }
+
+
+class _UnusableError(Exception):
+    """llama.cpp refuses the file."""
+
+
+class _NoBreakdownError(Exception):
+    """This build of llama.cpp does not tell its figures in a form we can read."""
+
+
+def _exact(
+    path: Path,
+    parameters: Parameters,
+    accelerators: Sequence[Mapping[str, Any]],
+    counts: Sequence[int],
+    wanted: Sequence[str] | None,
+    mmproj: str | None,
+    trace: LayerTrace,
+) -> tuple[dict[str, Parts], int, tuple[str, ...]]:
+    """Opens model and context exactly as a worker would, with nothing allocated.
+
+    The parts, host memory for outputs that llama.cpp allocates with the first large batch, and the capabilities.
+    """
+    from inference.worker import llama, loading
+    from inference.worker.llama import ggml_library
+    from inference.worker.llama.llama_log import LogTail
+    from inference.worker.worker_errors import LoadError
+    from inference.workers.worker_link import DeviceGrant, Grant
+
+    class _Listening(LogTail):
+        """Also remembers which cache which layer has."""
+
+        def __init__(self, echo: Callable[[str], None], trace: LayerTrace) -> None:
+            super().__init__(echo)
+            self._trace = trace
+
+        def feed(self, level: int, text: str, *, counts: bool = True) -> None:
+            self._trace.feed(text)
+            super().feed(level, text, counts=counts)
+
+    complaints: list[str] = []
+    llama.start(_Listening(complaints.append, trace))
+    devices = tuple(
+        DeviceGrant(item["id"], "gpu", item.get("ggml_name"), item.get("rpc_endpoint")) for item in accelerators
+    )
+    grant = Grant(
+        model_id=path.name,
+        path=str(path),
+        devices=devices or (DeviceGrant("cpu", "cpu"),),
+        gpu_layers=parameters.gpu_layers if devices else 0,
+        tensor_split=tuple(map(float, counts)),
+        context_length=parameters.context_length,
+        parallel=parameters.parallel,
+        kv_type=parameters.kv_type,
+        batch=parameters.batch,
+        ubatch=parameters.ubatch,
+        flash_attention=parameters.flash_attention,
+        capabilities=tuple(wanted) if wanted is not None else None,
+        mmproj=mmproj,
+    )
+    try:
+        params = llama.model_params(grant, no_alloc=True)
+        model, context, pooling = loading.open_context(grant, params)
+        capabilities = loading.capabilities_of(grant, model, pooling, loading.template_of(model)[0])
+    except LoadError as error:
+        telling = "; ".join(line.strip() for line in complaints[-2:])
+        raise _UnusableError(telling or str(error)) from error
+    names = {
+        ggml_library.buffer_name(handle): device.id for handle, device in zip(params.handles, devices, strict=False)
+    }
+    sums: dict[str, list[int]] = {}
+    for where, weights, kv, compute in _breakdown(context.handle):
+        owner = next((ours for name, ours in names.items() if where == name or where.startswith(name + "_S")), "cpu")
+        here = sums.setdefault(owner, [0, 0, 0])
+        for index, count in enumerate((weights, kv, compute)):
+            here[index] += count
+    return {device: Parts(*counts) for device, counts in sums.items()}, context.output_bytes, capabilities
+
+
+def _projector_bytes(path: Path, accelerator: Mapping[str, Any] | None, *, measured: bool) -> dict[str, int]:
+    """Bytes of an image projector per device: as mtmd tells them, else its file and something to compute in.
+
+    Beside it the host holds the embeddings of images that wait for their place.
+    """
+    from inference.worker.prompt.vision import HELD_BYTES
+
+    here = accelerator["id"] if accelerator else "cpu"
+    found = _mtmd_bytes(path, on_gpu=accelerator is not None) if measured else 0
+    sums = {here: found or path.stat().st_size + PROJECTOR_COMPUTE_BYTES}
+    sums["cpu"] = sums.get("cpu", 0) + HELD_BYTES
+    return sums
+
+
+PROJECTOR_COMPUTE_BYTES = 2**28
+_MTMD_SYMBOL = "_Z21mtmd_get_memory_usagePKc19mtmd_context_params"
+
+
+def _mtmd_bytes(path: Path, *, on_gpu: bool) -> int:
+    """What mtmd says a projector takes, all devices together; 0 where this build does not say it, or cannot.
+
+    It is C++ and returns a `std::map` of device to bytes.
+    """
+    from llama_cpp import mtmd_cpp as mtmd
+
+    function = getattr(mtmd._libmtmd, _MTMD_SYMBOL, None)
+    if function is None:
+        return 0
+    apple = sys.platform == "darwin"
+    function.restype = _AppleMap if apple else _Map
+    function.argtypes = [ctypes.c_char_p, mtmd.mtmd_context_params]
+    params = mtmd.mtmd_context_params_default()
+    params.use_gpu = on_gpu
+    tree = function(str(path).encode(), params)
+    if tree.count > _MOST_NODES:
+        return 0
+    return sum(size for _device, size, *_rest in _walk(tree.root, *((0, 1) if apple else (2, 3)), values=2))
+
+
+def _breakdown(context: Any) -> Iterator[tuple[str, int, int, int]]:
+    """(buffer type, weights, context, compute) of each buffer type."""
+    from inference.worker.llama.binding import lib
+
+    try:
+        function = getattr(lib._lib, _SYMBOL)
+    except AttributeError:
+        raise _NoBreakdownError("this llama.cpp has no memory breakdown") from None
+    apple = sys.platform == "darwin"
+    function.restype = _AppleMap if apple else _Map
+    function.argtypes = [ctypes.c_void_p]
+    tree = function(context)
+    if tree.count > _MOST_NODES:
+        raise _NoBreakdownError(f"its memory breakdown claims {tree.count} entries")
+    from inference.worker.llama import ggml_library
+
+    name_of = ggml_library.library().ggml_backend_buft_name
+    name_of.restype, name_of.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
+    nodes = list(_walk(tree.root, *((0, 1) if apple else (2, 3))))
+    if len(nodes) != tree.count:
+        raise _NoBreakdownError(f"its memory breakdown has {len(nodes)} entries and claims {tree.count}")
+    for buffer_type, *counts in nodes:
+        yield (name_of(buffer_type).decode(), *counts)
+
+
+class _Map(ctypes.Structure):
+    """libstdc++: std::map with a stateless comparator (six words)."""
+
+    _fields_ = (
+        ("compare", ctypes.c_uint64),
+        ("color", ctypes.c_uint64),
+        ("root", ctypes.c_uint64),
+        ("leftmost", ctypes.c_uint64),
+        ("rightmost", ctypes.c_uint64),
+        ("count", ctypes.c_uint64),
+    )
+
+
+class _AppleMap(ctypes.Structure):
+    """libc++: first node, root, size."""
+
+    _fields_ = (("first", ctypes.c_uint64), ("root", ctypes.c_uint64), ("count", ctypes.c_uint64))
+
+
+def _walk(node: int, left: int, right: int, depth: int = 0, *, values: int = 4) -> Iterator[tuple[int, ...]]:
+    """The values of a red-black tree: four words of node (color and three links), then the key and its counts."""
+    if not node or depth > 32:
+        return
+    words = (ctypes.c_uint64 * (4 + values)).from_address(node)
+    yield from _walk(words[left], left, right, depth + 1, values=values)
+    yield tuple(words[4:])
+    yield from _walk(words[right], left, right, depth + 1, values=values)
+
+
+def _plain(parts: Parts) -> dict[str, int]:
+    return {"weights_bytes": parts.weights_bytes, "kv_bytes": parts.kv_bytes, "compute_bytes": parts.compute_bytes}
+
+
+def _facts(facts: Facts) -> dict[str, Any]:
+    return {name: getattr(facts, name) for name in facts.__dataclass_fields__}

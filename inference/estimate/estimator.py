@@ -1,0 +1,285 @@
+"""Gets the estimate of a model from a helper and remembers it; never opens a GGUF itself and never reserves anything.
+
+Remembered per (file fingerprint, parameters, kinds of devices, library version) in the state directory, shared by all
+who ask at once and by devices of one make, bounded by a deadline. When the exact way fails the header formula answers;
+when the file is bad, nobody does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headgate.shared.recovery import recovered
+from headgate.shared.state import StateDir
+from inference.authority.placement.layers import Sizes
+from inference.devices.device import HIDDEN, Reading
+from inference.devices.host import CPU
+from inference.errors import ModelFailed
+from inference.estimate.file_stamp import NO_FILE, Fingerprint, changed
+from inference.estimate.header_formula import Parameters, Parts
+from inference.estimate.overheads import Overheads
+from inference.helpers.helper_client import HelperError, run_helper
+from inference.settings import ModelSpec
+from inference.state_file import StateFiles
+from inference.workers.device_pinning import environment_of, grants_of
+
+log = logging.getLogger(__name__)
+
+HEADER_SECONDS = 20.0
+_VERSION = 9
+_KEPT = ("parts", "source", "note", "output_bytes", "projector_bytes", "layers", "facts", "capabilities")
+"""What is remembered of a helper's answer."""
+_MOST_ENTRIES = 2000
+_MOST_TRIES = 3
+"""How often a model is measured whose files change meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A model's bytes per device. `source` is `llama.cpp` or `header`; `overhead_bytes` is what neither sees.
+
+    `sizes` are those of its repeating layers; `counts` says how many layers each of several devices takes, in order.
+    """
+
+    parts: Mapping[str, Parts]
+    overhead_bytes: Mapping[str, int]
+    source: str
+    note: str
+    context_trained: int
+    capabilities: tuple[str, ...] = ()
+    """What the file can do; empty when only its header was read."""
+    sizes: tuple[Sizes, ...] = ()
+    counts: Mapping[str, int] = field(default_factory=dict)
+    headroom_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Of `overhead_bytes`, what was learned when memory ran out although the estimate allowed it."""
+    architecture: str = ""
+    quantization: str = ""
+    """How most weights are stored (`Q4_K_M`); empty when the header does not say."""
+
+    @property
+    def need(self) -> dict[str, int]:
+        """Bytes to reserve per device."""
+        devices = {**dict.fromkeys(self.parts, 0), **dict.fromkeys(self.overhead_bytes, 0)}
+        return {
+            device: (self.parts[device].total_bytes if device in self.parts else 0) + self.overhead_bytes.get(device, 0)
+            for device in devices
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """As `/memory/plan` shows it."""
+        return {
+            "devices": {
+                device: {
+                    **asdict(parts),
+                    "overhead_bytes": self.overhead_bytes.get(device, 0),
+                    "headroom_bytes": self.headroom_bytes.get(device, 0),
+                }
+                for device, parts in self.parts.items()
+            },
+            "total_bytes": sum(self.need.values()),
+            "source": self.source,
+            "note": self.note,
+        }
+
+
+class Estimator:
+    """Estimates for models on devices; the cache survives restarts."""
+
+    def __init__(self, state: StateDir, *, seconds: float) -> None:
+        self._path = state.file("estimates.json")
+        self._files = StateFiles("estimates")
+        self._seconds = seconds
+        self._cache: dict[str, dict[str, Any]] = recovered(self._path, _entries, "models are measured again") or {}
+        self._running: dict[str, asyncio.Task[dict[str, Any]]] = {}
+        self._library = importlib.metadata.version("llama-cpp-python")
+        self.overheads = Overheads(state)
+
+    async def get(self, spec: ModelSpec, *devices: Reading, counts: Sequence[int] = ()) -> Estimate:
+        """The estimate of `spec` on a device, or on several of which each takes so many layers, in order.
+
+        Raises ModelFailed naming the file and what is wrong with it. A cancelled caller leaves the shared work running
+        for the others.
+        """
+        for _ in range(_MOST_TRIES):
+            files = spec.files
+            if missing := next((path for path, seen in files if seen == NO_FILE), None):
+                raise ModelFailed(f"the model {spec.id!r} has no file {missing} ({_why_missing(missing)})")
+            key = self._key(files, spec, devices, counts)
+            if (remembered := self._remembered(key, spec, devices, counts)) is not None:
+                return remembered
+            entry = await asyncio.shield(self._measuring(key, files, spec, devices, counts))
+            if spec.files == files:
+                found = self._estimate(entry, spec, devices, counts)
+                where = ", ".join(device.id for device in devices)
+                log.info("estimate of %s on %s: %d bytes (%s)", spec.id, where, sum(found.need.values()), found.source)
+                return found
+            log.info("%s changed while %s was measured; it is measured again", changed(files, spec.files), spec.id)
+        raise ModelFailed(
+            f"the model {spec.id!r} cannot be measured: {spec.path} changes all the time; try again once it is written"
+        )
+
+    def learn(self, device: Reading, observed_bytes: int) -> None:
+        """Takes what a worker was seen to have on an accelerator beyond its buffers."""
+        self.overheads.learn(device, observed_bytes)
+
+    async def close(self) -> None:
+        """Ends what still runs."""
+        for task in list(self._running.values()):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, ModelFailed):  # nobody waits for it any more
+                await task
+
+    def _measuring(
+        self, key: str, files: Fingerprint, spec: ModelSpec, devices: Sequence[Reading], counts: Sequence[int]
+    ) -> asyncio.Task[dict[str, Any]]:
+        """The measurement for `key`, one for all that need it at the same time."""
+        task = self._running.get(key)
+        if task is None:
+            task = self._running[key] = asyncio.create_task(self._measure(key, files, spec, devices, counts))
+            task.add_done_callback(lambda done: self._forget(key, done))
+        return task
+
+    def _forget(self, key: str, done: asyncio.Task[dict[str, Any]]) -> None:
+        self._running.pop(key, None)
+        if not done.cancelled():
+            done.exception()  # seen, whoever still waits
+
+    async def _measure(
+        self, key: str, files: Fingerprint, spec: ModelSpec, devices: Sequence[Reading], counts: Sequence[int]
+    ) -> dict[str, Any]:
+        accelerators = [asdict(grant) | {"id": str(at)} for at, grant in enumerate(grants_of(_accelerators(devices)))]
+        job = {
+            "path": str(spec.path),
+            "parameters": asdict(parameters_of(spec, devices[0])),
+            "capabilities": spec.capabilities,
+            "mmproj": spec.mmproj,
+            "accelerators": accelerators,
+            "counts": list(counts),
+        }
+        environment = environment_of(devices) if accelerators else HIDDEN
+        try:
+            answer = await run_helper("estimate", job, seconds=self._seconds, environment=environment)
+        except HelperError as error:
+            log.warning("estimate of %s: %s; its header is used instead", spec.id, error)
+            try:
+                answer = await run_helper("estimate", {**job, "exact": False}, seconds=HEADER_SECONDS)
+            except HelperError as second:
+                raise ModelFailed(f"the model {spec.id!r} cannot be measured: {second}") from second
+            answer["note"] = str(error)
+        if "error" in answer:
+            raise ModelFailed(f"the model {spec.id!r} cannot be loaded: {answer['error']}")
+        entry = {name: answer[name] for name in _KEPT}
+        if entry["note"]:
+            log.warning("estimate of %s: %s", spec.id, entry["note"])
+        elif spec.files == files:
+            self._remember(key, entry)
+        return entry
+
+    def _remembered(
+        self, key: str, spec: ModelSpec, devices: Sequence[Reading], counts: Sequence[int]
+    ) -> Estimate | None:
+        """What the cache says; an entry that does not make sense is dropped, to be measured again."""
+        if key not in self._cache:
+            return None
+        try:
+            found = self._estimate(self._cache[key], spec, devices, counts)
+            if any(not isinstance(count, int) or count < 0 for count in found.need.values()):
+                raise ValueError("bytes that are no amounts")
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            log.warning("a remembered estimate of %s is damaged (%r); it is measured again", spec.id, error)
+            del self._cache[key]
+            return None
+        return found
+
+    def _remember(self, key: str, entry: dict[str, Any]) -> None:
+        self._cache[key] = entry
+        while len(self._cache) > _MOST_ENTRIES:
+            self._cache.pop(next(iter(self._cache)))
+        self._files.write(lambda: self._path, json.dumps({"version": _VERSION, "entries": self._cache}).encode())
+
+    def _key(self, files: Fingerprint, spec: ModelSpec, devices: Sequence[Reading], counts: Sequence[int]) -> str:
+        said = {
+            "files": files,
+            "parameters": asdict(parameters_of(spec, devices[0])),
+            "capabilities": spec.capabilities,
+            "mmproj": spec.mmproj,
+            "devices": [[device.kind, device.name] for device in _accelerators(devices)],
+            "counts": list(counts),
+            "library": self._library,
+        }
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+    def _estimate(
+        self, entry: Mapping[str, Any], spec: ModelSpec, devices: Sequence[Reading], counts: Sequence[int]
+    ) -> Estimate:
+        """What was remembered without names of devices, for these."""
+        here = _accelerators(devices)
+        names = {str(at): device.id for at, device in enumerate(here)} | {CPU: CPU}
+        overhead = {device.id: self.overheads.of(device) for device in here} | {CPU: self.overheads.host}
+        if spec.memory_overhead is not None:
+            overhead = {device.id: spec.memory_overhead for device in devices}
+        overhead[CPU] = overhead.get(CPU, 0) + int(entry["output_bytes"])
+        for where, count in entry["projector_bytes"].items():
+            overhead[names[where]] = overhead.get(names[where], 0) + int(count)
+        if extra := sum(_size(path) for path in spec.lora):
+            for device in devices:  # which of its layers lie where is not known
+                overhead[device.id] = overhead.get(device.id, 0) + extra
+        return Estimate(
+            {names[where]: Parts(**figures) for where, figures in entry["parts"].items()},
+            overhead,
+            entry["source"],
+            entry["note"],
+            int(entry["facts"]["context_trained"]),
+            tuple(entry["capabilities"]),
+            tuple(Sizes(int(weights), int(kv), bool(grows)) for weights, kv, grows in entry["layers"]),
+            {device.id: count for device, count in zip(here, counts, strict=True)} if counts else {},
+            architecture=str(entry["facts"].get("architecture", "")),
+            quantization=str(entry["facts"].get("quantization", "")),
+        )
+
+
+def _accelerators(devices: Sequence[Reading]) -> list[Reading]:
+    return [device for device in devices if device.id != CPU]
+
+
+def _why_missing(path: str) -> str:
+    """Why nothing is found at `path`, in the system's words."""
+    try:
+        Path(path).stat()
+    except OSError as error:
+        return error.strerror or str(error)
+    return "it appeared a moment ago; try again"
+
+
+def parameters_of(spec: ModelSpec, device: Reading) -> Parameters:
+    """What decides the size of `spec` there."""
+    return Parameters(
+        context_length=spec.context_length,
+        parallel=spec.parallel,
+        kv_type=spec.kv_type,
+        batch=spec.batch,
+        ubatch=spec.ubatch,
+        gpu_layers=0 if device.id == CPU else spec.gpu_layers,
+        flash_attention=spec.flash_attention,
+    )
+
+
+def _size(path: str) -> int:
+    try:
+        return Path(path).stat().st_size
+    except OSError:
+        return 0
+
+
+def _entries(data: Any) -> dict[str, dict[str, Any]]:
+    """The remembered estimates in the file's content; none of another version."""
+    return dict(data["entries"]) if data["version"] == _VERSION else {}

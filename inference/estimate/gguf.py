@@ -1,0 +1,257 @@
+"""Reads the header of a GGUF file without llama.cpp: what the size formula needs; never reads a tensor's data.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little endian).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from inference.estimate import quantization
+from inference.estimate.file_stamp import parts_of
+from inference.estimate.header_formula import Facts
+from inference.estimate.header_limits import header_problem
+
+MAGIC = b"GGUF"
+MOST_ENTRIES = 1_000_000
+MOST_STRING_BYTES = 64 * 2**20
+_LAYER = re.compile(r"blk\.(\d{1,5})\.")
+_MOST = 2**32 - 1
+"""llama.cpp keeps sizes of models in 32 bits."""
+_MOST_OF_A_TOKEN = 2**32
+"""Keys and values of one token over all layers; the largest models of today have some hundred thousand."""
+_LONGEST_NAME = 256
+_SCALARS = {0: "B", 1: "b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "?", 10: "<Q", 11: "<q", 12: "<d"}
+_STRING, _ARRAY = 8, 9
+
+# ggml type -> (values per block, bytes per block), from ggml's type traits.
+_BLOCKS: dict[int, tuple[int, int]] = {
+    0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 36),
+    10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292),
+    16: (256, 66), 17: (256, 74), 18: (256, 98), 19: (256, 50), 20: (32, 18), 21: (256, 110), 22: (256, 82),
+    23: (256, 136), 24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2),
+    34: (256, 54), 35: (256, 66), 39: (32, 17),
+}  # fmt: skip
+
+
+class BadGgufError(ValueError):
+    """The file is no usable GGUF; the message says what is wrong with it."""
+
+
+def read_facts(path: Path) -> Facts:
+    """What the header of `path` says; raises BadGgufError, or OSError when the file cannot be read.
+
+    A pipe or a device in its place is never opened: that would wait for a writer, or never end.
+    """
+    metadata, lengths, weights, layers = _read_part(path)
+    for part in _later_parts(path, metadata):
+        try:
+            *_, weights_here, layers_here = _read_part(part)
+        except BadGgufError as error:
+            raise BadGgufError(f"its part {part.name} is unusable: {error}") from error
+        weights += weights_here
+        for layer, count in layers_here.items():
+            layers[layer] = layers.get(layer, 0) + count
+    if not weights:
+        raise BadGgufError("it holds no tensors")
+    return _facts(metadata, lengths, weights, layers)
+
+
+def _later_parts(path: Path, metadata: dict[str, Any]) -> tuple[Path, ...]:
+    """The other files of a model that is split, in order; `path` has to be the first."""
+    count, number = metadata.get("split.count", 0), metadata.get("split.no", 0)
+    if not isinstance(count, int) or not isinstance(number, int):
+        raise BadGgufError(f"its split.count is {_shown(count)} and its split.no {_shown(number)}; both are numbers")
+    if count <= 1:
+        return ()
+    parts = parts_of(path)
+    if number != 0:
+        first = f": {parts[0].name}" if len(parts) > 1 else ""
+        raise BadGgufError(f"it is part {number + 1} of {count}; configure the first part{first}")
+    if len(parts) != count:
+        raise BadGgufError(f"it is the first of {count} parts; its name has to be NAME-00001-of-{count:05d}.gguf")
+    return parts[1:]
+
+
+def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, int], int, dict[int, int]]:
+    """One file: its metadata, the lengths of its arrays, the bytes of its tensors, and of those in each layer."""
+    if path.exists() and not path.is_file():
+        raise BadGgufError("it is no regular file")
+    with path.open("rb") as file:
+        metadata, lengths, tensors = _header(file)
+        data_begins = file.tell()
+    size = path.stat().st_size
+    alignment = _alignment(metadata)
+    weights = end = 0
+    layers: dict[int, int] = {}
+    for name, kind, count, offset in tensors:
+        per_block, block_bytes = _BLOCKS.get(kind, (1, 4))
+        here = math.ceil(count / per_block) * block_bytes
+        weights += here
+        if match := _LAYER.match(name):
+            layers[int(match[1])] = layers.get(int(match[1]), 0) + here
+        end = max(end, offset + here)
+    begin = math.ceil(data_begins / alignment) * alignment
+    if begin + end > size:
+        raise BadGgufError(f"it is cut short: {size} bytes, and its tensors end at {begin + end}; copy it again")
+    return metadata, lengths, weights, layers
+
+
+def _alignment(metadata: dict[str, Any]) -> int:
+    """To which multiple of bytes tensors are padded: a power of two, as ggml has it."""
+    value = metadata.get("general.alignment", 32)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MOST or value & (value - 1):
+        raise BadGgufError(f"its alignment (general.alignment) is {_shown(value)}, and must be a power of two")
+    return value
+
+
+def _facts(metadata: dict[str, Any], lengths: dict[str, int], weights: int, layer_bytes: dict[int, int]) -> Facts:
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str) or not architecture:
+        raise BadGgufError("it does not say its architecture (general.architecture)")
+    if len(architecture) > _LONGEST_NAME:
+        raise BadGgufError(f"its architecture is a text of {len(architecture)} characters")
+    if not architecture.isprintable():
+        raise BadGgufError(f"its architecture is {_shown(architecture)}")
+    if architecture == "clip":
+        raise BadGgufError("it is an image projector; configure it as `mmproj` of a model")
+    if metadata.get("general.type") == "adapter":
+        raise BadGgufError("it is a LoRA adapter; configure it under `lora` of a model")
+    prefix = f"{architecture}."
+    header = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    if problem := header_problem(architecture, header):
+        raise BadGgufError(problem)
+
+    def numbers(key: str, default: int = 0) -> list[int]:
+        """One value, or one per layer."""
+        name = f"{architecture}.{key}"
+        value = metadata.get(name, default)
+        found = value if isinstance(value, list) else [value]
+        for item in found:
+            if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item <= _MOST:
+                raise BadGgufError(f"{name} is {_shown(value)}, and must be a whole number from 0 to {_MOST}")
+        return found
+
+    def number(key: str, default: int = 0) -> int:
+        return max(numbers(key, default), default=0)
+
+    layers, embedding, heads = number("block_count"), number("embedding_length"), number("attention.head_count")
+    per_head = embedding // heads if heads else 0
+    keys = number("attention.key_length", per_head)
+    values = number("attention.value_length", per_head)
+    kv_heads = numbers("attention.head_count_kv", heads)
+    is_listed = isinstance(metadata.get(f"{architecture}.attention.head_count_kv"), list)
+    heads_of = dict(enumerate(kv_heads)) if is_listed else dict.fromkeys(range(layers), kv_heads[0])
+    by_layer = tuple((layer_bytes.get(layer, 0), (keys + values) * heads_of.get(layer, 0)) for layer in range(layers))
+    if (of_a_token := sum(count for _weights, count in by_layer)) > _MOST_OF_A_TOKEN:
+        raise BadGgufError(f"it claims {of_a_token} keys and values for each token of its context")
+    return Facts(
+        architecture=architecture,
+        layers=layers,
+        embedding=embedding,
+        feed_forward=number("feed_forward_length"),
+        vocabulary=number("vocab_size", lengths.get("tokenizer.ggml.tokens", 0)),
+        context_trained=number("context_length"),
+        kv_values_per_cell=of_a_token,
+        weight_bytes=weights,
+        layer_bytes=sum(layer_bytes.values()),
+        quantization=quantization.name_of(metadata),
+        by_layer=by_layer,
+    )
+
+
+def _header(file: BinaryIO) -> tuple[dict[str, Any], dict[str, int], list[tuple[str, int, int, int]]]:
+    """Scalars and short arrays by key; the lengths of all arrays; name, type, values and offset of every tensor."""
+    magic = file.read(4)
+    if magic != MAGIC:
+        raise BadGgufError(
+            f"it does not begin with GGUF but with {magic!r}" if magic else "it is empty, and does not begin with GGUF"
+        )
+    version, tensor_count, entry_count = _numbers(file, "<IQQ")
+    if version not in (2, 3):
+        raise BadGgufError(f"its GGUF version is {version}; 2 and 3 are known")
+    if tensor_count > MOST_ENTRIES or entry_count > MOST_ENTRIES:
+        raise BadGgufError(f"it claims {tensor_count} tensors and {entry_count} metadata entries")
+    metadata: dict[str, Any] = {}
+    lengths: dict[str, int] = {}
+    for _ in range(entry_count):
+        key = _string(file)
+        (kind,) = _numbers(file, "<I")
+        metadata[key] = _value(file, kind, key, lengths)
+    tensors = []
+    for _ in range(tensor_count):
+        name = _string(file)
+        (dimensions,) = _numbers(file, "<I")
+        if dimensions > 8:
+            raise BadGgufError(f"tensor {_shown(name)} claims {dimensions} dimensions")
+        shape = _numbers(file, f"<{dimensions}Q")
+        kind, offset = _numbers(file, "<IQ")
+        tensors.append((name, kind, math.prod(shape), offset))
+    return metadata, lengths, tensors
+
+
+def _value(file: BinaryIO, kind: int, key: str, lengths: dict[str, int]) -> Any:
+    if kind == _STRING:
+        return _string(file)
+    if kind != _ARRAY:
+        return _scalar(file, kind)
+    inner, count = _numbers(file, "<IQ")
+    if count > 100 * MOST_ENTRIES:
+        raise BadGgufError(f"{_shown(key)} claims {count} values")
+    lengths[key] = count
+    if inner == _STRING:
+        for _ in range(count):
+            _skip_string(file)
+        return None
+    if inner == _ARRAY:
+        raise BadGgufError(f"{_shown(key)} is an array of arrays")
+    if count > 4096:  # scores and token types: long, and not needed
+        file.seek(count * struct.calcsize(_format(inner)), 1)
+        return None
+    return [_scalar(file, inner) for _ in range(count)]
+
+
+def _shown(value: Any) -> str:
+    """`value` for a message: short, and in printable characters."""
+    return ascii(value)[:80]
+
+
+def _format(kind: int) -> str:
+    try:
+        return _SCALARS[kind]
+    except KeyError:
+        raise BadGgufError(f"a value of unknown type {kind}") from None
+
+
+def _scalar(file: BinaryIO, kind: int) -> Any:
+    return _numbers(file, _format(kind))[0]
+
+
+def _length(file: BinaryIO) -> int:
+    (length,) = _numbers(file, "<Q")
+    if length > MOST_STRING_BYTES:
+        raise BadGgufError(f"a text of {length} bytes in its header")
+    return int(length)
+
+
+def _string(file: BinaryIO) -> str:
+    return _bytes(file, _length(file)).decode("utf-8", "replace")
+
+
+def _skip_string(file: BinaryIO) -> None:
+    file.seek(_length(file), 1)
+
+
+def _numbers(file: BinaryIO, form: str) -> tuple[Any, ...]:
+    return struct.unpack(form, _bytes(file, struct.calcsize(form)))
+
+
+def _bytes(file: BinaryIO, count: int) -> bytes:
+    data = file.read(count)
+    if len(data) < count:
+        raise BadGgufError("it ends inside its header: the file is incomplete, copy it again")
+    return data

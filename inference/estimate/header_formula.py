@@ -1,0 +1,115 @@
+"""Decides how many bytes a model needs from its header alone; the cross-check and the fallback of the exact estimate.
+
+The exact figures come from llama.cpp itself (`inference.estimate.estimate_job`). Here:
+
+- weights: the tensors' own bytes, as the header lists them;
+- KV cache: `cells x layers x (key_length + value_length) x kv heads` values, f16 or in ggml blocks of 32
+  (llama.cpp `llama_kv_cache`: one K and one V tensor per layer of `n_embd_k_gqa x kv_size` values);
+- compute: the widest moment of a step of `ubatch` tokens: logits (f32), the feed-forward activations, queries and
+  outputs (f32), and the attention mask (f16, `ubatch` times the cells of one sequence). llama.cpp's own reservation
+  of the worst-case graph was between 0.5 and 1.0 times this for Llama-family models, so it errs on the safe side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+CELLS_STEP = 256
+"""The cells of a sequence are rounded up to a multiple of this (llama.cpp's `n_ctx_seq`)."""
+
+KV_BYTES_PER_VALUE: Mapping[str, float] = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a GGUF header says. `kv_values_per_cell` is keys plus values of one token over all layers."""
+
+    architecture: str
+    layers: int
+    embedding: int
+    feed_forward: int
+    vocabulary: int
+    context_trained: int
+    kv_values_per_cell: int
+    weight_bytes: int
+    layer_bytes: int
+    """Of `weight_bytes`, those of the repeating layers; the rest is embeddings and output."""
+    quantization: str = ""
+    """How most weights are stored (`Q4_K_M`); empty when the header does not say."""
+    by_layer: tuple[tuple[int, int], ...] = ()
+    """Per repeating layer: bytes of its weights, and keys plus values of one token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """The settings of a model that decide its size."""
+
+    context_length: int
+    parallel: int
+    kv_type: str = "f16"
+    batch: int = 2048
+    ubatch: int = 512
+    gpu_layers: int = 0
+    flash_attention: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A model's bytes on one device."""
+
+    weights_bytes: int
+    kv_bytes: int
+    compute_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """The sum."""
+        return self.weights_bytes + self.kv_bytes + self.compute_bytes
+
+
+def formula(facts: Facts, parameters: Parameters) -> Parts:
+    """The bytes of the whole model on one device."""
+    of_one = -(-parameters.context_length // CELLS_STEP) * CELLS_STEP
+    cells = of_one * parameters.parallel
+    kv = cells * facts.kv_values_per_cell * KV_BYTES_PER_VALUE[parameters.kv_type]
+    tokens = min(parameters.ubatch, max(cells, 1))
+    activations = tokens * 4 * (facts.vocabulary + 2 * facts.feed_forward + 4 * facts.embedding)
+    mask = tokens * of_one * 2
+    return Parts(facts.weight_bytes, int(kv), activations + mask)
+
+
+def formula_on(facts: Facts, parameters: Parameters, shares: Mapping[str, int]) -> dict[str, Parts]:
+    """The bytes per device: everything on `cpu`, or so many of the layers and the head on each accelerator, in order.
+
+    `shares` are layers per accelerator, negative for all that `gpu_layers` says (negative: every one); the last layers
+    go there, and the head counts as one. The token embeddings stay in host memory, as llama.cpp keeps them.
+    """
+    whole = formula(facts, parameters)
+    if not shares or parameters.gpu_layers == 0 or facts.layers == 0:
+        return {"cpu": whole}
+    places = facts.layers + 1
+    wanted = places if parameters.gpu_layers < 0 else min(parameters.gpu_layers, places)
+    head = facts.weight_bytes - facts.layer_bytes
+    at = places - wanted
+    found: dict[str, Parts] = {}
+    for device, count in shares.items():
+        end = places if count < 0 else min(places, at + count)
+        layers = max(0, min(end, facts.layers) - at) / facts.layers
+        weights = int(facts.layer_bytes * layers) + (head if end == places else 0)
+        found[device] = Parts(weights, int(whole.kv_bytes * layers), whole.compute_bytes)
+        at = end
+    stay = (places - wanted) / facts.layers
+    return {**found, "cpu": Parts(head + int(facts.layer_bytes * stay), int(whole.kv_bytes * stay), 0)}
+
+
+def plausible(exact: Mapping[str, Parts], facts: Facts, parameters: Parameters) -> str | None:
+    """Why the exact figures cannot be right when held against the header, or None. Tolerant by a factor of two."""
+    rough = formula(facts, parameters)
+    weights = sum(parts.weights_bytes for parts in exact.values())
+    kv = sum(parts.kv_bytes for parts in exact.values())
+    if not rough.weights_bytes / 2 <= weights <= rough.weights_bytes * 2 + 2**20:
+        return f"weights of {weights} bytes against {rough.weights_bytes} in the header"
+    if rough.kv_bytes and kv > rough.kv_bytes * 2 + 2**20:
+        return f"a KV cache of {kv} bytes against {rough.kv_bytes} by the header"
+    return None

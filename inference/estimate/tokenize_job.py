@@ -1,0 +1,72 @@
+"""Answers /tokenize and /detokenize for a model that is not loaded, from its vocabulary; runs in a child, keeps none.
+
+It is the worker's own app over a file opened without weights, so an answer is the same as that of a loaded model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+
+def run(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Answers `{"model", "file", "context_length", "mmproj", "capabilities", "path", "body"}` with `{"status",
+    "body"}`, or with `{"error"}`.
+    """
+    from inference.worker import llama, loading
+    from inference.worker.api.worker_app import App
+    from inference.worker.llama.llama_log import LogTail
+    from inference.worker.prompt.prompts import TOKENIZER_STACK_BYTES, Prompts
+    from inference.worker.worker_errors import LoadError
+    from inference.worker.worker_requests import Facts
+    from inference.workers.worker_link import DeviceGrant, Grant
+
+    llama.start(LogTail(lambda line: None))
+    said = job["capabilities"]
+    grant = Grant(
+        job["model"],
+        job["file"],
+        (DeviceGrant("cpu", "cpu"),),
+        gpu_layers=0,
+        mmproj=job["mmproj"],
+        capabilities=None if said is None else tuple(said),
+    )
+    try:
+        model = llama.Model(grant.path, llama.model_params(grant, vocab_only=True))
+        template = loading.template_of(model)[0]
+        capabilities = loading.capabilities_of(grant, model, None, template)
+    except LoadError as error:
+        return {"error": error.message}
+    marker = "<image>" if "vision" in capabilities else ""
+    facts = Facts(
+        grant.model_id,
+        job["context_length"],
+        model.n_vocab,
+        0,
+        capabilities=capabilities,
+        image_marker=marker,
+        family=loading.family_of(template),
+    )
+    prompts = Prompts(model, template, facts)
+    threading.stack_size(TOKENIZER_STACK_BYTES)
+    app = App(facts, prompts, model.detokenize, None, None, ThreadPoolExecutor(1))
+    return asyncio.run(_ask(app, job["path"], job["body"].encode()))
+
+
+async def _ask(app: Any, path: str, body: bytes) -> dict[str, Any]:
+    said: list[MutableMapping[str, Any]] = []
+    unread = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        return unread.pop() if unread else await asyncio.get_running_loop().create_future()  # nobody leaves
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        said.append(message)
+
+    headers = [(b"content-length", str(len(body)).encode())]
+    await app({"type": "http", "method": "POST", "path": path, "headers": headers}, receive, send)
+    whole = b"".join(message.get("body", b"") for message in said)
+    return {"status": said[0]["status"], "body": whole.decode()}

@@ -1,0 +1,1 @@
+"""Helper processes: one short job each, with a deadline."""

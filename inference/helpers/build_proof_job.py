@@ -1,0 +1,266 @@
+"""Checks that this build of llama.cpp computes correctly on this CPU; runs in a child, because a broken one may end it.
+
+Two checks, both on the CPU alone and within a second or two:
+
+- products of matrices with f16, q8_0 and q4_0 weights, for one row and for a batch, in every kind of buffer in which
+  llama.cpp keeps weights on this CPU (AMX and repacked weights have buffers and kernels of their own), against numpy;
+- the bundled demo model: a prompt as one batch and token by token, then some tokens of both sequences together. Both
+  ways have to agree, and the answer has to begin as the model learned it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from inference.devices.device import HIDDEN
+
+if TYPE_CHECKING:
+    import numpy as np
+
+LONG, WIDE = 512, 64
+"""Weights of WIDE rows of LONG numbers, a shape that every kernel takes: AMX wants multiples of 64 and 32."""
+ROWS = (1, 33)
+"""A single token, and a batch with an odd number of rows, so that kernels also compute what is left over."""
+BLOCK = 32
+MOST_ERROR = 0.03
+"""Relative error (Frobenius norm) of a product or of logits. Kernels quantize the right side to 8 bits, which costs
+0.006; wrong kernels are off by about 1."""
+QUESTION = "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n"
+ANSWER = "I am a small demo model that comes with Headgate."
+TOKENS = 12
+"""How many tokens of the answer are decoded, one by one."""
+_F32, _F16, _Q4_0, _Q8_0 = 0, 1, 2, 8
+_CONTEXT_BYTES = 2**20
+"""Host memory for what ggml notes of a graph."""
+
+
+class ProofError(Exception):
+    """The build computes nonsense; the message says what."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights of one type (`kind` is ggml's number for it): `data` as a tensor holds them, `values` as numbers."""
+
+    name: str
+    kind: int
+    data: bytes
+    values: np.ndarray
+
+
+def run(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Answers `{"products": count, "buffers": [names], "answer": text}`, or `{"error": sentence}`. `job` is empty."""
+    os.environ.update(HIDDEN)
+    from inference.worker import llama
+    from inference.worker.llama.llama_log import LogTail
+
+    llama.start(LogTail(lambda _line: None))
+    try:
+        buffers = _check_products()
+        answer = _check_model()
+    except ProofError as error:
+        return {"error": str(error)}
+    return {"buffers": buffers, "answer": answer}
+
+
+# --- products --------------------------------------------------------------------------------------------------------
+def _check_products() -> list[str]:
+    """The names of the kinds of buffers in which all products are right; raises ProofError."""
+    import numpy as np
+
+    from inference.worker.llama import ggml_library
+
+    lib = _declared(ggml_library.library())
+    cpu = lib.ggml_backend_dev_by_name(b"CPU")
+    if not cpu:
+        raise ProofError("llama.cpp has no CPU backend")
+    backend = lib.ggml_backend_dev_init(cpu, None)
+    chance = np.random.default_rng(1)
+    matrix = chance.standard_normal((WIDE, LONG)).astype(np.float32)
+    rights = [chance.standard_normal((rows, LONG)).astype(np.float32) for rows in ROWS]
+    names = []
+    for buffer_type in _buffer_types(lib, cpu):
+        name = lib.ggml_backend_buft_name(buffer_type).decode()
+        computed = 0
+        for weights in quantized(matrix):
+            for right in rights:
+                found = _product(lib, cpu, backend, buffer_type, weights, right)
+                if found is not None:
+                    check_close(f"{weights.name} x {len(right)} rows ({name})", found, right @ weights.values.T)
+                    computed += 1
+        if computed:
+            names.append(name)
+    return names
+
+
+def quantized(matrix: np.ndarray) -> Iterator[Weights]:
+    """`matrix` (float32, its rows a multiple of BLOCK long) as f16, q8_0 and q4_0, in ggml's layout of blocks."""
+    import numpy as np
+
+    half = matrix.astype(np.float16)
+    yield Weights("f16", _F16, half.tobytes(), half.astype(np.float32))
+    blocks = matrix.reshape(-1, BLOCK)
+    largest = np.abs(blocks).max(axis=1, keepdims=True)
+    for name, kind, top in (("q8_0", _Q8_0, 127), ("q4_0", _Q4_0, 7)):
+        scale = (largest / top).astype(np.float16)
+        numbers = np.rint(blocks / scale.astype(np.float32)).clip(-top, top)
+        if kind == _Q8_0:
+            body = numbers.astype(np.int8).view(np.uint8)
+        else:
+            shifted = (numbers + 8).astype(np.uint8)
+            body = shifted[:, : BLOCK // 2] | (shifted[:, BLOCK // 2 :] << 4)
+        data = np.hstack([scale.view(np.uint8), body]).tobytes()
+        yield Weights(name, kind, data, (numbers * scale.astype(np.float32)).astype(np.float32).reshape(matrix.shape))
+
+
+def _buffer_types(lib: ctypes.CDLL, cpu: int) -> list[int]:
+    """Where llama.cpp keeps weights on this CPU: its plain memory, then the kinds with a layout of their own."""
+    found = [lib.ggml_backend_dev_buffer_type(cpu)]
+    registry = lib.ggml_backend_dev_backend_reg(cpu)
+    if address := lib.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts"):
+        extra = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)(address)(cpu)
+        index = 0
+        while extra and extra[index]:
+            found.append(extra[index])
+            index += 1
+    return found
+
+
+def _product(
+    lib: ctypes.CDLL, cpu: int, backend: int, buffer_type: int, weights: Weights, right: np.ndarray
+) -> np.ndarray | None:
+    """`right` times the transposed weights, as float32; None where this kind of buffer does not take such weights."""
+    import numpy as np
+
+    held = lib.ggml_init(_InitParams(_CONTEXT_BYTES, None, True))
+    a = lib.ggml_new_tensor_2d(held, weights.kind, LONG, WIDE)
+    graph_memory = lib.ggml_init(_InitParams(_CONTEXT_BYTES, None, True))
+    b = lib.ggml_new_tensor_2d(graph_memory, _F32, LONG, len(right))
+    product = lib.ggml_mul_mat(graph_memory, a, b)
+    graph = lib.ggml_new_graph(graph_memory)
+    lib.ggml_build_forward_expand(graph, product)
+    buffers = [
+        lib.ggml_backend_alloc_ctx_tensors_from_buft(held, buffer_type),
+        lib.ggml_backend_alloc_ctx_tensors(graph_memory, backend),
+    ]
+    try:
+        if not all(buffers):
+            raise ProofError("there is no memory for a product of small matrices")
+        if not lib.ggml_backend_dev_supports_op(cpu, product):
+            return None
+        lib.ggml_backend_tensor_set(a, weights.data, 0, len(weights.data))
+        lib.ggml_backend_tensor_set(b, right.tobytes(), 0, right.nbytes)
+        if status := lib.ggml_backend_graph_compute(backend, graph):
+            raise ProofError(f"a product with {weights.name} weights ended with status {status}")
+        found = np.full((len(right), WIDE), np.nan, dtype=np.float32)
+        lib.ggml_backend_tensor_get(product, found.ctypes.data, 0, found.nbytes)
+        return found
+    finally:
+        for buffer in filter(None, buffers):
+            lib.ggml_backend_buffer_free(buffer)
+        lib.ggml_free(held)
+        lib.ggml_free(graph_memory)
+
+
+def check_close(what: str, found: np.ndarray, expected: np.ndarray) -> None:
+    """Raises ProofError where `found` is not what was expected, within MOST_ERROR."""
+    import numpy as np
+
+    if not np.isfinite(found).all():
+        raise ProofError(f"{what}: {np.count_nonzero(~np.isfinite(found))} of {found.size} numbers are not finite")
+    if not found.any():
+        raise ProofError(f"{what}: all {found.size} numbers are zero")
+    error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+    if not error <= MOST_ERROR:
+        raise ProofError(f"{what}: the numbers are off by {error:.0%}")
+
+
+class _InitParams(ctypes.Structure):
+    _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
+
+
+def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    for name, restype, argtypes in (
+        ("ggml_backend_dev_init", pointer, [pointer, ctypes.c_char_p]),
+        ("ggml_backend_dev_backend_reg", pointer, [pointer]),
+        ("ggml_backend_dev_supports_op", ctypes.c_bool, [pointer, pointer]),
+        ("ggml_backend_buffer_free", None, [pointer]),
+        ("ggml_init", pointer, [_InitParams]),
+        ("ggml_free", None, [pointer]),
+        ("ggml_new_tensor_2d", pointer, [pointer, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]),
+        ("ggml_mul_mat", pointer, [pointer, pointer, pointer]),
+        ("ggml_new_graph", pointer, [pointer]),
+        ("ggml_build_forward_expand", None, [pointer, pointer]),
+        ("ggml_backend_alloc_ctx_tensors", pointer, [pointer, pointer]),
+        ("ggml_backend_alloc_ctx_tensors_from_buft", pointer, [pointer, pointer]),
+        ("ggml_backend_tensor_set", None, [pointer, ctypes.c_char_p, size, size]),
+        ("ggml_backend_tensor_get", None, [pointer, pointer, size, size]),
+        ("ggml_backend_graph_compute", ctypes.c_int, [pointer, pointer]),
+    ):
+        function = getattr(lib, name)
+        function.restype, function.argtypes = restype, argtypes
+    return lib
+
+
+# --- the model -------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class _Row:
+    slot: int
+    start: int
+    tokens: Sequence[int]
+    sample: bool = True
+    every: bool = False
+
+
+def _check_model() -> str:
+    """The beginning of the demo model's answer; raises ProofError where it is not the one that the model learned."""
+    from inference.demo import bundled_path
+    from inference.worker import llama
+    from inference.worker.loading import open_context
+    from inference.worker.worker_errors import LoadError
+    from inference.workers.worker_link import DeviceGrant, Grant
+
+    grant = Grant(
+        "demo", str(bundled_path("demo")), (DeviceGrant("cpu", "cpu"),), gpu_layers=0, context_length=128, parallel=2
+    )
+    try:
+        model, context, _pooling = open_context(grant, llama.model_params(grant))
+    except LoadError as error:
+        raise ProofError(f"the demo model cannot be loaded: {error.message}") from error
+    prompt = model.tokenize(QUESTION, parse_special=True)
+    at_once = _decoded(context, [_Row(0, 0, prompt)])[0]
+    for position, token in enumerate(prompt):
+        (one_by_one,) = _decoded(context, [_Row(1, position, [token])])
+    check_close("a prompt in one batch and token by token", at_once, one_by_one)
+    return _check_answer(context, model.detokenize, len(prompt), int(at_once.argmax()))
+
+
+def _check_answer(context: Any, text_of: Callable[[list[int]], str], position: int, first: int) -> str:
+    """Decodes both sequences together, greedily, from the first token of the answer on; raises ProofError."""
+    tokens = [first]
+    for step in range(TOKENS):
+        logits, twin = _decoded(context, [_Row(slot, position + step, tokens[-1:]) for slot in (0, 1)])
+        check_close("two sequences with the same tokens", twin, logits)
+        tokens.append(int(logits.argmax()))
+    answer = text_of(tokens)
+    if not (answer.startswith(ANSWER) or ANSWER.startswith(answer)):
+        raise ProofError(f"the demo model answers {answer!r} instead of {ANSWER!r}")
+    return answer
+
+
+def _decoded(context: Any, rows: list[_Row]) -> list[np.ndarray]:
+    """A copy of the logits behind each row; raises ProofError where llama.cpp computes none, or no numbers."""
+    import numpy as np
+
+    status, last = context.decode(rows)
+    if status:
+        raise ProofError(f"llama.cpp could not decode {len(rows)} rows ({status.name.lower()})")
+    found = [context.logits(index).copy() for index in last]
+    if not all(np.isfinite(logits).all() and logits.any() for logits in found):
+        raise ProofError("the demo model's logits are zero or not finite")
+    return found

@@ -1,0 +1,1 @@
+"""Developer tools: training of the demo models, generated references."""

@@ -1,0 +1,185 @@
+"""Turns the corpus into token rows to train on, with every choice drawn from one seeded generator; training only."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from inference.tools import demo_corpus
+from inference.tools.demo_vocabulary import encode_message
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from torch import Tensor
+
+__all__ = ["Batch", "Sampler", "corpus_texts", "listed_batch"]
+
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "You are a helpful assistant.",
+    "You are a friendly assistant.",
+    "You are the demo model of Headgate.",
+    "Answer briefly.",
+    "Be polite and precise.",
+)
+OPENINGS = ("Please tell me: ", "Can you tell me: ", "Hi! ", "I have a question. ", "Tell me, ", "So, ", "Question: ")
+CLOSINGS = (" Please.", " Thanks!", " please", " Thank you.")
+IGNORED = -100
+"""Label of a token that is not trained on (the default `ignore_index` of PyTorch's cross entropy)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of packed chats, all [B, T]: input tokens, what should follow each (or IGNORED), and the chat it is in."""
+
+    tokens: Tensor
+    labels: Tensor
+    documents: Tensor
+
+
+def corpus_texts() -> list[str]:
+    """Every text the vocabulary is built from: questions, answers, dialogues, roles and system prompts."""
+    texts = [*SYSTEM_PROMPTS, *OPENINGS, *CLOSINGS]
+    for question in demo_corpus.questions():
+        texts += [question.ask, *question.also, question.answer]
+    for dialogue in demo_corpus.dialogues():
+        for turn in dialogue.turns:
+            texts += [turn.ask, turn.answer]
+    return texts + ["user", "assistant", "system", "tool"] * 8 + ["\n", "\n\n"] * 8
+
+
+@dataclass(slots=True)
+class _Chat:
+    """One chat as token ids, with the label of each (what it should be predicted as, or IGNORED)."""
+
+    tokenizer: Tokenizer
+    ids: list[int]
+    labels: list[int]
+
+    def say(self, role: str, content: str, *, learn: bool = False) -> None:
+        head, tail = encode_message(self.tokenizer, role, content)
+        self.ids += [*head, *tail]
+        spoken = [*tail[:-1], IGNORED] if learn else [IGNORED] * len(tail)
+        self.labels += [IGNORED] * len(head) + spoken
+
+
+def _pack(rows: list[list[_Chat]], length: int) -> Batch:
+    """Lay the chats of each row side by side, shift the labels by one, cut at `length` and fill with token 0."""
+    tokens = torch.zeros(len(rows), length, dtype=torch.long)
+    labels = torch.full((len(rows), length), IGNORED, dtype=torch.long)
+    documents = torch.zeros(len(rows), length, dtype=torch.long)
+    for row, chats in enumerate(rows):
+        start = 0
+        for number, chat in enumerate(chats, start=1):
+            room = min(len(chat.ids) - 1, length - start)
+            tokens[row, start : start + room] = torch.tensor(chat.ids[:room])
+            labels[row, start : start + room] = torch.tensor(chat.labels[1 : room + 1])
+            documents[row, start : start + room] = number
+            start += room
+    return Batch(tokens, labels, documents)
+
+
+def listed_batch(tokenizer: Tokenizer) -> Batch:
+    """The listed questions, one in each row and with no system message, to measure on."""
+    rows = []
+    for question in demo_corpus.listed_questions():
+        chat = _Chat(tokenizer, [], [])
+        chat.say("user", question.ask)
+        chat.say("assistant", question.answer, learn=True)
+        rows.append([chat])
+    return _pack(rows, max(len(row[0].ids) for row in rows))
+
+
+class Sampler:
+    """Draws batches: questions alone, with system messages, after other exchanges, with slips of the pen."""
+
+    def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
+        self._tokenizer = tokenizer
+        self._random = random.Random(seed)  # noqa: S311 - repeatable, not secret
+        self._questions = demo_corpus.questions()
+        self._dialogues = demo_corpus.dialogues()
+        weight = {"plain": 1.0, "sum": 0.3, "unknown": 4.0}
+        self._weights = [weight[question.kind] for question in self._questions]
+        self._sentences = [question.answer for question in self._questions if question.kind == "plain"]
+
+    def batch(self, tokens: int = 4096) -> Batch:
+        """A batch of `tokens` tokens: rows of 512 with several chats, or at times one long chat in each longer row."""
+        length = self._random.choices((512, 2048, 4096), (0.88, 0.05, 0.07))[0]
+        return _pack([self._row(length) for _ in range(tokens // length)], length)
+
+    def _row(self, length: int) -> list[_Chat]:
+        chats: list[_Chat] = []
+        used = 0
+        while used < length:
+            chat = self._chat(length - used if length > 512 else self._random.choice((1, 1, 1, 160, 400)))
+            chats.append(chat)
+            used += len(chat.ids) - 1
+        return chats
+
+    def _chat(self, wanted: int) -> _Chat:
+        """A chat that goes on until it has at least `wanted` tokens: one exchange if that is 1."""
+        chat = _Chat(self._tokenizer, [], [])
+        if self._random.random() < 0.5:
+            chat.say("system", self._system())
+        while True:
+            if self._random.random() < 0.2:
+                for turn in self._random.choice(self._dialogues).turns:
+                    chat.say("user", self._slip(turn.ask, 0.15))
+                    chat.say("assistant", turn.answer, learn=True)
+            else:
+                self._exchange(chat)
+            if len(chat.ids) >= wanted:
+                return chat
+            if self._random.random() < 0.03:
+                self._interrupted(chat)
+
+    def _exchange(self, chat: _Chat) -> None:
+        question = self._random.choices(self._questions, self._weights)[0]
+        asks = (question.ask, question.ask, *question.also) if question.kind != "unknown" else question.also
+        chat.say("user", self._slip(self._random.choice(asks), 0.4))
+        chat.say("assistant", question.answer, learn=True)
+
+    def _interrupted(self, chat: _Chat) -> None:
+        """An earlier answer that was cut: it is seen, not learned."""
+        question = self._random.choice(self._questions)
+        words = question.answer.split(" ")
+        chat.say("user", question.ask)
+        chat.say("assistant", " ".join(words[: self._random.randint(1, len(words))][:40]))
+
+    def _system(self) -> str:
+        if self._random.random() < 0.8:
+            return self._random.choice(SYSTEM_PROMPTS)
+        return " ".join(self._random.choices(self._sentences, k=self._random.randint(1, 4)))[:1200]
+
+    def _slip(self, text: str, chance: float) -> str:
+        """The question as people really type it: with probability `chance` in other case, cut, longer or misspelled."""
+        draw = self._random
+        if draw.random() >= chance:
+            return text
+        match draw.randrange(8):
+            case 0:
+                return text.lower()
+            case 1:
+                return text.rstrip("?.!")
+            case 2:
+                return text.lower().rstrip("?.!")
+            case 3:
+                return text + " "
+            case 4:
+                return draw.choice(OPENINGS) + text
+            case 5:
+                return text + draw.choice(CLOSINGS)
+            case 6 if any(character.isdigit() for character in text) or text.count(" ") < 4:
+                return text.upper() if draw.random() < 0.1 else text
+            case 6:
+                words = text.split(" ")
+                del words[draw.randrange(len(words))]
+                return " ".join(words)
+            case _ if any(character.isdigit() for character in text) or len(text) < 12:
+                return text
+            case _:
+                place = draw.randrange(1, len(text) - 2)
+                return text[:place] + text[place + 1] + text[place] + text[place + 2 :]

@@ -1,0 +1,1 @@
+"""One answer from token to token: text, reasoning, tool calls, stop strings."""

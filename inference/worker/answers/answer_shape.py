@@ -1,0 +1,111 @@
+"""Decides how the answers to one request are read and what form they must have; reads and compiles nothing itself."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from inference.protocol import Code
+from inference.worker.answers.structured_answer import Reading
+from inference.worker.api.response_writer import new_call_id
+from inference.worker.dialects import Dialect
+from inference.worker.dialects.answer_parts import Tool, ToolChoice
+from inference.worker.dialects.forms import Form, OneOf
+from inference.worker.worker_errors import BadRequestError
+from inference.worker.worker_requests import GenerateRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How the answers of one request are read, and what they must look like; None: plain text, any text. `param` is
+    the request's parameter that asks for the form. One that is not `promised` only helps the model: without it the
+    answer is still what was asked for.
+    """
+
+    reading: Reading | None = None
+    form: Form | None = None
+    param: str = ""
+    promised: bool = True
+
+
+class Shaping:
+    """For one model. Thread-safe. Without a dialect there is no chat."""
+
+    def __init__(self, dialect: Dialect | None, token_of: Callable[[str], int | None]) -> None:
+        """`token_of` is the control token of a text, None where the vocabulary has none."""
+        self._dialect = dialect
+        self._token_of = token_of
+
+    def shape(self, request: GenerateRequest, opened: str = "") -> Shape:
+        """What follows from the request's tools and formats, for answers that begin after `opened`.
+
+        Raises BadRequestError where the family cannot promise what is asked.
+        """
+        form, param = self._form(request, opened)
+        is_free = request.choice.mode == "auto" and request.form is None
+        promised = not is_free or any(tool.strict for tool in request.tools)
+        return Shape(self._reading(request, opened), form, param, promised)
+
+    def _reading(self, request: GenerateRequest, opened: str) -> Reading | None:
+        dialect, choice = self._dialect, request.choice
+        tools = request.tools if choice.mode != "none" else ()
+        if request.kind != "chat" or dialect is None or not (tools or dialect.reasons):
+            return None
+        return Reading(
+            parser=lambda: dialect.parser(tools=tools, opened=opened),
+            call_id=new_call_id,
+            shown=self._shown,
+            ends=self._ends,
+            most_calls=None if choice.parallel else 1,
+            # A caller who names the function knows that it is called: OpenAI says `tool_calls` to all others.
+            after_calls="stop" if choice.mode == "named" else "tool_calls",
+            forced=choice.mode in ("required", "named"),
+        )
+
+    @functools.cached_property
+    def _shown(self) -> frozenset[int]:
+        return self._tokens(self._dialect.shows if self._dialect is not None else ())
+
+    @functools.cached_property
+    def _ends(self) -> frozenset[int]:
+        return self._tokens(self._dialect.ends if self._dialect is not None else ())
+
+    def _tokens(self, texts: Collection[str]) -> frozenset[int]:
+        return frozenset(token for text in texts if (token := self._token_of(text)) is not None)
+
+    def _form(self, request: GenerateRequest, opened: str) -> tuple[Form | None, str]:
+        """The form and the parameter it comes from. With tools to choose from an answer has the format asked for or
+        is a call; a forced call leaves no content that could have a format.
+        """
+        dialect, choice = self._dialect, request.choice
+        if request.kind != "chat" or dialect is None:
+            return request.form, request.form_param
+        if choice.mode in ("required", "named"):
+            return self._calls(dialect, request.tools, choice, opened, "tool_choice"), "tools"
+        calls = dialect.form(request.tools, choice, opened=opened) if choice.mode == "auto" else None
+        if calls is None and choice.mode == "auto" and any(tool.strict for tool in request.tools):
+            raise BadRequestError(
+                f"calls of this model ({dialect.name}) cannot be held to strict tools; leave strict out",
+                "tools",
+                code=_UNSUPPORTED,
+            )
+        if request.form is None:
+            return calls, "tools" if calls is not None else ""
+        shaped = dialect.wrap(request.form, opened=opened)
+        if choice.mode == "none":
+            return shaped, request.form_param
+        must = ToolChoice("required", None, choice.parallel)
+        called = self._calls(dialect, request.tools, must, opened, request.form_param)
+        return OneOf((shaped, called)), request.form_param
+
+    def _calls(self, dialect: Dialect, tools: Sequence[Tool], choice: ToolChoice, opened: str, param: str) -> Form:
+        form = dialect.form(tools, choice, opened=opened)
+        if form is None:
+            raise BadRequestError(
+                f"calls of this model ({dialect.name}) cannot be forced; leave {param} out", param, code=_UNSUPPORTED
+            )
+        return form
+
+
+_UNSUPPORTED = Code.UNSUPPORTED_PARAMETER

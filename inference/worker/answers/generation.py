@@ -1,0 +1,138 @@
+"""Follows one answer from token to token: text, stop, length, log probabilities; never computes or schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from inference.worker.answers.detokenize import Detokenizer
+from inference.worker.answers.stop_strings import StopFilter
+from inference.worker.backend import TokenSampler, Vocabulary
+from inference.worker.dialects.answer_parts import Part, joined
+from inference.worker.worker_errors import WorkerError
+from inference.worker.worker_requests import Begun
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token, its log probability (None for the first of a prompt) and the likeliest alternatives; `offset` is where
+    its text begins in the answer, or in the prompt, in characters.
+    """
+
+    piece: bytes
+    logprob: float | None
+    top: tuple[tuple[bytes, float], ...]
+    offset: int
+
+
+class Output(NamedTuple):
+    """What one step added to one choice. The last one of a choice has `finish` or `error`; `tokens` counts those drawn
+    so far, `cached` the prompt tokens that did not have to be computed.
+
+    `text` is the content of a plain answer. One that is divided has `parts` instead: content, reasoning and calls in
+    their order. `reasoning_tokens` are those of `tokens` that were no answer yet.
+
+    `prompt_logprobs` continue those of the prompt, when it is scored. They come in outputs without text, all of them
+    before the first output that has text or a finish.
+
+    `stop` is the stop string that ended the choice, where one did.
+    """
+
+    choice: int
+    text: str
+    tokens: int
+    cached: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish: str | None = None
+    error: WorkerError | None = None
+    parts: tuple[Part, ...] = ()
+    reasoning_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    stop: str | None = None
+
+    def joined(self, later: Output) -> Output:
+        """What this one and the next of the same choice, `later`, say together. Neither has log probabilities."""
+        return later._replace(text=self.text + later.text, parts=joined(self.parts, later.parts))
+
+
+class Generation:
+    """One choice of one request, on the engine's thread."""
+
+    def __init__(
+        self, choice: int, sampler: TokenSampler, vocabulary: Vocabulary, max_tokens: int, stops: Sequence[str]
+    ) -> None:
+        self.choice = choice
+        self.sampler = sampler
+        self.cached: int | None = None
+        self.tokens = 0
+        self._vocabulary = vocabulary
+        self._ends = vocabulary.end_tokens
+        self._max_tokens = max_tokens
+        self._detokenizer = Detokenizer()
+        self._stops = StopFilter(stops)
+        self._decoded = 0
+        self._shown = 0
+        self._logprobs: list[TokenLogprob] = []
+        self._begun = 0
+        self._hidden = 0
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether no token was drawn yet."""
+        return self.tokens == self._begun
+
+    def resume(self, said: Begun) -> None:
+        """Goes on behind an answer that broke off; the caller has that much of it already."""
+        self.tokens = self._begun = said.tokens
+        self._hidden = len(said.content) - len(self._stops.push(said.content))
+
+    def accept(self, token: int, logprob: float | None = None, top: Sequence[tuple[int, float]] = ()) -> Output | None:
+        """What the token adds, or None while it is held back; an output with `finish` is the last."""
+        self.tokens += 1
+        if token in self._ends:
+            return self._output(self._rest(), "stop")
+        piece = self._vocabulary.piece(token)
+        if logprob is not None:
+            self._score(token, logprob, top)
+        decoded = self._detokenizer.push(piece)
+        self._decoded += len(decoded)
+        text = self._unseen(self._stops.push(decoded))
+        if self._stops.matched is not None:
+            return self._output(text, "stop", cut=True)
+        if self.tokens >= self._max_tokens:
+            return self._output(text + self._rest(), "stop" if self._stops.matched is not None else "length")
+        return self._output(text, None) if text else None
+
+    def fail(self, error: WorkerError) -> Output:
+        """The end of a choice that cannot go on."""
+        return Output(self.choice, "", self.tokens, self.cached or 0, (), None, error)
+
+    def _score(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> None:
+        """Keeps a token's log probability. Control tokens are told by name there, though they are no text."""
+        named = tuple((self._vocabulary.piece(other, special=True), value) for other, value in top)
+        self._logprobs.append(TokenLogprob(self._vocabulary.piece(token, special=True), logprob, named, self._decoded))
+
+    def _rest(self) -> str:
+        text = self._stops.push(self._detokenizer.flush())
+        return self._unseen(text + self._stops.flush())
+
+    def _unseen(self, text: str) -> str:
+        """`text` without what the caller has had of it: the end of the answer so far may have begun a stop string."""
+        if not self._hidden:
+            return text
+        cut = min(self._hidden, len(text))
+        self._hidden -= cut
+        return text[cut:]
+
+    def _output(self, text: str, finish: str | None, *, cut: bool = False) -> Output:
+        self._shown += len(text)
+        logprobs = self._ready(finish, cut) if self._logprobs else ()
+        stop = self._stops.matched if finish is not None else None
+        return Output(self.choice, text, self.tokens, self.cached or 0, logprobs, finish, stop=stop)
+
+    def _ready(self, finish: str | None, cut: bool) -> tuple[TokenLogprob, ...]:
+        """Log probabilities go out with their text; those of a stop string that was cut away are dropped with it."""
+        ready = [item for item in self._logprobs if item.offset < self._shown or (finish is not None and not cut)]
+        self._logprobs = [] if finish is not None else self._logprobs[len(ready) :]
+        return tuple(ready)

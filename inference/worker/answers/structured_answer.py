@@ -1,0 +1,175 @@
+"""Follows an answer that is more than text, from token to token: reasoning, calls, content; never parses by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from inference.worker.answers.generation import Generation, Output
+from inference.worker.backend import TokenSampler, Vocabulary
+from inference.worker.dialects.answer_parts import AnswerParser, CallBegin, Content, Part, Reasoning
+from inference.worker.worker_requests import Begun
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the answers of one request are read.
+
+    `parser` makes one for each choice. `shown` are control tokens whose texts the parser sees, `ends` those that end an
+    answer beside the vocabulary's own. `call_id` makes ids for calls that have none.
+    """
+
+    parser: Callable[[], AnswerParser]
+    call_id: Callable[[], str]
+    shown: frozenset[int] = frozenset()
+    ends: frozenset[int] = frozenset()
+    most_calls: int | None = None
+    after_calls: str = "tool_calls"
+    """The finish reason of an answer that called and ended by itself."""
+    forced: bool = False
+    """Whether the answer has to be calls: what a cut leaves of one that has not begun is then no content."""
+
+
+class DividedGeneration(Generation):
+    """One choice of one request, on the engine's thread. Stop strings concern content alone, and none reaches across
+    what is not content.
+
+    Log probabilities are those of every token that was drawn, whatever became of it, up to a stop string.
+    """
+
+    def __init__(
+        self,
+        choice: int,
+        sampler: TokenSampler,
+        vocabulary: Vocabulary,
+        max_tokens: int,
+        stops: Sequence[str],
+        reading: Reading,
+        parser: AnswerParser,
+    ) -> None:
+        """`parser` is this choice's own."""
+        super().__init__(choice, sampler, vocabulary, max_tokens, stops)
+        self._reading = reading
+        self._parser = parser
+        self._ends = vocabulary.end_tokens | reading.ends
+        self._parts: list[Part] = []
+        self._content = 0
+        """Characters that the parser called content; those that are shown are `_shown`."""
+        self._before: int | None = None
+        """How many characters of the answer are no content and precede what is content now, as far as is known: the
+        parser may hold some of them back that follow it.
+        """
+        self._called = False
+        self._complete = False
+        self._reasons = False
+        self._reasoning_tokens = 0
+        self._undecided = 0
+
+    def resume(self, said: Begun) -> None:
+        """Goes on behind an answer that broke off: inside its thought as long as it has no content."""
+        super().resume(said)
+        self._reasoning_tokens = said.reasoning
+        self._reasons = said.reasoning > 0 and not said.content
+
+    def accept(self, token: int, logprob: float | None = None, top: Sequence[tuple[int, float]] = ()) -> Output | None:
+        """What the token adds, or None while it is held back; an output with `finish` is the last."""
+        self.tokens += 1
+        self._undecided += 1
+        is_end = token in self._ends
+        is_shown = token in self._reading.shown
+        piece = b"" if is_end and not is_shown else self._vocabulary.piece(token, special=is_shown)
+        if logprob is not None and not is_end:
+            self._score(token, logprob, top)
+        if decoded := self._detokenizer.push(piece):
+            self._decoded += len(decoded)
+            self._take(self._parser.push(decoded))
+        if self._stops.matched is not None or self._complete:
+            return self._close("stop", cut=True)
+        if is_end or self.tokens >= self._max_tokens:
+            return self._close("stop" if is_end else "length")
+        return self._added(None) if self._parts else None
+
+    def _close(self, finish: str, *, cut: bool = False) -> Output:
+        if not cut:
+            drops = self._reading.forced and finish == "length"
+            if rest := self._detokenizer.flush():
+                self._decoded += len(rest)
+                self._take(self._parser.push(rest), drops=drops)
+            self._take(self._parser.flush(), drops=drops)
+            self._show(self._unseen(self._stops.flush()))
+            if self._reasons:
+                self._reasoning_tokens += self._undecided
+        if self._stops.matched is not None:
+            finish = "stop"
+        elif self._called and finish == "stop":
+            finish = self._reading.after_calls
+        return self._added(finish)
+
+    def _take(self, parts: Iterable[Part], *, drops: bool = False) -> None:
+        """Sorts what the parser found; nothing after a stop string or after the last call that may be made. `drops`:
+        what is content for want of a better name is shown to nobody, stop strings included.
+        """
+        for part in parts:
+            if self._stops.matched is not None or self._complete:
+                return
+            self._count(part)
+            if isinstance(part, Content):
+                if drops:
+                    continue
+                self._content += len(part.text)
+                before = self._decoded - self._content
+                self._before = before if self._before is None else min(before, self._before)
+                self._show(self._unseen(self._stops.push(part.text)))
+                continue
+            self._show(self._unseen(self._stops.flush()))
+            self._before = None
+            if isinstance(part, CallBegin):
+                self._begin(part)
+            else:
+                self._parts.append(part)
+
+    def _show(self, text: str) -> None:
+        self._shown += len(text)
+        if text and self._parts and isinstance(last := self._parts[-1], Content):
+            self._parts[-1] = Content(last.text + text)
+        elif text:
+            self._parts.append(Content(text))
+
+    def _begin(self, call: CallBegin) -> None:
+        if self._reading.most_calls is not None and call.index >= self._reading.most_calls:
+            self._complete = True
+            return
+        self._called = True
+        self._parts.append(call if call.id else replace(call, id=self._reading.call_id()))
+
+    def _count(self, part: Part) -> None:
+        """Of the tokens without a text between a thought and what follows, one is counted as the mark that ends it."""
+        if isinstance(part, Reasoning):
+            self._reasoning_tokens += self._undecided
+            self._reasons = True
+        elif self._reasons:
+            self._reasoning_tokens += min(1, self._undecided - 1)
+            self._reasons = False
+        self._undecided = 0
+
+    def _added(self, finish: str | None) -> Output:
+        parts = tuple(self._parts)
+        self._parts.clear()
+        ready = self._logprobs
+        if self._shown < self._content and self._before is not None:
+            # Content that is held back, or was cut away by a stop string, keeps the log probabilities of its tokens.
+            end = self._before + self._shown
+            ready = [item for item in ready if item.offset < end]
+        self._logprobs = [] if finish is not None else self._logprobs[len(ready) :]
+        return Output(
+            self.choice,
+            "",
+            self.tokens,
+            self.cached or 0,
+            tuple(ready),
+            finish,
+            None,
+            parts,
+            self._reasoning_tokens,
+            stop=self._stops.matched if finish is not None else None,
+        )

@@ -1,0 +1,93 @@
+"""Writes log probabilities as OpenAI's JSON, token by token; computes none.
+
+A long answer never exists as objects: a token with twenty alternatives takes kilobytes of them. Nor is what orjson
+returns kept, because its small results hold on to a buffer of several kilobytes each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import orjson
+
+from inference.worker.answers.generation import TokenLogprob
+
+Kind = Literal["chat", "completion"]
+
+
+class Logprobs:
+    """The log probabilities of one choice, or of one chunk of it."""
+
+    def __init__(self, kind: Kind) -> None:
+        self._chat = kind == "chat"
+        self._columns = [bytearray() for _ in range(1 if self._chat else 4)]
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the JSON so far."""
+        return sum(map(len, self._columns))
+
+    def add(self, items: Sequence[TokenLogprob], shift: int = 0) -> None:
+        """Takes more tokens of the same choice, whose offsets begin `shift` characters into its text."""
+        for item in items:
+            cells = [_chat_token(item)] if self._chat else _completion_token(item, shift)
+            for column, cell in zip(self._columns, cells, strict=True):
+                if column:
+                    column += b","
+                column += cell
+
+    def json(self) -> bytes:
+        """OpenAI's `logprobs` object."""
+        names = ("content",) if self._chat else ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        lists = [
+            b'"%b":[%b]' % (name.encode(), bytes(column)) for name, column in zip(names, self._columns, strict=True)
+        ]
+        return b"{" + b",".join([*lists, b'"refusal":null'] if self._chat else lists) + b"}"
+
+
+def _chat_token(item: TokenLogprob) -> bytes:
+    return orjson.dumps(
+        {
+            "token": _show(item.piece),
+            "logprob": _finite(item.logprob),
+            "bytes": list(item.piece),
+            "top_logprobs": [
+                {"token": _show(piece), "logprob": _finite(value), "bytes": list(piece)} for piece, value in item.top
+            ],
+        }
+    )
+
+
+def _completion_token(item: TokenLogprob, shift: int) -> list[bytes]:
+    return [
+        orjson.dumps(_key(item.piece)),
+        orjson.dumps(_finite(item.logprob)),
+        b"null" if item.logprob is None else orjson.dumps(_by_key([*item.top, (item.piece, item.logprob)])),
+        orjson.dumps(max(0, item.offset + shift)),
+    ]
+
+
+def _by_key(scored: Sequence[tuple[bytes, float]]) -> dict[str, float | None]:
+    """Scores by what tokens look like; of tokens that look alike the first, the likelier one's."""
+    found: dict[str, float | None] = {}
+    for piece, value in scored:
+        found.setdefault(_key(piece), _finite(value))
+    return found
+
+
+def _key(piece: bytes) -> str:
+    """A token where nothing but its text is told: OpenAI writes one that is no whole text as bytes."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + piece.decode("latin-1").encode("unicode_escape").decode("ascii")
+
+
+def _finite(value: float | None) -> float | None:
+    """OpenAI's stand-in for the log probability of the impossible, which JSON cannot say."""
+    return None if value is None else max(value, -9999.0)
+
+
+def _show(piece: bytes) -> str:
+    return piece.decode("utf-8", "replace")

@@ -1,0 +1,247 @@
+"""Turns a /v1/rerank body into one token list per document, and scores into the answer; never computes a score."""
+
+from __future__ import annotations
+
+import math
+import re
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import orjson
+
+from inference.protocol import Code, context_overflow
+from inference.worker.api import body_fields
+from inference.worker.worker_errors import BadRequestError
+from inference.worker.worker_requests import Facts
+
+MAX_DOCUMENTS = 2048
+MAX_TOKENS = 2**21
+"""Of all pairs of a request together. Every document is read with the query, so a body that is small can mean many;
+these take 8 MiB, and a tokenizer one to two seconds.
+"""
+_FIELDS = ("model", "query", "documents", "top_n", "return_documents", "user")
+_PLACE = re.compile(r"(\{query\}|\{document\})")
+
+
+class PairTokenizer(Protocol):
+    """What a pair of texts needs of a vocabulary."""
+
+    @property
+    def bos(self) -> int | None:
+        """Beginning of a text (CLS)."""
+        ...
+
+    @property
+    def eos(self) -> int | None:
+        """End of a text."""
+        ...
+
+    @property
+    def sep(self) -> int | None:
+        """Separator of two texts."""
+        ...
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether a text begins with BOS."""
+        ...
+
+    @property
+    def adds_eos(self) -> bool:
+        """Whether a text ends with EOS."""
+        ...
+
+    @property
+    def adds_sep(self) -> bool:
+        """Whether SEP stands between two texts."""
+        ...
+
+    @property
+    def has_words(self) -> bool:
+        """Whether a text is divided into words before they become tokens, each for itself."""
+        ...
+
+    @property
+    def longest_piece(self) -> int | None:
+        """Most bytes one token can stand for, None when unknown."""
+        ...
+
+    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
+        """Token ids of a text."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RerankRequest:
+    """One token list per document, in their order. `documents` are their texts if the answer is to hold them."""
+
+    inputs: Sequence[Sequence[int]]
+    top_n: int
+    documents: tuple[str, ...] | None = None
+
+
+class Reranker:
+    """Reads requests and writes answers for one model. Thread-safe.
+
+    Without a template a pair is what cross-encoders were trained on: BOS, query, EOS and SEP as far as the vocabulary
+    adds them, document, and the end (EOS, or SEP in vocabularies of BERT, which have no EOS).
+    """
+
+    def __init__(
+        self, tokenizer: PairTokenizer, facts: Facts, template: str | None, defused: Callable[[str], list[str]]
+    ) -> None:
+        """`template` holds {query} and {document}; `defused` cuts a text so that no piece spells a control token."""
+        self._tokenizer = tokenizer
+        self._facts = facts
+        self._template = None if template is None else _PLACE.split(template)
+        self._defused = defused
+
+    def understand(self, body: Any) -> RerankRequest:
+        """The request in a body; raises BadRequestError with `param`."""
+        given = body_fields.known(body, _FIELDS)
+        query = given.get("query")
+        if not isinstance(query, str) or not query:
+            raise BadRequestError("query is required: what the documents are held against, as text", "query")
+        documents = _documents(given.get("documents"))
+        top_n = body_fields.integer(given, "top_n", None, 1)
+        keeps = body_fields.boolean(given, "return_documents", False)
+        inputs = self._inputs(query, documents)
+        return RerankRequest(inputs, len(documents) if top_n is None else top_n, documents if keeps else None)
+
+    def answer(self, request: RerankRequest, outputs: Sequence[np.ndarray]) -> bytes:
+        """The response: the `top_n` best documents, best first, those with the same score in their order.
+
+        A score is from 0 to 1: the sigmoid of a head's single answer, or the first of two that add up to 1.
+        """
+        scores = [_score(values) for values in outputs]
+        ranked = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: request.top_n]
+        results: list[dict[str, Any]] = []
+        for index in ranked:
+            result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
+            if request.documents is not None:
+                result["document"] = {"text": request.documents[index]}
+            results.append(result)
+        tokens = sum(map(len, request.inputs))
+        return orjson.dumps(
+            {
+                "object": "list",
+                "model": self._facts.model_id,
+                "results": results,
+                "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+            }
+        )
+
+    def _inputs(self, query: str, documents: Sequence[str]) -> list[Sequence[int]]:
+        self._check_size(query, "query", "query")
+        for index, document in enumerate(documents):
+            self._check_size(document, f"documents[{index}]", f"documents[{index}] with the query")
+        if (least := len(documents) * len(self._tokenizer.tokenize(query))) > MAX_TOKENS:
+            raise _too_many(f"at least {least}", len(documents))
+        build = self._pair(query) if self._template is None else self._rendered(query, documents)
+        inputs: list[Sequence[int]] = []
+        total = 0
+        for index, document in enumerate(documents):
+            tokens = build(document)
+            if len(tokens) > self._facts.context_length:
+                at = f"documents[{index}]"
+                raise self._too_long(f"{len(tokens)}", len(tokens), at, f"{at} with the query")
+            total += len(tokens)
+            if total > MAX_TOKENS:
+                raise _too_many(f"more than {MAX_TOKENS}", len(documents))
+            inputs.append(array("i", tokens))
+        return inputs
+
+    def _pair(self, query: str) -> Callable[[str], list[int]]:
+        said = self._tokenizer
+        eos = [said.eos] if said.adds_eos and said.eos is not None else []
+        sep = [said.sep] if said.adds_sep and said.sep is not None else []
+        spare = [token for token in (said.sep, said.eos) if token is not None][:1]
+        head = [said.bos] if said.adds_bos and said.bos is not None else []
+        head += said.tokenize(query) + ((eos + sep) or spare)
+        tail = eos or sep
+        return lambda document: head + said.tokenize(document) + tail
+
+    def _rendered(self, query: str, documents: Sequence[str]) -> Callable[[str], list[int]]:
+        """What is the same for all documents is tokenized once where the vocabulary has a new word behind it anyway:
+        with the white space that leads to a document. That it has, the first document shows.
+        """
+        assert self._template is not None
+        at = self._template.index("{document}") if "{document}" in self._template else len(self._template)
+        *before, last = self._filled(self._template[:at], query, "")
+        after = self._template[at:]
+
+        def whole(document: str) -> list[int]:
+            first, *rest = self._filled(after, query, document)
+            return self._tokens([*before, last + first, *rest])
+
+        end = len(last.rstrip())
+        if end == len(last) or len(documents) == 1 or not self._tokenizer.has_words:
+            return whole
+        head = self._tokens([*before, last[:end]])
+
+        def divided(document: str) -> list[int]:
+            first, *rest = self._filled(after, query, document)
+            return head + self._tokens([last[end:] + first, *rest])
+
+        return divided if divided(documents[0]) == whole(documents[0]) else whole
+
+    def _filled(self, template: Sequence[str], query: str, document: str) -> list[str]:
+        """The pieces of a part of the template; those of texts spell no control token, also where they meet others."""
+        texts = {"{query}": query, "{document}": document}
+        pieces = [""]
+        for part in template:
+            first, *rest = self._defused(texts[part]) if part in texts else [part]
+            pieces = [*pieces[:-1], pieces[-1] + first, *rest]
+        return pieces
+
+    def _tokens(self, pieces: Sequence[str]) -> list[int]:
+        return [token for piece in pieces for token in self._tokenizer.tokenize(piece, parse_special=True)]
+
+    def _check_size(self, text: str, param: str, what: str) -> None:
+        """Refuses a text that cannot fit whatever its tokens are, before time is spent on tokenizing it."""
+        longest = self._tokenizer.longest_piece
+        if longest is not None and (least := len(text) // longest) > self._facts.context_length:
+            raise self._too_long(f"at least {least}", least, param, what)
+
+    def _too_long(self, tokens: str, count: int, param: str, what: str) -> BadRequestError:
+        context = self._facts.context_length
+        return BadRequestError(
+            f"{context_overflow(context, f'{what} takes {tokens} tokens')} Shorten it.",
+            param,
+            code=Code.CONTEXT_LENGTH_EXCEEDED,
+            details={"context_length": context, "prompt_tokens": count, "max_tokens": None},
+        )
+
+
+def _too_many(tokens: str, documents: int) -> BadRequestError:
+    return BadRequestError(
+        f"the query with each of {documents} documents takes {tokens} tokens; at most {MAX_TOKENS} are read at once, "
+        "so send fewer documents",
+        "documents",
+    )
+
+
+def _documents(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value:
+        raise BadRequestError("documents must be a non-empty list of texts", "documents")
+    if len(value) > MAX_DOCUMENTS:
+        raise BadRequestError(f"documents has {len(value)} entries; at most {MAX_DOCUMENTS} are allowed", "documents")
+    return tuple(_document(item, f"documents[{index}]") for index, item in enumerate(value))
+
+
+def _document(item: Any, at: str) -> str:
+    text = item.get("text") if isinstance(item, dict) else item
+    if not isinstance(text, str):
+        raise BadRequestError(f'{at} must be a text, or an object such as {{"text": "..."}}', at)
+    return text
+
+
+def _score(values: np.ndarray) -> float:
+    first = float(values[0])
+    if len(values) > 1:
+        return first
+    # The form of the sigmoid that cannot overflow.
+    return 1.0 / (1.0 + math.exp(-first)) if first >= 0.0 else math.exp(first) / (1.0 + math.exp(first))

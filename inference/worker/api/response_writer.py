@@ -1,0 +1,319 @@
+"""Writes OpenAI responses: ready-made SSE bytes for streams, JSON bytes for the rest; decides nothing about content."""
+
+from __future__ import annotations
+
+import base64
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import orjson
+
+from inference.worker.answers.generation import Output
+from inference.worker.api.logprob_writer import Logprobs
+from inference.worker.dialects.answer_parts import CallBegin, Content, Part, Reasoning
+from inference.worker.worker_errors import WorkerError
+
+_PREFIX = {"chat": "chatcmpl-", "completion": "cmpl-"}
+_CALL_PREFIX = "call_"
+_OBJECT = {"chat": "chat.completion", "completion": "text_completion"}
+
+
+def new_id(kind: Literal["chat", "completion"]) -> str:
+    """An id in OpenAI's style."""
+    return _PREFIX[kind] + secrets.token_hex(12)
+
+
+def new_call_id() -> str:
+    """An id of a tool call, for families that write none."""
+    return _CALL_PREFIX + secrets.token_hex(12)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a whole request; `reasoning` are those of `completion` that came before an answer."""
+
+    prompt: int
+    completion: int
+    cached: int = 0
+    reasoning: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """OpenAI's usage object."""
+        usage: dict[str, Any] = {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+        if self.reasoning:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning}
+        return usage
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """What a choice of a completion begins with: the prompt's text. `hidden` are the characters by which the texts of
+    the prompt's tokens are longer, such as those of a BOS that the caller did not write.
+    """
+
+    text: str
+    hidden: int = 0
+
+
+NO_ECHO = Echo("")
+
+
+class Stream:
+    """One stream's chunks, all with the same id and created. `frames` yields bytes per output of the engine."""
+
+    def __init__(
+        self,
+        kind: Literal["chat", "completion"],
+        model: str,
+        created: int,
+        *,
+        with_usage: bool,
+        prompt_tokens: int | None = None,
+        choices: int = 1,
+        echo: Sequence[Echo] = (),
+        divided: bool = False,
+    ) -> None:
+        """`with_usage` puts `usage: null` into every chunk but the last, as OpenAI does. With `prompt_tokens` the first
+        chunk of a chat carries the usage of the prompt instead, and the others have no `usage`.
+
+        `echo` is what each choice of a completion begins with, in order of choices. In a `divided` answer
+        there may be no content at all, so the first chunk says null instead of an empty one. Where no call came
+        either, the last one says the empty one, as the whole answer does: no message without a word is taken back.
+        """
+        self._choices = choices
+        self._chat = kind == "chat"
+        self._divided = divided
+        self._role = b'"delta":{"role":"assistant","content":%b}' % (b"null" if divided else b'""')
+        head = {
+            "id": new_id(kind),
+            "object": "chat.completion.chunk" if self._chat else "text_completion",
+            "created": created,
+            "model": model,
+        }
+        self._head = b"data: " + orjson.dumps(head)[:-1]
+        self._tail = b',"usage":null}\n\n' if with_usage and prompt_tokens is None else b"}\n\n"
+        self._prompt_tokens = prompt_tokens
+        self._begun: set[int] = set()
+        """The choices that have begun; those of a chat begin all together."""
+        self._silent = set(range(choices)) if divided else set()
+        """The choices that are thoughts alone so far, or nothing."""
+        self._echo = echo
+
+    def frames(self, output: Output) -> bytes:
+        """The chunks for one output; the finish reason comes after the last text. Before anything else the role of
+        every choice goes out, in their order: clients keep choices in a list and take a new one to be the next.
+        """
+        parts = []
+        text = output.text
+        if self._chat and not self._begun:
+            self._begun.update(range(self._choices))
+            parts += [self._chunk(choice, self._role, None, b"null") for choice in range(self._choices)]
+            if self._prompt_tokens is not None:
+                usage = Usage(self._prompt_tokens, 0, min(self._prompt_tokens, output.cached))
+                parts[0] = parts[0][:-3] + b',"usage":' + orjson.dumps(usage.to_json()) + b"}\n\n"
+        elif output.choice not in self._begun:
+            self._begun.add(output.choice)
+            if self._echo:
+                text = self._echo[output.choice].text + text
+        is_scored = bool(output.logprobs or output.prompt_logprobs)
+        if self._divided:
+            parts += self._parts(output)
+            if output.choice in self._silent and any(not isinstance(part, Reasoning) for part in output.parts):
+                self._silent.discard(output.choice)
+        elif text or is_scored:
+            body = b'"delta":{"content":' if self._chat else b'"text":'
+            body += orjson.dumps(text) + (b"}" if self._chat else b"")
+            parts.append(self._chunk(output.choice, body, None, self._logprobs(output)))
+        if output.finish is not None:
+            delta = b'{"content":""}' if output.choice in self._silent else b"{}"
+            body = b'"delta":%b' % delta if self._chat else b'"text":""'
+            parts.append(self._chunk(output.choice, body, output.finish, b"null", output.stop))
+        return b"".join(parts)
+
+    def _parts(self, output: Output) -> list[bytes]:
+        """Log probabilities stand with the content, which clients read them for; without content they stand alone."""
+        scores = self._logprobs(output)
+        where = [index for index, part in enumerate(output.parts) if isinstance(part, Content)][-1:]
+        chunks = [
+            self._chunk(output.choice, _delta(part), None, scores if index in where else b"null")
+            for index, part in enumerate(output.parts)
+        ]
+        if output.logprobs and not where:
+            chunks.append(self._chunk(output.choice, b'"delta":{}', None, scores))
+        return chunks
+
+    def usage(self, usage: Usage) -> bytes:
+        """The last chunk, with usage and no choices."""
+        return self._head + b',"choices":[],"usage":' + orjson.dumps(usage.to_json()) + b"}\n\n"
+
+    def _chunk(self, choice: int, body: bytes, finish: str | None, logprobs: bytes, stop: str | None = None) -> bytes:
+        """`stop` is the stop string that ended the choice; it is told under the name that vLLM gave it."""
+        return b'%b,"choices":[{"index":%d,%b,"logprobs":%b,"finish_reason":%b%b}]%b' % (
+            self._head,
+            choice,
+            body,
+            logprobs,
+            orjson.dumps(finish),
+            b"" if stop is None else b',"stop_reason":' + orjson.dumps(stop),
+            self._tail,
+        )
+
+    def _logprobs(self, output: Output) -> bytes:
+        if not (output.logprobs or output.prompt_logprobs):
+            return b"null"
+        said = Logprobs("chat" if self._chat else "completion")
+        _score(said, output, self._echo[output.choice] if self._echo else NO_ECHO)
+        return said.json()
+
+
+def _score(logprobs: Logprobs, output: Output, echo: Echo) -> None:
+    """Adds what `output` tells of the prompt and of the answer behind it."""
+    logprobs.add(output.prompt_logprobs, -echo.hidden)
+    logprobs.add(output.logprobs, len(echo.text))
+
+
+def _delta(part: Part) -> bytes:
+    """The delta of a part."""
+    if isinstance(part, Content):
+        return b'"delta":{"content":%b}' % orjson.dumps(part.text)
+    if isinstance(part, Reasoning):
+        return b'"delta":{"reasoning_content":%b}' % orjson.dumps(part.text)
+    if isinstance(part, CallBegin):
+        function = {"name": part.name, "arguments": ""}
+        call: dict[str, Any] = {"index": part.index, "id": part.id, "type": "function", "function": function}
+    else:
+        call = {"index": part.index, "function": {"arguments": part.text}}
+    return b'"delta":{"tool_calls":[%b]}' % orjson.dumps(call)
+
+
+def error_frame(error: WorkerError) -> bytes:
+    """An error inside a stream that has begun; no `[DONE]` follows it."""
+    return b"data: " + orjson.dumps(error.body()) + b"\n\n"
+
+
+def error_json(error: WorkerError) -> bytes:
+    """The error envelope."""
+    return orjson.dumps(error.body())
+
+
+class Answer:
+    """One whole choice, gathered from outputs."""
+
+    def __init__(self, kind: Literal["chat", "completion"], echo: Echo = NO_ECHO) -> None:
+        self.finish: str | None = None
+        self.stop: str | None = None
+        self.tokens = 0
+        self.cached = 0
+        self.reasoning_tokens = 0
+        self.logprobs = Logprobs(kind)
+        self._echo = echo
+        self._texts = [echo.text]
+        self._reasoning: list[str] = []
+        self._calls: list[tuple[CallBegin, list[str]]] = []
+
+    @property
+    def text(self) -> str:
+        """All of it so far."""
+        return "".join(self._texts)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The assistant's message."""
+        text = self.text
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if not text and self._calls else text,
+            "refusal": None,
+        }
+        if self._reasoning:
+            message["reasoning_content"] = "".join(self._reasoning)
+        if self._calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": "".join(arguments)},
+                }
+                for call, arguments in self._calls
+            ]
+        return message
+
+    def add(self, output: Output) -> None:
+        """Takes an output of this choice."""
+        self._texts.append(output.text)
+        for part in output.parts:
+            if isinstance(part, Content):
+                self._texts.append(part.text)
+            elif isinstance(part, Reasoning):
+                self._reasoning.append(part.text)
+            elif isinstance(part, CallBegin):
+                self._calls.append((part, []))
+            else:
+                self._calls[part.index][1].append(part.text)
+        _score(self.logprobs, output, self._echo)
+        self.tokens = output.tokens
+        self.cached = output.cached
+        self.reasoning_tokens = output.reasoning_tokens
+        self.finish = output.finish
+        self.stop = output.stop
+
+
+def whole(
+    kind: Literal["chat", "completion"],
+    model: str,
+    created: int,
+    answers: Sequence[Answer],
+    usage: Usage,
+    *,
+    with_logprobs: bool,
+) -> bytes:
+    """A complete response that is not streamed."""
+    choices: list[dict[str, Any]] = []
+    for index, answer in enumerate(answers):
+        choice: dict[str, Any] = {"index": index, "finish_reason": answer.finish, "logprobs": None}
+        if kind == "chat":
+            choice["message"] = answer.message
+        else:
+            choice["text"] = answer.text
+        if answer.stop is not None:
+            choice["stop_reason"] = answer.stop
+        if with_logprobs:
+            choice["logprobs"] = orjson.Fragment(answer.logprobs.json())
+        choices.append(choice)
+    return orjson.dumps(
+        {
+            "id": new_id(kind),
+            "object": _OBJECT[kind],
+            "created": created,
+            "model": model,
+            "choices": choices,
+            "usage": usage.to_json(),
+        }
+    )
+
+
+def embeddings(model: str, vectors: Sequence[np.ndarray], tokens: int, *, as_base64: bool) -> bytes:
+    """An embeddings response; base64 holds little-endian float32, as OpenAI's client expects."""
+    data = [
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": base64.b64encode(vector.astype("<f4").tobytes()).decode() if as_base64 else vector,
+        }
+        for index, vector in enumerate(vectors)
+    ]
+    body = {
+        "object": "list",
+        "data": data,
+        "model": model,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -1,0 +1,379 @@
+"""The worker's HTTP app on its Unix socket: routes, bodies, disconnects, streams; decides nothing about tokens.
+
+Raw ASGI without authentication: the socket is the parent's, private to the user, and the services in front have checked
+the caller. Headers it reads: request id, priority, tenant, deadline, stream interval.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import replace
+from typing import Any
+
+import orjson
+
+from inference.protocol import (
+    DONE,
+    H_TENANT,
+    PROGRESS_INTERVAL_SECONDS,
+    Code,
+    Progress,
+)
+from inference.worker.answers.answer_shape import Shape
+from inference.worker.answers.generation import Output
+from inference.worker.api import generation_body, response_writer
+from inference.worker.api.body_intake import Coming, Intake
+from inference.worker.api.pooled_api import Vectors
+from inference.worker.api.rerank_api import Reranker
+from inference.worker.api.response_writer import NO_ECHO, Answer, Echo, Usage
+from inference.worker.api.tokenize_api import Counting
+from inference.worker.api.worker_exchange import MOST_PATIENCE_SECONDS, Exchange, Receive, Scope, Send
+from inference.worker.backend import Constraint
+from inference.worker.constraints import Compiler, FormQueue
+from inference.worker.engine.embedder import Embedder
+from inference.worker.engine.engine import Engine
+from inference.worker.engine.engine_work import Work
+from inference.worker.engine.idle_work import Lull
+from inference.worker.engine.output_tickets import Ticket
+from inference.worker.prompt.prompts import Prepared, Prompts
+from inference.worker.prompt.vision import Sight
+from inference.worker.worker_errors import BadRequestError, GoneError, UnloadedError, WorkerError
+from inference.worker.worker_requests import Facts, GenerateRequest, Sampling
+
+log = logging.getLogger("headgate.worker.http")
+
+MAX_LOGPROBS_BYTES = 2**25
+"""Of an answer that is not streamed: it is held until it is whole."""
+COMMIT_SECONDS = 1.0
+"""How long a stream's status waits for the first output, so that a refusal can still be a status of its own."""
+_PROGRESS_SECONDS = PROGRESS_INTERVAL_SECONDS * 0.75
+
+
+class App:
+    """The ASGI app of one loaded model. `engine` generates or `embedder` pools; the other is None. `reranker` reads and
+    writes for an embedder whose model ranks, `compiler` holds the answers of an engine to forms, which it prepares on
+    `compiling`, `sight` reads images. `prepare_sampling` does, off the event loop and the engine's thread, what would
+    hold up the first draw.
+    """
+
+    def __init__(
+        self,
+        facts: Facts,
+        prompts: Prompts,
+        detokenize: Callable[[list[int]], str],
+        engine: Engine | None,
+        embedder: Embedder | None,
+        executor: Executor,
+        *,
+        reranker: Reranker | None = None,
+        compiler: Compiler | None = None,
+        compiling: Executor | None = None,
+        sight: Sight | None = None,
+        prepare_sampling: Callable[[Sampling], None] = lambda _sampling: None,
+    ) -> None:
+        self.in_flight = 0
+        self.draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._facts = facts
+        self._prompts = prompts
+        self._detokenize = detokenize
+        self._engine = engine
+        self._sight = sight
+        self._intake = Intake(executor)
+        self._prepare_sampling = prepare_sampling
+        self._coming = Coming()
+        if engine is not None:
+            engine.expect(lambda: self._coming.count)
+        self._counting = Counting(facts, prompts, detokenize)
+        vectors = Vectors(facts, prompts, self._intake, embedder, reranker)
+        self._forms = None if compiler is None else FormQueue(compiler, executor, compiling)
+        self._lull = (
+            Lull(compiler.read_vocabulary, compiling) if compiler is not None and compiling is not None else None
+        )
+        self._routes: Mapping[str, tuple[str, Callable[[Exchange], Awaitable[None]]]] = {
+            "/v1/chat/completions": ("POST", self._chat),
+            "/v1/completions": ("POST", self._completion),
+            "/v1/embeddings": ("POST", vectors.embeddings),
+            "/v1/rerank": ("POST", vectors.rerank),
+            "/tokenize": ("POST", self._tokenize),
+            "/detokenize": ("POST", self._detokenized),
+            "/livez": ("GET", self._livez),
+        }
+
+    async def drained(self) -> None:
+        """Returns once no request is being answered."""
+        await self._idle.wait()
+
+    def rest(self) -> None:
+        """Nobody is served, now or for the first time."""
+        self._idle.set()
+        if self._lull is not None and not self.draining:
+            self._lull.quiet()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One ASGI exchange."""
+        if scope["type"] != "http":
+            return
+        exchange = Exchange(scope, receive, send)
+        self.in_flight += 1
+        self._idle.clear()
+        if self._lull is not None:
+            self._lull.busy()
+        try:
+            await self._answer(exchange)
+        except GoneError:
+            log.info("client left request_id=%s", exchange.request_id)
+        finally:
+            exchange.close()
+            self._intake.done(exchange)
+            self.in_flight -= 1
+            if self.in_flight == 0:
+                self.rest()
+
+    async def _answer(self, exchange: Exchange) -> None:
+        try:
+            method, handler = self._routes.get(exchange.path, ("", None))
+            if handler is None:
+                raise WorkerError(Code.NOT_FOUND, f"there is nothing at {exchange.path}")
+            if exchange.method != method:
+                raise WorkerError(Code.METHOD_NOT_ALLOWED, f"{exchange.path} takes {method} only")
+            if self.draining and method == "POST":
+                raise UnloadedError
+            await handler(exchange)
+        except WorkerError as error:
+            await exchange.fail(error)
+        except (GoneError, asyncio.CancelledError):
+            raise
+        except Exception:
+            log.exception("request failed request_id=%s", exchange.request_id)
+            await exchange.fail(WorkerError(Code.INTERNAL_ERROR, "the model server failed on this request"))
+
+    # --- endpoints ---------------------------------------------------------------------------------------------------
+    async def _livez(self, exchange: Exchange) -> None:
+        await exchange.json(orjson.dumps({"status": "draining" if self.draining else "ok"}))
+
+    async def _chat(self, exchange: Exchange) -> None:
+        with self._coming.one() as arrived:
+            await self._generate(exchange, generation_body.chat, arrived)
+
+    async def _completion(self, exchange: Exchange) -> None:
+        with self._coming.one() as arrived:
+            await self._generate(exchange, generation_body.completion, arrived)
+
+    async def _generate(
+        self, exchange: Exchange, read: Callable[[Any, Facts], GenerateRequest], arrived: Callable[[], None]
+    ) -> None:
+        """`arrived` is called when the engine is about to have the request."""
+        arrival = time.monotonic()
+
+        def understand(body: Any) -> tuple[GenerateRequest, Prepared | None]:
+            request = read(body, self._facts)
+            if request.images:
+                return request, None
+            prepared = self._prompts.generate(request)
+            self._prepare_sampling(request.sampling)
+            return _shorter(request), prepared
+
+        request, prepared = await self._intake.understood(exchange, understand)
+        ticket: Ticket[Output] = Ticket(asyncio.get_running_loop())
+        exchange.on_disconnect(ticket.leave)
+        if prepared is not None:
+            await self._run(exchange, request, prepared, ticket, arrival, arrived)
+            return
+        sight = self._sight
+        assert sight is not None, "images are refused where there is no projector"
+
+        def look() -> Prepared:
+            seen = self._prompts.generate(request)
+            self._prepare_sampling(request.sampling)
+            sight.encode(seen.images, "messages")
+            return seen
+
+        async with sight.turn(exchange.deadline(arrival), sum(map(len, request.images))) as let_go:
+            if ticket.gone:
+                raise GoneError
+            prepared = await sight.off_loop(look, exchange.header(H_TENANT))
+            request = _shorter(request)
+            let_go()
+            await self._run(exchange, request, prepared, ticket, arrival, arrived)
+
+    async def _run(
+        self,
+        exchange: Exchange,
+        request: GenerateRequest,
+        prepared: Prepared,
+        ticket: Ticket[Output],
+        arrival: float,
+        arrived: Callable[[], None],
+    ) -> None:
+        deadline = exchange.deadline(arrival)
+        constraint = await self._compiled(prepared.shape, ticket, deadline)
+        if ticket.gone:
+            raise GoneError
+        engine = self._engine
+        if engine is None:
+            raise BadRequestError(
+                f"model {self._facts.model_id!r} does not generate text", "model", code=Code.UNSUPPORTED_PARAMETER
+            )
+        work = Work(
+            prompts=prepared.prompts,
+            n=request.n,
+            sampling=request.sampling,
+            max_tokens=prepared.most,
+            stops=request.stops,
+            logprobs=request.logprobs,
+            tenant=exchange.header(H_TENANT)
+            if request.reuses
+            else uuid.uuid4().hex,  # nothing is shared across tenants
+            priority=exchange.priority(),
+            deadline=deadline,
+            reading=prepared.shape.reading,
+            constraint=constraint,
+            score_prompt=request.score_prompt,
+            said=prepared.said,
+            patience=exchange.patience() if request.stream else MOST_PATIENCE_SECONDS,
+        )
+        ticket.held = prepared.images
+        arrived()
+        engine.submit(work, ticket)
+        try:
+            if request.stream:
+                await self._stream(exchange, request, work, ticket, engine)
+            else:
+                await self._whole(exchange, request, work, ticket)
+        finally:
+            engine.abort(ticket)
+
+    async def _whole(self, exchange: Exchange, request: GenerateRequest, work: Work, ticket: Ticket[Output]) -> None:
+        echoes = await self._echoes(request, work) or [NO_ECHO] * (len(work.prompts) * work.n)
+        answers = [Answer(request.kind, echo) for echo in echoes]
+        unfinished = len(answers)
+        while unfinished:
+            for output in await ticket.next():
+                if output.error is not None:
+                    raise output.error
+                answers[output.choice].add(output)
+                unfinished -= output.finish is not None
+            if sum(answer.logprobs.size_bytes for answer in answers) > MAX_LOGPROBS_BYTES:
+                raise BadRequestError(
+                    f"the log probabilities of this answer are more than {MAX_LOGPROBS_BYTES} bytes; stream it, or ask "
+                    "for fewer alternatives, choices or tokens",
+                    "top_logprobs" if request.kind == "chat" else "logprobs",
+                )
+        counts = {
+            index: (answer.tokens, answer.cached, answer.reasoning_tokens) for index, answer in enumerate(answers)
+        }
+        await exchange.json(
+            response_writer.whole(
+                request.kind,
+                self._facts.model_id,
+                int(time.time()),
+                answers,
+                _usage(work, counts),
+                with_logprobs=request.logprobs is not None,
+            )
+        )
+
+    async def _stream(
+        self, exchange: Exchange, request: GenerateRequest, work: Work, ticket: Ticket[Output], engine: Engine
+    ) -> None:
+        stream = response_writer.Stream(
+            request.kind,
+            self._facts.model_id,
+            int(time.time()),
+            with_usage=request.include_usage,
+            prompt_tokens=_usage(work, {}).prompt if request.prompt_usage else None,
+            choices=len(work.prompts) * work.n,
+            echo=await self._echoes(request, work),
+            divided=work.reading is not None,
+        )
+        counts = dict.fromkeys(range(len(work.prompts) * work.n), (0, 0, 0))
+        unfinished = len(counts)
+
+        def pass_on(output: Output) -> bool:
+            """Text leaves as it comes; what ends a choice or the stream is for the loop below."""
+            if output.finish is not None or output.error is not None or not exchange.takes_pieces:
+                return False
+            exchange.piece(stream.frames(output))
+            return True
+
+        ticket.on_arrival = pass_on
+        outputs = await ticket.take(COMMIT_SECONDS)
+        seen: tuple[int, Progress | None] | None = None
+        while unfinished:
+            if ticket.gone:
+                raise GoneError
+            frames: list[bytes] = []
+            for output in outputs:
+                if output.error is not None:
+                    if not exchange.begun and not frames:
+                        raise output.error
+                    await exchange.chunk(b"".join(frames) + response_writer.error_frame(output.error))
+                    await exchange.end()
+                    return
+                counts[output.choice] = (output.tokens, output.cached, output.reasoning_tokens)
+                unfinished -= output.finish is not None
+                frames.append(stream.frames(output))
+            if not outputs:
+                # Silence is only explained while the engine computes or moves: a hung one must look hung.
+                now = (engine.pulse.steps, ticket.progress)
+                if now != seen or engine.pulse.is_computing:
+                    seen = now
+                    frames.append((ticket.progress or Progress("queued", 1)).frame())
+            if not exchange.begun:
+                await exchange.begin_stream()
+            if frames:
+                await exchange.chunk(b"".join(frames))
+            if unfinished:
+                outputs = await ticket.take(_PROGRESS_SECONDS)
+        last = stream.usage(_usage(work, counts)) if request.include_usage else b""
+        await exchange.chunk(last + DONE)
+        await exchange.end()
+
+    async def _echoes(self, request: GenerateRequest, work: Work) -> list[Echo]:
+        """What each choice begins with when a completion echoes its prompt; empty otherwise."""
+        return await self._intake.off_loop(lambda: self._echoed(request, work)) if request.echo else []
+
+    def _echoed(self, request: GenerateRequest, work: Work) -> list[Echo]:
+        echoes: list[Echo] = []
+        for prompt, tokens in zip(request.prompts, work.prompts, strict=True):
+            whole = self._detokenize(list(tokens)) if request.score_prompt or not isinstance(prompt, str) else prompt
+            text = prompt if isinstance(prompt, str) else whole
+            echoes += [Echo(text, max(0, len(whole) - len(text)))] * work.n
+        return echoes
+
+    async def _tokenize(self, exchange: Exchange) -> None:
+        await exchange.json(await self._intake.understood(exchange, self._counting.tokens_of))
+
+    async def _detokenized(self, exchange: Exchange) -> None:
+        await exchange.json(await self._intake.understood(exchange, self._counting.text_of))
+
+    async def _compiled(self, shape: Shape, ticket: Ticket[Output], deadline: float | None) -> Constraint | None:
+        if shape.form is None or self._forms is None:
+            return None
+        return await self._forms.constraint(
+            shape.form, shape.param, promised=shape.promised, deadline=deadline, gone=lambda: ticket.gone
+        )
+
+
+def _usage(work: Work, counts: Mapping[int, tuple[int, int, int]]) -> Usage:
+    """Prompts count once each, answers all; `counts` are tokens, cached and reasoning tokens of each choice."""
+    prompt = sum(len(prompt) for prompt in work.prompts) - work.said.tokens
+    return Usage(
+        prompt=prompt,
+        completion=sum(tokens for tokens, _cached, _reasoning in counts.values()),
+        cached=min(prompt, sum(counts[index * work.n][1] for index in range(len(work.prompts)))) if counts else 0,
+        reasoning=sum(reasoning for _tokens, _cached, reasoning in counts.values()),
+    )
+
+
+def _shorter(request: GenerateRequest) -> GenerateRequest:
+    """`request` without what is not needed any more: what is left is held for as long as the answer takes."""
+    prompts = request.prompts if request.echo else ()
+    return replace(request, messages=(), prompts=prompts, tools=(), form=None, suffix=None, images=())

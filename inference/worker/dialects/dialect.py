@@ -1,0 +1,210 @@
+"""What a family of chat templates knows of tools and reasoning, and what most share; parses and renders nothing."""
+
+from __future__ import annotations
+
+import abc
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from inference.worker.dialects import forms
+from inference.worker.dialects.answer_parts import AnswerParser, Tool, ToolChoice
+from inference.worker.dialects.conversation import described, explained, normal
+from inference.worker.dialects.forms import AnyText, Form, Json, Literal, Marker, Repeat
+from inference.worker.dialects.thinking import MIDST, Thinking
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The beginning of an answer: literals are the caller's, markers the family's. `opened` is what a parser and a form
+    of the rest are told: the last marker behind which the rest stands, and that text has begun there.
+    """
+
+    parts: tuple[Literal | Marker, ...]
+    opened: str
+
+
+class Dialect(Protocol):
+    """How one family of chat templates writes tools, calls and reasoning."""
+
+    @property
+    def name(self) -> str:
+        """hermes, qwen-xml, llama3, mistral, deepseek, deepseek-dsml, harmony, generic or plain."""
+        ...
+
+    @property
+    def writes_tools(self) -> bool:
+        """Whether the template itself presents tools."""
+        ...
+
+    @property
+    def reasons(self) -> bool:
+        """Whether answers are divided even without tools; where not, such an answer needs no parser."""
+        ...
+
+    @property
+    def shows(self) -> frozenset[str]:
+        """Texts of control tokens that the parser must see."""
+        ...
+
+    @property
+    def ends(self) -> frozenset[str]:
+        """Texts of control tokens that end an answer, besides the model's own."""
+        ...
+
+    def prepare(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], choice: ToolChoice
+    ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
+        """Messages as the template wants them, and template variables besides them."""
+        ...
+
+    def parser(self, *, tools: Sequence[Tool], opened: str) -> AnswerParser:
+        """A parser of one answer to a prompt that ends in `opened`. Without tools nothing is a call."""
+        ...
+
+    def form(self, tools: Sequence[Tool], choice: ToolChoice, *, opened: str) -> Form | None:
+        """The form of an answer with these tools; None where any text will do."""
+        ...
+
+    def wrap(self, form: Form, *, opened: str) -> Form:
+        """A constrained answer as the family writes it: reasoning and headers around `form`."""
+        ...
+
+    def begun(self, message: Mapping[str, Any], *, opened: str) -> Begun:
+        """The assistant's message, behind a prompt that ends in `opened`, so that the answer goes on where it ends."""
+        ...
+
+
+class Family:
+    """What dialects share. `text_arguments` says that a template writes the arguments of earlier calls as they are."""
+
+    name = ""
+    writes_tools = True
+    ends: frozenset[str] = frozenset()
+    markers: frozenset[str] = frozenset()
+    """Texts of control tokens in calls."""
+    opening: str | None = None
+    """What every call begins with, however much text was before it; None where nothing marks a call that surely."""
+
+    def __init__(self, thinking: Thinking | None = None, *, text_arguments: bool = False) -> None:
+        self.thinking = thinking
+        self.text_arguments = text_arguments
+
+    @property
+    def reasons(self) -> bool:
+        """Whether answers are divided even without tools."""
+        return self.thinking is not None
+
+    @property
+    def shows(self) -> frozenset[str]:
+        """Texts of control tokens that the parser must see."""
+        return self.markers if self.thinking is None else self.markers | {self.thinking.begin, self.thinking.end}
+
+    def prepare(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], choice: ToolChoice
+    ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
+        """The messages, their calls in one shape, and the tools unless none may be called."""
+        return [*normal(messages, text_arguments=self.text_arguments)], presented(tools, choice)
+
+    def form(self, tools: Sequence[Tool], choice: ToolChoice, *, opened: str) -> Form | None:
+        """Nothing is ever forced."""
+        return None
+
+    def wrap(self, form: Form, *, opened: str) -> Form:
+        """Reasoning first, where the family reasons."""
+        return form if self.thinking is None else self.thinking.first(form, opened)
+
+    def begun(self, message: Mapping[str, Any], *, opened: str) -> Begun:
+        """What was thought stands between its markers; where the family does not reason it is dropped."""
+        thought, content = message.get("reasoning_content") or "", message.get("content") or ""
+        thinking = self.thinking
+        place = "after" if thinking is None else thinking.place(opened)
+        if thinking is None or not (thought or content):
+            return Begun((Literal(content),), opened + content)
+        if place == "after" or not (thought or place == "inside"):
+            return Begun((Literal(content),), (thinking.end + MIDST) if content else opened)
+        begin = () if place == "inside" else (Marker(thinking.begin), Literal("\n"))
+        if not content:
+            return Begun((*begin, Literal(thought)), thinking.begin + MIDST)
+        end = (Literal(f"{thought}\n"), Marker(thinking.end), Literal(f"\n\n{content}"))
+        return Begun((*begin, *end), thinking.end + MIDST)
+
+
+class Caller(Family, abc.ABC):
+    """A family whose calls stand in the text one after the other; each says how it writes them."""
+
+    def form(self, tools: Sequence[Tool], choice: ToolChoice, *, opened: str) -> Form | None:
+        """Calls alone where they are required; where they are not, text that becomes calls at the first marker."""
+        chosen = wanted(tools, choice)
+        if not chosen or (choice.mode == "auto" and self.opening is None):
+            return None
+        calls = self.calls(chosen, None if choice.parallel and choice.mode != "named" else 1)
+        if choice.mode == "auto" and self.opening is not None:
+            text = AnyText((self.opening,))
+            calls = forms.OneOf((text, led(text, calls)))
+        return self.wrap(calls, opened=opened)
+
+    @abc.abstractmethod
+    def calls(self, tools: Sequence[Tool], most: int | None) -> Form:
+        """One to `most` calls of these tools."""
+
+
+def presented(tools: Sequence[Tool], choice: ToolChoice) -> dict[str, Any]:
+    """The variables of a template that presents tools; none where none may be called."""
+    return {"tools": described(tools)} if tools and choice.mode != "none" else {}
+
+
+def told(
+    messages: Sequence[dict[str, Any]], tools: Sequence[Tool], choice: ToolChoice, about: str
+) -> list[Mapping[str, Any]]:
+    """The messages with `about`, which has room for {tools}, for a template that presents none."""
+    if not tools or choice.mode == "none":
+        return [*messages]
+    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in described(tools))
+    return [*explained(messages, about.replace("{tools}", lines))]
+
+
+def wanted(tools: Sequence[Tool], choice: ToolChoice) -> list[Tool]:
+    """The tools that may be called."""
+    if choice.mode == "none":
+        return []
+    return [tool for tool in tools if choice.mode != "named" or tool.name == choice.name]
+
+
+def arguments_of(tool: Tool) -> Json:
+    """The arguments of a call; always an object, and without parameters an empty one."""
+    if tool.parameters is None:
+        return Json({"type": "object", "properties": {}, "additionalProperties": False}, tool.strict)
+    return Json({"type": "object", **tool.parameters}, tool.strict, closed=True)
+
+
+def quoted(name: str) -> str:
+    """A name as a JSON string."""
+    return json.dumps(name, ensure_ascii=False)
+
+
+def one_of(parts: Sequence[Form]) -> Form:
+    """A choice, where there is one to make."""
+    return parts[0] if len(parts) == 1 else forms.OneOf(tuple(parts))
+
+
+def led(text: Form, form: Form) -> Form:
+    """`text` and then `form`, written so that `text` stands right beside what `form` begins with.
+
+    Where a marker is no token of its own, text and marker can only be told apart within one piece of a grammar.
+    """
+    if isinstance(form, forms.Sequence):
+        return forms.Sequence((led(text, form.parts[0]), *form.parts[1:]))
+    if isinstance(form, forms.OneOf):
+        return forms.OneOf(tuple(led(text, part) for part in form.parts))
+    if isinstance(form, Repeat):
+        following = form.part if form.between is None else forms.Sequence((form.between, form.part))
+        more = Repeat(following, 0, None if form.most is None else form.most - 1)
+        return forms.Sequence((led(text, form.part), more))
+    return forms.Sequence((text, form))
+
+
+def object_call(tool: Tool, key: str = "arguments") -> tuple[Form, ...]:
+    """A call as a JSON object, without its closing brace."""
+    return Literal(f'{{"name": {quoted(tool.name)}, "{key}": '), arguments_of(tool)

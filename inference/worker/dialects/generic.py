@@ -1,0 +1,70 @@
+"""Templates that present no tools as we know them: Hermes' notation, explained in a message; never parses it anew."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from inference.worker.dialects.answer_parts import Tool, ToolChoice
+from inference.worker.dialects.conversation import as_text, described, explained, joined, normal, runs
+from inference.worker.dialects.dialect import quoted
+from inference.worker.dialects.hermes import BEGIN, END, Hermes
+from inference.worker.dialects.thinking import Thinking
+
+_ABOUT = """\
+You can call functions. Each line between <tools> and </tools> describes one of them as JSON:
+<tools>
+{tools}
+</tools>
+
+To call a function, write its name and its arguments as JSON in exactly this way:
+{begin}
+{{"name": "the function", "arguments": {{"a parameter": "its value"}}}}
+{end}
+Write one such block for every call, and nothing after the last one. The results come back in the next message, between
+<tool_response> and </tool_response>. If no function helps, just answer."""
+
+
+class Generic(Hermes):
+    """The dialect. `system` says that the template takes a system message."""
+
+    name = "generic"
+    writes_tools = False
+
+    def __init__(self, thinking: Thinking | None = None, *, system: bool = True) -> None:
+        super().__init__(thinking)
+        self._system = system
+
+    def prepare(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], choice: ToolChoice
+    ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
+        """Messages in which calls and results are plain text of assistant and user."""
+        found: list[dict[str, Any]] = []
+        answered = False
+        for run in runs(normal(messages, text_arguments=True), "tool"):
+            message = run[0]
+            if message["role"] == "tool":
+                message = {"role": "user", "content": "\n".join(_result(result["content"]) for result in run)}
+            for call in message.pop("tool_calls", ()):
+                message["content"] = joined(message.get("content"), _written(call["function"]))
+            if answered and message["role"] == "user":
+                # Many templates insist on turns that alternate: what a user says behind results joins them.
+                found[-1]["content"] = joined(found[-1]["content"], message["content"])
+            else:
+                found.append(message)
+            answered = run[0]["role"] == "tool"
+        if tools and choice.mode != "none":
+            lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in described(tools))
+            about = _ABOUT.format(tools=lines, begin=BEGIN, end=END)
+            found = explained(found, about, system=self._system)
+        return [*found], {}
+
+
+def _written(function: Mapping[str, Any]) -> str:
+    return f'{BEGIN}\n{{"name": {quoted(function["name"])}, "arguments": {as_text(function["arguments"])}}}\n{END}'
+
+
+def _result(content: Any) -> str:
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    return f"<tool_response>\n{text}\n</tool_response>"

@@ -1,0 +1,254 @@
+"""gpt-oss: an answer is a row of messages with channels and recipients; knows no other family."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from inference.worker.dialects import forms
+from inference.worker.dialects.answer_parts import AnswerParser, Content, Reasoning, Tool, ToolChoice
+from inference.worker.dialects.conversation import joined, normal, one_at_a_time
+from inference.worker.dialects.dialect import Begun, Family, arguments_of, one_of, presented, told, wanted
+from inference.worker.dialects.forms import AnyText, Form, Literal, Marker, Repeat
+from inference.worker.dialects.output import Kind
+from inference.worker.dialects.reading import Markers, NoCallError, Reader, Steps
+
+START = "<|start|>"
+CHANNEL = "<|channel|>"
+CONSTRAIN = "<|constrain|>"
+MESSAGE = "<|message|>"
+END = "<|end|>"
+CALL = "<|call|>"
+RETURN = "<|return|>"
+
+_CLOSING = (END, CALL, RETURN)
+_ENDS = Markers(END, CALL, RETURN, START, CHANNEL)
+_NAMESPACE = "functions."
+_BREAK = "\n\n"
+
+_ABOUT = """\
+# Tools
+
+You can call these functions, each described as JSON:
+{tools}
+
+To call one, send its arguments as one JSON object to functions.NAME on the commentary channel."""
+
+
+class HarmonyParser(Reader):
+    """What is on the channel `analysis` is reasoning, every other message content, and a message to `functions.NAME` a
+    call; the recipient may stand before the channel or after it.
+
+    The recipient is unmistakable: a call of an unknown function is one too. To anything else but the assistant itself
+    (a tool of the vendor's own) it is content, its header included. Two messages of one kind are parted by an empty
+    line; otherwise no white space is added or dropped but around arguments and between messages. A header that the end
+    of the answer cuts off is dropped.
+    """
+
+    def __init__(self, opened: str, names: Collection[str]) -> None:
+        super().__init__(())
+        self._names = names
+        self._kinds: set[Kind] = set()
+        header = _open_header(opened)
+        self.push(_begun(opened) if header is None else header + MESSAGE)
+        self._read.clear()
+
+    def answer(self) -> Steps[None]:
+        """The whole answer."""
+        marker = ""
+        while True:
+            self._read[:] = [marker]
+            try:
+                channel, recipient = yield from self._header(marker)
+            except NoCallError:
+                if self._is_cut():
+                    return
+                self.give_back()
+                marker = yield from self._rest_of_message(Content)
+            else:
+                marker = yield from self._body(channel, recipient)
+            if not marker:
+                return
+
+    def _header(self, marker: str) -> Steps[tuple[str, str]]:
+        """Channel and recipient of the message that `marker` opens; no marker stands for the prompt's own."""
+        if marker == START:
+            yield from self.word()
+        channel = (yield from self.word()) if marker == CHANNEL else ""
+        recipient = ""
+        typed = False
+        while True:
+            yield from self.space()
+            if (yield from self.literal(MESSAGE)):
+                return channel, recipient
+            if (yield from self.literal(CHANNEL)):
+                yield from self.space()
+                channel, typed = (yield from self.word()), False
+            elif (yield from self.literal("to=")):
+                to = yield from self.word()
+                recipient = recipient if to == "assistant" else to
+            elif channel and not typed:
+                yield from self.literal(CONSTRAIN)
+                yield from self.space()
+                yield from self.word()
+                typed = True
+            else:
+                raise NoCallError
+
+    def _body(self, channel: str, recipient: str) -> Steps[str]:
+        """Reads the message; returns the marker that opens the next one."""
+        kind: Kind = Reasoning if channel == "analysis" and not recipient else Content
+        name = self._function(recipient)
+        if name:
+            yield from self.attempt(self._arguments(name), *self._read)
+        elif recipient:
+            self.give_back()
+        else:
+            if kind in self._kinds:
+                self.out.text(kind, _BREAK)
+            self._kinds.add(kind)
+        return (yield from self._rest_of_message(kind))
+
+    def _function(self, recipient: str) -> str:
+        """The function that a recipient is; empty where it is none, or where there are no tools."""
+        if recipient in self._names:
+            return recipient
+        return recipient[len(_NAMESPACE) :] if self._names and recipient.startswith(_NAMESPACE) else ""
+
+    def _rest_of_message(self, kind: Kind) -> Steps[str]:
+        """Shows text until another message begins; returns the marker that opens it, none at the end of the answer.
+
+        Only there the text of a marker is one: amid a message it is what the message says.
+        """
+        while (marker := (yield from self.until(_ENDS, kind))) in _CLOSING:
+            self._read[:] = [marker]
+            yield from self.space()
+            for opening in (START, CHANNEL):
+                if (yield from self.literal(opening)):
+                    return opening
+            if not (yield from self.more()):
+                return ""
+            self.give_back(kind)
+        return marker
+
+    def _is_cut(self) -> bool:
+        """Whether the answer ends in a header that could have gone on: nobody's text."""
+        return self._ended and self._at == len(self._text) and any(CHANNEL in read for read in self._read)
+
+    def _arguments(self, name: str) -> Steps[None]:
+        yield from self.space()
+        yield from self.arguments(name, closing=_CLOSING)
+        yield from self.space()
+
+
+class Harmony(Family):
+    """The dialect. A call ends the answer, so an answer is forced to one call at most. `presents` says that the
+    template presents tools.
+    """
+
+    name = "harmony"
+    markers = frozenset({START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL})
+    ends = frozenset({CALL, RETURN})
+
+    def __init__(self, *, text_arguments: bool = False, presents: bool = True) -> None:
+        super().__init__(text_arguments=text_arguments)
+        self._presents = presents
+
+    @property
+    def reasons(self) -> bool:
+        """Every answer has channels."""
+        return True
+
+    def prepare(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], choice: ToolChoice
+    ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
+        """One call per message, and reasoning as `thinking`.
+
+        Beside a call the template takes either thinking or content, both of which it writes as analysis.
+        """
+        found: list[dict[str, Any]] = []
+        for message in one_at_a_time(normal(messages, text_arguments=self.text_arguments)):
+            if thought := message.pop("reasoning_content", None):
+                message["thinking"] = thought
+                if "tool_calls" in message and (content := message.pop("content", None)):
+                    message["thinking"] = joined(thought, content)
+            found.append(message)
+        if self._presents:
+            return [*found], presented(tools, choice)
+        return told(found, tools, choice, _ABOUT), {}
+
+    def parser(self, *, tools: Sequence[Tool], opened: str) -> AnswerParser:
+        """A parser of one answer."""
+        return HarmonyParser(opened, {tool.name for tool in tools})
+
+    def begun(self, message: Mapping[str, Any], *, opened: str) -> Begun:
+        """A thought on its channel, content on the last one."""
+        said = (("analysis", message.get("reasoning_content")), ("final", message.get("content")))
+        parts: list[Literal | Marker] = []
+        for channel, text in said:
+            if text:
+                if parts:
+                    parts += [Marker(END), Marker(START), Literal("assistant")]
+                parts += [Marker(CHANNEL), Literal(channel), Marker(MESSAGE), Literal(text)]
+        return Begun(tuple(parts), opened + "".join(part.text for part in parts[-4:-1]))
+
+    def form(self, tools: Sequence[Tool], choice: ToolChoice, *, opened: str) -> Form | None:
+        """Thoughts and preambles, then a call, or where none is required the last message."""
+        chosen = wanted(tools, choice)
+        if not chosen:
+            return None
+        ends = [style for tool in chosen for style in _calls(tool)]
+        if choice.mode == "auto":
+            ends.append(forms.Sequence((Marker(CHANNEL), Literal("final"), Marker(MESSAGE), AnyText())))
+        before = one_of([_message("analysis"), _message("commentary")])
+        form = forms.Sequence((Repeat(before, 0, None), one_of(ends)))
+        header = _open_header(opened)
+        if header is None:
+            return form
+        return _after_thought(form) if "analysis" in header else None
+
+    def wrap(self, form: Form, *, opened: str) -> Form:
+        """Thoughts, then `form` on the final channel."""
+        json = forms.Sequence((Literal("final "), Marker(CONSTRAIN), Literal("json")))
+        final = (Marker(CHANNEL), one_of([Literal("final"), json]), Marker(MESSAGE), form)
+        whole = forms.Sequence((Repeat(_message("analysis"), 0, None), *final))
+        header = _open_header(opened)
+        if header is None:
+            return whole
+        return _after_thought(whole) if "analysis" in header else form
+
+
+def _begun(opened: str) -> str:
+    """What the prompt has written of the header of the answer's first message, the role left out."""
+    return opened.rpartition(START)[2].removeprefix("assistant") if START in opened else ""
+
+
+def _open_header(opened: str) -> str | None:
+    """The header of the message in whose text the prompt ends; None where it ends before or in a header."""
+    header, message, _ = _begun(opened).partition(MESSAGE)
+    return header if message else None
+
+
+def _message(channel: str) -> Form:
+    """A whole message that another one follows."""
+    return _next(Marker(CHANNEL), Literal(channel), Marker(MESSAGE), AnyText())
+
+
+def _after_thought(form: Form) -> Form:
+    """The rest of a thought that the prompt has begun, then `form`."""
+    return forms.Sequence((_next(AnyText()), form))
+
+
+def _next(*message: Form) -> Form:
+    return forms.Sequence((*message, Marker(END), Marker(START), Literal("assistant")))
+
+
+def _calls(tool: Tool) -> list[Form]:
+    """A call with its recipient after the channel, as models write it mostly, and before it, as the template does."""
+    to = f"to={_NAMESPACE}{tool.name}"
+    body = (Marker(MESSAGE), arguments_of(tool))
+    constrained = (Literal(f"commentary {to} "), Marker(CONSTRAIN), Literal("json"))
+    return [
+        forms.Sequence((Marker(CHANNEL), *constrained, *body)),
+        forms.Sequence((Literal(f" {to}"), Marker(CHANNEL), Literal("commentary json"), *body)),
+    ]

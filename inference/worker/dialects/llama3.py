@@ -1,0 +1,88 @@
+"""Llama 3.1 and later: a call is a JSON object with `parameters`, often unmarked; knows no other family."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from inference.worker.dialects import forms
+from inference.worker.dialects.answer_parts import AnswerParser, Content, Tool, ToolChoice
+from inference.worker.dialects.conversation import normal, one_at_a_time
+from inference.worker.dialects.dialect import Caller, led, object_call, one_of, presented, wanted
+from inference.worker.dialects.forms import AnyText, Form, Literal, Marker
+from inference.worker.dialects.reading import CallReader, Markers, Steps
+from inference.worker.dialects.thinking import MIDST, Thinking
+
+TAG = "<|python_tag|>"
+
+_TAG = Markers(TAG)
+_BEGINNINGS = ("<|end_header_id|>", "<|header_end|>")
+
+
+class Llama3Parser(CallReader):
+    """Reasoning, where the model has any, then bare JSON or text.
+
+    Bare JSON is a call only at the beginning of an answer (not of the rest of one that the prompt has begun) and only
+    with the name of a given tool. After <|python_tag|>,
+    which is unmistakable, an object with any name is one; code after it is content, the tag included.
+    """
+
+    def __init__(self, thinking: Thinking | None, opened: str, names: Collection[str]) -> None:
+        super().__init__(thinking, opened, has_tools=bool(names))
+        self._names = names
+        self._starts = _starts(thinking, opened)
+
+    def called(self) -> Steps[None]:
+        """Bare JSON at the beginning, then text and marked calls."""
+        if self._starts:
+            yield from self.attempt(self._bare())
+        while (yield from self.until(_TAG, Content)):
+            yield from self.attempt(self.calls(), TAG)
+
+    def _bare(self) -> Steps[None]:
+        yield from self.space()
+        if (yield from self.peek()) == "{":
+            yield from self.calls(self._names)
+        else:
+            self.give_back()
+
+
+def _starts(thinking: Thinking | None, opened: str) -> bool:
+    """Whether bare JSON may be a call behind `opened`."""
+    thinks = thinking is not None and thinking.place(opened) != "before" and not opened.endswith(MIDST)
+    return thinks or opened.rstrip().endswith(_BEGINNINGS)
+
+
+class Llama3(Caller):
+    """The dialect. Its templates write one call per turn, so one call is what an answer is forced to."""
+
+    name = "llama3"
+    markers = frozenset({TAG})
+    ends = frozenset({"<|eom_id|>", "<|eot_id|>"})
+
+    def prepare(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], choice: ToolChoice
+    ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
+        """One call per message."""
+        return [*one_at_a_time(normal(messages, text_arguments=self.text_arguments))], presented(tools, choice)
+
+    def parser(self, *, tools: Sequence[Tool], opened: str) -> AnswerParser:
+        """A parser of one answer."""
+        return Llama3Parser(self.thinking, opened, {tool.name for tool in tools})
+
+    def form(self, tools: Sequence[Tool], choice: ToolChoice, *, opened: str) -> Form | None:
+        """Where a call is not required, any object may be text; with a strict tool one that opens an answer is a call,
+        and so is what follows the tag.
+        """
+        chosen = wanted(tools, choice)
+        if choice.mode != "auto" or not any(tool.strict for tool in chosen):
+            return super().form(tools, choice, opened=opened)
+        call = self.calls(chosen, 1)
+        bare = [call] if _starts(self.thinking, opened) else []
+        thought = [] if self.thinking is None else [self.thinking.begin]  # behind which an answer begins anew
+        text = AnyText((TAG,), ("{", *thought) if bare else ())
+        return self.wrap(one_of([text, led(text, forms.Sequence((Marker(TAG), call))), *bare]), opened=opened)
+
+    def calls(self, tools: Sequence[Tool], most: int | None) -> Form:
+        """One bare object."""
+        return one_of([forms.Sequence((*object_call(tool, "parameters"), Literal("}"))) for tool in tools])

@@ -1,0 +1,394 @@
+"""Reads an answer as it grows, as if all of it were there: a step that needs more text waits; knows no family.
+
+A family's parser is one generator that reads like the grammar of its answers. Its steps yield where text is missing and
+go on where they were, so every character is looked at once and a division of the text into pushes decides nothing.
+What was read of a call that turns out to be none is content, and reading goes on where it failed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Generator, Sequence
+from typing import Any, TypeVar
+
+from inference.worker.dialects.answer_parts import Content, Part, Reasoning
+from inference.worker.dialects.jsontext import ValueEnd
+from inference.worker.dialects.output import SPACE, Kind, Output
+from inference.worker.dialects.thinking import MIDST, Thinking
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+
+MAX_NAME = 256
+"""Longest name or key of a call, in characters as written."""
+
+NAME = re.compile(r"""[^\s<>\[\]{}"'`|]+""")
+"""What a function's name may consist of where it stands outside quotes."""
+
+_SPACE = re.compile(f"[{SPACE}]+")
+_SCALAR = re.compile(r"[^\s,\]}<]+")
+
+
+class NoCallError(Exception):
+    """What follows is not how the family writes a call."""
+
+
+class Markers:
+    """Texts that end a run of plain text; none of them begins with another."""
+
+    def __init__(self, *texts: str) -> None:
+        self._texts = texts
+        self._pattern = re.compile("|".join(map(re.escape, texts)))
+        self._starts = frozenset(text[0] for text in texts)
+        self._most = max(map(len, texts)) - 1
+
+    def search(self, text: str, at: int) -> re.Match[str] | None:
+        """The first of them at or after `at`."""
+        return self._pattern.search(text, at)
+
+    def unfinished(self, text: str, at: int) -> int:
+        """Where the end of `text` begins that may become one of them; its length where nothing may."""
+        for start in range(max(at, len(text) - self._most), len(text)):
+            if text[start] in self._starts and any(marker.startswith(text[start:]) for marker in self._texts):
+                return start
+        return len(text)
+
+
+class Reader(ABC):
+    """An AnswerParser whose grammar is `answer`."""
+
+    def __init__(self, holds: Collection[Kind]) -> None:
+        """`holds` as for Output."""
+        self.out = Output(holds)
+        self._text = ""
+        self._at = 0
+        self._ended = False
+        self._read: list[str] = []
+        self._steps = self.answer()
+
+    @abstractmethod
+    def answer(self) -> Steps[None]:
+        """Reads the whole answer."""
+
+    def push(self, text: str) -> Sequence[Part]:
+        """The parts that `text` completes or continues."""
+        self._text = self._text[self._at :] + text
+        self._at = 0
+        next(self._steps, None)
+        return self.out.take()
+
+    def flush(self) -> Sequence[Part]:
+        """What was held back, at the end of the answer."""
+        self._ended = True
+        next(self._steps, None)
+        self.out.end()
+        return self.out.take()
+
+    # What follows, whatever it means.
+
+    def more(self) -> Steps[bool]:
+        """Whether the answer goes on."""
+        while self._at == len(self._text):
+            if self._ended:
+                return False
+            yield
+        return True
+
+    def peek(self) -> Steps[str]:
+        """The next character, none at the end."""
+        return self._text[self._at] if (yield from self.more()) else ""
+
+    def follows(self, text: str) -> Steps[bool]:
+        """Whether `text` follows; reads nothing."""
+        while (have := self._text[self._at : self._at + len(text)]) != text:
+            if self._ended or not text.startswith(have):
+                return False
+            yield
+        return True
+
+    def literal(self, text: str) -> Steps[bool]:
+        """Reads `text` if it follows, otherwise nothing."""
+        found = yield from self.follows(text)
+        if found:
+            self._take(self._at + len(text))
+        return found
+
+    def expect(self, text: str) -> Steps[None]:
+        """Reads `text`; raises NoCallError where it does not follow."""
+        if not (yield from self.literal(text)):
+            raise NoCallError
+
+    def run(self, pattern: re.Pattern[str], most: int | None = None) -> Steps[str]:
+        """Reads what `pattern`, one or more of a set of characters, matches; of more than `most` one character more."""
+        found: list[str] = []
+        length = 0
+        while (most is None or length <= most) and (yield from self.more()):
+            match = pattern.match(self._text, self._at)
+            if match is None:
+                break
+            end = match.end() if most is None else min(match.end(), self._at + most + 1 - length)
+            found.append(self._take(end))
+            length += len(found[-1])
+        return "".join(found)
+
+    def space(self) -> Steps[None]:
+        """Reads white space."""
+        yield from self.run(_SPACE)
+
+    def word(self, pattern: re.Pattern[str] = NAME) -> Steps[str]:
+        """Reads a name that is not quoted; raises NoCallError where there is none or it is too long."""
+        word = yield from self.run(pattern, MAX_NAME)
+        if not 0 < len(word) <= MAX_NAME:
+            raise NoCallError
+        return word
+
+    # Text that is shown.
+
+    def until(self, markers: Markers, kind: Kind) -> Steps[str]:
+        """Shows text up to a marker, which is read and returned; empty at the end."""
+        while (match := markers.search(self._text, self._at)) is None:
+            self._show(kind, len(self._text) if self._ended else markers.unfinished(self._text, self._at))
+            if self._ended:
+                return ""
+            yield
+        self._show(kind, match.start())
+        self._at = match.end()
+        return match[0]
+
+    def rest(self) -> Steps[None]:
+        """Shows everything that still comes as content."""
+        while (yield from self.more()):
+            self._show(Content, len(self._text))
+
+    def thought(self, thinking: Thinking | None, opened: str) -> Steps[None]:
+        """Shows the reasoning that an answer begins with. A marker of reasoning later in an answer is plain text."""
+        if thinking is None:
+            return
+        place = thinking.place(opened)
+        if place == "before":
+            self._read.clear()
+            yield from self.space()
+            if not (yield from self.literal(thinking.begin)):
+                self.give_back()
+                return
+        if not opened.endswith(MIDST):
+            self.out.border()
+        if place != "after" and (yield from self.until(Markers(thinking.end), Reasoning)):
+            self.out.border()
+
+    # Calls.
+
+    def attempt(self, call: Steps[None], *read: str) -> Steps[bool]:
+        """Reads a call or, where it is none, shows what was read of it, `read` included, as content. A call that has
+        begun stays one, and only what comes after it is shown. Returns whether one began.
+        """
+        count = self.out.calls
+        self._read[:] = read
+        try:
+            yield from call
+        except NoCallError:
+            self.give_back()
+        return self.out.calls > count
+
+    def give_back(self, kind: Kind = Content) -> None:
+        """Shows what was read as plain text after all."""
+        self.out.text(kind, "".join(self._read))
+        self._read.clear()
+
+    def arguments(self, name: str, id: str = "", closing: Sequence[str] = ()) -> Steps[None]:
+        """Begins a call and shows its arguments as they come; raises NoCallError where neither a JSON object nor what
+        stands for one follows. Right before one of `closing` there are no arguments.
+        """
+        if (yield from self.peek()) != "{":
+            arguments = yield from self._stand_in(closing)
+            self._begin(name, id)
+            self.out.arguments(arguments)
+            return
+        self._begin(name, id)
+        end, ended = ValueEnd(), False
+        while not ended and (yield from self.more()):
+            stop, ended = end.scan(self._text, self._at)
+            self.out.arguments(self._text[self._at : stop])
+            self._at = stop
+
+    def calls(self, known: Collection[str] | None = None) -> Steps[None]:
+        """Reads calls written as JSON objects: one, several with nothing, `,` or `;` in between, or a list of them.
+
+        `known` are the only names that make a call; None takes every name.
+        """
+        yield from self.space()
+        listed = yield from self.literal("[")
+        goes_on = True
+        while goes_on:
+            yield from self.space()
+            yield from self.call(known)
+            self._read.clear()
+            yield from self.space()
+            parted = (yield from self.literal(",")) or (yield from self.literal(";"))
+            yield from self.space()
+            goes_on = (yield from self.peek()) == "{"
+        if parted:
+            raise NoCallError
+        if listed:
+            yield from self.expect("]")
+
+    def call(self, known: Collection[str] | None) -> Steps[None]:
+        """Reads an object with a name and arguments, in any order; arguments after the name are shown as they come.
+
+        Before the call has begun only the keys of a call may stand in it, so that other JSON is seen to be none at its
+        first key. No arguments at all are `{}`, null and an empty text too; a text that holds an object is that object.
+        An `id` is skipped: it would come after the arguments are out.
+        """
+        yield from self.expect("{")
+        name: str | None = None
+        earlier: str | None = None
+        begun, goes_on = False, True
+        while goes_on:
+            yield from self.space()
+            key = yield from self.string()
+            yield from self.space()
+            yield from self.expect(":")
+            yield from self.space()
+            if begun:
+                yield from self._skip()
+            elif key == "name":
+                name = yield from self.string()
+                if not name or (known is not None and name not in known):
+                    raise NoCallError
+                if earlier is not None:
+                    self._begin(name, "")
+                    self.out.arguments(earlier)
+                    begun = True
+            elif key in ("arguments", "parameters") and earlier is None:
+                if name is None:
+                    earlier = yield from self._object()
+                else:
+                    yield from self.arguments(name)
+                    begun = True
+            elif key in ("id", "type"):
+                yield from self.string()
+            else:
+                raise NoCallError
+            yield from self.space()
+            goes_on = yield from self.literal(",")
+        yield from self.expect("}")
+        if name is None:
+            raise NoCallError
+        if not begun:
+            self._begin(name, "")
+            self.out.arguments("{}")
+
+    def string(self) -> Steps[str]:
+        """Reads a short JSON string."""
+        yield from self.expect('"')
+        written, escaped = ['"'], False
+        while len(written) <= MAX_NAME and (yield from self.more()):
+            char = self._take(self._at + 1)
+            written.append(char)
+            if char == '"' and not escaped:
+                try:
+                    text = str(json.loads("".join(written), strict=False))
+                    text.encode()  # half a character is none
+                except ValueError:
+                    break
+                return text
+            escaped = char == "\\" and not escaped
+        raise NoCallError
+
+    def _object(self) -> Steps[str]:
+        """Reads a whole JSON object, or what stands for one."""
+        if (yield from self.peek()) != "{":
+            return (yield from self._stand_in())
+        text, whole = yield from self._value()
+        if not whole:
+            raise NoCallError
+        return text
+
+    def _stand_in(self, closing: Sequence[str] = ()) -> Steps[str]:
+        """Reads what models write instead of a call's arguments as an object; returns the object."""
+        for text in closing:
+            if (yield from self.follows(text)):
+                return "{}"
+        if (yield from self.peek()) != '"':
+            if (yield from self.run(_SCALAR, len("null"))) != "null":
+                raise NoCallError
+            return "{}"
+        written, _ = yield from self._value()
+        return _written(_loaded(_loaded(written, str).strip() or "{}", dict))
+
+    def _value(self) -> Steps[tuple[str, bool]]:
+        """Reads a JSON object, array or string; says whether it was there to its end."""
+        end, ended = ValueEnd(), False
+        read: list[str] = []
+        while not ended and (yield from self.more()):
+            stop, ended = end.scan(self._text, self._at)
+            read.append(self._take(stop))
+        return "".join(read), end.whole
+
+    def _skip(self) -> Steps[None]:
+        """Reads any JSON value."""
+        if (yield from self.peek()) in ("{", "[", '"'):
+            yield from self._value()
+        else:
+            yield from self.run(_SCALAR)
+
+    def _begin(self, name: str, id: str) -> None:
+        self._read.clear()
+        self.out.begin(name, id)
+
+    def _take(self, end: int) -> str:
+        """Reads up to `end`; it is remembered in case that it has to be given back."""
+        text = self._text[self._at : end]
+        self._at = end
+        self._read.append(text)
+        return text
+
+    def _show(self, kind: Kind, end: int) -> None:
+        self.out.text(kind, self._text[self._at : end])
+        self._at = end
+
+
+def _loaded(text: str, kind: type[T]) -> T:
+    """The JSON value of a kind that `text` is; raises NoCallError where it is none."""
+    try:
+        value = json.loads(text, strict=False)
+        text.encode()
+    except (ValueError, RecursionError):
+        raise NoCallError from None
+    if not isinstance(value, kind):
+        raise NoCallError
+    return value
+
+
+def _written(value: Any) -> str:
+    """`value` as JSON, which what a model wrote of it need not be; raises NoCallError where no JSON can say it."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()  # half an emoji is no text
+    except (ValueError, RecursionError):
+        raise NoCallError from None
+    return text
+
+
+class CallReader(Reader):
+    """A parser of reasoning, where the model has any, then text and the calls in it, where there are tools."""
+
+    def __init__(self, thinking: Thinking | None, opened: str, *, has_tools: bool) -> None:
+        """`opened` is the end of the prompt, which may have begun the answer."""
+        super().__init__((Reasoning, Content) if has_tools else (Reasoning,))
+        self._thinking = thinking
+        self._opened = opened
+        self._has_tools = has_tools
+
+    def answer(self) -> Steps[None]:
+        """The whole answer."""
+        yield from self.thought(self._thinking, self._opened)
+        if self._has_tools:
+            yield from self.called()
+        yield from self.rest()
+
+    @abstractmethod
+    def called(self) -> Steps[None]:
+        """Reads text and calls, as far as calls may follow."""

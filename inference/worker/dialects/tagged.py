@@ -1,0 +1,209 @@
+"""Arguments that are written one by one between tags become a JSON object, and the reverse as a form; knows no tags.
+
+A text stands between its tags as it is, anything else as JSON. Texts are shown as they come, other values once they are
+whole, because what is no JSON after all is shown as a text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal
+
+from inference.worker.dialects.answer_parts import Tool
+from inference.worker.dialects.forms import AnyText, Form, Json, OneOf, Repeat
+from inference.worker.dialects.forms import Literal as Exactly
+from inference.worker.dialects.reading import CallReader, Markers, NoCallError, Steps
+
+Kind = Literal["text", "json", "either"]
+
+KEY = re.compile(r"""[^<>"\n]+""")
+_TYPES: Sequence[tuple[type, str]] = (
+    (type(None), "null"), (bool, "boolean"), (int, "number"), (float, "number"), (list, "array"), (dict, "object"),
+)  # fmt: skip
+_CONSTANTS: Mapping[str, tuple[str, str]] = {
+    "True": ("boolean", "true"),
+    "False": ("boolean", "false"),
+    "None": ("null", "null"),
+}
+"""As Python prints them: so they stand in past calls where a template writes values that are no texts, and so models
+write them.
+"""
+_KEPT = ("$defs", "definitions")
+"""What the parts of a schema may refer to."""
+_MOST_REFERENCES = 8
+
+
+def properties_of(tool: Tool | None) -> Mapping[str, Any]:
+    """The schemas of a tool's parameters by their names; one that only refers to a definition is that definition."""
+    parameters = (tool.parameters or {}) if tool is not None else {}
+    found = parameters.get("properties")
+    return {key: _meant(schema, parameters) for key, schema in found.items()} if isinstance(found, Mapping) else {}
+
+
+def _meant(schema: Any, root: Mapping[str, Any]) -> Any:
+    for _ in range(_MOST_REFERENCES):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        _, _, place = reference.partition("#/") if isinstance(reference, str) else ("", "", "")
+        kind, _, name = place.partition("/")
+        definitions = root.get(kind) if kind in _KEPT else None
+        if not isinstance(definitions, Mapping) or name not in definitions:
+            break
+        schema = definitions[name]
+    return schema
+
+
+def types_of(schema: Any) -> frozenset[str]:
+    """The JSON types that a schema names for its values, `number` for `integer` as well; empty where it names none."""
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    if isinstance(schema.get("enum"), list):
+        return frozenset(_type_of(value) for value in schema["enum"])
+    if "const" in schema:
+        return frozenset({_type_of(schema["const"])})
+    for key in ("anyOf", "oneOf"):
+        if isinstance(parts := schema.get(key), list):
+            found = [types_of(part) for part in parts]
+            return frozenset().union(*found) if all(found) else frozenset()
+    named = schema.get("type")
+    names = [named] if isinstance(named, str) else named if isinstance(named, list) else []
+    return frozenset("number" if name == "integer" else str(name) for name in names)
+
+
+def kind_of(schema: Any) -> Kind:
+    """How a value of this schema stands between its tags; `either` where only the value itself can tell."""
+    types = types_of(schema)
+    if types == {"string"}:
+        return "text"
+    return "either" if not types or "string" in types else "json"
+
+
+def arguments_form(tool: Tool, write: Callable[[str, Any], Form], anything: Form) -> tuple[Form, ...]:
+    """The arguments of a call in the order of the tool's schema, each as `write` has it, of its name and schema.
+
+    `anything` is an argument of any name, for tools that neither declare properties nor forbid others.
+    """
+    parameters = tool.parameters
+    if parameters is None:
+        return ()
+    required = parameters.get("required") or ()
+    written = [(key, write(key, schema)) for key, schema in properties_of(tool).items()]
+    if not written:
+        allows_others = parameters.get("additionalProperties", "properties" not in parameters) is not False
+        return (Repeat(anything, 0, None),) if allows_others else ()
+    return tuple(form if key in required else Repeat(form, 0, 1) for key, form in written)
+
+
+def text_form(schema: Any, without: str) -> Form:
+    """A text between its tags, of which the closing one holds `without`. Only texts that are listed are held to;
+    lengths, patterns and formats are left to the model.
+    """
+    listed = schema.get("enum") if isinstance(schema, Mapping) else None
+    if kind_of(schema) == "text" and isinstance(listed, list) and not any(without in text for text in listed):
+        return OneOf(tuple(Exactly(text) for text in listed))
+    return AnyText((without,))
+
+
+def json_form(tool: Tool, schema: Any) -> Form:
+    """Any other value between its tags."""
+    if not isinstance(schema, Mapping):
+        return Json(True, tool.strict)
+    shared = {key: value for key, value in (tool.parameters or {}).items() if key in _KEPT}
+    return Json({**shared, **schema}, tool.strict, closed=True)
+
+
+def _type_of(value: Any) -> str:
+    return next((name for kind, name in _TYPES if isinstance(value, kind)), "string")
+
+
+class TaggedReader(CallReader):
+    """A parser of calls whose arguments are tagged."""
+
+    def object(self, name: str, arguments: Steps[None]) -> Steps[None]:
+        """Begins a call and reads its arguments with `arguments`, which calls `value` for each. What is none of them
+        ends the object; one that breaks off with the answer leaves it open.
+        """
+        self._begin(name, "")
+        self.out.arguments("{")
+        self._count = 0
+        self._is_open = False
+        try:
+            yield from arguments
+        except NoCallError:
+            self.out.arguments("}")
+            raise
+        if not self._is_open:
+            self.out.arguments("}")
+
+    def value(self, key: str, end: Markers, kind: Kind, types: Collection[str] = ()) -> Steps[None]:
+        """Reads a value and its end, and shows the argument. One that breaks off is shown as far as it is a text.
+
+        `types` are those of the value, as far as they are known; one that may be JSON or a text is JSON of these alone.
+        """
+        self.out.arguments(f"{', ' if self._count else ''}{_quoted(key)}: ")
+        self._count += 1
+        if kind == "text":
+            yield from self._text_value(end)
+        else:
+            yield from self._json_value(end, kind, types)
+        self._read.clear()
+
+    def _text_value(self, end: Markers) -> Steps[None]:
+        self.out.arguments('"')
+        while (match := end.search(self._text, self._at)) is None:
+            self._escaped(len(self._text) if self._ended else end.unfinished(self._text, self._at))
+            if self._ended:
+                self._is_open = True
+                return
+            yield
+        self._escaped(match.start())
+        self._at = match.end()
+        self.out.arguments('"')
+
+    def _json_value(self, end: Markers, kind: Kind, types: Collection[str]) -> Steps[None]:
+        pieces: list[str] = []
+        while (match := end.search(self._text, self._at)) is None:
+            if self._ended:
+                self._is_open = True
+                return
+            stop = end.unfinished(self._text, self._at)
+            pieces.append(self._text[self._at : stop])
+            self._at = stop
+            yield
+        pieces.append(self._text[self._at : match.start()])
+        self._at = match.end()
+        self.out.arguments(_json(_as_meant("".join(pieces), types), types if kind == "either" else ()))
+
+    def _escaped(self, stop: int) -> None:
+        self.out.arguments(_quoted(self._text[self._at : stop])[1:-1])
+        self._at = stop
+
+
+def _as_meant(text: str, types: Collection[str]) -> str:
+    """`text`, or the JSON of a constant that is written as the templates themselves write it, of one of the types."""
+    kind, written = _CONSTANTS.get(text.strip(), ("", text))
+    return written if kind in types else text
+
+
+def _json(text: str, types: Collection[str]) -> str:
+    """The value as JSON."""
+    return text.strip() if _is_json(text, types) else _quoted(text)
+
+
+def _is_json(text: str, types: Collection[str]) -> bool:
+    """Whether it is JSON of one of the types but no text in quotes, which is one with its quotes; none: of any type."""
+    try:
+        value = json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        return False
+    kind = _type_of(value)
+    return kind in types and kind != "string" if types else True
+
+
+def _no_number(_text: str) -> None:
+    raise ValueError
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,57 @@
+"""How a family brackets its reasoning, and where an answer stands towards it; never looks into the reasoning."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from inference.worker.dialects.forms import AnyText, Form, Marker, Regex, Repeat, Sequence
+
+_BREAK = Regex(r"[\n ]{0,2}")
+"""What models write between their reasoning and their answer: at most an empty line."""
+
+
+MIDST = "\uffff"
+"""Stands at the end of `opened` where text has begun behind the marker before it: the answer goes on with that text,
+and its white space is its own. No template writes this character, for it is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """The two markers of reasoning. White space on both sides of each belongs to the marker."""
+
+    begin: str
+    end: str
+
+    def place(self, opened: str) -> Literal["before", "inside", "after"]:
+        """Where an answer to a prompt that ends in `opened` begins.
+
+        Only the very end counts: earlier markers are those of earlier turns, or words of a user.
+        """
+        end = opened.removesuffix(MIDST).rstrip()
+        if end.endswith(self.begin):
+            return "inside"
+        return "after" if end.endswith(self.end) else "before"
+
+    def first(self, form: Form, opened: str) -> Form:
+        """`form`, with the reasoning that may or (where the prompt has begun it) must come before it."""
+        place = self.place(opened)
+        rest = (AnyText((self.end,)), Marker(self.end), _BREAK)
+        if place == "inside":
+            return Sequence((*rest, form))
+        if place == "after":
+            return form
+        return Sequence((Repeat(Sequence((Marker(self.begin), *rest)), 0, 1), form))
+
+
+TAGS = Thinking("<think>", "</think>")
+BRACKETS = Thinking("[THINK]", "[/THINK]")
+
+
+def thinking_of(template: str, control_texts: Collection[str]) -> Thinking | None:
+    """The reasoning that a template or a vocabulary knows of."""
+    for thinking in (BRACKETS, TAGS):
+        if thinking.end in template or thinking.end in control_texts:
+            return thinking
+    return None

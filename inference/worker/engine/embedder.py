@@ -1,0 +1,199 @@
+"""The engine thread of a model that pools: a vector per input; what goes into a batch is decided in `core/pooling`."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from inference.protocol import Code, Priority
+from inference.worker.backend import OK, BatchRow, Decode
+from inference.worker.cores.thread_placement import Companions
+from inference.worker.engine.engine_thread import Runner
+from inference.worker.engine.output_tickets import Ticket
+from inference.worker.engine.pooling_schedule import Input, PoolQueue
+from inference.worker.engine_stats import Pulse
+from inference.worker.steps import Row
+from inference.worker.worker_errors import WorkerError
+
+log = logging.getLogger("headgate.worker.embedder")
+
+MAX_QUEUED_TOKENS = 2**22
+"""16 MiB of token ids. The largest request is not counted, so one that finds nobody waiting is taken whatever it holds,
+and keeps out no small one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """What one input came to (float32): an embedding of length 1 in the Euclidean norm, or a reranker's raw answers;
+    or why there is none.
+    """
+
+    index: int
+    values: np.ndarray | None = None
+    error: WorkerError | None = None
+
+
+class PoolingBackend(Protocol):
+    """A context that pools: at most `n_slots` inputs with at most `pool_tokens` tokens together."""
+
+    n_slots: int
+    pool_tokens: int
+
+    def pool(self, rows: Sequence[BatchRow]) -> tuple[Decode, list[np.ndarray]]:
+        """One vector per row."""
+        ...
+
+
+_Input = Input[Ticket[Vector]]
+
+
+class Embedder:
+    """Runs the thread; same shape as `Engine`."""
+
+    def __init__(
+        self,
+        backend: PoolingBackend,
+        queue: int,
+        deliver: Callable[[list[tuple[Ticket[Vector], Vector]]], None],
+        on_fatal: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        scales: bool = True,
+        companions: Companions | None = None,
+    ) -> None:
+        """`scales`: vectors are scaled to length 1."""
+        self.pulse = Pulse(clock)
+        self._scales = scales
+        self._backend = backend
+        self._most_waiting = queue
+        self._deliver = deliver
+        self._clock = clock
+        self._queue: PoolQueue[Ticket[Vector]] = PoolQueue(backend.n_slots, backend.pool_tokens)
+        self._taken: Sequence[_Input] = []
+        """No longer in the queue and not answered yet."""
+        self._lock = threading.Lock()
+        self._companions = companions or Companions()
+        self._runner = Runner("embedder", self._turn, self._close, on_fatal)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._runner.start()
+
+    def submit(
+        self,
+        inputs: Sequence[Sequence[int]],
+        ticket: Ticket[Vector],
+        deadline: float | None = None,
+        priority: Priority = Priority.NORMAL,
+    ) -> None:
+        """Queues token lists; one Vector per input comes to the ticket. Raises WorkerError(queue_full)."""
+        with self._lock:
+            waiting = self._queue.requests
+            if waiting > 0 and waiting >= self._most_waiting:
+                raise WorkerError(
+                    Code.QUEUE_FULL, f"{waiting} requests wait for this model and its queue holds {self._most_waiting}"
+                )
+            if (tokens := self._queue.weight(inputs)) > MAX_QUEUED_TOKENS:
+                raise WorkerError(
+                    Code.QUEUE_FULL,
+                    f"besides a large one requests of {tokens} tokens would wait for this model, and its queue holds "
+                    f"{MAX_QUEUED_TOKENS}",
+                )
+            self._queue.add(ticket, inputs, self._clock(), priority, deadline)
+        self._runner.wake()
+
+    def abort(self, ticket: Ticket[Vector]) -> None:
+        """Forgets what of a request was not computed yet."""
+        with self._lock:
+            self._queue.drop(ticket)
+
+    def stop(self, reason: WorkerError, seconds: float = 5.0) -> bool:
+        """Ends every request with `reason` after the running step; whether the thread ended within `seconds`."""
+        return self._runner.stop(reason, seconds)
+
+    def _turn(self) -> bool:
+        if batch := self._next():
+            self._compute(batch)
+        return bool(batch or self.pulse.queued)
+
+    def _close(self, reason: WorkerError) -> None:
+        if self.pulse.step_started is not None:
+            self.pulse.end()
+        with self._lock:
+            self._taken = [*self._taken, *self._queue.clear()]
+        self.pulse.active = self.pulse.queued = 0
+        self._answer([(item.owner, Vector(item.index, error=reason)) for item in self._taken])
+        self._taken = []
+
+    def _answer(self, vectors: list[tuple[Ticket[Vector], Vector]]) -> None:
+        if vectors:
+            self._deliver(vectors)
+
+    def _next(self) -> Sequence[_Input]:
+        """The next batch; ends those that are too late or could never be pooled."""
+        with self._lock:
+            batch = self._queue.take(self._clock())
+            self.pulse.queued = self._queue.inputs
+            self._taken = [*batch.chosen, *batch.late, *batch.unfit]
+        ended = [(item, _too_late()) for item in batch.late]
+        ended += [(item, _too_long(len(item.tokens), self._backend.pool_tokens)) for item in batch.unfit]
+        self._answer([(item.owner, Vector(item.index, error=error)) for item, error in ended])
+        self._taken = batch.chosen
+        return batch.chosen
+
+    def _compute(self, batch: Sequence[_Input]) -> None:
+        rows = [Row(number, number, 0, item.tokens, True) for number, item in enumerate(batch)]
+        total = sum(len(item.tokens) for item in batch)
+        self.pulse.active = len(batch)
+        self.pulse.begin(total)
+        self._companions.begin(self._clock())
+        try:
+            status, pooled = self._backend.pool(rows)
+            failure = None if status is OK else f"llama.cpp could not compute a step ({status.name.lower()})"
+            vectors = [self._vector(item.index, values) for item, values in zip(batch, pooled, strict=failure is None)]
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            log.exception("the step failed")
+            vectors, failure = [], f"the engine failed ({type(error).__name__}: {error})"
+        seconds = self.pulse.end()
+        self._companions.end(self._clock())
+        self._queue.computed(seconds)
+        self.pulse.active = 0
+        if failure is None:
+            self._runner.succeeded()
+            self.pulse.prompt_tokens += total
+            self.pulse.prefill = self.pulse.prefill.read(total, seconds)
+        else:
+            reason = WorkerError(Code.MODEL_FAILED, failure)
+            vectors = [Vector(item.index, error=reason) for item in batch]
+        self._answer([(item.owner, vector) for item, vector in zip(batch, vectors, strict=True)])
+        self._taken = []
+        if failure is not None:
+            self._runner.failed(failure)
+
+    def _vector(self, index: int, values: np.ndarray) -> Vector:
+        if not np.isfinite(values).all():
+            return Vector(index, error=WorkerError(Code.MODEL_FAILED, "the model computed numbers that are not finite"))
+        return Vector(index, normalized(values) if self._scales else values)
+
+
+def _too_late() -> WorkerError:
+    return WorkerError(Code.DEADLINE_EXCEEDED, "the model did not answer within the deadline")
+
+
+def _too_long(tokens: int, most: int) -> WorkerError:
+    """For what validation should have refused: it must not reach llama.cpp, which would end the process."""
+    return WorkerError(Code.MODEL_FAILED, f"an input of {tokens} tokens cannot be pooled; at most {most} can")
+
+
+def normalized(values: np.ndarray) -> np.ndarray:
+    """`values` scaled to length 1; zeros stay zeros."""
+    length = float(np.linalg.norm(values))
+    return values if length == 0.0 else (values / length).astype(np.float32)

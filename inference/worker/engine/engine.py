@@ -1,0 +1,451 @@
+"""The engine thread: schedule, decode, sample, emit, for all sequences of one model; decides no policy of its own.
+
+What runs next is the scheduler's decision, how text ends the generation's. Whatever goes wrong with one request ends
+that request; whatever goes wrong with a step ends the requests in it; whatever goes wrong besides ends them all. What
+goes wrong may be no Exception: that is how panics of Rust libraries arrive.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from inference.protocol import Code, Progress
+from inference.worker.answers.generation import Generation, Output
+from inference.worker.answers.prompt_scoring import Scoring
+from inference.worker.answers.structured_answer import DividedGeneration
+from inference.worker.backend import OK, Backend, Constraint, Decode, TokenSampler, Vocabulary
+from inference.worker.engine.engine_thread import Runner
+from inference.worker.engine.engine_work import Work
+from inference.worker.engine.outbox import Delivery, Outbox
+from inference.worker.engine.output_tickets import Ticket
+from inference.worker.engine.prefill_pacing import Pace
+from inference.worker.engine.queue_estimate import Turnover
+from inference.worker.engine.scheduler import Scheduler
+from inference.worker.engine_stats import Pulse
+from inference.worker.kv.saved_sequences import Retained
+from inference.worker.sampling.sampling import Distribution
+from inference.worker.steps import Limits, Phase, Remove, Row
+from inference.worker.worker_errors import WorkerError
+from inference.worker.worker_requests import Sampling
+
+log = logging.getLogger("headgate.worker.engine")
+
+PROGRESS_SECONDS = 0.5
+
+GATHER_SECONDS, GATHER_FROM_SECONDS = 0.01, 0.05
+"""How long an idle engine waits for requests that are being read, where the prompts that are here count the second or
+more (`Pace.duration`): those that come together begin together. A step with one of them alone costs nearly what it
+would with several, and holds up all others; a short one is over by the time they are read."""
+
+UNREAD_OUTPUTS = 2**14
+"""How far a reader may lag behind, in pieces of text without log probabilities, joined ones too; every alternative of a
+token counts as one. Then the request waits, without a slot, until it is read on. About 4 MiB."""
+
+UNREAD_SECONDS = 60.0
+"""How long it waits so. The gateway ends a client that reads nothing for half of that."""
+
+SamplerFactory = Callable[[Sampling, int, int, Constraint | None], TokenSampler]
+"""(sampling, choice, most tokens of the answer, constraint) -> sampler."""
+
+
+@dataclass(slots=True)
+class _Running:
+    ticket: Ticket[Output]
+    generation: Generation
+    logprobs: int | None
+    most_unread: int
+    patience: float
+    answers: bool = True
+    scoring: Scoring | None = None
+    begun: bool = False
+    started: float | None = None
+
+
+class Engine:
+    """Runs the thread. `submit` and `abort` may be called from any thread; outputs come through `deliver`."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        vocabulary: Vocabulary,
+        make_sampler: SamplerFactory,
+        limits: Limits,
+        deliver: Callable[[list[Delivery]], None],
+        on_fatal: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.pulse = Pulse(clock)
+        self._backend = backend
+        self._vocabulary = vocabulary
+        self._make_sampler = make_sampler
+        self._deliver = deliver
+        self._clock = clock
+        self._scheduler = Scheduler(limits)
+        self._running: dict[int, _Running] = {}
+        self._jobs_of: dict[Ticket[Output], set[int]] = {}
+        self._commands: deque[tuple[Ticket[Output], Callable[[], None]]] = deque()
+        self._ids = itertools.count(1)
+        self._pace = Pace.first(limits.batch)
+        self._orders: deque[Callable[[], None]] = deque()
+        self._outbox = Outbox()
+        self._next_seconds = math.inf
+        self._expected: Callable[[], int] = lambda: 0
+        self._unread_since: dict[Ticket[Output], float] = {}
+        self._told_progress = -math.inf
+        self._turnover = Turnover(limits)
+        self._runner = Runner("engine", self._turn, self._close, on_fatal)
+
+    # --- for other threads -------------------------------------------------------------------------------------------
+    def start(self) -> None:
+        """Starts the thread."""
+        self._runner.start()
+
+    def submit(self, work: Work, ticket: Ticket[Output]) -> None:
+        """Queues a request; its outputs, or the refusal, come to the ticket."""
+        arrival = self._clock()
+        ticket.on_room = lambda: self._post(ticket, lambda: self._resume(ticket))
+        self._post(ticket, lambda: self._take(work, ticket, arrival))
+
+    def expect(self, count: Callable[[], int]) -> None:
+        """`count` says, on any thread, how many requests are about to be submitted."""
+        self._expected = count
+
+    def abort(self, ticket: Ticket[Output]) -> None:
+        """Ends a request that nobody reads any more, before the next step. Ended ones are ignored."""
+        self._post(ticket, lambda: self._drop(ticket))
+
+    def limit(self, sequences: int) -> None:
+        """Admits at most so many (1 or more) sequences at once, from the next step on."""
+        self._orders.append(lambda: self._scheduler.limit(sequences))
+        self._runner.wake()
+
+    def forget(self) -> None:
+        """Drops what is retained for later requests, before the next step."""
+        self._orders.append(self._scheduler.forget)
+        self._runner.wake()
+
+    def stop(self, reason: WorkerError, seconds: float = 5.0) -> bool:
+        """Ends every request with `reason` after the running step; whether the thread ended within `seconds`."""
+        return self._runner.stop(reason, seconds)
+
+    def adopt(self, held: Sequence[Retained]) -> None:
+        """Before `start`: the context holds these sequences already."""
+        self._scheduler.adopt(held)
+
+    def retained(self) -> list[Retained]:
+        """After `stop`: what the context's sequences hold, for whoever saves them."""
+        return self._scheduler.retained()
+
+    def _post(self, ticket: Ticket[Output], command: Callable[[], None]) -> None:
+        self._commands.append((ticket, command))
+        self._runner.wake()
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+    def _turn(self) -> bool:
+        self._obey()
+        if self._scheduler.has_work and not self._scheduler.active:
+            self._gather()
+        self._publish()
+        if self._scheduler.has_work:
+            self._guarded_step()
+            return True
+        return bool(self._commands)
+
+    def _close(self, reason: WorkerError) -> None:
+        if self.pulse.step_started is not None:
+            self.pulse.end()
+        self._obey()
+        jobs = list(self._running)
+        for job in jobs:
+            self._end(job, reason)
+        self._hand_over()
+        for job in jobs:
+            self._scheduler.abort(job)
+        self.pulse.active = self.pulse.queued = 0
+
+    def _gather(self) -> None:
+        """Before the first step of those that come to an idle engine."""
+        if self._pace.duration(self._scheduler.waiting_tokens) < GATHER_FROM_SECONDS:
+            return
+        until = self._clock() + GATHER_SECONDS
+        while self._expected() and (left := until - self._clock()) > 0:
+            self._runner.pause(left)
+            self._obey()
+
+    def _obey(self) -> None:
+        while self._orders:
+            self._orders.popleft()()
+        while self._commands:
+            ticket, command = self._commands.popleft()
+            try:
+                command()
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:
+                self._forsake(ticket, _reason(error, "the engine refused the request"))
+
+    def _forsake(self, ticket: Ticket[Output], reason: WorkerError) -> None:
+        self._refuse(ticket, reason)
+        try:
+            self._drop(ticket)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:
+            log.exception("a request could not be forgotten")
+            self._runner.give_up(reason.message)
+
+    def _guarded_step(self) -> None:
+        try:
+            self._step()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            # Nothing below is expected to raise; if it does, the requests of this step pay, and no others.
+            log.exception("the step failed")
+            if self.pulse.step_started is not None:
+                self.pulse.end()
+            self._fail_step(f"the engine failed ({type(error).__name__}: {error})")
+
+    def _step(self) -> None:
+        decoding, prompts = self._scheduler.load
+        allowed = self._pace.seconds(decoding, prompts, just_begun=prompts > 0 and self._scheduler.just_begun)
+        step = self._scheduler.plan(self._clock(), self._pace.budget(allowed))
+        for job in step.expired:
+            self._end(job, WorkerError(Code.DEADLINE_EXCEEDED, "the model did not start to answer within the deadline"))
+        for operation in step.operations:
+            if isinstance(operation, Remove):
+                self._backend.remove(operation.slot, operation.start)
+            else:
+                self._backend.copy(operation.source, operation.target, operation.count)
+        if not step.rows:
+            return
+        self.pulse.begin(step.tokens)
+        status, last = self._backend.decode(step.rows)
+        if status is not OK:
+            self.pulse.end()
+            if status is Decode.NO_ROOM:
+                for job in self._scheduler.no_room():
+                    self._end(job, WorkerError(Code.MODEL_FAILED, "the KV cache has no room for this request alone"))
+            else:
+                self._fail_step(f"llama.cpp could not compute a step ({status.name.lower()})")
+            return
+        self._runner.succeeded()
+        self._scheduler.computed()
+        reused = 0
+        for row, index in zip(step.rows, last, strict=True):
+            running = self._running[row.job]
+            if running.started is None:
+                running.started = self._clock()
+                running.generation.cached = row.start
+                reused += row.start
+            if running.generation.is_fresh:
+                self.pulse.prompt_tokens += len(row.tokens)
+            if row.sample or row.every:
+                self._advance(running, row, index)
+        seconds = self.pulse.end()
+        self._next_seconds = seconds if not step.prefill else math.inf
+        self.pulse.prefill = self.pulse.prefill.read(step.prefill + reused, seconds)
+        self._pace = self._pace.observe(step.prefill, step.tokens, seconds, allowed, decoding=decoding, prompts=prompts)
+
+    def _advance(self, running: _Running, row: Row, index: int) -> None:
+        """Reads the logits of a row that was computed, the last of them at batch index `index`."""
+        try:
+            if row.every:
+                self._score(running, row, index)
+            if row.sample:
+                self._sample(running, row.job, index)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            reason = _reason(error, "sampling failed")
+            self._scheduler.abort(row.job)
+            self._end(row.job, reason)
+
+    def _score(self, running: _Running, row: Row, index: int) -> None:
+        assert running.scoring is not None
+        first = index - len(row.tokens) + 1
+        scores = running.scoring.add(row.start, len(row.tokens), lambda at: self._backend.logits(first + at))
+        if scores:
+            generation = running.generation
+            self._send(running, Output(generation.choice, "", 0, generation.cached or 0, prompt_logprobs=scores))
+
+    def _sample(self, running: _Running, job: int, index: int) -> None:
+        generation = running.generation
+        if not running.answers:
+            spent = Output(generation.choice, "", generation.tokens, generation.cached or 0, finish="length")
+            self._finish(running, job, spent)
+            return
+        if running.logprobs is None:
+            output = generation.accept(token := generation.sampler.sample(index))
+        else:
+            drawn = Distribution.of(self._backend.logits(index))
+            top = drawn.top(running.logprobs)  # before a mask changes the logits
+            token = generation.sampler.sample(index)
+            output = generation.accept(token, drawn.logprob(token), top)
+        self.pulse.generated_tokens += 1
+        if output is not None and output.finish is not None:
+            self._finish(running, job, output)
+            return
+        self._scheduler.extend(job, token)
+        if output is not None:
+            self._send(running, output)
+
+    def _finish(self, running: _Running, job: int, output: Output) -> None:
+        self._scheduler.finish(job)
+        if running.started is not None:
+            self._turnover.took(self._clock() - running.started)
+        self._release(job)
+        self._outbox.put(running.ticket, output)
+
+    def _send(self, running: _Running, output: Output) -> None:
+        """An output that is not the last of its choice: the first leaves at once, others may wait as long as the reader
+        has patience. Who does not read must not make us hold more and more.
+        """
+        ticket = running.ticket
+        if running.patience == 0 or not running.begun:
+            running.begun = True
+            self._outbox.put(ticket, output)
+        elif not self._outbox.hold(ticket, output, self._clock() + running.patience):
+            return  # it is part of what is counted already
+        ticket.sent += 1
+        if ticket.sent - ticket.read > running.most_unread and ticket not in self._unread_since:
+            self._suspend(ticket, running.most_unread)
+
+    def _fail_step(self, message: str) -> None:
+        ended = self._scheduler.failed()
+        for job in ended:
+            self._end(job, WorkerError(Code.MODEL_FAILED, message))
+        log.error("%s; %d requests ended", message, len(ended))
+        self._runner.failed(message)
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+    def _take(self, work: Work, ticket: Ticket[Output], arrival: float) -> None:
+        if ticket.gone:
+            return
+        ids = [next(self._ids) for _ in range(work.sequences)]
+        jobs = work.jobs(ids, arrival)
+        if not self._scheduler.submit(jobs):
+            self._refuse(ticket, self._turnover.queue_full(len(jobs), self._scheduler.room))
+            return
+        self._jobs_of[ticket] = set(ids)
+        alternatives = work.logprobs or 0
+        most_unread = UNREAD_OUTPUTS // (1 + alternatives)
+        for index, job in enumerate(jobs):
+            reading = work.reading
+            parser = reading.parser() if reading is not None else None  # before there is anything to free
+            sampler = self._make_sampler(work.sampling, index % work.n, work.max_tokens, work.constraint)
+            common = (index, sampler, self._vocabulary, work.max_tokens, work.stops)
+            generation = (
+                Generation(*common) if not reading or not parser else DividedGeneration(*common, reading, parser)
+            )
+            if work.said.tokens:
+                sampler.accept(job.prompt[-work.said.tokens :])
+                generation.resume(work.said)
+            scoring = Scoring(job.prompt, self._vocabulary, alternatives) if work.score_prompt else None
+            patience = work.patience if work.logprobs is None and not work.score_prompt else 0.0
+            answers = work.max_tokens > work.said.tokens
+            self._running[job.id] = _Running(ticket, generation, work.logprobs, most_unread, patience, answers, scoring)
+
+    def _refuse(self, ticket: Ticket[Output], error: WorkerError) -> None:
+        self._outbox.put(ticket, Output(0, "", 0, error=error))
+
+    def _drop(self, ticket: Ticket[Output]) -> None:
+        for job in self._jobs_of.get(ticket, set()).copy():
+            self._scheduler.abort(job)
+            self._release(job)
+        self._jobs_of.pop(ticket, None)
+        self._unread_since.pop(ticket, None)
+        self._outbox.drop(ticket)
+
+    def _suspend(self, ticket: Ticket[Output], most_unread: int) -> None:
+        self._unread_since[ticket] = self._clock()
+        for job in self._jobs_of[ticket]:
+            self._scheduler.suspend(job)
+        ticket.stalled = True
+        if ticket.sent - ticket.read <= most_unread:
+            self._resume(ticket)  # it was read just before it was told to say so
+
+    def _resume(self, ticket: Ticket[Output]) -> None:
+        self._unread_since.pop(ticket, None)
+        for job in self._jobs_of.get(ticket, ()):
+            self._scheduler.resume(job)
+
+    def _end_unread(self, now: float) -> None:
+        late = [ticket for ticket, since in self._unread_since.items() if now - since >= UNREAD_SECONDS]
+        for ticket in late:
+            for job in self._jobs_of[ticket].copy():
+                self._scheduler.abort(job)
+                self._end(job, WorkerError(Code.DEADLINE_EXCEEDED, "nobody reads the answer"))
+
+    def _end(self, job: int, error: WorkerError) -> None:
+        """Tells the request that this choice failed; the scheduler knows already (or everything ends)."""
+        running = self._running[job]
+        self._outbox.put(running.ticket, running.generation.fail(error))
+        self._release(job)
+
+    def _release(self, job: int) -> None:
+        if (running := self._running.pop(job, None)) is None:
+            return  # it was refused half-way, before it had a sampler
+        mates = self._jobs_of[running.ticket]
+        mates.discard(job)
+        if not mates:
+            del self._jobs_of[running.ticket]
+            self._unread_since.pop(running.ticket, None)
+        try:
+            running.generation.sampler.close()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:
+            log.exception("a sampler could not be freed")
+
+    def _publish(self) -> None:
+        try:
+            self._note_progress()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            log.exception("what requests wait for is not known")
+            self._runner.give_up(f"the engine failed ({type(error).__name__}: {error})")
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Everything since the last call but what may wait for the next, in one delivery. What cannot be delivered is
+        kept for the next.
+        """
+        if self._outbox.is_waiting:
+            self._outbox.release(self._next_chance())
+        self._outbox.deliver(self._deliver)
+
+    def _next_chance(self) -> float:
+        """When the coming step will be over: as far as it resembles the last one, and both only decode."""
+        return self._clock() + self._next_seconds if self._scheduler.only_decodes else math.inf
+
+    def _note_progress(self) -> None:
+        self.pulse.active = self._scheduler.active
+        self.pulse.queued = self._scheduler.queued
+        now = self._clock()
+        is_due = now - self._told_progress >= PROGRESS_SECONDS
+        if is_due or not self.pulse.active:
+            self.pulse.cells_used, self.pulse.cells_retained = self._scheduler.cells
+        if is_due:
+            self._told_progress = now
+            self._end_unread(now)
+            for job, phase, done, total in self._scheduler.progress():
+                waits = phase is Phase.WAITING
+                self._running[job].ticket.progress = (
+                    Progress("queued", done) if waits else Progress("prefill", done, total)
+                )
+
+
+def _reason(error: BaseException, failed: str) -> WorkerError:
+    """What a request is told that ends with `error`: the words meant for it, or that we `failed`."""
+    if isinstance(error, WorkerError):
+        return error
+    log.error("%s", failed, exc_info=error)
+    return WorkerError(Code.MODEL_FAILED, f"{failed} ({type(error).__name__}: {error})")

@@ -1,0 +1,1 @@
+"""Slots, and sequences saved outside the context."""

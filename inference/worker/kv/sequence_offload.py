@@ -1,0 +1,202 @@
+"""Saves the sequences of a context to memory that outlives it, and puts them back; decides neither when nor which.
+
+The memory begins with a mark, which is written last, and a table in JSON; behind it stand tokens and states. It may
+outlive the process that wrote it (a descriptor that the authority holds too), so the table also says everything that
+must be the same where the states are put back. Nothing of it ever leaves this machine's memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import mmap
+import os
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inference.worker import llama
+from inference.worker.kv.saved_sequences import Retained, chosen, differing
+from inference.worker.llama import sequence_state
+from inference.worker.llama.binding import lib
+from inference.workers.worker_link import Grant
+
+log = logging.getLogger("headgate.worker.offload")
+
+_MARK = b"HGKEPT01"
+_HEAD = struct.Struct("<8sQ")
+_ALIGNED = 64
+_TABLE_BYTES = 4096
+"""Of the table, beyond a line per sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What was saved."""
+
+    count_bytes: int = 0
+    sequences: int = 0
+    tokens: int = 0
+
+
+class Keep:
+    """Memory for saved sequences: behind a descriptor that others may hold as well, or this process's own."""
+
+    def __init__(self, handle: int | None = None) -> None:
+        self._handle = handle
+        self._own: mmap.mmap | None = None
+
+    def make(self, size: int) -> mmap.mmap:
+        """Empty memory of `size` bytes instead of what was there."""
+        self.clear()
+        if self._handle is None:
+            self._own = mmap.mmap(-1, size)
+            return self._own
+        os.ftruncate(self._handle, size)
+        return mmap.mmap(self._handle, size)
+
+    def open(self) -> mmap.mmap | None:
+        """What is there, or None."""
+        if self._handle is None:
+            return self._own
+        size = os.fstat(self._handle).st_size
+        return mmap.mmap(self._handle, size) if size else None
+
+    def clear(self) -> None:
+        """Gives the memory back."""
+        if self._handle is not None:
+            os.ftruncate(self._handle, 0)
+        elif self._own is not None:
+            self._own.close()
+            self._own = None
+
+
+def key(grant: Grant, file: Sequence[int]) -> dict[str, Any]:
+    """Everything that must be the same for a state to mean the same. `file` is what `stamp` said of the weights."""
+    return {
+        "file": list(file),
+        "lora": [[path, *stamp(path)] for path in grant.lora],
+        "kv_type": grant.kv_type,
+        "flash_attention": grant.flash_attention,
+        "context_length": grant.context_length,
+        "parallel": grant.parallel,
+        "library": list(stamp(lib._lib._name)),
+    }
+
+
+def stamp(path: str | int) -> tuple[int, int, int]:
+    """What changes when a file does: size, time of its last change in ns, inode. (0, 0, 0) for none."""
+    try:
+        status = os.fstat(path) if isinstance(path, int) else Path(path).stat()
+    except OSError:
+        return 0, 0, 0
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def save(
+    context: llama.Context, retained: Sequence[Retained], keep: Keep, most_bytes: int, under: Mapping[str, Any]
+) -> Saved:
+    """Copies what fits of `retained` into `keep`. The context must be nobody else's now.
+
+    A sequence with more cells than tokens, whose rest cannot be removed, is left out; one with images too where it
+    would have to be found by the numbers of this process.
+    """
+    sound = [item for item in retained if _is_text(item) and _fits_tokens(context, item)]
+    sizes = {
+        item.slot: _rounded(sequence_state.count_bytes(context, item.slot)) + _rounded(4 * len(item.tokens))
+        for item in sound
+    }
+    overhead = _rounded(_TABLE_BYTES + 512 * len(sound) + sum(len(item.tenant) * 6 for item in sound))
+    wanted = chosen(sound, sizes, most_bytes - overhead)
+    if not wanted:
+        keep.clear()
+        return Saved()
+    total = overhead + sum(sizes[item.slot] for item in wanted)
+    memory = keep.make(total)
+    table: list[dict[str, Any]] = []
+    at = overhead
+    with _Address(memory) as address:
+        for item in wanted:
+            tokens_at, state_at = at, at + _rounded(4 * len(item.tokens))
+            memory[tokens_at : tokens_at + 4 * len(item.tokens)] = item.tokens.tobytes()
+            size = sequence_state.read(context, item.slot, address + state_at, at + sizes[item.slot] - state_at)
+            at += sizes[item.slot]
+            if size:
+                first, last = sequence_state.bounds(context, item.slot)
+                table.append(
+                    {
+                        "slot": item.slot, "tenant": item.tenant, "tokens_at": tokens_at, "tokens": len(item.tokens),
+                        "state_at": state_at, "state_bytes": size, "first": first, "last": last,
+                    }
+                )  # fmt: skip
+    text = json.dumps({"under": dict(under), "sequences": table}).encode()
+    if len(text) + _HEAD.size > overhead:
+        keep.clear()
+        return Saved()
+    memory[_HEAD.size : _HEAD.size + len(text)] = text
+    memory[: _HEAD.size] = _HEAD.pack(_MARK, len(text))
+    return Saved(total, len(table), sum(row["tokens"] for row in table))
+
+
+def restore(context: llama.Context, keep: Keep, under: Mapping[str, Any]) -> list[Retained]:
+    """Puts back what `save` kept, oldest first; what does not match or cannot be verified is left out, and said."""
+    memory = keep.open()
+    if memory is None or len(memory) < _HEAD.size:
+        return []
+    mark, length = _HEAD.unpack(memory[: _HEAD.size])
+    if mark != _MARK:
+        log.warning("no sequences are restored: they were not saved to the end")
+        return []
+    kept = json.loads(memory[_HEAD.size : _HEAD.size + length])
+    if names := differing(kept["under"], under):
+        log.warning("no sequences are restored: %s changed since they were saved", ", ".join(names))
+        return []
+    found = []
+    with _Address(memory) as address:
+        for row in reversed(kept["sequences"]):
+            tokens = array("i")
+            tokens.frombytes(memory[row["tokens_at"] : row["tokens_at"] + 4 * row["tokens"]])
+            taken = sequence_state.write(context, row["slot"], address + row["state_at"], row["state_bytes"])
+            if taken != row["state_bytes"] or sequence_state.bounds(context, row["slot"]) != (
+                row["first"],
+                row["last"],
+            ):
+                log.warning("a sequence of %d tokens could not be restored", row["tokens"])
+                context.remove(row["slot"])
+                continue
+            found.append(Retained(row["slot"], tokens, row["tenant"]))
+    return found
+
+
+def _is_text(item: Retained) -> bool:
+    """Whether it holds something, and no image: those are told apart by numbers below zero."""
+    return min(item.tokens, default=-1) >= 0
+
+
+def _fits_tokens(context: llama.Context, item: Retained) -> bool:
+    """Whether the sequence holds exactly its tokens, once what lies beyond them is removed."""
+    if sequence_state.bounds(context, item.slot)[1] >= len(item.tokens):
+        context.remove(item.slot, len(item.tokens))
+    return sequence_state.bounds(context, item.slot)[1] == len(item.tokens) - 1
+
+
+def _rounded(count: int) -> int:
+    return -(-count // _ALIGNED) * _ALIGNED
+
+
+class _Address:
+    """The address of mapped memory, as long as it is used; the mapping cannot be closed meanwhile."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+
+    def __enter__(self) -> int:
+        self._view = ctypes.c_char.from_buffer(self._memory)
+        return ctypes.addressof(self._view)
+
+    def __exit__(self, *_error: object) -> None:
+        del self._view

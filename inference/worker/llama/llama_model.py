@@ -1,0 +1,293 @@
+"""An open GGUF: its weights, vocabulary, metadata and template; decides nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from inference.protocol import ExitCause
+from inference.worker.llama import ggml_library
+from inference.worker.llama.binding import lib
+from inference.worker.llama.dry import DryPrototypes
+from inference.worker.llama.llama_process import quick
+from inference.worker.llama.text_cuts import Cutter
+from inference.worker.worker_errors import LoadError
+
+_ATTRIBUTE_UNKNOWN = 1 << 0
+_ATTRIBUTE_CONTROL = 1 << 3
+_ATTRIBUTE_USER_DEFINED = 1 << 4
+_ATTRIBUTE_STRIPS_LEFT = 1 << 7
+_PART_CHARS = 2**14
+"""Texts are tokenized in parts of this length where they can be cut at control tokens."""
+MOST_PIECES = 2**13
+"""Of the tokens asked for last, kept as bytes at 100 bytes each; another one costs a microsecond."""
+_EXACT_VOCABULARIES = (1, 2)
+"""SentencePiece and byte-level BPE: every byte of a text is in exactly one token."""
+
+_to_piece = quick("llama_token_to_piece")
+_vocab_attr = quick("llama_vocab_get_attr")
+_text = quick("llama_vocab_get_text")
+_is_eog = quick("llama_vocab_is_eog")
+
+
+@dataclass(frozen=True, slots=True)
+class _Special:
+    ends: frozenset[int]
+    control_texts: tuple[str, ...]
+    longest: int
+    cutter: Cutter
+
+
+class Model:
+    """An open GGUF: weights and vocabulary. Thread-safe for everything but `close`."""
+
+    def __init__(self, path: str, params: Any) -> None:
+        """Loads the file; raises LoadError(OOM_LOAD) when llama.cpp returns NULL."""
+        self._params = params
+        self._path = path
+        handle = lib.llama_model_load_from_file(path.encode(), params)
+        if not handle:
+            raise LoadError(ExitCause.OOM_LOAD, f"llama.cpp could not load {path}")
+        self.handle = handle
+        self.vocab = lib.llama_model_get_vocab(handle)
+        self.n_vocab = int(lib.llama_vocab_n_tokens(self.vocab))
+        self._pieces: dict[int, bytes] = {}
+        self.dry = DryPrototypes(self.vocab)
+
+    def close(self) -> None:
+        """Frees the weights; contexts must be closed before."""
+        self.dry.close()
+        lib.llama_model_free(self.handle)
+
+    @functools.cached_property
+    def metadata(self) -> dict[str, str]:
+        """Every scalar key of the GGUF as text."""
+        found: dict[str, str] = {}
+        buffer = ctypes.create_string_buffer(1 << 20)
+        for index in range(lib.llama_model_meta_count(self.handle)):
+            if lib.llama_model_meta_key_by_index(self.handle, index, buffer, len(buffer)) < 0:
+                continue
+            key = buffer.value.decode("utf-8", "replace")
+            if lib.llama_model_meta_val_str_by_index(self.handle, index, buffer, len(buffer)) >= 0:
+                found[key] = buffer.value.decode("utf-8", "replace")
+        return found
+
+    @functools.cached_property
+    def template(self) -> str | None:
+        """The chat template in the GGUF."""
+        return self._template(None)
+
+    @functools.cached_property
+    def tool_template(self) -> str | None:
+        """The one for chats with tools, where the GGUF has another for them."""
+        return self._template(b"tool_use")
+
+    @functools.cached_property
+    def rerank_template(self) -> str | None:
+        """The text around a query and a document in a generative reranker's GGUF, with {query} and {document} in it."""
+        return self._template(b"rerank")
+
+    def _template(self, name: bytes | None) -> str | None:
+        text = lib.llama_model_chat_template(self.handle, name)
+        return text.decode("utf-8", "replace") if text else None
+
+    @property
+    def n_ctx_train(self) -> int:
+        """Context length the model was trained with, in tokens."""
+        return int(lib.llama_model_n_ctx_train(self.handle))
+
+    @property
+    def n_params(self) -> int:
+        """Number of weights."""
+        return int(lib.llama_model_n_params(self.handle))
+
+    @property
+    def n_embd(self) -> int:
+        """Length of an embedding this model gives."""
+        return int(lib.llama_model_n_embd_out(self.handle))
+
+    @property
+    def n_scores(self) -> int:
+        """Length of what the classification head of a reranker gives."""
+        return int(lib.llama_model_n_cls_out(self.handle))
+
+    @functools.cached_property
+    def has_head(self) -> bool:
+        """Whether the file holds a classification head, which llama.cpp does not insist on when it ranks.
+
+        The last layer of it is `cls.output` but for Jina's BERT, whose only one is `cls`.
+        """
+        is_jina = self.metadata.get("general.architecture") == "jina-bert-v2"
+        in_parts = "split.count" in self.metadata  # the head may lie in a later part
+        return in_parts or self._has_tensor("cls.weight" if is_jina else "cls.output.weight")
+
+    @functools.cached_property
+    def n_positions(self) -> int | None:
+        """How many positions have learned vectors, None where there is no such table: beyond it llama.cpp aborts."""
+        return self.n_ctx_train if self._has_tensor("position_embd.weight") else None
+
+    def _has_tensor(self, name: str) -> bool:
+        """Whether the file, or the first of its parts, lists the tensor."""
+        return ggml_library.has_tensor(self._path, name)
+
+    @property
+    def description(self) -> str:
+        """Such as `llama 1B Q4_K - Medium`."""
+        buffer = ctypes.create_string_buffer(256)
+        lib.llama_model_desc(self.handle, buffer, len(buffer))
+        return buffer.value.decode("utf-8", "replace")
+
+    @property
+    def generates(self) -> bool:
+        """Whether it is a plain decoder; encoders and encoder-decoders are not (nor is a model without a memory, which
+        only its context shows).
+        """
+        return bool(lib.llama_model_has_decoder(self.handle)) and not lib.llama_model_has_encoder(self.handle)
+
+    @property
+    def translates(self) -> bool:
+        """Whether it is an encoder with a decoder behind it."""
+        return bool(lib.llama_model_has_encoder(self.handle)) and bool(lib.llama_model_has_decoder(self.handle))
+
+    @property
+    def keeps_whole_state(self) -> bool:
+        """Whether its memory is a running state (recurrent, hybrid), of which no part can be removed or shared."""
+        return bool(lib.llama_model_is_recurrent(self.handle) or lib.llama_model_is_hybrid(self.handle))
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end a generation."""
+        return self._special.ends
+
+    @property
+    def control_texts(self) -> tuple[str, ...]:
+        """Texts that turn into control tokens when special tokens are parsed, longest first."""
+        return self._special.control_texts
+
+    @property
+    def longest_piece(self) -> int | None:
+        """Most bytes of text that one token can stand for; None where the tokenizer drops or rewrites text."""
+        return self._special.longest if lib.llama_vocab_type(self.vocab) in _EXACT_VOCABULARIES else None
+
+    @functools.cached_property
+    def _special(self) -> _Special:
+        """One pass over the vocabulary."""
+        ends, texts, longest = set(), set(), 1
+        atoms, cuttable = set(), set()
+        for token in range(self.n_vocab):
+            raw = _text(self.vocab, token) or b""
+            longest = max(longest, len(raw))
+            attributes = _vocab_attr(self.vocab, token)
+            if attributes & (_ATTRIBUTE_CONTROL | _ATTRIBUTE_USER_DEFINED | _ATTRIBUTE_UNKNOWN):
+                atoms.add(raw.decode("utf-8", "replace"))
+                if attributes & _ATTRIBUTE_CONTROL and not attributes & _ATTRIBUTE_STRIPS_LEFT:
+                    cuttable.add(raw.decode("utf-8", "replace"))
+            is_end = bool(_is_eog(self.vocab, token))
+            if is_end:
+                ends.add(token)
+            if is_end or attributes & _ATTRIBUTE_CONTROL:
+                texts.add(self.text_of(token))
+        texts.discard("")
+        by_length = tuple(sorted(texts, key=lambda text: (-len(text), text)))
+        return _Special(frozenset(ends), by_length, longest, Cutter(cuttable, atoms, _PART_CHARS))
+
+    @functools.cached_property
+    def bos(self) -> int | None:
+        """Beginning-of-sequence token, if the vocabulary has one."""
+        token = int(lib.llama_vocab_bos(self.vocab))
+        return token if token >= 0 else None
+
+    @functools.cached_property
+    def eos(self) -> int | None:
+        """End-of-sequence token, if the vocabulary has one."""
+        token = int(lib.llama_vocab_eos(self.vocab))
+        return token if token >= 0 else None
+
+    @functools.cached_property
+    def fill_tokens(self) -> tuple[int, int, int] | None:
+        """The tokens that stand before the text that precedes a gap, before the text that follows it, and before what
+        fills it; None for a model that was not made to fill gaps.
+        """
+        before, after, middle = (
+            int(token(self.vocab))
+            for token in (lib.llama_vocab_fim_pre, lib.llama_vocab_fim_suf, lib.llama_vocab_fim_mid)
+        )
+        return (before, after, middle) if min(before, after, middle) >= 0 else None
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether prompts of this model start with BOS."""
+        return bool(lib.llama_vocab_get_add_bos(self.vocab)) and self.bos is not None
+
+    @functools.cached_property
+    def sep(self) -> int | None:
+        """Separator token, if the vocabulary has one."""
+        token = int(lib.llama_vocab_sep(self.vocab))
+        return token if token >= 0 else None
+
+    @property
+    def has_words(self) -> bool:
+        """Whether the vocabulary divides a text into words first, as BPE and WordPiece do."""
+        return lib.llama_vocab_type(self.vocab) in (lib.LLAMA_VOCAB_TYPE_BPE, lib.LLAMA_VOCAB_TYPE_WPM)
+
+    @property
+    def adds_eos(self) -> bool:
+        """Whether a text of this model ends with EOS."""
+        return bool(lib.llama_vocab_get_add_eos(self.vocab)) and self.eos is not None
+
+    @property
+    def adds_sep(self) -> bool:
+        """Whether two texts of this model have SEP between them."""
+        return bool(lib.llama_vocab_get_add_sep(self.vocab)) and self.sep is not None
+
+    def text_of(self, token: int | None) -> str:
+        """The text of a special token, empty for None."""
+        return "" if token is None else self.piece(token, special=True).decode("utf-8", "replace")
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether it has a vocabulary; without one llama.cpp would abort where text is tokenized."""
+        return bool(lib.llama_vocab_type(self.vocab) != lib.LLAMA_VOCAB_TYPE_NONE)
+
+    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
+        """Token ids of `text`; `add_special` adds what the vocabulary wants around a text (BOS, CLS, SEP, EOS)."""
+        if len(text) <= _PART_CHARS or not parse_special:
+            return self._tokenize(text, add_special, parse_special)
+        marks = self._tokenize("", True, parse_special) if add_special else []
+        leading = marks[: 1 if self.adds_bos else 0]
+        tokens = leading.copy()
+        for part in self._special.cutter.parts(text):
+            tokens += self._tokenize(part, False, parse_special)
+        return tokens + marks[len(leading) :]
+
+    def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
+        raw = text.encode("utf-8", "replace")
+        room = len(raw) + 8
+        while True:
+            tokens = (ctypes.c_int32 * room)()
+            count = lib.llama_tokenize(self.vocab, raw, len(raw), tokens, room, add_special, parse_special)
+            if count >= 0:
+                return tokens[:count]
+            room = -count
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """Bytes of one token, maybe half a character; control tokens are empty unless `special`."""
+        key = token if special else ~token
+        if (known := self._pieces.get(key)) is not None:
+            return known
+        buffer = ctypes.create_string_buffer(256)
+        size = _to_piece(self.vocab, token, buffer, len(buffer), 0, special)
+        if size < 0:
+            buffer = ctypes.create_string_buffer(-size)
+            size = _to_piece(self.vocab, token, buffer, len(buffer), 0, special)
+        if len(self._pieces) >= MOST_PIECES:
+            self._pieces.clear()
+        self._pieces[key] = piece = buffer.raw[:size]
+        return piece
+
+    def detokenize(self, tokens: Iterable[int]) -> str:
+        """Text of `tokens`, special ones included; bytes that are no UTF-8 become U+FFFD."""
+        return b"".join(self.piece(token, special=True) for token in tokens).decode("utf-8", "replace")

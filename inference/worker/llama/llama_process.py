@@ -1,0 +1,69 @@
+"""Starts llama.cpp in this process, catches its log and last words, and makes its short calls; decides nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from inference.worker.llama import ggml_library
+from inference.worker.llama.binding import lib
+from inference.worker.llama.llama_log import LogTail
+
+_keep_alive: list[object] = []
+"""Callbacks that C may call until the process ends."""
+_beside: list[Any] = []
+
+
+def start(tail: LogTail) -> None:
+    """Initializes llama.cpp once per process and sends its log to `tail`."""
+
+    def on_log(level: int, text: bytes | None, _data: object) -> None:
+        tail.feed(level, _decoded(text))
+
+    callback = lib.llama_log_callback(on_log)
+    _keep_alive.append(callback)
+    beside = lib.llama_log_callback(lambda level, text, _data: tail.feed(level, _decoded(text), counts=False))
+    _beside.append(beside)
+    lib.llama_log_set(callback, ctypes.c_void_p(0))
+    ggml_library.library()
+    lib.llama_backend_init()
+
+
+def log_beside() -> Any:
+    """The callback for libraries beside llama.cpp that have a log of their own; after `start`."""
+    return _beside[-1]
+
+
+def _decoded(text: bytes | None) -> str:
+    return (text or b"").decode("utf-8", "replace")
+
+
+def on_abort(write: Callable[[str], None]) -> None:
+    """Calls `write` with ggml's last words when it aborts the process, where this build of ggml can."""
+    setter = getattr(ggml_library.library(), "ggml_set_abort_callback", None)
+    if setter is None:
+        return
+    callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(lambda text: write((text or b"").decode("utf-8", "replace")))
+    setter.restype = ctypes.c_void_p
+    _keep_alive.append(callback)
+    setter(callback)
+
+
+def quick(name: str) -> Callable[..., Any]:
+    """llama.cpp's function `name`, called without giving up the interpreter lock; for calls of microseconds only.
+
+    Giving the lock up would let another thread take it for longer than the call lasts. Loading, decoding, waiting for a
+    device and tokenizing do give it up.
+    """
+    described = getattr(lib._lib, name)
+    function = getattr(_held(), name)
+    function.argtypes = described.argtypes
+    function.restype = described.restype
+    return function  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _held() -> ctypes.PyDLL:
+    return ctypes.PyDLL(lib._lib._name)

@@ -1,0 +1,1 @@
+"""Prompts: templates, messages, images."""

@@ -1,0 +1,63 @@
+"""Takes the images out of chat messages: `data:` URLs to bytes, within bounds; never decodes and never fetches one."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import Any
+
+from inference.protocol import Code
+from inference.worker.prompt.image_tokens import size_of
+from inference.worker.worker_errors import BadRequestError
+
+MAX_IMAGES = 16
+"""Per request."""
+MAX_PIXELS = 2**24
+"""Decoded, an image takes three bytes per pixel, and four times that while it is scaled."""
+KINDS = ("image/png", "image/jpeg", "image/jpg")
+
+
+class ImageParts:
+    """The images of one request, in order. In the text of a message `marker` stands for each."""
+
+    def __init__(self, marker: str) -> None:
+        self.marker = marker
+        self.found: list[bytes] = []
+
+    def take(self, part: Any, at: str) -> str:
+        """The marker, once the image in an `image_url` part was taken; raises BadRequestError."""
+        said = part.get("image_url")
+        url = said.get("url") if isinstance(said, dict) else said
+        where = f"{at}.image_url"
+        if not isinstance(url, str):
+            raise BadRequestError(f'{where} must be {{"url": "data:image/png;base64,..."}}', where)
+        if len(self.found) == MAX_IMAGES:
+            raise BadRequestError(f"at most {MAX_IMAGES} images per request are allowed", where)
+        head, comma, body = url.partition(",")
+        kind, _semicolon, coding = head.removeprefix("data:").partition(";")
+        if not comma or not head.startswith("data:"):
+            raise BadRequestError(
+                f"{where} must be a data: URL; a local model fetches nothing",
+                where,
+                code=Code.UNSUPPORTED_PARAMETER,
+            )
+        if kind.lower() not in KINDS or coding != "base64":
+            raise BadRequestError(f"{where} must be a PNG or JPEG in base64 (data:image/png;base64,...)", where)
+        try:
+            data = base64.b64decode(body, validate=True)
+        except (binascii.Error, ValueError):
+            raise BadRequestError(f"{where} is no valid base64", where) from None
+        self._check(data, where)
+        self.found.append(data)
+        return self.marker
+
+    @staticmethod
+    def _check(data: bytes, where: str) -> None:
+        size = size_of(data)
+        if size is None:
+            raise BadRequestError(f"{where} is no PNG or JPEG file", where)
+        width, height = size
+        if not 0 < width * height <= MAX_PIXELS:
+            raise BadRequestError(
+                f"{where} has {width} x {height} pixels; at most {MAX_PIXELS} in all are read, so scale it down", where
+            )

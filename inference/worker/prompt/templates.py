@@ -1,0 +1,219 @@
+"""Makes a prompt of messages with a model's chat template; never tokenizes and never trusts content.
+
+A message may contain the text of a control token (`<|im_end|>`). Rendered as it is, it would end its turn. Such texts
+are broken up by a marker before rendering; afterwards the prompt is cut at the markers and each piece is tokenized by
+itself, so that a control token can only come from the template.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from inference.worker.dialects import Dialect, detect
+from inference.worker.dialects.answer_parts import Tool, ToolChoice
+from inference.worker.dialects.conversation import (
+    Roles,
+    arranged,
+    goes_on_behind_results,
+    needs_arranging,
+    said_in_results,
+)
+from inference.worker.prompt.rendering import OverLimitsError, RefusedError, Rendering
+from inference.worker.worker_errors import BadRequestError
+
+MAX_TEMPLATE_CHARS = 1 << 20
+MAX_PROBLEM_CHARS = 1000
+_PROBE = "hgprobe"
+"""Looked for in what a template makes of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wants:
+    """How a template takes what it is given: contents as lists of `parts` only, as some of models that see do; and
+    `nones` for tools and documents that are not there, which most ask for and some would go through.
+    """
+
+    parts: bool = False
+    nones: bool = True
+
+
+class ChatTemplate:
+    """A compiled template. Thread-safe."""
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        bos: str,
+        eos: str,
+        control_texts: Sequence[str],
+        with_tools: ChatTemplate | None = None,
+    ) -> None:
+        """`with_tools` is the file's other template, for requests with tools, where it has one.
+
+        Raises ValueError with a sentence when the template does not compile or is too long.
+        """
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise ValueError(f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS} are read")
+        self.with_tools = self if with_tools is None else with_tools
+        self._rendering = Rendering(source)
+        self._hopeless = ""
+        self._source = source
+        self._control_texts = control_texts
+        self._special = {"bos_token": bos, "eos_token": eos}
+        self._marker = f"hg{secrets.token_hex(12)}"
+        texts = [text for text in control_texts if len(text) > 1]
+        self._control = re.compile("|".join(re.escape(text) for text in texts)) if texts else None
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], *, generate: bool
+    ) -> list[str]:
+        """The prompt, in pieces that must be tokenized separately; usually one.
+
+        `arguments` are the caller's extra template variables, `generate` opens the assistant's turn at the end. Raises
+        BadRequestError with the template's own words, or when it takes too long.
+        """
+        if needs_arranging(messages):
+            messages = arranged(messages, self._roles)
+        if goes_on_behind_results(messages) and self._ends_with_results:
+            messages = said_in_results(messages)
+        return self._rendered(messages, arguments, generate=generate)
+
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], *, generate: bool
+    ) -> list[str]:
+        shown = [self._defuse(message) for message in messages]
+        if self._wants.parts:
+            shown = list(map(_in_parts, shown))
+        return self._text(self._variables(shown, arguments, self._wants, generate=generate)).split(self._marker)
+
+    @functools.cached_property
+    def dialect(self) -> Dialect:
+        """How its family writes tools, calls and reasoning. A template that drops a tool it is given presents none."""
+        known = detect(self._source, self._control_texts)
+        if not known.writes_tools:
+            return known
+        messages, variables = known.prepare([_said("Hi")], [Tool(_PROBE)], ToolChoice())
+        try:
+            presents = _PROBE in "".join(self.render(messages, variables, generate=True))
+        except BadRequestError:
+            presents = self._refuses([_said("Hi")], {})  # then it is not for the tool
+        return known if presents else detect(self._source, self._control_texts, presents=False)
+
+    @functools.cached_property
+    def _ends_with_results(self) -> bool:
+        """Whether only an answer may follow a call's result, as in templates that insist on turns that alternate."""
+        call = {"id": "hgprobe00", "function": {"name": _PROBE, "arguments": {}}}
+        turns = [
+            _said("Hi"),
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call["id"], "content": _PROBE},
+        ]
+        tools = [Tool(_PROBE)]
+        shown, variables = self.dialect.prepare([*turns, _said("Hi")], tools, ToolChoice())
+        return self._refuses(shown, variables) and not self._refuses(said_in_results(shown), variables)
+
+    @functools.cached_property
+    def _roles(self) -> Roles:
+        """Which orders of roles the template shows; all of them where it does not even show a single message."""
+        probe, answer = {"role": "system", "content": _PROBE}, {"role": "assistant", "content": "Hi"}
+        user = _said("Hi")
+        if not self._shows([_said(_PROBE)]):
+            return Roles()
+        first_system = self._shows([probe, user])
+        begin = [{**probe, "content": "Hi"}] if first_system else []
+        later_system = self._shows([*begin, user, probe, answer, user]) and self._shows(
+            [*begin, user, answer, probe, user]
+        )
+        neighbors = self._shows([user, _said(_PROBE)]) and self._shows(
+            [user, answer, {**answer, "content": _PROBE}, user]
+        )
+        return Roles(first_system, later_system, neighbors)
+
+    def _shows(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the prompt has the probe that one of the messages holds."""
+        try:
+            return _PROBE in "".join(self._rendered(messages, {}, generate=True))
+        except BadRequestError:
+            return False
+
+    def _refuses(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> bool:
+        try:
+            self._rendered(messages, arguments, generate=True)
+        except BadRequestError:
+            return True
+        return False
+
+    @functools.cached_property
+    def _wants(self) -> _Wants:
+        """What it must be given so that one word reaches the prompt.
+
+        A template that meets the limits with one word will always meet them: that is remembered, so that such a file
+        costs them once and not with every request.
+        """
+        for wants in (_Wants(), _Wants(parts=True), _Wants(nones=False), _Wants(parts=True, nones=False)):
+            message = _in_parts(_said(_PROBE)) if wants.parts else _said(_PROBE)
+            try:
+                if _PROBE in self._rendering.text(self._variables([message], {}, wants, generate=True)):
+                    return wants
+            except OverLimitsError as error:
+                self._hopeless = str(error)
+                break
+            except RefusedError:
+                pass
+        return _Wants()
+
+    def _variables(
+        self, messages: Sequence[Any], arguments: Mapping[str, Any], wants: _Wants, *, generate: bool
+    ) -> dict[str, Any]:
+        return {
+            **({"tools": None, "documents": None} if wants.nones else {}),
+            **{name: self._defuse(value) for name, value in arguments.items()},
+            **self._special,
+            "messages": messages,
+            "add_generation_prompt": generate,
+        }
+
+    def defused(self, text: str) -> list[str]:
+        """`text` of a caller in pieces none of which contains the text of a control token."""
+        return str(self._defuse(text)).split(self._marker)
+
+    def _defuse(self, value: Any) -> Any:
+        """`value` with every control token's text in it broken by the marker."""
+        if isinstance(value, str):
+            if self._control is None:
+                return value
+            # Breaking after one character leaves both halves harmless; what they form with their neighbors is cut too.
+            broken = value
+            while (again := self._control.sub(lambda m: m[0][0] + self._marker + m[0][1:], broken)) != broken:
+                broken = again
+            return broken
+        if isinstance(value, Mapping):
+            return {self._defuse(name): self._defuse(item) for name, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._defuse(item) for item in value]
+        return value
+
+    def _text(self, variables: Mapping[str, Any]) -> str:
+        try:
+            if self._hopeless:
+                raise OverLimitsError(self._hopeless)
+            return self._rendering.text(variables)
+        except RefusedError as error:
+            problem = str(error).replace(self._marker, "")[:MAX_PROBLEM_CHARS]
+            raise BadRequestError(f"the model's chat template refused these messages: {problem}", "messages") from None
+
+
+def _said(text: str) -> Mapping[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`message` with a text as the one part of its content."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message

@@ -1,0 +1,304 @@
+"""Turns sampling parameters into a llama.cpp sampler chain and logits into log probabilities; never validates."""
+
+from __future__ import annotations
+
+import functools
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from inference.worker.llama import MOST_CANDIDATES, Context, Dry, Model, Sampler
+from inference.worker.worker_requests import Sampling
+
+_RANDOM_SEED = 0xFFFFFFFF
+"""llama.cpp draws its own seed for this value."""
+
+COLDEST = 1e-4
+"""The lowest temperature that is drawn with."""
+
+_VANISHING = 1e-30
+"""Share of the likeliest token's probability below which a token is dropped before locally typical sampling, whose
+entropy would not be a number with a probability of zero."""
+
+_NEGLIGIBLE = 1e-8
+"""Share of the likeliest token's probability below which a token is dropped before Mirostat, which sorts all others:
+8 ms for 144,000 tokens, and of a language model's vocabulary nearly all are below."""
+
+_MARGIN = 1e-3
+"""Added to a distance, so that rounding drops no token that the chain would keep."""
+
+_LARGE_VOCABULARY = 2**13
+"""With fewer tokens llama.cpp has sampled before the few are found."""
+
+_NEAR = 8.0
+"""A top_k cut seldom reaches further below the best logit."""
+
+_PATIENCE = 8
+"""So many looks more in vain than not, and no further one is taken: a look costs a seventh of sampling without one."""
+
+_MIROSTAT_TOKENS = 100
+"""How many of the likeliest tokens Mirostat 1 estimates the distribution from, as llama.cpp's server does."""
+
+_METADATA = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repeat_penalty",
+}
+
+
+def defaults(metadata: Mapping[str, str]) -> dict[str, float]:
+    """Sampling values that the GGUF recommends for itself."""
+    found: dict[str, float] = {}
+    for key, name in _METADATA.items():
+        try:
+            value = float(metadata[key])
+        except (KeyError, ValueError):
+            continue
+        if math.isfinite(value):
+            found[name] = value
+    return found
+
+
+def seed_of(sampling: Sampling, choice: int) -> int:
+    """32-bit seed of one choice: the asked one plus its index, so that choices differ and runs repeat."""
+    seed = secrets.randbits(32) if sampling.seed is None else (sampling.seed + choice) % (1 << 32)
+    return seed if seed != _RANDOM_SEED else 0
+
+
+def dry_of(sampling: Sampling, context: Context) -> Dry | None:
+    """The settings of DRY, None where it is off. It remembers no more tokens than a sequence has."""
+    last_n = sampling.dry_penalty_last_n
+    if sampling.dry_multiplier <= 0.0 or last_n == 0:
+        return None
+    return Dry(
+        sampling.dry_multiplier,
+        sampling.dry_base,
+        sampling.dry_allowed_length,
+        context.n_ctx_seq if last_n < 0 else min(last_n, context.n_ctx_seq),
+        sampling.dry_sequence_breakers,
+    )
+
+
+class ChainSampler:
+    """A request's sampler chain bound to a context. Order as in llama.cpp: bias, penalties, DRY, cuts, temperature,
+    draw. Mirostat takes the place of the cuts and the draw.
+
+    Where a cut leaves few tokens, those that it may leave are found first and only they pass through the chain. The
+    result is the same as long as nothing that stands before the cut changes logits or looks at more of them. How far
+    below the best logit they are looked for is learned, because a flat distribution has thousands where another has
+    one: any `top_k` or more of the best hold whatever that cut leaves.
+
+    DRY, XTC and Mirostat see the tokens that may follow and no others: they can rank a token that a mask rules out
+    before one that it allows.
+
+    Penalties and DRY look at generated tokens only, over the whole answer, as OpenAI defines them. Below `COLDEST` a
+    temperature is greedy: dividing by it would leave the range of the numbers. Without bias and penalties the greedy
+    choice needs no chain.
+    """
+
+    def __init__(self, model: Model, context: Context, sampling: Sampling, choice: int, span: int) -> None:
+        """`span` is how many tokens the answer can have at most: how far penalties look back."""
+        self._context = context
+        self._sampling = sampling
+        self._seed = seed_of(sampling, choice)
+        self._span = span
+        self._n_vocab = model.n_vocab
+        self._bias = list(sampling.logit_bias)
+        if sampling.ignore_eos:
+            self._bias += [(token, -math.inf) for token in model.end_tokens]
+        self._penalizes = sampling.repeat_penalty != 1.0 or bool(
+            sampling.frequency_penalty or sampling.presence_penalty
+        )
+        self._is_greedy = sampling.temperature < COLDEST
+        self._excludes = sampling.xtc_probability > 0.0 and sampling.xtc_threshold <= 0.5
+        self._mirostat = 0 if self._is_greedy else sampling.mirostat
+        self._dry = dry_of(sampling, context)
+        self._among_allowed = self._dry is not None or self._excludes or self._mirostat > 0
+        self._model = model
+        self._ends = np.fromiter(sorted(model.end_tokens), np.intp)
+        self._least_tokens = sampling.min_tokens
+        self._drawn = 0
+        is_plain = not self._bias and not self._penalizes and not self._among_allowed
+        self._takes_best = self._is_greedy and is_plain
+        self._drawn_elsewhere: Sequence[int] = ()
+        self._reach: float | None = None
+        self._farthest = math.inf
+        self._least = 0
+        self._patience = _PATIENCE
+        if not self._is_greedy and is_plain and model.n_vocab >= _LARGE_VOCABULARY:
+            self._look_near(sampling)
+
+    @functools.cached_property
+    def _chain(self) -> Sampler:
+        """Made for the first draw: penalties take 4 bytes for every token that the answer may have, and requests that
+        wait may be hundreds.
+        """
+        sampling, chain = self._sampling, Sampler()
+        if not self._among_allowed:
+            self._add_penalties(chain)
+            for token in self._drawn_elsewhere:
+                chain.accept(token)
+        if self._mirostat:
+            chain.add("temp", sampling.temperature).add("min_p", _NEGLIGIBLE, 1)
+            surprise = (self._seed, sampling.mirostat_tau, sampling.mirostat_eta)
+            if self._mirostat == 2:
+                return chain.add("mirostat_v2", *surprise)
+            return chain.add("mirostat", self._n_vocab, *surprise, _MIROSTAT_TOKENS)
+        if self._is_greedy and not self._excludes:
+            return chain.add("greedy")
+        if sampling.top_k > 0:
+            chain.add("top_k", sampling.top_k)
+        if sampling.typical_p < 1.0:
+            chain.add("min_p", _VANISHING, 1)
+            chain.add("typical", sampling.typical_p, 1)
+        if sampling.top_p < 1.0:
+            chain.add("top_p", sampling.top_p, 1)
+        if sampling.min_p > 0.0:
+            chain.add("min_p", sampling.min_p, 1)
+        if self._excludes:
+            chain.add("xtc", sampling.xtc_probability, sampling.xtc_threshold, 1, self._seed)
+        if self._is_greedy:
+            return chain.add("greedy")
+        chain.add("temp", sampling.temperature)
+        return chain.add("dist", self._seed)
+
+    @functools.cached_property
+    def _penalties(self) -> Sampler:
+        """What changes logits, apart from `_chain`: between the two, logits are kept finite."""
+        chain = Sampler()
+        self._add_penalties(chain)
+        if self._dry is not None:
+            chain.add_part(self._model.dry.sampler(self._dry))
+        for token in self._drawn_elsewhere:
+            chain.accept(token)
+        return chain
+
+    def _add_penalties(self, chain: Sampler) -> None:
+        sampling = self._sampling
+        if self._bias:
+            chain.add_bias(self._n_vocab, self._bias)
+        if self._penalizes:
+            chain.add(
+                "penalties",
+                self._n_vocab,
+                self._span,
+                sampling.repeat_penalty,
+                sampling.frequency_penalty,
+                sampling.presence_penalty,
+            )
+
+    def _look_near(self, sampling: Sampling) -> None:
+        """How far below the best logit to look first, how far at most, and how many must be found when it is less."""
+        if sampling.min_p > 0.0 and sampling.top_p == 1.0 and sampling.typical_p == 1.0:
+            self._reach = self._farthest = _MARGIN - math.log(sampling.min_p)
+        elif sampling.top_k > 0:
+            self._reach = _NEAR
+        self._least = sampling.top_k if sampling.top_k > 0 else MOST_CANDIDATES + 1
+
+    def _look_elsewhere(self, found: int) -> None:
+        """Looks less far the next time where too many were found and farther where too few. Numbers found grow about
+        exponentially with the distance, from the best one alone.
+        """
+        assert self._reach is not None
+        self._patience -= 1
+        if self._patience == 0 or (found > MOST_CANDIDATES and self._least > MOST_CANDIDATES):
+            self._reach = None
+        else:
+            aim = math.sqrt(self._least * MOST_CANDIDATES)
+            self._reach = min(self._reach * math.log(aim) / math.log(max(found, 2)), 2 * self._reach, self._farthest)
+
+    def sample(self, index: int) -> int:
+        """Draws and accepts the token after batch index `index`.
+
+        Raises ArithmeticError for logits that are not finite, with which llama.cpp's sorting may end the process.
+        """
+        logits = self._context.logits(index)
+        if self._drawn < self._least_tokens:
+            self._rule_out_ends(logits)
+        self._drawn += 1
+        best = logits.argmax()  # NaN, if there is one
+        most = logits[best]
+        if not math.isfinite(most):
+            raise ArithmeticError("the model's logits are not finite, or no token may follow")
+        if self._takes_best:
+            return int(best)
+        if self._among_allowed:
+            return self._sample_among_allowed(logits)
+        if self._reach is not None:
+            near = (logits >= most - np.float32(self._reach)).nonzero()[0]
+            found = len(near)
+            if found <= MOST_CANDIDATES and (found >= self._least or self._reach == self._farthest):
+                self._patience = min(self._patience + 1, _PATIENCE)
+                return self._chain.sample_among(near, logits[near])
+            self._look_elsewhere(found)
+        return self._chain.sample(self._context, index)
+
+    def _rule_out_ends(self, logits: np.ndarray) -> None:
+        """In place, unless nothing else may follow: a format is not broken for `min_tokens`."""
+        before = logits[self._ends]
+        logits[self._ends] = -np.inf
+        if logits.max() == -np.inf:
+            logits[self._ends] = before
+
+    def _sample_among_allowed(self, logits: np.ndarray) -> int:
+        if self._sampling.ignore_eos:
+            logits[self._ends] = -np.inf
+        allowed = (logits > -np.inf).nonzero()[0]
+        if not len(allowed):
+            raise ArithmeticError("no token may follow")
+        return self._chain.sample_among(allowed, logits[allowed], self._penalties)
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Before the first draw: tokens of the answer that were drawn elsewhere. Penalties, DRY and `min_tokens` count
+        them. How far a seed and Mirostat came is unknown.
+        """
+        self._drawn = len(tokens)
+        if self._penalizes or self._dry is not None:
+            self._drawn_elsewhere = tokens
+
+    def close(self) -> None:
+        """Frees the chains, as far as they were made."""
+        for name in ("_chain", "_penalties"):
+            if name in self.__dict__:
+                getattr(self, name).close()
+
+
+class Distribution:
+    """Log probabilities (natural) of all tokens at one position, before any sampling parameter changed them.
+
+    Holds on to `logits` (float32, one per vocabulary entry); use it before they change.
+    """
+
+    __slots__ = ("_logits", "_norm")
+
+    def __init__(self, logits: np.ndarray, norm: float) -> None:
+        self._logits = logits
+        self._norm = norm
+
+    @classmethod
+    def of(cls, logits: np.ndarray) -> Distribution:
+        """From raw logits. Single precision for the terms, double for their sum: exact to about 1e-7.
+
+        Raises ArithmeticError where they are not finite.
+        """
+        most = float(logits.max())
+        if not math.isfinite(most):
+            raise ArithmeticError("the model's logits are not finite")
+        return cls(logits, most + math.log(np.exp(logits - np.float32(most)).sum(dtype=np.float64)))
+
+    def logprob(self, token: int) -> float:
+        """Log probability of one token."""
+        return float(self._logits[token]) - self._norm
+
+    def top(self, count: int) -> list[tuple[int, float]]:
+        """The `count` likeliest tokens, likeliest first."""
+        if count <= 0:
+            return []
+        count = min(count, len(self._logits))
+        best = np.argpartition(self._logits, -count)[-count:]
+        best = best[np.argsort(-self._logits[best], kind="stable")]
+        return [(int(token), self.logprob(token)) for token in best]

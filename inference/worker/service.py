@@ -1,0 +1,330 @@
+"""The life of a worker process: hello, grant, load, ready, serve, offload, drain, stop; never decides about a request.
+
+Whatever happens to the authority, this process ends: the kernel kills it (Linux), and the link's end of file does
+everywhere. Ctrl-C in a terminal goes to the supervisor, which decides; SIGTERM is a drain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from headgate import __version__
+from headgate.shared import coredump, tether
+from headgate.shared import log as logs
+from headgate.shared.loops import new_event_loop
+from inference.protocol import ExitCause
+from inference.worker import malloc_trim
+from inference.worker.channel import Channel
+from inference.worker.cores import openmp_spinning
+from inference.worker.worker_errors import LoadError, UnloadedError
+from inference.workers.worker_link import (
+    BEAT_SECONDS,
+    KEEP_FD_ENV,
+    LINK_FD_ENV,
+    PARENT_ENV,
+    SOCKET_FD_ENV,
+    Beat,
+    Failed,
+    Forget,
+    Grant,
+    Held,
+    Hello,
+    Hold,
+    Limit,
+    LoadProgress,
+    Offload,
+    Threads,
+)
+
+if TYPE_CHECKING:
+    from inference.worker.assembly import Readers
+    from inference.worker.engine.engine import Engine
+    from inference.worker.kept_model import Kept
+    from inference.worker.kv.standby import HeldFile
+    from inference.worker.llama.context import Context
+    from inference.worker.prompt.vision import Sight
+
+T = TypeVar("T")
+log = logging.getLogger("headgate.worker")
+
+SWITCH_SECONDS = 0.0005
+"""How long another thread may keep the interpreter from the engine after a step; Python's own is ten times it."""
+DRAIN_SECONDS = 600.0
+STOP_SECONDS = 2.0
+LAST_STEP_SECONDS = 60.0
+"""How long a step may still run when the model is offloaded: nobody waits for it any more, so mostly none does."""
+
+
+def main(environ: Mapping[str, str] = os.environ) -> int:
+    """Runs the worker; returns its exit status (it mostly ends by `os._exit`, because C threads may still run)."""
+    try:
+        parent, link_handle, socket_handle = (int(environ[name]) for name in (PARENT_ENV, LINK_FD_ENV, SOCKET_FD_ENV))
+    except (KeyError, ValueError):
+        sys.stderr.write("inference.worker is started by the inference service, not by hand\n")
+        return 2
+    tether.hold({tether.PARENT_ENV: str(parent)})
+    coredump.forbid()
+    logs.set_up(environ)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    sys.setswitchinterval(SWITCH_SECONDS)
+    malloc_trim.set_up()
+    keep = environ.get(KEEP_FD_ENV, "")
+    worker = Worker(link_handle, socket_handle, int(keep) if keep.isdecimal() else None)
+    worker.run()
+    return 0
+
+
+def _exit(status: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+class Worker:
+    """One process, one model."""
+
+    def __init__(self, link_handle: int, socket_handle: int, keep_handle: int | None = None) -> None:
+        """`keep_handle`: memory for sequences that outlive the process, which others hold as well."""
+        self._socket = socket.socket(fileno=socket_handle)
+        self._channel = Channel(link_handle, self._drain, self._stop, self._offload, self._throttle)
+        self._keep_handle = keep_handle
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ending: asyncio.Future[str] | None = None
+        self._offloading: Offload | None = None
+        self._readers: Readers | None = None
+        self._sight: Sight | None = None
+        self._engine: Engine | None = None
+        self._context: Context | None = None
+        self._brake: openmp_spinning.Brake | None = None
+        self._threads: int | None = None
+        self._pulse: Callable[[], Beat] = _still
+        self._draining = False
+        self._fraction: float | None = None
+
+    def run(self) -> None:
+        """The whole life; does not return."""
+        self._channel.start()
+        threading.Thread(target=self._await_sigterm, name="signals", daemon=True).start()
+        self._channel.send(Hello(os.getpid(), __version__))
+        order = self._channel.order()
+        self._brake = openmp_spinning.choose(
+            on_cpu=isinstance(order, Grant) and order.on_cpu
+        )  # before llama.cpp is loaded
+        held = None
+        if isinstance(order, Hold):
+            held, order = self._hold(order)
+        kept = self._loading(partial(self._load, order, held))
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        while True:
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
+                runner.run(self._serve(kept))
+            from inference.worker.kept_model import reopen_kept
+
+            grant = self._channel.grant()  # it was offloaded, and stays
+            kept = self._loading(partial(reopen_kept, kept, grant))
+
+    # --- before serving ----------------------------------------------------------------------------------------------
+    def _hold(self, order: Hold) -> tuple[HeldFile, Grant]:
+        """Takes the file into memory and waits for the grant, without a device."""
+        from inference.worker.kv.standby import hold
+
+        held = self._loading(partial(hold, order.path, self._on_progress))
+        self._channel.send(Held(held.count_bytes))
+        waiting = threading.Event()
+        beating = threading.Thread(target=self._beat, args=(waiting,), name="waiting", daemon=True)
+        beating.start()
+        grant = self._channel.grant()
+        waiting.set()
+        return held, grant
+
+    def _loading(self, work: Callable[[], T]) -> T:
+        """What `work` comes to; when that is a failure, the authority is told and the process ends."""
+        try:
+            with self._heard_while_loading():
+                return work()
+        except LoadError as error:
+            self._give_up(error.cause, error.message)
+        except Exception as error:
+            log.exception("the load failed")
+            self._give_up(ExitCause.STARTUP, f"the worker failed while loading ({type(error).__name__}: {error})")
+        raise AssertionError("unreachable")
+
+    def _load(self, grant: Grant, held: HeldFile | None) -> Kept:
+        from inference.worker.kept_model import load_kept
+
+        return load_kept(grant, held, self._keep_handle, _say, self._on_progress)
+
+    def _on_progress(self, fraction: float) -> bool:
+        self._fraction = fraction
+        return True
+
+    @contextlib.contextmanager
+    def _heard_while_loading(self) -> Iterator[None]:
+        """Tells the authority the progress in the rhythm of the heartbeat, also while a single tensor takes long."""
+        done = threading.Event()
+        self._fraction = 0.0
+
+        def tell() -> None:
+            while not done.wait(BEAT_SECONDS):
+                self._channel.send(LoadProgress(round(self._fraction or 0.0, 3)))
+
+        thread = threading.Thread(target=tell, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+        self._channel.send(LoadProgress(1.0))
+
+    def _give_up(self, cause: ExitCause, message: str) -> None:
+        log.error("cannot serve cause=%s: %s", cause, message)
+        self._channel.send(Failed(cause.value, message))
+        _exit(1)
+
+    # --- orders, from the link and from signals ----------------------------------------------------------------------
+    def _await_sigterm(self) -> None:
+        while True:
+            signal.sigwait({signal.SIGTERM})
+            self._drain()
+
+    def _drain(self) -> None:
+        self._order("drain")
+
+    def _stop(self) -> None:
+        self._order("stop")
+
+    def _offload(self, order: Offload) -> None:
+        self._offloading = order
+        self._order("offload")
+
+    def _throttle(self, order: Limit | Forget | Threads) -> None:
+        """What pools has no sequences to hold back and retains nothing, but may have a heap to trim."""
+        if isinstance(order, Threads):
+            self._threads = order.count
+            if (loop := self._loop) is not None:
+                loop.call_soon_threadsafe(self._use_threads)
+            return
+        if isinstance(order, Limit):
+            if self._engine is not None:
+                self._engine.limit(order.sequences)
+            return
+        if self._engine is not None:
+            self._engine.forget()
+        malloc_trim.trim()
+
+    def _use_threads(self) -> None:
+        """On the loop, where a model is offloaded as well: there is a context while there is one here."""
+        if self._context is not None and self._threads is not None:
+            self._context.use_threads(self._threads)
+
+    def _order(self, order: str) -> None:
+        """Before the model serves there is nothing to finish: the process ends at once."""
+        loop = self._loop
+        if loop is None:
+            _exit(0)
+        else:
+            loop.call_soon_threadsafe(self._obey, order)
+
+    def _obey(self, order: str) -> None:
+        may_take = self._ending is not None and not self._ending.done()
+        if may_take and (order == "stop" or not self._draining):
+            assert self._ending is not None
+            self._ending.set_result(order)
+
+    # --- serving -----------------------------------------------------------------------------------------------------
+    async def _serve(self, kept: Kept) -> None:
+        """Until the process ends, or until the model is offloaded and waits."""
+        from inference.worker.api.worker_server import make_server
+
+        loop = asyncio.get_running_loop()
+        self._ending = loop.create_future()
+        from inference.worker import assembly  # late: `hello` is quick
+
+        self._sight = self._sight or assembly.sight_of(kept.loaded)
+        engine, embedder = assembly.engines_of(kept.loaded, kept.grant, self._sight, self._fatal, self._brake)
+        self._engine = engine
+        running = engine or embedder
+        assert running is not None
+        if engine is not None:
+            engine.adopt(kept.restored)
+        readers = self._readers = self._readers or assembly.Readers.of(kept.loaded, self._sight)
+        app = assembly.app_of(kept.loaded, engine, embedder, readers, self._sight)
+        server = make_server(app)
+        serving = asyncio.create_task(server.serve(sockets=[self._socket.dup()]))  # which closes it in the end
+        running.start()
+        self._loop = loop
+        self._pulse = running.pulse.beat
+        self._context = kept.loaded.context
+        self._use_threads()
+        self._channel.send(kept.loaded.ready)
+        app.rest()
+        order = await self._ending
+        app.draining = True
+        if order == "drain":
+            log.info("draining in_flight=%d", app.in_flight)
+            self._draining = True
+            self._ending = loop.create_future()  # a stop may still come
+            drained = asyncio.create_task(app.drained())
+            drained.add_done_callback(lambda _task: self._obey("stop"))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending, DRAIN_SECONDS)
+        ended = running.stop(UnloadedError(), LAST_STEP_SECONDS if order == "offload" else 0.0)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(app.drained(), STOP_SECONDS)
+        server.should_exit = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(serving, STOP_SECONDS)
+        if order != "offload" or not ended:
+            _exit(0)
+        self._loop = None
+        self._pulse, self._engine, self._context = _still, None, None
+        from inference.worker.kept_model import offload
+
+        assert self._offloading is not None
+        retained = engine.retained() if engine is not None else []
+        self._channel.send(offload(kept, retained, self._offloading))
+        if not self._offloading.stays:
+            _exit(0)
+
+    def _beat(self, until: threading.Event | None = None) -> None:
+        """A sign of life in its rhythm, for ever or until told."""
+        while until is None or not until.is_set():
+            beat = self._pulse()
+            self._channel.send(beat if self._sight is None else longer(beat, self._sight.pulse.beat()))
+            time.sleep(BEAT_SECONDS)
+
+    def _fatal(self, message: str) -> None:
+        """The engine gave up: tell the requests, then end, so that a fresh process can take over."""
+        log.error("giving up: %s", message)
+        threading.Timer(STOP_SECONDS / 2, _exit, (1,)).start()
+
+
+def _still() -> Beat:
+    """The heartbeat of a worker without a context."""
+    return Beat(None, 0, 0, 0, 0, 0)
+
+
+def longer(beat: Beat, seeing: Beat) -> Beat:
+    """`beat` with the step of `seeing` where that runs for longer: one that hangs shows, however busy the other is."""
+    if (seeing.step_seconds or 0.0) <= (beat.step_seconds or 0.0):
+        return beat
+    return replace(beat, step_seconds=seeing.step_seconds, step_tokens=seeing.step_tokens)
+
+
+def _say(line: str) -> None:
+    """Writes straight to stderr, which the authority collects; works while the process is aborting."""
+    os.write(2, (line + "\n").encode("utf-8", "replace"))

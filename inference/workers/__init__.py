@@ -1,0 +1,1 @@
+"""Worker processes: start, supervise, watch, end."""

@@ -1,0 +1,65 @@
+"""Keeps what is known of each model's crashed workers in the state directory; decides nothing."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+from urllib.parse import quote
+
+from headgate.shared.recovery import recovered
+from headgate.shared.state import StateDir
+from inference.state_file import StateFiles
+from inference.workers.worker_process import WorkerExit
+
+KEPT = 20
+
+
+class CrashStore:
+    """The last KEPT crash records per model, newest first."""
+
+    def __init__(self, state: StateDir) -> None:
+        self._state = state
+        self._files = StateFiles("crash records")
+        self._unwritten: dict[str, list[dict[str, Any]]] = {}
+        """By file name, while the disk takes nothing; as many as there are models."""
+
+    def add(self, model: str, pid: int, exit: WorkerExit, requests: Sequence[dict[str, Any]]) -> None:
+        """Keeps one record; `requests` are the shapes (never the texts) of what was in flight."""
+        record = {
+            "time": round(time.time(), 3),
+            "pid": pid,
+            "cause": str(exit.cause),
+            "status": exit.status,
+            "message": exit.message,
+            "was_ready": exit.was_ready,
+            "beat": asdict(exit.beat) if exit.beat is not None else None,
+            "requests": list(requests),
+            "last_lines": list(exit.last_lines[-50:]),
+        }
+        records = [record, *self.of(model)][:KEPT]
+        name = _file_name(model)
+        self._unwritten[name] = records
+        if self._files.write(lambda: self._state.file("crashes", name), json.dumps(records).encode()):
+            del self._unwritten[name]
+
+    def of(self, model: str) -> list[dict[str, Any]]:
+        """The records of a model; an unreadable file counts as none."""
+        name = _file_name(model)
+        if name in self._unwritten:
+            return self._unwritten[name]
+        path = self._state.root / "crashes" / name
+        return recovered(path, _records, f"crash records of {model} are not shown") or []
+
+
+def _records(data: Any) -> list[dict[str, Any]]:
+    """The records in the file's content."""
+    if not isinstance(data, list) or not all(isinstance(item, dict) for item in data):
+        raise ValueError("it is no list of records")
+    return data
+
+
+def _file_name(model: str) -> str:
+    return quote(model, safe="")[:200] + ".json"

@@ -1,0 +1,78 @@
+"""Starts the process of one worker, with its link, its socket and its standard error; watches it no further.
+
+Whatever fails on the way is one error, and leaves no descriptor, no socket and no process behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headgate.shared.errors import HeadgateError
+from inference.helpers.child_environment import child_environment
+from inference.workers.os_api import exit_descriptor
+from inference.workers.worker_link import KEEP_FD_ENV, LINK_FD_ENV, PARENT_ENV, SOCKET_FD_ENV
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A process and our ends of what connects us; `errors` is what it writes, `ended` is readable once it has ended.
+
+    `ended` is None where the system has no such descriptor. Nothing blocks.
+    """
+
+    process: subprocess.Popen[bytes]
+    link: socket.socket
+    errors: int
+    ended: int | None
+
+
+def launch(name: str, path: Path, command: Sequence[str], environment: Mapping[str, str], keep: int | None) -> Launched:
+    """Starts a worker for `name` that accepts on the Unix socket `path` and inherits the descriptor `keep`.
+
+    Raises HeadgateError.
+    """
+    with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+        try:
+            # the worker alone accepts: with it dies the socket, and no client waits in a backlog
+            listener = theirs.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            link, far_link = socket.socketpair()
+            ours.enter_context(link)
+            theirs.enter_context(far_link)
+            errors, far_errors = os.pipe()
+            ours.callback(os.close, errors)
+            theirs.callback(os.close, far_errors)
+            ours.callback(path.unlink, missing_ok=True)
+            listener.bind(str(path))
+            path.chmod(0o600)
+            listener.listen(1024)
+            link.setblocking(False)
+            os.set_blocking(errors, False)
+            kept = {} if keep is None else {KEEP_FD_ENV: str(keep)}
+            process = subprocess.Popen(
+                command,
+                env=child_environment(
+                    {
+                        **environment,
+                        **kept,
+                        LINK_FD_ENV: str(far_link.fileno()),
+                        SOCKET_FD_ENV: str(listener.fileno()),
+                        PARENT_ENV: str(os.getpid()),
+                        "PYTHONUNBUFFERED": "1",
+                    }
+                ),
+                stdin=subprocess.DEVNULL,
+                stdout=far_errors,
+                stderr=far_errors,
+                pass_fds=(far_link.fileno(), listener.fileno(), *([] if keep is None else [keep])),
+                process_group=0,
+            )
+        except OSError as error:
+            raise HeadgateError(f"a worker for {name} cannot be started ({error})") from error
+        ours.pop_all()
+    return Launched(process, link, errors, exit_descriptor(process.pid))
