@@ -18,7 +18,7 @@ from gateway.access.authentication import Keys
 from gateway.access.key_usage import Limiter
 from gateway.breaker.breaker_file import BreakerFile
 from gateway.breaker.breakers import Breakers
-from gateway.breaker.outcome import Failure, Scope
+from gateway.breaker.outcome import LOCAL, Failure, Scope
 from gateway.breaker.permits import Rule, State
 from gateway.breaker.prober import Prober
 from gateway.http.body_memory import Bodies
@@ -29,7 +29,6 @@ from gateway.providers.local.inference_events import Events
 from gateway.providers.local.inference_snapshot import InferenceView
 from gateway.providers.local.token_count import Counter as TokenCounter
 from gateway.providers.provider import Provider
-from gateway.routing.chain import LOCAL
 from gateway.routing.chain_runner import Tools
 from gateway.routing.explain_record import Ring
 from gateway.settings import BreakerSettings, GatewayConfig

@@ -18,9 +18,9 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from gateway.apis.image_policy import is_host_entry
+from gateway.apis.openai.frames import Flavor
+from gateway.breaker.outcome import LOCAL
 from gateway.cors import why_no_origin
-from gateway.providers.openai.openai_request import Flavor
-from gateway.routing.chain import LOCAL
 from headgate.shared.configfile import Path_, as_written, problems_of, read_yaml, unset_name
 from headgate.shared.errors import ConfigError, Problem
 from headgate.shared.state import UNSHOWABLE, fits_a_header

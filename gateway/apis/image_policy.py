@@ -18,6 +18,9 @@ from gateway.apis.openai.origin import Translated, origin_of
 from gateway.errors import RequestError
 from inference.protocol import Code
 
+IMAGE_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
+
+
 MAX_IMAGES = 16
 """Images fetched for one request."""
 HTTPS = 443

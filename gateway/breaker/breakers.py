@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.breaker.guard import Clock, Guard, OnState
-from gateway.breaker.outcome import Failure, Ignore, Scope, Success, Verdict
+from gateway.breaker.outcome import LOCAL, Failure, Ignore, Scope, Success, Verdict
 from gateway.breaker.permits import CLOSED, Permit, Refusal, Rule, State
 from gateway.breaker.silence import Silent
-from gateway.routing.chain import LOCAL
 from inference.protocol import Priority
 
 OnFailure = Callable[[str, str, Failure], None]

@@ -18,11 +18,10 @@ import pybreaker
 
 from gateway.breaker import permits as core
 from gateway.breaker import ramp as ramps
-from gateway.breaker.outcome import Failure
+from gateway.breaker.outcome import LOCAL, Failure
 from gateway.breaker.permits import CLOSED, HALF_OPEN, OPEN, Count, Permit, Refusal, Rule, State
 from gateway.breaker.probe_schedule import MOST_PACE_SECONDS, POSTPONE_SECONDS, Finding
 from gateway.breaker.silence import Silence, Silent
-from gateway.routing.chain import LOCAL
 
 log = logging.getLogger("gateway.breaker.breakers")
 

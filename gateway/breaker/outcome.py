@@ -14,6 +14,10 @@ from typing import NamedTuple
 from gateway.errors import UpstreamKind
 from inference.protocol import Code, ExitCause
 
+LOCAL = "local"
+"""The provider name of the inference service."""
+
+
 MAX_RETRY_AFTER_SECONDS = 3600.0
 """A longer Retry-After is cut to this, so that no provider's slip closes a tier for a day."""
 

@@ -17,11 +17,10 @@ import orjson
 from gateway.breaker import probe_schedule
 from gateway.breaker.breakers import Breakers
 from gateway.breaker.guard import PROBES, Clock, Guard
-from gateway.breaker.outcome import Failure, Scope
+from gateway.breaker.outcome import LOCAL, Failure, Scope
 from gateway.breaker.permits import Permit, Refusal, State
 from gateway.breaker.probe_schedule import ASK_SECONDS, Finding, Purpose, Question, Step, Watch
 from gateway.errors import UpstreamError
-from gateway.routing.chain import LOCAL
 from inference.protocol import H_PROBE, ModelStatus
 
 log = logging.getLogger("gateway.breaker.prober")

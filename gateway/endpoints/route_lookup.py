@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import time
 
+from gateway.breaker.outcome import LOCAL
 from gateway.errors import RequestError
 from gateway.http.http_exchange import Exchange
-from gateway.routing.chain import LOCAL, Found, find_route
+from gateway.routing.chain import Found, find_route
 from gateway.runtime import Runtime
 from inference.protocol import Code
 

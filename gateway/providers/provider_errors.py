@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 
+from gateway.apis.messages.messages_errors import STATUS_OF_TYPE
 from gateway.breaker.outcome import REQUEST_TOO_LARGE
 from gateway.errors import UpstreamError, UpstreamKind
 from inference.protocol import Code
@@ -24,38 +25,6 @@ MAX_MESSAGE_CHARS = 2000
 
 LEAST_SECRET_CHARS = 8
 
-# `error.type` (OpenAI's, Anthropic's) and `error.status` (Google's) beside the HTTP status they stand for; needed where
-# an error comes inside a stream that had opened with 200.
-STATUS_OF_TYPE: Mapping[str, int] = {
-    "invalid_request_error": 400,
-    "authentication_error": 401,
-    "invalid_api_key": 401,
-    "billing_error": 402,
-    "permission_error": 403,
-    "not_found_error": 404,
-    "conflict_error": 409,
-    "request_too_large": 413,
-    "rate_limit_error": 429,
-    "rate_limit_exceeded": 429,
-    "requests": 429,
-    "tokens": 429,
-    "insufficient_quota": 402,
-    "server_error": 500,
-    "internal_error": 500,
-    "api_error": 500,
-    "timeout_error": 504,
-    "service_unavailable_error": 503,
-    "overloaded_error": 529,
-    "INVALID_ARGUMENT": 400,
-    "FAILED_PRECONDITION": 400,
-    "UNAUTHENTICATED": 401,
-    "PERMISSION_DENIED": 403,
-    "NOT_FOUND": 404,
-    "RESOURCE_EXHAUSTED": 429,
-    "INTERNAL": 500,
-    "UNAVAILABLE": 503,
-    "DEADLINE_EXCEEDED": 504,
-}
 
 _TOO_LONG = re.compile(
     r"prompt is too long|exceeds? (the )?context (limit|window|length)|maximum context length"

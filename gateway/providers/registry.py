@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gateway.breaker.outcome import LOCAL
 from gateway.providers.http_clients import make_local_session, make_sdk_client
 from gateway.providers.local.local_provider import LocalProvider
 from gateway.providers.provider import Provider
-from gateway.routing.chain import LOCAL
 from gateway.settings import GatewayConfig, ProviderSettings
 from headgate.shared.configfile import unset_name
 from headgate.shared.log import quiet

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import InferenceRequest
 from gateway.errors import UpstreamError
+from gateway.providers.local.candidate_facts import UNKNOWN_FACTS, Facts
 from gateway.providers.local.model_speed import UNKNOWN, Speed, queue_seconds
 from gateway.providers.provider_fields import ALL_TAKEN, token_ids_in
 from gateway.routing import prompt_length, ttft_prediction
 from gateway.routing.budget import Budget
-from gateway.routing.chain import UNKNOWN_FACTS, Candidate, Chain, Dropped, Facts, Wants, fold
+from gateway.routing.chain import Candidate, Chain, Dropped, Wants, fold
 from gateway.routing.explain_record import Considered, Record
 from gateway.routing.prompt_length import Fit
 from gateway.routing.ttft_prediction import Allowed, Prediction

@@ -9,7 +9,8 @@ from typing import Any
 
 from gateway.apis.openai.generation_request import MOST_MODEL_CHARS, refused_body
 from gateway.errors import GatewayError
-from gateway.routing.chain import Candidate, Facts
+from gateway.providers.local.candidate_facts import Facts
+from gateway.routing.chain import Candidate
 from gateway.routing.quote_redaction import WITHHELD, without_quotes
 from gateway.routing.ttft_prediction import Prediction
 

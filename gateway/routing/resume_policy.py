@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from gateway.apis.openai.frames import Endpoint
+from gateway.apis.openai.frames import ANSWER_SO_FAR, Endpoint
 from gateway.apis.openai.generation_request import InferenceRequest
 from gateway.apis.openai.origin import changed
 from gateway.breaker.outcome import Failure, Ignore, Next, Verdict
@@ -51,10 +51,6 @@ class Policy(StrEnum):
     ANY = "any"
     LOCAL = "local"
     OFF = "off"
-
-
-ANSWER_SO_FAR = "answer_so_far"
-"""The field by which our own service is told how the answer begins already."""
 
 
 class How(StrEnum):

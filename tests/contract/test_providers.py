@@ -14,12 +14,11 @@ import httpx2
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from gateway.apis.openai.frames import Comment, Data, DeltaKind, Done, Endpoint, Frame
+from gateway.apis.openai.frames import Comment, Data, DeltaKind, Done, Endpoint, Flavor, Frame
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.anthropic.anthropic_sdk import AnthropicProvider
 from gateway.providers.http_clients import make_local_session, make_sdk_client
 from gateway.providers.local.local_provider import LocalProvider
-from gateway.providers.openai.openai_request import Flavor
 from gateway.providers.openai.openai_sdk import OpenAIProvider
 from gateway.providers.provider import Call, Provider
 from inference.protocol import Code

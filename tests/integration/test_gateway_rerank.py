@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.apis.openai.frames import Endpoint
+from gateway.apis.openai.frames import Endpoint, Flavor
 from gateway.errors import UpstreamError
-from gateway.providers.openai.openai_request import Flavor, to_openai, unsupported_params
+from gateway.providers.openai.openai_request import to_openai, unsupported_params
 from inference.protocol import Code, ModelState, ModelStatus
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.gateway_rig import Gateway

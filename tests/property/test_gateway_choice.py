@@ -5,9 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.providers.local.candidate_facts import Facts
 from gateway.providers.local.failing_models import Ailment
 from gateway.providers.local.model_speed import Speed
-from gateway.routing.chain import PUT_OFF, Candidate, Facts, Wants, fold
+from gateway.routing.chain import PUT_OFF, Candidate, Wants, fold
 
 CAPABILITIES = st.frozensets(st.sampled_from(("chat", "tools", "vision")))
 FACTS = st.builds(

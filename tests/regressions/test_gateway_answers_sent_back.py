@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.apis.openai.frames import Endpoint
-from gateway.providers.openai.openai_request import Flavor, to_openai
+from gateway.apis.openai.frames import Endpoint, Flavor
+from gateway.providers.openai.openai_request import to_openai
 from inference.worker.prompt.template_messages import messages_of
 
 ANSWER = {"role": "assistant", "content": "Hi", "annotations": [], "parsed": None}

@@ -12,7 +12,7 @@ from anthropic.types.message_create_params import MessageCreateParamsStreaming
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_params
 
-from gateway.apis.openai.frames import Endpoint
+from gateway.apis.openai.frames import Endpoint, Flavor
 from gateway.apis.openai.generation_request import _CHAT, _COMPLETIONS, _EMBEDDINGS
 from gateway.errors import UpstreamError
 from gateway.providers import provider_fields as fields
@@ -24,7 +24,7 @@ from gateway.providers.anthropic.anthropic_request import (
     to_anthropic,
     unsupported_params,
 )
-from gateway.providers.openai.openai_request import Flavor, flavor_of, to_openai
+from gateway.providers.openai.openai_request import flavor_of, to_openai
 from gateway.providers.openai.openai_request import unsupported_params as unsupported_by_openai
 from tests.rigs.fake_provider import rules
 from tests.rigs.fake_provider.strict import request_of

@@ -12,20 +12,10 @@ from gateway.apis.openai.generation_request import parse
 from gateway.breaker.outcome import Ignore, Reason
 from gateway.errors import GatewayError, PassedOnError, RequestError, UpstreamError, UpstreamKind
 from gateway.providers.anthropic.anthropic_request import unsupported_params
+from gateway.providers.local.candidate_facts import Facts, plain_facts
 from gateway.providers.local.failing_models import Ailment
 from gateway.providers.local.model_speed import Speed
-from gateway.routing.chain import (
-    Candidate,
-    Drop,
-    Facts,
-    Found,
-    Wants,
-    expand,
-    find_route,
-    fold,
-    passes_on,
-    plain_facts,
-)
+from gateway.routing.chain import Candidate, Drop, Found, Wants, expand, find_route, fold, passes_on
 from gateway.routing.refusal import Outcome, no_answer
 from inference.protocol import Code, ModelState, ModelStatus, Tier
 

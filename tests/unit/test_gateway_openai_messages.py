@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gateway.apis.openai.frames import Endpoint
-from gateway.providers.openai.openai_request import Flavor, to_openai
+from gateway.apis.openai.frames import Endpoint, Flavor
+from gateway.providers.openai.openai_request import to_openai
 from tests.rigs.fake_provider import rules
 
 ASKED = {"role": "user", "content": "Look."}

@@ -10,11 +10,11 @@ import orjson
 import pytest
 
 from gateway.apis.messages.messages_request import parse as parse_messages
-from gateway.apis.openai.frames import Comment, Data, DeltaKind, Done, Endpoint, Frame
+from gateway.apis.openai.frames import Comment, Data, DeltaKind, Done, Endpoint, Flavor, Frame
 from gateway.apis.openai.generation_request import InferenceRequest, parse
 from gateway.apis.openai.origin import origin_of
 from gateway.breaker.outcome import Failure, Ignore, Reason, Scope, Success
-from gateway.providers.openai.openai_request import Flavor, to_openai
+from gateway.providers.openai.openai_request import to_openai
 from gateway.routing.chain import Candidate
 from gateway.routing.resume_policy import GO_ON, How, Said, barred, continuation, ladder, may_go_on, why_not
 from gateway.routing.splice import FOLD, MAX_SAID_CHARACTERS, Kept, Splice, across, hop_comment, overlap, white_space

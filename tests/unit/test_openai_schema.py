@@ -12,10 +12,10 @@ from openai.lib._pydantic import to_strict_json_schema
 from pydantic import BaseModel, Field
 
 from gateway.apis.messages.messages_request import parse as parse_messages
-from gateway.apis.openai.frames import Endpoint
+from gateway.apis.openai.frames import Endpoint, Flavor
 from gateway.apis.openai.generation_request import parse
 from gateway.providers.openai.openai_models import most_tokens
-from gateway.providers.openai.openai_request import Flavor, to_openai, unsupported_params
+from gateway.providers.openai.openai_request import to_openai, unsupported_params
 from gateway.providers.openai.openai_schema import is_strict
 from tests.rigs.fake_provider import rules
 from tests.rigs.fake_provider.schemas import openai_problem

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from openai.types.responses import ResponseCreateParams
 
-from gateway.apis.openai.frames import Endpoint
+from gateway.apis.openai.frames import Endpoint, Flavor
 from gateway.apis.openai.generation_request import parse as parse_chat
 from gateway.apis.responses.responses_fields import FIELDS, schema
 from gateway.apis.responses.responses_items import listed, messages_of, page, seal, unseal
 from gateway.apis.responses.responses_request import Earlier, ResponsesRequest, parse
 from gateway.apis.tool_names import short_name
 from gateway.errors import RequestError
-from gateway.providers.openai.openai_request import Flavor, to_openai
+from gateway.providers.openai.openai_request import to_openai
 from inference.protocol import Code
 from tests.rigs.fake_provider import rules
 

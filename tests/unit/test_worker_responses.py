@@ -11,6 +11,7 @@ import openai.types.chat as types
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
+from inference.worker.answers.answer_shape import new_call_id
 from inference.worker.answers.generation import Output, TokenLogprob
 from inference.worker.api import response_writer
 from inference.worker.api.response_writer import Answer, Stream, Usage
@@ -189,7 +190,7 @@ def test_content_is_null_only_where_calls_stand_instead() -> None:
 
 
 def test_ids_of_calls_differ() -> None:
-    ids = {response_writer.new_call_id() for _ in range(100)}
+    ids = {new_call_id() for _ in range(100)}
     assert len(ids) == 100
     assert all(re.fullmatch(r"call_[0-9a-f]{24}", id) for id in ids)
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gateway.apis.lenient_json import mapping
-from gateway.providers.anthropic.anthropic_request import arguments
+from gateway.apis.tool_names import arguments
 
 UNSIGNED = "headgate"
 """The signature of thinking that Anthropic did not sign. Clients want one and send it back; it proves nothing, so such

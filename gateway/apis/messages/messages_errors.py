@@ -7,8 +7,41 @@ from collections.abc import Mapping
 from typing import Any
 
 from gateway.errors import GatewayError, PassedOnError
-from gateway.providers.provider_errors import STATUS_OF_TYPE
 from inference.protocol import CODES, Code
+
+# `error.type` (OpenAI's, Anthropic's) and `error.status` (Google's) beside the HTTP status they stand for; needed where
+# an error comes inside a stream that had opened with 200.
+STATUS_OF_TYPE: Mapping[str, int] = {
+    "invalid_request_error": 400,
+    "authentication_error": 401,
+    "invalid_api_key": 401,
+    "billing_error": 402,
+    "permission_error": 403,
+    "not_found_error": 404,
+    "conflict_error": 409,
+    "request_too_large": 413,
+    "rate_limit_error": 429,
+    "rate_limit_exceeded": 429,
+    "requests": 429,
+    "tokens": 429,
+    "insufficient_quota": 402,
+    "server_error": 500,
+    "internal_error": 500,
+    "api_error": 500,
+    "timeout_error": 504,
+    "service_unavailable_error": 503,
+    "overloaded_error": 529,
+    "INVALID_ARGUMENT": 400,
+    "FAILED_PRECONDITION": 400,
+    "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
+    "NOT_FOUND": 404,
+    "RESOURCE_EXHAUSTED": 429,
+    "INTERNAL": 500,
+    "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
+}
+
 
 _TYPES: Mapping[int, str] = {
     401: "authentication_error",

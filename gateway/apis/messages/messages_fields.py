@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from gateway.apis.image_policy import IMAGE_TYPES
 from gateway.apis.openai import field_checks as f
 from gateway.apis.openai.chat_messages import MAX_URL_CHARS
-from gateway.providers.anthropic.anthropic_request import IMAGE_TYPES
 from headgate.shared.parameters import BY_NAME
 from inference.protocol import Code
 

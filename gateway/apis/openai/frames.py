@@ -66,3 +66,16 @@ class Done:
 
 
 Frame = Data | Comment | Done
+
+
+ANSWER_SO_FAR = "answer_so_far"
+"""The field by which our own service is told how the answer begins already."""
+
+
+class Flavor(StrEnum):
+    """Whose idea of OpenAI's dialect an address speaks."""
+
+    OPENAI = "openai"
+    GOOGLE = "google"
+    COMPATIBLE = "compatible"
+    """any other service that says it is compatible"""

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import orjson
-
+from gateway.apis.image_policy import IMAGE_TYPES
 from gateway.apis.openai.origin import origin_of
+from gateway.apis.tool_names import arguments
 from gateway.errors import UpstreamError
 from gateway.providers.anthropic.anthropic_models import (
     effort_for,
@@ -36,7 +36,6 @@ OPENING = "(The conversation begins with the assistant's turn.)"
 SAMPLING_VERSION = "2023-06-01"
 """The API version that a request with `temperature`, `top_p` or `top_k` needs: later ones refuse all three."""
 
-IMAGE_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 
 _DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)(?:;[^,;]+)*;base64,", re.IGNORECASE)
 _BAD_ID = re.compile(r"[^a-zA-Z0-9_-]")
@@ -293,17 +292,6 @@ def _tool_use(call: Mapping[str, Any], ids: ToolIds) -> dict[str, Any]:
         "name": function.get("name", ""),
         "input": arguments(function.get("arguments") or ""),
     }
-
-
-def arguments(text: str) -> dict[str, Any]:
-    """Arguments as an object; what a model once wrote that is none travels whole under the key `arguments`."""
-    if not text.strip():
-        return {}
-    try:
-        parsed = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return {"arguments": text}
-    return parsed if isinstance(parsed, dict) else {"arguments": text}
 
 
 def _tool_result(message: Mapping[str, Any], ids: ToolIds) -> dict[str, Any]:

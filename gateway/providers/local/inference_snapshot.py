@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from gateway.breaker import probe_schedule
 from gateway.errors import UpstreamError
+from gateway.providers.local.candidate_facts import Facts, plain_facts
 from gateway.providers.local.failing_models import Ailment, ailment
-from gateway.routing.chain import Facts, plain_facts
 from inference.protocol import DeviceState, ModelState, ModelStatus
 
 log = logging.getLogger("gateway.providers.local.inference_snapshot")

@@ -13,14 +13,13 @@ from typing import Any
 import aiohttp
 import orjson
 
-from gateway.apis.openai.frames import Endpoint, Frame
+from gateway.apis.openai.frames import ANSWER_SO_FAR, Endpoint, Frame
+from gateway.breaker.outcome import LOCAL
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.http_clients import make_hop
 from gateway.providers.local.local_stream import LocalStream, upstream_error
 from gateway.providers.provider import Call
 from gateway.providers.provider_fields import ALL_TAKEN, refused_by_local
-from gateway.routing.chain import LOCAL
-from gateway.routing.resume_policy import ANSWER_SO_FAR
 from headgate.shared.hop import Answer, BrokenError
 from inference.protocol import H_DEADLINE, H_DEVICE, H_REQUEST_ID, PROMPT_USAGE
 

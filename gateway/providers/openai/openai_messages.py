@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from gateway.providers.anthropic.anthropic_request import arguments
+from gateway.apis.tool_names import arguments
 
 Message = Mapping[str, Any]
 Messages = Iterable[Message]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from enum import StrEnum
 from typing import Any
 
-from gateway.apis.openai.frames import Endpoint
+from gateway.apis.openai.frames import Endpoint, Flavor
 from gateway.apis.openai.origin import is_translated
 from gateway.errors import UpstreamError
 from gateway.providers.openai.openai_messages import Messages, for_google, for_openai, for_others
@@ -21,16 +20,6 @@ from gateway.providers.provider_fields import (
     Profile,
     unsupported,
 )
-
-
-class Flavor(StrEnum):
-    """Whose idea of OpenAI's dialect an address speaks."""
-
-    OPENAI = "openai"
-    GOOGLE = "google"
-    COMPATIBLE = "compatible"
-    """any other service that says it is compatible"""
-
 
 _CHAT: Mapping[Flavor, Profile] = {
     Flavor.OPENAI: OPENAI_CHAT,

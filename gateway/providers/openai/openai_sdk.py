@@ -14,10 +14,10 @@ import orjson
 from openai import AsyncOpenAI, AsyncStream
 
 from gateway.apis.openai.finish_reasons import choices_of
-from gateway.apis.openai.frames import Endpoint, Frame
+from gateway.apis.openai.frames import Endpoint, Flavor, Frame
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.openai import openai_events, openai_request
-from gateway.providers.openai.openai_request import Flavor, flavor_of, to_openai
+from gateway.providers.openai.openai_request import flavor_of, to_openai
 from gateway.providers.provider import Call
 from gateway.providers.sdk_stream import SdkStream, timeout_of, upstream_error, written
 

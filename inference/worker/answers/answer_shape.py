@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import functools
+import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from inference.protocol import Code
 from inference.worker.answers.structured_answer import Reading
-from inference.worker.api.response_writer import new_call_id
 from inference.worker.dialects import Dialect
 from inference.worker.dialects.answer_parts import Tool, ToolChoice
 from inference.worker.dialects.forms import Form, OneOf
 from inference.worker.worker_errors import BadRequestError
 from inference.worker.worker_requests import GenerateRequest
+
+_CALL_PREFIX = "call_"
+
+
+def new_call_id() -> str:
+    """An id of a tool call, for families that write none."""
+    return _CALL_PREFIX + secrets.token_hex(12)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,18 +17,12 @@ from inference.worker.dialects.answer_parts import CallBegin, Content, Part, Rea
 from inference.worker.worker_errors import WorkerError
 
 _PREFIX = {"chat": "chatcmpl-", "completion": "cmpl-"}
-_CALL_PREFIX = "call_"
 _OBJECT = {"chat": "chat.completion", "completion": "text_completion"}
 
 
 def new_id(kind: Literal["chat", "completion"]) -> str:
     """An id in OpenAI's style."""
     return _PREFIX[kind] + secrets.token_hex(12)
-
-
-def new_call_id() -> str:
-    """An id of a tool call, for families that write none."""
-    return _CALL_PREFIX + secrets.token_hex(12)
 
 
 @dataclass(frozen=True, slots=True)
