@@ -19,10 +19,9 @@ JOBS ?= 3
 SPREAD := -n $(JOBS) --dist worksteal
 # Branch coverage that the pure packages must reach, in percent.
 CORE_COVERAGE ?= 100
-AUTHORITY := placement lifecycle pressure device_health warm quarantine
-CORE := gateway/core inference/core $(AUTHORITY:%=inference/authority/%) inference/worker/core inference/devices/simgpu/core
+PURE = $(shell $(RUN) tests.rigs.pure_modules)
 # Measured in the tests that have to prove the cores only; tracing takes as much time again as what is traced.
-MEASURE := -p tests.rigs.core_coverage $(CORE:%=--cov=%) --cov-branch --cov-report=term:skip-covered
+MEASURE := -p tests.rigs.core_coverage $(PURE:%=--cov=%) --cov-branch --cov-report=term:skip-covered
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -44,9 +43,10 @@ test: machine ## lint, types, the whole test suite, and the coverage of the pure
 	@$(RUN) pytest $(SPREAD) $(MEASURE) \
 	    $(if $(ARGS),,--cov-fail-under=$(CORE_COVERAGE)) $(ARGS)
 
-lint: ready ## ruff: rules and formatting
+lint: ready ## ruff (rules and formatting) and import-linter (which package may import which)
 	@$(RUN) ruff check .
 	@$(RUN) ruff format --check .
+	@$(VENV)/bin/lint-imports --no-cache >.lint-imports.log || { cat .lint-imports.log; exit 1; }
 
 types: ready ## mypy, strict where pyproject.toml says so
 	@$(RUN) mypy

@@ -9,7 +9,8 @@ with ggml's RPC backend (simulated GPUs need it) and whatever backends CMAKE_ARG
 that was compiled without them, so what was installed is looked at, by name and symbol, never by loading it: a compute
 driver has no business in this process.
 
-A child process then checks that the build computes on this CPU (`inference/helpers/build_proof_job.py`). Where it does not,
+A child process then checks that the build computes on this CPU (`inference/helpers/build_proof_job.py`). Where it
+does not,
 llama-cpp-python is compiled again with the next arguments of `headgate.build.ladder`. The stamp keeps which ones work.
 
 An interpreter that was compiled without optimizations, as pyenv compiles one unless told otherwise, takes up to a

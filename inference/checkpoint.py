@@ -2,7 +2,8 @@
 
 Experimental on NVIDIA GPUs. Decides neither who leaves nor who comes back. Whoever drives the device copies what a
 process has on it into host memory and lets go of it; resumed, the process is on the same device as before, with
-everything that was computed. The calls are others' (`inference.devices.checkpoint_support`), each with a deadline. A process
+everything that was computed. The calls are others' (`inference.devices.checkpoint_support`), each with a deadline. A
+process
 that could not be suspended or resumed is in no known state: it is killed, its model is cold, and this way is not tried
 again on devices of that kind, unless it was the state of the device that was in the way.
 """

@@ -1,4 +1,5 @@
-"""Keeps what every key has used and charges answers to it; whether a request may start is `gateway.access.rate_limits`' word.
+"""Keeps what every key has used and charges answers to it; whether a request may start is
+`gateway.access.rate_limits`' word.
 
 A request is counted before its body is read, its tokens are held once the body is understood, and what it truly took is
 charged when it ends, however it ends.

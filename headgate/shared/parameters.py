@@ -1,8 +1,8 @@
 """The table of generation parameters: names, accepted values, defaults, effects, and what clouds do with them.
 
 The gateway and the worker validate with it, and `docs/api.md` reproduces it (`tests/unit/test_parameters_documented.py`
-compares them). A new sampling parameter is a row here, a field of `inference.worker.worker_requests.Sampling` with the same
-name, and its place in `inference.worker.sampling.sampling`.
+compares them). A new sampling parameter is a row here, a field of `inference.worker.worker_requests.Sampling` with
+the same name, and its place in `inference.worker.sampling.sampling`.
 """
 
 from __future__ import annotations

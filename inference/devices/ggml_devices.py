@@ -42,8 +42,8 @@ Listing = Callable[[], Awaitable[list[dict[str, Any]]]]
 class GgmlProbe:
     """The accelerators of the machine as `gpu-0`, `gpu-1`, ... in llama.cpp's own order.
 
-    `probe` lists them as `inference.devices.device_list_job` does, and `trial` computes on one; both raise HelperError when they
-    cannot.
+    `probe` lists them as `inference.devices.device_list_job` does, and `trial` computes on one; both raise
+    HelperError when they cannot.
     """
 
     def __init__(

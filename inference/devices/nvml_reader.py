@@ -1,7 +1,8 @@
 """Reads NVIDIA devices through NVML in a child with a deadline; never opens the library in this process.
 
 The library cannot be opened again once it failed, so the child is killed and started afresh on every error, be it the
-library's or one device's, and on every call that does not return in time. How soon, `inference.devices.reopen_policy` decides.
+library's or one device's, and on every call that does not return in time. How soon,
+`inference.devices.reopen_policy` decides.
 """
 
 from __future__ import annotations

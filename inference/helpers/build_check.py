@@ -1,6 +1,7 @@
 """Checks that llama.cpp computes on this CPU: at a start where something changed, and when a worker dies at once.
 
-The check runs in a helper (`inference/helpers/build_proof_job.py`). Its record in the state directory, or the one that set-up left
+The check runs in a helper (`inference/helpers/build_proof_job.py`). Its record in the state directory, or the one
+that set-up left
 in the virtual environment, says for which CPU, libraries and place it passed; a start under the same ones checks
 nothing. A build that stopped computing while the service ran is recorded as well, and is checked at every start.
 """

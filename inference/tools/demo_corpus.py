@@ -23,7 +23,7 @@ __all__ = [
     "reworded_questions",
 ]
 
-CORPUS_DIR = Path(__file__).parent / "corpus"
+CORPUS_DIR = Path(__file__).resolve().parents[1] / "demo" / "corpus"
 
 LISTED_SUMS = frozenset({"What is 7 plus 5?", "What is 3 plus 4?", "What is 9 minus 6?"})
 """The sums among the listed questions; every other listed question is marked in questions.yaml."""

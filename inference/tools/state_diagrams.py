@@ -11,7 +11,7 @@ from inference.protocol import DeviceState, ModelState
 
 BEGIN, END = "<!-- lifecycle: begin, written by `make reference` -->", "<!-- lifecycle: end -->"
 HEALTH_BEGIN, HEALTH_END = "<!-- health: begin, written by `make reference` -->", "<!-- health: end -->"
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "architecture.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
 WARM_POOL = (ModelState.OFFLOADING, ModelState.WARM, ModelState.RESTORING)
 
 

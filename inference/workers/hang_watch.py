@@ -1,7 +1,8 @@
 """Keeps what a worker's silence and slowness are judged by, and leaves out time in which nobody here could listen.
 
 Whoever stood still itself (a machine that was suspended, a process that was stopped, a loop that was held up) blames
-nobody: that time counts neither as silence, nor as part of a load or of a step. `inference.workers.hang_detection` judges.
+nobody: that time counts neither as silence, nor as part of a load or of a step. `inference.workers.hang_detection`
+judges.
 """
 
 from __future__ import annotations

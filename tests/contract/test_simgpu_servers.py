@@ -16,7 +16,7 @@ from tests.rigs.processes import children_of, command_of, wait_until
 
 def running() -> set[int]:
     mine = children_of(os.getpid())
-    return {pid for pid in mine if "simgpu.server" in command_of(pid)}
+    return {pid for pid in mine if "simgpu.rpc_server" in command_of(pid)}
 
 
 @pytest.fixture

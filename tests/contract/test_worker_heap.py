@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = """
 import ctypes
-from inference.worker import heap
+from inference.worker import malloc_trim
 
 class Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in
@@ -31,9 +31,9 @@ def pages_of_its_own():
     finally:
         libc.free(block)
 
-heap.set_up()
+malloc_trim.set_up()
 assert pages_of_its_own()
-with heap.reused():
+with malloc_trim.reused():
     assert not pages_of_its_own()
     assert libc.mallinfo2().fordblks >= SIZE, "a freed block is not kept"
 assert libc.mallinfo2().fordblks < SIZE, "freed blocks are kept afterwards"

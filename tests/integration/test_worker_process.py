@@ -231,10 +231,10 @@ def test_a_wrong_parent_is_noticed(tmp_path: Path) -> None:
 def test_a_crash_shows_ggmls_last_words(tmp_path: Path) -> None:
     """An abort inside ggml reaches stderr with the log lines before it, and ends the process by SIGABRT."""
     script = (
-        "import sys; from inference.worker import llama, ggml, logtail\n"
-        "tail = logtail.LogTail(print); llama.start(tail); tail.feed(2, 'the line before\\n')\n"
+        "import sys; from inference.worker import llama; from inference.worker.llama import ggml_library, llama_log\n"
+        "tail = llama_log.LogTail(print); llama.start(tail); tail.feed(2, 'the line before\\n')\n"
         "llama.on_abort(lambda text: sys.stderr.write('\\n'.join([*tail.lines, text])))\n"
-        "import ctypes; ctypes.CDLL(None); ggml.library().ggml_abort(b'here.c', 7, b'it broke')\n"
+        "import ctypes; ctypes.CDLL(None); ggml_library.library().ggml_abort(b'here.c', 7, b'it broke')\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
     assert done.returncode == -signal.SIGABRT

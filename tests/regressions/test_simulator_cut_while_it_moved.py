@@ -23,7 +23,7 @@ SECONDS = 20.0
 
 
 def servers_of(devices: SimDevices) -> list[int]:
-    return [pid for pid in children_of(devices.process.pid) if "simgpu.server" in command_of(pid)]
+    return [pid for pid in children_of(devices.process.pid) if "simgpu.rpc_server" in command_of(pid)]
 
 
 def signalled(devices: SimDevices, number: int) -> list[int]:

@@ -161,7 +161,7 @@ def test_settings_without_effect_are_known_and_named_when_somebody_sets_them() -
 @pytest.mark.parametrize("name", environment_settings.WITHOUT_EFFECT)
 def test_a_setting_without_effect_is_read_nowhere(name: str) -> None:
     """Whoever gives it an effect takes it off the list."""
-    files = [path for path in (REPOSITORY / "inference").rglob("*.py") if path.name != "environment.py"]
+    files = [path for path in (REPOSITORY / "inference").rglob("*.py") if path.name != "environment_settings.py"]
     assert [path.name for path in files if f"settings.{name}" in path.read_text()] == []
 
 

@@ -1,7 +1,8 @@
 """Rewrites an Anthropic Messages request as the inner chat request, or says what is wrong; sends nothing.
 
 What only an Anthropic tier can use (cache marks, signatures of thinking) is not in the inner body. It stays in its
-origin (`gateway.apis.openai.origin`), of which `gateway.providers.anthropic.anthropic_native` makes the request for such a tier.
+origin (`gateway.apis.openai.origin`), of which `gateway.providers.anthropic.anthropic_native` makes the request for
+such a tier.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Anthropic through the official SDK, with OpenAI's dialect in and out; decides nothing about failover.
 
-The translation is `gateway.providers.anthropic.anthropic_request` and `gateway.providers.anthropic.anthropic_events`; a request that came in
-Anthropic's own dialect is not translated but sent as `gateway.providers.anthropic.anthropic_native` makes it. The SDK's own retries
-are off: the chain is the only retry loop.
+The translation is `gateway.providers.anthropic.anthropic_request` and
+`gateway.providers.anthropic.anthropic_events`; a request that came in
+Anthropic's own dialect is not translated but sent as `gateway.providers.anthropic.anthropic_native` makes it. The
+SDK's own retries are off: the chain is the only retry loop.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Starts the simulator, reads its devices and notices its end, which is the loss of its devices; places no model.
 
-One that ended is started afresh after its loss was told, as `inference.devices.reopen_policy` decides: its devices come back
-empty, with the same identity and at another endpoint, like cards after the reset of their driver.
+One that ended is started afresh after its loss was told, as `inference.devices.reopen_policy` decides: its devices
+come back empty, with the same identity and at another endpoint, like cards after the reset of their driver.
 """
 
 from __future__ import annotations

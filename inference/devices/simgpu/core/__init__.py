@@ -1,1 +1,0 @@
-"""What a simulated device decides: requests, memory, commands; pure."""

@@ -1,1 +1,0 @@
-"""Pure decisions of the worker: which tokens go into the next step, where text may be cut."""
