@@ -9,14 +9,34 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-_LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+_LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)]*))?\)")
 _NAMED = re.compile(r"\bdocs/[a-z-]+\.md\b")
+_PATH = re.compile(r"`((?:gateway|inference|headgate|tests|benchmarks|config|docker|docs)/[\w./*-]*)`")
+RESULTS = "benchmarks/results/"
+"""Written by the benchmarks; no file of the repository."""
+
+
+def _anchors(document: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub writes them."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_relative_links_lead_somewhere(document: Path) -> None:
-    links = [link for link in _LINK.findall(document.read_text()) if "://" not in link]
-    assert [link for link in links if not (document.parent / link).exists()] == []
+    wrong = []
+    for link, anchor in _LINK.findall(document.read_text(encoding="utf-8")):
+        target = document.parent / link if link else document
+        if "://" not in link and (not target.exists() or (anchor and anchor not in _anchors(target))):
+            wrong.append(f"{link}#{anchor}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_paths_in_documents_exist(document: Path) -> None:
+    """`path/file.py`, `path/` and patterns such as `path/*.py` in backticks; a moved file is renamed there as well."""
+    named = set(_PATH.findall(document.read_text(encoding="utf-8")))
+    assert sorted(name for name in named if not name.startswith(RESULTS) and not [*ROOT.glob(name)]) == []
 
 
 def test_documents_named_in_configuration_and_units_exist() -> None:

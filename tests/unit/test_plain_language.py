@@ -25,10 +25,10 @@ SUFFIXES = (".py", ".md", ".yaml", ".toml", "")
 DATA = ("inference/demo/", "tests/unit/golden/", "LICENSE")
 
 ALLOWED: dict[str, int] = {
-    ".": 25,
+    ".": 2,
     "benchmarks": 113,
     "config": 3,
-    "docs": 231,
+    "docs": 7,
     "gateway": 17,
     "gateway/access": 32,
     "gateway/apis": 9,
