@@ -12,8 +12,12 @@ BEGIN, END = "<!-- help: begin, written by `make reference` -->", "<!-- help: en
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
 
 
+COMMON = ("-h, --help", "--config-dir", "--json")
+"""Options of every verb; the document explains them once."""
+
+
 def reference() -> str:
-    """The help texts as Markdown, one section per verb, in the order of the overview."""
+    """The help texts as Markdown without COMMON options, one section per verb, in the order of the overview."""
     parts = [_block(top_parser().format_help())]
     for group in GROUPS.values():
         for verb in group:
@@ -24,7 +28,21 @@ def reference() -> str:
 
 
 def _block(text: str) -> str:
-    return f"```text\n{text.rstrip()}\n```"
+    return f"```text\n{_without_common(text).rstrip()}\n```"
+
+
+def _without_common(text: str) -> str:
+    """`text` without the lines of COMMON options; a heading `options:` that is left empty goes with them."""
+    kept: list[str] = []
+    dropping = False
+    for line in text.splitlines():
+        if line.startswith("  ") and not line.startswith("   "):
+            dropping = line[2:].startswith(COMMON)
+        elif not line.startswith(" "):
+            dropping = False
+        if not dropping:
+            kept.append(line)
+    return "\n".join(kept).replace("\noptions:\n\n", "\n").rstrip().removesuffix("\noptions:")
 
 
 def _actions(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:

@@ -21,6 +21,16 @@ def test_the_documentation_shows_the_help_as_it_is() -> None:
     assert text == rewritten(text)
 
 
+def test_the_documentation_omits_common_options_of_verbs() -> None:
+    """They are explained once, above the reference."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    explained, _, shown = text.partition("<!-- help: begin")
+    assert all(f"`{option}" in explained for option in ("-h", "--config-dir", "--json"))
+    assert "print data as JSON" not in shown
+    assert "options:\n\n" not in shown
+    assert "--inference-port PORT  port of the inference service" in shown
+
+
 @pytest.mark.parametrize(
     ("words", "banned"),
     [
