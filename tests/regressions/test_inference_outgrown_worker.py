@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from inference import authority as authorities
+from inference.authority import shell
 from inference.protocol import ModelState
 from inference.workers.os_api import private_bytes
 from tests.rigs.authority_rig import MIB, empty, services, until
@@ -19,7 +19,7 @@ async def test_a_worker_that_outgrows_its_reservation_reserves_more_or_leaves(
 
     Whenever they are looked at while they grow, at least 319 MiB are booked in the end: 64 and a tenth may be missing.
     """
-    monkeypatch.setattr(authorities, "WATCH_SECONDS", 0.1)
+    monkeypatch.setattr(shell, "WATCH_SECONDS", 0.1)
     caplog.set_level("INFO")
     async with services(tmp_path, monkeypatch) as start:
         service = await start(

@@ -13,11 +13,13 @@ import pytest
 from headgate.shared.state import StateDir
 from inference.authority.placement.plan import Refusal
 from inference.devices.host import CpuProbe
+from inference.environment_settings import InferenceSettings
 from inference.errors import ModelFailed
 from inference.estimate import estimator
 from inference.estimate.estimator import Estimator
 from inference.estimate.file_stamp import NO_FILE, changed, fingerprint, parts_of
 from inference.protocol import ModelState
+from inference.settings import ModelEntry, _spec
 from tests.rigs.authority_rig import FakeEstimator, Start, empty, services, until
 
 S = ModelState
@@ -112,8 +114,6 @@ async def test_a_file_that_never_stops_changing_is_an_error(tmp_path: Path, monk
 
 def _helper(directory: Path, monkeypatch: pytest.MonkeyPatch, *, changes: int) -> tuple[list[Path], Any]:
     """Estimates of so many bytes of weights as there were measurements; the file changes during the first `changes`."""
-    from inference.settings import ModelEntry, _spec, environment
-
     path = directory / "x.gguf"
     path.write_bytes(b"GGUF")
     found: list[Path] = []
@@ -128,7 +128,7 @@ def _helper(directory: Path, monkeypatch: pytest.MonkeyPatch, *, changes: int) -
         return said | {"projector_bytes": {}, "layers": [], "facts": facts, "capabilities": []}
 
     monkeypatch.setattr(estimator, "run_helper", answer)
-    return found, _spec("a", ModelEntry(path=str(path)), environment.InferenceSettings())
+    return found, _spec("a", ModelEntry(path=str(path)), InferenceSettings())
 
 
 def test_a_fingerprint_covers_every_file(tmp_path: Path) -> None:
