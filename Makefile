@@ -8,13 +8,13 @@
 # The first interpreter that is new enough; `make PYTHON=... serve` chooses another.
 PYTHON ?= $(shell for p in .venv/bin/python python3 python3.13 python3.12 python3.11; do \
     $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
-# Whoever keeps Python from writing bytecode has each of Headgate's many processes compile its modules anew.
+# Without bytecode files each of Headgate's many processes would compile its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 RUN := $(VENV)/bin/python -m
 ARGS ?=
-# Tests that start processes mostly wait, so one more than two cores; whoever is idle takes over waiting tests. Measured on
-# the integration tests, two busy cores: worksteal with 3 155 s, loadscope with 3 199 s, worksteal with 2 222 s.
+# Tests that start processes mostly wait, so one job more than cores; idle jobs take over waiting tests. Measured on the
+# integration tests, two busy cores: worksteal with 3 155 s, loadscope with 3 199 s, worksteal with 2 222 s.
 JOBS ?= 3
 SPREAD := -n $(JOBS) --dist worksteal
 # Branch coverage that the pure packages must reach, in percent.
