@@ -195,11 +195,11 @@ PARAMETERS: tuple[Parameter, ...] = (
         None, -(2**63), 2**63 - 1, minus_one=True,
     ),
     Parameter(
-        "max_tokens", "integer", "Longest answer; -1: as long as the context allows.", None, 1,
+        "max_tokens", "integer", "Longest answer; -1: as long as the context allows.", None, 1, _INT32,
         minus_one=True, samples=False,
     ),
     Parameter(
-        "max_completion_tokens", "integer", "The newer name of `max_tokens` in chats.", None, 1,
+        "max_completion_tokens", "integer", "The newer name of `max_tokens` in chats.", None, 1, _INT32,
         minus_one=True, samples=False,
     ),
     Parameter(
