@@ -29,8 +29,8 @@ from gateway.providers.local.inference_events import Events
 from gateway.providers.local.inference_snapshot import InferenceView
 from gateway.providers.local.token_count import Counter as TokenCounter
 from gateway.providers.provider import Provider
-from gateway.routing.chain_runner import Tools
 from gateway.routing.explain_record import Ring
+from gateway.routing.request_context import GatewayState
 from gateway.settings import BreakerSettings, GatewayConfig
 from gateway.telemetry.gateway_metrics import Telemetry
 from headgate.shared.state import INFERENCE_TOKEN, StateDir
@@ -76,7 +76,7 @@ class Runtime:
         self.is_draining = False
         self.view: InferenceView
         self.counter: TokenCounter
-        self.tools: Tools
+        self.gateway_state: GatewayState
         self._registry: registry.Registry
         self._patient_until = math.inf
         self._number = 0
@@ -98,7 +98,7 @@ class Runtime:
         )
         self._events = Events(lambda: self._registry.local, self.view)
         self.counter = TokenCounter(self._registry.local.post_json)
-        self.tools = self._make_tools()
+        self.gateway_state = self._make_state()
         self._spawn(self.view.run(), "inference-view")
         await self._breaker_file.restore()
         self._spawn(self._events.run(), "events")
@@ -176,7 +176,7 @@ class Runtime:
             self.admission.apply(config.admission)
             self.limiter.apply(keys.all)
             self.images.apply(config.images)
-            self.tools = self._make_tools()
+            self.gateway_state = self._make_state()
             self._retired += [(self._number, provider) for provider in gone]
             self._number += 1
             self._close_retired()
@@ -200,8 +200,8 @@ class Runtime:
         if provider == LOCAL and failure.scope is Scope.PROVIDER:
             self.prober.suspect()
 
-    def _make_tools(self) -> Tools:
-        return Tools(
+    def _make_state(self) -> GatewayState:
+        return GatewayState(
             self.config, self._registry, self.breakers, self.view, self.counter, self.telemetry,
             self.breakers.generation,
         )  # fmt: skip

@@ -8,18 +8,18 @@ import time
 from gateway.breaker.outcome import LOCAL
 from gateway.errors import RequestError
 from gateway.http.http_exchange import Exchange
-from gateway.routing.chain import Found, find_route
+from gateway.routing.chain import RouteMatch, find_route
 from gateway.runtime import Runtime
 from inference.protocol import Code
 
 
-def known(runtime: Runtime, model: str) -> Found | None:
+def known(runtime: Runtime, model: str) -> RouteMatch | None:
     """The route of `model` in the configuration of now; None when `find` has to ask who knows such a model."""
     found = find_route(model, runtime.config.routes, runtime.view.aliases)
     return None if found is None or _seems_unknown(runtime, found) else found
 
 
-async def find(runtime: Runtime, model: str, exchange: Exchange) -> Found:
+async def find(runtime: Runtime, model: str, exchange: Exchange) -> RouteMatch:
     """The same; raises RequestError 404 where nobody knows such a model.
 
     Whoever goes on without awaiting finds the route there; a reload may take it away at any later time.
@@ -41,7 +41,7 @@ def _unknown(runtime: Runtime, model: str) -> RequestError:
     return RequestError(Code.MODEL_NOT_FOUND, f"there is no model {model[:100]!r}; {advice}", param="model")
 
 
-def _seems_unknown(runtime: Runtime, found: Found) -> bool:
+def _seems_unknown(runtime: Runtime, found: RouteMatch) -> bool:
     """Whether only the service could serve this name and its snapshot does not hold it."""
     view = runtime.view
     if found.route != "*" or found.model in view.models or not view.is_fresh:

@@ -33,10 +33,11 @@ from gateway.http.http_exchange import (
     send_at_once,
     send_bytes,
 )
-from gateway.routing.chain import Found
-from gateway.routing.chain_runner import Caller, Request, Tools
+from gateway.routing.chain import RouteMatch
+from gateway.routing.chain_runner import ChainRunner
 from gateway.routing.explain_record import Record
 from gateway.routing.quote_redaction import without_quotes
+from gateway.routing.request_context import GatewayState, RequestContext
 from gateway.routing.resume_runner import Answer
 from gateway.runtime import Runtime
 from inference.protocol import H_KV, H_POLICY, H_PRIORITY, Code, Priority, Tier
@@ -108,11 +109,11 @@ class Generation:
     ) -> None:
         """The way of a request whose key may make it."""
         runtime = self._runtime
-        caller = caller_of(exchange, key, tenant, meter)
+        context = request_context(exchange, key, tenant, meter)
         max_body = runtime.config.max_body
         if (raw := body_at_hand(exchange, max_body)) is None:
             raw = await read_body(receive, exchange.told.headers, max_body)
-        record.priority, record.retries = caller.priority, caller.retries
+        record.priority, record.retries = context.priority, context.retries
         try:
             asked = self._dialect.parse(raw, key.digest.hex())
         except RequestError as error:
@@ -124,24 +125,24 @@ class Generation:
         if meter is not None:
             meter.reserve(request)
         record.asked, record.stream = request.model, request.stream
-        found = known(runtime, request.model) or await find(runtime, request.model, exchange)
-        tools = runtime.tools  # as long as it waits, too: a reload may take the route away
-        record.route = found.route
+        match = known(runtime, request.model) or await find(runtime, request.model, exchange)
+        state = runtime.gateway_state  # as long as it waits, too: a reload may take the route away
+        record.route = match.route
         asyncio.get_running_loop().call_soon(runtime.ring.add, record)  # the oldest is freed while a tier works
         presence = runtime.presences.watch(receive, exchange.wire)
         if built_on <= SMALL_BYTES:
             with presence:
-                await self._answer(asked, tools, found, caller, presence, exchange, record, send)
+                await self._answer(asked, state, match, context, presence, exchange, record, send)
         else:
             with runtime.bodies.room(built_on, max_body), presence:
-                await self._answer(asked, tools, found, caller, presence, exchange, record, send)
+                await self._answer(asked, state, match, context, presence, exchange, record, send)
 
     async def _answer(
         self,
         asked: Asked,
-        tools: Tools,
-        found: Found,
-        caller: Caller,
+        state: GatewayState,
+        match: RouteMatch,
+        context: RequestContext,
         presence: Presence,
         exchange: Exchange,
         record: Record,
@@ -151,7 +152,9 @@ class Generation:
         runtime, request = self._runtime, asked.request
         queued = time.monotonic()
         try:
-            place = runtime.admission.walk_in() or await runtime.admission.take(caller.priority, caller.silence_seconds)
+            place = runtime.admission.walk_in() or await runtime.admission.take(
+                context.priority, context.silence_seconds
+            )
             fetched: Room | None = None
             try:
                 if request.needs:
@@ -159,37 +162,13 @@ class Generation:
                     request = await runtime.images.inlined(request, fetched)
                 waited = time.monotonic() - queued
                 exchange.waited_seconds += waited
-                job = Request(tools, request, found, caller, record, exchange.began, waited, presence.why_cancelled)
+                runner = ChainRunner(
+                    state, request, match, context, record, exchange.began, waited, presence.why_cancelled
+                )
                 if request.stream:
-                    try:
-                        attempt = await job.stream()
-                    finally:
-                        exchange.upstream_seconds = job.upstream_seconds
-                    try:
-                        self._note(job, exchange, record, unsettled=1)
-                        job.note_committed(attempt)
-                    except BaseException as error:
-                        await attempt.abandon(error)
-                        raise
-                    record.outcome = await self._relay(Answer(job, attempt), asked, presence, exchange, send)
+                    record.outcome = await self._stream(runner, asked, presence, exchange, record, send)
                     return
-                answer: Answer | None = None
-                try:
-                    if request.endpoint.streams:
-                        assembled, answer = await job.whole()
-                    else:
-                        body = await job.unary()
-                finally:  # what tiers took is not the gateway's own time, also when all of them refused
-                    exchange.upstream_seconds = job.upstream_seconds
-                try:
-                    self._note(job, exchange, record, 0 if answer is None or answer.attempt.is_settled else 1)
-                    if request.endpoint.streams:
-                        body = asked.whole(assembled)
-                    if is_sent := send_at_once(exchange, body):
-                        presence.release()
-                finally:
-                    if answer is not None:
-                        await answer.conclude()
+                body, is_sent = await self._whole(runner, asked, presence, exchange, record)
             finally:
                 runtime.admission.leave(place)
                 if fetched is not None:
@@ -208,14 +187,56 @@ class Generation:
             if presence.reason is End.SHUTTING_DOWN and not exchange.started:
                 raise RefusedError(Code.SHUTTING_DOWN, "the gateway stops; ask again", retry_after=1.0) from None
 
-    async def _relay(self, answer: Answer, asked: Asked, presence: Presence, exchange: Exchange, send: Send) -> str:
+    async def _stream(
+        self,
+        runner: ChainRunner,
+        asked: Asked,
+        presence: Presence,
+        exchange: Exchange,
+        record: Record,
+        send: Send,
+    ) -> str:
+        """Sends a streamed answer; returns its outcome."""
+        try:
+            answer = await runner.stream()
+        finally:
+            exchange.upstream_seconds = runner.upstream_seconds
+        try:
+            self._note(runner, exchange, record, unsettled=1)
+            answer.attempt.listening.mark_sent()
+        except BaseException as error:
+            await answer.attempt.abandon(error)
+            raise
         return await relay(answer, send, presence, self._runtime.telemetry, asked.writer(), exchange)
 
-    def _note(self, job: Request, exchange: Exchange, record: Record, unsettled: int) -> None:
+    async def _whole(
+        self, runner: ChainRunner, asked: Asked, presence: Presence, exchange: Exchange, record: Record
+    ) -> tuple[bytes, bool]:
+        """The body of an answer that is one object, and whether it is sent already."""
+        answer: Answer | None = None
+        try:
+            if asked.request.endpoint.streams:
+                assembled, answer = await runner.whole()
+            else:
+                body = await runner.unary()
+        finally:  # the time of the providers is not the gateway's own, also when all of them failed
+            exchange.upstream_seconds = runner.upstream_seconds
+        try:
+            self._note(runner, exchange, record, 0 if answer is None or answer.attempt.is_settled else 1)
+            if asked.request.endpoint.streams:
+                body = asked.whole(assembled)
+            if is_sent := send_at_once(exchange, body):
+                presence.release()
+        finally:
+            if answer is not None:
+                await answer.conclude()
+        return body, is_sent
+
+    def _note(self, runner: ChainRunner, exchange: Exchange, record: Record, unsettled: int) -> None:
         """Fills what the response's headers tell; so many attempts are `unsettled`, and on record later."""
-        candidate = job.answered_by
+        candidate = runner.answered_by
         assert candidate is not None, "a tier answered"
-        exchange.tier, exchange.model, exchange.device = candidate.tier, candidate.name, job.device
+        exchange.tier, exchange.model, exchange.device = candidate.tier, candidate.name, runner.device
         exchange.attempts, exchange.reason = len(record.attempts) + unsettled, record.reason
         record.status = 200
         record.overhead_seconds = exchange.overhead_seconds
@@ -253,7 +274,7 @@ def log_end(record: Record) -> None:
     )  # fmt: skip
 
 
-def caller_of(exchange: Exchange, key: Key, tenant: str, meter: Meter | None) -> Caller:
+def request_context(exchange: Exchange, key: Key, tenant: str, meter: Meter | None) -> RequestContext:
     """Who asks, from the key and the headers; raises RequestError for header values that mean nothing."""
     headers = exchange.told.headers
     priority = _one_of(headers, H_PRIORITY, _PRIORITIES, _NORMAL)
@@ -261,7 +282,7 @@ def caller_of(exchange: Exchange, key: Key, tenant: str, meter: Meter | None) ->
     gap_seconds = _patience(headers.get(READ_TIMEOUT_HEADER))
     silence_seconds = _patience(headers.get(TIMEOUT_HEADER)) if gap_seconds is None else gap_seconds
     retries = _count(headers.get(RETRY_COUNT_HEADER))
-    return Caller(
+    return RequestContext(
         exchange.request_id, tenant, key.cap(priority), policy != "local-only", silence_seconds, retries,
         headers.get(H_KV), gap_seconds, meter,
     )  # fmt: skip

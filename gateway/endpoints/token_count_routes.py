@@ -17,18 +17,18 @@ import orjson
 from gateway.apis.openai.generation_request import InferenceRequest
 from gateway.breaker.outcome import End
 from gateway.endpoints.route_lookup import find
-from gateway.endpoints.serve import caller_of, log_end
+from gateway.endpoints.serve import log_end, request_context
 from gateway.errors import GatewayError, PassedOnError, RefusedError, RequestError, UpstreamError, UpstreamKind
 from gateway.http.http_exchange import Exchange, Receive, Scope, Send, exchange_of, read_body, send_bytes
 from gateway.providers.provider import Call, CountsTokens
-from gateway.routing.attempt_log import Outcomes
 from gateway.routing.budget import Budget
-from gateway.routing.candidate_filter import Choice
-from gateway.routing.chain import Candidate, Drop, Dropped, Found, expand
-from gateway.routing.chain_runner import Caller, Tools
+from gateway.routing.candidate_filter import CandidateFilter
+from gateway.routing.candidate_outcomes import CandidateOutcome, CandidateOutcomes
+from gateway.routing.chain import Candidate, Drop, Dropped, RouteMatch, expand
 from gateway.routing.explain_record import Record, Tried
 from gateway.routing.quote_redaction import without_quotes
-from gateway.routing.refusal import Outcome, no_answer
+from gateway.routing.refusal import no_answer
+from gateway.routing.request_context import GatewayState, RequestContext
 from gateway.runtime import Runtime
 from inference.protocol import Code
 
@@ -83,9 +83,9 @@ class CountTokens:
             if (meter := runtime.limiter.enter(key, exchange)) is not None:
                 held.enter_context(meter)
             held.enter_context(runtime.bodies.hold(exchange.told.headers, runtime.config.max_body))
-            caller = caller_of(exchange, key, tenant, None)
+            context = request_context(exchange, key, tenant, None)
             raw = await read_body(receive, exchange.told.headers, runtime.config.max_body)
-            record.priority, record.retries = caller.priority, caller.retries
+            record.priority, record.retries = context.priority, context.retries
             try:
                 request = self._parse(raw, key.digest.hex())
             except RequestError as error:
@@ -93,18 +93,18 @@ class CountTokens:
                 raise
             held.enter_context(runtime.bodies.room(request.size_bytes - len(raw), runtime.config.max_body))
             record.asked = request.model
-            found = await find(runtime, request.model, exchange)
-            tools, record.route = runtime.tools, found.route
+            match = await find(runtime, request.model, exchange)
+            state, record.route = runtime.gateway_state, match.route
             runtime.ring.add(record)
             presence = held.enter_context(runtime.presences.watch(receive, exchange.wire))
             queued = time.monotonic()
             try:
-                async with runtime.admission.enter(caller.priority, caller.silence_seconds):
+                async with runtime.admission.enter(context.priority, context.silence_seconds):
                     waited = time.monotonic() - queued
                     exchange.waited_seconds += waited
                     asked_at = time.monotonic()
                     try:
-                        answered_by, count = await _Counting(tools, request, found, caller, record, waited).result()
+                        answered_by, count = await _Counting(state, request, match, context, record, waited).result()
                     finally:
                         exchange.upstream_seconds = time.monotonic() - asked_at
             except GatewayError as error:
@@ -131,29 +131,36 @@ class _Counting:
     """
 
     def __init__(
-        self, tools: Tools, request: InferenceRequest, found: Found, caller: Caller, record: Record, waited: float
+        self,
+        gateway: GatewayState,
+        request: InferenceRequest,
+        match: RouteMatch,
+        context: RequestContext,
+        record: Record,
+        waited: float,
     ) -> None:
         """Of the caller's time `waited` seconds are over."""
-        self._tools = tools
+        self._gateway = gateway
         self._request = request
-        self._caller = caller
+        self._context = context
         self._record = record
-        self._outcomes = Outcomes(record)
+        self._outcomes = CandidateOutcomes(record)
         self._loop = asyncio.get_running_loop()
-        way = tools.ways[found.route]
-        limits = way.limits._replace(caller_silence=caller.silence_seconds)
+        policy = gateway.policies[match.route]
+        limits = policy.limits._replace(caller_silence=context.silence_seconds)
         self._budget = Budget(limits, self._loop.time(), waited=waited)
-        record.chain = expand(way.chain, found.model, tools.view.aliases)
-        self._choice = Choice(
-            tools, request, way, record.chain, record, cloud_allowed=caller.cloud_allowed, priority=caller.priority
-        )
+        record.chain = expand(policy.chain, match.model, gateway.view.aliases)
+        self._filter = CandidateFilter(
+            gateway, request, policy, record.chain, record,
+            cloud_allowed=context.cloud_allowed, priority=context.priority,
+        )  # fmt: skip
 
     async def result(self) -> tuple[Candidate, int]:
         """The count of the first tier that could answer; raises GatewayError where that tier counts nothing."""
         waiting = self._tiers()
         while waiting and self._budget.has_time(self._loop.time()):
             candidate = waiting.popleft()
-            self._outcomes.take_up(candidate)
+            self._outcomes.start(candidate)
             count = await self._try(candidate, last=not waiting)
             if count is not None:
                 self._record.answered_by, self._record.tier = candidate.name, candidate.tier
@@ -164,16 +171,16 @@ class _Counting:
             self._outcomes.drop(Dropped(candidate, Drop.BUDGET, "not asked, the request's time was spent"))
         now = self._loop.time()
         spent = None if self._budget.has_time(now) else self._budget.whose_time(now)
-        waits = self._outcomes.waiting(lambda _: 0.0)
-        raise no_answer(self._request, waits, spent, asks_again=self._caller.retries > 0)
+        waits = self._outcomes.in_chain_order(lambda _: 0.0)
+        raise no_answer(self._request, waits, spent, asks_again=self._context.retries > 0)
 
     def _tiers(self) -> deque[Candidate]:
         """Whom to ask. Where nobody could answer now for lack of room, the service counts all the same."""
-        chain = self._choice.fold()
+        chain = self._filter.fold()
         for dropped in chain.dropped:
             self._outcomes.drop(dropped)
         for put_off in chain.put_off:
-            self._outcomes.put_behind(put_off)
+            self._outcomes.defer(put_off)
         short = (dropped.candidate for dropped in chain.dropped if dropped.drop in _LACK_OF_ROOM)
         return deque(chain.kept or (candidate for candidate in short if candidate.is_local))
 
@@ -196,7 +203,7 @@ class _Counting:
             self._note(candidate, "success", "", began)
             return count
         self._note(candidate, failure, said, began)
-        self._outcomes.fail(Outcome(candidate, failure, said, retry_in))
+        self._outcomes.fail(CandidateOutcome(candidate, failure, said, retry_in))
         return None
 
     def _note(self, candidate: Candidate, outcome: str, said: str, began: float) -> None:
@@ -204,14 +211,14 @@ class _Counting:
         self._record.attempts.append(Tried(candidate.name, outcome, kept, round(self._loop.time() - began, 6)))
 
     async def _ask(self, candidate: Candidate, seconds: float) -> int:
-        tools, request = self._tools, self._request
+        gateway, request = self._gateway, self._request
         if candidate.is_local:
-            return await tools.counter.count(candidate.model, request.endpoint, request.body, seconds)
-        provider = tools.registry.get(candidate.provider)
+            return await gateway.counter.count(candidate.model, request.endpoint, request.body, seconds)
+        provider = gateway.registry.get(candidate.provider)
         if isinstance(provider, CountsTokens):
-            connect = tools.config.deadlines.connect
+            connect = gateway.config.deadlines.connect
             return await provider.count_tokens(
-                Call(request.endpoint, candidate.model, request.body, self._caller.request_id, connect)
+                Call(request.endpoint, candidate.model, request.body, self._context.request_id, connect)
             )
         raise UpstreamError(
             UpstreamKind.STATUS,

@@ -1,4 +1,4 @@
-"""One try of one candidate: opens, peeks until there is something to commit to, collects, judges its own end once."""
+"""One attempt at one candidate: opens its stream, reads until the commit, and records its end once."""
 
 from __future__ import annotations
 
@@ -6,29 +6,26 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gateway.apis.openai.frames import Comment, Data, Frame
 from gateway.breaker.breakers import Lease
-from gateway.breaker.outcome import End, Failure, Ignore, Next, Observation, Success, Verdict, is_operators, judge
+from gateway.breaker.outcome import End, Failure, Ignore, Next, Observation, Verdict, is_operators, judge
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.provider import Provider
 from gateway.routing.budget import Budget, Due
+from gateway.routing.candidate_outcomes import outcome_name
 from gateway.routing.chain import Candidate
 from gateway.routing.explain_record import Tried
 from gateway.routing.quote_redaction import without_quotes
+from gateway.routing.request_context import RequestState
 from gateway.routing.stream_reader import ANSWERS, ExpiredError, Listening
-from inference.protocol import FULL_FOR, Code
-
-if TYPE_CHECKING:
-    from gateway.routing.chain_runner import Request
+from inference.protocol import FULL_FOR
 
 log = logging.getLogger("gateway.routing.chain_runner")
 
-_CODES = frozenset(Code)
-
 COMMENT_GRACE_SECONDS = 5.0
-"""Comments of the last tier are held back so long: within it a refusal can still have its true status."""
+"""How long comments of the last candidate are held back. A refusal within this time can still set the HTTP status."""
 
 _FINISHED = Observation(End.FINISHED)
 
@@ -41,11 +38,11 @@ _ENDS: Mapping[Due, End | UpstreamKind] = {
 
 
 class Attempt:
-    """One try of one candidate. `settle` is called exactly once by whoever sees its end."""
+    """One attempt. Its owner calls `settle` (or `succeed`, `abandon`) once and `close` at its end."""
 
     def __init__(
         self,
-        request: Request,
+        state: RequestState,
         candidate: Candidate,
         provider: Provider,
         lease: Lease,
@@ -53,26 +50,26 @@ class Attempt:
         budget: Budget | None = None,
         body: Mapping[str, Any] | None = None,
     ) -> None:
-        """`budget` and `body` stand for the request's own where they are given."""
+        """`budget` and `body` replace those of the request. `last`: no other candidate is left."""
         self.candidate = candidate
         self.provider = provider
         self.last = last
-        self._request = request
+        self._state = state
         self._lease = lease
         self.began = time.monotonic()
-        budget = budget or request.budget
-        self.call = request.call_for(candidate, last, budget, body)
-        meter = request.caller.meter
+        budget = budget or state.budget
+        self.call = state.call(candidate, last, budget, body)
+        meter = state.context.meter
         on_frame = None if meter is None else meter.note
         self.listening = Listening(
-            provider, self.call, budget, last=last, on_frame=on_frame, whole=not request.request.stream
+            provider, self.call, budget, last=last, on_frame=on_frame, whole=not state.request.stream
         )
         self.backlog: list[Frame] = []
         self._settled = False
         self._begun = False
 
     async def begin(self) -> None:
-        """Opens the stream: the tier's first byte is here."""
+        """Opens the stream and waits for its first byte."""
         if self.last:
             await self.listening.open()
         else:
@@ -81,77 +78,79 @@ class Attempt:
         self._lease.heard(self.listening)
 
     async def open(self, *, forward_comments: bool) -> None:
-        """Reads until there is something to commit to; the frames so far are in `backlog`."""
+        """Reads until the commit; the frames so far are in `backlog`."""
         await self.begin()
-        is_enough = False  # `listening.answered` speaks of all frames that came together, and so of those behind
-        while not is_enough:
+        is_committed = False
+        while not is_committed:
             for frame in self.listening.ready() or [await self.listening.next()]:
                 if not isinstance(frame, Comment):
                     self.backlog.append(frame)
-                    is_enough = is_enough or (isinstance(frame, Data) and frame.kind in ANSWERS)
-                elif is_enough or (forward_comments and self.last and self._waited_long()):
+                    is_committed = is_committed or (isinstance(frame, Data) and frame.kind in ANSWERS)
+                elif is_committed or (forward_comments and self.last and self._grace_is_over()):
                     self.backlog.append(frame)
-                    is_enough = True
+                    is_committed = True
         self.note_begun()
 
     def note_begun(self) -> None:
-        """Records, once, that the answer's first content is here: a probe's success, the time to the first token."""
+        """Records, once, that content came: the success of a probe and the time to the first token."""
         if self._begun or not self.listening.answered:
             return
         self._begun = True
         self._lease.prove()
-        self._request.note_first_token()
+        self._state.note_first_token()
 
-    def _waited_long(self) -> bool:
-        patience = self._request.caller.silence_seconds
-        grace = COMMENT_GRACE_SECONDS if patience is None else min(COMMENT_GRACE_SECONDS, patience / 3)
-        return time.monotonic() - self._request.began >= grace
+    def _grace_is_over(self) -> bool:
+        silence = self._state.context.silence_seconds
+        grace = COMMENT_GRACE_SECONDS if silence is None else min(COMMENT_GRACE_SECONDS, silence / 3)
+        return time.monotonic() - self._state.began >= grace
 
     @property
     def is_settled(self) -> bool:
         """Whether its end is recorded."""
         return self._settled
 
-    def settle(self, observation: Observation, said: str = "") -> Verdict:
-        """Records the end of the attempt; the first call counts."""
+    def settle(self, observation: Observation, message: str = "") -> Verdict:
+        """Records the end of the attempt; later calls change nothing."""
         verdict = judge(observation)
         if self._settled:
             return verdict
         self._settled = True
-        request, candidate = self._request, self.candidate
-        said = without_quotes(said, self.call.body)
-        self._lease.settle(verdict, said)
+        state, candidate = self._state, self.candidate
+        message = without_quotes(message, self.call.body)
+        self._lease.settle(verdict, message)
         outcome = outcome_name(verdict, observation)
-        request.tools.telemetry.attempts.count(candidate.provider, request.label(candidate), outcome)
-        request.record.attempts.append(
-            Tried(candidate.name, outcome, said[:500], round(time.monotonic() - self.began, 6))
+        state.gateway.telemetry.attempts.count(candidate.provider, state.model_label(candidate), outcome)
+        state.record.attempts.append(
+            Tried(candidate.name, outcome, message[:500], round(time.monotonic() - self.began, 6))
         )
         if isinstance(verdict, Failure) or (isinstance(verdict, Ignore) and verdict.next is not Next.STOP):
             misconfigured = is_operators(verdict, observation)
             level = logging.ERROR if misconfigured else logging.WARNING
             hint = f"; check the key and the settings of provider {candidate.provider}" if misconfigured else ""
-            log.log(level, "request %s: %s: %s%s", request.record.id, candidate.name, said, hint)
+            log.log(level, "request %s: %s: %s%s", state.record.id, candidate.name, message, hint)
         return verdict
 
     def settle_error(self, error: BaseException) -> tuple[Verdict, Observation, str]:
         """Records what `error` means: an UpstreamError, an ExpiredError or a cancellation."""
-        seen, said = self._observe(error)
-        return self.settle(seen, said), seen, said
+        observation, message = self._observe(error)
+        return self.settle(observation, message), observation, message
 
     def _observe(self, error: BaseException) -> tuple[Observation, str]:
         if isinstance(error, UpstreamError):
             details, local = error.details or {}, self.candidate.is_local
             full_for = frozenset(map(str, details.get(FULL_FOR) or ()))
-            seen = Observation(
+            observation = Observation(
                 error.kind, error.status, error.code, error.retry_after, local, details.get("cause"), full_for
             )
-            return seen, f"{error.code}: {error.message}" if error.code else str(error)
+            return observation, f"{error.code}: {error.message}" if error.code else str(error)
         if isinstance(error, ExpiredError):
             return Observation(_ENDS[error.due], is_local=self.candidate.is_local), str(error)
         if isinstance(error, asyncio.CancelledError):
-            return Observation(self._request.why_cancelled()), "cancelled"
-        # a defect of ours or of an adapter: the tier answered nothing usable, and nothing of it may stay open
-        log.error("request %s: %s broke its contract", self._request.record.id, self.candidate.name, exc_info=error)
+            return Observation(self._state.cancel_reason()), "cancelled"
+        log.error(
+            "request %s: %s: defect in the gateway or its adapter", self._state.record.id, self.candidate.name,
+            exc_info=error,
+        )  # fmt: skip
         return Observation(UpstreamKind.MALFORMED, is_local=self.candidate.is_local), f"internal: {error!r}"
 
     def succeed(self) -> None:
@@ -159,21 +158,10 @@ class Attempt:
         self.settle(_FINISHED)
 
     async def abandon(self, error: BaseException) -> None:
-        """Ends the attempt because of `error`, which its caller raises."""
+        """Ends the attempt because of `error`, which the caller of this method raises."""
         self.settle_error(error)
         await self.close()
 
     async def close(self) -> None:
         """Closes the provider's stream at once."""
         await self.listening.close()
-
-
-def outcome_name(verdict: Verdict, seen: Observation) -> str:
-    """A short, bounded name for metrics, records and `x-headgate-reason`."""
-    if isinstance(verdict, Success):
-        return "success"
-    if isinstance(verdict, Ignore):
-        return str(verdict.reason)
-    if seen.is_local and seen.code is not None:
-        return seen.code if seen.code in _CODES else "error"
-    return f"status_{seen.status}" if seen.status is not None else str(seen.kind)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import InferenceRequest
@@ -22,11 +21,9 @@ from gateway.routing.budget import Budget
 from gateway.routing.chain import Candidate, Chain, Dropped, Wants, fold
 from gateway.routing.explain_record import Considered, Record
 from gateway.routing.prompt_length import Fit
+from gateway.routing.request_context import GatewayState, RoutePolicy
 from gateway.routing.ttft_prediction import Allowed, Prediction
 from inference.protocol import Code, ModelStatus, Priority
-
-if TYPE_CHECKING:
-    from gateway.routing.chain_runner import Tools, Way
 
 COUNT_SECONDS = 5.0
 """How long a count is waited for, and never longer than a quarter of the time that is left."""
@@ -42,31 +39,31 @@ _UNCOUNTED = frozenset(("vision", "audio"))
 """What else than text a prompt may hold; only the model itself knows its length then."""
 
 
-class Choice:
+class CandidateFilter:
     """Which candidates of one request are worth an attempt, as far as the gateway knows now."""
 
     def __init__(
         self,
-        tools: Tools,
+        gateway: GatewayState,
         request: InferenceRequest,
-        way: Way,
+        policy: RoutePolicy,
         candidates: tuple[Candidate, ...],
         record: Record,
         *,
         cloud_allowed: bool,
         priority: Priority = Priority.NORMAL,
     ) -> None:
-        """`cloud_allowed`: whether the caller lets clouds answer; the `way` may still forbid it."""
-        self._tools = tools
+        """`cloud_allowed`: whether the caller lets clouds answer; the `policy` may still forbid it."""
+        self._gateway = gateway
         self._request = request
         self._candidates = candidates
         self._record = record
         self._priority, self._is_first = priority, priority is _HIGH
         self._ids = token_ids_in(request.body)
-        self._any_vectors = way.same_vectors or request.endpoint.streams
-        self._way = way
+        self._any_vectors = policy.same_vectors or request.endpoint.streams
+        self._policy = policy
         self._needs = record.needs = request.needs | _ENDPOINT_NEEDS[request.endpoint]
-        self._cloud_allowed = record.cloud_allowed = cloud_allowed and way.is_cloud_allowed
+        self._cloud_allowed = record.cloud_allowed = cloud_allowed and policy.is_cloud_allowed
         record.size_bytes, record.max_tokens = request.size_bytes, request.max_tokens
         self._considered: list[Considered] = []
         self._counts: dict[str, int | None] = {}
@@ -87,19 +84,19 @@ class Choice:
         """What is known of all where nothing speaks against any of them, which is nearly always: the same as by `facts`
         and `core.chain.fold`, in a fifth of the steps. None where those have to look closer.
         """
-        tools, request = self._tools, self._request
+        gateway, request = self._gateway, self._request
         if self._ids is not None or self._is_first or not self._any_vectors:
             return None
         considered: list[Considered] = []
         for candidate in self._candidates:
-            if not tools.breakers.is_clear(candidate.provider, candidate.model, self._priority):
+            if not gateway.breakers.is_clear(candidate.provider, candidate.model, self._priority):
                 return None
             facts = UNKNOWN_FACTS
             if candidate.is_local:
-                told = tools.view.plain(candidate.model)
+                told = gateway.view.plain(candidate.model)
                 if told is None or (
                     told.busy_at < math.inf
-                    and told.busy_at <= tools.breakers.outstanding(candidate.provider, candidate.model)
+                    and told.busy_at <= gateway.breakers.outstanding(candidate.provider, candidate.model)
                 ):
                     return None
                 facts = told.facts
@@ -107,7 +104,7 @@ class Choice:
                     return None
             elif not self._cloud_allowed:
                 return None
-            provider = tools.registry.get(candidate.provider)
+            provider = gateway.registry.get(candidate.provider)
             if provider is None or provider.unsupported_params(request.endpoint, request.body, candidate.model):
                 return None
             considered.append(Considered(facts))
@@ -115,13 +112,13 @@ class Choice:
 
     @property
     def _wants(self) -> Wants:
-        return Wants(self._needs, self._cloud_allowed, self._way.route.fit_check)
+        return Wants(self._needs, self._cloud_allowed, self._policy.route.fit_check)
 
     def facts(self, candidate: Candidate) -> Facts:
         """What is known about `candidate` now."""
-        breakers = self._tools.breakers
-        status = self._tools.view.models.get(candidate.model) if candidate.is_local else None
-        provider = self._tools.registry.get(candidate.provider)
+        breakers = self._gateway.breakers
+        status = self._gateway.view.models.get(candidate.model) if candidate.is_local else None
+        provider = self._gateway.registry.get(candidate.provider)
         present = provider is not None
         unsupported = (
             ALL_TAKEN if provider is None
@@ -135,7 +132,7 @@ class Choice:
             return Facts(present, closed_for, held_for, None, unsupported, same_vectors, foreign_ids)
         capabilities = frozenset(status.capabilities) if status.capabilities else None
         context_length, speed = status.context_length or None, self._speed(candidate, status)
-        ailment = self._tools.view.ailment(status.id)
+        ailment = self._gateway.view.ailment(status.id)
         return Facts(
             present, closed_for, held_for, capabilities, unsupported, same_vectors, foreign_ids,
             context_length, speed, status.fits, status.reason, status.retry_after_seconds, ailment,
@@ -155,7 +152,7 @@ class Choice:
 
     def ready_in(self, candidate: Candidate) -> float:
         """Seconds until `candidate` takes a request of somebody who comes now; 0 when nothing is known."""
-        status = self._tools.view.models.get(candidate.model) if candidate.is_local else None
+        status = self._gateway.view.models.get(candidate.model) if candidate.is_local else None
         return 0.0 if status is None else self._speed(candidate, status).ready_in
 
     # --- length ------------------------------------------------------------------------------------------------------
@@ -219,7 +216,7 @@ class Choice:
             return None
         request = self._request
         try:
-            return await self._tools.counter.count(candidate.model, request.endpoint, request.body, seconds)
+            return await self._gateway.counter.count(candidate.model, request.endpoint, request.body, seconds)
         except UpstreamError as error:
             least = (error.details or {}).get("prompt_tokens")
             return least if error.code == Code.CONTEXT_LENGTH_EXCEEDED and isinstance(least, int) else None
@@ -245,7 +242,7 @@ class Choice:
         return candidate.model == self._candidates[0].model
 
     def _speed(self, candidate: Candidate, status: ModelStatus) -> Speed:
-        outstanding = self._tools.breakers.outstanding(candidate.provider, candidate.model)
+        outstanding = self._gateway.breakers.outstanding(candidate.provider, candidate.model)
         queue = queue_seconds(
             status.queue_seconds, outstanding, status.parallel, status.answer_seconds, first=self._is_first
         )

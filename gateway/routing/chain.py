@@ -113,21 +113,23 @@ class Chain(NamedTuple):
     put_off: tuple[Dropped, ...] = ()
 
 
-class Found(NamedTuple):
+class RouteMatch(NamedTuple):
     """The route that serves a model: its key in the configuration and the model's own name."""
 
     route: str
     model: str
 
 
-def find_route(asked: str, routes: Sequence[str] | Mapping[str, object], aliases: Mapping[str, str]) -> Found | None:
+def find_route(
+    asked: str, routes: Sequence[str] | Mapping[str, object], aliases: Mapping[str, str]
+) -> RouteMatch | None:
     """The route for the model `asked`: by its name, by the model it is an alias of, else `*`; None without any."""
     if asked in routes and asked != "*":
-        return Found(asked, asked)
+        return RouteMatch(asked, asked)
     model = aliases.get(asked, asked)
     if model in routes and model != "*":
-        return Found(model, model)
-    return Found("*", model) if "*" in routes else None
+        return RouteMatch(model, model)
+    return RouteMatch("*", model) if "*" in routes else None
 
 
 def expand(entries: tuple[str, ...], model: str, aliases: Mapping[str, str]) -> tuple[Candidate, ...]:

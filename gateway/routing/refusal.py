@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 
 from gateway.apis.openai.generation_request import InferenceRequest
 from gateway.breaker.outcome import Reason
-from gateway.errors import GatewayError, PassedOnError, RefusedError, RequestError
-from gateway.routing.chain import Candidate, Drop
+from gateway.errors import GatewayError, RefusedError, RequestError
+from gateway.routing.candidate_outcomes import CandidateOutcome
+from gateway.routing.chain import Drop
 from inference.protocol import Code, context_overflow
 
 _FOREVER = frozenset({Drop.ABSENT, Drop.POLICY, Drop.CAPABILITY, Drop.VECTORS, Drop.VOCABULARY, Drop.CONTEXT})
@@ -19,38 +19,15 @@ _FIT_SECONDS = 2.0
 """Memory may come free at any time, unless the service knows better; the view is not renewed more often than this."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of one candidate. `name` is short and bounded, `said` is for people.
-
-    `retry_in` is in seconds, None when nothing is known; `drop` is set when no attempt was made, with the `param` that
-    the candidate cannot do if there is one, and the numbers in `details`. `own_words` is a 4xx of the tier that other
-    tiers may not share, such as a parameter that it does not support.
-    """
-
-    candidate: Candidate
-    name: str
-    said: str
-    retry_in: float | None = None
-    drop: Drop | None = None
-    own_words: PassedOnError | None = None
-    param: str | None = None
-    details: Mapping[str, int | None] | None = None
-
-    def waiting(self, seconds: float) -> Outcome:
-        """The same with a longer wait known meanwhile."""
-        return replace(self, retry_in=max(seconds, self.retry_in or 0.0))
-
-
 def no_answer(
-    request: InferenceRequest, outcomes: Sequence[Outcome], time_spent: str | None, *, asks_again: bool = False
+    request: InferenceRequest, outcomes: Sequence[CandidateOutcome], time_spent: str | None, *, asks_again: bool = False
 ) -> GatewayError:
     """The error for a request that every candidate dropped, refused or failed.
 
     `time_spent` says whose time is over, None while some is left: then the tiers are to blame and not the clock.
     `asks_again`: the caller was refused before; it is told to leave it at that.
     """
-    each = "; ".join(f"{outcome.candidate.name}: {outcome.said}" for outcome in outcomes)
+    each = "; ".join(f"{outcome.candidate.name}: {outcome.message}" for outcome in outcomes)
     drops = {outcome.drop for outcome in outcomes}
     if Drop.CAPABILITY in drops and drops <= {Drop.CAPABILITY, Drop.ABSENT, Drop.POLICY}:
         param = next((outcome.param for outcome in outcomes if outcome.param is not None), None)
@@ -64,8 +41,8 @@ def no_answer(
         return _too_long(request, long, each)
     if outcomes and all(outcome.name == Code.MODEL_NOT_FOUND for outcome in outcomes):
         return RequestError(Code.MODEL_NOT_FOUND, f"no tier has the model {request.model!r}: {each}", param="model")
-    refused = [outcome.own_words for outcome in outcomes if outcome.own_words is not None]
-    if refused and all(outcome.own_words or outcome.drop in _FOREVER for outcome in outcomes):
+    refused = [outcome.upstream_error for outcome in outcomes if outcome.upstream_error is not None]
+    if refused and all(outcome.upstream_error or outcome.drop in _FOREVER for outcome in outcomes):
         return refused[0]
     if all(outcome.drop in _FOREVER for outcome in outcomes):
         return RefusedError(Code.NO_TIER_AVAILABLE, f"no tier can answer: {each}", should_retry=False)
@@ -82,12 +59,12 @@ def no_answer(
     )
 
 
-def _is_too_long(outcome: Outcome) -> bool:
+def _is_too_long(outcome: CandidateOutcome) -> bool:
     """Whether the tier's context does not hold the request, as counted beforehand or in its own words."""
     return outcome.drop is Drop.CONTEXT or outcome.name == Reason.CONTEXT_LENGTH
 
 
-def _too_long(request: InferenceRequest, outcomes: Sequence[Outcome], each: str) -> RequestError:
+def _too_long(request: InferenceRequest, outcomes: Sequence[CandidateOutcome], each: str) -> RequestError:
     """The error with the numbers of the largest context among `outcomes`."""
     known = [outcome for outcome in outcomes if outcome.details is not None]
     largest = max(known, key=lambda outcome: (outcome.details or {}).get("context_length") or 0, default=outcomes[0])
@@ -119,7 +96,7 @@ def _overflow(prompt: str, numbers: Mapping[str, int | None]) -> str:
     return context_overflow(context, f"max_tokens is {most}")
 
 
-def _is_full(outcome: Outcome) -> bool:
+def _is_full(outcome: CandidateOutcome) -> bool:
     """Whether the tier has too many waiting and nothing else is wrong with it."""
     return outcome.name == Code.QUEUE_FULL or outcome.drop is Drop.HELD
 
@@ -132,7 +109,7 @@ def _asked_by(request: InferenceRequest) -> str:
     return "model"
 
 
-def _soonest(outcomes: Sequence[Outcome]) -> float:
+def _soonest(outcomes: Sequence[CandidateOutcome]) -> float:
     """Whole seconds, at least 1, until the first candidate may be tried again."""
     waits = [
         outcome.retry_in or (_FIT_SECONDS if outcome.drop is Drop.NO_FIT else 0.0)

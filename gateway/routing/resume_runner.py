@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gateway.apis.lenient_json import loads
 from gateway.apis.openai.assemble import Assembly
@@ -21,17 +21,17 @@ from gateway.breaker.outcome import Ignore, Reason, Verdict
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.anthropic.anthropic_models import takes_prefill
 from gateway.routing import resume_policy
-from gateway.routing.attempt import Attempt, outcome_name
+from gateway.routing.attempt import Attempt
 from gateway.routing.budget import Budget
+from gateway.routing.candidate_filter import CandidateFilter
+from gateway.routing.candidate_outcomes import outcome_name
 from gateway.routing.chain import Candidate
 from gateway.routing.explain_record import Broke
 from gateway.routing.quote_redaction import without_quotes
+from gateway.routing.request_context import RequestState
 from gateway.routing.resume_policy import Said
 from gateway.routing.splice import Kept, Splice, hop_comment
 from gateway.routing.stream_reader import ExpiredError
-
-if TYPE_CHECKING:
-    from gateway.routing.chain_runner import Request
 
 log = logging.getLogger("gateway.routing.resume_runner")
 
@@ -47,9 +47,12 @@ class Answer:
     `whole`: nobody has seen anything of it yet, so only the same model goes on with it, in the request's own time.
     """
 
-    def __init__(self, request: Request, attempt: Attempt, *, whole: bool = False) -> None:
+    def __init__(
+        self, state: RequestState, candidate_filter: CandidateFilter, attempt: Attempt, *, whole: bool = False
+    ) -> None:
         self.attempt = attempt
-        self._request = request
+        self._state = state
+        self._filter = candidate_filter
         self._whole = whole
         self._known: Kept | None = None
         self._unnoted: list[Frame] = []
@@ -70,8 +73,8 @@ class Answer:
     def _kept(self) -> Kept:
         """What the caller has; of an answer that was here at once nothing is kept."""
         if self._known is None:
-            asked = self._request.request
-            self._known = Kept(resume_policy.why_not(asked, self._request.route.resume), choices_of(asked.body))
+            asked = self._state.request
+            self._known = Kept(resume_policy.why_not(asked, self._state.policy.route.resume), choices_of(asked.body))
         return self._known
 
     def begin(self) -> list[Frame]:
@@ -142,7 +145,7 @@ class Answer:
         await broken.close()
         why = without_quotes(why, broken.call.body)[:300]
         self._broke = Broke(broken.candidate.name, why)
-        self._request.record.breaks.append(self._broke)
+        self._state.record.breaks.append(self._broke)
         if kept.is_finished:
             self._broke.outcome = "complete"
             self._count("complete")
@@ -165,8 +168,8 @@ class Answer:
                 name = self.attempt.candidate.name
                 characters = len(said.content) + len(said.reasoning)
                 self._broke.outcome = "gone_on"
-                self._request.record.hops.append(f"{name} after {characters} characters: {why}")
-                log.info("request %s: %s goes on after %d characters", self._request.record.id, name, characters)
+                self._state.record.hops.append(f"{name} after {characters} characters: {why}")
+                log.info("request %s: %s goes on after %d characters", self._state.record.id, name, characters)
                 return [hop_comment(name, characters, outcome_name(verdict, seen))]
             self.attempt = broken
         self._broke.outcome = result = result or "failed"
@@ -180,15 +183,15 @@ class Answer:
 
     def _is_replaceable(self) -> bool:
         """Whether somebody else could go on, should the attempt of now be left because it says nothing more."""
-        kept, request = self._kept, self._request
+        kept, state = self._kept, self._state
         if kept.is_finished:
             return True
         said = kept.said  # read before it is asked whether that can go on
         if self._why_not(_SPILLED, self._hops_with_this) is not None:
             return False
-        policy, left = request.route.resume, request.choose_again().kept
+        policy, left = state.policy.route.resume, self._filter.again().kept
         rungs = resume_policy.ladder(left, self.attempt.candidate, _SPILLED, policy, said, self._stalled)
-        return any(_plan(request, said, rung) is not None for rung in rungs)
+        return any(_plan(state, said, rung) is not None for rung in rungs)
 
     def _why_not(self, verdict: Verdict, hops: int) -> str | None:
         """Why nobody is asked to go on."""
@@ -199,11 +202,11 @@ class Answer:
         return "failed" if hops >= resume_policy.MAX_HOPS else None
 
     def _rungs(self, verdict: Verdict, said: Said) -> list[Candidate]:
-        request, broken = self._request, self.attempt.candidate
-        chain = request.choose_again()
+        state, broken = self._state, self.attempt.candidate
+        chain = self._filter.again()
         for dropped in chain.dropped:
             self._drop(dropped.candidate, f"{dropped.drop}: {dropped.said}")
-        asked = (broken, verdict, request.route.resume, said, self._stalled)
+        asked = (broken, verdict, state.policy.route.resume, said, self._stalled)
         for candidate in chain.kept:
             if (why := resume_policy.barred(candidate, *asked)) is not None:
                 self._drop(candidate, why)
@@ -220,22 +223,23 @@ class Answer:
     def _drop(self, candidate: Candidate, why: str) -> None:
         """Records why `candidate` is not asked to go on."""
         self._broke.dropped[candidate.name] = why
-        log.info("request %s: %s cannot go on: %s", self._request.record.id, candidate.name, why)
+        log.info("request %s: %s cannot go on: %s", self._state.record.id, candidate.name, why)
 
     async def _climb(self, rungs: list[Candidate], said: Said) -> bool:
         """Whether one of them has opened a stream, which is the current attempt's then."""
-        request, broken, loop = self._request, self.attempt.candidate, asyncio.get_running_loop()
+        state, broken = self._state, self.attempt.candidate
+        loop = state.loop
         if self._whole:
-            self._budget = request.budget
+            self._budget = state.budget
         else:
             began = loop.time() if self._budget is None else self._budget.started
-            self._budget = request.budget.renewed(began, self.attempt.listening.heard)
+            self._budget = state.budget.renewed(began, self.attempt.listening.heard)
         for candidate in rungs:
             if not self._budget.has_time(loop.time()):
                 self._drop(candidate, "the time was spent")
                 continue
             self._tried.add(candidate)
-            plan = _plan(request, said, candidate)
+            plan = _plan(state, said, candidate)
             if plan is None:
                 self._drop(candidate, "it cannot go on behind token ids")
                 continue
@@ -244,7 +248,7 @@ class Answer:
                 await asyncio.sleep(again_in)  # the same model is worth a rest between two starts of its worker
                 again_in = await self._open(candidate, plan.body, last=candidate == rungs[-1])
             if again_in is None:
-                self._splice = Splice(self._kept, said, plan.how, _stops(request))
+                self._splice = Splice(self._kept, said, plan.how, _stops(state))
                 if not self._whole:
                     self.attempt.listening.is_replaceable = self._is_replaceable
                 return True
@@ -258,7 +262,7 @@ class Answer:
     async def _open(self, candidate: Candidate, body: Mapping[str, Any], *, last: bool) -> float | None:
         """None once `candidate` has opened a stream; otherwise in how many seconds it may, as far as it said so."""
         assert self._budget is not None
-        attempt = _attempt(self._request, candidate, body, self._budget, last)
+        attempt = _attempt(self._state, candidate, body, self._budget, last)
         if isinstance(attempt, str):
             self._drop(candidate, attempt)
             return math.inf
@@ -273,41 +277,41 @@ class Answer:
         return None
 
     def _count(self, result: str) -> None:
-        self._request.tools.telemetry.resume.labels(result).inc()
+        self._state.gateway.telemetry.resume.labels(result).inc()
 
 
 def _attempt(
-    request: Request, candidate: Candidate, body: Mapping[str, Any], budget: Budget, last: bool
+    state: RequestState, candidate: Candidate, body: Mapping[str, Any], budget: Budget, last: bool
 ) -> Attempt | str:
     """An attempt of `candidate` to go on with `body`, or why there is none."""
-    provider = request.tools.registry.get(candidate.provider)
+    provider = state.gateway.registry.get(candidate.provider)
     if provider is None:
         return "its provider is gone"
     # no ramp after a recovery may cost an answer that somebody is reading
-    lease = request.acquire(candidate, forced=True)
+    lease = state.acquire(candidate, forced=True)
     if isinstance(lease, Refused):
         return f"the breaker of {lease.by} lets nobody pass for {lease.retry_in:.1f} s"
     try:
-        return Attempt(request, candidate, provider, lease, last, budget, body)
+        return Attempt(state, candidate, provider, lease, last, budget, body)
     except BaseException:
         lease.release()
         raise
 
 
-def _plan(request: Request, said: Said, candidate: Candidate) -> resume_policy.Continuation | None:
+def _plan(state: RequestState, said: Said, candidate: Candidate) -> resume_policy.Continuation | None:
     """What `candidate` would be asked; None where it cannot go on."""
-    return resume_policy.continuation(request.request, said, candidate, prefills=_prefills(request, candidate))
+    return resume_policy.continuation(state.request, said, candidate, prefills=_prefills(state, candidate))
 
 
-def _prefills(request: Request, candidate: Candidate) -> bool:
+def _prefills(state: RequestState, candidate: Candidate) -> bool:
     """Whether the candidate's model goes on with an assistant's message at the end."""
-    found = request.tools.config.providers.get(candidate.provider)
+    found = state.gateway.config.providers.get(candidate.provider)
     return found is not None and found.kind == "anthropic" and takes_prefill(candidate.model)
 
 
-def _stops(request: Request) -> Sequence[str]:
+def _stops(state: RequestState) -> Sequence[str]:
     """The request's stop strings."""
-    said = request.request.body.get("stop") or ()
+    said = state.request.body.get("stop") or ()
     return (said,) if isinstance(said, str) else tuple(said)
 
 

@@ -19,9 +19,10 @@ from gateway.errors import GatewayError, UpstreamError, UpstreamKind
 from gateway.providers.local.inference_snapshot import InferenceView
 from gateway.providers.local.token_count import Counter
 from gateway.providers.provider import Call
-from gateway.routing.chain import Found
-from gateway.routing.chain_runner import Caller, Request, Tools
+from gateway.routing.chain import RouteMatch
+from gateway.routing.chain_runner import ChainRunner
 from gateway.routing.explain_record import Record
+from gateway.routing.request_context import GatewayState, RequestContext
 from gateway.settings import GatewayConfig
 from gateway.telemetry.gateway_metrics import Telemetry
 from inference.protocol import Code, ModelState, ModelStatus
@@ -106,13 +107,13 @@ async def _ask(tiers: Mapping[str, Tier], max_tokens: int | None) -> tuple[bytes
 
     view = InferenceView(fetch)
     await view.refresh()
-    tools = Tools(config, providers, Breakers(Rule()), view, Counter(count), Telemetry())  # type: ignore[arg-type]
+    gateway = GatewayState(config, providers, Breakers(Rule()), view, Counter(count), Telemetry())  # type: ignore[arg-type]
     limit = "" if max_tokens is None else f',"max_tokens":{max_tokens}'
     request = parse(Endpoint.COMPLETIONS, f'{{"model":"m","prompt":"{TEXT}"{limit}}}'.encode())
     record = Record("id", 0.0, "/v1/completions")
-    job = Request(tools, request, Found("m", "m"), Caller("id"), record, time.monotonic())
+    runner = ChainRunner(gateway, request, RouteMatch("m", "m"), RequestContext("id"), record, time.monotonic())
     try:
-        return await job.unary(), asked, record
+        return await runner.unary(), asked, record
     except GatewayError as error:
         return error, asked, record
 

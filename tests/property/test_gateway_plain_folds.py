@@ -18,10 +18,10 @@ from gateway.breaker.permits import Rule
 from gateway.providers.local.inference_snapshot import STALE_SECONDS, InferenceView
 from gateway.providers.local.token_count import Counter
 from gateway.providers.registry import Registry
-from gateway.routing.candidate_filter import Choice
+from gateway.routing.candidate_filter import CandidateFilter
 from gateway.routing.chain import expand
-from gateway.routing.chain_runner import Tools
 from gateway.routing.explain_record import Record
+from gateway.routing.request_context import GatewayState
 from gateway.settings import GatewayConfig
 from gateway.telemetry.gateway_metrics import Telemetry
 from inference.protocol import DeviceState, ModelState, ModelStatus, Priority
@@ -100,7 +100,7 @@ class World:
             {"providers": {"cloud": {"kind": "openai", "api_key": "x"}}, "routes": {"a": route}}
         )
         providers = {"local": Local(), **({"cloud": Cloud()} if has_key else {})}
-        self.tools = Tools(
+        self.gateway = GatewayState(
             config, Registry(providers), self.breakers, self.view, Counter(lambda *_: None), Telemetry()  # type: ignore[arg-type, return-value]
         )  # fmt: skip
 
@@ -138,9 +138,11 @@ class World:
                         lease.settle(Failure(Scope.PAIR), "it broke")
 
 
-def _same_both_ways(world: World, entries: tuple[str, ...], asked: tuple[Endpoint, bytes], **more: Any) -> Choice:
-    record, candidates = Record("id", 0.0, "/"), expand(entries, "a", world.tools.view.aliases)
-    choice = Choice(world.tools, parse(*asked), world.tools.ways["a"], candidates, record, **more)
+def _same_both_ways(
+    world: World, entries: tuple[str, ...], asked: tuple[Endpoint, bytes], **more: Any
+) -> CandidateFilter:
+    record, candidates = Record("id", 0.0, "/"), expand(entries, "a", world.gateway.view.aliases)
+    choice = CandidateFilter(world.gateway, parse(*asked), world.gateway.policies["a"], candidates, record, **more)
     chain = choice.fold()
     assert [considered.facts for considered in record.considered] == [choice.facts(one) for one in candidates]
     assert chain == choice.again()

@@ -19,9 +19,9 @@ from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import parse
 from gateway.endpoints.token_count_routes import _Counting
 from gateway.errors import GatewayError
-from gateway.routing.chain import Found
-from gateway.routing.chain_runner import Caller
+from gateway.routing.chain import RouteMatch
 from gateway.routing.explain_record import Record
+from gateway.routing.request_context import RequestContext
 from inference.protocol import Code, ModelState
 from tests.rigs.fake_inference import FakeInference
 from tests.rigs.fake_provider import KEY as CLOUD_KEY
@@ -133,9 +133,11 @@ async def test_a_refused_count_tells_how_many_were_asked(gateway: Gateway) -> No
 
 async def test_who_waited_at_the_door_until_its_time_was_over_ran_out_of_time(gateway: Gateway) -> None:
     runtime = gateway.runtime
-    record, found = Record("id", 0.0, "/"), Found("alone", "demo")
+    record, found = Record("id", 0.0, "/"), RouteMatch("alone", "demo")
     asked = parse(Endpoint.CHAT, b'{"model":"alone","messages":[{"role":"user","content":"x"}]}')
-    counting = _Counting(runtime.tools, asked, found, Caller("id", silence_seconds=1.0), record, waited=1.0)
+    counting = _Counting(
+        runtime.gateway_state, asked, found, RequestContext("id", silence_seconds=1.0), record, waited=1.0
+    )
     with pytest.raises(GatewayError) as caught:
         await counting.result()
     assert (caught.value.status, caught.value.code) == (504, Code.DEADLINE_EXCEEDED)

@@ -15,8 +15,9 @@ from gateway.providers.anthropic.anthropic_request import unsupported_params
 from gateway.providers.local.candidate_facts import Facts, plain_facts
 from gateway.providers.local.failing_models import Ailment
 from gateway.providers.local.model_speed import Speed
-from gateway.routing.chain import Candidate, Drop, Found, Wants, expand, find_route, fold, passes_on
-from gateway.routing.refusal import Outcome, no_answer
+from gateway.routing.candidate_outcomes import CandidateOutcome
+from gateway.routing.chain import Candidate, Drop, RouteMatch, Wants, expand, find_route, fold, passes_on
+from gateway.routing.refusal import no_answer
 from inference.protocol import Code, ModelState, ModelStatus, Tier
 
 ROUTES = ("demo", "big/model", "*")
@@ -24,11 +25,11 @@ ROUTES = ("demo", "big/model", "*")
 
 def test_routes_are_found_by_name_by_alias_and_by_star() -> None:
     aliases = {"small": "demo", "other": "thing"}
-    assert find_route("demo", ROUTES, aliases) == Found("demo", "demo")
-    assert find_route("big/model", ROUTES, aliases) == Found("big/model", "big/model")
-    assert find_route("small", ROUTES, aliases) == Found("demo", "demo")
-    assert find_route("other", ROUTES, aliases) == Found("*", "thing")
-    assert find_route("*", ROUTES, aliases) == Found("*", "*")
+    assert find_route("demo", ROUTES, aliases) == RouteMatch("demo", "demo")
+    assert find_route("big/model", ROUTES, aliases) == RouteMatch("big/model", "big/model")
+    assert find_route("small", ROUTES, aliases) == RouteMatch("demo", "demo")
+    assert find_route("other", ROUTES, aliases) == RouteMatch("*", "thing")
+    assert find_route("*", ROUTES, aliases) == RouteMatch("*", "*")
     assert find_route("nope", ("demo",), aliases) is None
 
 
@@ -124,15 +125,15 @@ REQUEST = parse(Endpoint.CHAT, b'{"model":"a","messages":[{"role":"user","conten
 COMPLETION = parse(Endpoint.COMPLETIONS, b'{"model":"a","prompt":"x"}')
 
 
-def _none(*outcomes: Outcome, time_spent: str | None = None) -> GatewayError:
+def _none(*outcomes: CandidateOutcome, time_spent: str | None = None) -> GatewayError:
     return no_answer(REQUEST, outcomes, time_spent)
 
 
 def test_the_refusal_names_every_tier_and_the_soonest_return() -> None:
     error = _none(
-        Outcome(LOCAL, "breaker_open", "breaker open", 12.2, Drop.BREAKER),
-        Outcome(MINI, "status_500", "500: broken", 40.0),
-        Outcome(CLOUD, "provider_absent", "no key", None, Drop.ABSENT),
+        CandidateOutcome(LOCAL, "breaker_open", "breaker open", 12.2, Drop.BREAKER),
+        CandidateOutcome(MINI, "status_500", "500: broken", 40.0),
+        CandidateOutcome(CLOUD, "provider_absent", "no key", None, Drop.ABSENT),
     )
     assert (error.status, error.code, error.retry_after, error.should_retry) == (
         503,
@@ -144,8 +145,10 @@ def test_the_refusal_names_every_tier_and_the_soonest_return() -> None:
 
 
 def test_the_return_is_true_when_nothing_is_known() -> None:
-    assert _none(Outcome(LOCAL, "connect", "refused"), Outcome(MINI, "x", "y", 9.0)).retry_after == 1.0
-    assert _none(Outcome(LOCAL, "cannot_fit", "no room", None, Drop.NO_FIT)).retry_after == 2.0
+    assert (
+        _none(CandidateOutcome(LOCAL, "connect", "refused"), CandidateOutcome(MINI, "x", "y", 9.0)).retry_after == 1.0
+    )
+    assert _none(CandidateOutcome(LOCAL, "cannot_fit", "no room", None, Drop.NO_FIT)).retry_after == 2.0
     assert _none().retry_after is None
 
 
@@ -153,31 +156,36 @@ def test_a_model_that_misses_a_lost_device_fits_when_the_service_says_that_it_ma
     facts = Facts(fits=False, fit_reason="gpu-0 is lost (it was cut)", fit_in=6.4)
     (dropped,) = fold([LOCAL], lambda _: facts, Wants()).dropped
     assert (dropped.retry_in, dropped.said) == (6.4, "cannot fit now: gpu-0 is lost (it was cut)")
-    outcome = Outcome(LOCAL, "cannot_fit", dropped.said, dropped.retry_in, Drop.NO_FIT)
+    outcome = CandidateOutcome(LOCAL, "cannot_fit", dropped.said, dropped.retry_in, Drop.NO_FIT)
     assert (_none(outcome).retry_after, "gpu-0 is lost" in _none(outcome).message) == (7.0, True)
 
 
 def test_what_never_changes_is_not_to_be_retried() -> None:
-    error = _none(Outcome(CLOUD, "policy", "local only", None, Drop.POLICY))
+    error = _none(CandidateOutcome(CLOUD, "policy", "local only", None, Drop.POLICY))
     assert (error.status, error.retry_after, error.should_retry) == (503, None, False)
 
 
 def test_when_the_time_is_over_the_answer_is_a_504_unless_the_request_could_never_be_served() -> None:
-    error = _none(Outcome(LOCAL, "timeout", "silent"), time_spent="the caller's own time-out of 2 s")
+    error = _none(CandidateOutcome(LOCAL, "timeout", "silent"), time_spent="the caller's own time-out of 2 s")
     assert (error.status, error.code, error.should_retry) == (504, Code.DEADLINE_EXCEEDED, False)
     assert error.message == "no tier answered within the caller's own time-out of 2 s: local/a: silent"
-    never = _none(Outcome(CLOUD, "policy", "local only", None, Drop.POLICY), time_spent="2 s")
+    never = _none(CandidateOutcome(CLOUD, "policy", "local only", None, Drop.POLICY), time_spent="2 s")
     assert never.status == 503
 
 
 def test_what_no_tier_can_do_is_the_requests_fault() -> None:
-    missing = _none(Outcome(LOCAL, "capability_missing", "cannot do vision", None, Drop.CAPABILITY))
+    missing = _none(CandidateOutcome(LOCAL, "capability_missing", "cannot do vision", None, Drop.CAPABILITY))
     assert isinstance(missing, RequestError)
     assert (missing.status, missing.param) == (400, "messages")
-    error = no_answer(COMPLETION, [Outcome(LOCAL, "capability_missing", "no", None, Drop.CAPABILITY)], None)
+    error = no_answer(COMPLETION, [CandidateOutcome(LOCAL, "capability_missing", "no", None, Drop.CAPABILITY)], None)
     assert error.param == "model"
-    assert _none(Outcome(LOCAL, "context_too_small", "9 > 8", None, Drop.CONTEXT)).code == Code.CONTEXT_LENGTH_EXCEEDED
-    gone = _none(Outcome(LOCAL, "model_not_found", "no such"), Outcome(MINI, "model_not_found", "no such"))
+    assert (
+        _none(CandidateOutcome(LOCAL, "context_too_small", "9 > 8", None, Drop.CONTEXT)).code
+        == Code.CONTEXT_LENGTH_EXCEEDED
+    )
+    gone = _none(
+        CandidateOutcome(LOCAL, "model_not_found", "no such"), CandidateOutcome(MINI, "model_not_found", "no such")
+    )
     assert (gone.status, gone.param) == (404, "model")
 
 
@@ -197,13 +205,13 @@ def test_a_parameter_that_only_absent_tiers_might_do_is_named() -> None:
     dropped = fold([CLOUD], lambda _: Facts(unsupported={"seed": "no seed", "n": "one choice"}), Wants()).dropped[0]
     assert (dropped.param, dropped.said) == ("seed", "no seed; one choice")
     error = _none(
-        Outcome(LOCAL, "policy", "no", None, Drop.POLICY),
-        Outcome(CLOUD, "capability", dropped.said, None, Drop.CAPABILITY, param="seed"),
+        CandidateOutcome(LOCAL, "policy", "no", None, Drop.POLICY),
+        CandidateOutcome(CLOUD, "capability", dropped.said, None, Drop.CAPABILITY, param="seed"),
     )
     assert (error.status, error.code, error.param) == (400, Code.UNSUPPORTED_PARAMETER, "seed")
     later = _none(
-        Outcome(LOCAL, "breaker_open", "open", 9.0, Drop.BREAKER),
-        Outcome(CLOUD, "capability", dropped.said, None, Drop.CAPABILITY, param="seed"),
+        CandidateOutcome(LOCAL, "breaker_open", "open", 9.0, Drop.BREAKER),
+        CandidateOutcome(CLOUD, "capability", dropped.said, None, Drop.CAPABILITY, param="seed"),
     )
     assert (later.status, later.retry_after) == (503, 9.0), "the local tier may do it later"
 
@@ -212,23 +220,26 @@ def test_a_parameter_no_tier_supports_is_refused_in_the_first_ones_words() -> No
     said = UpstreamError(UpstreamKind.STATUS, "no tools here", status=400, code="unsupported_parameter", param="tools")
     own = PassedOnError(said, 400, "tools")
     error = _none(
-        Outcome(LOCAL, "unsupported_parameter", "no tools", own_words=own),
-        Outcome(CLOUD, "policy", "no", None, Drop.POLICY),
+        CandidateOutcome(LOCAL, "unsupported_parameter", "no tools", upstream_error=own),
+        CandidateOutcome(CLOUD, "policy", "no", None, Drop.POLICY),
     )
     assert error is own
     assert error.body()["error"]["code"] == "unsupported_parameter"
     assert (
-        _none(Outcome(LOCAL, "unsupported_parameter", "no", own_words=own), Outcome(MINI, "connect", "no")).status
+        _none(
+            CandidateOutcome(LOCAL, "unsupported_parameter", "no", upstream_error=own),
+            CandidateOutcome(MINI, "connect", "no"),
+        ).status
         == 503
     )
-    assert Outcome(LOCAL, "x", "y", 3.0).waiting(2.0).retry_in == 3.0
+    assert CandidateOutcome(LOCAL, "x", "y", 3.0).with_wait(2.0).retry_in == 3.0
 
 
 def test_where_all_have_too_many_waiting_the_request_may_come_again() -> None:
     error = _none(
-        Outcome(LOCAL, str(Code.QUEUE_FULL), "too many wait", 3.0),
-        Outcome(MINI, "held", "held back", 5.0, Drop.HELD),
-        Outcome(CLOUD, "policy", "no", None, Drop.POLICY),
+        CandidateOutcome(LOCAL, str(Code.QUEUE_FULL), "too many wait", 3.0),
+        CandidateOutcome(MINI, "held", "held back", 5.0, Drop.HELD),
+        CandidateOutcome(CLOUD, "policy", "no", None, Drop.POLICY),
     )
     assert (error.status, error.code, error.retry_after) == (429, Code.QUEUE_FULL, 3.0)
 

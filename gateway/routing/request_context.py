@@ -1,0 +1,202 @@
+"""What the attempts of one request share: the gateway's state, the policy of the route, the client and the budget."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from gateway.access.key_usage import Meter
+from gateway.apis.openai.generation_request import InferenceRequest
+from gateway.breaker.breakers import Breakers, Lease, Refused
+from gateway.breaker.outcome import End
+from gateway.providers.local.inference_snapshot import InferenceView
+from gateway.providers.local.token_count import Counter
+from gateway.providers.provider import Call
+from gateway.providers.registry import Registry
+from gateway.routing.budget import Budget, Limits
+from gateway.routing.chain import Candidate
+from gateway.routing.explain_record import Record
+from gateway.settings import GatewayConfig, RouteSettings
+from gateway.telemetry.gateway_metrics import Telemetry
+from inference.protocol import H_DEADLINE, H_KV, H_PRIORITY, H_STREAM_INTERVAL, H_TENANT, Priority
+
+WHOLE_ANSWER_INTERVAL_SECONDS = 0.25
+"""Longest time between two frames of a local answer that the client gets as one object. The frames keep the deadline
+for silence from passing."""
+
+
+class RequestContext(NamedTuple):
+    """The client and its limits.
+
+    `silence_seconds` is how long the client waits for the answer to begin, `gap_seconds` for its next byte. `retries`
+    is the number of earlier attempts by the same client. `meter` counts the tokens of a key with limits.
+    """
+
+    request_id: str
+    tenant: str = ""
+    priority: Priority = Priority.NORMAL
+    cloud_allowed: bool = True
+    silence_seconds: float | None = None
+    retries: int = 0
+    kv: str | None = None
+    gap_seconds: float | None = None
+    meter: Meter | None = None
+
+
+class RoutePolicy(NamedTuple):
+    """The configuration of one route. `limits` apply where the client sets none.
+
+    `stream_interval` and `whole_interval` are values of the header H_STREAM_INTERVAL; empty for none.
+    """
+
+    route: RouteSettings
+    limits: Limits
+    chain: tuple[str, ...]
+    is_cloud_allowed: bool
+    same_vectors: bool
+    connect_seconds: float
+    stream_interval: str
+    whole_interval: str
+
+
+@dataclass(frozen=True)
+class GatewayState:
+    """The configuration in force and the long-lived parts of the gateway. `breaker_generation` is that of `breakers`
+    when the configuration was applied.
+    """
+
+    config: GatewayConfig
+    registry: Registry
+    breakers: Breakers
+    view: InferenceView
+    counter: Counter
+    telemetry: Telemetry
+    breaker_generation: int = 0
+
+    @functools.cached_property
+    def policies(self) -> Mapping[str, RoutePolicy]:
+        """By route. Cached, because reading an attribute of a pydantic model costs as much as a function call."""
+        deadlines, attempts = self.config.deadlines, self.config.attempts.max
+        intervals = [
+            _interval(seconds, deadlines.inter_token)
+            for seconds in (self.config.stream_interval, WHOLE_ANSWER_INTERVAL_SECONDS)
+        ]
+        return {
+            name: RoutePolicy(
+                route,
+                Limits(deadlines.first_token, deadlines.inter_token, deadlines.total, route.load_wait, attempts),
+                route.chain, route.cloud == "allowed", route.same_vectors, deadlines.connect, *intervals,
+            )
+            for name, route in self.config.routes.items()
+        }  # fmt: skip
+
+
+def _interval(wanted_seconds: float, silence_seconds: float) -> str:
+    """Milliseconds that text of a local answer may wait for more text: well below the deadline for silence."""
+    seconds = min(wanted_seconds, silence_seconds / 4)
+    return str(round(seconds * 1000)) if seconds else ""
+
+
+class RequestState:
+    """The state of one request that its attempts need.
+
+    The chain runner assigns `budget` and `stream_interval`; everything else is fixed. The client has already waited
+    `waited_seconds` for admission. `cancel_reason` returns, inside a cancelled task, why the task was cancelled.
+    """
+
+    __slots__ = (
+        "began",
+        "budget",
+        "cancel_reason",
+        "context",
+        "gateway",
+        "loop",
+        "policy",
+        "record",
+        "request",
+        "stream_interval",
+    )
+
+    def __init__(
+        self,
+        gateway: GatewayState,
+        request: InferenceRequest,
+        policy: RoutePolicy,
+        context: RequestContext,
+        record: Record,
+        began: float,
+        waited_seconds: float = 0.0,
+        cancel_reason: Callable[[], End] = lambda: End.CLIENT_LEFT,
+    ) -> None:
+        self.gateway = gateway
+        self.request = request
+        self.policy = policy
+        self.context = context
+        self.record = record
+        self.began = began
+        self.cancel_reason = cancel_reason
+        self.loop = asyncio.get_running_loop()  # kept: each call costs a system call
+        limits = policy.limits
+        if context.silence_seconds is not None:
+            limits = limits._replace(caller_silence=context.silence_seconds, caller_gap=context.gap_seconds)
+        self.budget = Budget(limits, self.loop.time(), waited=waited_seconds)
+        self.stream_interval = ""
+
+    def model_label(self, candidate: Candidate) -> str:
+        """The candidate's model as a metric label; unknown names that clients send share the label `*`."""
+        return candidate.model if candidate.named or candidate.model in self.gateway.view.models else "*"
+
+    def call(self, candidate: Candidate, last: bool, budget: Budget, body: Mapping[str, Any] | None = None) -> Call:
+        """The request to the provider. The local hop also gets priority, tenant and deadline as headers."""
+        headers: dict[str, str] = {}
+        if body is None:
+            body = self.request.body
+        if candidate.is_local:
+            body = self._with_bounded_max_tokens(body, candidate)
+            wait = budget.commit_by - self.loop.time()
+            if not last:
+                wait = min(wait, self.policy.limits.load_wait)
+            headers = {
+                H_PRIORITY: self.context.priority,
+                H_TENANT: self.context.tenant,
+                H_DEADLINE: str(max(1, int(wait * 1000))),
+            }
+            if self.stream_interval:
+                headers[H_STREAM_INTERVAL] = self.stream_interval
+            if self.context.kv is not None:
+                headers[H_KV] = self.context.kv
+        return Call(
+            self.request.endpoint, candidate.model, body, self.context.request_id, self.policy.connect_seconds, headers
+        )
+
+    def _with_bounded_max_tokens(self, body: Mapping[str, Any], candidate: Candidate) -> Mapping[str, Any]:
+        """`body` with `max_tokens` cut to the model's context, where the client's API requires the parameter."""
+        if not self.request.is_only_bounded:
+            return body
+        status = self.gateway.view.models.get(candidate.model)
+        wanted = body.get("max_tokens")
+        if wanted is None or status is None or not status.context_length:
+            return body
+        bound = min(wanted, status.context_length)
+        return body if bound == wanted else {**body, "max_tokens": bound}
+
+    def acquire(self, candidate: Candidate, forced: bool) -> Lease | Refused:
+        """Permits for an attempt at `candidate`, or the refusal. A permit expires after the time to commit and one
+        silence.
+        """
+        limits, gateway = self.budget.limits, self.gateway
+        expires_at = time.monotonic() + limits.total + limits.inter_token
+        return gateway.breakers.acquire(
+            candidate.provider, candidate.model, expires_at, forced, gateway.breaker_generation
+        )
+
+    def note_first_token(self) -> None:
+        """Records the time to the first token of the request; tokens of later attempts do not count."""
+        if self.record.first_token_seconds is not None:
+            return
+        self.record.first_token_seconds = time.monotonic() - self.began
+        self.gateway.telemetry.ttft.observe(self.record.first_token_seconds)
