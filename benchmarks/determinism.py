@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
+from headgate.shared.parameters import Sampling
 from inference.worker import llama
 from inference.worker.llama.llama_log import LogTail
 from inference.worker.sampling.sampling import ChainSampler
 from inference.worker.steps import Row
-from inference.worker.worker_requests import Sampling
 from inference.workers import worker_link
 
 PROMPT_TOKENS = 40

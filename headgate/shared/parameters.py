@@ -1,22 +1,23 @@
-"""The table of generation parameters: names, accepted values, defaults, effects, and what clouds do with them.
+"""The generation parameters: names, accepted values, defaults, effects, and what clouds do with them.
 
-The gateway and the worker validate with it, and `docs/api.md` reproduces it (`tests/unit/test_parameters_documented.py`
-compares them). A new sampling parameter is a row here, a field of `inference.worker.worker_requests.Sampling` with
-the same name, and its place in `inference.worker.sampling.sampling`.
+Each field of `Sampling` declares one sampling parameter; `REQUEST_PARAMETERS` declares the others. The gateway and the
+worker validate with these declarations, and `docs/api.md` reproduces them (`tests/unit/test_parameters_documented.py`
+compares them). A new sampling parameter is a field of `Sampling` and its use in `inference.worker.sampling.sampling`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 MAX_BREAKERS = 16
 MAX_BREAKER_BYTES = 40
 """llama.cpp cuts longer ones."""
 _INT32 = 2**31 - 1
 
+Kind = Literal["integer", "number", "boolean", "strings"]
 Clouds = Literal["sent", "renamed", "left out", "tier skipped"]
 """`sent`: where the provider has the parameter. `renamed`: the gateway sends the other parameter that it stands for.
 `tier skipped`: unless the value asks for nothing (false, 0)."""
@@ -25,21 +26,21 @@ Clouds = Literal["sent", "renamed", "left out", "tier skipped"]
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """One parameter. `low` and `high` bound a number, both allowed. `minus_one`: -1 is allowed below `low` and counts
-    as absent. `only` is the only value of a boolean that is accepted. `samples`: it is a field of the worker's
-    `Sampling`. `because` says why clouds do what they do.
+    as absent. `only` is the only value of a boolean that is accepted. `samples`: it is a field of `Sampling`, which
+    gives `name` and `default`. `because` is the reason for `clouds`.
     """
 
-    name: str
-    kind: Literal["integer", "number", "boolean", "strings"]
+    kind: Kind
     effect: str
-    default: Any = None
     low: float = -math.inf
     high: float = math.inf
     minus_one: bool = False
     only: bool | None = None
-    samples: bool = True
     clouds: Clouds = "sent"
     because: str = ""
+    name: str = ""
+    default: Any = None
+    samples: bool = False
 
     def problem(self, value: Any) -> str | None:
         """What is wrong with `value`, in words that follow the parameter's name; None when it is accepted."""
@@ -122,108 +123,173 @@ def _json_kind(value: Any) -> str:
 _TUNING = "it tunes the sampler of one local model; another model has its own distribution"
 
 
-def _tuning(
-    name: str,
-    kind: Literal["integer", "number"],
-    default: float | None,
-    low: float,
-    high: float,
-    effect: str,
-    *,
-    samples: bool = True,
-) -> Parameter:
+def _tuning(kind: Kind, low: float, high: float, effect: str) -> Parameter:
     """A parameter of llama.cpp's samplers that no other model understands."""
-    return Parameter(name, kind, effect, default, low, high, samples=samples, clouds="left out", because=_TUNING)
+    return Parameter(kind, effect, low, high, clouds="left out", because=_TUNING)
 
 
-PARAMETERS: tuple[Parameter, ...] = (
-    Parameter("temperature", "number", "Divides the logits; 0 takes the likeliest token.", 1.0, 0, 2),
-    Parameter("top_p", "number", "Keeps the likeliest tokens up to this sum of probabilities. A cut.", 1.0, 0, 1),
-    _tuning("top_k", "integer", 40, -1, _INT32, "Keeps so many of the likeliest tokens; 0 and -1 keep all. A cut."),
-    _tuning("min_p", "number", 0.05, 0, 1, "Keeps tokens with this share of the best token's probability. A cut."),
-    _tuning("typical_p", "number", 1.0, 0, 1, "Locally typical sampling; 1 is off. A cut."),
-    _tuning(
-        "xtc_probability", "number", 0.0, 0, 1,
-        "Chance at each token that XTC removes all but the last of the tokens above `xtc_threshold`; 0 is off. A cut.",
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn. Each annotated field declares a parameter of requests with the field's name and default.
+
+    `logit_bias` holds pairs of a token and the number that is added to its logit; `top_k` of 0 or less is off.
+    """
+
+    temperature: Annotated[float, Parameter("number", "Divides the logits; 0 takes the likeliest token.", 0, 2)] = 1.0
+    top_p: Annotated[
+        float, Parameter("number", "Keeps the likeliest tokens up to this sum of probabilities. A cut.", 0, 1)
+    ] = 1.0
+    top_k: Annotated[
+        int, _tuning("integer", -1, _INT32, "Keeps this many of the likeliest tokens; 0 and -1 keep all. A cut.")
+    ] = 40
+    min_p: Annotated[
+        float, _tuning("number", 0, 1, "Keeps tokens with this share of the best token's probability. A cut.")
+    ] = 0.05
+    typical_p: Annotated[float, _tuning("number", 0, 1, "Locally typical sampling; 1 is off. A cut.")] = 1.0
+    xtc_probability: Annotated[
+        float,
+        _tuning(
+            "number",
+            0,
+            1,
+            "Chance at each token that XTC removes all but the last of the tokens above `xtc_threshold`; 0 is off. "
+            "A cut.",
+        ),
+    ] = 0.0
+    xtc_threshold: Annotated[
+        float, _tuning("number", 0, 1, "Probability from which XTC removes tokens; above 0.5 XTC is off.")
+    ] = 0.1
+    mirostat: Annotated[
+        int,
+        _tuning(
+            "integer",
+            0,
+            2,
+            "1, 2: draws with that version of Mirostat, and cuts have no effect; 0 is off. No effect at temperature 0.",
+        ),
+    ] = 0
+    mirostat_tau: Annotated[float, _tuning("number", 0, 100, "Mirostat's target surprise, in bits per token.")] = 5.0
+    mirostat_eta: Annotated[float, _tuning("number", 0, 1, "Mirostat's learning rate.")] = 0.1
+    repeat_penalty: Annotated[
+        float,
+        _tuning(
+            "number",
+            0.01,
+            10,
+            "Divides positive logits of tokens in the answer by this and multiplies negative ones; 1 is off.",
+        ),
+    ] = 1.0
+    frequency_penalty: Annotated[
+        float,
+        Parameter(
+            "number", "Subtracted from a token's logit once for each time that the token is in the answer.", -2, 2
+        ),
+    ] = 0.0
+    presence_penalty: Annotated[
+        float, Parameter("number", "Subtracted from the logits of all tokens in the answer.", -2, 2)
+    ] = 0.0
+    dry_multiplier: Annotated[
+        float,
+        _tuning(
+            "number",
+            0,
+            100,
+            "DRY subtracts `dry_multiplier * dry_base ^ (length - dry_allowed_length)` from the logit of a token that "
+            "would extend a repetition in the answer; 0 is off.",
+        ),
+    ] = 0.0
+    dry_base: Annotated[float, _tuning("number", 1, 100, "Base of DRY's penalty.")] = 1.75
+    dry_allowed_length: Annotated[
+        int, _tuning("integer", 0, _INT32, "Longest repetition without a penalty, in tokens.")
+    ] = 2
+    dry_penalty_last_n: Annotated[
+        int,
+        _tuning("integer", -1, _INT32, "Number of the answer's last tokens that DRY compares; -1: all, 0: off."),
+    ] = -1
+    dry_sequence_breakers: Annotated[
+        tuple[str, ...],
+        Parameter("strings", "Texts across which nothing counts as a repetition.", clouds="left out", because=_TUNING),
+    ] = ("\n", ":", '"', "*")
+    min_tokens: Annotated[
+        int,
+        Parameter(
+            "integer",
+            "Tokens that end the answer are not drawn before it has this many others, unless a format or a call "
+            "allows nothing else. Stop strings end it at any time.",
+            0,
+            _INT32,
+            clouds="tier skipped",
+            because="no cloud can promise a minimum length",
+        ),
+    ] = 0
+    ignore_eos: Annotated[
+        bool,
+        Parameter(
+            "boolean",
+            "Tokens that end the answer are not drawn.",
+            clouds="tier skipped",
+            because="no cloud continues past the end of an answer",
+        ),
+    ] = False
+    seed: Annotated[
+        int | None,
+        Parameter(
+            "integer",
+            "The draws repeat, as described below; -1 or none: each request draws its own.",
+            -(2**63),
+            2**63 - 1,
+            minus_one=True,
+        ),
+    ] = None
+    logit_bias: tuple[tuple[int, float], ...] = ()  # fmt: skip
+
+
+def _sampling_parameters() -> tuple[Parameter, ...]:
+    hints = get_type_hints(Sampling, include_extras=True)
+    return tuple(
+        replace(row, name=field.name, default=field.default, samples=True)
+        for field in fields(Sampling)
+        for row in get_args(hints[field.name])
+        if isinstance(row, Parameter)
+    )
+
+
+SAMPLING_PARAMETERS = _sampling_parameters()
+
+REQUEST_PARAMETERS: tuple[Parameter, ...] = (
+    Parameter(
+        "number", "Another name of `repeat_penalty`, and preferred where both are there.", 0.01, 10,
+        clouds="left out", because=_TUNING, name="repetition_penalty",
     ),
-    _tuning("xtc_threshold", "number", 0.1, 0, 1, "Probability from which XTC removes tokens; above 0.5 XTC is off."),
-    _tuning(
-        "mirostat", "integer", 0, 0, 2,
-        "1, 2: draws with that version of Mirostat, and cuts have no effect; 0 is off. No effect at temperature 0.",
-    ),
-    _tuning("mirostat_tau", "number", 5.0, 0, 100, "Mirostat's target surprise, in bits per token."),
-    _tuning("mirostat_eta", "number", 0.1, 0, 1, "Mirostat's learning rate."),
-    _tuning(
-        "repeat_penalty", "number", 1.0, 0.01, 10,
-        "Divides positive logits of tokens in the answer by this and multiplies negative ones; 1 is off.",
-    ),
-    _tuning(
-        "repetition_penalty", "number", None, 0.01, 10,
-        "Another name of `repeat_penalty`; it counts where both are there.", samples=False,
+    Parameter("integer", "Longest answer; -1: as long as the context allows.", 1, _INT32, minus_one=True, name="max_tokens"),
+    Parameter(
+        "integer", "The newer name of `max_tokens` in chats.", 1, _INT32, minus_one=True, name="max_completion_tokens",
     ),
     Parameter(
-        "frequency_penalty", "number", "Taken off a token's logit for each time that it is in the answer.", 0.0, -2, 2
-    ),
-    Parameter("presence_penalty", "number", "Taken off the logits of all tokens in the answer.", 0.0, -2, 2),
-    _tuning(
-        "dry_multiplier", "number", 0.0, 0, 100,
-        "DRY takes `dry_multiplier * dry_base ^ (length - dry_allowed_length)` off the logit of a token that would "
-        "extend a repetition in the answer; 0 is off.",
-    ),
-    _tuning("dry_base", "number", 1.75, 1, 100, "Base of DRY's penalty."),
-    _tuning("dry_allowed_length", "integer", 2, 0, _INT32, "Longest repetition without a penalty, in tokens."),
-    _tuning(
-        "dry_penalty_last_n", "integer", -1, -1, _INT32,
-        "How many of the answer's last tokens DRY compares; -1: all, 0: off.",
+        "integer",
+        "llama.cpp's name for `logprobs` with this number of alternatives; `logprobs` is preferred where both are "
+        "there.",
+        0, 20, clouds="renamed", because="it is sent as `logprobs`", name="n_probs", default=0,
     ),
     Parameter(
-        "dry_sequence_breakers", "strings", "Texts across which nothing counts as a repetition.",
-        ("\n", ":", '"', "*"), clouds="left out", because=_TUNING,
+        "boolean", "`enable_thinking` of `chat_template_kwargs`, which is preferred where both are there.",
+        clouds="left out", because="it belongs to a local model's chat template", name="enable_thinking",
     ),
     Parameter(
-        "min_tokens", "integer",
-        "Tokens that end the answer are not drawn before so many others, unless a format or a call allows nothing "
-        "else. Stop strings end it at any time.",
-        0, 0, _INT32, clouds="tier skipped", because="no cloud can promise a least length",
+        "boolean",
+        "`false`: nothing that was computed for other requests is used, and others use nothing of this one.",
+        clouds="left out", because="prefix reuse is decided by the provider", name="cache_prompt", default=True,
     ),
     Parameter(
-        "ignore_eos", "boolean", "Tokens that end the answer are not drawn.", False,
-        clouds="tier skipped", because="no cloud goes on past the end of an answer",
+        "boolean", "Control tokens are never part of the text.",
+        only=True, clouds="left out", because="every provider answers in this way", name="skip_special_tokens",
+        default=True,
     ),
     Parameter(
-        "seed", "integer", "The draws repeat, as described below; -1 or none: each request draws its own.",
-        None, -(2**63), 2**63 - 1, minus_one=True,
-    ),
-    Parameter(
-        "max_tokens", "integer", "Longest answer; -1: as long as the context allows.", None, 1, _INT32,
-        minus_one=True, samples=False,
-    ),
-    Parameter(
-        "max_completion_tokens", "integer", "The newer name of `max_tokens` in chats.", None, 1, _INT32,
-        minus_one=True, samples=False,
-    ),
-    Parameter(
-        "n_probs", "integer",
-        "llama.cpp's name for `logprobs` with so many alternatives; `logprobs` counts where both are there.",
-        0, 0, 20, samples=False, clouds="renamed", because="it is sent as `logprobs`",
-    ),
-    Parameter(
-        "enable_thinking", "boolean", "`enable_thinking` of `chat_template_kwargs`, which counts where both are there.",
-        samples=False, clouds="left out", because="it belongs to a local model's chat template",
-    ),
-    Parameter(
-        "cache_prompt", "boolean",
-        "`false`: nothing that was computed for other requests is used, and others use nothing of this one.", True,
-        samples=False, clouds="left out", because="prefix reuse is the provider's own affair",
-    ),
-    Parameter(
-        "skip_special_tokens", "boolean", "Control tokens are never part of the text.", True,
-        only=True, samples=False, clouds="left out", because="it is how every provider answers",
-    ),
-    Parameter(
-        "timings_per_token", "boolean", "Accepted without effect: answers hold no timings.", False,
-        samples=False, clouds="left out", because="it asks for a local model's own figures",
+        "boolean", "Accepted without effect: answers hold no timings.",
+        clouds="left out", because="it concerns a local model's own figures", name="timings_per_token", default=False,
     ),
 )  # fmt: skip
 
+PARAMETERS: tuple[Parameter, ...] = (*SAMPLING_PARAMETERS, *REQUEST_PARAMETERS)
 BY_NAME: Mapping[str, Parameter] = {parameter.name: parameter for parameter in PARAMETERS}

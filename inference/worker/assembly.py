@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from headgate.shared.parameters import Sampling
 from inference.worker.api.rerank_api import Reranker
 from inference.worker.api.worker_app import App
 from inference.worker.backend import Backend, Constraint, TokenSampler
@@ -28,7 +29,6 @@ from inference.worker.prompt.vision import Sight
 from inference.worker.sampling.constrained_sampler import ConstrainedSampler
 from inference.worker.sampling.sampling import ChainSampler, dry_of
 from inference.worker.steps import Limits
-from inference.worker.worker_requests import Sampling
 from inference.workers.worker_link import Grant
 
 

@@ -54,7 +54,7 @@ def test_what_concerns_a_clouds_cache_alone_is_ignored() -> None:
 def test_what_the_answer_would_lack_is_refused_with_a_reason() -> None:
     """By a worker that is asked directly, where null asks for nothing; the gateway asks somebody else."""
     asked = {**CHAT, "model": "demo", "moderation": {"model": "omni-moderation-latest"}}
-    with pytest.raises(BadRequestError, match="nothing is moderated here") as caught:
+    with pytest.raises(BadRequestError, match="moderation is not supported") as caught:
         generation_body.chat(asked, FACTS)
     assert (caught.value.param, caught.value.code) == ("moderation", Code.UNSUPPORTED_PARAMETER)
     assert generation_body.chat({**CHAT, "moderation": None}, FACTS) == generation_body.chat(CHAT, FACTS)

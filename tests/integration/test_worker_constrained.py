@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from headgate.shared.parameters import Sampling
 from inference.demo import bundled_path
 from inference.worker import llama
 from inference.worker.constraints import Compiler
@@ -14,7 +15,6 @@ from inference.worker.dialects.forms import Form, Json, Marker, OneOf, Regex, Re
 from inference.worker.sampling.constrained_sampler import ConstrainedSampler
 from inference.worker.sampling.sampling import ChainSampler
 from inference.worker.steps import Row
-from inference.worker.worker_requests import Sampling
 from tests.rigs.engine_rig import EngineRig, engine_rig
 
 CITY = {

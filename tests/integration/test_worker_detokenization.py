@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headgate.shared.parameters import Sampling
 from inference import demo
 from inference.worker import llama
 from inference.worker.answers.detokenize import Detokenizer
 from inference.worker.api.logprob_writer import Logprobs
 from inference.worker.llama.binding import lib
-from inference.worker.worker_requests import Sampling
 from tests.rigs import tiny_spm
 from tests.rigs.engine_rig import EngineRig, engine_rig, start
 from tests.rigs.worker_rig import grant_for

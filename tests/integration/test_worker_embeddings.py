@@ -110,4 +110,4 @@ def test_too_long_an_input_and_chats_are_refused(worker: WorkerRig) -> None:
         status, said = worker.post(path, body)
         error = said["error"]
         assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", "model")
-        assert error["message"].endswith("; it answers /v1/embeddings")
+        assert error["message"].endswith("; it supports /v1/embeddings")

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headgate.shared.parameters import Sampling
 from inference.demo import bundled_path
 from inference.worker import llama
 from inference.worker.constraints import Compiler
@@ -23,7 +24,6 @@ from inference.worker.llama.dry import MOST_PROTOTYPES, Dry, DryPrototypes
 from inference.worker.sampling.constrained_sampler import ConstrainedSampler
 from inference.worker.sampling.sampling import ChainSampler, dry_of
 from inference.worker.steps import Row
-from inference.worker.worker_requests import Sampling
 from tests.rigs import tiny_spm
 from tests.rigs.engine_rig import EngineRig, engine_rig
 from tests.rigs.worker_rig import grant_for

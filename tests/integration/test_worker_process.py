@@ -269,7 +269,7 @@ def test_no_template_means_no_chat(tmp_path: Path) -> None:
         status, said = rig.post(CHAT, LONG)
         error = said["error"]
         assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", "model")
-        assert error["message"] == "model 'tiny' does not chat; it answers /v1/completions"
+        assert error["message"] == "model 'tiny' does not support chats; it supports /v1/completions"
         status, said = rig.post("/tokenize", {"messages": LONG["messages"]})
         assert (status, said["error"]["param"]) == (400, "messages")
 

@@ -90,7 +90,7 @@ def test_other_endpoints_say_that_the_model_only_reranks(worker: WorkerRig) -> N
         status, said = worker.post(path, body)
         error = said["error"]
         assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", "model")
-        assert error["message"].endswith("; it answers /v1/rerank")
+        assert error["message"].endswith("; it supports /v1/rerank")
 
 
 def test_usage_counts_every_pair(worker: WorkerRig) -> None:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from headgate.shared.parameters import Sampling
 from inference import demo
 from inference.protocol import Code
 from inference.worker.backend import Decode
@@ -22,7 +23,6 @@ from inference.worker.llama import sampler as samplers
 from inference.worker.llama.binding import lib
 from inference.worker.sampling.sampling import ChainSampler
 from inference.worker.steps import Row
-from inference.worker.worker_requests import Sampling
 from tests.rigs.engine_rig import EngineRig, engine_rig
 
 EXTREMES = st.builds(

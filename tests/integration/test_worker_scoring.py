@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from headgate.shared.parameters import Sampling
 from inference.worker.answers.generation import Output, TokenLogprob
 from inference.worker.steps import Row
-from inference.worker.worker_requests import Sampling
 from tests.rigs import tiny_gguf
 from tests.rigs.engine_rig import EngineRig, engine_rig
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference.worker.api import generation_body
-from inference.worker.api.format_fields import NAMES
+from inference.worker.api.generation_fields import FORM_FIELDS
 from inference.worker.worker_errors import BadRequestError
 from inference.worker.worker_requests import Facts, GenerateRequest
 
@@ -24,8 +24,8 @@ VALUES = st.recursive(
     max_leaves=20,
 )
 FIELDS = st.sampled_from(
-    sorted({*NAMES, "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "reasoning_effort",
-            "suffix", "echo", "ignore_eos", "continue_final_message"})
+    sorted({*FORM_FIELDS, "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "suffix",
+            "reasoning_effort", "echo", "ignore_eos", "continue_final_message"})
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headgate.shared.parameters import Sampling
 from inference.worker.answers.generation import Output
 from inference.worker.backend import BatchRow, Decode
 from inference.worker.dialects.answer_parts import CallArguments, CallBegin, Content, Part, Reasoning, joined
@@ -18,7 +19,6 @@ from inference.worker.engine.engine import Engine
 from inference.worker.engine.engine_work import Work
 from inference.worker.engine.outbox import Delivery, Outbox
 from inference.worker.steps import Limits
-from inference.worker.worker_requests import Sampling
 from tests.rigs.engine_rig import Mailbox
 from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, FakeSampler
 

@@ -121,7 +121,7 @@ def user(text: str) -> list[dict[str, Any]]:
             (
                 "This model's maximum context length is 10 tokens, but max_tokens is 11 (context_length_exceeded). The "
                 "request exceeds the context window. The context holds the prompt and the "
-                "answer together; make max_tokens less than 10, or leave it out."
+                "answer together; make max_tokens less than 10, or remove it."
             ),
         ),
     ],

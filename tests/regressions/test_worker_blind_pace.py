@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 
+from headgate.shared.parameters import Sampling
 from inference.worker.engine.engine import Engine
 from inference.worker.engine.engine_work import Work
 from inference.worker.engine.output_tickets import Ticket
 from inference.worker.engine.prefill_pacing import SLOWEST, STEP_SECONDS, Pace
 from inference.worker.steps import Limits
-from inference.worker.worker_requests import Sampling
 from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, SamplerShop
 
 

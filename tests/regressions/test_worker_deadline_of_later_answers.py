@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from headgate.shared.parameters import Sampling
 from inference.protocol import Code
 from inference.worker.answers.generation import Output
 from inference.worker.engine.engine import Engine
@@ -17,7 +18,6 @@ from inference.worker.engine.engine_work import Work
 from inference.worker.engine.outbox import Delivery
 from inference.worker.engine.output_tickets import Ticket
 from inference.worker.steps import Limits
-from inference.worker.worker_requests import Sampling
 from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, SamplerShop
 
 DEADLINE = 5.0

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headgate.shared.parameters import Sampling
 from inference.protocol import Code
 from inference.worker.backend import BatchRow, Constraint, Decode
 from inference.worker.engine.embedder import Embedder, Vector
@@ -23,7 +24,6 @@ from inference.worker.engine.engine_work import Work
 from inference.worker.engine.output_tickets import Courier, Ticket
 from inference.worker.steps import Limits
 from inference.worker.worker_errors import WorkerError
-from inference.worker.worker_requests import Sampling
 from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, FakeSampler
 
 LIMITS = Limits(slots=2, context=100, batch=32, queue=4)

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from headgate.shared.parameters import Sampling
 from inference.worker.sampling.sampling import ChainSampler
-from inference.worker.worker_requests import Sampling
 from tests.rigs import tiny_gguf
 from tests.rigs.engine_rig import engine_rig
 from tests.rigs.processes import wait_until

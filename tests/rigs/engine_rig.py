@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headgate.shared.parameters import Sampling
 from inference.worker import llama
 from inference.worker.answers.generation import Output
 from inference.worker.backend import Constraint
@@ -19,7 +20,6 @@ from inference.worker.llama.llama_log import LogTail
 from inference.worker.loading import Loaded, load
 from inference.worker.sampling.sampling import ChainSampler
 from inference.worker.steps import Limits
-from inference.worker.worker_requests import Sampling
 from tests.rigs.worker_rig import grant_for
 
 GREEDY = Sampling(temperature=0.0)

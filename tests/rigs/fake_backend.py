@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from headgate.shared.parameters import Sampling
 from inference.worker.backend import BatchRow, Constraint, Decode
-from inference.worker.worker_requests import Sampling
 
 END = 256
 

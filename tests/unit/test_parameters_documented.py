@@ -16,11 +16,11 @@ from gateway.apis.openai.generation_request import parse, schema
 from gateway.apis.responses.responses_fields import schema as responses_schema
 from gateway.errors import RequestError
 from gateway.providers.provider_fields import OPENAI_CHAT
-from headgate.shared.parameters import BY_NAME, PARAMETERS, Parameter
+from headgate.shared.parameters import BY_NAME, PARAMETERS, Parameter, Sampling
 from inference.api.routes.openapi_route import BODIES
 from inference.worker.api import generation_body
 from inference.worker.worker_errors import BadRequestError
-from inference.worker.worker_requests import Facts, GenerateRequest, Sampling
+from inference.worker.worker_requests import Facts, GenerateRequest
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 HELLO = [{"role": "user", "content": "hello"}]

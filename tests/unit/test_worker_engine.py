@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from headgate.shared.parameters import Sampling
 from inference.protocol import Code
 from inference.worker.answers.generation import Output
 from inference.worker.api.body_intake import Coming
@@ -22,7 +23,6 @@ from inference.worker.engine.output_tickets import Courier, Ticket
 from inference.worker.engine.prefill_pacing import Pace
 from inference.worker.steps import Limits
 from inference.worker.worker_errors import ConstraintError, WorkerError
-from inference.worker.worker_requests import Sampling
 from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, SamplerShop
 
 LIMITS = Limits(slots=4, context=100, batch=32, queue=4)

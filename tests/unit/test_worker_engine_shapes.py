@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from headgate.shared.parameters import Sampling
 from inference.protocol import Code
 from inference.worker.answers.generation import Output
 from inference.worker.answers.structured_answer import Reading
@@ -19,7 +20,6 @@ from inference.worker.engine.engine_work import Work
 from inference.worker.engine.output_tickets import Courier
 from inference.worker.sampling.constrained_sampler import ConstrainedSampler
 from inference.worker.worker_errors import ConstraintError
-from inference.worker.worker_requests import Sampling
 from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, SamplerShop
 from tests.rigs.fake_dialect import MarkParser
 from tests.unit.test_worker_engine import GONE, LIMITS, Bench

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from headgate.shared.parameters import Sampling
 from inference.worker.api import generation_body
 from inference.worker.worker_errors import BadRequestError
-from inference.worker.worker_requests import Facts, GenerateRequest, Sampling
+from inference.worker.worker_requests import Facts, GenerateRequest
 
 FACTS = Facts("tiny", 128, 300, 64, ("chat", "completions"))
 EMBEDS = Facts("vectors", 128, 300, 64, ("embeddings",))
@@ -173,7 +174,7 @@ def test_other_names_mean_the_same() -> None:
 
 def test_hints_change_nothing_of_a_request_but_reuse() -> None:
     assert chat(timings_per_token=True, skip_special_tokens=True, cache_prompt=True) == chat()
-    assert (chat().reuses, chat(cache_prompt=False).reuses) == (True, False)
+    assert (chat().shares_cache, chat(cache_prompt=False).shares_cache) == (True, False)
 
 
 def test_the_files_own_sampling_stands_where_the_request_says_nothing() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from headgate.shared.parameters import Sampling
 from inference.quarantine import key_of
 from inference.worker.answers.generation import Generation, Output
 from inference.worker.answers.structured_answer import DividedGeneration, Reading
@@ -16,7 +17,7 @@ from inference.worker.engine.engine_work import Work
 from inference.worker.engine.output_tickets import Courier, Ticket
 from inference.worker.steps import Limits
 from inference.worker.worker_errors import BadRequestError, WorkerError
-from inference.worker.worker_requests import Begun, Facts, Said, Sampling
+from inference.worker.worker_requests import AnswerPrefix, AnswerSoFar, Facts
 from tests.rigs.fake_backend import END, ByteVocabulary, FakeBackend, SamplerShop
 from tests.rigs.fake_dialect import MarkParser
 
@@ -28,7 +29,7 @@ LIMITS = Limits(slots=2, context=100, batch=32, queue=4)
 def go_on(said: str, then: str, *, stops: tuple[str, ...] = (), most: int = 50) -> tuple[str, str | None, int]:
     """Text, finish and tokens of a generation behind `said`, a token a letter."""
     generation = Generation(0, SamplerShop()(Sampling(), 0, most), ByteVocabulary(), most, stops)
-    generation.resume(Begun(len(said), 0, said))
+    generation.resume(AnswerPrefix(len(said), 0, said))
     text = ""
     for token in [*then.encode(), END]:
         output = generation.accept(token)
@@ -76,7 +77,7 @@ def test_every_seam_of_an_answer_with_stop_strings_gives_the_same_answer() -> No
 def test_an_answer_that_reasons_goes_on_where_it_was() -> None:
     """Inside its thought it counts on; behind it the thought is over."""
 
-    def opened(begun: Begun, thinking: bool) -> DividedGeneration:
+    def opened(begun: AnswerPrefix, thinking: bool) -> DividedGeneration:
         reading = Reading(lambda: MarkParser(thinking=thinking), lambda: "call")
         made = DividedGeneration(
             0, SamplerShop()(Sampling(), 0, 50), ByteVocabulary(), 50, ("xy",), reading, MarkParser(thinking=thinking)
@@ -89,9 +90,9 @@ def test_an_answer_that_reasons_goes_on_where_it_was() -> None:
         found = [output for output in outputs if output is not None]
         return [part for output in found for part in output.parts], found[-1].reasoning_tokens
 
-    parts, reasoning = rest(opened(Begun(3, 3), thinking=True), "ab)cd")
+    parts, reasoning = rest(opened(AnswerPrefix(3, 3), thinking=True), "ab)cd")
     assert ("".join(part.text for part in parts), reasoning) == ("abcd", 6)
-    parts, reasoning = rest(opened(Begun(5, 4, "x"), thinking=False), "yz")
+    parts, reasoning = rest(opened(AnswerPrefix(5, 4, "x"), thinking=False), "yz")
     assert (parts, reasoning) == ([], 4)
 
 
@@ -106,8 +107,8 @@ async def test_the_engine_goes_on_behind_what_was_said() -> None:
 
     async def ask(said: bytes, most: int) -> tuple[str, Output]:
         ticket: Ticket[Output] = Ticket(asyncio.get_running_loop())
-        begun = Begun(len(said), 0, said.decode())
-        work = Work(prompts=[[*b"hi", *said]], n=1, sampling=Sampling(), max_tokens=most, said=begun)
+        begun = AnswerPrefix(len(said), 0, said.decode())
+        work = Work(prompts=[[*b"hi", *said]], n=1, sampling=Sampling(), max_tokens=most, prefix=begun)
         engine.submit(work, ticket)
         text = ""
         while True:
@@ -126,11 +127,13 @@ async def test_the_engine_goes_on_behind_what_was_said() -> None:
 def test_what_was_said_is_read_from_a_body() -> None:
     """With nothing that only a whole answer can have."""
     so_far = {"content": "Hel", "reasoning_content": "hm"}
-    assert generation_body.chat({"messages": HELLO, "answer_so_far": so_far}, FACTS).said == Said("Hel", "hm")
-    assert generation_body.chat({"messages": HELLO, "answer_so_far": {}}, FACTS).said == Said("")
+    assert generation_body.chat({"messages": HELLO, "answer_so_far": so_far}, FACTS).answer_so_far == AnswerSoFar(
+        "Hel", "hm"
+    )
+    assert generation_body.chat({"messages": HELLO, "answer_so_far": {}}, FACTS).answer_so_far == AnswerSoFar("")
     completion = {"prompt": "a", "answer_so_far": {"content": "b"}}
-    assert generation_body.completion(completion, FACTS).said == Said("b")
-    assert generation_body.completion({"prompt": "a"}, FACTS).said is None
+    assert generation_body.completion(completion, FACTS).answer_so_far == AnswerSoFar("b")
+    assert generation_body.completion({"prompt": "a"}, FACTS).answer_so_far is None
     tool = {"type": "function", "function": {"name": "f"}}
     tooled = Facts("tiny", 128, 300, 64, ("chat", "completions", "tools"))
     wrong: list[dict[str, Any]] = [

@@ -31,21 +31,21 @@ def refused(read: Callable[[Any, Facts], object], body: Any, known: Facts = FULL
 @pytest.mark.parametrize(
     ("read", "body", "capabilities", "message"),
     [
-        (generation_body.chat, HELLO, ("embeddings",), "model 'tiny' does not chat; it answers /v1/embeddings"),
-        (generation_body.chat, HELLO, ("rerank",), "model 'tiny' does not chat; it answers /v1/rerank"),
-        (generation_body.chat, HELLO, ("completions",), "model 'tiny' does not chat; it answers /v1/completions"),
-        (generation_body.chat, HELLO, (), "model 'tiny' does not chat; ask another one"),
+        (generation_body.chat, HELLO, ("embeddings",), "model 'tiny' does not support chats; it supports /v1/embeddings"),
+        (generation_body.chat, HELLO, ("rerank",), "model 'tiny' does not support chats; it supports /v1/rerank"),
+        (generation_body.chat, HELLO, ("completions",), "model 'tiny' does not support chats; it supports /v1/completions"),
+        (generation_body.chat, HELLO, (), "model 'tiny' does not support chats; use another model"),
         (
             generation_body.completion,
             {"prompt": "a"},
             ("embeddings",),
-            "model 'tiny' does not complete texts; it answers /v1/embeddings",
+            "model 'tiny' does not support completions; it supports /v1/embeddings",
         ),
         (
             generation_body.embedding,
             {"input": "a"},
             ("chat", "completions", "tools"),
-            "model 'tiny' gives no embeddings; it answers /v1/chat/completions and /v1/completions",
+            "model 'tiny' does not support embeddings; it supports /v1/chat/completions and /v1/completions",
         ),
     ],
 )
@@ -84,8 +84,8 @@ def test_numbers_that_are_none_are_wrong(fields: dict[str, Any]) -> None:
         ("messages", "use messages"),
         ("tools", "use tools"),
         ("add_generation_prompt", "use continue_final_message"),
-        ("bos_token", "leave it out"),
-        ("eos_token", "leave it out"),
+        ("bos_token", "remove it"),
+        ("eos_token", "remove it"),
     ],
 )
 def test_the_renderers_own_variables_are_not_the_callers(name: str, instead: str) -> None:

@@ -228,7 +228,7 @@ def test_a_final_assistant_message_can_be_continued() -> None:
 def test_a_limit_beyond_the_context_is_refused_by_the_name_it_was_given(limits: dict[str, int], param: str) -> None:
     facts = Facts("tiny", 128, 300, 64, ("chat",))
     request = generation_body.chat({"messages": user("x"), **limits}, facts)
-    with pytest.raises(BadRequestError, match=f" but {param} is 129 .*, or leave it out") as caught:
+    with pytest.raises(BadRequestError, match=f" but {param} is 129 .*, or remove it") as caught:
         prompts("ab").generate(request)
     assert (caught.value.param, caught.value.code) == (param, "context_length_exceeded")
 

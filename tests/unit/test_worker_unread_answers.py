@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from headgate.shared.parameters import Sampling
 from inference.protocol import Code
 from inference.worker.answers.generation import Output
 from inference.worker.engine.engine import UNREAD_OUTPUTS, UNREAD_SECONDS, Engine
 from inference.worker.engine.engine_work import Work
 from inference.worker.engine.output_tickets import Ticket
 from inference.worker.steps import Limits
-from inference.worker.worker_requests import Sampling
 from tests.rigs.fake_backend import ByteVocabulary, FakeBackend, SamplerShop
 
 TEXT = bytes(range(97, 123)) * 100

@@ -11,7 +11,7 @@ from inference.worker.answers.stop_strings import StopFilter
 from inference.worker.backend import TokenSampler, Vocabulary
 from inference.worker.dialects.answer_parts import Part, joined
 from inference.worker.worker_errors import WorkerError
-from inference.worker.worker_requests import Begun
+from inference.worker.worker_requests import AnswerPrefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +82,10 @@ class Generation:
         """Whether no token was drawn yet."""
         return self.tokens == self._begun
 
-    def resume(self, said: Begun) -> None:
+    def resume(self, prefix: AnswerPrefix) -> None:
         """Goes on behind an answer that broke off; the caller has that much of it already."""
-        self.tokens = self._begun = said.tokens
-        self._hidden = len(said.content) - len(self._stops.push(said.content))
+        self.tokens = self._begun = prefix.tokens
+        self._hidden = len(prefix.content) - len(self._stops.push(prefix.content))
 
     def accept(self, token: int, logprob: float | None = None, top: Sequence[tuple[int, float]] = ()) -> Output | None:
         """What the token adds, or None while it is held back; an output with `finish` is the last."""

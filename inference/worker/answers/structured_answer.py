@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from inference.worker.answers.generation import Generation, Output
 from inference.worker.backend import TokenSampler, Vocabulary
 from inference.worker.dialects.answer_parts import AnswerParser, CallBegin, Content, Part, Reasoning
-from inference.worker.worker_requests import Begun
+from inference.worker.worker_requests import AnswerPrefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,11 @@ class DividedGeneration(Generation):
         self._reasoning_tokens = 0
         self._undecided = 0
 
-    def resume(self, said: Begun) -> None:
+    def resume(self, prefix: AnswerPrefix) -> None:
         """Goes on behind an answer that broke off: inside its thought as long as it has no content."""
-        super().resume(said)
-        self._reasoning_tokens = said.reasoning
-        self._reasons = said.reasoning > 0 and not said.content
+        super().resume(prefix)
+        self._reasoning_tokens = prefix.reasoning
+        self._reasons = prefix.reasoning > 0 and not prefix.content
 
     def accept(self, token: int, logprob: float | None = None, top: Sequence[tuple[int, float]] = ()) -> Output | None:
         """What the token adds, or None while it is held back; an output with `finish` is the last."""

@@ -1,21 +1,22 @@
-"""Reads single values of a request body with their type and range; never knows which endpoint asked."""
+"""Reads single fields of a request body and checks their types and ranges."""
 
 from __future__ import annotations
 
 import difflib
 import math
 from collections.abc import Collection, Mapping
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 from headgate.shared.parameters import Parameter
 from inference.protocol import Code
 from inference.worker.worker_errors import BadRequestError
 
-D = TypeVar("D", int, None)
+MAX_INTEGER = 2**53 - 1
+"""JSON numbers above it are not exact."""
 
 
 def known(body: Any, names: Collection[str]) -> dict[str, Any]:
-    """The fields of `body` that are not null; raises for a body that is no object and for a field not in `names`."""
+    """The fields of `body` that are not null; raises for any other field and for a body of another type."""
     if not isinstance(body, dict):
         raise BadRequestError("the body must be a JSON object")
     for name in body:
@@ -27,7 +28,7 @@ def known(body: Any, names: Collection[str]) -> dict[str, Any]:
 
 
 def boolean(given: Mapping[str, Any], name: str, default: bool, *, prefix: str = "") -> bool:
-    """A true or false."""
+    """A boolean."""
     value = given.get(name)
     if value is None:
         return default
@@ -37,23 +38,19 @@ def boolean(given: Mapping[str, Any], name: str, default: bool, *, prefix: str =
 
 
 def parameter(given: Mapping[str, Any], row: Parameter, default: Any = None) -> Any:
-    """The value of a row of the parameter table; `default` where it is absent, and for values that count as absent."""
+    """A declared parameter; `default` where it is absent or has a value that counts as absent."""
     value = given.get(row.name)
     if row.kind == "integer" and isinstance(value, float) and value.is_integer():
         value = int(value)
     if value is None or (row.kind == "strings" and value == []) or (row.minus_one and value == -1):
         return default
     if (problem := row.problem(value)) is not None:
-        cannot = isinstance(value, bool) and row.only is not None
-        code = Code.UNSUPPORTED_PARAMETER if cannot else Code.INVALID_REQUEST
+        is_refused = isinstance(value, bool) and row.only is not None
+        code = Code.UNSUPPORTED_PARAMETER if is_refused else Code.INVALID_REQUEST
         raise BadRequestError(f"{row.name} {problem}", row.name, code=code)
     if row.kind == "number":
         return float(value)
     return tuple(value) if row.kind == "strings" else value
-
-
-LARGEST = 2**53 - 1
-"""Beyond it JSON numbers are not exact, and no count of tokens is that large."""
 
 
 @overload
@@ -69,8 +66,8 @@ def integer(given: Mapping[str, Any], name: str, default: int | None, low: int, 
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise BadRequestError(f"{name} must be a whole number", name)
-    if not low <= value <= (LARGEST if high is None else high):
-        bounds = f"at least {low}" if high is None and value < low else f"from {low} to {high or LARGEST}"
+    if not low <= value <= (MAX_INTEGER if high is None else high):
+        bounds = f"at least {low}" if high is None and value < low else f"from {low} to {high or MAX_INTEGER}"
         raise BadRequestError(f"{name} must be {bounds}", name)
     return value
 
@@ -88,7 +85,7 @@ def number(given: Mapping[str, Any], name: str, default: float, low: float, high
 
 
 def text(given: Mapping[str, Any], name: str) -> str | None:
-    """A text, maybe an empty one; None when absent."""
+    """A string, maybe an empty one; None when absent."""
     value = given.get(name)
     if value is not None and not isinstance(value, str):
         raise BadRequestError(f"{name} must be a string", name)

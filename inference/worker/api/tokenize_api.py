@@ -8,7 +8,8 @@ from typing import Any
 import orjson
 
 from inference.protocol import Code
-from inference.worker.api import body_fields, generation_body, tool_fields
+from inference.worker.api import body_fields, generation_body
+from inference.worker.api.generation_fields import TOOL_FIELDS, tools_of
 from inference.worker.prompt.message_images import ImageParts
 from inference.worker.prompt.prompts import Prompts
 from inference.worker.prompt.template_messages import messages_of
@@ -18,7 +19,7 @@ from inference.worker.worker_requests import Facts
 MAX_TOKENIZED_CHARS = 2**20
 MAX_DETOKENIZED = 2**20
 
-_KNOWN = tool_fields.NAMES | {
+_KNOWN = TOOL_FIELDS | {
     "content",
     "messages",
     "prompt",
@@ -87,7 +88,7 @@ class Counting:
                 "messages",
                 code=Code.UNSUPPORTED_PARAMETER,
             )
-        tools, choice = tool_fields.tools_of(given, self._facts)
+        tools, choice = tools_of(given, self._facts)
         continues = generation_body.continues(given, messages)
         return self._prompts.chat(
             messages, generation_body.variables(given, self._facts), continues, tools=tools, choice=choice

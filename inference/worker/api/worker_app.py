@@ -17,6 +17,7 @@ from typing import Any
 
 import orjson
 
+from headgate.shared.parameters import Sampling
 from inference.protocol import (
     DONE,
     H_TENANT,
@@ -43,7 +44,7 @@ from inference.worker.engine.output_tickets import Ticket
 from inference.worker.prompt.prompts import Prepared, Prompts
 from inference.worker.prompt.vision import Sight
 from inference.worker.worker_errors import BadRequestError, GoneError, UnloadedError, WorkerError
-from inference.worker.worker_requests import Facts, GenerateRequest, Sampling
+from inference.worker.worker_requests import Facts, GenerateRequest
 
 log = logging.getLogger("headgate.worker.http")
 
@@ -225,18 +226,18 @@ class App:
             prompts=prepared.prompts,
             n=request.n,
             sampling=request.sampling,
-            max_tokens=prepared.most,
+            max_tokens=prepared.max_tokens,
             stops=request.stops,
             logprobs=request.logprobs,
             tenant=exchange.header(H_TENANT)
-            if request.reuses
+            if request.shares_cache
             else uuid.uuid4().hex,  # nothing is shared across tenants
             priority=exchange.priority(),
             deadline=deadline,
             reading=prepared.shape.reading,
             constraint=constraint,
             score_prompt=request.score_prompt,
-            said=prepared.said,
+            prefix=prepared.prefix,
             patience=exchange.patience() if request.stream else MOST_PATIENCE_SECONDS,
         )
         ticket.held = prepared.images
@@ -364,7 +365,7 @@ class App:
 
 def _usage(work: Work, counts: Mapping[int, tuple[int, int, int]]) -> Usage:
     """Prompts count once each, answers all; `counts` are tokens, cached and reasoning tokens of each choice."""
-    prompt = sum(len(prompt) for prompt in work.prompts) - work.said.tokens
+    prompt = sum(len(prompt) for prompt in work.prompts) - work.prefix.tokens
     return Usage(
         prompt=prompt,
         completion=sum(tokens for tokens, _cached, _reasoning in counts.values()),

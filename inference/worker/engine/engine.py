@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from headgate.shared.parameters import Sampling
 from inference.protocol import Code, Progress
 from inference.worker.answers.generation import Generation, Output
 from inference.worker.answers.prompt_scoring import Scoring
@@ -32,7 +33,6 @@ from inference.worker.kv.saved_sequences import Retained
 from inference.worker.sampling.sampling import Distribution
 from inference.worker.steps import Limits, Phase, Remove, Row
 from inference.worker.worker_errors import WorkerError
-from inference.worker.worker_requests import Sampling
 
 log = logging.getLogger("headgate.worker.engine")
 
@@ -344,12 +344,12 @@ class Engine:
             generation = (
                 Generation(*common) if not reading or not parser else DividedGeneration(*common, reading, parser)
             )
-            if work.said.tokens:
-                sampler.accept(job.prompt[-work.said.tokens :])
-                generation.resume(work.said)
+            if work.prefix.tokens:
+                sampler.accept(job.prompt[-work.prefix.tokens :])
+                generation.resume(work.prefix)
             scoring = Scoring(job.prompt, self._vocabulary, alternatives) if work.score_prompt else None
             patience = work.patience if work.logprobs is None and not work.score_prompt else 0.0
-            answers = work.max_tokens > work.said.tokens
+            answers = work.max_tokens > work.prefix.tokens
             self._running[job.id] = _Running(ticket, generation, work.logprobs, most_unread, patience, answers, scoring)
 
     def _refuse(self, ticket: Ticket[Output], error: WorkerError) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from headgate.shared.parameters import Sampling
 from inference.protocol import Priority
 from inference.worker.answers.structured_answer import Reading
 from inference.worker.backend import Constraint
 from inference.worker.steps import Job
-from inference.worker.worker_requests import NOTHING, Begun, Sampling
+from inference.worker.worker_requests import NO_PREFIX, AnswerPrefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Work:
 
     `patience`: how many seconds text may wait for more to leave with it, where there are no log probabilities.
 
-    `said`: the only prompt ends in the beginning of its only answer, which was given before it broke off.
+    `prefix`: the beginning of the only answer, which the only prompt ends in; another worker generated it.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -39,7 +40,7 @@ class Work:
     reading: Reading | None = None
     constraint: Constraint | None = None
     score_prompt: bool = False
-    said: Begun = NOTHING
+    prefix: AnswerPrefix = NO_PREFIX
     patience: float = 0.0
 
     @property

@@ -1,4 +1,4 @@
-"""Makes token lists out of validated requests and checks that they fit the context; runs off the event loop."""
+"""Turns validated requests into token lists that fit the context. Runs off the event loop."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from inference.worker.prompt.templates import ChatTemplate
 from inference.worker.prompt.vision import Image
 from inference.worker.worker_errors import BadRequestError
 from inference.worker.worker_requests import (
+    NO_PREFIX,
     NO_TOOLS,
-    NOTHING,
-    Begun,
+    AnswerPrefix,
+    AnswerSoFar,
     EmbeddingRequest,
     Facts,
     GenerateRequest,
     Prompt,
-    Said,
 )
 
 OPENED_CHARS = 256
-"""How much of a rendered prompt's end shows what it has opened for the answer, such as a thought."""
+"""Length of the end of a rendered prompt that shows what it opens for the answer, such as reasoning."""
 
 TOKENIZER_STACK_BYTES = 256 * 2**20
-"""Of threads that tokenize: llama.cpp splits text with recursive regular expressions. Address space only, used as far
-as a text needs."""
+"""Stack of threads that tokenize: llama.cpp splits text with recursive regular expressions. Only address space is
+reserved; a text uses what it needs."""
 
 _NAMES: Mapping[str, tuple[str, str]] = {
     "messages": ("the messages", "the messages take"),
     "prompt": ("the prompt", "the prompt takes"),
     "answer_so_far": ("the prompt", "the prompt and the answer so far take"),
 }
-"""What sentences about the length of a parameter call it, and how they begin; others go by their own names."""
+"""For messages about length: the name of a parameter's value, and the beginning of the sentence. Other parameters
+use their own names."""
 
 
 class Tokenizer(Protocol):
@@ -74,17 +75,17 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request in tokens: its prompts, how many tokens each answer may have, and the answers' shape.
+    """A request in tokens: its prompts, the maximum number of tokens of each answer, and the answers' shape.
 
-    `images` are to be held as long as anybody may compute the prompts. The only prompt ends in what was `said` of the
-    answer, which `most` counts too.
+    `images` must be kept alive while the prompts can be computed. Where `prefix` is not empty, the only prompt ends in
+    it, and `max_tokens` includes it.
     """
 
     prompts: list[array[int]]
-    most: int
+    max_tokens: int
     shape: Shape
     images: tuple[Image, ...] = ()
-    said: Begun = NOTHING
+    prefix: AnswerPrefix = NO_PREFIX
 
 
 class Prompts:
@@ -97,7 +98,7 @@ class Prompts:
         facts: Facts,
         read_image: Callable[[bytes, str], Image] | None = None,
     ) -> None:
-        """`read_image` makes tokens of an image file (and of the parameter to blame), where the model reads images."""
+        """`read_image` turns an image file into tokens; its second argument is the parameter that errors name."""
         self._tokenizer = tokenizer
         self._read_image = read_image
         self._template = template
@@ -108,46 +109,46 @@ class Prompts:
             self._with_tools = Shaping(template.with_tools.dialect, self._control_token)
 
     def generate(self, request: GenerateRequest) -> Prepared:
-        """The prompts' tokens, how many tokens each answer may have, and its shape.
+        """The prompts in tokens, with the limit and the shape of the answers.
 
-        `max_tokens` is an upper bound, and clients often send a large one: the room beside the longest prompt bounds
-        it further, and an answer that reaches the end of the context says `length`. Raises
+        The limit is the smaller of `max_tokens` and the room after the longest prompt. Raises
         BadRequestError(context_length_exceeded) when a prompt leaves no room for a token, or when `max_tokens` alone
-        is more than the context, which no prompt could make true.
+        is larger than the context.
         """
-        most = request.max_tokens
-        if most is not None and most > self._facts.context_length:
-            raise self._too_large(most, request.max_tokens_param)
+        limit = request.max_tokens
+        if limit is not None and limit > self._facts.context_length:
+            raise self._too_large(limit, request.max_tokens_param)
         opened = ""
         images: list[Image] = []
-        said: list[int] = []
+        prefix: list[int] = []
         if request.kind == "chat":
-            tokens, opened, images, said = self._chat(
+            tokens, opened, images, prefix = self._chat(
                 request.messages,
                 request.template_arguments,
                 request.continue_final,
                 request.tools,
                 request.choice,
                 request.images,
-                request.said,
+                request.answer_so_far,
             )
             prompts = [tokens]
         else:
-            if request.said is not None:
-                said = self._written(request.prompts[0], request.said.content)
+            if request.answer_so_far is not None:
+                prefix = self._generated(request.prompts[0], request.answer_so_far.content)
             prompts = [self.completion(prompt, request.suffix) for prompt in request.prompts]
         longest = max(len(tokens) for tokens in prompts)
         room = self._facts.context_length - longest
         if room < 1:
             raise self._too_long(longest, "messages" if request.kind == "chat" else "prompt")
-        if len(said) > room:
-            raise self._too_long(longest + len(said), "answer_so_far")
+        if len(prefix) > room:
+            raise self._too_long(longest + len(prefix), "answer_so_far")
         shaping = self._with_tools if _may_call(request.tools, request.choice) else self._shaping
         shape = shaping.shape(request, opened)
-        # Held for as long as the answer takes: as a list a token takes 36 bytes, so four.
-        packed = [array("i", [*tokens, *said]) for tokens in prompts]
-        begun = NOTHING if request.said is None else self._begun(request.said, len(said))
-        return Prepared(packed, room if most is None else min(most, room), shape, tuple(images), begun)
+        # Arrays take 4 bytes per token instead of 36; they are kept until the answer ends.
+        packed = [array("i", [*tokens, *prefix]) for tokens in prompts]
+        so_far = request.answer_so_far
+        answer_prefix = NO_PREFIX if so_far is None else self._answer_prefix(so_far, len(prefix))
+        return Prepared(packed, room if limit is None else min(limit, room), shape, tuple(images), answer_prefix)
 
     def chat(
         self,
@@ -158,7 +159,7 @@ class Prompts:
         tools: Sequence[Tool] = (),
         choice: ToolChoice = NO_TOOLS,
     ) -> list[int]:
-        """Tokens of rendered messages. With `continue_final` the last one, the assistant's, is left open to go on."""
+        """Tokens of rendered messages. With `continue_final` the last message, the assistant's, is left open."""
         return self._chat(messages, arguments, continue_final, tools, choice)[0]
 
     def _chat(
@@ -169,9 +170,9 @@ class Prompts:
         tools: Sequence[Tool],
         choice: ToolChoice,
         files: Sequence[bytes] = (),
-        said: Said | None = None,
+        so_far: AnswerSoFar | None = None,
     ) -> tuple[list[int], str, list[Image], list[int]]:
-        """The prompt's tokens, the end of its text, the images in it, and the tokens of what was `said` behind it."""
+        """The prompt's tokens, the end of its text, its images, and the tokens of `so_far` after it."""
         template = self._template
         if template is None:
             raise BadRequestError(
@@ -180,7 +181,7 @@ class Prompts:
                 code=Code.UNSUPPORTED_PARAMETER,
             )
         template = template.with_tools if _may_call(tools, choice) else template
-        # Templates drop what an assistant thought; what a user or the system said they write out.
+        # Templates may drop reasoning of the assistant; they write all text of users and the system.
         self._check_size(sum(len(m["content"]) for m in messages if m["role"] in ("user", "system")), "messages")
         shown, variables = template.dialect.prepare(messages[:-1] if continue_final else messages, tools, choice)
         pieces = template.render(shown, {**arguments, **variables}, generate=True)
@@ -211,11 +212,11 @@ class Prompts:
             raise BadRequestError("the rendered prompt is empty", "messages")
         if tokens[-1] < 0:
             raise BadRequestError("the rendered prompt ends in an image; let text follow it", "messages")
-        if said is None:
+        if so_far is None:
             return tokens, opened, images, []
-        opened, begun = _opened(template, said.message(), opened)
+        opened, begun = _opened(template, so_far.message(), opened)
         before = pieces[-1].rpartition(self._facts.image_marker)[2] if files else pieces[-1]
-        return tokens, opened, images, self._behind(before, begun)
+        return tokens, opened, images, self._tokens_after(before, begun)
 
     def _image(self, files: Sequence[bytes], index: int) -> Image:
         if index >= len(files) or self._read_image is None:
@@ -223,7 +224,7 @@ class Prompts:
         return self._read_image(files[index], "messages")
 
     def embed(self, request: EmbeddingRequest) -> list[list[int]]:
-        """Tokens of every input, with the marks (CLS, SEP, EOS) that the model wants around a text."""
+        """Tokens of every input, with the special tokens (CLS, SEP, EOS) that the model needs around a text."""
         for item in request.inputs:
             self._check_size(len(item) if isinstance(item, str) else 0, "input")
         inputs = [
@@ -239,7 +240,7 @@ class Prompts:
         return inputs
 
     def text(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Tokens of a text as they are."""
+        """Tokens of a text."""
         return self._tokenizer.tokenize(text, add_special=add_special, parse_special=parse_special)
 
     def completion(self, prompt: Prompt, suffix: str | None) -> list[int]:
@@ -247,7 +248,7 @@ class Prompts:
         return self._plain(prompt) if suffix is None else self._around(prompt, suffix)
 
     def _plain(self, prompt: Prompt) -> list[int]:
-        """A completion prompt is the caller's alone: the texts of special tokens in it mean those tokens."""
+        """Texts of special tokens in a completion prompt mean those tokens."""
         if isinstance(prompt, tuple):
             if len(prompt) >= self._facts.context_length:
                 raise self._too_long(len(prompt), "prompt")
@@ -262,11 +263,11 @@ class Prompts:
         return tokens
 
     def _around(self, prompt: Prompt, suffix: str) -> list[int]:
-        """A prompt and what follows the gap, which are text of the caller's own documents: no control tokens in it."""
+        """The texts before and after the gap are documents, so control tokens in them are plain text."""
         marks = self._tokenizer.fill_tokens
         if marks is None:
             raise BadRequestError(
-                f"model {self._facts.model_id!r} does not fill gaps; leave suffix out",
+                f"model {self._facts.model_id!r} does not support suffix; remove it",
                 "suffix",
                 code=Code.UNSUPPORTED_PARAMETER,
             )
@@ -279,19 +280,19 @@ class Prompts:
         begin = [bos] if self._tokenizer.adds_bos and bos is not None else []
         return [*begin, before, *prompt, after, *self._tokenizer.tokenize(suffix), middle]
 
-    def _begun(self, said: Said, tokens: int) -> Begun:
-        """`said`, which takes so many tokens; the mark that ends a thought belongs to it."""
-        content = len(self._tokenizer.tokenize(said.content)) if said.reasoning else tokens
-        return Begun(tokens, max(0, tokens - content), said.content)
+    def _answer_prefix(self, so_far: AnswerSoFar, tokens: int) -> AnswerPrefix:
+        """`so_far`, which has this number of tokens; the mark that ends reasoning counts as reasoning."""
+        content = len(self._tokenizer.tokenize(so_far.content)) if so_far.reasoning else tokens
+        return AnswerPrefix(tokens, max(0, tokens - content), so_far.content)
 
-    def _written(self, prompt: Prompt, said: str) -> list[int]:
-        """Tokens of what was generated behind a completion's prompt, in which no text stands for a control token."""
-        tokens = self._tokenizer.tokenize(said)
-        is_plain = tokens == self._tokenizer.tokenize(said, parse_special=True)
-        return self._behind(prompt, [said]) if is_plain and isinstance(prompt, str) else tokens
+    def _generated(self, prompt: Prompt, text: str) -> list[int]:
+        """Tokens of `text`, generated after a completion's prompt. No text in it means a control token."""
+        tokens = self._tokenizer.tokenize(text)
+        is_plain = tokens == self._tokenizer.tokenize(text, parse_special=True)
+        return self._tokens_after(prompt, [text]) if is_plain and isinstance(prompt, str) else tokens
 
-    def _behind(self, before: str, pieces: Sequence[str]) -> list[int]:
-        """Tokens of what was generated behind the text `before`, as it was then: no token reaches across."""
+    def _tokens_after(self, before: str, pieces: Sequence[str]) -> list[int]:
+        """Tokens of text that was generated after the text `before`. No token crosses the border, as in generation."""
         prompt = self._tokenizer.tokenize(before, parse_special=True)
         both = self._tokenizer.tokenize(before + pieces[0], parse_special=True)
         begins = both[: len(prompt)] == prompt
@@ -305,7 +306,7 @@ class Prompts:
         return tokens[0] if len(tokens) == 1 else None
 
     def _check_size(self, characters: int, param: str) -> None:
-        """Refuses a text that cannot fit whatever its tokens are, before minutes are spent on tokenizing it."""
+        """Refuses a text that is too long for any tokenization, before it is tokenized."""
         longest = self._tokenizer.longest_piece
         if longest is not None and (least := characters // longest) >= self._facts.context_length:
             raise self._too_long(least, param, "at least ")
@@ -323,14 +324,14 @@ class Prompts:
             details={"context_length": context, "prompt_tokens": prompt, "max_tokens": None},
         )
 
-    def _too_large(self, most: int, param: str) -> BadRequestError:
+    def _too_large(self, limit: int, param: str) -> BadRequestError:
         context = self._facts.context_length
         return BadRequestError(
-            f"{context_overflow(context, f'{param} is {most}')} The context holds the prompt and the answer together; "
-            f"make {param} less than {context}, or leave it out.",
+            f"{context_overflow(context, f'{param} is {limit}')} The context holds the prompt and the answer together; "
+            f"make {param} less than {context}, or remove it.",
             param,
             code=Code.CONTEXT_LENGTH_EXCEEDED,
-            details={"context_length": context, "prompt_tokens": None, "max_tokens": most},
+            details={"context_length": context, "prompt_tokens": None, "max_tokens": limit},
         )
 
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from headgate.shared.parameters import Sampling
 from inference.worker.llama import MOST_CANDIDATES, Context, Dry, Model, Sampler
-from inference.worker.worker_requests import Sampling
 
 _RANDOM_SEED = 0xFFFFFFFF
 """llama.cpp draws its own seed for this value."""
