@@ -261,7 +261,9 @@ REQUEST_PARAMETERS: tuple[Parameter, ...] = (
         "number", "Another name of `repeat_penalty`, and preferred where both are there.", 0.01, 10,
         clouds="left out", because=_TUNING, name="repetition_penalty",
     ),
-    Parameter("integer", "Longest answer; -1: as long as the context allows.", 1, _INT32, minus_one=True, name="max_tokens"),
+    Parameter(
+        "integer", "Longest answer; -1: as long as the context allows.", 1, _INT32, minus_one=True, name="max_tokens",
+    ),
     Parameter(
         "integer", "The newer name of `max_tokens` in chats.", 1, _INT32, minus_one=True, name="max_completion_tokens",
     ),

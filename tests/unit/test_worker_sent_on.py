@@ -31,21 +31,21 @@ def refused(read: Callable[[Any, Facts], object], body: Any, known: Facts = FULL
 @pytest.mark.parametrize(
     ("read", "body", "capabilities", "message"),
     [
-        (generation_body.chat, HELLO, ("embeddings",), "model 'tiny' does not support chats; it supports /v1/embeddings"),
-        (generation_body.chat, HELLO, ("rerank",), "model 'tiny' does not support chats; it supports /v1/rerank"),
-        (generation_body.chat, HELLO, ("completions",), "model 'tiny' does not support chats; it supports /v1/completions"),
-        (generation_body.chat, HELLO, (), "model 'tiny' does not support chats; use another model"),
+        (generation_body.chat, HELLO, ("embeddings",), "does not support chats; it supports /v1/embeddings"),
+        (generation_body.chat, HELLO, ("rerank",), "does not support chats; it supports /v1/rerank"),
+        (generation_body.chat, HELLO, ("completions",), "does not support chats; it supports /v1/completions"),
+        (generation_body.chat, HELLO, (), "does not support chats; use another model"),
         (
             generation_body.completion,
             {"prompt": "a"},
             ("embeddings",),
-            "model 'tiny' does not support completions; it supports /v1/embeddings",
+            "does not support completions; it supports /v1/embeddings",
         ),
         (
             generation_body.embedding,
             {"input": "a"},
             ("chat", "completions", "tools"),
-            "model 'tiny' does not support embeddings; it supports /v1/chat/completions and /v1/completions",
+            "does not support embeddings; it supports /v1/chat/completions and /v1/completions",
         ),
     ],
 )
@@ -53,7 +53,7 @@ def test_the_wrong_endpoint_names_the_right_ones(
     read: Callable[[Any, Facts], object], body: Any, capabilities: tuple[str, ...], message: str
 ) -> None:
     error = refused(read, body, facts(*capabilities))
-    assert (error.message, error.param, error.code) == (message, "model", Code.UNSUPPORTED_PARAMETER)
+    assert (error.message, error.param, error.code) == (f"model 'tiny' {message}", "model", Code.UNSUPPORTED_PARAMETER)
 
 
 @pytest.mark.parametrize(
