@@ -27,7 +27,7 @@ from benchmarks.figures import Bar, Middle
 from benchmarks.models import SHAPES, path_of
 from headgate.shared.percentiles import percentile
 from headgate.shared.state import INFERENCE_TOKEN
-from inference.worker.llama.cpu_cores import usable_cores
+from inference.worker.cpu_cores import usable_cores
 from tests.rigs.stack import Stack
 
 ANSWER_TOKENS = 64

@@ -35,7 +35,7 @@ from benchmarks.figures import Bar, Middle
 from benchmarks.models import SHAPES, one_token_words, path_of
 from benchmarks.peers import ensure
 from inference.devices.simgpu.control import SOCKET_NAME, Control
-from inference.worker.llama.cpu_cores import usable_cores
+from inference.worker.cpu_cores import usable_cores
 from inference.workers.os_api import socket_directory
 from tests.rigs.processes import free_port, private_env
 from tests.rigs.stack import Stack

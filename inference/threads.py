@@ -14,7 +14,7 @@ from inference.authority.placement.cpu_threads import shares
 from inference.devices.host import CPU
 from inference.model import Model
 from inference.protocol import ModelState
-from inference.worker.llama.cpu_cores import usable_cores
+from inference.worker.cpu_cores import usable_cores
 
 if TYPE_CHECKING:
     from inference.authority.shell import Authority

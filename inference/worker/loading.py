@@ -14,8 +14,8 @@ from typing import Any
 
 from inference.protocol import ExitCause
 from inference.worker import llama, malloc_trim
+from inference.worker.cpu_cores import usable_cores
 from inference.worker.llama import ggml_library
-from inference.worker.llama.cpu_cores import usable_cores
 from inference.worker.llama.llama_log import LogTail
 from inference.worker.prompt.templates import ChatTemplate
 from inference.worker.sampling import sampling

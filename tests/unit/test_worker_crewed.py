@@ -11,14 +11,7 @@ import pytest
 
 from inference.worker.backend import BatchRow, Decode
 from inference.worker.cores.core_sparing_context import DIVIDED_FROM, CrewedBackend
-from inference.worker.llama.cpu_cores import (
-    GAP_SECONDS,
-    LEAST_SECONDS,
-    IdleCores,
-    LostCores,
-    idle_seconds,
-    waited_seconds,
-)
+from inference.worker.cpu_cores import GAP_SECONDS, LEAST_SECONDS, IdleCores, LostCores, idle_seconds, waited_seconds
 from inference.worker.steps import Row
 from tests.rigs.fake_backend import FakeBackend
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from inference.worker import cpu_cores
 from inference.worker.cores import openmp_spinning
 from inference.worker.cores.openmp_spinning import SPINS, Watch, choose, openmp_brake
 from inference.worker.cores.spin_policy import CALM, LONGEST_LOOK, LOOK_SECONDS, LOST, Spinning
 from inference.worker.cores.thread_names import Namesakes, name_thread
 from inference.worker.cores.thread_placement import Companions
-from inference.worker.llama import cpu_cores
 
 takes_openmp = pytest.mark.skipif(
     openmp_brake({}) is None, reason="takes Linux, GNU OpenMP, and from 2 to 32 cores: elsewhere nothing brakes"

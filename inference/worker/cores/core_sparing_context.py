@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from inference.worker.backend import OK, Backend, BatchRow, Decode
 from inference.worker.cores.core_sparing import Crew
 from inference.worker.cores.thread_placement import Companions
-from inference.worker.llama.cpu_cores import IdleCores, LostCores
+from inference.worker.cpu_cores import IdleCores, LostCores
 
 DIVIDED_FROM = 256
 """Cells of a lone sequence from which llama.cpp divides its attention over the threads, so that their number changes

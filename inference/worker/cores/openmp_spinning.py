@@ -22,7 +22,7 @@ from typing import Protocol
 
 from inference.worker.cores.spin_policy import Spinning
 from inference.worker.cores.thread_names import name_thread
-from inference.worker.llama.cpu_cores import waited_seconds
+from inference.worker.cpu_cores import waited_seconds
 
 log = logging.getLogger("headgate.worker.spinning")
 

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from pathlib import Path
 
-from inference.worker.llama.cpu_cores import waited_seconds
+from inference.worker.cpu_cores import waited_seconds
 
 _TASKS = Path("/proc/self/task")
 
