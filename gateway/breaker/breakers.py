@@ -156,7 +156,6 @@ class Breakers:
         self._max_guards = max_guards
         self._clock = clock
         self._on_state = on_state
-        self._shut: set[tuple[str, str]] = set()
         """The breakers that are not closed."""
         self._guards: dict[tuple[str, str], Guard] = {}
         self.generation = 0
@@ -179,7 +178,7 @@ class Breakers:
         if guard is None:
             if len(self._guards) >= self._max_guards:
                 self._make_room()
-            guard = self._guards[key] = Guard(provider, model, self._rule, self._clock, self._moved)
+            guard = self._guards[key] = Guard(provider, model, self._rule, self._clock, self._on_state)
         return guard
 
     def _make_room(self) -> None:
@@ -204,14 +203,7 @@ class Breakers:
     def _remove(self, keys: Iterable[tuple[str, str]]) -> None:
         for key in keys:
             self._guards.pop(key).retire()
-            self._moved(*key, None)
-
-    def _moved(self, provider: str, model: str, state: State | None) -> None:
-        if state is None or state is CLOSED:
-            self._shut.discard((provider, model))
-        else:
-            self._shut.add((provider, model))
-        self._on_state(provider, model, state)
+            self._on_state(*key, None)
 
     def acquire(
         self, provider: str, model: str, expires: float, forced: bool = False, generation: int | None = None
@@ -232,13 +224,6 @@ class Breakers:
             outer.give_back(first)
             return _refused(inner, second)
         return Lease((_Held(outer, first), _Held(inner, second)), self, (provider, model))
-
-    def is_clear(self, provider: str, model: str, priority: str = Priority.NORMAL) -> bool:
-        """Whether both breakers of the pair are closed and it did not ask to be left alone by such requests."""
-        if not self._shut and not self._held:
-            return True
-        pair, shut = (provider, model), self._shut
-        return pair not in shut and (provider, "") not in shut and self.held_for(provider, model, priority) is None
 
     def closed_for(self, provider: str, model: str) -> float | None:
         """Seconds until the pair may be tried, None when now. Advisory: the permit is what counts."""

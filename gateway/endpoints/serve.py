@@ -248,7 +248,7 @@ class Generation:
         record.total_seconds = time.monotonic() - exchange.began
         route = record.route or "none"
         tier = record.tier if record.outcome in ("success", "broken") else str(Tier.NONE)
-        self._runtime.telemetry.requests.count(route, tier, record.outcome)
+        self._runtime.telemetry.requests(route, tier, record.outcome).inc()
         log_end(record)
 
 

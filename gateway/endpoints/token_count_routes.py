@@ -176,11 +176,11 @@ class _Counting:
 
     def _tiers(self) -> deque[Candidate]:
         """Whom to ask. Where nobody could answer now for lack of room, the service counts all the same."""
-        chain = self._filter.fold()
+        chain = self._filter.select()
         for dropped in chain.dropped:
             self._outcomes.drop(dropped)
-        for put_off in chain.put_off:
-            self._outcomes.defer(put_off)
+        for deferred in chain.deferred:
+            self._outcomes.defer(deferred)
         short = (dropped.candidate for dropped in chain.dropped if dropped.drop in _LACK_OF_ROOM)
         return deque(chain.kept or (candidate for candidate in short if candidate.is_local))
 

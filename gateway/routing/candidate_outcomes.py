@@ -54,12 +54,12 @@ class CandidateOutcomes:
 
     def drop(self, dropped: Dropped) -> None:
         """Records that a candidate is not tried."""
-        self._record.dropped[dropped.candidate.name] = f"{dropped.drop}: {dropped.said}"
+        self._record.dropped[dropped.candidate.name] = f"{dropped.drop}: {dropped.message}"
         self._all.append(
             CandidateOutcome(
                 dropped.candidate,
                 str(dropped.drop),
-                dropped.said,
+                dropped.message,
                 dropped.retry_in,
                 dropped.drop,
                 param=dropped.param,
@@ -130,7 +130,7 @@ def failed_attempt(
         return CandidateOutcome(candidate, name, message, retry_in)
     if retry_in is None and candidate.is_local:
         retry_in = error.retry_after
-    if passes_on(verdict, candidate, wider_left=larger_context_left):
+    if passes_on(verdict, candidate, larger_context_left=larger_context_left):
         return _passed_on(request, verdict, error)
     outcome = CandidateOutcome(candidate, name, message, retry_in)
     if verdict.reason in OF_THIS_TIER:

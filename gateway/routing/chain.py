@@ -1,6 +1,6 @@
-"""Folds the candidates of a request to those worth an attempt, each drop with its reason; never asks or waits.
+"""Selects the candidates of a request that are worth an attempt, and gives a reason for each of the others.
 
-The facts may be stale: they only spare attempts. What gates an attempt is the breaker's permit, taken when it starts.
+The facts may be stale: they only save attempts. The permit of the breaker, taken when an attempt starts, decides.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _FAILED = ModelState.FAILED
 
 @dataclass(frozen=True)
 class Candidate:
-    """One PROVIDER/MODEL of a chain; `position` 0 is the first choice. `named` is False when `*` stood for it.
+    """One PROVIDER/MODEL of a chain; `position` 0 is the first choice. `named` is False when `*` stands for the model.
 
-    One serves all requests of its route, so what follows from it is found once.
+    All requests of a route share the objects, so derived values are cached.
     """
 
     provider: str
@@ -37,19 +37,19 @@ class Candidate:
 
     @functools.cached_property
     def is_local(self) -> bool:
-        """Whether the inference service answers."""
+        """Whether its provider is the inference service."""
         return self.provider == LOCAL
 
     @functools.cached_property
     def tier(self) -> Tier:
-        """What `x-headgate-tier` says when this candidate answers."""
+        """The value of `x-headgate-tier` when this candidate answers."""
         if not self.is_local:
             return Tier.CLOUD
         return Tier.LOCAL if self.position == 0 else Tier.LOCAL_FALLBACK
 
 
-class Wants(NamedTuple):
-    """What the request needs: capabilities, whether clouds are allowed, whether models that cannot fit are left out."""
+class Requirements(NamedTuple):
+    """What the request needs: capabilities, whether clouds are allowed, whether models that do not fit are dropped."""
 
     capabilities: frozenset[str] = frozenset()
     cloud_allowed: bool = True
@@ -63,7 +63,7 @@ class Drop(StrEnum):
     POLICY = "policy"
     CAPABILITY = "capability"
     VECTORS = "other_vectors"
-    """what another model computes cannot be compared with what the caller has"""
+    """its embeddings or scores cannot be compared with those of the first choice"""
     VOCABULARY = "other_vocabulary"
     """the request holds token ids of the first choice's model"""
     CONTEXT = "context_too_small"
@@ -71,50 +71,50 @@ class Drop(StrEnum):
     HELD = "held"
     NO_FIT = "cannot_fit"
     BUDGET = "budget_spent"
-    AILING = "ailing"
-    """put behind the others: it would likely fail"""
+    UNHEALTHY = "unhealthy"
+    """deferred: it would likely fail"""
     SILENT = "silent"
-    """put behind the others: several wait there in vain"""
+    """deferred: several attempts there get no bytes"""
     RECOVERING = "recovering"
-    """put behind the others: it was away and takes only some requests yet"""
+    """deferred: it recovers from a failure and takes few requests"""
     ROOM = "little_room"
-    """put behind the others: the answer would have less room than it asks for"""
+    """deferred: its context holds the prompt, but not all of `max_tokens`"""
     TOO_SLOW = "predicted_too_slow"
-    """put behind the others: one of them is expected to answer sooner"""
+    """deferred: a later candidate is expected to answer sooner"""
 
 
-PUT_OFF = frozenset((Drop.AILING, Drop.RECOVERING, Drop.SILENT, Drop.ROOM, Drop.TOO_SLOW))
-"""Reasons to ask the others first; a candidate that has one is asked all the same when they have failed."""
+DEFERRING = frozenset((Drop.UNHEALTHY, Drop.RECOVERING, Drop.SILENT, Drop.ROOM, Drop.TOO_SLOW))
+"""Reasons to try the other candidates first. A deferred candidate is tried when they have failed."""
 
 _ENDPOINTS = frozenset(("chat", "completions"))
-"""Capabilities that are a matter of which model is asked, not of what is asked of it."""
+"""Capabilities that depend on the chosen model, not on a parameter of the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A candidate that is not tried; `said` explains it to people, `retry_in` (seconds) is when that may change.
+    """A candidate that is not tried. `message` is for people, `retry_in` (seconds) is when that may change.
 
-    `param` is the parameter of the request that this candidate cannot do, `details` the numbers behind `said`.
+    `param` is the parameter of the request that the candidate does not support, `details` the numbers in `message`.
     """
 
     candidate: Candidate
     drop: Drop
-    said: str
+    message: str
     retry_in: float | None = None
     param: str | None = None
     details: Mapping[str, int | None] | None = None
 
 
-class Chain(NamedTuple):
-    """What is left to try, in order, and what was dropped. `put_off` says of some that are left why they come last."""
+class Selection(NamedTuple):
+    """The candidates to try in order, and those that are dropped. `deferred` are those among `kept` that come last."""
 
     kept: tuple[Candidate, ...]
     dropped: tuple[Dropped, ...]
-    put_off: tuple[Dropped, ...] = ()
+    deferred: tuple[Dropped, ...] = ()
 
 
 class RouteMatch(NamedTuple):
-    """The route that serves a model: its key in the configuration and the model's own name."""
+    """The route that serves a model: its key in the configuration, and the name of the model."""
 
     route: str
     model: str
@@ -133,10 +133,9 @@ def find_route(
 
 
 def expand(entries: tuple[str, ...], model: str, aliases: Mapping[str, str]) -> tuple[Candidate, ...]:
-    """The candidates that `PROVIDER/MODEL` entries name, `*` standing for `model`; a repeated one counts once.
+    """The candidates of `PROVIDER/MODEL` entries, where `*` stands for `model`; repetitions are left out.
 
-    Those of the inference service go by their own names from here on, whichever of the `aliases` (id by alias) the
-    route's author wrote: facts, breakers and counts are kept under them.
+    `aliases` (id by alias) of local models are replaced by the id, because facts, breakers and counts use the id.
     """
     found = _expand(entries, model)
     if aliases and any(candidate.is_local and candidate.model in aliases for candidate in found):
@@ -164,48 +163,54 @@ def _without_repeats(found: Iterable[tuple[str, str, bool]]) -> tuple[Candidate,
     )
 
 
-def fold(candidates: Sequence[Candidate], facts: Callable[[Candidate], Facts], wants: Wants) -> Chain:
-    """`candidates` in order without those that `facts` or policy rule out, those that ail behind the others."""
+def select(
+    candidates: Sequence[Candidate], facts: Callable[[Candidate], Facts], requirements: Requirements
+) -> Selection:
+    """`candidates` in order without those that `facts` or policy rule out; unhealthy ones come last."""
     kept: list[Candidate] = []
     dropped: list[Dropped] = []
-    ailing: list[Dropped] = []
+    unhealthy: list[Dropped] = []
     for candidate in candidates:
         known = facts(candidate)
-        if verdict := _drop(candidate, known, wants):
+        if verdict := _drop(candidate, known, requirements):
             dropped.append(verdict)
         elif known.ailment is not None:
-            ailing.append(Dropped(candidate, Drop.AILING, known.ailment.said, known.ailment.retry_in))
+            unhealthy.append(Dropped(candidate, Drop.UNHEALTHY, known.ailment.said, known.ailment.retry_in))
         else:
             kept.append(candidate)
-    last = tuple(item.candidate for item in ailing)
-    return Chain((*kept, *last), tuple(dropped), tuple(ailing) if kept else ())
+    last = tuple(item.candidate for item in unhealthy)
+    return Selection((*kept, *last), tuple(dropped), tuple(unhealthy) if kept else ())
 
 
-def _drop(candidate: Candidate, known: Facts, wants: Wants) -> Dropped | None:
-    # what can never change for this request comes first: it is the truer reason
-    if not candidate.is_local and not wants.cloud_allowed:
+def _drop(candidate: Candidate, known: Facts, requirements: Requirements) -> Dropped | None:
+    # reasons that cannot change for this request come first
+    if not candidate.is_local and not requirements.cloud_allowed:
         return Dropped(candidate, Drop.POLICY, "policy keeps this request local")
     if not known.present:
         return Dropped(candidate, Drop.ABSENT, f"provider {candidate.provider} has no API key")
-    if known.capabilities is not None and (lacks := wants.capabilities - known.capabilities):
+    if known.capabilities is not None and (lacks := requirements.capabilities - known.capabilities):
         param = "model" if lacks & _ENDPOINTS else None
         return Dropped(candidate, Drop.CAPABILITY, f"cannot do {', '.join(sorted(lacks))}", param=param)
     if known.unsupported:
-        said = "; ".join(known.unsupported.values())
-        return Dropped(candidate, Drop.CAPABILITY, said, param=next(iter(known.unsupported)))
+        message = "; ".join(known.unsupported.values())
+        return Dropped(candidate, Drop.CAPABILITY, message, param=next(iter(known.unsupported)))
     if not known.same_vectors:
-        said = "another model's vectors or scores cannot be compared with the first choice's (same_vectors is not set)"
-        return Dropped(candidate, Drop.VECTORS, said)
+        message = (
+            "another model's vectors or scores cannot be compared with the first choice's (same_vectors is not set)"
+        )
+        return Dropped(candidate, Drop.VECTORS, message)
     if known.foreign_ids is not None:
-        said = f"the token ids in {known.foreign_ids} are those of another model's vocabulary"
-        return Dropped(candidate, Drop.VOCABULARY, said, param=known.foreign_ids)
+        message = f"the token ids in {known.foreign_ids} are those of another model's vocabulary"
+        return Dropped(candidate, Drop.VOCABULARY, message, param=known.foreign_ids)
     if known.closed_for is not None:
         return Dropped(
             candidate, Drop.BREAKER, f"breaker open for another {_seconds(known.closed_for)}", known.closed_for
         )
     if known.held_for is not None:
-        return Dropped(candidate, Drop.HELD, f"asked to be left for {_seconds(known.held_for)}", known.held_for)
-    if candidate.is_local and wants.fit_check and known.fits is False:
+        return Dropped(
+            candidate, Drop.HELD, f"its queue is full for another {_seconds(known.held_for)}", known.held_for
+        )
+    if candidate.is_local and requirements.fit_check and known.fits is False:
         why = f"cannot fit now: {known.fit_reason or 'not enough memory'}"
         return Dropped(candidate, Drop.NO_FIT, why, known.fit_in)
     return None
@@ -215,14 +220,14 @@ def _seconds(amount: float) -> str:
     return f"{amount:.0f} s" if amount >= 1 else "a moment"
 
 
-def passes_on(verdict: Ignore, candidate: Candidate, *, wider_left: bool = False) -> bool:
-    """Whether the caller gets the tier's own 4xx instead of another tier's answer.
+def passes_on(verdict: Ignore, candidate: Candidate, *, larger_context_left: bool = False) -> bool:
+    """Whether the client gets the provider's own 4xx instead of an answer of the next candidate.
 
-    A prompt that only a fallback finds too long, or one that a tier still to come may hold (`wider_left`), or a model
-    name that the route's author wrote, is not the caller's fault.
+    The client is not at fault when only a fallback finds the prompt too long, when a remaining candidate may hold it
+    (`larger_context_left`), or when the unknown model name stands in the configuration.
     """
     if verdict.reason is Reason.CONTEXT_LENGTH:
-        return candidate.position == 0 and not wider_left
+        return candidate.position == 0 and not larger_context_left
     if verdict.reason is Reason.NOT_FOUND:
         return not candidate.named
     return verdict.next is Next.PASS_ON

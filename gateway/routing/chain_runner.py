@@ -27,7 +27,7 @@ from gateway.routing.candidate_outcomes import (
     outcome_name,
     ran_out_of_time,
 )
-from gateway.routing.chain import PUT_OFF, Candidate, Chain, Drop, Dropped, RouteMatch, expand
+from gateway.routing.chain import DEFERRING, Candidate, Drop, Dropped, RouteMatch, Selection, expand
 from gateway.routing.explain_record import Record
 from gateway.routing.refusal import no_answer
 from gateway.routing.request_context import GatewayState, RequestContext, RequestState
@@ -152,8 +152,8 @@ class ChainRunner:
                 spent = "time was" if self._out_of_time else f"{state.budget.limits.attempts} attempts were"
                 outcomes.drop(Dropped(candidate, Drop.BUDGET, f"not asked, the request's {spent} spent"))
                 continue
-            if self._filter.is_open(candidate, waiting) and (verdict := await self._judge(candidate, waiting)):
-                if verdict.drop in PUT_OFF:
+            if self._filter.may_change(candidate, waiting) and (verdict := await self._judge(candidate, waiting)):
+                if verdict.drop in DEFERRING:
                     outcomes.defer(verdict)
                     waiting.append(candidate)
                 else:
@@ -179,13 +179,13 @@ class ChainRunner:
                 return result
         raise self._no_answer()
 
-    def _select(self) -> Chain:
-        chain = self._filter.fold()
+    def _select(self) -> Selection:
+        chain = self._filter.select()
         self._record.chain = self.candidates
         for dropped in chain.dropped:
             self._outcomes.drop(dropped)
-        for put_off in chain.put_off:
-            self._outcomes.defer(put_off)
+        for deferred in chain.deferred:
+            self._outcomes.defer(deferred)
         return chain
 
     async def _judge(self, candidate: Candidate, waiting: Collection[Candidate]) -> Dropped | None:
@@ -193,7 +193,7 @@ class ChainRunner:
         began = time.monotonic()
         verdict = await self._filter.judge(candidate, tuple(waiting), self._state.budget)
         self.upstream_seconds += time.monotonic() - began
-        again = verdict is not None and verdict.drop in PUT_OFF and self._outcomes.is_deferred(candidate)
+        again = verdict is not None and verdict.drop in DEFERRING and self._outcomes.is_deferred(candidate)
         return None if again else verdict
 
     async def _try(
@@ -236,7 +236,7 @@ class ChainRunner:
             self._out_of_time |= verdict.next is Next.STOP or (attempt.last and ran_out_of_time(verdict, seconds_left))
         outcome = failed_attempt(
             state.request, candidate, verdict, observation, message, error,
-            larger_context_left=candidate.is_local and self._filter.could_hold_more(candidate, self._waiting),
+            larger_context_left=candidate.is_local and self._filter.may_hold_more(candidate, self._waiting),
         )  # fmt: skip
         if isinstance(outcome, PassedOnError):
             self._record.reason = outcome_name(verdict, observation)

@@ -189,7 +189,7 @@ class Answer:
         said = kept.said  # read before it is asked whether that can go on
         if self._why_not(_SPILLED, self._hops_with_this) is not None:
             return False
-        policy, left = state.policy.route.resume, self._filter.again().kept
+        policy, left = state.policy.route.resume, self._filter.select_again().kept
         rungs = resume_policy.ladder(left, self.attempt.candidate, _SPILLED, policy, said, self._stalled)
         return any(_plan(state, said, rung) is not None for rung in rungs)
 
@@ -203,9 +203,9 @@ class Answer:
 
     def _rungs(self, verdict: Verdict, said: Said) -> list[Candidate]:
         state, broken = self._state, self.attempt.candidate
-        chain = self._filter.again()
+        chain = self._filter.select_again()
         for dropped in chain.dropped:
-            self._drop(dropped.candidate, f"{dropped.drop}: {dropped.said}")
+            self._drop(dropped.candidate, f"{dropped.drop}: {dropped.message}")
         asked = (broken, verdict, state.policy.route.resume, said, self._stalled)
         for candidate in chain.kept:
             if (why := resume_policy.barred(candidate, *asked)) is not None:

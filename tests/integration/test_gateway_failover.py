@@ -386,9 +386,9 @@ async def test_a_model_that_failed_is_asked_last_before_a_request_fails_at_it(
     fake.models["demo"] = replace(fake.models["demo"], state=ModelState.FAILED, retry_after_seconds=60.0)
     await patient.look()
     answer = await patient.chat()
-    assert (answer.json()["model"], answer.headers["x-headgate-reason"]) == ("demo-mini", "ailing")
+    assert (answer.json()["model"], answer.headers["x-headgate-reason"]) == ("demo-mini", "unhealthy")
     record = (await patient.admin("GET", f"/admin/requests/{answer.headers['x-request-id']}")).json()
-    assert record["dropped"] == {"local/demo": "ailing: the model failed: no reason given"}
+    assert record["dropped"] == {"local/demo": "unhealthy: the model failed: no reason given"}
     fake.answers["demo-mini"] = Answer(refuse=Code.MODEL_FAILED)
     answer = await patient.chat()
     assert (answer.json()["model"], answer.headers["x-headgate-attempts"]) == ("demo", "2")
@@ -405,7 +405,7 @@ async def test_what_the_service_tells_is_acted_upon_before_the_next_poll(
         fake.tell("model", {"model": replace(demo, state=ModelState.FAILED, retry_after_seconds=60.0).to_json()})
         await until("it heard of it", lambda: view.ailment("demo"))
         answer = await gateway.chat()
-        assert (answer.json()["model"], answer.headers["x-headgate-reason"]) == ("demo-mini", "ailing")
+        assert (answer.json()["model"], answer.headers["x-headgate-reason"]) == ("demo-mini", "unhealthy")
         fake.answers["demo"] = fake.answers["demo-mini"] = Answer(refuse=Code.MODEL_FAILED)
         for _ in range(5):
             await gateway.chat()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from gateway.providers.local.candidate_facts import Facts
 from gateway.providers.local.failing_models import Ailment
 from gateway.providers.local.model_speed import Speed
-from gateway.routing.chain import PUT_OFF, Candidate, Wants, fold
+from gateway.routing.chain import DEFERRING, Candidate, Requirements, select
 
 CAPABILITIES = st.frozensets(st.sampled_from(("chat", "tools", "vision")))
 FACTS = st.builds(
@@ -25,24 +25,24 @@ FACTS = st.builds(
     fits=st.none() | st.booleans(),
     ailment=st.none() | st.just(Ailment("it failed")),
 )
-WANTS = st.builds(Wants, capabilities=CAPABILITIES, cloud_allowed=st.booleans(), fit_check=st.booleans())
+WANTS = st.builds(Requirements, capabilities=CAPABILITIES, cloud_allowed=st.booleans(), fit_check=st.booleans())
 CHAINS = st.lists(st.tuples(st.sampled_from(("local", "openai")), FACTS), max_size=6)
 
 
 @given(CHAINS, WANTS)
-def test_a_fold_is_a_division_in_order(entries: list[tuple[str, Facts]], wants: Wants) -> None:
+def test_a_fold_is_a_division_in_order(entries: list[tuple[str, Facts]], wants: Requirements) -> None:
     candidates = [Candidate(provider, f"m{at}", at) for at, (provider, _) in enumerate(entries)]
     known = dict(zip(candidates, (facts for _, facts in entries), strict=True))
-    chain = fold(candidates, known.__getitem__, wants)
+    chain = select(candidates, known.__getitem__, wants)
     dropped = [item.candidate for item in chain.dropped]
-    put_off = [item.candidate for item in chain.put_off]
+    deferred = [item.candidate for item in chain.deferred]
     assert sorted((*chain.kept, *dropped), key=lambda one: one.position) == candidates, "each once"
     assert dropped == sorted(dropped, key=lambda one: one.position)
-    first = [one for one in chain.kept if one not in put_off]
-    assert list(chain.kept) == [*first, *put_off], "who is put off comes last"
+    first = [one for one in chain.kept if one not in deferred]
+    assert list(chain.kept) == [*first, *deferred], "who is put off comes last"
     assert first == sorted(first, key=lambda one: one.position)
-    assert all(item.drop not in PUT_OFF and item.said for item in chain.dropped)
-    assert all(item.drop in PUT_OFF for item in chain.put_off)
+    assert all(item.drop not in DEFERRING and item.message for item in chain.dropped)
+    assert all(item.drop in DEFERRING for item in chain.deferred)
     for candidate in chain.kept:
         facts = known[candidate]
         assert facts.present
@@ -57,7 +57,7 @@ def test_a_fold_is_a_division_in_order(entries: list[tuple[str, Facts]], wants: 
 
 
 @given(st.lists(st.sampled_from(("local", "openai")), max_size=6), WANTS)
-def test_what_is_unknown_drops_nobody_but_by_policy(providers: list[str], wants: Wants) -> None:
+def test_what_is_unknown_drops_nobody_but_by_policy(providers: list[str], wants: Requirements) -> None:
     candidates = [Candidate(provider, f"m{at}", at) for at, provider in enumerate(providers)]
-    chain = fold(candidates, lambda _: Facts(), wants)
+    chain = select(candidates, lambda _: Facts(), wants)
     assert [one for one in candidates if one.is_local or wants.cloud_allowed] == list(chain.kept)

@@ -122,7 +122,7 @@ async def test_a_count_goes_past_a_model_that_ails(gateway: Gateway, fake: FakeI
     fake.models["demo"] = replace(fake.models["demo"], state=ModelState.FAILED)
     await gateway.look()
     counted = await count(gateway, "cloudy")
-    assert (counted.status_code, counted.headers["x-headgate-reason"]) == (200, "ailing")
+    assert (counted.status_code, counted.headers["x-headgate-reason"]) == (200, "unhealthy")
     assert (await record_of(gateway, counted))["answered_by"] == "anthropic/claude-opus-5"
 
 

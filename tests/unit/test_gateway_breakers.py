@@ -684,39 +684,6 @@ def test_holds_that_are_over_are_forgotten(breakers: Breakers, clock: Clock) -> 
     assert breakers.held_for("p", "b") == 5.0
 
 
-def test_what_keeps_off_a_pair_leaves_others_clear(clock: Clock) -> None:
-    breakers = Breakers(Rule(), clock, max_guards=2)
-    _lease(breakers).release()
-    assert breakers.is_clear("p", "m")
-    _fail(breakers, 5)
-    assert not breakers.is_clear("p", "m")
-    assert breakers.is_clear("p", "another")
-    clock.now += 30.0
-    assert not breakers.is_clear("p", "m"), "it is to be probed"
-    _lease(breakers).settle(Success())
-    assert breakers.is_clear("p", "m")
-    breakers.hold("p", "m", 5.0, ["normal"])
-    assert not breakers.is_clear("p", "m")
-    assert breakers.is_clear("p", "another")
-    clock.now += 5.0
-    assert breakers.is_clear("p", "m")
-    _fail(breakers, 5)
-    assert not breakers.is_clear("p", "m")
-    breakers.guard("p", "another")
-    assert set(breakers.states()) == {"p", "p/another"}
-    assert breakers.is_clear("p", "m"), "the open one was forgotten"
-
-
-def test_a_provider_that_is_shut_keeps_off_all_its_models(clock: Clock) -> None:
-    breakers = Breakers(Rule(), clock)
-    for _ in range(5):
-        lease = breakers.acquire("p", "m", 1e9, forced=True)
-        assert isinstance(lease, Lease)
-        lease.settle(Failure(Scope.PROVIDER))
-    assert not breakers.is_clear("p", "another")
-    assert breakers.is_clear("q", "m")
-
-
 def test_one_event_that_breaks_many_answers_is_one_failure(breakers: Breakers, clock: Clock) -> None:
     """Those that ran beside each other and broke off together; what breaks off later is another event."""
     beside = [_lease(breakers) for _ in range(4)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import pytest
 
@@ -12,13 +11,12 @@ from gateway.apis.openai.generation_request import parse
 from gateway.breaker.outcome import Ignore, Reason
 from gateway.errors import GatewayError, PassedOnError, RequestError, UpstreamError, UpstreamKind
 from gateway.providers.anthropic.anthropic_request import unsupported_params
-from gateway.providers.local.candidate_facts import Facts, plain_facts
+from gateway.providers.local.candidate_facts import Facts
 from gateway.providers.local.failing_models import Ailment
-from gateway.providers.local.model_speed import Speed
 from gateway.routing.candidate_outcomes import CandidateOutcome
-from gateway.routing.chain import Candidate, Drop, RouteMatch, Wants, expand, find_route, fold, passes_on
+from gateway.routing.chain import Candidate, Drop, Requirements, RouteMatch, expand, find_route, passes_on, select
 from gateway.routing.refusal import no_answer
-from inference.protocol import Code, ModelState, ModelStatus, Tier
+from inference.protocol import Code, Tier
 
 ROUTES = ("demo", "big/model", "*")
 
@@ -52,48 +50,37 @@ def test_local_entries_go_by_the_models_own_names() -> None:
 
 
 LOCAL, MINI, CLOUD = Candidate("local", "a", 0), Candidate("local", "b", 1), Candidate("openai", "c", 2)
-VISION = Wants(capabilities=frozenset({"vision"}))
+VISION = Requirements(capabilities=frozenset({"vision"}))
 
 
 @pytest.mark.parametrize(
     ("candidate", "facts", "wants", "drop"),
     [
-        (CLOUD, Facts(), Wants(cloud_allowed=False), Drop.POLICY),
-        (LOCAL, Facts(), Wants(cloud_allowed=False), None),
-        (CLOUD, Facts(present=False), Wants(), Drop.ABSENT),
+        (CLOUD, Facts(), Requirements(cloud_allowed=False), Drop.POLICY),
+        (LOCAL, Facts(), Requirements(cloud_allowed=False), None),
+        (CLOUD, Facts(present=False), Requirements(), Drop.ABSENT),
         (LOCAL, Facts(capabilities=frozenset({"chat"})), VISION, Drop.CAPABILITY),
         (LOCAL, Facts(capabilities=frozenset({"chat", "vision"})), VISION, None),
         (LOCAL, Facts(capabilities=None), VISION, None),
-        (CLOUD, Facts(unsupported={"seed": "no seed"}), Wants(), Drop.CAPABILITY),
-        (LOCAL, Facts(context_length=100), Wants(), None),
-        (LOCAL, Facts(same_vectors=False), Wants(), Drop.VECTORS),
-        (MINI, Facts(foreign_ids="logit_bias"), Wants(), Drop.VOCABULARY),
-        (LOCAL, Facts(closed_for=12.0), Wants(), Drop.BREAKER),
-        (LOCAL, Facts(closed_for=0.2), Wants(), Drop.BREAKER),
-        (LOCAL, Facts(held_for=3.0), Wants(), Drop.HELD),
-        (LOCAL, Facts(fits=False, fit_reason="lacks 3 MiB"), Wants(), Drop.NO_FIT),
-        (LOCAL, Facts(fits=False), Wants(), Drop.NO_FIT),
-        (LOCAL, Facts(fits=False), Wants(fit_check=False), None),
-        (LOCAL, Facts(fits=True), Wants(), None),
-        (LOCAL, Facts(fits=None), Wants(), None),
-        (CLOUD, Facts(fits=False), Wants(), None),
+        (CLOUD, Facts(unsupported={"seed": "no seed"}), Requirements(), Drop.CAPABILITY),
+        (LOCAL, Facts(context_length=100), Requirements(), None),
+        (LOCAL, Facts(same_vectors=False), Requirements(), Drop.VECTORS),
+        (MINI, Facts(foreign_ids="logit_bias"), Requirements(), Drop.VOCABULARY),
+        (LOCAL, Facts(closed_for=12.0), Requirements(), Drop.BREAKER),
+        (LOCAL, Facts(closed_for=0.2), Requirements(), Drop.BREAKER),
+        (LOCAL, Facts(held_for=3.0), Requirements(), Drop.HELD),
+        (LOCAL, Facts(fits=False, fit_reason="lacks 3 MiB"), Requirements(), Drop.NO_FIT),
+        (LOCAL, Facts(fits=False), Requirements(), Drop.NO_FIT),
+        (LOCAL, Facts(fits=False), Requirements(fit_check=False), None),
+        (LOCAL, Facts(fits=True), Requirements(), None),
+        (LOCAL, Facts(fits=None), Requirements(), None),
+        (CLOUD, Facts(fits=False), Requirements(), None),
     ],
 )
-def test_each_fact_drops_or_keeps(candidate: Candidate, facts: Facts, wants: Wants, drop: Drop | None) -> None:
-    chain = fold([candidate], lambda _: facts, wants)
+def test_each_fact_drops_or_keeps(candidate: Candidate, facts: Facts, wants: Requirements, drop: Drop | None) -> None:
+    chain = select([candidate], lambda _: facts, wants)
     assert [dropped.drop for dropped in chain.dropped] == ([] if drop is None else [drop])
     assert chain.kept == (() if drop else (candidate,))
-
-
-def test_what_the_service_says_of_a_model_is_plain_unless_it_may_speak_against_it() -> None:
-    ready = ModelStatus("m", ModelState.READY, context_length=4096, capabilities=("chat",), fits=True, load_seconds=0.0)
-    assert plain_facts(ready, None) == Facts(
-        capabilities=frozenset({"chat"}), context_length=4096, fits=True, speed=Speed(load_seconds=0.0)
-    )
-    assert plain_facts(ModelStatus("m", ModelState.COLD), None) == Facts()
-    assert plain_facts(ready, Ailment("its device is lost")) is None
-    assert plain_facts(replace(ready, state=ModelState.FAILED), None) is None
-    assert plain_facts(replace(ready, fits=False), None) is None
 
 
 def test_the_order_stays_and_every_drop_has_its_reason() -> None:
@@ -102,7 +89,7 @@ def test_the_order_stays_and_every_drop_has_its_reason() -> None:
         "local/b": Facts(),
         "openai/c": Facts(present=False),
     }
-    chain = fold([LOCAL, MINI, CLOUD], lambda candidate: known[candidate.name], Wants())
+    chain = select([LOCAL, MINI, CLOUD], lambda candidate: known[candidate.name], Requirements())
     assert chain.kept == (MINI,)
     assert [(dropped.candidate, dropped.drop) for dropped in chain.dropped] == [
         (LOCAL, Drop.BREAKER),
@@ -114,7 +101,7 @@ def test_the_order_stays_and_every_drop_has_its_reason() -> None:
 def test_what_is_the_callers_fault_depends_on_who_says_it() -> None:
     assert passes_on(Ignore(Reason.CONTEXT_LENGTH), LOCAL)
     assert not passes_on(Ignore(Reason.CONTEXT_LENGTH), MINI)
-    assert not passes_on(Ignore(Reason.CONTEXT_LENGTH), LOCAL, wider_left=True)
+    assert not passes_on(Ignore(Reason.CONTEXT_LENGTH), LOCAL, larger_context_left=True)
     assert not passes_on(Ignore(Reason.NOT_FOUND), LOCAL)
     assert passes_on(Ignore(Reason.NOT_FOUND), Candidate("local", "x", 0, named=False))
     assert passes_on(Ignore(Reason.BAD_REQUEST), MINI)
@@ -154,9 +141,9 @@ def test_the_return_is_true_when_nothing_is_known() -> None:
 
 def test_a_model_that_misses_a_lost_device_fits_when_the_service_says_that_it_may() -> None:
     facts = Facts(fits=False, fit_reason="gpu-0 is lost (it was cut)", fit_in=6.4)
-    (dropped,) = fold([LOCAL], lambda _: facts, Wants()).dropped
-    assert (dropped.retry_in, dropped.said) == (6.4, "cannot fit now: gpu-0 is lost (it was cut)")
-    outcome = CandidateOutcome(LOCAL, "cannot_fit", dropped.said, dropped.retry_in, Drop.NO_FIT)
+    (dropped,) = select([LOCAL], lambda _: facts, Requirements()).dropped
+    assert (dropped.retry_in, dropped.message) == (6.4, "cannot fit now: gpu-0 is lost (it was cut)")
+    outcome = CandidateOutcome(LOCAL, "cannot_fit", dropped.message, dropped.retry_in, Drop.NO_FIT)
     assert (_none(outcome).retry_after, "gpu-0 is lost" in _none(outcome).message) == (7.0, True)
 
 
@@ -195,23 +182,25 @@ def test_a_tier_that_cannot_says_what_would_help() -> None:
     body = {"messages": messages, "response_format": {"type": "json_object"}, "n": 2}
     unsupported = unsupported_params(body, "claude-opus-5")
     assert list(unsupported) == ["n", "response_format", "messages"]
-    dropped = fold([CLOUD], lambda _: Facts(unsupported=unsupported), Wants()).dropped[0]
-    assert "it gives one choice per request" in dropped.said
-    assert "give a json_schema" in dropped.said
-    assert "wants the last message to be the user's or a tool's" in dropped.said
+    dropped = select([CLOUD], lambda _: Facts(unsupported=unsupported), Requirements()).dropped[0]
+    assert "it gives one choice per request" in dropped.message
+    assert "give a json_schema" in dropped.message
+    assert "wants the last message to be the user's or a tool's" in dropped.message
 
 
 def test_a_parameter_that_only_absent_tiers_might_do_is_named() -> None:
-    dropped = fold([CLOUD], lambda _: Facts(unsupported={"seed": "no seed", "n": "one choice"}), Wants()).dropped[0]
-    assert (dropped.param, dropped.said) == ("seed", "no seed; one choice")
+    dropped = select(
+        [CLOUD], lambda _: Facts(unsupported={"seed": "no seed", "n": "one choice"}), Requirements()
+    ).dropped[0]
+    assert (dropped.param, dropped.message) == ("seed", "no seed; one choice")
     error = _none(
         CandidateOutcome(LOCAL, "policy", "no", None, Drop.POLICY),
-        CandidateOutcome(CLOUD, "capability", dropped.said, None, Drop.CAPABILITY, param="seed"),
+        CandidateOutcome(CLOUD, "capability", dropped.message, None, Drop.CAPABILITY, param="seed"),
     )
     assert (error.status, error.code, error.param) == (400, Code.UNSUPPORTED_PARAMETER, "seed")
     later = _none(
         CandidateOutcome(LOCAL, "breaker_open", "open", 9.0, Drop.BREAKER),
-        CandidateOutcome(CLOUD, "capability", dropped.said, None, Drop.CAPABILITY, param="seed"),
+        CandidateOutcome(CLOUD, "capability", dropped.message, None, Drop.CAPABILITY, param="seed"),
     )
     assert (later.status, later.retry_after) == (503, 9.0), "the local tier may do it later"
 
@@ -247,15 +236,15 @@ def test_where_all_have_too_many_waiting_the_request_may_come_again() -> None:
 def test_what_ails_comes_last_and_is_still_asked() -> None:
     ill = Facts(ailment=Ailment("the model failed: it aborted", 8.0))
     known = {"local/demo": ill, "local/demo-mini": Facts(), "cloud/big": Facts()}
-    chain = fold(expand(tuple(known), "demo", {}), lambda candidate: known[candidate.name], Wants())
+    chain = select(expand(tuple(known), "demo", {}), lambda candidate: known[candidate.name], Requirements())
     assert [candidate.name for candidate in chain.kept] == ["local/demo-mini", "cloud/big", "local/demo"]
     assert chain.dropped == ()
-    (put_off,) = chain.put_off
-    assert (put_off.drop, put_off.said, put_off.retry_in) == (Drop.AILING, "the model failed: it aborted", 8.0)
+    (deferred,) = chain.deferred
+    assert (deferred.drop, deferred.message, deferred.retry_in) == (Drop.UNHEALTHY, "the model failed: it aborted", 8.0)
 
 
 def test_when_everybody_ails_the_order_stays() -> None:
     known = {"local/demo": Facts(ailment=Ailment("x")), "local/demo-mini": Facts(ailment=Ailment("y"))}
-    chain = fold(expand(tuple(known), "demo", {}), lambda candidate: known[candidate.name], Wants())
+    chain = select(expand(tuple(known), "demo", {}), lambda candidate: known[candidate.name], Requirements())
     assert [candidate.name for candidate in chain.kept] == list(known)
-    assert chain.put_off == ()
+    assert chain.deferred == ()

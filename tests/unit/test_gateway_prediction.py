@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from gateway.providers.local.model_speed import UNKNOWN, Speed, queue_seconds
 from gateway.routing.budget import Budget, Limits
 from gateway.routing.chain import Candidate, Drop
-from gateway.routing.ttft_prediction import Allowed, Prediction, put_off, too_slow
+from gateway.routing.ttft_prediction import Allowed, Prediction, deferral, too_slow
 
 LOCAL, MINI, CLOUD = Candidate("local", "a", 0), Candidate("local", "b", 1), Candidate("openai", "c", 2)
 COLD = Prediction.of(Speed(80.0, 10.0, 100.0), 1000)
@@ -28,7 +28,7 @@ def test_load_queue_and_prompt_add_up() -> None:
 def test_what_is_not_known_speaks_against_nobody() -> None:
     assert NOTHING_KNOWN.seconds == 0
     assert too_slow(NOTHING_KNOWN, Allowed(0.0, 0.0)) is None
-    assert str(NOTHING_KNOWN) == "no wait is known of"
+    assert str(NOTHING_KNOWN) == "no known wait"
     assert Prediction.of(Speed(0, 0, 0.0), 1000).prefill_seconds is None
 
 
@@ -47,15 +47,15 @@ def test_what_is_allowed_is_what_the_deadlines_would_allow() -> None:
 
 
 def test_only_a_quicker_tier_or_a_cloud_is_a_reason() -> None:
-    verdict = put_off(LOCAL, COLD, ALLOWED, [(MINI, READY)])
+    verdict = deferral(LOCAL, COLD, ALLOWED, [(MINI, READY)])
     assert verdict is not None
     assert (verdict.drop, verdict.retry_in) == (Drop.TOO_SLOW, 90)
-    assert verdict.said.endswith("; local/b is asked first")
-    assert put_off(LOCAL, COLD, ALLOWED, [(CLOUD, NOTHING_KNOWN)]) is not None
-    assert put_off(LOCAL, COLD, ALLOWED, [(MINI, NOTHING_KNOWN)]) is None
-    assert put_off(LOCAL, COLD, ALLOWED, [(MINI, COLD)]) is None
-    assert put_off(LOCAL, COLD, ALLOWED, []) is None
-    assert put_off(LOCAL, READY, ALLOWED, [(CLOUD, NOTHING_KNOWN)]) is None
+    assert verdict.message.endswith("; local/b is tried first")
+    assert deferral(LOCAL, COLD, ALLOWED, [(CLOUD, NOTHING_KNOWN)]) is not None
+    assert deferral(LOCAL, COLD, ALLOWED, [(MINI, NOTHING_KNOWN)]) is None
+    assert deferral(LOCAL, COLD, ALLOWED, [(MINI, COLD)]) is None
+    assert deferral(LOCAL, COLD, ALLOWED, []) is None
+    assert deferral(LOCAL, READY, ALLOWED, [(CLOUD, NOTHING_KNOWN)]) is None
 
 
 def test_a_tier_whose_reading_was_never_measured_is_compared_by_its_wait() -> None:
@@ -91,7 +91,7 @@ def test_nobody_is_put_behind_one_that_is_not_quicker(
 ) -> None:
     expected = Prediction.of(speed, tokens)
     later = [(MINI, Prediction.of(other, tokens)) for other in others]
-    verdict = put_off(LOCAL, expected, Allowed(wait, left), later)
+    verdict = deferral(LOCAL, expected, Allowed(wait, left), later)
     if verdict is not None:
         assert too_slow(expected, Allowed(wait, left)) is not None
         assert any(other.is_quicker_than(expected) for _, other in later)

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from gateway.providers.local.failing_models import Ailment
 from gateway.providers.local.model_speed import UNKNOWN, Speed
 from gateway.providers.provider_fields import ALL_TAKEN
-from inference.protocol import ModelState, ModelStatus
 
 
 class Facts(NamedTuple):
@@ -35,21 +34,3 @@ class Facts(NamedTuple):
     """Seconds until what it needs may be there again, where the service knows."""
     ailment: Ailment | None = None
     """Why it would likely fail now: a reason to ask the others first, and none to drop it."""
-
-
-UNKNOWN_FACTS = Facts()
-"""Nothing is known, and so nothing speaks against it."""
-
-
-def plain_facts(status: ModelStatus, ailment: Ailment | None) -> Facts | None:
-    """What is known of a local model by the service's word alone; None where that may speak against some request."""
-    if ailment is not None or status.state is ModelState.FAILED or status.fits is False:
-        return None
-    return Facts(
-        capabilities=frozenset(status.capabilities) if status.capabilities else None,
-        context_length=status.context_length or None,
-        speed=Speed(status.load_seconds, status.queue_seconds, status.prefill_tokens_per_second),
-        fits=status.fits,
-        fit_reason=status.reason,
-        fit_in=status.retry_after_seconds,
-    )

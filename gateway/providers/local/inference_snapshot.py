@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 from gateway.breaker import probe_schedule
 from gateway.errors import UpstreamError
-from gateway.providers.local.candidate_facts import Facts, plain_facts
 from gateway.providers.local.failing_models import Ailment, ailment
 from inference.protocol import DeviceState, ModelState, ModelStatus
 
@@ -32,13 +30,6 @@ Fetch = Callable[[str, float], Awaitable[Any]]
 """Gets the JSON at a path within so many seconds or raises UpstreamError."""
 
 _ANSWERS = (ModelState.READY, ModelState.BUSY)
-
-
-class Plain(NamedTuple):
-    """What is known of a model that nothing speaks against, while fewer than `busy_at` attempts of ours run at it."""
-
-    facts: Facts
-    busy_at: float
 
 
 class InferenceView:
@@ -67,7 +58,6 @@ class InferenceView:
         self._devices: dict[str, tuple[DeviceState, float]] = {}
         """What was told of each device, and when."""
         self._aliases: Mapping[str, str] = {}
-        self._plain: dict[str, Plain] = {}
         """By model id; made when something is heard, because then nobody waits for it."""
         self._seen_at: float | None = None
         self._reachable: bool | None = None
@@ -80,7 +70,6 @@ class InferenceView:
         self._seen_at = None
         self._reachable = None
         self._models, self._aliases, self._devices, self._told_at = {}, {}, {}, {}
-        self._plain = {}
 
     @property
     def is_fresh(self) -> bool:
@@ -117,13 +106,6 @@ class InferenceView:
         status = self.models.get(model)
         return None if status is None else self._ailment(status)
 
-    def plain(self, model: str) -> Plain | None:
-        """What is known of a model, by its id; None where one has to look closer."""
-        seen = self._seen_at
-        if seen is None or self._clock() - seen >= STALE_SECONDS:
-            return None
-        return self._plain.get(model)
-
     def look(self) -> None:
         """Something happened: the service is asked now instead of at the next turn."""
         self._wanted.set()
@@ -143,12 +125,10 @@ class InferenceView:
             self._take(list({**self._models, status.id: status}.values()), now, now, {status.id})
         elif kind == "device":
             self._devices[str(data["device"]["id"])] = DeviceState(data["device"]["state"]), now
-            self._sort_out(self._models)
         elif kind == "removed" and "id" in data:
             self._take([model for name, model in self._models.items() if name != data["id"]], now, now, set())
         elif kind == "removed":
             self._devices[str(data["device"])] = DeviceState.LOST, now
-            self._sort_out(self._models)
         elif kind == "eviction":
             self.look()
 
@@ -204,17 +184,12 @@ class InferenceView:
         """
         before, told = self._models, self._told_at
         self._models, self._told_at = {}, {}
-        news: list[str] = []
         for model in models:
             is_news = fresh is None or model.id in fresh
             newer = model.id in before and (told[model.id] > asked or not is_news)
-            if not newer:
-                news.append(model.id)
             self._models[model.id] = before[model.id] if newer else model
             self._told_at[model.id] = told[model.id] if newer else now
         self._aliases = {alias: model.id for model in self._models.values() for alias in model.aliases}
-        self._plain = {name: plain for name, plain in self._plain.items() if name in self._models}
-        self._sort_out(news)
         for name, model in self._models.items():
             if model.state in _ANSWERS and (name not in before or before[name].state not in _ANSWERS):
                 self._on_ready(name)
@@ -223,16 +198,6 @@ class InferenceView:
         told_at = self._told_at[status.id]
         devices = {name: state for name, (state, at) in self._devices.items() if at >= told_at}
         return ailment(status, devices, self._clock() - told_at)
-
-    def _sort_out(self, names: Iterable[str]) -> None:
-        """Notes which of the models need no closer look, and what is known of them."""
-        for name in names:
-            status = self._models[name]
-            facts = plain_facts(status, self._ailment(status))
-            if facts is None:
-                self._plain.pop(name, None)
-            else:
-                self._plain[name] = Plain(facts, math.inf if status.answer_seconds is None else status.parallel)
 
     def _note_missing(self, error: Exception) -> None:
         """No answer, or one that makes no sense; told once, with the traceback when it is nothing foreseen."""
