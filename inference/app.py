@@ -24,13 +24,13 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
+from headgate.shared.asgi import App, error_headers, request_id
 from headgate.shared.environ import load_environ
 from headgate.shared.errors import ConfigError, Exit
 from headgate.shared.state import INFERENCE_TOKEN, StateDir
 from headgate.shared.wire import WiredHttp
 from inference import settings
 from inference.accelerator_memory import Circumstances, Unreached
-from inference.api import asgi
 from inference.api.event_bus import Bus
 from inference.api.inference_metrics import Metrics
 from inference.api.relay import Relay
@@ -45,6 +45,7 @@ from inference.api.routes import (
     quarantine_routes,
     service_routes,
 )
+from inference.api.token_guard import OPEN_PATHS, Guard
 from inference.authority.shell import Authority
 from inference.devices.inventory import Inventory
 from inference.dumps import Dumps
@@ -114,7 +115,7 @@ class Service:
         self.metrics.gauges = lambda: gauges(self.authority)
         self.app = self._app(token, said.admin_key, said.max_body_bytes)
 
-    def _app(self, token: str, admin_key: str | None, max_body_bytes: int) -> asgi.App:
+    def _app(self, token: str, admin_key: str | None, max_body_bytes: int) -> App:
         app = FastAPI(title="Headgate inference", docs_url=None, redoc_url=None, openapi_url=None)
         relay = Relay(self.authority, max_body_bytes=max_body_bytes)
         app.router.routes.extend(Route(path, endpoint=relay, methods=["POST"]) for path in HOT_PATHS)
@@ -126,12 +127,12 @@ class Service:
         app.include_router(operation_routes.router(self.authority))
         app.include_router(quarantine_routes.router(self.authority))
         app.include_router(dump_routes.router(Dumps(self.authority, self.crashes)))
-        openapi_route.add(app, asgi.OPEN_PATHS)
+        openapi_route.add(app, OPEN_PATHS)
         app.add_exception_handler(InferenceError, _inference_error)  # type: ignore[arg-type]
         app.add_exception_handler(HTTPException, _http_error)  # type: ignore[arg-type]
         app.add_exception_handler(RequestValidationError, _invalid)  # type: ignore[arg-type]
         app.add_exception_handler(Exception, _unexpected)
-        return asgi.Guard(app, token, admin_key, USE_PATHS)
+        return Guard(app, token, admin_key, USE_PATHS)
 
 
 async def serve(
@@ -263,11 +264,11 @@ def _reload(running: Service, config_dir: Path, overrides: Mapping[str, Any]) ->
 
 # --- errors in the envelope ------------------------------------------------------------------------------------------
 def _envelope(request: Request, status: int, body: dict[str, Any], headers: Mapping[str, str]) -> JSONResponse:
-    return JSONResponse(body, status, headers={**headers, H_REQUEST_ID: asgi.request_id(request.scope)})
+    return JSONResponse(body, status, headers={**headers, H_REQUEST_ID: request_id(request.scope)})
 
 
 async def _inference_error(request: Request, error: InferenceError) -> JSONResponse:
-    headers = {name.decode(): value.decode() for name, value in asgi.error_headers(error)}
+    headers = {name.decode(): value.decode() for name, value in error_headers(error)}
     return _envelope(request, error.status, error.body(), headers)
 
 
@@ -293,6 +294,6 @@ async def _invalid(request: Request, error: RequestValidationError) -> JSONRespo
 
 
 async def _unexpected(request: Request, error: Exception) -> JSONResponse:
-    log.error("request %s failed in the service: %r", asgi.request_id(request.scope), error)
+    log.error("request %s failed in the service: %r", request_id(request.scope), error)
     message = "the inference service failed; its log says why"
     return _envelope(request, 500, error_body(Code.INTERNAL_ERROR, message), {})

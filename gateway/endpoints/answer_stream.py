@@ -13,10 +13,11 @@ from gateway.apis.public_api import Writer
 from gateway.breaker.outcome import End
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.http.client_disconnect import Presence
-from gateway.http.http_exchange import Exchange, Send, send_head
+from gateway.http.http_exchange import Exchange, send_head
 from gateway.routing.resume_runner import Answer
 from gateway.routing.stream_reader import ExpiredError
 from gateway.telemetry.gateway_metrics import Telemetry
+from headgate.shared.asgi import Send
 from inference.protocol import Code
 
 _HEADERS = [

@@ -21,18 +21,7 @@ from gateway.endpoints.route_lookup import find, known
 from gateway.errors import GatewayError, RefusedError, RequestError
 from gateway.http.body_memory import NOTHING, SMALL_BYTES, Room, length_of
 from gateway.http.client_disconnect import Presence
-from gateway.http.http_exchange import (
-    ClientLeftError,
-    Exchange,
-    Receive,
-    Scope,
-    Send,
-    body_at_hand,
-    exchange_of,
-    read_body,
-    send_at_once,
-    send_bytes,
-)
+from gateway.http.http_exchange import Exchange, body_at_hand, exchange_of, read_body, send_at_once, send_bytes
 from gateway.routing.chain import RouteMatch
 from gateway.routing.chain_runner import ChainRunner
 from gateway.routing.explain_record import Record
@@ -40,6 +29,7 @@ from gateway.routing.quote_redaction import without_quotes
 from gateway.routing.request_context import GatewayState, RequestContext
 from gateway.routing.resume_runner import Answer
 from gateway.runtime import Runtime
+from headgate.shared.asgi import ClientLeftError, Receive, Scope, Send
 from inference.protocol import H_KV, H_POLICY, H_PRIORITY, Code, Priority, Tier
 
 log = logging.getLogger("gateway.requests")

@@ -19,7 +19,7 @@ from gateway.breaker.outcome import End
 from gateway.endpoints.route_lookup import find
 from gateway.endpoints.serve import log_end, request_context
 from gateway.errors import GatewayError, PassedOnError, RefusedError, RequestError, UpstreamError, UpstreamKind
-from gateway.http.http_exchange import Exchange, Receive, Scope, Send, exchange_of, read_body, send_bytes
+from gateway.http.http_exchange import Exchange, exchange_of, read_body, send_bytes
 from gateway.providers.provider import Call, CountsTokens
 from gateway.routing.budget import Budget
 from gateway.routing.candidate_filter import CandidateFilter
@@ -30,6 +30,7 @@ from gateway.routing.quote_redaction import without_quotes
 from gateway.routing.refusal import no_answer
 from gateway.routing.request_context import GatewayState, RequestContext
 from gateway.runtime import Runtime
+from headgate.shared.asgi import Receive, Scope, Send
 from inference.protocol import Code
 
 PATH = "/v1/messages/count_tokens"

@@ -6,7 +6,7 @@ import asyncio
 from types import TracebackType
 
 from gateway.breaker.outcome import End
-from gateway.http.http_exchange import Receive
+from headgate.shared.asgi import Receive
 from headgate.shared.wire import Wire
 
 

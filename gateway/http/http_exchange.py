@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import math
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,8 @@ import orjson
 
 from gateway.apis.messages import messages_errors
 from gateway.errors import GatewayError, PassedOnError, RequestError
-from headgate.shared import wire
+from headgate.shared import asgi, wire
+from headgate.shared.asgi import Receive, Scope, Send
 from inference.protocol import (
     H_ATTEMPTS,
     H_DEVICE,
@@ -29,11 +29,6 @@ from inference.protocol import (
     Code,
     Tier,
 )
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 BODY_SILENCE_SECONDS = 30.0
 """A body of which nothing more comes for so long is given up."""
@@ -50,10 +45,6 @@ _ENCODING = "content-encoding"
 _VERSION = "anthropic-version"
 """All clients of Anthropic's API send it, and no others: the listing of models and paths that do not exist are answered
 in the form of the API that the client speaks."""
-
-
-class ClientLeftError(Exception):
-    """The client went away while its body was read."""
 
 
 @dataclass(slots=True)
@@ -181,30 +172,13 @@ async def read_body(
     if encoding not in ("", "identity"):
         said = f"the body is encoded ({encoding[:40]}), and the gateway unpacks nothing; send it as it is"
         raise RequestError(Code.UNSUPPORTED_MEDIA_TYPE, said, param="content-encoding")
-    declared = headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
-        raise _too_large(limit)
-    pieces: list[bytes] = []
-    size = 0
-    loop = asyncio.get_running_loop()
-    end = loop.time() + total_seconds
-    while True:
-        silent_at = loop.time() + silence_seconds
-        try:
-            async with asyncio.timeout_at(min(silent_at, end)):
-                message = await receive()
-        except TimeoutError:
-            said = f"stopped coming for {silence_seconds:g} s" if silent_at < end else f"took over {total_seconds:g} s"
-            raise RequestError(Code.INVALID_REQUEST, f"the body {said}; send it again") from None
-        if message["type"] == "http.disconnect":
-            raise ClientLeftError
-        piece = message.get("body", b"")
-        size += len(piece)
-        if size > limit:
-            raise _too_large(limit)
-        pieces.append(piece)
-        if not message.get("more_body", False):
-            return b"".join(pieces)
+    try:
+        return b"".join(await asgi.read_body(receive, headers, limit, total_seconds, silence_seconds))
+    except asgi.BodyTooLargeError:
+        raise _too_large(limit) from None
+    except asgi.BodyTimeoutError as error:
+        problem = f"stopped for {silence_seconds:g} s" if error.silent else f"took over {total_seconds:g} s"
+        raise RequestError(Code.INVALID_REQUEST, f"the body {problem}; send it again") from None
 
 
 def _too_large(limit: int) -> RequestError:

@@ -14,16 +14,8 @@ from typing import Any
 
 from gateway import cors
 from gateway.errors import GatewayError, RequestError
-from gateway.http.http_exchange import (
-    ClientLeftError,
-    Exchange,
-    Message,
-    Receive,
-    Scope,
-    Send,
-    new_exchange,
-    send_error,
-)
+from gateway.http.http_exchange import Exchange, new_exchange, send_error
+from headgate.shared.asgi import ClientLeftError, Message, Receive, Scope, Send
 from inference.protocol import Code
 
 log = logging.getLogger("gateway.http.middleware")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from headgate.shared.asgi import Response
 from headgate.shared.hop import Answer, BrokenError
-from inference.api.asgi import Out
 
 _FRAME_END = b"\n\n"
 _DATA = b"\ndata:"
@@ -16,11 +16,11 @@ class Flow:
     more slowly than the worker writes; then nothing more is read until what is here has left.
     """
 
-    def __init__(self, answer: Answer, out: Out) -> None:
+    def __init__(self, answer: Answer, response: Response) -> None:
         self.has_begun = False
         """Whether anything was relayed but comments."""
         self._answer = answer
-        self._out = out
+        self._response = response
         self._kept: list[bytes] = []
         self._last = _FRAME_END
         self._ended = False
@@ -34,11 +34,11 @@ class Flow:
             await self._changed.wait()
             self._changed.clear()
             while self._kept:
-                await self._out.data(self._kept[0])
+                await self._response.data(self._kept[0])
                 del self._kept[0]  # only now, because what comes meanwhile has to wait behind it
             if self._error is not None:
                 if not self._last.endswith(_FRAME_END):
-                    await self._out.data(_FRAME_END)  # or the error that follows would be read as the rest of a frame
+                    await self._response.data(_FRAME_END)  # separates the error from a partial frame
                 raise self._error
             if self._ended:
                 return
@@ -48,8 +48,8 @@ class Flow:
         if not self.has_begun:
             self.has_begun = not piece.startswith(b":") or _DATA in piece
         self._last = piece
-        if not self._kept and self._out.takes_pieces:
-            self._out.piece(piece)
+        if not self._kept and self._response.takes_pieces:
+            self._response.piece(piece)
         else:
             self._kept.append(piece)
             self._answer.pause()

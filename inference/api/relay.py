@@ -18,9 +18,21 @@ import aiohttp
 import orjson
 
 from headgate.shared import hop, wire
+from headgate.shared.asgi import (
+    BodyTimeoutError,
+    BodyTooLargeError,
+    ClientLeftError,
+    Headers,
+    Receive,
+    Response,
+    Scope,
+    Send,
+    headers_of,
+    read_body,
+    request_id,
+    wait_for_disconnect,
+)
 from headgate.shared.hop import Answer, BrokenError, Hop
-from inference.api import asgi
-from inference.api.asgi import Headers, Out, Receive, Scope, Send
 from inference.api.flow_control import Flow
 from inference.authority.placement.plan import Refusal
 from inference.authority.quarantine.docket import SUSPICIOUS, Crash
@@ -57,6 +69,8 @@ WORD_SECONDS = PROGRESS_INTERVAL_SECONDS * 0.75
 _BIG_BODY_BYTES = 2**20
 """Bodies beyond this are parsed in a thread, because parsing them would hold up everybody else's streams."""
 _EXIT_SECONDS = 0.5
+BODY_SECONDS = 60.0
+"""Time for a body to arrive."""
 CONNECT_SECONDS = 5.0
 _PASSED_ON = (H_TENANT, H_KV, H_PRIORITY, H_PROBE, H_STREAM_INTERVAL)
 _PASSED_BACK = ("content-type", "retry-after", "x-should-retry")
@@ -102,13 +116,13 @@ class Relay:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; never raises but for cancellation."""
-        headers = Headers(scope)
-        out = Out(send, asgi.request_id(scope), wire.take(scope))
-        body = await asgi.read_body(headers, receive, out, self._max_body_bytes)
+        headers = {**headers_of(scope), H_REQUEST_ID: request_id(scope)}
+        out = Response(send, headers[H_REQUEST_ID], wire.take(scope))
+        body = await self._body(headers, receive, out)
         if body is None:
             return
         work = asyncio.ensure_future(self._answer(scope["path"], headers, body, out))
-        gone = asyncio.ensure_future(asgi.disconnected(receive))
+        gone = asyncio.ensure_future(wait_for_disconnect(receive))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -118,7 +132,20 @@ class Relay:
             with contextlib.suppress(asyncio.CancelledError):  # the caller left; nobody is there to be told
                 await work
 
-    async def _answer(self, path: str, headers: Headers, body: bytes, out: Out) -> None:
+    async def _body(self, headers: Headers, receive: Receive, out: Response) -> bytes | None:
+        """The body; None when the client left or the request was refused."""
+        try:
+            return b"".join(await read_body(receive, headers, self._max_body_bytes, BODY_SECONDS))
+        except ClientLeftError:
+            pass
+        except BodyTimeoutError:
+            await out.fail(InvalidRequestError(f"the body did not arrive within {BODY_SECONDS:g} s"))
+        except BodyTooLargeError:
+            problem = f"the body is larger than the limit of {self._max_body_bytes / 2**20:g} MiB"
+            await out.refuse_body(InvalidRequestError(problem, code=Code.BODY_TOO_LARGE), receive)
+        return None
+
+    async def _answer(self, path: str, headers: Headers, body: bytes, out: Response) -> None:
         try:
             wish = await self._read(path, headers, body)
             model = self._authority.resolve(wish.model)
@@ -144,15 +171,13 @@ class Relay:
             log.exception("request %s failed in the service", out.request_id)
             await out.fail(InferenceError("the inference service failed; its log says why"))
 
-    async def _count(self, model: Model, wish: Wish, path: str, body: bytes, out: Out) -> None:
+    async def _count(self, model: Model, wish: Wish, path: str, body: bytes, out: Response) -> None:
         patience = self._authority.settings.estimate_timeout_seconds
         seconds = patience if wish.deadline_seconds is None else min(patience, wish.deadline_seconds)
         status, answer = await self._vocabulary.ask(model.spec, path, body, seconds=seconds)
-        await out.begin(status, [(b"content-type", b"application/json")], len(answer))
-        await out.data(answer)
-        await out.end()
+        await out.whole(status, [(b"content-type", b"application/json")], answer)
 
-    async def _serve(self, model: Model, wish: Wish, path: str, headers: Headers, body: bytes, out: Out) -> None:
+    async def _serve(self, model: Model, wish: Wish, path: str, headers: Headers, body: bytes, out: Response) -> None:
         trial = self._authority.quarantine.trial(path, body)
         await trial.admit(model)
         while True:
@@ -168,7 +193,7 @@ class Relay:
                 return
 
     async def _run(
-        self, trial: Trial, model: Model, wish: Wish, path: str, headers: Headers, body: bytes, out: Out
+        self, trial: Trial, model: Model, wish: Wish, path: str, headers: Headers, body: bytes, out: Response
     ) -> bool:
         """Whether the model computed the answer: a refusal says nothing of it, nor does what its vocabulary knows."""
         now = asyncio.get_running_loop().time()
@@ -203,7 +228,7 @@ class Relay:
         shape = shape_of(path, len(body), data)
         return Wish(model, bool(stream), _priority(headers), _deadline(headers), probe, asked_at, shape)
 
-    async def _probe(self, model: Model, out: Out) -> bool:
+    async def _probe(self, model: Model, out: Response) -> bool:
         """Answers a probe that must not load anything; False when the model is ready and can be asked."""
         if model.state in (ModelState.READY, ModelState.BUSY):
             return False
@@ -216,15 +241,15 @@ class Relay:
         return True
 
     # --- waiting ---------------------------------------------------------------------------------------------------
-    async def _wait_aloud(self, ticket: Ticket, out: Out) -> Lease:
+    async def _wait_aloud(self, ticket: Ticket, out: Response) -> Lease:
         while True:
             lease = await ticket.wait(WORD_SECONDS)
             if lease is not None:
                 return lease
-            await out.comment(ticket.progress())
+            await _send_progress(out, ticket.progress())
 
     # --- forwarding ------------------------------------------------------------------------------------------------
-    async def _stream(self, lease: Lease, wish: Wish, path: str, headers: Headers, body: bytes, out: Out) -> int:
+    async def _stream(self, lease: Lease, wish: Wish, path: str, headers: Headers, body: bytes, out: Response) -> int:
         """The worker's status, once all of its answer is relayed."""
         asking = asyncio.ensure_future(_ask(lease, wish, path, headers, body))
         answer: Answer | None = None
@@ -233,7 +258,7 @@ class Relay:
             while not asking.done():
                 await asyncio.wait({asking}, timeout=WORD_SECONDS)
                 if not asking.done():
-                    await out.comment(Progress("queued", 0))
+                    await _send_progress(out, Progress("queued", 0))
             answer = asking.result()
             if answer.status != 200 or not answer.headers.get("content-type", "").startswith("text/event-stream"):
                 await self._pass_whole(answer.status, _back(lease, answer.headers), await answer.whole(), out)
@@ -256,7 +281,7 @@ class Relay:
                 with contextlib.suppress(asyncio.CancelledError, BrokenError, _UnreachableError):  # told above
                     (await asking).close()
 
-    async def _whole(self, lease: Lease, wish: Wish, path: str, headers: Headers, body: bytes, out: Out) -> int:
+    async def _whole(self, lease: Lease, wish: Wish, path: str, headers: Headers, body: bytes, out: Response) -> int:
         try:
             response = await lease.session.post(path, data=body, headers=_passed(wish, headers))
             try:
@@ -268,15 +293,13 @@ class Relay:
             raise await self._broken(lease, error, relayed=False) from error
 
     @staticmethod
-    async def _pass_whole(status: int, headers: list[tuple[bytes, bytes]], answer: bytes, out: Out) -> None:
+    async def _pass_whole(status: int, headers: list[tuple[bytes, bytes]], answer: bytes, out: Response) -> None:
         """An answer that is no stream: all of it, or none, so that a death in the middle is a clean error."""
         if out.started:
             await out.data(b"data: " + answer.replace(b"\n", b"") + b"\n\n")
             await out.end()
         else:
-            await out.begin(status, headers, len(answer))
-            await out.data(answer)
-            await out.end()
+            await out.whole(status, headers, answer)
 
     async def _broken(self, lease: Lease, error: Exception, *, relayed: bool) -> Exception:
         """What to tell when the connection to a worker broke: its death is known a moment later."""
@@ -305,6 +328,12 @@ class Relay:
         return CrashedError(crash, told, relayed=relayed)
 
 
+async def _send_progress(out: Response, progress: Progress) -> None:
+    """Sends a progress comment, and starts the stream if it has not started."""
+    await out.begin_stream()
+    await out.data(progress.frame())
+
+
 class _UnreachableError(Exception):
     """The worker's socket took no connection."""
 
@@ -321,14 +350,14 @@ async def _ask(lease: Lease, wish: Wish, path: str, headers: Headers, body: byte
 def _passed(wish: Wish, headers: Headers) -> dict[str, str]:
     """The headers that a worker is sent."""
     passed = {name: value for name in _PASSED_ON if (value := headers.get(name)) is not None}
-    passed[H_REQUEST_ID] = headers.request_id
+    passed[H_REQUEST_ID] = headers[H_REQUEST_ID]
     passed["content-type"] = "application/json"
     if (left := wish.milliseconds_left(asyncio.get_running_loop().time())) is not None:
         passed[H_DEADLINE] = str(left)
     return passed
 
 
-def _back(lease: Lease, headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+def _back(lease: Lease, headers: Headers) -> list[tuple[bytes, bytes]]:
     passed = [
         (name.encode(), value.encode("latin-1")) for name in _PASSED_BACK if (value := headers.get(name)) is not None
     ]

@@ -40,6 +40,11 @@ class WorkerError(Exception):
         """The HTTP status of the code."""
         return CODES[self.code].status
 
+    @property
+    def retryable(self) -> bool:
+        """Whether a retry can succeed."""
+        return CODES[self.code].retryable
+
     def body(self) -> dict[str, Any]:
         """The OpenAI error envelope; the wait stands in it too, because an error frame has no headers."""
         details = dict(self.details or {})

@@ -11,8 +11,8 @@ import pytest
 
 from gateway.apis.openai import generation_request
 from gateway.apis.openai.frames import Endpoint
-from inference.api.asgi import OPEN_PATHS
 from inference.api.routes.openapi_route import BODIES
+from inference.api.token_guard import OPEN_PATHS
 from inference.app import HOT_PATHS
 from inference.worker.api import generation_body, rerank_api, tokenize_api
 from tests.rigs.asgi import ask, operations

@@ -280,7 +280,7 @@ async def test_a_body_has_time_but_not_for_ever() -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    for receive, said in ((trickle, "took over 0.3 s"), (silence, "stopped coming for 0.1 s")):
+    for receive, said in ((trickle, "took over 0.3 s"), (silence, "stopped for 0.1 s")):
         with pytest.raises(RequestError, match=said):
             await read_body(receive, {}, 10_000, silence_seconds=0.1, total_seconds=0.3)
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import orjson
 import pytest
 
+from headgate.shared.asgi import Response
 from headgate.shared.hop import BrokenError
 from headgate.shared.sse import SseSplitter
-from inference.api.asgi import Out
 from inference.api.flow_control import Flow
 from inference.errors import ModelFailed
 
@@ -43,7 +43,7 @@ def test_the_error_is_a_frame_of_its_own(cut: int) -> None:
         sent += dict(message).get("body", b"")  # type: ignore[call-overload]
 
     async def broken() -> None:
-        out = Out(send, "req-1")
+        out = Response(send, "req-1")
         await out.begin(200, [])
         with pytest.raises(BrokenError):
             await Flow(DyingAnswer((WHOLE * 2)[: len(WHOLE) * 2 - cut]), out).run()  # type: ignore[arg-type]

@@ -42,7 +42,7 @@ def reranker(words: Words, template: str | None = TEMPLATE, context: int = 100_0
 
 
 def inputs(words: Words, documents: list[str], template: str | None = TEMPLATE) -> list[list[int]]:
-    request = reranker(words, template).understand({"query": QUERY, "documents": documents})
+    request = reranker(words, template).decode({"query": QUERY, "documents": documents})
     return [list(tokens) for tokens in request.inputs]
 
 
@@ -80,7 +80,7 @@ def test_a_query_times_documents_that_is_too_much_is_refused_before_documents_ar
     with pytest.raises(
         BadRequestError, match=f"at least {MAX_DOCUMENTS * 1025} tokens; at most {MAX_TOKENS}"
     ) as caught:
-        reranker(words, template).understand({"query": long.strip(), "documents": ["d"] * MAX_DOCUMENTS})
+        reranker(words, template).decode({"query": long.strip(), "documents": ["d"] * MAX_DOCUMENTS})
     assert caught.value.param == "documents"
     assert len(words.seen) == 1
 
@@ -93,5 +93,5 @@ def test_documents_that_are_too_much_together_are_refused_at_the_first_that_is()
 
     words = Letters()
     with pytest.raises(BadRequestError, match=f"more than {MAX_TOKENS} tokens"):
-        reranker(words, None).understand({"query": "q", "documents": ["d" * 2**16] * 100})
+        reranker(words, None).decode({"query": "q", "documents": ["d" * 2**16] * 100})
     assert words.seen.count("d" * 2**16) == MAX_TOKENS // 2**16

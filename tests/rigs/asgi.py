@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-from inference.api.asgi import App
+from headgate.shared.asgi import App
 
 
 @dataclass(frozen=True, slots=True)

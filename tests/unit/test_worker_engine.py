@@ -13,7 +13,7 @@ import pytest
 from headgate.shared.parameters import Sampling
 from inference.protocol import Code
 from inference.worker.answers.generation import Output
-from inference.worker.api.body_intake import Coming
+from inference.worker.api.body_intake import ArrivingRequests
 from inference.worker.backend import Decode, Mask
 from inference.worker.dialects.answer_parts import Content
 from inference.worker.engine.engine import PROGRESS_SECONDS, Engine
@@ -259,7 +259,7 @@ async def test_a_short_step_waits_for_nobody(bench: Bench) -> None:
 
 
 def test_a_request_is_coming_until_the_engine_has_it_or_it_fails() -> None:
-    coming = Coming()
+    coming = ArrivingRequests()
     with coming.one() as arrived, coming.one():
         assert coming.count == 2
         arrived()

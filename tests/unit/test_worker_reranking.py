@@ -43,7 +43,7 @@ def reranker(tokenizer: Letters | None = None, template: str | None = None) -> R
 
 
 def pair(said: Reranker, query: str = "q", document: str = "d") -> list[int]:
-    return list(said.understand({"query": query, "documents": [document]}).inputs[0])
+    return list(said.decode({"query": query, "documents": [document]}).inputs[0])
 
 
 Q, D = ord("q"), ord("d")
@@ -75,7 +75,7 @@ def test_a_template_is_filled_once_and_texts_stay_texts() -> None:
 
 def test_scores_are_ranked_and_equal_ones_keep_their_order() -> None:
     said = reranker()
-    request = said.understand({"query": "q", "documents": ["a", {"text": "b", "id": 7}, "c"], "return_documents": True})
+    request = said.decode({"query": "q", "documents": ["a", {"text": "b", "id": 7}, "c"], "return_documents": True})
     answer = json.loads(said.answer(request, [np.array([0.0]), np.array([900.0]), np.array([0.0])]))
     assert answer == {
         "object": "list",
@@ -91,7 +91,7 @@ def test_scores_are_ranked_and_equal_ones_keep_their_order() -> None:
 
 def test_the_first_of_two_answers_is_the_score_and_far_ones_do_not_overflow() -> None:
     said = reranker()
-    request = said.understand({"query": "q", "documents": ["a"], "top_n": 1})
+    request = said.decode({"query": "q", "documents": ["a"], "top_n": 1})
     for values, score in (([0.75, 0.25], 0.75), ([-900.0], 0.0)):
         answer = json.loads(said.answer(request, [np.array(values, np.float32)]))
         assert answer["results"] == [{"index": 0, "relevance_score": score}]
@@ -119,7 +119,7 @@ def test_the_first_of_two_answers_is_the_score_and_far_ones_do_not_overflow() ->
 )
 def test_what_is_wrong_is_named(body: Any, param: str | None) -> None:
     with pytest.raises(BadRequestError) as caught:
-        reranker().understand(body)
+        reranker().decode(body)
     assert caught.value.param == param
 
 
@@ -131,5 +131,5 @@ def test_a_text_that_can_never_fit_is_not_tokenized() -> None:
             raise AssertionError("this text cannot fit")
 
     with pytest.raises(BadRequestError, match=r"length is 20 tokens, but query takes at least 250000") as caught:
-        reranker(Unwilling(longest_piece=4)).understand({"query": "x" * 10**6, "documents": ["a"]})
+        reranker(Unwilling(longest_piece=4)).decode({"query": "x" * 10**6, "documents": ["a"]})
     assert caught.value.details == {"context_length": 20, "prompt_tokens": 250000, "max_tokens": None}

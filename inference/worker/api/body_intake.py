@@ -1,4 +1,4 @@
-"""Reads bodies and works on them off the event loop, large ones one after the other; never knows what they mean."""
+"""Reads and decodes bodies off the event loop, large ones one after the other."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from typing import Any, TypeVar
 from inference.protocol import Code
 from inference.worker import malloc_trim
 from inference.worker.api.worker_exchange import Exchange, parse
-from inference.worker.worker_errors import BadRequestError, GoneError, WorkerError
+from inference.worker.worker_errors import GoneError, WorkerError
 
 BIG_BODY_BYTES = 2**18
-"""Requests whose bodies are larger are read one after the other: what one takes while it is read is many times that."""
-BODY_SECONDS = 30.0
-"""For a body to arrive, and for the large ones before it to be read."""
+"""Larger bodies are decoded one at a time, because decoding takes many times their size."""
+TURN_SECONDS = 30.0
+"""Time for the large bodies before this one to be decoded."""
 
 T = TypeVar("T")
 
 
-class Coming:
-    """Counts requests between their arrival and the engine; on the event loop, read by any thread."""
+class ArrivingRequests:
+    """Counts requests between their arrival and the engine. Changed on the event loop, read by any thread."""
 
     def __init__(self) -> None:
         self.count = 0
 
     @contextlib.contextmanager
     def one(self) -> Iterator[Callable[[], None]]:
-        """One request; what is called when the engine has it."""
+        """Counts one request until the given function is called."""
         self.count += 1
-        is_coming = True
+        is_counted = True
 
         def arrived() -> None:
-            nonlocal is_coming
-            self.count -= is_coming
-            is_coming = False
+            nonlocal is_counted
+            self.count -= is_counted
+            is_counted = False
 
         try:
             yield arrived
@@ -45,43 +45,39 @@ class Coming:
 
 
 class Intake:
-    """One per worker, on the event loop; `executor` does the work."""
+    """Decodes the bodies of one worker's requests on `executor`."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._reading_big = asyncio.Lock()
 
-    async def understood(self, exchange: Exchange, understand: Callable[[Any], T]) -> T:
-        """What `understand` makes of the body's JSON; raises GoneError when the client left before its turn came."""
+    async def decoded(self, exchange: Exchange, decode: Callable[[Any], T]) -> T:
+        """The result of `decode` for the body's JSON; raises GoneError when the client left before it ran."""
         if exchange.announced_bytes <= BIG_BODY_BYTES:
-            return await self._read(exchange, understand)
+            return await self._read(exchange, decode)
         try:
-            async with asyncio.timeout(BODY_SECONDS):
+            async with asyncio.timeout(TURN_SECONDS):
                 await self._reading_big.acquire()
         except TimeoutError:
             raise WorkerError(
-                Code.QUEUE_FULL, "this model reads other large requests; ask again", retry_after=1.0
+                Code.QUEUE_FULL, "this model is decoding other large requests; retry later", retry_after=1.0
             ) from None
         try:
-            return await self._read(exchange, understand)
+            return await self._read(exchange, decode)
         finally:
             self._reading_big.release()
 
     async def off_loop(self, function: Callable[[], T]) -> T:
-        """What `function` returns, on another thread."""
+        """The result of `function`, called on another thread."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, function)
 
     def done(self, exchange: Exchange) -> None:
-        """The exchange is over: what a large body took goes back to the system."""
+        """Ends an exchange; memory of a large body is returned to the system."""
         if exchange.announced_bytes > BIG_BODY_BYTES:
             self._executor.submit(malloc_trim.trim)
 
-    async def _read(self, exchange: Exchange, understand: Callable[[Any], T]) -> T:
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                parts = await exchange.body()
-        except TimeoutError:
-            raise BadRequestError(f"the body did not arrive within {BODY_SECONDS:g} s") from None
+    async def _read(self, exchange: Exchange, decode: Callable[[Any], T]) -> T:
+        parts = await exchange.body()
         exchange.watch()
 
         def work() -> T:
@@ -91,6 +87,6 @@ class Intake:
             parts.clear()
             body = parse(raw)
             del raw
-            return understand(body)
+            return decode(body)
 
         return await self.off_loop(work)

@@ -38,17 +38,17 @@ class Vectors:
         """POST /v1/embeddings."""
         arrival = time.monotonic()
 
-        def understand(body: Any) -> tuple[EmbeddingRequest, list[array[int]]]:
+        def decode(body: Any) -> tuple[EmbeddingRequest, list[array[int]]]:
             request = generation_body.embedding(body, self._facts)
             # They wait in this form: as a list a token takes 36 bytes, so four.
             return request, [array("i", tokens) for tokens in self._prompts.embed(request)]
 
-        request, inputs = await self._intake.understood(exchange, understand)
+        request, inputs = await self._intake.decoded(exchange, decode)
         vectors = await self._pooled(exchange, inputs, arrival)
         if request.dimensions is not None:
             vectors = [normalized(values[: request.dimensions]) for values in vectors]
         tokens = sum(len(tokens) for tokens in inputs)
-        await exchange.json(
+        await exchange.json_bytes(
             await self._intake.off_loop(
                 lambda: response_writer.embeddings(self._facts.model_id, vectors, tokens, as_base64=request.as_base64)
             )
@@ -60,9 +60,9 @@ class Vectors:
         reranker = self._reranker
         generation_body.need_capability(self._facts, "rerank")
         assert reranker is not None, "a model that reranks has one"
-        request = await self._intake.understood(exchange, reranker.understand)
+        request = await self._intake.decoded(exchange, reranker.decode)
         outputs = await self._pooled(exchange, request.inputs, arrival)
-        await exchange.json(await self._intake.off_loop(lambda: reranker.answer(request, outputs)))
+        await exchange.json_bytes(await self._intake.off_loop(lambda: reranker.answer(request, outputs)))
 
     async def _pooled(self, exchange: Exchange, inputs: Sequence[Sequence[int]], arrival: float) -> list[np.ndarray]:
         """What the model says to each input, in their order."""

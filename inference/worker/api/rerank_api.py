@@ -99,7 +99,7 @@ class Reranker:
         self._template = None if template is None else _PLACE.split(template)
         self._defused = defused
 
-    def understand(self, body: Any) -> RerankRequest:
+    def decode(self, body: Any) -> RerankRequest:
         """The request in a body; raises BadRequestError with `param`."""
         given = body_fields.known(body, _FIELDS)
         query = given.get("query")

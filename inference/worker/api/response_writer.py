@@ -14,7 +14,6 @@ import orjson
 from inference.worker.answers.generation import Output
 from inference.worker.api.logprob_writer import Logprobs
 from inference.worker.dialects.answer_parts import CallBegin, Content, Part, Reasoning
-from inference.worker.worker_errors import WorkerError
 
 _PREFIX = {"chat": "chatcmpl-", "completion": "cmpl-"}
 _OBJECT = {"chat": "chat.completion", "completion": "text_completion"}
@@ -186,16 +185,6 @@ def _delta(part: Part) -> bytes:
     else:
         call = {"index": part.index, "function": {"arguments": part.text}}
     return b'"delta":{"tool_calls":[%b]}' % orjson.dumps(call)
-
-
-def error_frame(error: WorkerError) -> bytes:
-    """An error inside a stream that has begun; no `[DONE]` follows it."""
-    return b"data: " + orjson.dumps(error.body()) + b"\n\n"
-
-
-def error_json(error: WorkerError) -> bytes:
-    """The error envelope."""
-    return orjson.dumps(error.body())
 
 
 class Answer:

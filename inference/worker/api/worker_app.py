@@ -15,8 +15,7 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any
 
-import orjson
-
+from headgate.shared.asgi import Receive, Scope, Send, error_frame
 from headgate.shared.parameters import Sampling
 from inference.protocol import (
     DONE,
@@ -28,12 +27,12 @@ from inference.protocol import (
 from inference.worker.answers.answer_shape import Shape
 from inference.worker.answers.generation import Output
 from inference.worker.api import generation_body, response_writer
-from inference.worker.api.body_intake import Coming, Intake
+from inference.worker.api.body_intake import ArrivingRequests, Intake
 from inference.worker.api.pooled_api import Vectors
 from inference.worker.api.rerank_api import Reranker
 from inference.worker.api.response_writer import NO_ECHO, Answer, Echo, Usage
 from inference.worker.api.tokenize_api import Counting
-from inference.worker.api.worker_exchange import MOST_PATIENCE_SECONDS, Exchange, Receive, Scope, Send
+from inference.worker.api.worker_exchange import MAX_STREAM_INTERVAL_SECONDS, Exchange
 from inference.worker.backend import Constraint
 from inference.worker.constraints import Compiler, FormQueue
 from inference.worker.engine.embedder import Embedder
@@ -88,9 +87,9 @@ class App:
         self._sight = sight
         self._intake = Intake(executor)
         self._prepare_sampling = prepare_sampling
-        self._coming = Coming()
+        self._arriving = ArrivingRequests()
         if engine is not None:
-            engine.expect(lambda: self._coming.count)
+            engine.expect(lambda: self._arriving.count)
         self._counting = Counting(facts, prompts, detokenize)
         vectors = Vectors(facts, prompts, self._intake, embedder, reranker)
         self._forms = None if compiler is None else FormQueue(compiler, executor, compiling)
@@ -157,14 +156,14 @@ class App:
 
     # --- endpoints ---------------------------------------------------------------------------------------------------
     async def _livez(self, exchange: Exchange) -> None:
-        await exchange.json(orjson.dumps({"status": "draining" if self.draining else "ok"}))
+        await exchange.json(200, {"status": "draining" if self.draining else "ok"})
 
     async def _chat(self, exchange: Exchange) -> None:
-        with self._coming.one() as arrived:
+        with self._arriving.one() as arrived:
             await self._generate(exchange, generation_body.chat, arrived)
 
     async def _completion(self, exchange: Exchange) -> None:
-        with self._coming.one() as arrived:
+        with self._arriving.one() as arrived:
             await self._generate(exchange, generation_body.completion, arrived)
 
     async def _generate(
@@ -173,7 +172,7 @@ class App:
         """`arrived` is called when the engine is about to have the request."""
         arrival = time.monotonic()
 
-        def understand(body: Any) -> tuple[GenerateRequest, Prepared | None]:
+        def decode(body: Any) -> tuple[GenerateRequest, Prepared | None]:
             request = read(body, self._facts)
             if request.images:
                 return request, None
@@ -181,7 +180,7 @@ class App:
             self._prepare_sampling(request.sampling)
             return _shorter(request), prepared
 
-        request, prepared = await self._intake.understood(exchange, understand)
+        request, prepared = await self._intake.decoded(exchange, decode)
         ticket: Ticket[Output] = Ticket(asyncio.get_running_loop())
         exchange.on_disconnect(ticket.leave)
         if prepared is not None:
@@ -238,7 +237,7 @@ class App:
             constraint=constraint,
             score_prompt=request.score_prompt,
             prefix=prepared.prefix,
-            patience=exchange.patience() if request.stream else MOST_PATIENCE_SECONDS,
+            patience=exchange.stream_interval() if request.stream else MAX_STREAM_INTERVAL_SECONDS,
         )
         ticket.held = prepared.images
         arrived()
@@ -270,7 +269,7 @@ class App:
         counts = {
             index: (answer.tokens, answer.cached, answer.reasoning_tokens) for index, answer in enumerate(answers)
         }
-        await exchange.json(
+        await exchange.json_bytes(
             response_writer.whole(
                 request.kind,
                 self._facts.model_id,
@@ -313,9 +312,10 @@ class App:
             frames: list[bytes] = []
             for output in outputs:
                 if output.error is not None:
-                    if not exchange.begun and not frames:
+                    if not exchange.started and not frames:
                         raise output.error
-                    await exchange.chunk(b"".join(frames) + response_writer.error_frame(output.error))
+                    await exchange.begin_stream()
+                    await exchange.data(b"".join(frames) + error_frame(output.error))
                     await exchange.end()
                     return
                 counts[output.choice] = (output.tokens, output.cached, output.reasoning_tokens)
@@ -327,14 +327,13 @@ class App:
                 if now != seen or engine.pulse.is_computing:
                     seen = now
                     frames.append((ticket.progress or Progress("queued", 1)).frame())
-            if not exchange.begun:
-                await exchange.begin_stream()
+            await exchange.begin_stream()
             if frames:
-                await exchange.chunk(b"".join(frames))
+                await exchange.data(b"".join(frames))
             if unfinished:
                 outputs = await ticket.take(_PROGRESS_SECONDS)
         last = stream.usage(_usage(work, counts)) if request.include_usage else b""
-        await exchange.chunk(last + DONE)
+        await exchange.data(last + DONE)
         await exchange.end()
 
     async def _echoes(self, request: GenerateRequest, work: Work) -> list[Echo]:
@@ -350,10 +349,10 @@ class App:
         return echoes
 
     async def _tokenize(self, exchange: Exchange) -> None:
-        await exchange.json(await self._intake.understood(exchange, self._counting.tokens_of))
+        await exchange.json_bytes(await self._intake.decoded(exchange, self._counting.tokens_of))
 
     async def _detokenized(self, exchange: Exchange) -> None:
-        await exchange.json(await self._intake.understood(exchange, self._counting.text_of))
+        await exchange.json_bytes(await self._intake.decoded(exchange, self._counting.text_of))
 
     async def _compiled(self, shape: Shape, ticket: Ticket[Output], deadline: float | None) -> Constraint | None:
         if shape.form is None or self._forms is None:

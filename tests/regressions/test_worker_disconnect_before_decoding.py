@@ -1,4 +1,4 @@
-"""A worker's request whose client left while others were read or rendered is neither read nor rendered itself."""
+"""A request is not decoded when its client left while it waited for a thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from inference.worker.worker_errors import GoneError
 
 
 class _Client:
-    """Sends an empty object, and leaves when it is told to."""
+    """Sends an empty object, and disconnects when `leaves` is set."""
 
     def __init__(self) -> None:
         self.leaves = asyncio.Event()
@@ -37,9 +37,9 @@ class _Client:
         raise AssertionError(message)
 
 
-def test_who_left_while_waiting_for_a_thread_is_not_understood() -> None:
-    """One thread is held by a slow rendering; one of the two behind it leaves. Who asks later learns of it too."""
-    understood: list[str] = []
+def test_request_of_disconnected_client_is_not_decoded() -> None:
+    """A callback that is set after the disconnect is called too."""
+    decoded: list[str] = []
 
     async def scenario() -> None:
         held = threading.Event()
@@ -47,8 +47,8 @@ def test_who_left_while_waiting_for_a_thread_is_not_understood() -> None:
         with ThreadPoolExecutor(1) as executor:
             executor.submit(held.wait)
             intake = Intake(executor)
-            first = asyncio.create_task(intake.understood(left.exchange, lambda _body: understood.append("left")))
-            second = asyncio.create_task(intake.understood(stayed.exchange, lambda _body: understood.append("stayed")))
+            first = asyncio.create_task(intake.decoded(left.exchange, lambda _body: decoded.append("left")))
+            second = asyncio.create_task(intake.decoded(stayed.exchange, lambda _body: decoded.append("stayed")))
             try:
                 await left.watched.wait()
                 await stayed.watched.wait()
@@ -61,11 +61,11 @@ def test_who_left_while_waiting_for_a_thread_is_not_understood() -> None:
             with pytest.raises(GoneError):
                 await first
             await second
-        told: list[str] = []
-        left.exchange.on_disconnect(lambda: told.append("left"))
-        stayed.exchange.on_disconnect(lambda: told.append("stayed"))
-        assert told == ["left"]
+        called: list[str] = []
+        left.exchange.on_disconnect(lambda: called.append("left"))
+        stayed.exchange.on_disconnect(lambda: called.append("stayed"))
+        assert called == ["left"]
         stayed.exchange.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
-    assert understood == ["stayed"]
+    assert decoded == ["stayed"]
