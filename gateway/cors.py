@@ -39,7 +39,6 @@ EXPOSED_HEADERS = (
 )  # fmt: skip
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,*]+")
-_DEFAULT_PORT = re.compile(r"http://.*:80|https://.*:443")
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]{1,64}")
 
 

@@ -50,7 +50,7 @@ from inference.authority.shell import Authority
 from inference.devices.inventory import Inventory
 from inference.dumps import Dumps
 from inference.environment_settings import set_without_effect
-from inference.errors import InferenceError
+from inference.errors import BrokenBuild, InferenceError
 from inference.estimate.estimator import Estimator
 from inference.estimate.headrooms import Headrooms
 from inference.gauges import gauges
@@ -235,7 +235,7 @@ def _handle_signals(running: Service, server: uvicorn.Server, reload: Callable[[
             on_stop("a restart is needed")
 
     def on_broken_build(why: str) -> None:
-        running.authority.quiesce()
+        running.authority.quiesce(BrokenBuild())
         on_restart(why)
 
     running.authority.health.restart = on_restart

@@ -159,6 +159,8 @@ def read_yaml(
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         said = getattr(error, "problem", None) or "not valid YAML"
+        if isinstance(error, yaml.composer.ComposerError) and said == "but found another document":
+            said = "a second YAML document begins here (`---`); one file holds one document"
         raise ConfigError([Problem(said, file=path, line=mark.line + 1 if mark else None)]) from error
     if data is None:
         raise ConfigError([Problem(f"the file is empty; if that is intended, write `{nothing}`", file=path)])

@@ -53,7 +53,7 @@ class Parameter:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return f"must be a {'whole ' if is_whole else ''}number, not {_json_kind(value)}"
         if is_whole and not isinstance(value, int):
-            return f"must be a whole number; it is {value:g}"
+            return f"must be a whole number; it is {value}"
         if self.low <= value <= self.high or (self.minus_one and value == -1):
             return None
         return f"must be {self._bounds()}; it is {value if is_whole else format(value, 'g')}"

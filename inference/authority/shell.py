@@ -30,7 +30,7 @@ from inference.change import Change
 from inference.devices.device import Reading
 from inference.devices.host import CPU
 from inference.devices.inventory import Inventory
-from inference.errors import ModelNotFound, QueueFull, ShuttingDown
+from inference.errors import InferenceError, ModelNotFound, QueueFull, ShuttingDown
 from inference.estimate.estimator import Estimator
 from inference.estimate.headrooms import Headrooms
 from inference.evictions import Action, Evictions, Reason
@@ -152,11 +152,11 @@ class Authority:
         """Whether llama.cpp still computes on this CPU, after a worker died at its first step."""
         return self.build_check is None or await self.build_check.holds()
 
-    def quiesce(self) -> None:
-        """Takes nothing new from now on; everybody who waits is told."""
+    def quiesce(self, error: InferenceError | None = None) -> None:
+        """Take nothing new from now on; requests that wait fail with `error`, by default ShuttingDown."""
         self.closing = True
         for model in self.models.values():
-            self.waiting.fail(model, ShuttingDown())
+            self.waiting.fail(model, error or ShuttingDown())
         self.health.quiesce()
 
     def end(self) -> None:

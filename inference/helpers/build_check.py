@@ -19,6 +19,7 @@ from typing import Any
 
 from headgate.machine import Build
 from headgate.shared.errors import Exit, HeadgateError
+from headgate.shared.recovery import recovered
 from headgate.shared.state import StateDir
 from inference.devices.simgpu.rpc_server import package
 from inference.helpers.helper_client import HelperError, run_helper
@@ -121,7 +122,8 @@ class BuildCheck:
 
     def _changed(self, build: Build) -> str | None:
         """Why the build has to be checked, None where it is known to compute."""
-        kept, stamp = _read(self._path), _read(self._stamp)
+        kept = recovered(self._path, _object, "llama.cpp is checked again") or {}
+        stamp = _read(self._stamp)
         if _build_of(kept.get("failed")) == build:
             return "it failed while the service ran"
         records = [record for record in (_build_of(kept.get("passed")), _build_of(stamp.get("build"))) if record]
@@ -135,6 +137,12 @@ class BuildCheck:
 
 def _sentence(build: Build | None, failure: str) -> str:
     return f"llama.cpp does not compute on this CPU, {build.cpu if build else 'of an unknown kind'}: {failure}. {MEND}"
+
+
+def _object(data: Any) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise ValueError("it is no record of a check")
+    return data
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -89,6 +89,7 @@ def test_service_whose_build_stops_computing_ends_with_70(stack: Stack, broken: 
     with ThreadPoolExecutor(8) as pool:
         errors = list(pool.map(lambda _: _refusal(stack), range(8)))
     assert {error["status"] for error in errors} == {503}
+    assert any("llama.cpp does not compute on this machine's CPU" in error["message"] for error in errors)
     assert stack.inference.wait() == Exit.RESTART_OUTSIDE
     log = stack.inference.log
     assert "signal SIGILL (broken build)" in log

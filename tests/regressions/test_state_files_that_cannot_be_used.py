@@ -22,6 +22,7 @@ from inference.accelerator_memory import Circumstances, Unreached
 from inference.estimate.estimator import Estimator
 from inference.estimate.headrooms import Headrooms
 from inference.estimate.overheads import Overheads
+from inference.helpers.build_check import BuildCheck
 from inference.workers import orphans
 from inference.workers.crash_records import CrashStore
 
@@ -40,6 +41,13 @@ async def _family(state: StateDir) -> None:
     orphans.take_over(state, {}, proc=state.root / "no-proc")
 
 
+async def _build(state: StateDir) -> None:
+    async def computes(*_: Any, **__: Any) -> dict[str, Any]:
+        return {}
+
+    await BuildCheck(state, run=computes, find=lambda: state.root, stamp=state.root / "no-stamp").at_start()
+
+
 def _made(make: Callable[[StateDir], Any]) -> Callable[[StateDir], Awaitable[None]]:
     async def read(state: StateDir) -> None:
         make(state)
@@ -55,6 +63,7 @@ READERS: dict[str, Callable[[StateDir], Awaitable[None]]] = {
     "accelerators.json": _accelerators,
     "crashes/demo.json": _made(lambda state: CrashStore(state).of("demo")),
     "breakers.json": _breakers,
+    "build.json": _build,
 }
 """Every state file of the two services, and what reads it at start (crash records: when they are shown)."""
 

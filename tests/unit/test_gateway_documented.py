@@ -7,12 +7,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from gateway.telemetry.metric_counters import Counts, Times
 from prometheus_client import Counter, Gauge
 
 from gateway.routing.chain import Drop
 from gateway.routing.explain_record import Broke, Record, Tried
 from gateway.telemetry.gateway_metrics import Telemetry
-from gateway.telemetry.metric_counters import Counts, Times
 from inference.protocol import CODES
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text(encoding="utf-8")

@@ -113,3 +113,8 @@ def test_descriptions_and_the_rules_for_clouds_know_every_parameter() -> None:
         places = (OPENAI_CHAT.takes, OPENAI_CHAT.drops, OPENAI_CHAT.refuses)
         fate = {"sent": 0, "left out": 1, "renamed": 1, "tier skipped": 2}[parameter.clouds]
         assert parameter.name in places[fate], parameter.name
+
+
+def test_number_that_is_not_whole_is_quoted_as_it_was_sent() -> None:
+    with pytest.raises(RequestError, match=r"`max_tokens` must be a whole number; it is 1000\.0"):
+        _gateway("max_tokens", 1000.0)

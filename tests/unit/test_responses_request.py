@@ -635,3 +635,13 @@ def test_llama_cpps_parameters_pass_and_values_that_count_as_absent_do_not() -> 
     }  # fmt: skip
     assert body["chat_template_kwargs"] == {"enable_thinking": False}
     assert asked(max_output_tokens=-1).echo["max_output_tokens"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [("max_tokens", "max_output_tokens"), ("max_completion_tokens", "max_output_tokens"), ("n_probs", "top_logprobs")],
+)
+def test_parameter_with_another_name_in_the_responses_api_is_refused_with_that_name(name: str, own: str) -> None:
+    error = refusal(**{name: 5})
+    assert (error.param, error.code) == (name, Code.UNSUPPORTED_PARAMETER)
+    assert f"calls it `{own}`" in error.message

@@ -76,3 +76,19 @@ def test_the_ids_of_items_count_as_memory() -> None:
     store = Store(10_000, 60.0)
     store.put("a", "r1", b"1", b"[]", 0.0, ids=("msg_1", "msg_2"))
     assert store.size_bytes == 3 + 2 * ITEM_BYTES
+
+
+def test_deleting_an_answer_keeps_the_items_that_earlier_answers_hold() -> None:
+    store = Store(10_000, 60.0)
+    store.put("a", "r1", b"1", b"[]", 0.0, ids=("msg_1",))
+    store.put("a", "r2", b"2", b"[]", 0.0, ids=("msg_1", "msg_2"))
+    store.put("a", "r3", b"3", b"[]", 0.0, ids=("msg_1", "msg_2", "msg_3"))
+    assert store.delete("a", "r3", 1.0)
+    found = store.holding("a", "msg_1", 1.0)
+    assert found is not None and found.response == b"2"
+    assert store.holding("a", "msg_3", 1.0) is None
+    assert store.delete("a", "r2", 1.0)
+    found = store.holding("a", "msg_1", 1.0)
+    assert found is not None and found.response == b"1"
+    assert store.delete("a", "r1", 1.0)
+    assert store.holding("a", "msg_1", 1.0) is None

@@ -260,6 +260,9 @@ EXTENSIONS: Mapping[str, f.Check] = {
 """What local models take beyond the Responses API; told on as they are."""
 
 REFUSED: Mapping[str, str] = {
+    "max_tokens": "the Responses API calls it `max_output_tokens`",
+    "max_completion_tokens": "the Responses API calls it `max_output_tokens`",
+    "n_probs": "the Responses API calls it `top_logprobs`",
     "access_programs": "this gateway has no access programs; leave it out",
     "context_management": "a conversation is never compacted; leave it out and send what is to be read",
     "conversation": "conversations are not kept; use `previous_response_id`, or send the items themselves",

@@ -83,10 +83,14 @@ class Store:
 
     def delete(self, owner: str, id: str, now: float) -> bool:
         """Forgets the answer; whether it was there."""
-        found = self.get(owner, id, now) is not None
-        if found:
-            self._drop(owner, id)
-        return found
+        kept = self.get(owner, id, now)
+        if kept is None:
+            return False
+        self._drop(owner, id)
+        lost = set(kept.ids) - self._holders.get(owner, {}).keys()
+        for other, earlier in self._owners.get(owner, {}).items():  # the last answer that holds an item wins
+            self._holders[owner].update(dict.fromkeys(lost.intersection(earlier.ids), other))
+        return True
 
     def _expire(self, now: float) -> None:
         """Forgets what is over; every owner's answers stand in the order of their ends."""
