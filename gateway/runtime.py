@@ -66,7 +66,10 @@ class Runtime:
         self.config = config
         self.keys = _keys(config, source, state)
         self.telemetry = Telemetry()
-        self.breakers = Breakers(_rule(config.breaker), on_state=self._on_breaker, on_failure=self._on_failure)
+        self._breaker_file = BreakerFile(state, lambda: (LOCAL, *self.config.providers))
+        self.breakers = Breakers(
+            _rule(config.breaker), on_state=self._on_breaker, on_failure=self._on_failure, store=self._breaker_file
+        )
         self.ring = Ring()
         self.presences = Presences()
         self.admission = Admission(config.admission, self.telemetry)
@@ -84,7 +87,6 @@ class Runtime:
         self._retired: list[tuple[int, Provider]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._reloading = asyncio.Lock()
-        self._breaker_file = BreakerFile(state, self.breakers, lambda: (LOCAL, *self.config.providers))
         self.prober = Prober(
             self.breakers, lambda: self._registry.local, lambda: self.view.models, on_probe=self.telemetry.on_probe
         )
@@ -94,13 +96,14 @@ class Runtime:
         self._registry = await registry.build(self.config, self._token())
         prober = self.prober
         self.view = InferenceView(
-            self._registry.local.get_json, on_return=self._on_return, on_missing=prober.suspect, on_ready=prober.hint
+            self._registry.local.get_json, on_return=self._on_return, on_missing=prober.suspect, on_ready=prober.hurry
         )
         self._events = Events(lambda: self._registry.local, self.view)
         self.counter = TokenCounter(self._registry.local.post_json)
         self.gateway_state = self._make_state()
         self._spawn(self.view.run(), "inference-view")
-        await self._breaker_file.restore()
+        await self._breaker_file.load()
+        self.breakers.restore()
         self._spawn(self._events.run(), "events")
         self._spawn(self.prober.run(), "prober")
         self._spawn(self._breaker_file.run(), "breaker-file")
@@ -186,14 +189,13 @@ class Runtime:
 
     def _on_breaker(self, provider: str, model: str, state: State | None) -> None:
         self.telemetry.on_breaker(provider, model, state)
-        self._breaker_file.note()
         if provider == LOCAL:
-            self.prober.moved(model, state)
+            self.prober.on_state(model, state)
         if (provider, model, state) == (LOCAL, "", State.OPEN):
             self.view.look()
 
     def _on_return(self) -> None:
-        self.prober.hint()
+        self.prober.hurry()
         self._events.retry()
 
     def _on_failure(self, provider: str, model: str, failure: Failure) -> None:

@@ -1,7 +1,7 @@
-"""Keeps over a restart which breakers are not closed, in one small file; a file that cannot be used changes nothing.
+"""Keeps open breakers over a restart: a store in memory with a snapshot in one small file.
 
-Only names, the end of each open period and the time of writing stand there, by the wall clock. Disks are read and
-written in a thread: a slow one never holds up a request.
+The file has names, the end of each open period and the time of writing, by the wall clock. It is read and written in a
+thread, so that a slow disk delays no request.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from gateway.breaker.breakers import MAX_GUARDS, Breakers
+import pybreaker
+
+from gateway.breaker.breakers import MAX_BREAKERS
 from gateway.breaker.outcome import MAX_RETRY_AFTER_SECONDS
+from gateway.breaker.state_machine import BreakerStorage, BreakerStore, MemoryStorage
 from headgate.shared.errors import HeadgateError
 from headgate.shared.recovery import recovered
 from headgate.shared.state import StateDir, write_atomic
@@ -28,9 +31,9 @@ NAME = "breakers.json"
 FORMAT = 1
 MAX_BYTES = 2**18
 SETTLE_SECONDS = 0.25
-"""Changes that come together are written together."""
+"""Changes within this time are written together."""
 FORGET_SECONDS = 600.0
-"""An open period that ended so long before the start says nothing any more."""
+"""An open period that ended this long before the start is ignored."""
 LAST_WRITE_SECONDS = 2.0
 """How long the end of the gateway waits for the disk."""
 
@@ -38,45 +41,67 @@ Entry = tuple[str, str, float]
 """Provider, model (empty: the provider's own breaker), and the end of the open period in Unix seconds."""
 
 
-class BreakerFile:
-    """The file of one gateway. `providers` tells which ones there are: breakers of others are foreign."""
+class FileStorage(MemoryStorage):
+    """A storage in memory that reports changes of what the file keeps."""
+
+    __slots__ = ("_on_change",)
+
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        self._on_change = on_change
+        super().__init__()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name in ("state", "open_until"):
+            self._on_change()
+
+
+class BreakerFile(BreakerStore):
+    """The breakers of one gateway and their file. Breakers of other providers than `providers` are not loaded."""
 
     def __init__(
         self,
-        state: StateDir,
-        breakers: Breakers,
+        directory: StateDir,
         providers: Callable[[], Collection[str]],
+        clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._state = state
-        self._breakers = breakers
+        super().__init__()
+        self._directory = directory
         self._providers = providers
+        self._clock = clock
         self._wall = wall
         self._changed = asyncio.Event()
         self._written: list[Entry] = []
         self._fails = False
 
-    def note(self) -> None:
-        """A breaker moved: the file is to be written soon."""
+    def _new(self) -> BreakerStorage:
+        return FileStorage(self._changed.set)
+
+    def discard(self, provider: str, model: str) -> None:
+        """Forget the state of one breaker."""
+        super().discard(provider, model)
         self._changed.set()
 
-    async def restore(self) -> None:
-        """Opens the breakers that were open before; one line in the log about a file that cannot be used."""
+    async def load(self) -> None:
+        """Read the file into open storages; a file that cannot be used is one line in the log."""
         try:
-            found, written = await asyncio.to_thread(_read, self._state)
+            found, written = await asyncio.to_thread(_read, self._directory)
         except HeadgateError as error:
             log.warning("breakers start closed: %s", error)
             return
-        # nobody has more left than there was: a clock that was set back tells no longer wait
+        # no open period is longer than when it was written, even if the wall clock was set back since
         now, providers = max(self._wall(), written), self._providers()
         for provider, model, until in found:
-            left = min(until - now, MAX_RETRY_AFTER_SECONDS)
-            if provider in providers and left > -FORGET_SECONDS:
-                self._breakers.restore(provider, model, max(0.0, left))
+            remaining = min(until - now, MAX_RETRY_AFTER_SECONDS)
+            if provider in providers and remaining > -FORGET_SECONDS:
+                storage = self.storage(provider, model)
+                storage.open_until = self._clock() + max(0.0, remaining)
+                storage.state = pybreaker.STATE_OPEN
         self._written = found
 
     async def run(self) -> None:
-        """Writes what changed until cancelled."""
+        """Write changes until cancelled."""
         while True:
             await self._changed.wait()
             await asyncio.sleep(SETTLE_SECONDS)
@@ -84,59 +109,68 @@ class BreakerFile:
             await self._save()
 
     async def close(self) -> None:
-        """Writes the last state; gives up on a disk that takes too long."""
+        """Write the last state; give up on a disk that takes too long."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WRITE_SECONDS):
                 await self._save()
 
     async def _save(self) -> None:
-        now = self._wall()
-        entries = [(provider, model, round(now + left, 3)) for provider, model, left in self._breakers.kept()]
-        if _same(entries, self._written):
+        wall = self._wall()
+        entries = self._entries(wall - self._clock())
+        if _is_same(entries, self._written):
             return
-        data = json.dumps({"format": FORMAT, "written": round(now, 3), "breakers": entries}).encode()
+        data = json.dumps({"format": FORMAT, "written": round(wall, 3), "breakers": entries}).encode()
         try:
-            await asyncio.to_thread(_write, self._state, data)
+            await asyncio.to_thread(_write, self._directory, data)
         except (OSError, HeadgateError) as error:
             if not self._fails:
-                log.warning("open breakers cannot be kept for a restart (%s); the gateway goes on without", error)
+                log.warning("cannot store open breakers for a restart: %s", error)
             self._fails = True
             return
         self._written, self._fails = entries, False
 
+    def _entries(self, offset: float) -> list[Entry]:
+        """The breakers that are not closed; the open period of a half-open one is over."""
+        now = self._clock()
+        return [
+            (provider, model, round((max(storage.open_until, now) if is_open else now) + offset, 3))
+            for (provider, model), storage in self._storages.items()
+            if (is_open := storage.state == pybreaker.STATE_OPEN) or storage.state == pybreaker.STATE_HALF_OPEN
+        ]
 
-def _same(now: list[Entry], before: list[Entry]) -> bool:
-    """Whether writing `now` would change nothing that matters."""
+
+def _is_same(now: list[Entry], before: list[Entry]) -> bool:
+    """Whether `now` and `before` have the same breakers, open until the same time (within a second)."""
     ends = {entry[:2]: entry[2] for entry in before}
     names = {entry[:2] for entry in now}
     return names == ends.keys() and all(abs(until - ends[provider, model]) < 1.0 for provider, model, until in now)
 
 
-def _path(state: StateDir) -> Path:
-    return state.file(NAME)
+def _path(directory: StateDir) -> Path:
+    return directory.file(NAME)
 
 
-def _write(state: StateDir, data: bytes) -> None:
-    write_atomic(_path(state), data)
+def _write(directory: StateDir, data: bytes) -> None:
+    write_atomic(_path(directory), data)
 
 
-def _read(state: StateDir) -> tuple[list[Entry], float]:
-    """What the file holds and when it was written; nothing of a file that cannot be used. Raises HeadgateError."""
-    return recovered(_path(state), _kept, "breakers start closed", most_bytes=MAX_BYTES) or ([], 0.0)
+def _read(directory: StateDir) -> tuple[list[Entry], float]:
+    """The entries and the time of writing; nothing from a damaged file. Raises HeadgateError."""
+    return recovered(_path(directory), _parse, "breakers start closed", most_bytes=MAX_BYTES) or ([], 0.0)
 
 
-def _kept(data: Any) -> tuple[list[Entry], float]:
-    """The same from the file's content; raises ValueError and others for what is none of ours."""
+def _parse(data: Any) -> tuple[list[Entry], float]:
+    """The entries and the time of writing; raises ValueError and others for a foreign file."""
     if data["format"] != FORMAT:
         raise ValueError("it is of another version")
-    entries = [_entry(item) for item in data["breakers"][:MAX_GUARDS]]
-    written = float(data.get("written", 0.0))  # a former version did not say
+    entries = [_entry(item) for item in data["breakers"][:MAX_BREAKERS]]
+    written = float(data.get("written", 0.0))  # missing in files of an earlier version
     return entries, written if math.isfinite(written) else 0.0
 
 
 def _entry(item: object) -> Entry:
     match item:
         case [str(provider), str(model), float() | int() as until] if math.isfinite(until):
-            (provider + model).encode()  # raises ValueError: half a surrogate pair could be told to nobody
+            (provider + model).encode()  # raises ValueError for half a surrogate pair
             return provider, model, float(until)
-    raise ValueError("it is not what a gateway writes")
+    raise ValueError("it was not written by a gateway")

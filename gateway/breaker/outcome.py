@@ -147,12 +147,12 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Ignore:
-    """No breaker moves. `hold` (seconds) is when this request may come back to a full queue; requests of the priorities
-    `full_for` skip the tier as long.
+    """No breaker moves. A queue is full: for `skip_seconds` requests of
+    the priorities `full_for` skip the tier.
     """
 
     reason: Reason
-    hold: float | None = None
+    skip_seconds: float | None = None
     full_for: frozenset[str] = frozenset()
 
     @property

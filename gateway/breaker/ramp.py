@@ -1,23 +1,22 @@
-"""Decides how many attempts a tier takes at once just after it recovered; never counts them and never reads a clock."""
+"""Limits the concurrent attempts at a tier just after it recovered."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 FIRST = 2
-"""Attempts at once right after the recovery."""
+"""Concurrent attempts right after the recovery."""
 STEP_SECONDS = 1.0
-"""The width doubles so often."""
+"""The width doubles after each step."""
 FULL = 64
-"""From this width on everybody passes."""
+"""From this width on there is no limit."""
 LONGEST_SECONDS = 30.0
-"""Everybody passes so long after the recovery, whatever happened since."""
+"""There is no limit this long after the recovery."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ramp:
-    """One recovery. `recovered` is when it was (monotonic seconds), `began` when the climb last began anew, `wins` the
-    successes since then."""
+    """One recovery: when it was, when the ramp last began (monotonic seconds), and the successes since then."""
 
     recovered: float
     began: float
@@ -30,17 +29,17 @@ def begun(now: float) -> Ramp:
 
 
 def won(ramp: Ramp) -> Ramp:
-    """One more attempt succeeded."""
+    """The ramp after one more success."""
     return replace(ramp, wins=ramp.wins + 1)
 
 
 def lost(ramp: Ramp, now: float) -> Ramp:
-    """An attempt failed: the climb begins anew."""
+    """The ramp after a failure: it begins again."""
     return replace(ramp, began=now, wins=0)
 
 
 def width(ramp: Ramp, now: float) -> int | None:
-    """How many attempts may run at once at `now`; None: any number, and the ramp is over."""
+    """The number of concurrent attempts at `now`; None when there is no limit and the ramp is over."""
     doublings = int((now - ramp.began) / STEP_SECONDS)
     if now - ramp.recovered >= LONGEST_SECONDS or doublings >= FULL.bit_length():
         return None

@@ -1,8 +1,8 @@
-"""Keeps at which stage attempts wait, and tells whether a tier has gone silent before they fail; reads no clock itself.
+"""Detects that a cloud went silent before its attempts time out, from the stages at which they wait.
 
-An attempt waits at one stage after the other: for the first byte, for the first word, for the rest of its answer. Where
-it is silent for too long, and nobody has passed that stage since it came there, it speaks against the tier: who leads
-others on is not gone. Times are monotonic seconds.
+An attempt waits for its first byte, then for its first token, then for the rest of its answer. It counts as silent when
+it shows no sign of life for too long and no attempt has passed that stage since it arrived there. Times are monotonic
+seconds.
 """
 
 from __future__ import annotations
@@ -12,111 +12,112 @@ from collections.abc import Iterator
 from typing import Protocol
 
 SILENT_SECONDS = 7.5
-"""Who is silent for less says nothing, long before an attempt has failed of it."""
+"""Shorter silence is normal. An attempt times out much later."""
 
-PATIENCE = 2.0
-"""Behind the first byte silence may be thinking: so many times the longest of attempts that got on is allowed."""
+SILENCE_FACTOR = 2.0
+"""After the first byte a model may be thinking: this multiple of the longest silence of earlier attempts is normal."""
 
-KNOWN, REMEMBERED = 3, 16
-"""Of how many attempts the longest is taken, at least and at most: with fewer nothing behind the head is judged."""
+MIN_SAMPLES, MAX_SAMPLES = 3, 16
+"""Number of earlier attempts that the longest silence is taken from. With fewer, silence after the first byte is not
+judged."""
 
 
-class Silent(Protocol):
-    """What an attempt listens to."""
+class StreamActivity(Protocol):
+    """The signs of life of one attempt's stream."""
 
     longest_silence: float
-    """The longest that was over with a sign of life, in seconds; begins anew with the first word."""
+    """The longest silence that ended with a sign of life, in seconds; reset at the first token."""
 
     def silent_seconds(self) -> float:
-        """For how long there has been no sign of life; 0 while nobody listens."""
+        """Seconds since the last sign of life; 0 while nothing reads the stream."""
         ...
 
 
 class _Stage:
-    """Behind the first byte: who came here since anybody went on, and how long those were silent who did."""
+    """A stage after the first byte: the attempts that arrived since one passed, and the silences of those that did."""
 
     def __init__(self) -> None:
-        self.waiting: dict[int, tuple[float, Silent]] = {}
-        self._silences: deque[float] = deque(maxlen=REMEMBERED)
+        self.waiting: dict[int, tuple[float, StreamActivity]] = {}
+        self._silences: deque[float] = deque(maxlen=MAX_SAMPLES)
 
-    def passed(self, silent: Silent) -> None:
-        """Somebody goes on."""
+    def passed(self, activity: StreamActivity) -> None:
+        """One attempt passed the stage."""
         self.waiting.clear()
-        self._silences.append(silent.longest_silence)
-        silent.longest_silence = 0.0
+        self._silences.append(activity.longest_silence)
+        activity.longest_silence = 0.0
 
-    def speaking(self, now: float) -> Iterator[bool]:
-        """Of each attempt that came here long ago, whether it speaks against the tier."""
-        if len(self._silences) >= KNOWN:
-            allowed = max(SILENT_SECONDS, PATIENCE * max(self._silences))
-            for since, silent in self.waiting.values():
+    def verdicts(self, now: float) -> Iterator[bool]:
+        """For each attempt that arrived long enough ago, whether it is silent."""
+        if len(self._silences) >= MIN_SAMPLES:
+            allowed = max(SILENT_SECONDS, SILENCE_FACTOR * max(self._silences))
+            for since, activity in self.waiting.values():
                 if now - since < allowed:
-                    return  # nor do those who came later
-                yield silent.silent_seconds() >= allowed
+                    return  # and so did all that follow
+                yield activity.silent_seconds() >= allowed
 
 
-class Silence:
-    """The attempts at one tier that run. Numbers are their permits'; one that is not known changes nothing."""
+class SilenceDetector:
+    """The running attempts at one provider or model. Numbers are those of permits; unknown ones change nothing."""
 
     def __init__(self, *, is_model: bool) -> None:
-        """Behind the first byte only the attempts at one model are judged: others may think for longer."""
+        """Stages after the first byte are judged per model: another model of the provider may think for longer."""
         self._stages = (_Stage(), _Stage()) if is_model else ()
-        self._asked: dict[int, tuple[float, float]] = {}
-        self._running: dict[int, Silent | None] = {}
+        self._connecting: dict[int, tuple[float, float]] = {}
+        self._running: dict[int, StreamActivity | None] = {}
 
-    def asked(self, number: int, now: float, expires: float) -> None:
-        """An attempt begins that is lost at `expires`."""
-        self._asked[number] = now, expires
+    def started(self, number: int, now: float, expires: float) -> None:
+        """An attempt begins that times out at `expires`."""
+        self._connecting[number] = now, expires
         self._running[number] = None
 
-    def opened(self, number: int, now: float, silent: Silent) -> None:
-        """Its first byte is here; `silent` tells the rest."""
+    def first_byte(self, number: int, now: float, activity: StreamActivity) -> None:
+        """Its first byte came."""
         if number in self._running:
-            self._asked.clear()
-            self._running[number] = silent
+            self._connecting.clear()
+            self._running[number] = activity
             if self._stages:
-                self._stages[0].waiting[number] = now, silent
+                self._stages[0].waiting[number] = now, activity
 
-    def begun(self, number: int, now: float) -> None:
-        """Its first word is here."""
-        if self._stages and (silent := self._running.get(number)) is not None:
+    def first_token(self, number: int, now: float) -> None:
+        """Its first token came."""
+        if self._stages and (activity := self._running.get(number)) is not None:
             first, rest = self._stages
-            first.passed(silent)
-            rest.waiting[number] = now, silent
+            first.passed(activity)
+            rest.waiting[number] = now, activity
 
-    def ended(self, number: int, *, whole: bool) -> None:
-        """It waits no longer; `whole`: because it has its answer."""
+    def ended(self, number: int, *, answered: bool) -> None:
+        """It ended; `answered`: with a whole answer."""
         if number not in self._running:
             return
-        silent = self._running.pop(number)
-        self._asked.pop(number, None)
+        activity = self._running.pop(number)
+        self._connecting.pop(number, None)
         for stage in self._stages:
             stage.waiting.pop(number, None)
-        if whole:
-            self._asked.clear()
-            if self._stages and silent is not None:
-                self._stages[-1].passed(silent)
+        if answered:
+            self._connecting.clear()
+            if self._stages and activity is not None:
+                self._stages[-1].passed(activity)
 
     def clear(self) -> None:
-        """Nothing that runs now speaks against the tier."""
-        self._asked.clear()
+        """Ignore the attempts that run now."""
+        self._connecting.clear()
         self._running.clear()
         for stage in self._stages:
             stage.waiting.clear()
 
-    def speaking(self, now: float, enough: int) -> int:
-        """How many attempts speak against the tier, counted up to `enough`."""
+    def silent_attempts(self, now: float, enough: int) -> int:
+        """The number of silent attempts, counted up to `enough`."""
         found = 0
-        for speaks in self._each(now):
-            found += speaks
+        for is_silent in self._verdicts(now):
+            found += is_silent
             if found >= enough:
                 break
         return found
 
-    def _each(self, now: float) -> Iterator[bool]:
-        for since, expires in self._asked.values():
+    def _verdicts(self, now: float) -> Iterator[bool]:
+        for since, expires in self._connecting.values():
             if now - since < SILENT_SECONDS:
                 break
             yield now < expires
         for stage in self._stages:
-            yield from stage.speaking(now)
+            yield from stage.verdicts(now)

@@ -73,9 +73,9 @@ class Attempt:
         if self.last:
             await self.listening.open()
         else:
-            with self._lease.until_gone(self.listening.give_up):
+            with self._lease.cancelled_when_down(self.listening.give_up):
                 await self.listening.open()
-        self._lease.heard(self.listening)
+        self._lease.first_byte(self.listening)
 
     async def open(self, *, forward_comments: bool) -> None:
         """Reads until the commit; the frames so far are in `backlog`."""
@@ -96,7 +96,7 @@ class Attempt:
         if self._begun or not self.listening.answered:
             return
         self._begun = True
-        self._lease.prove()
+        self._lease.first_token()
         self._state.note_first_token()
 
     def _grace_is_over(self) -> bool:

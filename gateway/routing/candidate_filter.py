@@ -87,8 +87,8 @@ class CandidateFilter:
         )
         is_equal = (self._any_vectors and self._token_ids is None) or model == self._candidates[0].model
         same_vectors, foreign_ids = self._any_vectors or is_equal, None if is_equal else self._token_ids
-        closed_for = breakers.closed_for(provider_name, model)
-        held_for = breakers.held_for(provider_name, model, self._priority)
+        closed_for = breakers.open_for(provider_name, model)
+        held_for = breakers.skipped_for(provider_name, model, self._priority)
         status = gateway.view.models.get(model) if candidate.is_local else None
         if status is None:
             return Facts(is_present, closed_for, held_for, None, unsupported, same_vectors, foreign_ids)

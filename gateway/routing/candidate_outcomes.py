@@ -125,7 +125,7 @@ def failed_attempt(
     name = outcome_name(verdict, observation)
     if not isinstance(verdict, Ignore):
         return CandidateOutcome(candidate, name, message, verdict.retry_after if isinstance(verdict, Failure) else None)
-    retry_in = verdict.hold
+    retry_in = verdict.skip_seconds
     if not isinstance(error, UpstreamError):
         return CandidateOutcome(candidate, name, message, retry_in)
     if retry_in is None and candidate.is_local:

@@ -13,8 +13,9 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import Any, TypeVar
 
 from gateway.apis.openai.generation_request import InferenceRequest
-from gateway.breaker.breakers import Lease, Refused
+from gateway.breaker.breakers import Lease
 from gateway.breaker.outcome import End, Ignore, Next, Observation, Verdict
+from gateway.breaker.permits import Refused
 from gateway.errors import GatewayError, PassedOnError
 from gateway.providers.provider import Provider
 from gateway.routing.attempt import Attempt
@@ -271,5 +272,5 @@ class ChainRunner:
         """Seconds until the candidate may take a request, as far as known."""
         candidate = outcome.candidate
         breakers = self._state.gateway.breakers
-        closed_for = breakers.closed_for(candidate.provider, candidate.model) if outcome.drop is None else None
+        closed_for = breakers.open_for(candidate.provider, candidate.model) if outcome.drop is None else None
         return max(closed_for or 0.0, self._filter.ready_in(candidate))

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from gateway.access.key_usage import Meter
 from gateway.apis.openai.generation_request import InferenceRequest
-from gateway.breaker.breakers import Breakers, Lease, Refused
+from gateway.breaker.breakers import Breakers, Lease
 from gateway.breaker.outcome import End
+from gateway.breaker.permits import Refused
 from gateway.providers.local.inference_snapshot import InferenceView
 from gateway.providers.local.token_count import Counter
 from gateway.providers.provider import Call

@@ -16,8 +16,8 @@ from gateway.apis.lenient_json import loads
 from gateway.apis.openai.assemble import Assembly
 from gateway.apis.openai.finish_reasons import choices_of
 from gateway.apis.openai.frames import Data, Done, Frame
-from gateway.breaker.breakers import Refused
 from gateway.breaker.outcome import Ignore, Reason, Verdict
+from gateway.breaker.permits import Refused
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.anthropic.anthropic_models import takes_prefill
 from gateway.routing import resume_policy

@@ -273,7 +273,7 @@ async def test_five_refusals_open_the_breaker_the_sixth_never_arrives_and_one_pr
     assert len(fake.seen_for("demo")) == 5
     gate = asyncio.Event()
     fake.answers["demo"] = Answer(hold=gate)
-    await until("the open period is over", lambda: patient.runtime.breakers.closed_for("local", "demo") is None)
+    await until("the open period is over", lambda: patient.runtime.breakers.open_for("local", "demo") is None)
     clients = [asyncio.create_task(patient.chat()) for _ in range(32)]
     await until("31 went elsewhere", lambda: sum(client.done() for client in clients) == 31)
     assert len(fake.seen_for("demo")) == 6
@@ -319,7 +319,7 @@ async def test_one_request_is_enough_to_find_out_that_the_service_is_dead(tmp_pa
         assert (entry["source"], entry["last_probe"]) == ("probes", "GET /readyz: connect: connection refused")
         assert (await gateway.chat()).headers["x-headgate-attempts"] == "0"
         await fake.start()
-        await until("its return was noticed", lambda: gateway.runtime.breakers.closed_for("local", "demo") is None)
+        await until("its return was noticed", lambda: gateway.runtime.breakers.open_for("local", "demo") is None)
         answers = await asyncio.gather(*(gateway.chat() for _ in range(50)))
         assert len(fake.seen) == 1 + [answer.status_code for answer in answers].count(200)
         assert (await gateway.breaker("local"))["state"] == "closed"
@@ -335,7 +335,7 @@ async def test_a_model_that_recovered_is_found_by_a_probe(tmp_path: Path, fake: 
         assert (await gateway.breaker("local/demo"))["state"] == "open"
         await until("it was asked for a token", lambda: fake.probes)
         del fake.answers["demo"]
-        await until("its return was noticed", lambda: gateway.runtime.breakers.closed_for("local", "demo") is None)
+        await until("its return was noticed", lambda: gateway.runtime.breakers.open_for("local", "demo") is None)
         assert (await gateway.chat()).json()["model"] == "demo"
         assert len(fake.seen_for("demo")) == 6
 
@@ -362,7 +362,7 @@ async def test_after_a_recovery_most_go_elsewhere_and_nobody_is_sent_away(
     fake.queue["demo"] = [Answer(refuse=Code.MODEL_FAILED)] * 5
     for _ in range(5):
         await patient.chat()
-    await until("the open period is over", lambda: patient.runtime.breakers.closed_for("local", "demo") is None)
+    await until("the open period is over", lambda: patient.runtime.breakers.open_for("local", "demo") is None)
     assert (await patient.chat()).json()["model"] == "demo"
     gate = asyncio.Event()
     fake.answers["demo"] = Answer(hold=gate)
@@ -398,7 +398,7 @@ async def test_what_the_service_tells_is_acted_upon_before_the_next_poll(
     tmp_path: Path, fake: FakeInference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.providers.local.inference_snapshot.POLL_SECONDS", 600.0)
-    monkeypatch.setattr("gateway.breaker.probe_schedule.LEAST_PACE_SECONDS", 300.0)
+    monkeypatch.setattr("gateway.breaker.probe_schedule.MIN_PACE_SECONDS", 300.0)
     async with Gateway(tmp_path, fake.url, CONFIG + "breaker: {open: 600s}\n") as gateway:
         view, demo = gateway.runtime.view, fake.models["demo"]
         await until("it listens", lambda: fake.listeners)
@@ -413,7 +413,7 @@ async def test_what_the_service_tells_is_acted_upon_before_the_next_poll(
         fake.answers.clear()
         monkeypatch.undo()
         fake.tell("model", {"model": demo.to_json()})
-        await until("its return was noticed", lambda: gateway.runtime.breakers.closed_for("local", "demo") is None)
+        await until("its return was noticed", lambda: gateway.runtime.breakers.open_for("local", "demo") is None)
         assert (await gateway.chat()).json()["model"] == "demo"
 
 
@@ -629,7 +629,7 @@ async def test_a_cancelled_probe_makes_room_for_the_next(patient: Gateway, fake:
     fake.queue["demo"] = [Answer(refuse=Code.MODEL_FAILED)] * 5 + [Answer(stall_before_headers=True)]
     for _ in range(5):
         await patient.chat()
-    await until("the open period is over", lambda: patient.runtime.breakers.closed_for("local", "demo") is None)
+    await until("the open period is over", lambda: patient.runtime.breakers.open_for("local", "demo") is None)
     async with asyncio.timeout(10):
         probe = asyncio.create_task(patient.chat())
         while len(fake.seen_for("demo")) < 6:

@@ -13,6 +13,7 @@ import httpx2
 import pytest
 
 from inference.protocol import Code
+from tests.rigs.breaker_rig import open_breaker
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.fake_provider import KEY as CLOUD_KEY
 from tests.rigs.fake_provider import FakeProvider
@@ -275,7 +276,7 @@ async def test_why_an_answer_was_not_gone_on_with_is_on_record(gateway: Gateway,
 async def test_who_could_not_go_on_is_on_record(gateway: Gateway, fake: FakeInference) -> None:
     """Whom the facts rule out, whom a breaker keeps away; who was asked stands among the attempts."""
     fake.queue["demo"] = [BREAKS["error frame"], Answer(refuse=Code.MODEL_FAILED)]
-    gateway.runtime.breakers.restore("local", "demo-mini", 60.0)
+    open_breaker(gateway.runtime.breakers, "local", "demo-mini", 60.0)
     (broke,) = await breaks_of(gateway, stream=True)
     assert broke["outcome"] == "failed"
     assert list(broke["dropped"]) == ["local/demo-mini"]

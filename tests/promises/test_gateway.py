@@ -16,7 +16,7 @@ from tests.rigs.gateway_rig import Gateway
 
 pytestmark = pytest.mark.timeout(30)
 ROOT = Path(package.__file__).parent
-BREAKERS = ("breaker/breakers.py", "breaker/guard.py", "breaker/permits.py", "breaker/outcome.py")
+BREAKERS = ("breaker/breakers.py", "breaker/breaker.py", "breaker/permits.py", "breaker/outcome.py")
 HTTP_CLIENTS = {"ClientSession", "TCPConnector", "AsyncClient", "Client", "AsyncHTTPTransport"}
 
 

@@ -1,156 +1,162 @@
-"""The breaker with pybreaker inside: one probe at a time, never stuck, results of an older epoch count for nothing."""
+"""Any sequence of attempts, probes, cancellations and resets: one probe at a time, late results change nothing."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gateway.breaker import ramp as ramps
-from gateway.breaker.guard import Guard
+from gateway.breaker.breaker import Breaker
 from gateway.breaker.outcome import Failure, Scope
-from gateway.breaker.permits import Permit, Refusal, Rule, State
+from gateway.breaker.permits import Permit, Refused, Rule, State
 from gateway.breaker.probe_schedule import Finding
+from gateway.breaker.state_machine import MemoryStorage
 
 pytestmark = pytest.mark.unmeasured
 
-LIFE = 40.0
+ATTEMPT_SECONDS = 40.0
 
 
-class Breaker(RuleBasedStateMachine):
-    """A model beside the real thing: it counts what should count and compares."""
+class BreakerMachine(RuleBasedStateMachine):
+    """Keeps the permits that are out and the failures in a row beside the breaker, and compares."""
 
     @initialize(failures=st.integers(1, 4), probes=st.integers(1, 2))
     def start(self, failures: int, probes: int) -> None:
         self.now = 1000.0
         self.rule = Rule(failures=failures, open=30.0, probes=probes, window=60.0, failure_ratio=0.5, min_requests=8)
-        self.moves: list[State] = []
-        self.guard = Guard("p", "m", self.rule, lambda: self.now, lambda _p, _m, state: self._moved(state))
-        self.out: list[tuple[Permit, State]] = []
-        self.scouts: list[Permit] = []
+        self.reported = State.CLOSED
+        self.breaker = Breaker(
+            "p", "m", self.rule, lambda: self.now, lambda _p, _m, state: self._report(state), MemoryStorage()
+        )
+        self.attempts: list[Permit] = []
+        self.probes: list[Permit] = []
         self.in_a_row = 0
-        self.proven: set[int] = set()
+        self.epoch = 0
+        self.confirmed: set[int] = set()
 
-    def _moved(self, state: State | None) -> None:
+    def _report(self, state: State | None) -> None:
         assert state is not None
-        self.moves.append(state)
+        self.reported = state
+
+    def _seen(self) -> dict[str, Any]:
+        return {
+            key: value for key, value in self.breaker.describe().items() if key not in ("opens_until", "last_probe")
+        }
+
+    def _is_live(self, permit: Permit) -> bool:
+        """Whether a result of this permit counts, by what the operator sees."""
+        newest = max((other.number for other in self.attempts + self.probes if other.is_probe), default=0)
+        is_newest = not permit.is_probe or permit.number == newest
+        return permit.epoch == self._seen()["epoch"] and is_newest
 
     @rule(forced=st.booleans())
-    def ask(self, forced: bool) -> None:
-        before, running = self.guard.book.state, self.guard.outstanding
-        ramp = self.guard.book.ramp
-        width = None if ramp is None else ramps.width(ramp, self.now)
-        answer = self.guard.ask(self.now + LIFE, forced)
-        if isinstance(answer, Refusal):
-            if before is State.CLOSED:
-                assert not forced, "who has nowhere else to go is refused by no closed breaker"
-                if answer.silent:
-                    assert len(self.out) + self.in_a_row >= self.rule.failures, "silence speaks as failures do"
-                    return
-                assert width is not None
-                assert running >= width, "only a full ramp refuses while it is closed"
-            assert math.isfinite(answer.retry_in), "a refusal ends some day"
-            assert answer.retry_in >= 0
+    def acquire(self, forced: bool) -> None:
+        before = self._seen()
+        permit = self.breaker.acquire(self.now + ATTEMPT_SECONDS, forced)
+        if isinstance(permit, Refused):
+            assert math.isfinite(permit.retry_in) and permit.retry_in >= 0
+            if before["state"] == "closed":
+                assert not forced, "a closed breaker refuses no forced attempt"
+                if permit.silent:
+                    assert len(self.attempts) + self.in_a_row >= self.rule.failures
+                else:
+                    assert permit.recovering
+                    assert before["ramp"] is not None
+                    assert len(self.attempts) + len(self.probes) >= before["ramp"]
             return
-        if answer.is_probe:
-            self._is_the_only_one()
-        self.out.append((answer, self.guard.book.state))
+        assert permit.is_probe is (self.breaker.state is not State.CLOSED)
+        if permit.is_probe:
+            self._assert_only_probe()
+        self.attempts.append(permit)
 
-    def _is_the_only_one(self) -> None:
-        permits = [permit for permit, _ in self.out] + self.scouts
-        assert not [permit for permit in permits if permit.is_probe and self._is_alive(permit)], "two probes at once"
+    def _assert_only_probe(self) -> None:
+        """No earlier probe of this epoch is out and unexpired."""
+        epoch = self._seen()["epoch"]
+        out = [permit for permit in self.attempts + self.probes if permit.is_probe and permit.epoch == epoch]
+        assert not [permit for permit in out if self.now < permit.expires], "two probes at once"
 
-    def _is_alive(self, permit: Permit) -> bool:
-        """Whether `permit` was given in this epoch and neither came back nor ran out."""
-        return permit.epoch == self.guard.book.epoch and self.now < permit.expires
-
-    @rule(life=st.sampled_from([1.0, 50.0]))
-    def scout(self, life: float) -> None:
-        """We ask the tier ourselves, if it is open and nobody else does."""
-        permit = self.guard.scout(self.now + life)
+    @rule(seconds=st.sampled_from([1.0, 50.0]))
+    def acquire_recovery_probe(self, seconds: float) -> None:
+        permit = self.breaker.acquire_recovery_probe(self.now + seconds)
         if permit is not None:
-            assert self.guard.book.state is State.OPEN
-            self._is_the_only_one()
-            self.scouts.append(permit)
+            assert self.breaker.state is State.OPEN
+            self._assert_only_probe()
+            self.probes.append(permit)
 
-    @precondition(lambda self: self.scouts)
+    @precondition(lambda self: self.probes)
     @rule(finding=st.sampled_from(Finding))
-    def find_out(self, finding: Finding) -> None:
-        permit = self.scouts.pop()
-        counts, before = self._counts(permit) or self.guard.book.probe == permit, self.guard.book
-        self.guard.scouted(permit, finding, "said")
-        after = self.guard.book
-        assert (after.state, after.epoch) == (before.state, before.epoch), "only attempts move the breaker"
-        if not counts:
-            assert after is before
+    def settle_recovery_probe(self, finding: Finding) -> None:
+        permit = self.probes[-1]
+        counts = self._is_live(permit)
+        self.probes.pop()
+        before, until = self._seen(), self.breaker.storage.open_until
+        self.breaker.settle_recovery_probe(permit, finding, "detail")
+        after = self._seen()
+        assert (after["state"], after["epoch"]) == (before["state"], before["epoch"]), "only attempts change the state"
+        if not counts or finding is Finding.UNKNOWN:
+            assert self.breaker.storage.open_until == until
         elif finding is Finding.GOOD:
-            assert self.guard.closed_for is None
-        elif finding is Finding.BAD:
-            assert (self.guard.closed_for or 0.0) >= 10.0
+            assert self.breaker.open_for is None
         else:
-            assert after.open_until == before.open_until
+            assert (self.breaker.open_for or 0.0) >= 10.0
 
-    def _counts(self, permit: Permit) -> bool:
-        """Whether `permit` may still move the breaker and has not run out."""
-        return permit.epoch == self.guard.book.epoch and self.guard.book.probe == permit and self.now < permit.expires
-
-    @precondition(lambda self: self.out)
+    @precondition(lambda self: self.attempts)
     @rule(data=st.data(), ok=st.booleans(), pause=st.sampled_from([None, None, 5.0, 100.0]), opens=st.booleans())
     def settle(self, data: st.DataObject, ok: bool, pause: float | None, opens: bool) -> None:
-        permit, _ = self.out.pop(data.draw(st.integers(0, len(self.out) - 1)))
-        ok = ok and permit.number not in self.proven  # its success was recorded when the answer began
-        book = self.guard.book
-        stale = permit.epoch != book.epoch or (permit.is_probe and book.probe != permit)
-        before, epoch = book.state, book.epoch
+        index = data.draw(st.integers(0, len(self.attempts) - 1))
+        permit = self.attempts[index]
+        counts = self._is_live(permit)
+        del self.attempts[index]
+        ok = ok and permit.number not in self.confirmed  # its success was recorded at the first token
+        opens = opens and pause is not None
+        before = self._seen()
         if ok:
-            self.guard.succeed(permit)
+            self.breaker.succeed(permit)
         else:
-            self.guard.fail(permit, Failure(Scope.PAIR, pause, opens=opens and pause is not None), "said")
-        after = self.guard.book.state
-        if stale:
-            assert (after, self.guard.book.epoch) == (before, epoch), "a late result moved the breaker"
-        elif ok:
-            assert after in ((State.CLOSED,) if before is State.CLOSED else (State.CLOSED, State.HALF_OPEN))
-        elif before is State.HALF_OPEN or (opens and pause is not None):
-            assert after is State.OPEN
-            expected = pause if opens and pause is not None else max(pause or 0.0, 30.0)
-            assert self.guard.closed_for == expected
-        if not stale:
-            self.in_a_row = 0 if ok else self.in_a_row + 1
-            if not ok and self.in_a_row >= self.rule.failures:
-                assert after is State.OPEN
-
-    @precondition(lambda self: self.out)
-    @rule(data=st.data())
-    def begin_to_answer(self, data: st.DataObject) -> None:
-        """Content came under a permit: a live probe's success counts now, and its place is free for others."""
-        index = data.draw(st.integers(0, len(self.out) - 1))
-        permit, asked_in = self.out[index]
-        book = self.guard.book
-        live = permit.is_probe and permit.epoch == book.epoch and book.probe == permit
-        fresh = self.guard.prove(permit)
-        if not live:
-            assert fresh is permit
-            assert self.guard.book is book, "an ordinary or late permit moved the breaker"
+            self.breaker.fail(permit, Failure(Scope.PAIR, pause, opens=opens), "reason")
+        after, state = self._seen(), self.breaker.state
+        if not counts:
+            assert {**after, "probing": before["probing"]} == before, "a late result changed the breaker"
             return
-        assert not fresh.is_probe
-        assert self.guard.book.probe is None
-        assert self.guard.book.state in (State.CLOSED, State.HALF_OPEN)
-        assert (self.guard.book.state is State.CLOSED) or self.rule.probes > 1
-        self.out[index] = (fresh, asked_in)
-        self.proven.add(fresh.number)
+        self.in_a_row = 0 if ok else self.in_a_row + 1
+        if ok:
+            assert state is State.CLOSED or before["state"] == "half-open"
+        elif before["state"] == "half-open" or opens or self.in_a_row >= self.rule.failures:
+            assert state is State.OPEN
+            expected = pause if opens and pause is not None else max(pause or 0.0, self.rule.open)
+            assert self.breaker.open_for == pytest.approx(expected)
+
+    @precondition(lambda self: self.attempts)
+    @rule(data=st.data())
+    def confirm_probe(self, data: st.DataObject) -> None:
+        """The first token came: the success of a live probe counts now, and another probe may run."""
+        index = data.draw(st.integers(0, len(self.attempts) - 1))
+        permit = self.attempts[index]
+        is_live_probe = permit.is_probe and self._is_live(permit)
+        before = self._seen()
+        renewed = self.breaker.confirm_probe(permit)
+        if not is_live_probe:
+            assert renewed is permit
+            assert self._seen() == before, "an ordinary or late permit changed the breaker"
+            return
+        assert not renewed.is_probe
+        assert not self._seen()["probing"]
+        assert self.breaker.state is State.CLOSED or (self.rule.probes > 1 and self.breaker.state is State.HALF_OPEN)
+        self.attempts[index] = renewed
+        self.confirmed.add(renewed.number)
         self.in_a_row = 0
 
-    @precondition(lambda self: self.out)
+    @precondition(lambda self: self.attempts)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        permit, _ = self.out.pop(data.draw(st.integers(0, len(self.out) - 1)))
-        before, epoch = self.guard.book.state, self.guard.book.epoch
-        self.guard.give_back(permit)
-        assert (self.guard.book.state, self.guard.book.epoch) == (before, epoch), "a cancellation moved the breaker"
+        permit = self.attempts.pop(data.draw(st.integers(0, len(self.attempts) - 1)))
+        before = self._seen()
+        self.breaker.release(permit)
+        assert {**self._seen(), "probing": before["probing"]} == before, "a cancelled attempt changed the breaker"
 
     @rule(seconds=st.sampled_from([0.125, 4.0, 31.0, 61.0]))
     def pass_time(self, seconds: float) -> None:
@@ -158,33 +164,39 @@ class Breaker(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        self.guard.reset()
-        assert self.guard.book.state is State.CLOSED
+        self.breaker.reset()
+        assert self.breaker.state is State.CLOSED
+
+    @rule(state=st.sampled_from(["open", "closed", "half-open"]))
+    def change_elsewhere(self, state: str) -> None:
+        """Another process with the same storage changes the state."""
+        self.breaker.storage.open_until = self.now + 30.0
+        self.breaker.storage.state = state
 
     @invariant()
-    def it_is_never_stuck(self) -> None:
-        if not hasattr(self, "guard"):
+    def state_is_consistent_and_never_stuck(self) -> None:
+        if not hasattr(self, "breaker"):
             return
-        assert self.guard.outstanding == len(self.out) + len(self.scouts)
-        closed_for = self.guard.closed_for
-        assert closed_for is None or closed_for <= 100.0
-        if self.guard.book.state is not State.CLOSED:
-            self.in_a_row = 0 if self.guard.book.state is State.HALF_OPEN else self.in_a_row
-        if self.guard.book.epoch != getattr(self, "epoch", 0):
-            self.epoch = self.guard.book.epoch
+        assert self.breaker.state.label == self.breaker.storage.state
+        assert self.breaker.state is self.reported, "each change is reported"
+        assert self.breaker.outstanding == len(self.attempts) + len(self.probes)
+        open_for = self.breaker.open_for
+        assert open_for is None or open_for <= 100.0
+        if self._seen()["epoch"] != self.epoch:
+            self.epoch = self._seen()["epoch"]
             self.in_a_row = 0
 
     def teardown(self) -> None:
-        """Whatever happened: once everybody is gone and time passes, one good probe after the other closes it."""
-        if not hasattr(self, "guard"):
+        """When all attempts have expired, successful probes close the breaker."""
+        if not hasattr(self, "breaker"):
             return
         self.now += 200.0
         for _ in range(self.rule.probes):
-            answer = self.guard.ask(self.now + LIFE)
-            assert isinstance(answer, Permit), "stuck"
-            self.guard.succeed(answer)
-        assert self.guard.book.state is State.CLOSED
+            permit = self.breaker.acquire(self.now + ATTEMPT_SECONDS)
+            assert isinstance(permit, Permit), "stuck"
+            self.breaker.succeed(permit)
+        assert self.breaker.state is State.CLOSED
 
 
-TestBreaker = Breaker.TestCase
+TestBreaker = BreakerMachine.TestCase
 TestBreaker.settings = settings(max_examples=150, stateful_step_count=40)

@@ -12,11 +12,11 @@ from gateway.breaker.breakers import Breakers, Lease
 from gateway.breaker.outcome import Failure, Ignore, Reason, Scope, Success, Verdict
 from gateway.breaker.permits import Rule, State
 from inference.protocol import Code
+from tests.rigs.breaker_rig import FakeActivity
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.fake_provider.faults import Fault
 from tests.rigs.fake_provider.server import FakeProvider
 from tests.rigs.gateway_rig import Gateway
-from tests.rigs.heard import Heard
 from tests.rigs.stack import until
 
 FULL = Ignore(Reason.QUEUE_FULL, 60.0, frozenset({"normal"}))
@@ -81,17 +81,17 @@ def test_who_still_asks_the_former_one_moves_nothing(caplog: pytest.LogCaptureFi
     breakers = Breakers(Rule(), on_failure=lambda provider, model, failure: failures.append(provider))
     before = breakers.generation
     running = breakers.acquire("openai", "gpt-test", 1e9, generation=before)
-    breakers.hold("openai", "gpt-test", 60.0, ["normal"])
+    breakers.skip("openai", "gpt-test", 60.0, ["normal"])
     breakers.forget("openai")
     later = breakers.acquire("openai", "gpt-test", 1e9, generation=before)
     for lease in (running, later):
         assert isinstance(lease, Lease)
-        lease.heard(Heard())
-        lease.prove()
-        with lease.until_gone(lambda: None):
+        lease.first_byte(FakeActivity())
+        lease.first_token()
+        with lease.cancelled_when_down(lambda: None):
             lease.settle(verdict)
         lease.release()
-    assert breakers.held_for("openai", "gpt-test") is None
+    assert breakers.skipped_for("openai", "gpt-test") is None
     assert (breakers.states(), failures, caplog.records) == ({}, [], [])
 
     now = breakers.acquire("openai", "gpt-test", 1e9, generation=breakers.generation)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gateway.breaker.breakers import Lease
-from gateway.breaker.silence import KNOWN, SILENT_SECONDS
+from gateway.breaker.silence import MIN_SAMPLES, SILENT_SECONDS
 from tests.rigs.fake_inference import FakeInference
 from tests.rigs.fake_provider import KEY as CLOUD_KEY
 from tests.rigs.fake_provider import FakeProvider
@@ -40,13 +40,13 @@ async def _ask(rig: Gateway, cloud: FakeProvider) -> None:
     async with rig as gateway:
         await gateway.look()
         names = ("one", "other")
-        known = [gateway.chat(name, stream=True) for name in names for _ in range(KNOWN)]
+        known = [gateway.chat(name, stream=True) for name in names for _ in range(MIN_SAMPLES)]
         assert all(answer.status_code == 200 for answer in await asyncio.gather(*known))
         cloud.faults.add(
             Fault("stall", after=0, count=None, model="gpt"), Fault("stall", after=2, count=None, model="claude")
         )
         waiting = [asyncio.create_task(gateway.chat(name, stream=True)) for name in names for _ in range(FAILURES)]
-        await until("all of them are there", lambda: len(cloud.records) >= 2 * (KNOWN + FAILURES))
+        await until("all of them are there", lambda: len(cloud.records) >= 2 * (MIN_SAMPLES + FAILURES))
         await asyncio.sleep(SILENT_SECONDS + 1.0)
         for name in names:
             answer = await gateway.chat(name)

@@ -18,8 +18,10 @@ DAMAGED = {
 
 
 async def _restored(root: Path) -> Breakers:
-    breakers = Breakers(Rule(), lambda: 500.0)
-    await BreakerFile(StateDir(root), breakers, lambda: ("local",), lambda: 1_700_000_000.0).restore()
+    file = BreakerFile(StateDir(root), lambda: ("local",), lambda: 500.0, lambda: 1_700_000_000.0)
+    await file.load()
+    breakers = Breakers(Rule(), lambda: 500.0, store=file)
+    breakers.restore()
     return breakers
 
 

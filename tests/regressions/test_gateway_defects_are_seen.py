@@ -139,6 +139,6 @@ async def test_a_defect_before_the_attempt_began_gives_the_permits_back(
             patch.setattr("gateway.routing.chain_runner.Attempt", None)
             assert (await gateway.chat()).status_code == 500
         breakers = gateway.runtime.breakers
-        assert breakers.guard("local").outstanding == breakers.guard("local", "demo").outstanding == 0
+        assert breakers.breaker("local").outstanding == breakers.breaker("local", "demo").outstanding == 0
         assert (await gateway.chat()).status_code == 200
-        assert breakers.guard("local").outstanding == breakers.guard("local", "demo").outstanding == 0
+        assert breakers.breaker("local").outstanding == breakers.breaker("local", "demo").outstanding == 0

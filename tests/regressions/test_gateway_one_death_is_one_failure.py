@@ -31,7 +31,7 @@ def test_one_death_under_twenty_requests_is_one_failure() -> None:
     for lease in _leases(breakers, 20):
         lease.settle(DEATH)
         clock.now += 0.01
-    assert breakers.guard("local", "demo").describe()["failures"] == 1
+    assert breakers.breaker("local", "demo").describe()["failures"] == 1
     assert set(breakers.states().values()) == {State.CLOSED}
 
 
@@ -41,7 +41,7 @@ def test_five_deaths_one_after_the_other_open_the_breaker() -> None:
     for _ in range(5):
         for lease in _leases(breakers, 3):
             lease.settle(DEATH)
-    assert breakers.guard("local", "demo").book.state is State.OPEN
+    assert breakers.breaker("local", "demo").state is State.OPEN
 
 
 def test_what_breaks_off_long_after_is_another_event() -> None:
@@ -51,11 +51,11 @@ def test_what_breaks_off_long_after_is_another_event() -> None:
     first.settle(CUT)
     clock.now += ONE_EVENT_SECONDS
     second.settle(CUT)
-    assert breakers.guard("local").describe()["failures"] == 2
+    assert breakers.breaker("local").describe()["failures"] == 2
 
 
 def test_refusals_count_each_also_side_by_side() -> None:
     breakers = Breakers(Rule(), _Clock())
     for lease in _leases(breakers, 5):
         lease.settle(REFUSAL)
-    assert breakers.guard("local", "demo").book.state is State.OPEN
+    assert breakers.breaker("local", "demo").state is State.OPEN

@@ -26,7 +26,7 @@ async def test_others_pass_as_soon_as_the_probe_began_to_answer_and_its_cut_is_a
         fake.queue["demo"] = [Answer(refuse=Code.MODEL_FAILED)] * 5
         for _ in range(5):
             assert (await gateway.chat()).json()["model"] == "demo-mini"
-        await until("the open period is over", lambda: gateway.runtime.breakers.closed_for("local", "demo") is None)
+        await until("the open period is over", lambda: gateway.runtime.breakers.open_for("local", "demo") is None)
         fake.queue["demo"] = [Answer(words=("word ",) * 20, pause=0.05, error=Code.DEVICE_LOST)]
         body = {"model": "demo", "messages": MESSAGES, "stream": True}
         async with gateway.client.stream("POST", "/v1/chat/completions", json=body) as probe:

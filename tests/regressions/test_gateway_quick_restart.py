@@ -29,7 +29,7 @@ async def test_a_return_that_no_poll_missed_ends_the_open_period(tmp_path: Path,
         refused = await gateway.client.post("/v1/chat/completions", json=body)
         assert refused.status_code == 503
         await gateway.client.post("/v1/chat/completions", json=body)
-        assert gateway.runtime.breakers.guard("local").book.state is State.OPEN
+        assert gateway.runtime.breakers.breaker("local").state is State.OPEN
         await inference.start(port)
 
         async def answered() -> bool:

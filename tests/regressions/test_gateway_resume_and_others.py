@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from inference.protocol import Code
+from tests.rigs.breaker_rig import open_breaker
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.gateway_rig import Gateway
 from tests.rigs.stack import until
@@ -31,7 +32,7 @@ async def test_a_probe_that_goes_on_with_an_answer_proves_the_service_by_its_fir
         next(task for task in asyncio.all_tasks() if task.get_name() == "prober").cancel()
         asked = asyncio.create_task(gateway.chat(stream=True))
         await until("it was asked", lambda: len(fake.seen) == 1)
-        gateway.runtime.breakers.restore("local", "", 0.0)
+        open_breaker(gateway.runtime.breakers, "local", "", 0.0)
         first.set()
         await until("it is asked to go on", lambda: len(fake.seen) == 2)
         await until("the service is proven", lambda: str(gateway.runtime.breakers.states()["local"].label) == "closed")

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 
 from gateway.breaker.breaker_file import BreakerFile
-from gateway.breaker.breakers import Breakers
-from gateway.breaker.permits import Rule
 from headgate.cli.addresses import Record
 from headgate.shared.errors import HeadgateError
 from headgate.shared.recovery import recovered
@@ -30,7 +28,7 @@ pytestmark = pytest.mark.timeout(20)
 
 
 async def _breakers(state: StateDir) -> None:
-    await BreakerFile(state, Breakers(Rule(), lambda: 0.0), lambda: ("local",), lambda: 0.0).restore()
+    await BreakerFile(state, lambda: ("local",)).load()
 
 
 async def _accelerators(state: StateDir) -> None:

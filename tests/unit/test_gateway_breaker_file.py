@@ -10,7 +10,7 @@ import pytest
 
 from gateway.breaker import breaker_file
 from gateway.breaker.breaker_file import MAX_BYTES, NAME, BreakerFile
-from gateway.breaker.breakers import MAX_GUARDS, Breakers, Lease
+from gateway.breaker.breakers import MAX_BREAKERS, Breakers, Lease
 from gateway.breaker.outcome import Failure, Scope
 from gateway.breaker.permits import Rule, State
 from headgate.shared.state import StateDir
@@ -25,10 +25,13 @@ class World:
         self.now = 500.0
         self.wall = 1_700_000_000.0
 
-    def gateway(self) -> tuple[Breakers, BreakerFile]:
+    async def gateway(self) -> tuple[Breakers, BreakerFile]:
         """A gateway that was just started."""
-        breakers = Breakers(Rule(), lambda: self.now)
-        return breakers, BreakerFile(StateDir(self.root), breakers, lambda: ("local", "cloud"), lambda: self.wall)
+        file = BreakerFile(StateDir(self.root), lambda: ("local", "cloud"), lambda: self.now, lambda: self.wall)
+        await file.load()
+        breakers = Breakers(Rule(), lambda: self.now, store=file)
+        breakers.restore()
+        return breakers, file
 
     def pass_time(self, seconds: float) -> None:
         """On the wall; a new process has a monotonic clock of its own."""
@@ -49,53 +52,48 @@ def _open(breakers: Breakers, model: str, provider: str = "local", pause: float 
 
 
 async def test_a_restart_within_the_open_period_keeps_it_for_the_rest(world: World) -> None:
-    breakers, file = world.gateway()
+    breakers, file = await world.gateway()
     _open(breakers, "m")
     _open(breakers, "long", "cloud", pause=3000.0)
     await file.close()
     assert "secret" not in (world.root / NAME).read_text()
     world.pass_time(12.0)
-    again, second = world.gateway()
-    await second.restore()
-    assert again.closed_for("local", "m") == pytest.approx(18.0, abs=0.01)
-    assert again.closed_for("cloud", "long") == pytest.approx(2988.0, abs=0.01)
+    again, _ = await world.gateway()
+    assert again.open_for("local", "m") == pytest.approx(18.0, abs=0.01)
+    assert again.open_for("cloud", "long") == pytest.approx(2988.0, abs=0.01)
     assert again.states()["local/m"] is State.OPEN
 
 
 async def test_a_period_that_ended_meanwhile_leaves_one_probe_and_later_nothing(world: World) -> None:
-    breakers, file = world.gateway()
+    breakers, file = await world.gateway()
     _open(breakers, "m")
     await file.close()
     world.pass_time(31.0)
-    again, second = world.gateway()
-    await second.restore()
+    again, second = await world.gateway()
     clients = [again.acquire("local", "m", 1e9) for _ in range(50)]
     assert sum(isinstance(client, Lease) for client in clients) == 1
     await second.close()
     world.pass_time(700.0)
-    last, third = world.gateway()
-    await third.restore()
+    last, _ = await world.gateway()
     assert last.states() == {}
 
 
 async def test_a_wall_clock_that_was_set_back_closes_nothing_for_longer_than_was_left(world: World) -> None:
-    breakers, file = world.gateway()
+    breakers, file = await world.gateway()
     _open(breakers, "m")
     await file.close()
     world.pass_time(-86400.0)
-    again, second = world.gateway()
-    await second.restore()
-    assert again.closed_for("local", "m") == pytest.approx(30.0, abs=0.01)
+    again, _ = await world.gateway()
+    assert again.open_for("local", "m") == pytest.approx(30.0, abs=0.01)
 
 
 @pytest.mark.parametrize("written", ["", '"written": NaN, '], ids=["a former version", "no time"])
 async def test_who_does_not_say_when_it_was_written_closes_nothing_for_longer_than_an_hour(
     world: World, written: str
 ) -> None:
-    breakers, file = world.gateway()
     (world.root / NAME).write_text(f'{{"format": 1, {written}"breakers": [["local", "m", 1e12]]}}')
-    await file.restore()
-    assert breakers.closed_for("local", "m") == 3600.0
+    breakers, _ = await world.gateway()
+    assert breakers.open_for("local", "m") == 3600.0
 
 
 BAD = [
@@ -120,8 +118,7 @@ async def test_a_file_that_is_none_of_ours_is_one_line_in_the_log(
     world: World, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     (world.root / NAME).write_bytes(content)
-    breakers, file = world.gateway()
-    await file.restore()
+    breakers, _ = await world.gateway()
     assert breakers.states() == {}
     (line,) = caplog.messages
     assert line.startswith(f"{world.root / NAME} is damaged (")
@@ -130,22 +127,20 @@ async def test_a_file_that_is_none_of_ours_is_one_line_in_the_log(
 
 async def test_a_directory_in_its_place_harms_nothing(world: World, caplog: pytest.LogCaptureFixture) -> None:
     (world.root / NAME).mkdir()
-    breakers, file = world.gateway()
-    await file.restore()
+    breakers, file = await world.gateway()
     _open(breakers, "m")
     await file.close()
     await file.close()
-    assert [line.partition(" (")[0] for line in caplog.messages if "kept" in line] == [
-        "open breakers cannot be kept for a restart"
+    assert [line.partition(":")[0] for line in caplog.messages if "cannot store" in line] == [
+        "cannot store open breakers for a restart"
     ]
 
 
 async def test_breakers_of_providers_that_left_and_more_than_there_may_be_are_not_restored(world: World) -> None:
     entries = [["gone", "m", world.wall + 20]] + [["local", f"m{index}", world.wall + 20] for index in range(1000)]
     (world.root / NAME).write_text(json.dumps({"format": 1, "breakers": entries}))
-    breakers, file = world.gateway()
-    await file.restore()
-    assert len(breakers.states()) == MAX_GUARDS - 1
+    breakers, _ = await world.gateway()
+    assert len(breakers.states()) == MAX_BREAKERS - 1
     assert "gone" not in {name.partition("/")[0] for name in breakers.states()}
 
 
@@ -153,16 +148,12 @@ async def test_changes_are_written_while_the_gateway_runs_and_a_closed_breaker_i
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(breaker_file, "SETTLE_SECONDS", 0.0)
-    breakers, file = world.gateway()
-    await file.restore()
+    breakers, file = await world.gateway()
     writing = asyncio.create_task(file.run())
     path = world.root / NAME
-    file.note()
     _open(breakers, "m")
-    file.note()
     await until("it is written", lambda: path.exists() and b"local" in path.read_bytes())
     breakers.reset("local/m")
-    file.note()
     await until("it is forgotten", lambda: b"local" not in path.read_bytes())
     assert path.stat().st_mode & 0o077 == 0
     writing.cancel()

@@ -10,7 +10,8 @@ from gateway.breaker.breakers import Breakers, Lease, Refused
 from gateway.breaker.outcome import Failure, Ignore, Reason, Scope, Success
 from gateway.breaker.permits import Permit, Rule, State
 from gateway.breaker.probe_schedule import Finding
-from tests.rigs.heard import Heard
+from gateway.breaker.state_machine import BreakerStore
+from tests.rigs.breaker_rig import FakeActivity
 
 PAIR, PROVIDER = Failure(Scope.PAIR), Failure(Scope.PROVIDER)
 LEFT = Ignore(Reason.CLIENT_LEFT)
@@ -81,7 +82,7 @@ def test_a_failed_probe_opens_it_again_for_the_whole_period(breakers: Breakers, 
     _fail(breakers, 5)
     clock.now += 30
     _lease(breakers).settle(PAIR, "still broken")
-    assert breakers.closed_for("p", "m") == 30.0
+    assert breakers.open_for("p", "m") == 30.0
 
 
 def test_a_cancelled_probe_gives_its_place_back(breakers: Breakers, clock: Clock) -> None:
@@ -96,7 +97,7 @@ def test_a_lost_probe_expires(breakers: Breakers, clock: Clock) -> None:
     _fail(breakers, 5)
     clock.now += 30
     lost = _lease(breakers, expires=clock.now + 10)
-    assert breakers.closed_for("p", "m") == 1.0
+    assert breakers.open_for("p", "m") == 1.0
     clock.now += 10
     second = _lease(breakers)
     assert second.is_probe
@@ -110,8 +111,8 @@ def test_cancelled_attempts_and_late_results_move_nothing(breakers: Breakers, cl
     old = [_lease(breakers) for _ in range(10)]
     for lease in old[:5]:
         lease.settle(LEFT)
-    assert breakers.guard("p", "m").describe()["failures"] == 0
-    old[9].heard(Heard())
+    assert breakers.breaker("p", "m").describe()["failures"] == 0
+    old[9].first_byte(FakeActivity())
     _fail(breakers, 5)
     clock.now += 30
     probe = _lease(breakers)
@@ -121,7 +122,7 @@ def test_cancelled_attempts_and_late_results_move_nothing(breakers: Breakers, cl
     probe.settle(Success())
     for lease in old[7:]:
         lease.settle(PAIR, "late")
-    assert breakers.guard("p", "m").describe()["failures"] == 0
+    assert breakers.breaker("p", "m").describe()["failures"] == 0
 
 
 def test_the_provider_has_a_breaker_of_its_own_for_all_its_models(breakers: Breakers) -> None:
@@ -129,7 +130,7 @@ def test_the_provider_has_a_breaker_of_its_own_for_all_its_models(breakers: Brea
     _fail(breakers, 2, PROVIDER, "b")
     assert breakers.states() == {"p": State.OPEN, "p/a": State.CLOSED, "p/b": State.CLOSED}
     assert breakers.acquire("p", "c", 1e9) == Refused("p", 30.0)
-    assert breakers.closed_for("p", "a") == 30.0
+    assert breakers.open_for("p", "a") == 30.0
 
 
 def test_a_model_that_fails_leaves_its_provider_alone(breakers: Breakers) -> None:
@@ -165,10 +166,10 @@ def test_a_refused_second_permit_gives_the_first_back(breakers: Breakers, clock:
 def test_the_provider_probe_is_free_again_when_the_model_refuses(breakers: Breakers, clock: Clock) -> None:
     _fail(breakers, 5, PROVIDER, "other")
     clock.now += 10
-    breakers.guard("p", "m")
+    breakers.breaker("p", "m")
     for _ in range(5):
-        guard = breakers.guard("p", "m")
-        permit = guard.ask(1e9)
+        guard = breakers.breaker("p", "m")
+        permit = guard.acquire(1e9)
         guard.fail(permit, PAIR, "x")  # type: ignore[arg-type]
     clock.now += 20
     assert breakers.acquire("p", "m", 1e9) == Refused("p/m", 10.0)
@@ -190,13 +191,13 @@ def test_failures_leave_the_window(breakers: Breakers, clock: Clock) -> None:
         _lease(breakers).settle(Success())
     clock.now += 61
     _fail(breakers, 1)
-    assert breakers.guard("p", "m").describe()["window"] == {"succeeded": 0, "failed": 1}
+    assert breakers.breaker("p", "m").describe()["window"] == {"succeeded": 0, "failed": 1}
     assert breakers.states()["p/m"] is State.CLOSED
 
 
 def test_a_429_closes_the_tier_for_as_long_as_it_says(breakers: Breakers, clock: Clock) -> None:
     _lease(breakers).settle(Failure(Scope.PAIR, 7.0, opens=True, reached=True), "slow down")
-    assert breakers.closed_for("p", "m") == 7.0
+    assert breakers.open_for("p", "m") == 7.0
     clock.now += 7
     assert _lease(breakers).is_probe
 
@@ -204,77 +205,77 @@ def test_a_429_closes_the_tier_for_as_long_as_it_says(breakers: Breakers, clock:
 def test_a_503_that_says_when_closes_its_model_alone_for_so_long(breakers: Breakers, clock: Clock) -> None:
     """It was asked again at once. For the provider it is one failure, as any that may be everybody's."""
     _lease(breakers).settle(Failure(Scope.PROVIDER, 7.0, opens=True, pair_too=True), "maintenance")
-    assert breakers.closed_for("p", "m") == 7.0
-    assert breakers.closed_for("p", "other") is None
-    assert breakers.guard("p").describe()["failures"] == 1
+    assert breakers.open_for("p", "m") == 7.0
+    assert breakers.open_for("p", "other") is None
+    assert breakers.breaker("p").describe()["failures"] == 1
     clock.now += 7
     assert _lease(breakers).is_probe
 
 
 def test_a_longer_retry_after_lengthens_the_open_period(breakers: Breakers) -> None:
     _fail(breakers, 5, Failure(Scope.PAIR, 90.0))
-    assert breakers.closed_for("p", "m") == 90.0
+    assert breakers.open_for("p", "m") == 90.0
 
 
 def test_a_full_queue_is_left_alone_and_no_breaker_moves(breakers: Breakers, clock: Clock) -> None:
     _lease(breakers).settle(Ignore(Reason.QUEUE_FULL, 4.0, frozenset(("normal",))))
-    assert breakers.held_for("p", "m") == 4.0
+    assert breakers.skipped_for("p", "m") == 4.0
     clock.now += 4
-    assert breakers.held_for("p", "m") is None
-    assert breakers.held_for("p", "m") is None
+    assert breakers.skipped_for("p", "m") is None
+    assert breakers.skipped_for("p", "m") is None
 
 
 def test_a_lease_is_settled_once(breakers: Breakers) -> None:
     lease = _lease(breakers)
     for _ in range(9):
         lease.settle(PAIR, "again and again")
-    assert breakers.guard("p", "m").describe()["failures"] == 1
+    assert breakers.breaker("p", "m").describe()["failures"] == 1
 
 
 def test_reset_closes_by_name(breakers: Breakers, clock: Clock) -> None:
     _fail(breakers, 5)
-    breakers.hold("p", "m", 60, ["normal", "low"])
-    breakers.hold("p", "other", 60, ["low"])
+    breakers.skip("p", "m", 60, ["normal", "low"])
+    breakers.skip("p", "other", 60, ["low"])
     assert breakers.reset("p/m")
     assert not breakers.reset("p/none")
-    assert breakers.held_for("p", "m", "low") is None
-    assert breakers.held_for("p", "other", "low") == 60
-    assert breakers.closed_for("p", "m") is None
-    assert breakers.held_for("p", "m") is None
+    assert breakers.skipped_for("p", "m", "low") is None
+    assert breakers.skipped_for("p", "other", "low") == 60
+    assert breakers.open_for("p", "m") is None
+    assert breakers.skipped_for("p", "m") is None
     assert not _lease(breakers).is_probe
 
 
 # --- probes of our own ------------------------------------------------------------------------------------------------
 def _scout(breakers: Breakers, finding: Finding, seconds: float = 2.0) -> Permit:
-    permit = breakers.guard("p").scout(breakers._clock() + seconds)
+    permit = breakers.breaker("p").acquire_recovery_probe(breakers._clock() + seconds)
     assert permit is not None
-    breakers.guard("p").scouted(permit, finding, f"it is {finding}")
+    breakers.breaker("p").settle_recovery_probe(permit, finding, f"it is {finding}")
     return permit
 
 
 def test_a_provider_seen_coming_back_is_probed_at_once_and_still_by_one(breakers: Breakers) -> None:
-    assert breakers.guard("p").scout(1e9) is None, "a closed breaker has nothing to find out"
+    assert breakers.breaker("p").acquire_recovery_probe(1e9) is None, "a closed breaker has nothing to find out"
     _fail(breakers, 5, PROVIDER)
     _scout(breakers, Finding.GOOD)
-    assert breakers.closed_for("p", "m") is None
+    assert breakers.open_for("p", "m") is None
     clients = [breakers.acquire("p", "m", 1e9) for _ in range(50)]
     (probe,) = [client for client in clients if isinstance(client, Lease)]
     assert probe.is_probe
-    assert breakers.guard("p").scout(1e9) is None, "a user finds out"
+    assert breakers.breaker("p").acquire_recovery_probe(1e9) is None, "a user finds out"
     probe.settle(PROVIDER, "not quite")
-    assert breakers.closed_for("p", "m") == 30.0
+    assert breakers.open_for("p", "m") == 30.0
 
 
 def test_while_we_ask_ourselves_nobody_else_probes(breakers: Breakers, clock: Clock) -> None:
     _fail(breakers, 5, PROVIDER)
     clock.now += 29.5
-    permit = breakers.guard("p").scout(clock.now + 2)
+    permit = breakers.breaker("p").acquire_recovery_probe(clock.now + 2)
     assert permit is not None
-    assert breakers.guard("p").scout(clock.now + 2) is None
+    assert breakers.breaker("p").acquire_recovery_probe(clock.now + 2) is None
     clock.now += 0.5
-    assert breakers.closed_for("p", "m") == 1.0
+    assert breakers.open_for("p", "m") == 1.0
     assert breakers.acquire("p", "m", 1e9) == Refused("p", 1.0)
-    breakers.guard("p").scouted(permit, Finding.UNKNOWN, "no answer")
+    breakers.breaker("p").settle_recovery_probe(permit, Finding.UNKNOWN, "no answer")
     assert _lease(breakers).is_probe
 
 
@@ -284,8 +285,8 @@ def test_a_probe_that_failed_keeps_users_from_finding_out_the_same_and_a_lost_on
     _fail(breakers, 5, PROVIDER)
     clock.now += 29
     _scout(breakers, Finding.BAD)
-    assert breakers.closed_for("p", "m") == 10.0
-    assert breakers.guard("p").scout(clock.now + 11) is not None
+    assert breakers.open_for("p", "m") == 10.0
+    assert breakers.breaker("p").acquire_recovery_probe(clock.now + 11) is not None
     clock.now += 11
     assert _lease(breakers).is_probe
 
@@ -293,19 +294,19 @@ def test_a_probe_that_failed_keeps_users_from_finding_out_the_same_and_a_lost_on
 def test_an_open_period_is_never_shortened_by_a_failed_probe(breakers: Breakers) -> None:
     _fail(breakers, 5, PROVIDER)
     _scout(breakers, Finding.BAD)
-    assert breakers.closed_for("p", "m") == 30.0
+    assert breakers.open_for("p", "m") == 30.0
     entry = breakers.describe()[0]
     assert (entry["source"], entry["last_probe"], entry["probing"]) == ("requests", "it is bad", False)
 
 
 def test_what_a_probe_finds_out_after_a_reset_counts_for_nothing(breakers: Breakers) -> None:
     _fail(breakers, 5, PROVIDER)
-    permit = breakers.guard("p").scout(1e9)
+    permit = breakers.breaker("p").acquire_recovery_probe(1e9)
     assert permit is not None
     breakers.reset("p")
-    breakers.guard("p").scouted(permit, Finding.BAD, "late")
-    assert breakers.closed_for("p", "m") is None
-    assert breakers.guard("p").outstanding == 0
+    breakers.breaker("p").settle_recovery_probe(permit, Finding.BAD, "late")
+    assert breakers.open_for("p", "m") is None
+    assert breakers.breaker("p").outstanding == 0
 
 
 # --- the ramp ---------------------------------------------------------------------------------------------------------
@@ -320,7 +321,7 @@ def test_after_a_recovery_few_pass_at_once_and_with_each_success_one_more(breake
     first = [_lease(breakers), _lease(breakers)]
     refused = breakers.acquire("p", "m", 1e9)
     assert refused == Refused("p/m", 1.0, recovering=True)
-    assert breakers.guard("p").outstanding == 2, "the provider's permit was given back"
+    assert breakers.breaker("p").outstanding == 2, "the provider's permit was given back"
     assert breakers.describe()[1]["ramp"] == 2
     assert breakers.describe()[0]["ramp"] is None, "the provider was never away"
     first.pop().settle(Success())
@@ -358,7 +359,7 @@ def test_a_cloud_at_which_many_wait_for_a_first_word_is_asked_last(breakers: Bre
     assert isinstance(breakers.acquire("p", "m", 1e9, forced=True), Lease)
     waiting[0].settle(Failure(Scope.PAIR), "it stayed silent")
     assert breakers.acquire("p", "m", 1e9) == Refused("p/m", 1.0, silent=True), "a failure is no sign of life"
-    waiting[1].heard(Heard())
+    waiting[1].first_byte(FakeActivity())
     assert isinstance(breakers.acquire("p", "m", 1e9), Lease)
 
 
@@ -382,11 +383,11 @@ def test_who_waits_since_before_a_recovery_speaks_against_nobody(breakers: Break
 def test_a_model_that_hangs_behind_its_head_says_nothing_of_others(breakers: Breakers, clock: Clock) -> None:
     for _ in range(3):
         known = _lease(breakers)
-        known.heard(Heard())
-        known.prove()
+        known.first_byte(FakeActivity())
+        known.first_token()
         known.settle(Success())
     for _ in range(5):
-        _lease(breakers).heard(Heard(8.0))
+        _lease(breakers).first_byte(FakeActivity(8.0))
     clock.now += 8.0
     assert breakers.acquire("p", "m", 1e9) == Refused("p/m", 1.0, silent=True)
     assert isinstance(breakers.acquire("p", "other", 1e9), Lease)
@@ -412,11 +413,11 @@ def test_a_first_word_proves_our_own_service_and_not_yet_its_model(breakers: Bre
     for provider, others in (("local", True), ("cloud", False)):
         probe = breakers.acquire(provider, "m", 1e9)
         assert isinstance(probe, Lease)
-        probe.heard(Heard())
+        probe.first_byte(FakeActivity())
         assert isinstance(breakers.acquire(provider, "other", 1e9), Lease) is others
         assert isinstance(breakers.acquire(provider, "m", 1e9), Refused)
         probe.settle(Success())
-        probe.heard(Heard())
+        probe.first_byte(FakeActivity())
         assert isinstance(breakers.acquire(provider, "m", 1e9), Lease)
 
 
@@ -430,19 +431,19 @@ def test_our_own_service_says_itself_that_it_is_busy(breakers: Breakers, clock: 
 def test_what_was_open_before_a_restart_stays_so_for_the_rest_of_its_period(
     breakers: Breakers, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _fail(breakers, 5)
+    store = BreakerStore()
+    _fail(Breakers(Rule(), clock, store=store), 5, Failure(Scope.PAIR, reached=True))
     clock.now += 12
-    assert breakers.kept() == [("p", "m", 18.0)]
-    again = Breakers(Rule(), clock)
-    again.restore("p", "m", 18.0)
-    assert again.closed_for("p", "m") == 18.0
-    entry = again.guard("p", "m").describe()
+    again = Breakers(Rule(), clock, store=store)
+    again.restore()
+    assert again.open_for("p", "m") == 18.0
+    entry = again.breaker("p", "m").describe()
     assert (entry["state"], entry["source"]) == ("open", "restart")
     clock.now += 18
     probe = _lease(again)
-    assert again.kept() == [("p", "m", 0.0)], "half-open"
+    assert again.states()["p/m"] is State.HALF_OPEN
     probe.settle(PAIR, "still")
-    assert again.closed_for("p", "m") == 30.0
+    assert again.open_for("p", "m") == 30.0
     assert caplog.messages[1] == (
         "breaker p/m: closed -> open for 18 s after a restart of the gateway: it was open before"
     )
@@ -462,7 +463,7 @@ def test_a_new_rule_holds_for_what_comes(breakers: Breakers) -> None:
     _fail(breakers, 2)
     breakers.set_rule(Rule(failures=3, open=5.0))
     _fail(breakers, 1)
-    assert breakers.closed_for("p", "m") == 5.0
+    assert breakers.open_for("p", "m") == 5.0
 
 
 def test_results_of_another_window_are_forgotten(breakers: Breakers, clock: Clock) -> None:
@@ -471,12 +472,12 @@ def test_results_of_another_window_are_forgotten(breakers: Breakers, clock: Cloc
     breakers.set_rule(Rule(window=10.0))
     _fail(breakers, 4)
     breakers.set_rule(Rule(window=10.0, open=60.0))
-    assert breakers.guard("p", "m").describe()["window"] == {"succeeded": 0, "failed": 4}
+    assert breakers.breaker("p", "m").describe()["window"] == {"succeeded": 0, "failed": 4}
     breakers.set_rule(Rule(window=60.0))
     for _ in range(200):
         _lease(breakers).settle(Success())
         clock.now += 6.0
-    assert breakers.guard("p", "m").describe()["window"] == {"succeeded": 10, "failed": 0}
+    assert breakers.breaker("p", "m").describe()["window"] == {"succeeded": 10, "failed": 0}
 
 
 def test_operators_see_everything_and_each_transition_is_one_line(
@@ -523,12 +524,12 @@ def test_a_probe_closes_the_breaker_when_its_answer_begins_and_others_pass_while
     clock.now += 30
     probe = _lease(breakers)
     assert isinstance(breakers.acquire("p", "m", 1e9), Refused)
-    probe.prove()
+    probe.first_token()
     assert breakers.states()["p/m"] is State.CLOSED
     assert not _lease(breakers).is_probe
-    probe.prove()
+    probe.first_token()
     probe.settle(Success())
-    assert breakers.guard("p", "m").describe()["window"] == {"succeeded": 0, "failed": 0}, "it began a new epoch"
+    assert breakers.breaker("p", "m").describe()["window"] == {"succeeded": 0, "failed": 0}, "it began a new epoch"
 
 
 def test_a_probe_cut_after_its_answer_began_opens_the_breaker_again(
@@ -538,9 +539,9 @@ def test_a_probe_cut_after_its_answer_began_opens_the_breaker_again(
     _fail(breakers, 5)
     clock.now += 30
     probe = _lease(breakers)
-    probe.prove()
+    probe.first_token()
     probe.settle(PAIR, "cut")
-    assert breakers.closed_for("p", "m") == 30.0
+    assert breakers.open_for("p", "m") == 30.0
     assert "closed -> open for 30 s after its probe's answer broke off: cut" in caplog.text
 
 
@@ -548,10 +549,10 @@ def test_a_probe_cut_after_somebody_had_a_whole_answer_is_an_ordinary_failure(br
     _fail(breakers, 5)
     clock.now += 30
     probe = _lease(breakers)
-    probe.prove()
+    probe.first_token()
     _lease(breakers).settle(Success())
     probe.settle(PAIR, "cut")
-    entry = breakers.guard("p", "m").describe()
+    entry = breakers.breaker("p", "m").describe()
     assert (entry["state"], entry["failures"], entry["last_failure"]) == ("closed", 1, "cut")
 
 
@@ -561,9 +562,9 @@ def test_a_cut_probe_of_our_own_service_is_an_ordinary_failure(breakers: Breaker
         _local(breakers).settle(PAIR, "it broke")
     clock.now += 30
     probe = _local(breakers)
-    probe.prove()
+    probe.first_token()
     probe.settle(PAIR, "cut")
-    assert breakers.closed_for("local", "m") is None
+    assert breakers.open_for("local", "m") is None
 
 
 def test_with_two_probes_a_beginning_is_one_success_and_a_cut_opens_it_again(clock: Clock) -> None:
@@ -571,19 +572,19 @@ def test_with_two_probes_a_beginning_is_one_success_and_a_cut_opens_it_again(clo
     _fail(breakers, 5)
     clock.now += 30
     first = _lease(breakers)
-    first.prove()
+    first.first_token()
     assert breakers.states()["p/m"] is State.HALF_OPEN
     second = _lease(breakers)
     assert second.is_probe
     first.settle(Success())
     assert breakers.states()["p/m"] is State.HALF_OPEN, "one answer is one success"
-    second.prove()
+    second.first_token()
     assert breakers.states()["p/m"] is State.CLOSED
     third = Breakers(Rule(probes=2), clock)
     _fail(third, 5)
     clock.now += 30
     cut = _lease(third)
-    cut.prove()
+    cut.first_token()
     cut.settle(PAIR, "cut")
     assert third.states()["p/m"] is State.OPEN
 
@@ -591,11 +592,11 @@ def test_with_two_probes_a_beginning_is_one_success_and_a_cut_opens_it_again(clo
 def test_what_is_no_probe_is_judged_by_its_end(breakers: Breakers) -> None:
     _fail(breakers, 4)
     lease = _lease(breakers)
-    lease.prove()
-    assert breakers.guard("p", "m").describe()["failures"] == 4
+    lease.first_token()
+    assert breakers.breaker("p", "m").describe()["failures"] == 4
     lease.settle(Success())
-    lease.prove()
-    assert breakers.guard("p", "m").describe()["failures"] == 0
+    lease.first_token()
+    assert breakers.breaker("p", "m").describe()["failures"] == 0
 
 
 # --- how many there are -----------------------------------------------------------------------------------------------
@@ -651,7 +652,7 @@ def test_a_breaker_under_which_an_attempt_runs_is_never_forgotten(clock: Clock) 
     for index in range(30):
         _lease(breakers, f"more-{index}").release()
     running.settle(PAIR, "it broke")
-    assert breakers.closed_for("p", "running") == 30.0
+    assert breakers.open_for("p", "running") == 30.0
     assert gauge.series["p", "running"] is State.OPEN
     assert len(breakers.states()) <= 11
 
@@ -659,9 +660,9 @@ def test_a_breaker_under_which_an_attempt_runs_is_never_forgotten(clock: Clock) 
 def test_a_forgotten_breaker_shows_nothing_any_more(clock: Clock) -> None:
     gauge = Gauge()
     breakers = Breakers(Rule(), clock, gauge, 2)
-    old = breakers.guard("p", "old")
-    breakers.guard("p", "new")
-    breakers.guard("p", "newer")
+    old = breakers.breaker("p", "old")
+    breakers.breaker("p", "new")
+    breakers.breaker("p", "newer")
     old.reset()
     assert ("p", "old") not in gauge.series
 
@@ -672,16 +673,16 @@ def test_a_lease_of_which_no_attempt_was_made_gives_both_permits_back(breakers: 
     lease = _lease(breakers)
     lease.release()
     lease.release()
-    assert breakers.guard("p", "m").outstanding == breakers.guard("p").outstanding == 0
+    assert breakers.breaker("p", "m").outstanding == breakers.breaker("p").outstanding == 0
     assert _lease(breakers).is_probe
 
 
 def test_holds_that_are_over_are_forgotten(breakers: Breakers, clock: Clock) -> None:
-    breakers.hold("p", "a", 1.0, ["normal"])
+    breakers.skip("p", "a", 1.0, ["normal"])
     clock.now += 2
-    breakers.hold("p", "b", 5.0, ["normal"])
-    assert breakers.held_for("p", "a") is None
-    assert breakers.held_for("p", "b") == 5.0
+    breakers.skip("p", "b", 5.0, ["normal"])
+    assert breakers.skipped_for("p", "a") is None
+    assert breakers.skipped_for("p", "b") == 5.0
 
 
 def test_one_event_that_breaks_many_answers_is_one_failure(breakers: Breakers, clock: Clock) -> None:
@@ -691,7 +692,7 @@ def test_one_event_that_breaks_many_answers_is_one_failure(breakers: Breakers, c
     for lease, seconds in zip(beside, (0.0, 0.5, 0.4, 2.0), strict=True):
         clock.now += seconds
         lease.settle(Failure(Scope.PAIR, broke=True), "it died")
-        failures.append(breakers.guard("p", "m").describe()["failures"])
+        failures.append(breakers.breaker("p", "m").describe()["failures"])
     assert failures == [1, 1, 1, 2]
 
 
@@ -704,7 +705,7 @@ def test_our_own_service_is_worth_asking_soon() -> None:
         lease.settle(Failure(Scope.PROVIDER), "gone")
     refused = breakers.acquire("local", "m", 1e9)
     assert isinstance(refused, Refused)
-    assert (breakers.closed_for("local", "m"), refused.retry_in) == (4.0, 4.0)
-    assert breakers.closed_for("cloud", "m") == 30.0
+    assert (breakers.open_for("local", "m"), refused.retry_in) == (4.0, 4.0)
+    assert breakers.open_for("cloud", "m") == 30.0
     guard = next(told for told in breakers.describe() if told["name"] == "local")
     assert guard["retry_after"] == 30.0

@@ -20,7 +20,7 @@ from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.local.inference_snapshot import InferenceView
 from inference.protocol import Code, ModelState, ModelStatus
 from tests.rigs import virtual_time
-from tests.rigs.heard import Heard
+from tests.rigs.breaker_rig import FakeActivity
 
 OUTAGE, PERIOD, FIRST_TOKEN, INTER_TOKEN, ANSWER = 60.0, 4.0, 30.0, 15.0, 0.1
 STATUS = ModelStatus("demo", ModelState.READY, capabilities=("chat",))
@@ -54,13 +54,13 @@ class Outage:
         self.breakers = Breakers(Rule(), self.loop.time, on_state=self._moved, on_failure=self._failed)
         self.prober = Prober(self.breakers, lambda: self, lambda: {"demo": STATUS}, self.loop.time)
         self.view = InferenceView(
-            self.get_json, self.loop.time, self.prober.hint, self.prober.suspect, self.prober.hint
+            self.get_json, self.loop.time, self.prober.hurry, self.prober.suspect, self.prober.hurry
         )
-        self._ask, self.prober.ask = self.prober.ask, self._watched  # type: ignore[method-assign]
+        self._ask, self.prober.probe = self.prober.probe, self._watched  # type: ignore[method-assign]
 
     def _moved(self, provider: str, model: str, state: State | None) -> None:
         if provider == "local":
-            self.prober.moved(model, state)
+            self.prober.on_state(model, state)
 
     def _failed(self, provider: str, model: str, failure: Failure) -> None:
         if provider == "local" and failure.scope is Scope.PROVIDER:
@@ -116,18 +116,18 @@ class Outage:
             else:
                 self.used.append(self.loop.time())
                 await asyncio.sleep(ANSWER)
-                lease.heard(Heard(longest_silence=self.thinks))
-                lease.prove()
+                lease.first_byte(FakeActivity(longest_silence=self.thinks))
+                lease.first_token()
                 lease.settle(judge(Observation(End.FINISHED)))
         return True
 
     async def _break_off(self, lease: Lease) -> None:
         """An answer that is cut, that stops behind its head, or behind its first words."""
-        since, heard = self.loop.time(), Heard()
+        since, heard = self.loop.time(), FakeActivity()
         heard.silent_seconds = lambda: self.loop.time() - since  # type: ignore[method-assign]
-        lease.heard(heard)
+        lease.first_byte(heard)
         if self.how != "head only":
-            lease.prove()
+            lease.first_token()
         await asyncio.sleep({"cut": ANSWER, "head only": FIRST_TOKEN, "stalled": INTER_TOKEN}[self.how])
         raise ERRORS["reset"] if self.how == "cut" else UpstreamError(UpstreamKind.TIMEOUT, "silent")
 
@@ -249,4 +249,4 @@ def test_however_a_tier_comes_and_goes_there_are_never_two_probes_and_it_is_used
     # who said twice that it was back and was not is believed at the end of an open period
     soonest = 10.0 if len(away) == 1 else Rule().open + 10.0
     assert outage.back_after <= (soonest if provider == "local" else 34.0 + FIRST_TOKEN)
-    assert all(guard.outstanding == 0 for guard in outage.breakers.of(provider).values())
+    assert all(guard.outstanding == 0 for guard in outage.breakers.by_model(provider).values())

@@ -89,7 +89,7 @@ CASES: list[tuple[str, Observation, Verdict]] = [
     ("local model failed", _local(Code.MODEL_FAILED, 503), Failure(M, reached=True, broke=True)),
     ("local stopping", _local(Code.SHUTTING_DOWN, 503), Failure(P)),
     ("local loading", _local(Code.MODEL_LOADING, 503), Ignore(Reason.MODEL_LOADING)),
-    ("local queue full", _local(Code.QUEUE_FULL, 429, 3.0), Ignore(Reason.QUEUE_FULL, hold=3.0)),
+    ("local queue full", _local(Code.QUEUE_FULL, 429, 3.0), Ignore(Reason.QUEUE_FULL, skip_seconds=3.0)),
     (
         "local queue full for some", _local(Code.QUEUE_FULL, 429, 3.0)._replace(full_for=frozenset(("low",))),
         Ignore(Reason.QUEUE_FULL, 3.0, frozenset(("low",))),

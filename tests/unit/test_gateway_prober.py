@@ -42,7 +42,7 @@ class World:
 
     def _moved(self, provider: str, model: str, state: State | None) -> None:
         if provider == "local":
-            self.prober.moved(model, state)
+            self.prober.on_state(model, state)
 
     def _failed(self, provider: str, model: str, failure: Failure) -> None:
         if provider == "local" and failure.scope is Scope.PROVIDER:
@@ -71,7 +71,7 @@ class World:
         end = self.now + seconds
         while (step := self.prober.next()) is not None and step.at <= end:
             self.now = max(self.now, step.at)
-            await self.prober.ask(step)
+            await self.prober.probe(step)
         self.now = end
 
     def attempt(self, verdict: Any = PROVIDER, model: str = "m", provider: str = "local") -> bool:
@@ -84,7 +84,7 @@ class World:
 
     def state(self, model: str = "") -> State:
         """Of a breaker of ours."""
-        return self.breakers.guard("local", model).book.state
+        return self.breakers.breaker("local", model).state
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ async def test_one_failure_and_four_probes_open_the_breaker_of_a_dead_service(wo
     await world.work(1.0)
     assert [at for at, _, _ in world.asked] == [1000.25, 1000.5, 1000.75, 1001.0]
     assert world.state() is State.OPEN
-    entry = world.breakers.guard("local").describe()
+    entry = world.breakers.breaker("local").describe()
     assert (entry["source"], entry["last_probe"]) == ("probes", "GET /readyz: connect: refused")
     assert world.found == [(Purpose.CONFIRM, Finding.BAD)] * 4
 
@@ -243,7 +243,7 @@ async def test_while_a_user_finds_out_about_the_service_its_models_are_not_asked
     assert isinstance(user, Lease)
     await world.work(3.0)
     assert [path for _, path, _ in world.asked] == ["/readyz"]
-    assert world.breakers.guard("local").outstanding == 1
+    assert world.breakers.breaker("local").outstanding == 1
 
 
 async def test_a_hint_asks_at_once(world: World) -> None:
@@ -251,8 +251,8 @@ async def test_a_hint_asks_at_once(world: World) -> None:
     world.attempt()
     await world.work(50.0)
     world.says["/readyz"] = {}
-    world.prober.hint("never heard of")
-    world.prober.hint()
+    world.prober.hurry("never heard of")
+    world.prober.hurry()
     step = world.prober.next()
     assert step is not None
     assert step.at <= world.now
@@ -267,7 +267,7 @@ async def test_while_a_probe_is_out_nobody_else_probes_and_a_cancelled_one_makes
     world.gate = asyncio.Event()
     step = world.prober.next()
     assert step is not None
-    asking = asyncio.create_task(world.prober.ask(step))
+    asking = asyncio.create_task(world.prober.probe(step))
     await world.begun.wait()
     world.now += 0.2
     assert not any(world.attempt(Success()) for _ in range(50))
@@ -284,13 +284,13 @@ async def test_a_probe_that_became_needless_is_not_made(world: World) -> None:
     assert step is not None
     for _ in range(4):
         world.attempt()
-    await world.prober.ask(step)
+    await world.prober.probe(step)
     recovering = world.prober.next()
     world.breakers.reset("local")
     assert recovering is not None
-    await world.prober.ask(recovering)
+    await world.prober.probe(recovering)
     assert world.asked == []
-    assert world.breakers.guard("local").outstanding == 0
+    assert world.breakers.breaker("local").outstanding == 0
 
 
 async def test_the_task_asks_when_it_is_time_and_survives_a_defect(
@@ -303,14 +303,14 @@ async def test_the_task_asks_when_it_is_time_and_survives_a_defect(
     for _ in range(5):
         world.attempt()
     world.now += 1.0
-    world.prober.hint()
+    world.prober.hurry()
     async with asyncio.timeout(5):
         while "failed in the gateway itself" not in caplog.text:
             await asyncio.sleep(0)
         world.says["/readyz"] = {}
         world.now += 10.0
-        world.prober.hint()
-        while world.breakers.closed_for("local", "m") is not None:
+        world.prober.hurry()
+        while world.breakers.open_for("local", "m") is not None:
             await asyncio.sleep(0)
     working.cancel()
     await asyncio.wait({working})

@@ -8,7 +8,7 @@ import pytest
 
 from gateway.breaker import probe_schedule
 from gateway.breaker.permits import State
-from gateway.breaker.probe_schedule import Finding, Purpose, Question, Step, Watch
+from gateway.breaker.probe_schedule import Finding, ProbeKind, Purpose, Step, Watch
 from gateway.errors import UpstreamError
 from gateway.errors import UpstreamKind as Kind
 from inference.protocol import Code
@@ -21,10 +21,10 @@ GOOD, BAD, UNKNOWN = Finding.GOOD, Finding.BAD, Finding.UNKNOWN
 def test_a_failure_is_confirmed_every_quarter_of_a_second_until_an_answer_comes() -> None:
     watch = probe_schedule.suspected(Watch(), 100.0)
     assert probe_schedule.due_at(watch, CLOSED) == 100.25
-    watch = probe_schedule.asked(watch, CONFIRM, BAD, 100.3)
+    watch = probe_schedule.probed(watch, CONFIRM, BAD, 100.3)
     assert probe_schedule.suspected(watch, 100.4) == watch, "one series at a time"
     assert probe_schedule.due_at(watch, CLOSED) == 100.55
-    watch = probe_schedule.asked(watch, CONFIRM, GOOD, 100.6)
+    watch = probe_schedule.probed(watch, CONFIRM, GOOD, 100.6)
     assert probe_schedule.due_at(watch, CLOSED) is None
     assert probe_schedule.due_at(probe_schedule.suspected(watch, 101.0), CLOSED) == 101.25
 
@@ -33,34 +33,36 @@ def test_recovery_probes_come_after_a_tenth_of_the_trouble() -> None:
     watch = probe_schedule.opened(probe_schedule.suspected(Watch(), 99.0), 100.0)
     assert probe_schedule.due_at(watch, OPEN) == 100.5
     for at, following in ((100.5, 101.0), (110.0, 111.0), (130.0, 133.0), (1000.0, 1004.0)):
-        watch = probe_schedule.asked(watch, RECOVER, BAD, at)
+        watch = probe_schedule.probed(watch, RECOVER, BAD, at)
         assert probe_schedule.due_at(watch, OPEN) == following
     again = probe_schedule.opened(watch, 1030.0)
-    assert again.troubled_since == 100.0, "it was never closed in between"
+    assert again.trouble_since == 100.0, "it was never closed in between"
     assert probe_schedule.due_at(again, OPEN) == 1030.5
 
 
 def test_an_answer_leaves_the_rest_to_a_user_and_a_letdown_costs_patience() -> None:
-    watch = probe_schedule.asked(probe_schedule.opened(Watch(), 0.0), RECOVER, GOOD, 0.5)
+    watch = probe_schedule.probed(probe_schedule.opened(Watch(), 0.0), RECOVER, GOOD, 0.5)
     assert probe_schedule.due_at(watch, OPEN) is None
     assert probe_schedule.due_at(watch, HALF) is None
     dues = []
     for opened in (10.0, 20.0, 30.0):
         watch = probe_schedule.opened(watch, opened)
         dues.append(probe_schedule.due_at(watch, OPEN))
-        watch = probe_schedule.asked(watch, RECOVER, GOOD, opened + 1)
+        watch = probe_schedule.probed(watch, RECOVER, GOOD, opened + 1)
     assert dues == [14.0, 52.0, 286.0]
-    fair = probe_schedule.opened(probe_schedule.asked(probe_schedule.opened(Watch(), 0.0), RECOVER, UNKNOWN, 0.5), 31.0)
-    assert fair.letdowns == 0
+    fair = probe_schedule.opened(
+        probe_schedule.probed(probe_schedule.opened(Watch(), 0.0), RECOVER, UNKNOWN, 0.5), 31.0
+    )
+    assert fair.false_recoveries == 0
 
 
 def test_a_hint_saves_the_wait_but_not_the_patience() -> None:
-    watch = probe_schedule.asked(probe_schedule.opened(Watch(), 0.0), RECOVER, BAD, 40.0)
+    watch = probe_schedule.probed(probe_schedule.opened(Watch(), 0.0), RECOVER, BAD, 40.0)
     assert probe_schedule.due_at(watch, OPEN) == 44.0
-    assert probe_schedule.due_at(probe_schedule.hinted(watch), OPEN) == 0.5
-    confirming = probe_schedule.asked(probe_schedule.suspected(Watch(), 0.0), CONFIRM, BAD, 1.0)
-    assert probe_schedule.hinted(confirming) == confirming
-    assert probe_schedule.due_at(replace(watch, troubled_since=None), OPEN) == 44.0
+    assert probe_schedule.due_at(probe_schedule.hurried(watch), OPEN) == 0.5
+    confirming = probe_schedule.probed(probe_schedule.suspected(Watch(), 0.0), CONFIRM, BAD, 1.0)
+    assert probe_schedule.hurried(confirming) == confirming
+    assert probe_schedule.due_at(replace(watch, trouble_since=None), OPEN) == 44.0
 
 
 def test_the_service_itself_comes_before_its_models() -> None:
@@ -69,14 +71,14 @@ def test_the_service_itself_comes_before_its_models() -> None:
     failed = probe_schedule.opened(Watch(), 49.0)
     watches = {"": own, "big": memory, "ill": failed, "forgotten": failed}
     states = {"": CLOSED, "big": OPEN, "ill": OPEN}
-    assert probe_schedule.choose(watches, states) == Step("", CONFIRM, Question.READY, 100.25)
-    assert probe_schedule.choose(watches, {**states, "": OPEN}) == Step("", RECOVER, Question.READY, 0.5)
-    answers = {**watches, "": replace(own, hastened=True)}
-    assert probe_schedule.choose(answers, {**states, "": OPEN}) == Step("ill", RECOVER, Question.TOKEN, 49.5)
+    assert probe_schedule.choose(watches, states) == Step("", CONFIRM, ProbeKind.READY, 100.25)
+    assert probe_schedule.choose(watches, {**states, "": OPEN}) == Step("", RECOVER, ProbeKind.READY, 0.5)
+    answers = {**watches, "": replace(own, ended_early=True)}
+    assert probe_schedule.choose(answers, {**states, "": OPEN}) == Step("ill", RECOVER, ProbeKind.TOKEN, 49.5)
     calm = {**watches, "": Watch()}
-    assert probe_schedule.choose(calm, states) == Step("ill", RECOVER, Question.TOKEN, 49.5)
+    assert probe_schedule.choose(calm, states) == Step("ill", RECOVER, ProbeKind.TOKEN, 49.5)
     del calm["ill"]
-    assert probe_schedule.choose(calm, states) == Step("big", RECOVER, Question.PLAN, 50.5)
+    assert probe_schedule.choose(calm, states) == Step("big", RECOVER, ProbeKind.PLAN, 50.5)
     assert probe_schedule.choose({"big": memory}, {"big": HALF}) is None
     assert probe_schedule.choose({}, {}) is None
 
@@ -86,36 +88,36 @@ def _error(kind: Kind, status: int | None = None, code: str | None = None) -> Up
 
 
 CASES = [
-    ("ready", Question.READY, {"status": "ready"}, GOOD),
-    ("refused", Question.READY, _error(Kind.CONNECT), BAD),
-    ("silent", Question.READY, _error(Kind.TIMEOUT), BAD),
-    ("draining", Question.READY, _error(Kind.STATUS, 503), BAD),
-    ("a path that is not there", Question.READY, _error(Kind.STATUS, 404), GOOD),
-    ("not JSON", Question.READY, _error(Kind.MALFORMED), GOOD),
-    ("it would fit", Question.PLAN, {"result": "FULL"}, GOOD),
-    ("it would not", Question.PLAN, {"result": "CANT_ACCOMMODATE"}, UNKNOWN),
-    ("no plan", Question.PLAN, _error(Kind.STATUS, 500), UNKNOWN),
-    ("cold", Question.TOKEN, {"headgate": {"probe": "cold"}}, GOOD),
-    ("an answer", Question.TOKEN, {"choices": []}, GOOD),
-    ("no chat model", Question.TOKEN, _error(Kind.STATUS, 400, Code.INVALID_REQUEST), GOOD),
-    ("full", Question.TOKEN, _error(Kind.STATUS, 429, Code.QUEUE_FULL), GOOD),
-    ("failed", Question.TOKEN, _error(Kind.STATUS, 503, Code.MODEL_FAILED), BAD),
-    ("lost", Question.TOKEN, _error(Kind.STATUS, 503, Code.DEVICE_LOST), BAD),
-    ("too slow", Question.TOKEN, _error(Kind.STATUS, 504, Code.DEADLINE_EXCEEDED), UNKNOWN),
-    ("slower", Question.TOKEN, _error(Kind.TIMEOUT), UNKNOWN),
-    ("gone", Question.TOKEN, _error(Kind.CONNECT), UNKNOWN),
+    ("ready", ProbeKind.READY, {"status": "ready"}, GOOD),
+    ("refused", ProbeKind.READY, _error(Kind.CONNECT), BAD),
+    ("silent", ProbeKind.READY, _error(Kind.TIMEOUT), BAD),
+    ("draining", ProbeKind.READY, _error(Kind.STATUS, 503), BAD),
+    ("a path that is not there", ProbeKind.READY, _error(Kind.STATUS, 404), GOOD),
+    ("not JSON", ProbeKind.READY, _error(Kind.MALFORMED), GOOD),
+    ("it would fit", ProbeKind.PLAN, {"result": "FULL"}, GOOD),
+    ("it would not", ProbeKind.PLAN, {"result": "CANT_ACCOMMODATE"}, UNKNOWN),
+    ("no plan", ProbeKind.PLAN, _error(Kind.STATUS, 500), UNKNOWN),
+    ("cold", ProbeKind.TOKEN, {"headgate": {"probe": "cold"}}, GOOD),
+    ("an answer", ProbeKind.TOKEN, {"choices": []}, GOOD),
+    ("no chat model", ProbeKind.TOKEN, _error(Kind.STATUS, 400, Code.INVALID_REQUEST), GOOD),
+    ("full", ProbeKind.TOKEN, _error(Kind.STATUS, 429, Code.QUEUE_FULL), GOOD),
+    ("failed", ProbeKind.TOKEN, _error(Kind.STATUS, 503, Code.MODEL_FAILED), BAD),
+    ("lost", ProbeKind.TOKEN, _error(Kind.STATUS, 503, Code.DEVICE_LOST), BAD),
+    ("too slow", ProbeKind.TOKEN, _error(Kind.STATUS, 504, Code.DEADLINE_EXCEEDED), UNKNOWN),
+    ("slower", ProbeKind.TOKEN, _error(Kind.TIMEOUT), UNKNOWN),
+    ("gone", ProbeKind.TOKEN, _error(Kind.CONNECT), UNKNOWN),
 ]
 
 
-@pytest.mark.parametrize(("question", "said", "finding"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_what_an_answer_proves(question: Question, said: UpstreamError | dict[str, str], finding: Finding) -> None:
-    assert probe_schedule.found(CONFIRM, question, said) is finding
+@pytest.mark.parametrize(("kind", "answer", "finding"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_what_an_answer_proves(kind: ProbeKind, answer: UpstreamError | dict[str, str], finding: Finding) -> None:
+    assert probe_schedule.judge_probe(CONFIRM, kind, answer) is finding
 
 
 def test_a_service_that_answers_an_error_keeps_nobody_away_by_that() -> None:
-    assert probe_schedule.found(RECOVER, Question.READY, _error(Kind.STATUS, 502)) is UNKNOWN
-    assert probe_schedule.found(RECOVER, Question.READY, _error(Kind.CONNECT)) is BAD
-    assert probe_schedule.found(RECOVER, Question.READY, {}) is GOOD
+    assert probe_schedule.judge_probe(RECOVER, ProbeKind.READY, _error(Kind.STATUS, 502)) is UNKNOWN
+    assert probe_schedule.judge_probe(RECOVER, ProbeKind.READY, _error(Kind.CONNECT)) is BAD
+    assert probe_schedule.judge_probe(RECOVER, ProbeKind.READY, {}) is GOOD
 
 
 def test_what_speaks_against_the_whole_service() -> None:

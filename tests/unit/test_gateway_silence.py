@@ -8,67 +8,67 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.breaker.silence import KNOWN, PATIENCE, REMEMBERED, SILENT_SECONDS, Silence
-from tests.rigs.heard import Heard
+from gateway.breaker.silence import MAX_SAMPLES, MIN_SAMPLES, SILENCE_FACTOR, SILENT_SECONDS, SilenceDetector
+from tests.rigs.breaker_rig import FakeActivity
 
 LOST = 1e9
 ENOUGH = 5
 LONG = 1e6
 
 
-def _answer(silence: Silence, number: int, at: float, first: float = 0.5, later: float = 0.5) -> None:
+def _answer(silence: SilenceDetector, number: int, at: float, first: float = 0.5, later: float = 0.5) -> None:
     """A whole answer, with the longest silences before and behind its first word."""
-    heard = Heard(longest_silence=first)
-    silence.asked(number, at, LOST)
-    silence.opened(number, at, heard)
-    silence.begun(number, at)
+    heard = FakeActivity(longest_silence=first)
+    silence.started(number, at, LOST)
+    silence.first_byte(number, at, heard)
+    silence.first_token(number, at)
     heard.longest_silence = later
-    silence.ended(number, whole=True)
+    silence.ended(number, answered=True)
 
 
-def _known(first: float = 0.5, later: float = 0.5, *, is_model: bool = True) -> Silence:
+def _known(first: float = 0.5, later: float = 0.5, *, is_model: bool = True) -> SilenceDetector:
     """A tier that has answered so many that its silences are known."""
-    silence = Silence(is_model=is_model)
-    for number in range(-REMEMBERED, 0):
+    silence = SilenceDetector(is_model=is_model)
+    for number in range(-MAX_SAMPLES, 0):
         _answer(silence, number, -100.0, first, later)
     return silence
 
 
-def _ask(silence: Silence, at: float, count: int = ENOUGH, seconds: float = LONG) -> list[Heard]:
+def _ask(silence: SilenceDetector, at: float, count: int = ENOUGH, seconds: float = LONG) -> list[FakeActivity]:
     for number in range(count):
-        silence.asked(number, at, LOST)
-    return [Heard(seconds) for _ in range(count)]
+        silence.started(number, at, LOST)
+    return [FakeActivity(seconds) for _ in range(count)]
 
 
-def _open(silence: Silence, at: float, count: int = ENOUGH, seconds: float = LONG) -> list[Heard]:
+def _open(silence: SilenceDetector, at: float, count: int = ENOUGH, seconds: float = LONG) -> list[FakeActivity]:
     """As many that are asked and opened then."""
     all_heard = _ask(silence, at, count, seconds)
     for number, heard in enumerate(all_heard):
-        silence.opened(number, at, heard)
+        silence.first_byte(number, at, heard)
     return all_heard
 
 
-def _begin(silence: Silence, at: float, count: int = ENOUGH, seconds: float = LONG) -> list[Heard]:
+def _begin(silence: SilenceDetector, at: float, count: int = ENOUGH, seconds: float = LONG) -> list[FakeActivity]:
     """As many that have begun then."""
     all_heard = _open(silence, at, count, seconds)
     for number in range(count):
-        silence.begun(number, at)
+        silence.first_token(number, at)
     return all_heard
 
 
-STAGES: dict[str, Callable[..., list[Heard]]] = {"asked": _ask, "opened": _open, "begun": _begin}
+STAGES: dict[str, Callable[..., list[FakeActivity]]] = {"asked": _ask, "opened": _open, "begun": _begin}
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_who_waits_long_at_a_stage_speaks_against_the_tier(stage: str) -> None:
     silence = _known()
     STAGES[stage](silence, 1.0)
-    assert silence.speaking(0.9 + SILENT_SECONDS, ENOUGH) == 0
-    assert silence.speaking(1.0 + SILENT_SECONDS, ENOUGH) == ENOUGH
-    assert silence.speaking(1.0 + SILENT_SECONDS, 2) == 2, "nobody counts further than that"
+    assert silence.silent_attempts(0.9 + SILENT_SECONDS, ENOUGH) == 0
+    assert silence.silent_attempts(1.0 + SILENT_SECONDS, ENOUGH) == ENOUGH
+    assert silence.silent_attempts(1.0 + SILENT_SECONDS, 2) == 2, "nobody counts further than that"
     for number in range(ENOUGH):
-        assert silence.speaking(1.0 + SILENT_SECONDS, ENOUGH) == ENOUGH - number
-        silence.ended(number, whole=False)
+        assert silence.silent_attempts(1.0 + SILENT_SECONDS, ENOUGH) == ENOUGH - number
+        silence.ended(number, answered=False)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -76,61 +76,63 @@ def test_nothing_that_ran_before_a_state_began_speaks(stage: str) -> None:
     silence = _known()
     STAGES[stage](silence, 1.0)
     silence.clear()
-    silence.opened(0, 2.0, Heard(LONG))
-    silence.begun(0, 2.0)
-    assert silence.speaking(100.0, 1) == 0
-    silence.ended(0, whole=True)
+    silence.first_byte(0, 2.0, FakeActivity(LONG))
+    silence.first_token(0, 2.0)
+    assert silence.silent_attempts(100.0, 1) == 0
+    silence.ended(0, answered=True)
     _ask(silence, 3.0)
-    silence.ended(99, whole=True)
-    assert silence.speaking(100.0, ENOUGH) == ENOUGH, "numbers that are not known change nothing"
+    silence.ended(99, answered=True)
+    assert silence.silent_attempts(100.0, ENOUGH) == ENOUGH, "numbers that are not known change nothing"
 
 
 def test_a_first_byte_of_anybody_speaks_for_those_who_wait_for_one() -> None:
     silence = _known()
     _ask(silence, 1.0, ENOUGH + 1)
-    silence.opened(ENOUGH, 2.0, Heard())
-    assert silence.speaking(20.0, 1) == 0
+    silence.first_byte(ENOUGH, 2.0, FakeActivity())
+    assert silence.silent_attempts(20.0, 1) == 0
     _ask(silence, 3.0)
-    assert silence.speaking(20.0, ENOUGH) == ENOUGH, "not for who comes later"
-    silence.asked(50, 4.0, LOST)
-    silence.ended(50, whole=True)
-    assert silence.speaking(20.0, 1) == 0, "an answer without a stream has one too"
+    assert silence.silent_attempts(20.0, ENOUGH) == ENOUGH, "not for who comes later"
+    silence.started(50, 4.0, LOST)
+    silence.ended(50, answered=True)
+    assert silence.silent_attempts(20.0, 1) == 0, "an answer without a stream has one too"
 
 
 def test_a_first_word_speaks_for_those_with_a_first_byte() -> None:
     silence = _known()
     _open(silence, 1.0, ENOUGH + 1)
-    assert silence.speaking(20.0, ENOUGH) == ENOUGH, "among themselves first bytes prove nothing"
-    silence.begun(ENOUGH, 2.0)
-    assert silence.speaking(20.0, ENOUGH) == 1, "but who has it"
+    assert silence.silent_attempts(20.0, ENOUGH) == ENOUGH, "among themselves first bytes prove nothing"
+    silence.first_token(ENOUGH, 2.0)
+    assert silence.silent_attempts(20.0, ENOUGH) == 1, "but who has it"
 
 
 def test_a_whole_answer_speaks_for_those_who_have_begun() -> None:
     silence = _known()
     _begin(silence, 1.0, ENOUGH + 1)
-    silence.ended(ENOUGH, whole=False)
-    assert silence.speaking(20.0, ENOUGH) == ENOUGH, "one that broke off does not"
-    silence.ended(0, whole=True)
-    assert silence.speaking(20.0, 1) == 0
+    silence.ended(ENOUGH, answered=False)
+    assert silence.silent_attempts(20.0, ENOUGH) == ENOUGH, "one that broke off does not"
+    silence.ended(0, answered=True)
+    assert silence.silent_attempts(20.0, 1) == 0
 
 
 def test_an_attempt_that_was_lost_waits_for_nothing() -> None:
     silence = _known()
     for number in range(ENOUGH):
-        silence.asked(number, 2.0, 15.0)
-    assert silence.speaking(14.9, ENOUGH) == ENOUGH
-    assert silence.speaking(15.0, ENOUGH) == 0
+        silence.started(number, 2.0, 15.0)
+    assert silence.silent_attempts(14.9, ENOUGH) == ENOUGH
+    assert silence.silent_attempts(15.0, ENOUGH) == 0
 
 
-@pytest.mark.parametrize("answers", range(KNOWN + 1))
+@pytest.mark.parametrize("answers", range(MIN_SAMPLES + 1))
 def test_behind_the_first_byte_nothing_is_judged_before_the_tier_is_known(answers: int) -> None:
-    silence = Silence(is_model=True)
+    silence = SilenceDetector(is_model=True)
     for number in range(100, 100 + answers):
         _answer(silence, number, 0.0)
     _ask(silence, 1.0)
-    assert silence.speaking(1.0 + SILENT_SECONDS, ENOUGH) == ENOUGH, "where there is no byte there is no thinking"
+    assert silence.silent_attempts(1.0 + SILENT_SECONDS, ENOUGH) == ENOUGH, (
+        "where there is no byte there is no thinking"
+    )
     _open(silence, 2.0)
-    assert (silence.speaking(LONG, ENOUGH) == ENOUGH) is (answers == KNOWN)
+    assert (silence.silent_attempts(LONG, ENOUGH) == ENOUGH) is (answers == MIN_SAMPLES)
 
 
 @pytest.mark.parametrize("stage", ["opened", "begun"])
@@ -138,9 +140,9 @@ def test_a_provider_is_judged_by_its_first_bytes_alone(stage: str) -> None:
     """A model that thinks would be left because of another one that does not."""
     silence = _known(is_model=False)
     STAGES[stage](silence, 1.0)
-    assert silence.speaking(LONG, 1) == 0
+    assert silence.silent_attempts(LONG, 1) == 0
     _ask(silence, 2.0)
-    assert silence.speaking(2.0 + SILENT_SECONDS, ENOUGH) == ENOUGH
+    assert silence.silent_attempts(2.0 + SILENT_SECONDS, ENOUGH) == ENOUGH
 
 
 @pytest.mark.parametrize(("stage", "first", "later"), [("opened", 12.0, 0.5), ("begun", 0.5, 12.0)])
@@ -149,22 +151,22 @@ def test_a_model_that_is_silent_for_long_is_given_longer_where_it_is(stage: str,
     for name in ("opened", "begun"):
         silence.clear()
         all_heard = STAGES[name](silence, 1.0)
-        allowed = PATIENCE * 12.0 if name == stage else SILENT_SECONDS
+        allowed = SILENCE_FACTOR * 12.0 if name == stage else SILENT_SECONDS
         # those who have begun were silent for nothing before that, and only the last sixteen are remembered
-        assert silence.speaking(0.9 + allowed, ENOUGH) == 0
-        assert silence.speaking(1.0 + allowed, ENOUGH) == ENOUGH
+        assert silence.silent_attempts(0.9 + allowed, ENOUGH) == 0
+        assert silence.silent_attempts(1.0 + allowed, ENOUGH) == ENOUGH
         all_heard[0].seconds = allowed - 0.1
-        assert silence.speaking(LONG, ENOUGH) == ENOUGH - 1, "it goes on, or waits for its reader"
+        assert silence.silent_attempts(LONG, ENOUGH) == ENOUGH - 1, "it goes on, or waits for its reader"
 
 
 def test_only_recent_silences_tell_how_long_one_may_be() -> None:
     silence = _known(first=12.0, later=12.0)
-    for number in range(100, 100 + REMEMBERED):
+    for number in range(100, 100 + MAX_SAMPLES):
         _answer(silence, number, 0.0)
     for stage in ("opened", "begun"):
         silence.clear()
         STAGES[stage](silence, 1.0)
-        assert silence.speaking(1.0 + SILENT_SECONDS, ENOUGH) == ENOUGH
+        assert silence.silent_attempts(1.0 + SILENT_SECONDS, ENOUGH) == ENOUGH
 
 
 @given(
@@ -175,12 +177,12 @@ def test_a_tier_that_leads_somebody_through_in_time_is_never_silent(gaps: list[f
     """However many wait: every so often one answer is whole, so nobody is overdue who came before it."""
     silence, now = _known(), 0.0
     for number, gap in enumerate(gaps):
-        silence.asked(number, now, LOST)
+        silence.started(number, now, LOST)
         if stages[number] >= 1:
-            silence.opened(number, now, Heard(LONG))
+            silence.first_byte(number, now, FakeActivity(LONG))
         if stages[number] >= 2:
-            silence.begun(number, now)
+            silence.first_token(number, now)
         now += gap
-        assert silence.speaking(now, 1) == 0
+        assert silence.silent_attempts(now, 1) == 0
         _answer(silence, 1000 + number, now)
-        assert silence.speaking(now + SILENT_SECONDS + 1, 1) == 0
+        assert silence.silent_attempts(now + SILENT_SECONDS + 1, 1) == 0

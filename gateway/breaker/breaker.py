@@ -1,0 +1,315 @@
+"""One circuit breaker, of a provider or of a (provider, model) pair: its state machine, permits, window, ramp, silence.
+
+The state is read from the storage of `gateway.breaker.state_machine`; this module adds what pybreaker lacks for
+concurrent, cancellable attempts.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from gateway.breaker import ramp as ramps
+from gateway.breaker.failure_window import FailureWindow
+from gateway.breaker.outcome import LOCAL, Failure
+from gateway.breaker.permits import CLOSED, HALF_OPEN, OPEN, Permit, Permits, Refused, Rule, State
+from gateway.breaker.probe_schedule import MAX_PACE_SECONDS, POSTPONE_SECONDS, Finding
+from gateway.breaker.ramp import Ramp
+from gateway.breaker.silence import SilenceDetector, StreamActivity
+from gateway.breaker.state_machine import BreakerStorage, StateMachine
+
+log = logging.getLogger("gateway.breaker.breakers")
+
+REQUESTS, PROBES, RESTART = "requests", "probes", "restart"
+"""What opened a breaker: users' requests, probes of the gateway, or it was open before the gateway was restarted."""
+
+SHORT_WAIT_SECONDS = 1.0
+"""When to try again where a running probe, or the next step of a ramp, decides."""
+
+Clock = Callable[[], float]
+OnState = Callable[[str, str, State | None], None]
+"""Called with provider, model (empty for the provider's own breaker) and the new state; None: it was removed."""
+
+
+class Breaker:
+    """The breaker of a provider, or of a pair where `model` is not empty."""
+
+    def __init__(
+        self, provider: str, model: str, rule: Rule, clock: Clock, on_state: OnState, storage: BreakerStorage
+    ) -> None:
+        self.provider = provider
+        self.model = model
+        self.name = f"{provider}/{model}" if model else provider
+        self.last_failure: str | None = None
+        self.last_probe: str | None = None
+        self.needs_memory = False
+        """Whether the last failure was a refusal of memory by the inference service."""
+        self.source: str | None = None
+        self.is_retired = False
+        self.silence = None if provider == LOCAL else SilenceDetector(is_model=bool(model))
+        """For clouds only: the inference service is probed, and reports when it is busy."""
+        self.cancel_when_down: set[Callable[[], None]] = set()
+        """Callbacks of attempts without an answer that can go elsewhere; called when probes open this breaker."""
+        self._permits = Permits()
+        self._window = FailureWindow()
+        self._ramp: Ramp | None = None
+        self._open_reason: str | None = None
+        self._rule = rule
+        self._clock = clock
+        self._on_state = on_state
+        self.storage = storage
+        self._machine = StateMachine(self.name, rule, storage, self._changed)
+        state = self.state
+        if state is not CLOSED:
+            self.last_failure, self.source = "it was open before", RESTART
+            self._log_change(CLOSED, state, "a restart of the gateway")
+
+    @property
+    def state(self) -> State:
+        """The stored state."""
+        return self._machine.state
+
+    @property
+    def outstanding(self) -> int:
+        """Attempts and probes that run now."""
+        return self._permits.outstanding
+
+    def set_rule(self, rule: Rule) -> None:
+        """Use a new rule; the state and the failures in a row stay."""
+        if rule.window != self._rule.window:
+            self._window.clear()
+        self._rule = rule
+        self._machine.set_rule(rule)
+
+    def _changed(self, before: State, after: State) -> None:
+        """The state machine changed its state, or was reset in the same one."""
+        self._permits.new_epoch()
+        self._window.clear()
+        self._ramp = ramps.begun(self._clock()) if after is CLOSED and before is HALF_OPEN else None
+        if self.silence is not None:
+            self.silence.clear()
+        if after is CLOSED:
+            self.source = None
+        self._on_state(self.provider, self.model, after)
+        if after is before:
+            return
+        failures = f"{self.storage.counter} failures in a row"
+        reason = "its probe failed" if before is HALF_OPEN else self._open_reason or failures
+        self._log_change(before, after, reason)
+        if after is OPEN and self.source == PROBES:
+            for cancel in tuple(self.cancel_when_down):
+                cancel()
+
+    def _log_change(self, before: State, after: State, reason: str) -> None:
+        if self.is_retired:
+            return
+        level, detail = logging.INFO, ""
+        if after is OPEN:
+            level = logging.WARNING
+            seconds = max(0.0, self.storage.open_until - self._clock())
+            detail = f" for {seconds:.3g} s after {reason}: {self.last_failure or 'unknown'}"
+        log.log(level, "breaker %s: %s -> %s%s", self.name, before.label, after.label, detail)
+
+    def acquire(self, expires: float, forced: bool = False) -> Permit | Refused:
+        """A permit for one attempt that ends by `expires`, or the refusal. An open period that is over ends here.
+
+        A `forced` attempt has no other candidate: neither the ramp after a recovery nor silence refuses it.
+        """
+        now = self._clock()
+        permits, state = self._permits, self._machine.state
+        if state is CLOSED:
+            if not forced:
+                if self.silence is not None and self._is_silent(self.silence, now):
+                    return Refused(self.name, SHORT_WAIT_SECONDS, silent=True)
+                if self._ramp is not None:
+                    width = ramps.width(self._ramp, now)
+                    if width is not None and permits.outstanding >= width:
+                        return Refused(self.name, self._retry_in(SHORT_WAIT_SECONDS), recovering=True)
+        elif permits.is_probing(now) or (state is OPEN and now < self.storage.open_until):
+            return Refused(self.name, self._retry_in(self._blocked_seconds(now)))
+        elif state is OPEN:
+            self._machine.half_open()
+        permit = permits.issue(expires, is_probe=state is not CLOSED)
+        if self.silence is not None:
+            self.silence.started(permit.number, now, expires)
+        return permit
+
+    def _blocked_seconds(self, now: float) -> float:
+        """Seconds until an attempt may pass, while the state is not closed."""
+        probing = SHORT_WAIT_SECONDS if self._permits.is_probing(now) else 0.0
+        return max(probing, self.storage.open_until - now) if self.state is OPEN else probing
+
+    def _retry_in(self, seconds: float) -> float:
+        """Seconds until a new try is useful: probes may end the open period of the inference service early."""
+        return min(seconds, MAX_PACE_SECONDS) if self.provider == LOCAL and not self.model else seconds
+
+    def _is_silent(self, silence: SilenceDetector, now: float) -> bool:
+        """Whether as many attempts are silent as failures are missing to open this closed breaker."""
+        missing = max(1, self._rule.failures - self.storage.counter)
+        return silence.silent_attempts(now, missing) >= missing
+
+    def first_byte(self, permit: Permit, activity: StreamActivity) -> None:
+        """The first byte for the attempt under `permit` came; `activity` reports its later silence."""
+        if self.silence is not None:
+            self.silence.first_byte(permit.number, self._clock(), activity)
+
+    def first_token(self, permit: Permit) -> None:
+        """The first token for the attempt under `permit` came."""
+        if self.silence is not None:
+            self.silence.first_token(permit.number, self._clock())
+
+    def _ended(self, permit: Permit, *, answered: bool = False) -> None:
+        self._permits.outstanding -= 1
+        if self.silence is not None:
+            self.silence.ended(permit.number, answered=answered)
+
+    def release(self, permit: Permit) -> None:
+        """Return a permit whose attempt proves nothing, or nothing more, about this breaker."""
+        self._ended(permit)
+        self._permits.release_probe(permit)
+
+    def succeed(self, permit: Permit) -> None:
+        """Record that the attempt under `permit` succeeded."""
+        self._ended(permit, answered=True)
+        if self._counts(permit):
+            self._record_success(permit)
+
+    def confirm_probe(self, permit: Permit) -> Permit:
+        """Record the success of a probe whose answer goes on; returns the permit for the rest of the answer.
+
+        An ordinary or late permit is returned as it is: nothing is recorded before its end.
+        """
+        if not permit.is_probe or not self._counts(permit):
+            return permit
+        if self.silence is not None:
+            self.silence.clear()  # the rest of the answer has another number
+        self._record_success(permit)
+        # the inference service is probed and its answers are resumed: one failure does not take its recovery back
+        return self._permits.renew(permit, on_trial=self.provider != LOCAL)
+
+    def _counts(self, permit: Permit) -> bool:
+        """Whether a result under `permit` counts, after a change of the state that was made elsewhere."""
+        self._machine.refresh()
+        return self._permits.counts(permit)
+
+    def _record_success(self, permit: Permit) -> None:
+        self._permits.release_probe(permit)
+        if self._ramp is not None:
+            self._ramp = ramps.won(self._ramp)
+        self._window.add(self._rule, self._clock(), failed=False)
+        self._machine.record_success()
+
+    def fail(self, permit: Permit, failure: Failure, reason: str, source: str = REQUESTS) -> None:
+        """Record that the attempt under `permit`, made by `source`, failed because of `reason`."""
+        self._ended(permit)
+        permits, now = self._permits, self._clock()
+        if not self._counts(permit):
+            return
+        self.last_failure, self.needs_memory, self.source = reason, failure.needs_memory, source
+        permits.release_probe(permit)
+        if not failure.broke or permits.is_new_event(permit, now):
+            self._record_failure(permit, failure, now)
+        if self.state is CLOSED:
+            self.source = None
+
+    def _record_failure(self, permit: Permit, failure: Failure, now: float) -> None:
+        rule, ramp = self._rule, self._ramp
+        opens = failure.opens and bool(self.model)  # the failure does not concern other models of the provider
+        open_seconds = rule.open
+        if failure.retry_after is not None:
+            open_seconds = failure.retry_after if opens else max(failure.retry_after, rule.open)
+        takes_back = permit.on_trial and ramp is not None and not ramp.wins
+        if ramp is not None:
+            self._ramp = ramps.lost(ramp, now)
+        self._window.add(rule, now, failed=True)
+        if self._machine.record_failure(now + open_seconds):
+            return
+        if opens:
+            self._open_reason = "it asked to be left alone"
+        elif takes_back:
+            self._open_reason = "its probe's answer broke off"
+        elif self._window.exceeds(rule):
+            succeeded, failed = self._window.counts
+            self._open_reason = f"{failed} of {succeeded + failed} attempts within {rule.window:.3g} s failed"
+        if self._open_reason is not None:
+            self._machine.open(now + open_seconds)
+            self._open_reason = None
+
+    def acquire_recovery_probe(self, expires: float) -> Permit | None:
+        """A permit to probe an open breaker until `expires`; None unless it is open and no probe is out."""
+        if self.state is not OPEN or self._permits.is_probing(self._clock()):
+            return None
+        return self._permits.issue(expires, is_probe=True)
+
+    def settle_recovery_probe(self, permit: Permit, finding: Finding, detail: str) -> None:
+        """Record what the probe under `permit` found: GOOD ends the open period now, BAD extends it.
+
+        UNKNOWN changes nothing, and neither does a late finding. The next attempt still is a probe.
+        """
+        self._permits.outstanding -= 1
+        self.last_probe = detail
+        if not self._counts(permit):
+            return
+        now, storage = self._clock(), self.storage
+        self._permits.release_probe(permit)
+        if finding is Finding.GOOD:
+            log.info("breaker %s: its open period ends early: %s", self.name, detail)
+            storage.open_until = min(storage.open_until, now)
+        elif finding is Finding.BAD:
+            storage.open_until = max(storage.open_until, now + min(POSTPONE_SECONDS, self._rule.open))
+
+    def reset(self) -> None:
+        """Close the breaker by hand."""
+        self.last_failure = self.last_probe = None
+        self._machine.close()
+
+    def retire(self) -> None:
+        """The breaker was removed: results of its attempts no longer count and are not reported."""
+        self._on_state = lambda *_: None
+        self.is_retired = True
+        self._permits.new_epoch()
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether nothing would be lost if this breaker were created again."""
+        return self.state is CLOSED and not self._window.counts.failed
+
+    @property
+    def is_removable(self) -> bool:
+        """Whether it is a pair's breaker without running attempts; the configuration limits those of providers."""
+        return bool(self.model) and not self.outstanding
+
+    @property
+    def open_for(self) -> float | None:
+        """Seconds until a probe may pass; None when an attempt may pass now. Advisory: the permit decides."""
+        state, now = self.state, self._clock()
+        if state is CLOSED:
+            return None
+        if self._permits.is_probing(now) or (state is OPEN and now < self.storage.open_until):
+            return self._retry_in(self._blocked_seconds(now))
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        """The entry of this breaker in `/admin/breakers`."""
+        now, state = self._clock(), self.state
+        counts = self._window.counts
+        remaining = max(0.0, self.storage.open_until - now) if state is OPEN else None
+        return {
+            "name": self.name,
+            "provider": self.provider,
+            "model": self.model or None,
+            "state": state.label,
+            "value": int(state),
+            "failures": self.storage.counter,
+            "window": {"succeeded": counts.succeeded, "failed": counts.failed},
+            "epoch": self._permits.epoch,
+            "probing": self._permits.probe is not None,
+            "retry_after": None if remaining is None else round(remaining, 3),
+            "opens_until": None if remaining is None else round(time.time() + remaining, 3),
+            "source": self.source,
+            "ramp": None if self._ramp is None else ramps.width(self._ramp, now),
+            "last_failure": self.last_failure,
+            "last_probe": self.last_probe,
+        }
