@@ -97,8 +97,10 @@ soak: machine ## a long run under load, and what every process holds by then: MI
 resume-proof: machine ## greedy answers cut at every token, by the connection and by kill -9, against the uncut ones: QUESTIONS=20 EVERY=1 MODELS=demo WAYS=cut,kill TOKENS=32
 	@exec $(RUN) benchmarks.resume_proof
 
-lock: ready ## write what is installed now into requirements.lock
-	@$(RUN) headgate.lockfile
+lock: ready ## resolve pyproject.toml into requirements.lock, names and versions only: ARGS="--upgrade" for newer versions
+	@$(RUN) pip install --quiet uv
+	@$(RUN) uv pip compile --quiet --no-annotate --extra dev --python $(VENV)/bin/python \
+	    --custom-compile-command "make lock" $(ARGS) pyproject.toml -o requirements.lock
 
 schema: ready ## write the JSON schemas of the two configuration files
 	@$(RUN) headgate config schema --write config

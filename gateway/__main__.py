@@ -16,7 +16,7 @@ from headgate.shared import log as logs
 from headgate.shared import ports
 from headgate.shared.environ import load_environ
 from headgate.shared.errors import Exit, HeadgateError
-from headgate.shared.loops import new_event_loop
+from headgate.shared.event_loop import new_event_loop
 from headgate.shared.state import GATEWAY_KEY, StateDir, config_dir
 
 log = logging.getLogger("gateway")
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         environ = load_environ()
-        logs.set_up(environ, apart=True)
+        logs.set_up(environ, in_background=True)
         try:
             _serve(args, environ)
         finally:

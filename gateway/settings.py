@@ -23,7 +23,7 @@ from gateway.breaker.outcome import LOCAL
 from gateway.cors import why_no_origin
 from headgate.shared.configfile import Path_, as_written, problems_of, read_yaml, unset_name
 from headgate.shared.errors import ConfigError, Problem
-from headgate.shared.state import UNSHOWABLE, fits_a_header
+from headgate.shared.state import INVALID_KEY, fits_a_header
 from headgate.shared.units import Bytes, Duration
 from inference.protocol import Priority
 
@@ -314,7 +314,7 @@ def _merge_environ(data: dict[str, Any], environ: Mapping[str, str], sources: di
     orchestrators invent variables such as GATEWAY_SERVICE_HOST.
     """
     problems = [
-        Problem(UNSHOWABLE, key=name)
+        Problem(INVALID_KEY, key=name)
         for name in (*KEY_VARIABLES, TOKEN_VARIABLE)
         if (key := environ.get(name)) and not fits_a_header(key)
     ]

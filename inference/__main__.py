@@ -12,10 +12,10 @@ import os
 import sys
 from typing import Any
 
-from headgate.shared import log, ports, tether
+from headgate.shared import child_process, log, ports
 from headgate.shared.environ import load_environ
 from headgate.shared.errors import Exit, HeadgateError
-from headgate.shared.loops import new_event_loop
+from headgate.shared.event_loop import new_event_loop
 from headgate.shared.state import MachineLock, config_dir
 
 
@@ -24,8 +24,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         environ = load_environ()
-        log.set_up(environ, apart=True)
-        tether.hold(environ)
+        log.set_up(environ, in_background=True)
+        child_process.die_with_parent(environ)
         try:
             return _serve(arguments, environ)
         finally:

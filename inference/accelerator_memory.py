@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from headgate.shared.errors import Exit, HeadgateError
-from headgate.shared.recovery import recovered
 from headgate.shared.state import StateDir
+from headgate.shared.state_files import StateFileWriter, load_state_file
 from inference.devices.device import HIDDEN
 from inference.devices.simgpu.rpc_server import package
-from inference.state_file import StateFiles
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +85,7 @@ class Unreached:
 
     def __init__(self, state: StateDir, now: Circumstances) -> None:
         self._path: Path = state.root / NAME
-        self._files = StateFiles("how many accelerators there are")
+        self._files = StateFileWriter("how many accelerators there are")
         self._now = now
 
     def note(self, accelerators: int) -> None:
@@ -95,7 +94,7 @@ class Unreached:
 
     def check(self, found: int, *, cpu_asked: bool) -> None:
         """The service found so many; raises OutOfReachError where that is too few. Keeps them where there are any."""
-        before = None if cpu_asked else recovered(self._path, _record, _LOST)
+        before = None if cpu_asked else load_state_file(self._path, _record, _LOST)
         if before is not None and before.under == self._now:
             if found < (before.count if before.unreached else 1):
                 raise OutOfReachError(self._refusal(before.count, found))

@@ -35,14 +35,10 @@ from inference.api.event_bus import Bus
 from inference.api.inference_metrics import Metrics
 from inference.api.relay import Relay
 from inference.api.routes import (
-    device_routes,
-    dump_routes,
-    holder_routes,
     local_model_routes,
     memory_routes,
     openapi_route,
     operation_routes,
-    quarantine_routes,
     service_routes,
 )
 from inference.api.token_guard import OPEN_PATHS, Guard
@@ -121,12 +117,8 @@ class Service:
         app.router.routes.extend(Route(path, endpoint=relay, methods=["POST"]) for path in HOT_PATHS)
         app.include_router(service_routes.router(self.authority, self.metrics, lambda: self.draining))
         app.include_router(local_model_routes.router(self.authority, self.crashes))
-        app.include_router(device_routes.router(self.authority))
-        app.include_router(memory_routes.router(self.authority))
-        app.include_router(holder_routes.router(self.authority))
+        app.include_router(memory_routes.router(self.authority, Dumps(self.authority, self.crashes)))
         app.include_router(operation_routes.router(self.authority))
-        app.include_router(quarantine_routes.router(self.authority))
-        app.include_router(dump_routes.router(Dumps(self.authority, self.crashes)))
         openapi_route.add(app, OPEN_PATHS)
         app.add_exception_handler(InferenceError, _inference_error)  # type: ignore[arg-type]
         app.add_exception_handler(HTTPException, _http_error)  # type: ignore[arg-type]

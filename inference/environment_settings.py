@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator, m
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from headgate.shared.errors import Problem
-from headgate.shared.state import UNSHOWABLE, fits_a_header
+from headgate.shared.state import INVALID_KEY, fits_a_header
 from headgate.shared.units import Duration
 from inference.devices.simgpu.device_spec import parse_choice
 from inference.protocol import Priority
@@ -164,7 +164,7 @@ class InferenceSettings(BaseSettings):
     @classmethod
     def _can_be_shown(cls, value: str | None) -> str | None:
         if value is not None and not fits_a_header(value):
-            raise ValueError(UNSHOWABLE)
+            raise ValueError(INVALID_KEY)
         return value
 
     @field_validator("devices")

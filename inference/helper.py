@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from headgate.shared import coredump, tether
+from headgate.shared import child_process
 
 NOTICE = b"!\n"
 """A line by which a serving helper says, unasked, that its next answer has something new."""
@@ -31,8 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     if len(arguments) != 1 or arguments[0] not in JOBS:
         sys.stderr.write(f"usage: python -m inference.helper {'|'.join(JOBS)}\n")
         return 2
-    tether.hold(os.environ)
-    coredump.forbid()
+    child_process.die_with_parent(os.environ)
+    child_process.disable_core_dumps()
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever a library prints must not mix with the answer
     if arguments[0] == "nvml":

@@ -22,8 +22,8 @@ from gateway.breaker.breakers import MAX_BREAKERS
 from gateway.breaker.outcome import MAX_RETRY_AFTER_SECONDS
 from gateway.breaker.state_machine import BreakerStorage, BreakerStore, MemoryStorage
 from headgate.shared.errors import HeadgateError
-from headgate.shared.recovery import recovered
-from headgate.shared.state import StateDir, write_atomic
+from headgate.shared.state import StateDir
+from headgate.shared.state_files import load_state_file, write_atomic
 
 log = logging.getLogger("gateway.breaker.breaker_file")
 
@@ -156,7 +156,7 @@ def _write(directory: StateDir, data: bytes) -> None:
 
 def _read(directory: StateDir) -> tuple[list[Entry], float]:
     """The entries and the time of writing; nothing from a damaged file. Raises HeadgateError."""
-    return recovered(_path(directory), _parse, "breakers start closed", most_bytes=MAX_BYTES) or ([], 0.0)
+    return load_state_file(_path(directory), _parse, "breakers start closed", most_bytes=MAX_BYTES) or ([], 0.0)
 
 
 def _parse(data: Any) -> tuple[list[Entry], float]:

@@ -1,8 +1,8 @@
-"""Talks HTTP to a running service and turns its refusals into messages and exit codes; shows nothing itself.
+"""HTTP client of the command line. Turns error responses into messages and exit codes.
 
 HeadgateError
-├── NotRunningError   nobody answers at the address
-└── ApiError          an error status or an error frame, with the numbers the service gave
+├── NotRunningError   no service answers at the address
+└── ApiError          an error status or an error frame of a stream
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from headgate.shared.errors import Exit, HeadgateError, NotRunningError
+from headgate.shared.sse import SseFrame, SseSplitter
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
 
 
 class ApiError(HeadgateError):
-    """A service said no. `code` is the error code, `details` the numbers behind it, `retry_after` seconds."""
+    """An error response. `code` is the error code, `details` its figures, `retry_after` in seconds."""
 
     def __init__(
         self,
@@ -42,7 +43,7 @@ class ApiError(HeadgateError):
 
 
 def exit_code(status: int | None, code: str | None, retry_after: float | None) -> Exit:
-    """What a refusal means for a script: does not fit, try later, or failed."""
+    """The exit code for an error response."""
     if code == "memory_limit_exceeded":
         return Exit.DOES_NOT_FIT
     if code in ("model_loading", "queue_full") or (status in (429, 503) and retry_after is not None):
@@ -52,20 +53,22 @@ def exit_code(status: int | None, code: str | None, retry_after: float | None) -
 
 @dataclass(frozen=True)
 class Answer:
-    """An open answer: `headers` in lower case, `lines` to iterate while it streams."""
+    """An open response. Header names are in lower case."""
 
     headers: Mapping[str, str]
     response: http.client.HTTPResponse
 
-    @property
-    def lines(self) -> Iterator[bytes]:
-        """The body line by line as it arrives."""
-        return iter(self.response.readline, b"")
+    def frames(self) -> Iterator[SseFrame]:
+        """The server-sent events of the body as they arrive."""
+        splitter = SseSplitter()
+        for line in iter(self.response.readline, b""):
+            yield from splitter.feed(line)
+        yield from splitter.end()
 
 
 @dataclass(frozen=True)
 class Api:
-    """One service: `name` and `hint` (how to start it) are for messages."""
+    """The API of one service. `name` and `hint` (the command that starts it) are for messages."""
 
     name: str
     url: str
@@ -73,15 +76,15 @@ class Api:
     hint: str
 
     def get(self, path: str) -> Any:
-        """The JSON at `path`."""
+        """The JSON response to GET `path`."""
         return self._json("GET", path, None, ANSWER_SECONDS)
 
     def post(self, path: str, body: Any = None, seconds: float = ANSWER_SECONDS) -> Any:
-        """The JSON that answers a POST; `seconds` bounds every silence."""
+        """The JSON response to a POST. `seconds` is the timeout of each read."""
         return self._json("POST", path, {} if body is None else body, seconds)
 
     def delete(self, path: str) -> Any:
-        """The JSON that answers a DELETE."""
+        """The JSON response to a DELETE."""
         return self._json("DELETE", path, None, ANSWER_SECONDS)
 
     def _json(self, method: str, path: str, body: Any, seconds: float) -> Any:
@@ -90,25 +93,24 @@ class Api:
         try:
             return json.loads(raw) if raw.strip() else None
         except ValueError as error:
-            raise ApiError(
-                f"the {self.name} at {self.url} answered something that is not JSON: {raw[:80]!r}"
-            ) from error
+            raise ApiError(f"the response of the {self.name} at {self.url} is not JSON: {raw[:80]!r}") from error
 
     @contextlib.contextmanager
     def open(
-        self, method: str, path: str, body: Any, seconds: float, more: Mapping[str, str] | None = None
+        self, method: str, path: str, body: Any, seconds: float, extra_headers: Mapping[str, str] | None = None
     ) -> Iterator[Answer]:
-        """An answer with a good status; closes the connection on leaving, also mid-stream. `more` are extra headers.
+        """A response with a status below 400. Leaving the block closes the connection, also in mid-stream.
 
-        Raises NotRunningError when nobody answers, ApiError for a refusal, a broken connection or silence.
+        `seconds` is the timeout of each read. Raises NotRunningError when no service answers, ApiError for an error
+        response, a broken connection or a timeout.
         """
         if self.token and not (self.token.isascii() and self.token.isprintable()):
-            raise HeadgateError(f"the key for the {self.name} has characters that no key has; see where it is set")
+            raise HeadgateError(f"the key for the {self.name} contains characters outside printable ASCII; correct it")
         connection = self._connect()
         try:
             if connection.sock is not None:
                 connection.sock.settimeout(seconds)
-            headers = {"Accept": "application/json, text/event-stream", **(more or {})}
+            headers = {"Accept": "application/json, text/event-stream", **(extra_headers or {})}
             if self.token:
                 headers["Authorization"] = f"Bearer {self.token}"
             payload = None
@@ -118,13 +120,13 @@ class Api:
             prefix = urlsplit(self.url).path.rstrip("/")
             connection.request(method, prefix + path, payload, headers)
             response = connection.getresponse()
-            said = {name.lower(): value for name, value in response.getheaders()}
+            received = {name.lower(): value for name, value in response.getheaders()}
             if response.status >= 400:
-                raise refusal(response.status, said, response.read(1 << 20), f"{self.name} at {self.url}")
-            yield Answer(said, response)
+                raise error_of_response(response.status, received, response.read(1 << 20), f"{self.name} at {self.url}")
+            yield Answer(received, response)
         except TimeoutError:
             raise ApiError(
-                f"the {self.name} at {self.url} was silent for {seconds:g} s", status=504, retry_after=1.0
+                f"the {self.name} at {self.url} sent nothing for {seconds:g} s", status=504, retry_after=1.0
             ) from None
         except (http.client.HTTPException, ConnectionError) as error:
             raise ApiError(
@@ -134,10 +136,10 @@ class Api:
             connection.close()
 
     def _connect(self) -> http.client.HTTPConnection:
-        where = urlsplit(self.url)
-        kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
+        address = urlsplit(self.url)
+        kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
         try:
-            connection = kind(where.hostname or "127.0.0.1", where.port, timeout=CONNECT_SECONDS)
+            connection = kind(address.hostname or "127.0.0.1", address.port, timeout=CONNECT_SECONDS)
             connection.connect()
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -147,8 +149,8 @@ class Api:
         return connection
 
 
-def refusal(status: int, headers: Mapping[str, str], raw: bytes, who: str) -> ApiError:
-    """The ApiError for an error response; `who` names the service for answers that are not in the envelope."""
+def error_of_response(status: int, headers: Mapping[str, str], raw: bytes, service: str) -> ApiError:
+    """The ApiError for an error response. `service` names the sender of a body without an error envelope."""
     retry_after = _seconds(headers.get("retry-after"))
     try:
         error = json.loads(raw)["error"]
@@ -156,12 +158,12 @@ def refusal(status: int, headers: Mapping[str, str], raw: bytes, who: str) -> Ap
     except (ValueError, KeyError, TypeError, AttributeError):
         text = raw[:200].decode("utf-8", "replace").strip()
         return ApiError(
-            f"the {who} answered {status}{': ' + text if text else ''}", status=status, retry_after=retry_after
+            f"the {service} answered {status}{': ' + text if text else ''}", status=status, retry_after=retry_after
         )
 
 
 def from_envelope(error: Mapping[str, Any], status: int | None, retry_after: float | None) -> ApiError:
-    """The ApiError for the inside of `{"error": ...}`, from a response or from an error frame of a stream."""
+    """The ApiError for the object in `{"error": ...}` of a response or a frame."""
     message = str(error["message"])
     if retry_after is not None:
         message += f" (try again in {retry_after:g} s)"
@@ -173,10 +175,10 @@ def from_envelope(error: Mapping[str, Any], status: int | None, retry_after: flo
 def _seconds(header: str | None) -> float | None:
     try:
         return None if header is None else float(header)
-    except ValueError:  # the date form: somebody else's service; the number would only be decoration
+    except ValueError:  # the date form, which Headgate's services do not use
         return None
 
 
 def segment(name: str) -> str:
-    """A model or breaker name as part of a path; names may hold slashes."""
+    """`name` of a model or breaker, quoted for a path. Slashes stay."""
     return quote(name, safe="/")

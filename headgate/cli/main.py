@@ -34,7 +34,7 @@ class Verb:
 
 GROUPS: Mapping[str, tuple[Verb, ...]] = {
     "start": (
-        Verb("up", "up", "inference and gateway under one supervisor", "headgate up --port 8080"),
+        Verb("up", "supervise.up", "inference and gateway under one supervisor", "headgate up --port 8080"),
         Verb("gateway", "services", "the gateway alone, in the foreground", "headgate gateway --host 0.0.0.0"),
         Verb("inference", "services", "the inference service alone, in the foreground", "headgate inference"),
     ),
@@ -71,7 +71,7 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
         ),
         Verb(
             "quarantine",
-            "quarantine",
+            "operate",
             "requests that may have ended a worker; `quarantine clear KEY` allows one again",
             "headgate quarantine clear all",
         ),
@@ -83,7 +83,7 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
         ),
     ),
 }
-HIDDEN = (Verb("health", "health", "exit 0 when a URL answers 200 (for container health checks)"),)
+HIDDEN = (Verb("health", "services", "exit 0 when a URL answers 200 (for container health checks)"),)
 LATER = frozenset({"kv", "pull", "doctor", "config import"})
 """Said to come with a later version, lest they be taken for misspellings."""
 

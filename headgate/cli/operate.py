@@ -11,6 +11,7 @@ from headgate.cli.command import Command, Session, one_by_hand
 from headgate.shared.amounts import format_bytes, format_duration
 from headgate.shared.errors import Exit
 
+ALL = "all"
 ACCOUNTS = ("capacity", "free", "foreign", "reserved", "resident", "releasing")
 """The ledger's accounts: the first is the sum of the others."""
 
@@ -106,6 +107,44 @@ def _seconds(value: Any) -> str:
     return "-" if value is None else format_duration(float(value))
 
 
+def quarantine(session: Session) -> int:
+    """Lists the requests that are suspected or refused, or clears one of them or all."""
+    api = addresses.inference(session)
+    if session.args.action == "clear":
+        if not session.args.name:
+            session.terminal.say(
+                f"headgate: which one? `headgate quarantine` lists their keys; `{ALL}` means every one"
+            )
+            return Exit.USAGE
+        answer = api.delete("/quarantine" if session.args.name == ALL else f"/quarantine/{segment(session.args.name)}")
+        if session.json:
+            session.terminal.json(answer)
+            return Exit.OK
+        for entry in answer["cleared"]:
+            session.terminal.say(f"{entry['key']}: a request to {entry['model']} is allowed again")
+        return Exit.OK
+    answer = api.get("/quarantine")
+    if session.json:
+        session.terminal.json(answer)
+        return Exit.OK
+    headers = ["KEY", "MODEL", "STANDING", "CRASHES", "SINCE", "ENDS IN", "MESSAGE"]
+    rows = [_quarantine_row(entry) for entry in answer["requests"]]
+    session.terminal.table(headers, rows, ["CRASHES", "SINCE", "ENDS IN"], "no request is suspected of ending a worker")
+    return Exit.OK
+
+
+def _quarantine_row(entry: dict[str, Any]) -> list[str]:
+    return [
+        str(entry["key"]),
+        str(entry["model"]),
+        str(entry["standing"]),
+        str(entry["crashes"]),
+        format_duration(float(entry["age_seconds"])),
+        format_duration(float(entry["seconds_left"])),
+        str(entry["message"]),
+    ]
+
+
 COMMANDS = {
     "devices": Command(
         one_by_hand(
@@ -118,5 +157,8 @@ COMMANDS = {
     ),
     "breakers": Command(
         one_by_hand("reset", "close a breaker by hand", "NAME", "the breaker to reset, as the list names it"), breakers
+    ),
+    "quarantine": Command(
+        one_by_hand("clear", "allow one again", "KEY", f"the request, as the list names it, or `{ALL}`"), quarantine
     ),
 }

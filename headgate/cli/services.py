@@ -1,4 +1,4 @@
-"""`headgate gateway` and `headgate inference`: one service in this process; decides nothing itself."""
+"""`headgate gateway` and `headgate inference`: one service in this process; `headgate health`: a health check."""
 
 from __future__ import annotations
 
@@ -7,34 +7,66 @@ import importlib
 import os
 import signal
 
-from headgate.cli.command import Command, Session
-from headgate.shared import tether
+from headgate.cli.command import Command, Session, zero_or_more
+from headgate.shared import child_process
+from headgate.shared.errors import Exit, HeadgateError, NotRunningError
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Where to listen."""
+def _service_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", metavar="HOST", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", metavar="PORT", type=int, help="port to listen on")
 
 
-def _run(session: Session, package: str) -> int:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it can reload: what it is about to read is the newest already
-    tether.hold(os.environ)
-    words = []
+def _run_service(session: Session, package: str) -> int:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it can reload: it is about to read the newest configuration
+    child_process.die_with_parent(os.environ)
+    argv = []
     for option in ("config_dir", "host", "port"):
         if (value := getattr(session.args, option)) is not None:
-            words += [f"--{option.replace('_', '-')}", str(value)]
-    return int(importlib.import_module(f"{package}.__main__").main(words))
+            argv += [f"--{option.replace('_', '-')}", str(value)]
+    return int(importlib.import_module(f"{package}.__main__").main(argv))
 
 
 def gateway(session: Session) -> int:
-    """Runs the gateway until it is told to stop."""
-    return _run(session, "gateway")
+    """Runs the gateway until it is stopped."""
+    return _run_service(session, "gateway")
 
 
 def inference(session: Session) -> int:
-    """Runs the inference service until it is told to stop."""
-    return _run(session, "inference")
+    """Runs the inference service until it is stopped."""
+    return _run_service(session, "inference")
 
 
-COMMANDS = {"gateway": Command(arguments, gateway), "inference": Command(arguments, inference)}
+def _health_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", metavar="URL", help="for example http://127.0.0.1:8080/livez")
+    parser.add_argument("--timeout", metavar="SECONDS", type=zero_or_more, default=3.0, help="longest wait (3)")
+
+
+def health(session: Session) -> int:
+    """Exits with 0 when a GET of the URL answers 200."""
+    import urllib.error  # the services do not need it
+    import urllib.request
+
+    url = session.args.url
+    if not url.startswith(("http://", "https://")):
+        raise HeadgateError(f"{url!r} is not an http address")
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without a proxy between
+    try:
+        with opener.open(url, timeout=session.args.timeout) as answer:
+            status = answer.status
+    except urllib.error.HTTPError as error:
+        status = error.code
+    except (OSError, ValueError) as error:
+        raise NotRunningError(f"{url} does not answer: {getattr(error, 'reason', error)}") from None
+    if session.json:
+        session.terminal.json({"url": url, "status": status})
+    if status != 200:
+        raise HeadgateError(f"{url} answered {status}")
+    return Exit.OK
+
+
+COMMANDS = {
+    "gateway": Command(_service_arguments, gateway),
+    "inference": Command(_service_arguments, inference),
+    "health": Command(_health_arguments, health),
+}

@@ -1,4 +1,4 @@
-"""`run` and `chat`: answers through the gateway, as any client gets them; prints text as it comes, invents nothing."""
+"""`run` and `chat`: one answer or a conversation through the gateway, printed as it streams."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from headgate.cli import addresses, sse_lines
+from headgate.cli import addresses
 from headgate.cli.client import Answer, ApiError, from_envelope
 from headgate.cli.command import Command, Session, at_least_one, is_text, zero_or_more
 from headgate.shared.errors import Exit, HeadgateError
 from inference.protocol import H_MODEL, H_POLICY, H_REASON, H_TIER, Progress, Tier
 
 SILENCE_SECONDS = 330.0
-"""Longer than the gateway's own longest deadline by default (300 s): its sentence is better than ours."""
+"""Longer than the gateway's longest default deadline (300 s), because its error message says more than a timeout."""
 
 INTERRUPTED = 130
 
 
 class NotTextError(HeadgateError):
-    """What is to be said is not text."""
+    """The prompt is not UTF-8 text."""
 
     exit_code = Exit.USAGE
 
@@ -33,12 +33,12 @@ def _talk_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", metavar="N", type=at_least_one, help="longest answer, in tokens")
     parser.add_argument("--temperature", metavar="T", type=zero_or_more, help="0 is greedy")
     parser.add_argument("--seed", metavar="N", type=int, help="makes sampling repeatable")
-    parser.add_argument("--local-only", action="store_true", help="never let a cloud provider answer")
+    parser.add_argument("--local-only", action="store_true", help="use local models only, no cloud provider")
 
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
     _talk_arguments(parser)
-    parser.add_argument("prompt", metavar="PROMPT", nargs="*", help="what to say; read from stdin when there is none")
+    parser.add_argument("prompt", metavar="PROMPT", nargs="*", help="the prompt; read from stdin when absent")
 
 
 def _body(session: Session, messages: list[dict[str, str]], *, stream: bool) -> dict[str, Any]:
@@ -51,11 +51,11 @@ def _body(session: Session, messages: list[dict[str, str]], *, stream: bool) -> 
 
 
 @contextlib.contextmanager
-def _ask(session: Session, messages: list[dict[str, str]], *, stream: bool) -> Iterator[Answer]:
+def _post_chat(session: Session, messages: list[dict[str, str]], *, stream: bool) -> Iterator[Answer]:
     api = addresses.gateway(session)
     if api.token is None:
         raise HeadgateError(
-            "there is no key to talk to the gateway with; start it once with `headgate up`, or set GATEWAY_API_KEY"
+            "no key for the gateway was found; start the gateway once with `headgate up`, or set GATEWAY_API_KEY"
         )
     headers = {H_POLICY: "local-only"} if session.args.local_only else {}
     body = _body(session, messages, stream=stream)
@@ -64,47 +64,47 @@ def _ask(session: Session, messages: list[dict[str, str]], *, stream: bool) -> I
 
 
 def _stream(session: Session, messages: list[dict[str, str]]) -> str:
-    """Prints one answer as it comes and returns its text; raises ApiError for an error frame or a cut stream."""
+    """Prints one answer as it arrives and returns its text. Raises ApiError for an error frame or a cut stream."""
     terminal, done = session.terminal, False
-    said: list[str] = []
-    with _ask(session, messages, stream=True) as answer:
-        for event in sse_lines.events(answer.lines):
-            if event.comment is not None:
-                if progress := Progress.parse(event.comment):
+    pieces: list[str] = []
+    with _post_chat(session, messages, stream=True) as answer:
+        for frame in answer.frames():
+            if frame.is_comment:
+                if progress := Progress.parse(frame.raw.rstrip(b"\r\n")):
                     terminal.status(_progress(progress))
                 continue
-            if event.data == "[DONE]":
+            if frame.data == b"[DONE]":
                 done = True
                 break
-            chunk = json.loads(event.data or "null")
+            chunk = json.loads(frame.data or b"{}")
             if error := chunk.get("error"):
-                if said:
+                if pieces:
                     terminal.data("")
                 raise from_envelope(error, None, None)
             for choice in chunk.get("choices", ()):
                 if text := choice.get("delta", {}).get("content"):
-                    said.append(text)
+                    pieces.append(text)
                     terminal.data(text, end="")
-        if said:
+        if pieces:
             terminal.data("")
         if not done:
-            raise ApiError("the answer was cut off: the stream ended before its end")
-        _tell_tier(session, answer)
-    return "".join(said)
+            raise ApiError("the answer was cut off: the stream ended without [DONE]")
+        _note_other_tier(session, answer)
+    return "".join(pieces)
 
 
 def _progress(progress: Progress) -> str:
     amount = f"{progress.done}" if progress.total is None else f"{progress.done} of {progress.total}"
-    what = {
+    stages = {
         "queued": "waiting, requests ahead:",
         "loading": "loading the model, percent:",
         "prefill": "reading the prompt, tokens:",
     }
-    return f"{what[progress.stage]} {amount}"
+    return f"{stages[progress.stage]} {amount}"
 
 
-def _tell_tier(session: Session, answer: Answer) -> None:
-    """Says on stderr when somebody else than the model asked for has answered."""
+def _note_other_tier(session: Session, answer: Answer) -> None:
+    """Writes a line to stderr when another model than the requested one answered."""
     tier = answer.headers.get(H_TIER, Tier.LOCAL)
     if tier != Tier.LOCAL:
         reason = answer.headers.get(H_REASON)
@@ -118,21 +118,21 @@ def _opening(session: Session) -> list[dict[str, str]]:
 
 
 def run(session: Session) -> int:
-    """One answer; the prompt comes from the arguments, else from stdin; on a terminal without a prompt, a chat."""
+    """One answer to the prompt in the arguments or on stdin. Without a prompt on a terminal it starts a chat."""
     prompt = " ".join(session.args.prompt)
     if not prompt:
         if sys.stdin.isatty():
             return chat(session)
-        prompt = _listen(sys.stdin.read).strip()
+        prompt = _read_text(sys.stdin.read).strip()
     if not prompt:
-        session.terminal.say("headgate: say something: headgate run MODEL PROMPT, or pipe the prompt in")
+        session.terminal.say("headgate: the prompt is empty; use: headgate run MODEL PROMPT, or pipe the prompt in")
         return Exit.USAGE
     messages = [*_opening(session), {"role": "user", "content": prompt}]
     try:
         if session.json:
-            with _ask(session, messages, stream=False) as answer:
+            with _post_chat(session, messages, stream=False) as answer:
                 session.terminal.json(json.loads(answer.response.read()))
-                _tell_tier(session, answer)
+                _note_other_tier(session, answer)
         else:
             _stream(session, messages)
     except KeyboardInterrupt:
@@ -141,28 +141,30 @@ def run(session: Session) -> int:
     return Exit.OK
 
 
-def _listen(read: Callable[[], str]) -> str:
-    """What `read` takes from stdin; raises NotTextError when that is not UTF-8."""
+def _read_text(read: Callable[[], str]) -> str:
+    """The result of `read` from stdin. Raises NotTextError when it is not UTF-8."""
     try:
         text = read()
     except UnicodeDecodeError:
         text = None
     if text is None or not is_text(text):
-        raise NotTextError("what was piped in is not text in UTF-8")
+        raise NotTextError("stdin is not UTF-8 text")
     return text
 
 
 def chat(session: Session) -> int:
-    """A conversation until end of input, `/bye` or Ctrl-C at the prompt; Ctrl-C in an answer stops that answer."""
+    """A conversation until end of input, `/bye` or Ctrl-C at the prompt. Ctrl-C during an answer stops the answer."""
     terminal = session.terminal
     messages = _opening(session)
-    person = sys.stdin.isatty()
-    if person:
-        with contextlib.suppress(ImportError):  # line editing is a comfort that some builds of Python lack
+    interactive = sys.stdin.isatty()
+    if interactive:
+        with contextlib.suppress(ImportError):  # some builds of Python have no line editing
             import readline  # noqa: F401
-        terminal.say(f"Talking to {session.args.model}. /clear forgets, /bye or Ctrl-D ends, Ctrl-C stops an answer.")
+        terminal.say(
+            f"Chat with {session.args.model}. /clear starts over, /bye or Ctrl-D ends, Ctrl-C stops an answer."
+        )
     failed = False
-    while (text := _next_line(session, person)) is not None:
+    while (text := _next_line(session, interactive)) is not None:
         if text in ("/bye", "/exit", "/quit"):
             break
         if text == "/clear":
@@ -173,34 +175,34 @@ def chat(session: Session) -> int:
         messages.append({"role": "user", "content": text})
         try:
             if session.json:
-                with _ask(session, messages, stream=False) as answer:
+                with _post_chat(session, messages, stream=False) as answer:
                     reply = json.loads(answer.response.read())
-                    said = reply["choices"][0]["message"]["content"]
+                    content = reply["choices"][0]["message"]["content"]
                     terminal.data(json.dumps(reply, ensure_ascii=False))
             else:
-                said = _stream(session, messages)
-            messages.append({"role": "assistant", "content": said})
+                content = _stream(session, messages)
+            messages.append({"role": "assistant", "content": content})
         except KeyboardInterrupt:
             terminal.say("")
             messages.pop()
-            if not person:
+            if not interactive:
                 return INTERRUPTED
         except ApiError as error:
             messages.pop()
             terminal.say(f"{terminal.paint_err('headgate:', 'red')} {error}")
             failed = True
-            if not person:
+            if not interactive:
                 return error.exit_code
-    return Exit.FAILURE if failed and not person else Exit.OK
+    return Exit.FAILURE if failed and not interactive else Exit.OK
 
 
-def _next_line(session: Session, person: bool) -> str | None:
-    """What is said next, or None at the end."""
+def _next_line(session: Session, interactive: bool) -> str | None:
+    """The next line of the user, or None at the end of input."""
     try:
-        if person:
+        if interactive:
             session.terminal.clear_status()
             return input(">>> ").strip()
-        line = _listen(sys.stdin.readline)
+        line = _read_text(sys.stdin.readline)
     except (EOFError, KeyboardInterrupt):
         session.terminal.say("")
         return None

@@ -1,28 +1,142 @@
-"""Sets up logging for a service process: one line per event to stderr, plain or JSON; decides nothing else."""
+"""Logging of a service process: one line per event to stderr, as text or JSON, without blocking the event loop."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
+import select
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 
-from headgate.shared.lines import Lines, left_out
-
+STDERR = 2
+MOST_BUFFERED_BYTES = 2**20
+"""Lines that wait for a slow reader: about ten thousand."""
 FLUSH_SECONDS = 1.0
-"""How long the end of a process waits for the last lines to be taken."""
+"""How long a process waits at its end for the last lines to be written."""
+
+_QUIET_LOGGERS = (
+    "uvicorn", "uvicorn.access", "httpx", "httpx2", "httpcore", "httpcore2", "openai", "anthropic", "aiohttp",
+    "aiohttp.access", "asyncio",
+)  # fmt: skip
 
 
-class _Line(logging.Formatter):
+def set_up(environ: Mapping[str, str], *, in_background: bool = False) -> None:
+    """Configures the root logger of the process from HEADGATE_LOG_LEVEL and HEADGATE_LOG_FORMAT (text or json).
+
+    With `in_background` a thread writes the lines, so that a slow reader of stderr does not block the event loop.
+    """
+    handler = _BackgroundHandler() if in_background else logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter() if environ.get("HEADGATE_LOG_FORMAT") == "json" else _TextFormatter())
+    level = environ.get("HEADGATE_LOG_LEVEL", "info").upper()
+    known = logging.getLevelNamesMapping()
+    logging.basicConfig(level=known.get(level, logging.INFO), handlers=[handler], force=True)
+    quiet()
+
+
+def quiet() -> None:
+    """Silences libraries below warnings: their lines contain addresses, headers and bodies of requests."""
+    for name in _QUIET_LOGGERS:
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def on_one_line(text: str) -> str:
+    """`text` with line breaks and control characters escaped: names that clients choose occur in messages."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def dropped_lines(count: int) -> str:
+    """The line that stands for `count` dropped lines."""
+    return f"{count} lines before this one were dropped: the reader of this output was too slow"
+
+
+class LineWriter:
+    """Writes lines to a file descriptor from a thread of its own; `put` does not block.
+
+    A stopped terminal (Ctrl-S), a pager or a hanging log driver does not block the callers. Up to `most_bytes` wait
+    for the reader; an empty buffer takes a line of any length. Lines beyond that are dropped and counted, and
+    `describe_dropped` makes the line that stands in their place.
+    """
+
+    def __init__(
+        self,
+        descriptor: int = STDERR,
+        describe_dropped: Callable[[int], str] = dropped_lines,
+        most_bytes: int = MOST_BUFFERED_BYTES,
+    ) -> None:
+        self._descriptor = descriptor
+        self._describe_dropped = describe_dropped
+        self._most_bytes = most_bytes
+        self._waiting: deque[bytes] = deque()
+        self._bytes = 0
+        self._dropped = 0
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def put(self, line: str) -> None:
+        """Queues `line` without its line feed."""
+        raw = (line + "\n").encode("utf-8", "backslashreplace")
+        with self._changed:
+            if self._bytes and self._bytes + len(raw) > self._most_bytes:
+                self._dropped += 1
+                return
+            self._append_dropped()
+            self._append(raw)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._write_all, name="lines", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def flush(self, seconds: float) -> None:
+        """Waits until everything is written, at most `seconds`."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._bytes, seconds)
+
+    def _append(self, raw: bytes) -> None:
+        self._waiting.append(raw)
+        self._bytes += len(raw)
+
+    def _append_dropped(self) -> None:
+        if self._dropped:
+            count, self._dropped = self._dropped, 0
+            self._append((self._describe_dropped(count) + "\n").encode("utf-8", "backslashreplace"))
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting)
+                raw = self._waiting.popleft()
+            with contextlib.suppress(OSError):  # a closed pipe or a full disk: there is no place to report it
+                self._write(raw)
+            with self._changed:
+                self._bytes -= len(raw)
+                if not self._waiting:
+                    self._append_dropped()
+                self._changed.notify_all()
+
+    def _write(self, raw: bytes) -> None:
+        while raw:
+            try:
+                raw = raw[os.write(self._descriptor, raw) :]
+            except BlockingIOError:  # another process made the shared descriptor non-blocking
+                select.select([], [self._descriptor], [])
+
+
+class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
-        said = on_one_line(record.getMessage())
-        line = f"{stamp}.{int(record.msecs):03d} {record.levelname.lower():7} {record.name} {said}"
+        message = on_one_line(record.getMessage())
+        line = f"{stamp}.{int(record.msecs):03d} {record.levelname.lower():7} {record.name} {message}"
         return line + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")
 
 
-class _Json(logging.Formatter):
+class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         entry = {
             "time": round(record.created, 3),
@@ -35,57 +149,20 @@ class _Json(logging.Formatter):
         return json.dumps(entry)
 
 
-class _Apart(logging.Handler):
-    """Hands lines to a thread: a reader of stderr that stands still must not hold up who serves requests."""
-
+class _BackgroundHandler(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
-        self._lines = Lines(tell=self._tell)
+        self._lines = LineWriter(describe_dropped=self._describe_dropped)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Never waits."""
         try:
             self._lines.put(self.format(record))
         except Exception:
             self.handleError(record)
 
     def flush(self) -> None:
-        """Waits for what is not written yet, though not for long."""
         self._lines.flush(FLUSH_SECONDS)
 
-    def _tell(self, count: int) -> str:
-        said = {"name": __name__, "levelname": "WARNING", "levelno": logging.WARNING, "msg": left_out(count)}
-        return self.format(logging.makeLogRecord(said))
-
-
-def on_one_line(said: str) -> str:
-    """`said` without what begins a line or drives a terminal: names that callers chose stand in messages."""
-    if said.isprintable():
-        return said
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in said)
-
-
-def set_up(environ: Mapping[str, str], *, apart: bool = False) -> None:
-    """Configures the root logger once per process; `apart`, nobody who logs waits for who reads stderr.
-
-    HEADGATE_LOG_LEVEL (default info) and HEADGATE_LOG_FORMAT (text or json, default text) are honored; libraries'
-    own request lines are silenced because each service logs one line per decision itself.
-    """
-    handler = _Apart() if apart else logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Json() if environ.get("HEADGATE_LOG_FORMAT") == "json" else _Line())
-    level = environ.get("HEADGATE_LOG_LEVEL", "info").upper()
-    known = logging.getLevelNamesMapping()
-    logging.basicConfig(level=known.get(level, logging.INFO), handlers=[handler], force=True)
-    quiet()
-
-
-def quiet() -> None:
-    """Silences what libraries tell below a warning: their lines hold addresses, headers and bodies of requests."""
-    for name in _NOISY:
-        logging.getLogger(name).setLevel(logging.WARNING)
-
-
-_NOISY = (
-    "uvicorn", "uvicorn.access", "httpx", "httpx2", "httpcore", "httpcore2", "openai", "anthropic", "aiohttp",
-    "aiohttp.access", "asyncio",
-)  # fmt: skip
+    def _describe_dropped(self, count: int) -> str:
+        fields = {"name": __name__, "levelname": "WARNING", "levelno": logging.WARNING, "msg": dropped_lines(count)}
+        return self.format(logging.makeLogRecord(fields))

@@ -1,14 +1,12 @@
-"""Where private state lives and who may read it: directories, generated keys, the machine lock; decides no policy."""
+"""The configuration and state directories, generated secrets, and the lock that allows one inference service."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
 import secrets
-import stat
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,28 +14,33 @@ from pathlib import Path
 from typing import Any
 
 from headgate.shared.errors import AlreadyRunningError, HeadgateError
+from headgate.shared.state_files import (
+    NotRegularError,
+    check_regular,
+    read_regular,
+    write_temporary,
+)
 
 GATEWAY_KEY = "gateway.key"
 INFERENCE_TOKEN = "inference.token"
 
 SECRET_NAMES = frozenset({"api_key", "admin_key", "token", "hash"})
-"""Settings whose values nobody repeats."""
+"""Settings whose values are not printed."""
 
-UNSHOWABLE = "a key is printable ASCII without spaces around it; as it is, no request could ever show it"
-"""The problem of a secret that does not fit a header."""
+INVALID_KEY = "a key must be printable ASCII without spaces at its ends, because clients send it in a header"
 
 _MOST_SECRET_BYTES = 2**16
-_TRIES = 10
-"""How often a secret is looked for again after somebody else was quicker to write or to empty it."""
+_ATTEMPTS = 10
+"""Attempts to read or create a secret while another process writes or empties the file."""
 
 
 def fits_a_header(secret: str) -> bool:
-    """Whether a request can show `secret` as it is."""
+    """Whether `secret` can be the value of an HTTP header."""
     return secret.isascii() and secret.isprintable() and secret == secret.strip()
 
 
 def config_dir(environ: Mapping[str, str], given: str | None = None) -> Path:
-    """The configuration directory: `given`, else HEADGATE_CONFIG_DIR, else ./config, else the packaged defaults."""
+    """The configuration directory: `given`, HEADGATE_CONFIG_DIR, ./config, or the packaged defaults, in this order."""
     if chosen := given or environ.get("HEADGATE_CONFIG_DIR"):
         return Path(chosen).expanduser()
     here = Path("config")
@@ -47,7 +50,7 @@ def config_dir(environ: Mapping[str, str], given: str | None = None) -> Path:
 
 
 def packaged_defaults() -> Path:
-    """The configuration shipped with the package: beside the package in a checkout, inside it once installed."""
+    """The configuration shipped with Headgate: inside the installed package, beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "defaults"
     return installed if installed.is_dir() else package.parent / "config"
@@ -55,13 +58,13 @@ def packaged_defaults() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class StateDir:
-    """Private per-user state (mode 0700): keys, learned figures, crash records, sockets and locks."""
+    """The private state of a user (mode 0700): keys, learned figures, crash records, sockets and locks."""
 
     root: Path
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> StateDir:
-        """HEADGATE_STATE_DIR, default `$XDG_STATE_HOME/headgate` (`~/.local/state/headgate`); created when absent."""
+        """HEADGATE_STATE_DIR, by default `$XDG_STATE_HOME/headgate` (`~/.local/state/headgate`). Creates it."""
         base = environ.get("HEADGATE_STATE_DIR")
         if not base:
             base = str(Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "headgate")
@@ -70,7 +73,7 @@ class StateDir:
         return state
 
     def directory(self, *parts: str) -> Path:
-        """A directory below the root, created with mode 0700; raises HeadgateError when that is impossible."""
+        """A directory below the root, created with mode 0700. Raises HeadgateError when it cannot be created."""
         path = self.root.joinpath(*parts)
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -83,16 +86,16 @@ class StateDir:
         return path
 
     def file(self, *parts: str) -> Path:
-        """A path below the root whose directory exists."""
+        """A path below the root. Creates its directory."""
         return self.directory(*parts[:-1]) / parts[-1]
 
     def read_secret(self, name: str) -> str | None:
-        """The secret kept in file `name`, or None where there is no such file or nothing in it.
+        """The secret in file `name`, or None when the file is missing or empty.
 
-        A file that others can read, or that holds no secret, is refused with HeadgateError.
+        Raises HeadgateError for a file that other users can read or that does not hold a key.
         """
         path = self.file(name)
-        mend = "move it away, and a new one is made at the next start"
+        advice = "move it away; the next start creates a new one"
         try:
             data = read_regular(path, _MOST_SECRET_BYTES)
             if data is None:
@@ -101,24 +104,24 @@ class StateDir:
                 raise HeadgateError(f"{path} can be read by others; run: chmod 600 {path}")
             found = data.decode("ascii").strip()
         except NotRegularError as error:
-            raise HeadgateError(f"{path} is {error}; {mend}") from error
+            raise HeadgateError(f"{path} is {error}; {advice}") from error
         except FileNotFoundError:
             return None
         except UnicodeDecodeError:
-            raise HeadgateError(f"{path} holds something that is not a key; {mend}") from None
+            raise HeadgateError(f"{path} holds something that is not a key; {advice}") from None
         except OSError as error:
-            raise HeadgateError(f"{path} cannot be read ({error.strerror}); {mend}") from error
+            raise HeadgateError(f"{path} cannot be read ({error.strerror}); {advice}") from error
         if not found.isprintable():
-            raise HeadgateError(f"{path} holds something that is not a key; {mend}")
+            raise HeadgateError(f"{path} holds something that is not a key; {advice}")
         return found or None
 
     def secret(self, name: str, prefix: str = "") -> str:
-        """The secret kept in file `name`, generated (256 bits, mode 0600) on first use; safe against races.
+        """The secret in file `name`; generated on first use (256 bits, mode 0600). Safe when processes race for it.
 
-        An empty file is what a crash of the machine may leave; it is replaced.
+        Replaces an empty file, which a crash of the machine can leave.
         """
         path = self.file(name)
-        for _ in range(_TRIES):
+        for _ in range(_ATTEMPTS):
             if found := self.read_secret(name):
                 return found
             fresh = prefix + secrets.token_urlsafe(32)
@@ -127,53 +130,19 @@ class StateDir:
                     return fresh
             except OSError as error:
                 raise HeadgateError(
-                    f"cannot write {path} ({error.strerror}); make that possible, or set HEADGATE_STATE_DIR to another "
+                    f"cannot write {path} ({error.strerror}); make it writable or set HEADGATE_STATE_DIR to another "
                     f"directory"
                 ) from error
-        raise HeadgateError(f"{path} was emptied by somebody else {_TRIES} times in a row")
-
-
-class NotRegularError(OSError):
-    """A directory, a pipe, a socket or a device is in the place of a file; the text says which."""
-
-
-_KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-
-
-def check_regular(mode: int) -> None:
-    """Raises NotRegularError unless `mode` (`st_mode`) is that of a regular file."""
-    if not stat.S_ISREG(mode):
-        raise NotRegularError(f"{_KINDS.get(stat.S_IFMT(mode), 'a device')} instead of a file")
-
-
-def read_regular(path: Path, most_bytes: int) -> bytes | None:
-    """The content of a file of the state directory, or its first `most_bytes` + 1 bytes; None where there is none.
-
-    Never waits: a pipe in the place of the file is not read. Raises NotRegularError, and OSError.
-    """
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        if error.errno == errno.ENXIO:  # a socket, or a device without a driver
-            raise NotRegularError("a socket or a device instead of a file") from error
-        raise
-    try:
-        check_regular(os.fstat(handle).st_mode)
-        with os.fdopen(handle, "rb", closefd=False) as file:
-            return file.read(most_bytes + 1)
-    finally:
-        os.close(handle)
+        raise HeadgateError(f"another process emptied {path} {_ATTEMPTS} times in a row")
 
 
 def _put_first(path: Path, data: bytes) -> bool:
-    """Gives `path` its first content; False when somebody else was quicker.
+    """Writes `path` unless it has content. Returns False when another process wrote it first.
 
-    Where no file is, only one link can succeed. An empty file is replaced under its own lock, and only while it still
-    is the one at `path`, so whoever waited for the lock finds that it is not.
+    Without a file, only one `link` can succeed. An empty file is replaced under its own lock, and only while it still
+    is the file at `path`: a process that waited for the lock sees that it was replaced.
     """
-    temporary = _written_beside(path, data)
+    temporary = write_temporary(path, data)
     try:
         with contextlib.suppress(FileExistsError):
             os.link(temporary, path)
@@ -184,51 +153,17 @@ def _put_first(path: Path, data: bytes) -> bool:
                 return False
             temporary.replace(path)
             return True
-    except FileNotFoundError:  # removed between two looks: the next look starts over
+    except FileNotFoundError:  # removed in the meantime: the caller tries again
         return False
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _written_beside(path: Path, data: bytes) -> Path:
-    """A private temporary file beside `path` that holds `data`, on the disk; raises OSError that names `path`."""
-    temporary: Path | None = None
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        temporary = Path(name)
-        with os.fdopen(handle, "wb") as out:
-            out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
-    except BaseException as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        raise
-    return temporary
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replaces `path` with `data` so that a reader or a crash sees the old or the new content, never a mixture.
-
-    Raises OSError that names `path`.
-    """
-    temporary = _written_beside(path, data)
-    try:
-        temporary.replace(path)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        raise
-
-
 class MachineLock:
-    """The lock that makes one inference service the sole GPU authority of a machine.
+    """The lock that allows one inference service on a machine.
 
-    It is an advisory `flock` on one file in HEADGATE_LOCK_DIR (default `/run/lock` where writable, else the temporary
-    directory), so the kernel drops it however the holder dies. The file's text names the holder for messages only.
+    It is an advisory `flock` on a file in HEADGATE_LOCK_DIR (by default `/run/lock` where writable, else the temporary
+    directory). The kernel releases it when the holder ends. The text in the file describes the holder for messages.
     """
 
     def __init__(self, handle: int, path: Path) -> None:
@@ -237,14 +172,14 @@ class MachineLock:
 
     @classmethod
     def acquire(cls, environ: Mapping[str, str], describe: Mapping[str, Any]) -> MachineLock:
-        """Takes the lock or raises AlreadyRunningError naming the holder; `describe` (pid, url) is left for others."""
+        """Takes the lock and writes `describe` (pid, url) into it. Raises AlreadyRunningError naming the holder."""
         path = lock_path(environ)
         try:
             handle = _open_lock(path)
         except OSError as error:
             raise HeadgateError(
-                f"cannot open the authority lock {path} ({error.strerror or error}); "
-                f"remove what is there, or set HEADGATE_LOCK_DIR to a writable directory"
+                f"cannot open the lock {path} ({error.strerror or error}); "
+                f"remove it, or set HEADGATE_LOCK_DIR to a writable directory"
             ) from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -252,25 +187,25 @@ class MachineLock:
             holder = os.pread(handle, 4096, 0).decode("utf-8", "replace").strip()
             os.close(handle)
             raise AlreadyRunningError(
-                f"an inference service already is the GPU authority of this machine ({_holder(holder)}); "
-                f"stop it first, or use it as it is"
+                f"an inference service already manages the GPUs of this machine ({_holder(holder)}); "
+                f"stop it first, or use that one"
             ) from None
-        with contextlib.suppress(OSError):  # another user's file: held all the same, only the holder's name is missing
+        with contextlib.suppress(OSError):  # another user's file: locked, but without the holder's description
             os.ftruncate(handle, 0)
             os.pwrite(handle, json.dumps(dict(describe)).encode(), 0)
         return cls(handle, path)
 
     def release(self) -> None:
-        """Gives the lock back; the file stays, so that no second holder can race on a fresh inode."""
+        """Releases the lock. The file stays: with a new inode two holders would be possible."""
         if self._handle >= 0:
-            with contextlib.suppress(OSError):  # opened for reading only
+            with contextlib.suppress(OSError):  # opened read-only
                 os.ftruncate(self._handle, 0)
             os.close(self._handle)
             self._handle = -1
 
 
 def lock_path(environ: Mapping[str, str]) -> Path:
-    """The lock file's path; one per machine unless HEADGATE_LOCK_DIR says otherwise."""
+    """The path of the lock file: one per machine, or in HEADGATE_LOCK_DIR."""
     if chosen := environ.get("HEADGATE_LOCK_DIR"):
         return Path(chosen) / "headgate-authority.lock"
     shared = Path("/run/lock")
@@ -279,7 +214,7 @@ def lock_path(environ: Mapping[str, str]) -> Path:
 
 
 def _open_lock(path: Path) -> int:
-    """A descriptor to lock; a file that another user left behind is opened for reading, which `flock` accepts."""
+    """A descriptor to lock. A file of another user is opened read-only, which `flock` accepts."""
     flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
@@ -291,13 +226,13 @@ def _open_lock(path: Path) -> int:
         os.close(handle)
         raise
     if os.fstat(handle).st_uid == os.geteuid():
-        os.fchmod(handle, 0o666)  # the umask took the others' bits away; they need to open it to be refused properly
+        os.fchmod(handle, 0o666)  # despite the umask: other users must be able to open it to see the holder
     return handle
 
 
 def _holder(text: str) -> str:
     try:
-        said = json.loads(text)
-        return ", ".join(f"{key} {value}" for key, value in said.items())
+        description = json.loads(text)
+        return ", ".join(f"{key} {value}" for key, value in description.items())
     except (ValueError, AttributeError):
-        return "it left no name"
+        return "unknown process"

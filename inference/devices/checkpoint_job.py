@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from headgate.shared import tether
+from headgate.shared import child_process
 from inference.devices.cuda_driver import Driver, DriverError, LockArgs
 from inference.devices.simgpu.control import Control, SimulatorError
 from inference.helpers.helper_client import HelperError, run_helper
@@ -80,7 +80,7 @@ def _test(seconds: float, simulator: Mapping[str, str] | None) -> None:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, tether.PARENT_ENV: str(os.getpid())},
+        env={**os.environ, child_process.PARENT_ENV: str(os.getpid())},
     )
     try:
         _hear(subject, "ready", "could not be prepared")

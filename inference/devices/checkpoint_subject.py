@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 
-from headgate.shared import tether
+from headgate.shared import child_process
 from inference.devices.cuda_driver import Driver, DriverError
 from inference.devices.simgpu.rpc_server import library, rpc_library
 
@@ -25,7 +25,7 @@ _CONTEXT_BYTES = 2**16
 
 def main() -> int:
     """Status 0 when the bytes were found again."""
-    tether.hold(os.environ)
+    child_process.die_with_parent(os.environ)
     pattern = os.urandom(4096) * ((REMOTE_BYTES if sys.argv[1:] else COUNT_BYTES) // 4096)
     kept = _on_simulated(sys.argv[1], pattern) if sys.argv[1:] else _on_nvidia(pattern)
     try:

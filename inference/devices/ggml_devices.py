@@ -10,12 +10,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from inference.authority.device_health.signs import Sign
-from inference.devices.amd_reader import AmdFigures, amd_figures
 from inference.devices.compute_trial import Trial, trial
 from inference.devices.device import Reading, narrowed
 from inference.devices.nvml_reader import Card, NvmlReader, canonical_pci
@@ -252,3 +251,31 @@ def _with_card(reading: Reading, card: Card) -> Reading:
         sign=card.sign,
         note=card.note,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class AmdFigures:
+    """Bytes of video memory, and the UUID as ROCR_VISIBLE_DEVICES takes it (None where the chip has none)."""
+
+    total_bytes: int
+    used_bytes: int
+    uuid: str | None
+
+
+def amd_figures(pci: str, root: Path = Path("/")) -> AmdFigures | None:
+    """The device at a PCI address such as `0000:03:00.0`; None when it is no AMD device or not there any more."""
+    folder = root / "sys/bus/pci/devices" / pci.lower()
+    try:
+        total = int((folder / "mem_info_vram_total").read_text())
+        used = int((folder / "mem_info_vram_used").read_text())
+    except (OSError, ValueError):
+        return None
+    return AmdFigures(total, used, _uuid(folder))
+
+
+def _uuid(folder: Path) -> str | None:
+    try:
+        number = (folder / "unique_id").read_text().strip().removeprefix("0x").lower()
+    except OSError:
+        return None
+    return f"GPU-{number.zfill(16)}" if number.strip("0") else None

@@ -9,6 +9,7 @@ agree with the header are thrown away for the formula.
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import Any
 
 from inference.estimate.gguf import BadGgufError, read_facts
 from inference.estimate.header_formula import Facts, Parameters, Parts, formula_on, plausible
-from inference.estimate.layer_trace import LayerTrace
 
 _SYMBOL = "_Z26llama_get_memory_breakdownPK13llama_context"
 _MOST_NODES = 256
@@ -262,3 +262,47 @@ def _plain(parts: Parts) -> dict[str, int]:
 
 def _facts(facts: Facts) -> dict[str, Any]:
     return {name: getattr(facts, name) for name in facts.__dataclass_fields__}
+
+
+_LAYER_OF_CACHE = re.compile(r"llama_(?:kv_cache|memory_recurrent)[^:]*?[:,]\s+layer\s+(\d+): dev = ")
+
+
+_SIZE_OF_CACHE = re.compile(
+    r"llama_(?P<what>kv_cache|memory_recurrent): size =\s+(?P<size>[\d.]+) MiB \(\s*(?P<cells>\d+) cells"
+)
+
+
+class LayerTrace:
+    """What the log of one load said."""
+
+    def __init__(self) -> None:
+        self._waiting: list[int] = []
+        self._found: dict[int, tuple[float, int]] = {}
+        self._text = ""
+
+    def feed(self, text: str) -> None:
+        """A piece of the log."""
+        *lines, self._text = (self._text + text).split("\n")
+        for line in lines:
+            if match := _LAYER_OF_CACHE.match(line):
+                self._waiting.append(int(match[1]))
+            elif match := _SIZE_OF_CACHE.match(line):
+                cells = int(match["cells"]) if match["what"] == "kv_cache" else 0  # a state does not follow the context
+                for layer in self._waiting:
+                    self._found[layer] = (float(match["size"]) * 2**20 / len(self._waiting), cells)
+                self._waiting = []
+
+    def layers(self, facts: Facts, kv_bytes: int) -> list[tuple[int, int, bool]]:
+        """(weights, cache, whether the cache grows with the context) of each layer; bytes.
+
+        What the log says if it explains `kv_bytes`, else what the header says.
+        """
+        said = sum(size for size, _cells in self._found.values())
+        if not self._found or abs(said - kv_bytes) > 0.05 * kv_bytes + 0.02 * 2**20 * len(self._found):
+            return [(weights, values, True) for weights, values in facts.by_layer]
+        most = max(cells for _size, cells in self._found.values())
+        found = []
+        for layer, (weights, _values) in enumerate(facts.by_layer):
+            size, cells = self._found.get(layer, (0.0, 0))
+            found.append((weights, round(size), cells == most > 0))
+        return found

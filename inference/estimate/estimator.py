@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headgate.shared.recovery import recovered
 from headgate.shared.state import StateDir
+from headgate.shared.state_files import StateFileWriter, load_state_file
 from inference.authority.placement.layers import Sizes
 from inference.devices.device import HIDDEN, Reading
 from inference.devices.host import CPU
@@ -29,7 +29,6 @@ from inference.estimate.header_formula import Parameters, Parts
 from inference.estimate.overheads import Overheads
 from inference.helpers.helper_client import HelperError, run_helper
 from inference.settings import ModelSpec
-from inference.state_file import StateFiles
 from inference.workers.device_pinning import environment_of, grants_of
 
 log = logging.getLogger(__name__)
@@ -96,9 +95,11 @@ class Estimator:
 
     def __init__(self, state: StateDir, *, seconds: float) -> None:
         self._path = state.file("estimates.json")
-        self._files = StateFiles("estimates")
+        self._files = StateFileWriter("estimates")
         self._seconds = seconds
-        self._cache: dict[str, dict[str, Any]] = recovered(self._path, _entries, "models are measured again") or {}
+        self._cache: dict[str, dict[str, Any]] = (
+            load_state_file(self._path, _entries, "models are measured again") or {}
+        )
         self._running: dict[str, asyncio.Task[dict[str, Any]]] = {}
         self._library = importlib.metadata.version("llama-cpp-python")
         self.overheads = Overheads(state)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import re
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from inference.estimate import quantization
 from inference.estimate.file_stamp import parts_of
 from inference.estimate.header_formula import Facts
 from inference.estimate.header_limits import header_problem
@@ -159,7 +159,7 @@ def _facts(metadata: dict[str, Any], lengths: dict[str, int], weights: int, laye
         kv_values_per_cell=of_a_token,
         weight_bytes=weights,
         layer_bytes=sum(layer_bytes.values()),
-        quantization=quantization.name_of(metadata),
+        quantization=quantization_name(metadata),
         by_layer=by_layer,
     )
 
@@ -255,3 +255,18 @@ def _bytes(file: BinaryIO, count: int) -> bytes:
     if len(data) < count:
         raise BadGgufError("it ends inside its header: the file is incomplete, copy it again")
     return data
+
+
+_QUANTIZATION_NAMES: Mapping[int, str] = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
+    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
+    21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
+    29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE", 39: "NVFP4",
+    40: "Q1_0", 41: "Q2_0",
+}  # fmt: skip
+
+
+def quantization_name(metadata: Mapping[str, Any]) -> str:
+    """The name that a header's metadata give; empty when it says none, or one that is not known here."""
+    kind = metadata.get("general.file_type")
+    return _QUANTIZATION_NAMES.get(kind, "") if isinstance(kind, int) else ""

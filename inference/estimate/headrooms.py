@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from headgate.shared.recovery import recovered
 from headgate.shared.state import StateDir
+from headgate.shared.state_files import StateFileWriter, load_state_file
 from headgate.shared.units import format_bytes
 from inference.authority.placement.headroom import Headroom, asked, eased, grown, proven
 from inference.devices.device import Reading
@@ -23,7 +23,6 @@ from inference.estimate.estimator import Estimate, parameters_of
 from inference.estimate.file_stamp import stamp
 from inference.estimate.overheads import key_of
 from inference.settings import ModelSpec
-from inference.state_file import StateFiles
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +44,10 @@ class Headrooms:
 
     def __init__(self, state: StateDir, clock: Callable[[], float] = time.time) -> None:
         self._path = state.root / "headroom.json"
-        self._files = StateFiles("learned head-room")
+        self._files = StateFileWriter("learned head-room")
         self.clock = clock
         self._entries = (
-            recovered(self._path, _learned, "what models need beyond their estimates is learned again") or {}
+            load_state_file(self._path, _learned, "what models need beyond their estimates is learned again") or {}
         )
 
     def added(

@@ -12,11 +12,10 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from headgate.shared.recovery import recovered
 from headgate.shared.state import StateDir
+from headgate.shared.state_files import StateFileWriter, load_state_file
 from inference.authority.placement.ledger import Ledger, Phase
 from inference.devices.device import Reading
-from inference.state_file import StateFiles
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +45,8 @@ class Overheads:
 
     def __init__(self, state: StateDir) -> None:
         self._path = state.file("overheads.json")
-        self._files = StateFiles("learned overheads")
-        self._seen = recovered(self._path, _observations, "memory overheads of devices are learned again") or {}
+        self._files = StateFileWriter("learned overheads")
+        self._seen = load_state_file(self._path, _observations, "memory overheads of devices are learned again") or {}
         self.host = CPU_OVERHEAD_BYTES
 
     def of(self, device: Reading) -> int:

@@ -21,9 +21,9 @@ from headgate.machine import Build
 from headgate.shared.errors import Exit, HeadgateError
 from headgate.shared.recovery import recovered
 from headgate.shared.state import StateDir
+from headgate.shared.state_files import StateFileWriter
 from inference.devices.simgpu.rpc_server import package
 from inference.helpers.helper_client import HelperError, run_helper
-from inference.state_file import StateFiles
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class BuildCheck:
         """Whether a check passed after a worker's death had raised doubts: further such deaths are the models' own."""
         self._path = state.root / NAME
         self._stamp = stamp
-        self._files = StateFiles("the check of llama.cpp")
+        self._files = StateFileWriter("the check of llama.cpp")
         self._run = run
         self._find = find
         self._doubt: asyncio.Task[bool] | None = None

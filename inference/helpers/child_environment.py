@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from headgate.shared import tether
+from headgate.shared import child_process
 
 _SECRET_NAME = re.compile(
     r"(KEY|TOKEN|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|COOKIE|_PASS|_PWD|_AUTH|_DSN)$|SECRET", re.IGNORECASE
@@ -22,14 +22,14 @@ _SPILLS = "GGML_CUDA_ENABLE_UNIFIED_MEMORY"
 def child_environment(extra: Mapping[str, str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a worker or helper: `environ` (default: ours) without secrets, then `extra`.
 
-    The child dies with this process (`headgate.shared.tether`), and llama.cpp prints no backtrace when it aborts.
+    The child ends with this process (`headgate.shared.child_process`). llama.cpp prints no backtrace when it aborts.
     """
     kept = {
         name: value
         for name, value in (os.environ if environ is None else environ).items()
         if name != _SPILLS and not is_secret(name, value)
     }
-    return kept | {tether.PARENT_ENV: str(os.getpid()), "GGML_NO_BACKTRACE": "1"} | dict(extra)
+    return kept | {child_process.PARENT_ENV: str(os.getpid()), "GGML_NO_BACKTRACE": "1"} | dict(extra)
 
 
 def is_secret(name: str, value: str) -> bool:

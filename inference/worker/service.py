@@ -21,9 +21,9 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from headgate import __version__
-from headgate.shared import coredump, tether
+from headgate.shared import child_process
 from headgate.shared import log as logs
-from headgate.shared.loops import new_event_loop
+from headgate.shared.event_loop import new_event_loop
 from inference.protocol import ExitCause
 from inference.worker import malloc_trim
 from inference.worker.channel import Channel
@@ -74,8 +74,8 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
     except (KeyError, ValueError):
         sys.stderr.write("inference.worker is started by the inference service, not by hand\n")
         return 2
-    tether.hold({tether.PARENT_ENV: str(parent)})
-    coredump.forbid()
+    child_process.die_with_parent({child_process.PARENT_ENV: str(parent)})
+    child_process.disable_core_dumps()
     logs.set_up(environ)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

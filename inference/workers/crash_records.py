@@ -9,9 +9,8 @@ from dataclasses import asdict
 from typing import Any
 from urllib.parse import quote
 
-from headgate.shared.recovery import recovered
 from headgate.shared.state import StateDir
-from inference.state_file import StateFiles
+from headgate.shared.state_files import StateFileWriter, load_state_file
 from inference.workers.worker_process import WorkerExit
 
 KEPT = 20
@@ -22,7 +21,7 @@ class CrashStore:
 
     def __init__(self, state: StateDir) -> None:
         self._state = state
-        self._files = StateFiles("crash records")
+        self._files = StateFileWriter("crash records")
         self._unwritten: dict[str, list[dict[str, Any]]] = {}
         """By file name, while the disk takes nothing; as many as there are models."""
 
@@ -51,7 +50,7 @@ class CrashStore:
         if name in self._unwritten:
             return self._unwritten[name]
         path = self._state.root / "crashes" / name
-        return recovered(path, _records, f"crash records of {model} are not shown") or []
+        return load_state_file(path, _records, f"crash records of {model} are not shown") or []
 
 
 def _records(data: Any) -> list[dict[str, Any]]:

@@ -21,9 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from headgate.shared.recovery import recovered
 from headgate.shared.state import StateDir
-from inference.state_file import StateFiles
+from headgate.shared.state_files import StateFileWriter, load_state_file
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +57,9 @@ def take_over(state: StateDir, environ: MutableMapping[str, str], proc: Path = P
     """
     ended: list[int] = []
     stay: list[Family] = []
-    for family in recovered(state.root / _FILE, _families, "processes that a killed service left are not found") or []:
+    for family in (
+        load_state_file(state.root / _FILE, _families, "processes that a killed service left are not found") or []
+    ):
         if began(family.pid, proc) == family.began:
             continue  # it lives: another service, with a lock of its own
         members = list(_members(family, proc))
@@ -72,7 +73,7 @@ def take_over(state: StateDir, environ: MutableMapping[str, str], proc: Path = P
     own = Family(secrets.token_hex(16), os.getpid(), began(os.getpid(), proc) or 0)
     environ[FAMILY_ENV] = own.token
     families = [asdict(family) for family in (*stay, own)][-MOST_FAMILIES:]
-    StateFiles("what children are marked with").write(lambda: state.file(_FILE), json.dumps(families).encode())
+    StateFileWriter("what children are marked with").write(lambda: state.file(_FILE), json.dumps(families).encode())
     return ended
 
 

@@ -56,8 +56,8 @@ def no_death_signal(service: str) -> None:
 
 
 _UNTIED = """
-from headgate.shared import tether
-tether.hold = lambda environ: None
+from headgate.shared import child_process
+child_process.die_with_parent = lambda environ: None
 import types
 from inference.worker import channel
 channel.os = types.SimpleNamespace(_exit=lambda status: channel.threading.Event().wait())

@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from headgate.shared import tether
+from headgate.shared import child_process
 from tests.chaos.defects import PLANTS
 from tests.chaos.machine import LISTING_ENV, Found
 
@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
     names, *words = argv
     plants = [name for name in names.split(",") if name != "none"]
     if words[0] == "up":
-        tether.hold(os.environ)  # with the suite itself, however that ends
+        child_process.die_with_parent(os.environ)  # with the suite itself, however that ends
         _pass_on(names)
     if words[0] == "inference":
         _find(Path(os.environ[LISTING_ENV]))
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
 
 def _pass_on(names: str) -> None:
     """What `up` starts is started by this module as well."""
-    from headgate.cli import up
+    from headgate.cli.supervise import up
 
     up.headgate_argv = lambda *words: [sys.executable, "-m", "tests.chaos.launcher", names, *words]  # type: ignore[assignment]
 

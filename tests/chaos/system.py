@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx2
 
-from headgate.shared import tether
+from headgate.shared import child_process
 from headgate.shared.state import INFERENCE_TOKEN
 from inference.protocol import ModelStatus
 from tests.chaos.machine import Machine
@@ -86,7 +86,7 @@ class System(Clients):
             "--config-dir",
             self.config_dir,
         )
-        tied = {tether.PARENT_ENV: str(os.getpid())}
+        tied = {child_process.PARENT_ENV: str(os.getpid())}
         path = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
         env = private_env(self.root, {**INFERENCE_ENV, **self.disk.env, **self.machine.env, **path, **tied})
         argv = [sys.executable, *self._words, *map(str, options)]

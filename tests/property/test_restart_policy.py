@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headgate.shared.restart import (
+from headgate.cli.supervise.restart_policy import (
     Begin,
     Due,
     Event,

@@ -89,8 +89,8 @@ def test_a_reader_that_leaves_ends_it_quietly(service: CannedService, words: str
         (r"headgate run demo $'a\xff'", "headgate run: PROMPT is not text in UTF-8"),
         (r"headgate run demo hi --system $'a\xff'", "headgate run: SYSTEM is not text in UTF-8"),
         (r"headgate show $'a\xff'", "headgate show: MODEL is not text in UTF-8"),
-        (r"headgate run demo < <(printf 'a\xff')", "headgate: what was piped in is not text in UTF-8"),
-        (r"headgate chat demo < <(printf 'a\xff')", "headgate: what was piped in is not text in UTF-8"),
+        (r"headgate run demo < <(printf 'a\xff')", "headgate: stdin is not UTF-8 text"),
+        (r"headgate chat demo < <(printf 'a\xff')", "headgate: stdin is not UTF-8 text"),
         (r"headgate $'\xff'", r"headgate: there is no verb '\udcff'; `headgate --help` lists the verbs"),
     ],
 )
@@ -126,7 +126,7 @@ def test_a_token_that_no_header_takes_is_told(
 ) -> None:
     monkeypatch.setenv("INFERENCE_TOKEN", "schlüssel\nx")
     assert main(["ps"]) == 1
-    assert "the key for the inference service has characters" in capsys.readouterr().err
+    assert "the key for the inference service contains characters" in capsys.readouterr().err
 
 
 def test_a_disk_that_takes_no_more_at_the_first_start_is_told_with_its_place(

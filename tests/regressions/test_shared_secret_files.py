@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from headgate.shared.errors import HeadgateError
-from headgate.shared.state import StateDir, write_atomic
+from headgate.shared.state import StateDir
+from headgate.shared.state_files import write_atomic
 
 
 @pytest.fixture
@@ -68,7 +69,8 @@ _FULL = """
 import resource
 from pathlib import Path
 from headgate.shared.errors import HeadgateError
-from headgate.shared.state import StateDir, write_atomic
+from headgate.shared.state import StateDir
+from headgate.shared.state_files import write_atomic
 state = StateDir(Path({root!r}))
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 try:

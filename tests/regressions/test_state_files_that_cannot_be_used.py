@@ -14,8 +14,8 @@ import pytest
 from gateway.breaker.breaker_file import BreakerFile
 from headgate.cli.addresses import Record
 from headgate.shared.errors import HeadgateError
-from headgate.shared.recovery import recovered
-from headgate.shared.state import MachineLock, StateDir, read_regular, write_atomic
+from headgate.shared.state import MachineLock, StateDir
+from headgate.shared.state_files import load_state_file, read_regular, write_atomic
 from inference.accelerator_memory import Circumstances, Unreached
 from inference.estimate.estimator import Estimator
 from inference.estimate.headrooms import Headrooms
@@ -99,7 +99,8 @@ async def test_what_is_no_file_is_ignored_with_its_path(
     """Nothing waits for a writer of a pipe, and the line in the log says what to do."""
     put(state.root / name)
     await READERS[name](state)
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "headgate.shared.recovery"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "headgate.shared.state_files"]
+    (line,) = [line for line in lines if not line.startswith("cannot save")]
     assert line.startswith(f"{state.root / name} is a ")
     assert line.endswith(". Move it away")
 
@@ -113,7 +114,7 @@ async def test_each_damaged_file_has_a_line_of_its_own_and_is_kept(
         (state.root / name).write_bytes(content)
     for read in READERS.values():
         await read(state)
-    lines = [record.getMessage() for record in caplog.records if record.name == "headgate.shared.recovery"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "headgate.shared.state_files"]
     damaged = [name for name in READERS if (state.root / f"{name}.damaged").exists()]
     assert damaged
     assert len(lines) == len(damaged)
@@ -136,7 +137,7 @@ async def test_a_file_of_another_version_is_no_damage(state: StateDir, caplog: p
 def test_a_file_larger_than_any_of_ours_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It is not read whole."""
     (tmp_path / "x.json").write_bytes(b" " * 100)
-    assert recovered(tmp_path / "x.json", dict, "nothing", most_bytes=99) is None
+    assert load_state_file(tmp_path / "x.json", dict, "nothing", most_bytes=99) is None
     assert "larger than 99 bytes" in caplog.text
 
 
@@ -146,8 +147,8 @@ def test_a_damaged_file_that_cannot_be_renamed_is_still_reported(
     """A directory is in the place of the copy."""
     (tmp_path / "x.json").write_bytes(b"{")
     (tmp_path / "x.json.damaged" / "full").mkdir(parents=True)
-    assert recovered(tmp_path / "x.json", dict, "x starts empty") is None
-    assert "x starts empty; it cannot be kept as" in caplog.text
+    assert load_state_file(tmp_path / "x.json", dict, "x starts empty") is None
+    assert "x starts empty; renaming it to" in caplog.text
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
@@ -155,13 +156,13 @@ def test_a_file_without_permission_is_reported(tmp_path: Path, caplog: pytest.Lo
     """It is not damaged, and stays where it is."""
     (tmp_path / "x.json").write_bytes(b"{}")
     (tmp_path / "x.json").chmod(0)
-    assert recovered(tmp_path / "x.json", dict, "x starts empty") is None
+    assert load_state_file(tmp_path / "x.json", dict, "x starts empty") is None
     assert "cannot be read (Permission denied): x starts empty" in caplog.text
 
 
 def test_a_missing_file_is_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The first start has none."""
-    assert recovered(tmp_path / "x.json", dict, "x starts empty") is None
+    assert load_state_file(tmp_path / "x.json", dict, "x starts empty") is None
     assert read_regular(tmp_path / "x.json", 10) is None
     assert caplog.text == ""
 
@@ -205,7 +206,7 @@ def test_a_pipe_in_place_of_the_machine_lock_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "headgate-authority.lock")
     with pytest.raises(HeadgateError, match="a pipe instead of a file") as caught:
         MachineLock.acquire({"HEADGATE_LOCK_DIR": str(tmp_path)}, {})
-    assert "remove what is there, or set HEADGATE_LOCK_DIR" in str(caught.value)
+    assert "remove it, or set HEADGATE_LOCK_DIR" in str(caught.value)
 
 
 def test_a_pipe_in_place_of_a_secret_is_refused(tmp_path: Path) -> None:

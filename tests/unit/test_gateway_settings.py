@@ -154,6 +154,6 @@ def test_changes_name_settings_and_hide_secrets(tmp_path: Path) -> None:
 def test_a_key_that_no_request_can_show_is_refused_with_one_sentence(tmp_path: Path, name: str, key: str) -> None:
     """It was taken, and every request with it then answered 401."""
     assert _problems(tmp_path, "{}", {name: key}) == [
-        f"{name}: a key is printable ASCII without spaces around it; as it is, no request could ever show it"
+        f"{name}: a key must be printable ASCII without spaces at its ends, because clients send it in a header"
     ]
     assert _load(tmp_path, "{}", {name: "a good key-1"}) == GatewayConfig()

@@ -1,4 +1,4 @@
-"""What both services rely on at start: the environment, ports that name their owner, the tether to a parent."""
+"""The environment of the services, ports that name their owner, and children that end with their parent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headgate.shared import ports, tether
+from headgate.shared import child_process, ports
 from headgate.shared.environ import load_environ
 from headgate.shared.errors import ConfigError, HeadgateError, PortInUseError
 from tests.rigs.processes import free_port, is_alive, wait_until
@@ -66,14 +66,14 @@ time.sleep(60)
 """
 _CHILD = """
 import os, time
-from headgate.shared import tether
-tether.hold(os.environ)
+from headgate.shared import child_process
+child_process.die_with_parent(os.environ)
 print("tied", flush=True)
 time.sleep(60)
 """
 
 
-def test_a_tethered_child_dies_with_a_parent_that_was_killed() -> None:
+def test_child_ends_when_its_parent_is_killed() -> None:
     parent = subprocess.Popen([sys.executable, "-c", _PARENT, _CHILD], stdout=subprocess.PIPE)
     assert parent.stdout is not None
     with parent.stdout:
@@ -94,8 +94,8 @@ def test_a_parent_that_is_already_gone_ends_the_child_at_once() -> None:
 
 
 def test_without_a_named_parent_nothing_happens() -> None:
-    tether.hold({})
-    tether.hold({"HEADGATE_PARENT": "nonsense"})
+    child_process.die_with_parent({})
+    child_process.die_with_parent({"HEADGATE_PARENT": "nonsense"})
 
 
 def test_service_links_of_kubernetes_are_no_settings(tmp_path: Path) -> None:

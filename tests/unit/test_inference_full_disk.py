@@ -1,4 +1,4 @@
-"""A disk that takes nothing: what is remembered is said to be lost once, and nobody fails because of it."""
+"""A full disk: state that cannot be saved is logged once and does not stop a service."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from headgate.shared.state import StateDir
+from headgate.shared.state_files import StateFileWriter
 from inference.devices.device import Reading
 from inference.estimate.overheads import MIB, Overheads
 from inference.protocol import ExitCause
-from inference.state_file import StateFiles
 from inference.workers.crash_records import CrashStore
 from inference.workers.worker_process import WorkerExit
 
@@ -31,22 +31,24 @@ def state(tmp_path: Path) -> StateDir:
     return StateDir.from_env({"HEADGATE_STATE_DIR": str(tmp_path / "state")})
 
 
-def test_it_is_said_once_and_once_more_when_it_works_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_writes_are_logged_once_and_again_when_they_work(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
-    files = StateFiles("estimates")
+    files = StateFileWriter("estimates")
     for _ in range(5):
         assert not files.write(full, b"{}")
     assert files.write(lambda: tmp_path / "file", b"{}")
     assert files.write(lambda: tmp_path / "file", b"[]")
     assert (tmp_path / "file").read_bytes() == b"[]"
     assert [record.getMessage() for record in caplog.records] == [
-        "estimates cannot be kept (/state: No space left on device); the service goes on without",
-        "estimates can be kept again",
+        "cannot save estimates (/state: No space left on device); the service continues without",
+        "saving estimates works again",
     ]
 
 
-def test_crash_records_are_shown_although_they_could_not_be_written(state: StateDir) -> None:
-    """Not even their directory can be made; once there is room, they are written with the next one."""
+def test_unsaved_crash_records_are_listed(state: StateDir) -> None:
+    """Their directory cannot be created. They are saved with the next record when it can."""
     store = CrashStore(state)
     (state.root / "crashes").write_bytes(b"in the way, as a full disk is")
     store.add("a", 1, EXIT, [])
@@ -58,8 +60,8 @@ def test_crash_records_are_shown_although_they_could_not_be_written(state: State
     assert [record["pid"] for record in CrashStore(state).of("a")] == [3, 2, 1]
 
 
-def test_what_was_learned_counts_although_it_could_not_be_written(state: StateDir) -> None:
-    """A directory lies where the file should go."""
+def test_unsaved_overheads_are_used(state: StateDir) -> None:
+    """A directory is in the place of the file."""
     (state.root / "overheads.json").mkdir()
     overheads = Overheads(state)
     overheads.learn(CARD, 700 * MIB)

@@ -1,4 +1,4 @@
-"""How most weights of a file are stored is told by the name everybody knows it by."""
+"""The quantization of a file has the usual name of its format."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from inference.demo import bundled_path
-from inference.estimate.gguf import read_facts
-from inference.estimate.quantization import name_of
+from inference.estimate.gguf import quantization_name, read_facts
 from inference.worker.llama.binding import lib
 
 
@@ -25,9 +24,9 @@ def test_the_names_are_those_of_llama_cpp() -> None:
     assert len(known) > 30
     for name, number in known.items():
         if name != "LLAMA_FTYPE_GUESSED":
-            assert name_of({"general.file_type": number}) == name
+            assert quantization_name({"general.file_type": number}) == name
 
 
 @pytest.mark.parametrize("metadata", [{}, {"general.file_type": 9999}, {"general.file_type": "Q4_0"}])
 def test_what_is_not_said_is_empty(metadata: dict[str, Any]) -> None:
-    assert name_of(metadata) == ""
+    assert quantization_name(metadata) == ""

@@ -11,7 +11,7 @@ import pytest
 
 from gateway.settings import GatewayConfig
 from headgate.shared.errors import ConfigError
-from headgate.shared.state import UNSHOWABLE
+from headgate.shared.state import INVALID_KEY
 from inference import environment_settings, settings
 from inference.protocol import Priority
 from tests.rigs import tiny_gguf
@@ -194,7 +194,7 @@ def test_changes_are_named(directory: Path) -> None:
 @pytest.mark.parametrize("secret", ["schl\u00fcssel", "padded\r", " padded"])
 def test_a_secret_that_no_request_can_show_is_refused(directory: Path, name: str, secret: str) -> None:
     """It was taken, and every request with it then failed; it is not repeated."""
-    assert problems(directory, "models: {}", {name: secret}) == f"{name}: {UNSHOWABLE}"
+    assert problems(directory, "models: {}", {name: secret}) == f"{name}: {INVALID_KEY}"
 
 
 @pytest.mark.parametrize("key", ["path", "mmproj", "lora"])

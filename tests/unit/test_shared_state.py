@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from headgate.shared.errors import AlreadyRunningError, HeadgateError
-from headgate.shared.state import MachineLock, StateDir, config_dir, lock_path, packaged_defaults, write_atomic
+from headgate.shared.state import MachineLock, StateDir, config_dir, lock_path, packaged_defaults
+from headgate.shared.state_files import write_atomic
 
 
 def _state(tmp_path: Path) -> StateDir:

@@ -1,4 +1,4 @@
-"""Routes about models: list, show, load, unload, offload, move, restart, crashes; decide nothing."""
+"""HTTP routes of models: list, show, load, unload, offload, move, restart, crashes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inference.workers.crash_records import CrashStore
 
 
 class MoveRequest(BaseModel):
-    """The device a model shall go to."""
+    """The device to move a model to."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -20,7 +20,7 @@ class MoveRequest(BaseModel):
 
 
 def router(authority: Authority, crashes: CrashStore) -> APIRouter:
-    """The routes."""
+    """The routes of models."""
     routes = APIRouter()
 
     @routes.get("/v1/models")
@@ -61,7 +61,7 @@ def router(authority: Authority, crashes: CrashStore) -> APIRouter:
     async def restart(model_id: str, seconds: float | None = Query(None, ge=0, le=86400)) -> dict[str, Any]:
         model = authority.resolve(model_id)
         await authority.unload(model)
-        model = authority.resolve(model_id)  # it may have been removed meanwhile, and be there anew
+        model = authority.resolve(model_id)  # a reload may have replaced it
         await authority.load(model, seconds)
         return authority.status(model).to_json()
 

@@ -1,4 +1,4 @@
-"""Routes about devices and memory as they are: stats, health, history, fragmentation; decide and change nothing."""
+"""HTTP routes that report devices and memory: readings, figures, history, evictions and dumps."""
 
 from __future__ import annotations
 
@@ -6,14 +6,34 @@ import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
+from pydantic import BaseModel, ConfigDict, Field
 
 from headgate.shared.openapi import NOT_NOW
 from inference import figures, views
 from inference.authority.shell import Authority
+from inference.dumps import Dumps
+from inference.evictions import MOST_RECORDS
 
 
-def router(authority: Authority) -> APIRouter:
-    """The routes."""
+class DumpRequest(BaseModel):
+    """`large_objects`: the number of Python types in the service whose objects the dump lists, largest first."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    large_objects: int = Field(0, ge=0, le=100)
+
+
+class CompareRequest(BaseModel):
+    """Ids of two dumps."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    before: str = Field(min_length=1)
+    after: str = Field(min_length=1)
+
+
+def router(authority: Authority, dumps: Dumps) -> APIRouter:
+    """GET /devices, and everything below /memory that changes nothing."""
     routes = APIRouter()
 
     @routes.get("/devices")
@@ -37,7 +57,7 @@ def router(authority: Authority) -> APIRouter:
 
     @routes.get("/memory/fragmentation")
     async def fragmentation() -> dict[str, Any]:
-        await authority.inventory.refresh()  # old readings would look like a difference
+        await authority.inventory.refresh()  # stale readings would show as differences
         return figures.fragmentation(authority)
 
     @routes.get("/memory/kv")
@@ -54,5 +74,26 @@ def router(authority: Authority) -> APIRouter:
     async def history(minutes: Annotated[float, Query(gt=0, le=10_000)] = 60.0) -> dict[str, Any]:
         samples = authority.governor.history.since(time.time() - 60 * minutes)
         return {"minutes": minutes, "samples": [sample.to_json() for sample in samples]}
+
+    @routes.get("/memory/models")
+    async def models() -> dict[str, Any]:
+        return {"models": [figures.model(model, authority) for model in authority.models.values()]}
+
+    @routes.get("/memory/evictions")
+    async def evictions(limit: Annotated[int, Query(ge=1, le=MOST_RECORDS)] = MOST_RECORDS) -> dict[str, Any]:
+        records = list(authority.evictions.records)[-limit:]
+        return {"total": authority.evictions.totals.total(), "evictions": [record.to_json() for record in records]}
+
+    @routes.get("/memory/offloaded")
+    async def offloaded() -> dict[str, Any]:
+        return {"offloaded": authority.warm.offloaded()}
+
+    @routes.post("/memory/dump")
+    async def dump(wanted: DumpRequest | None = None) -> dict[str, Any]:
+        return await dumps.make(wanted.large_objects if wanted else 0)
+
+    @routes.post("/memory/dump/compare")
+    async def compare(wanted: CompareRequest) -> dict[str, Any]:
+        return dumps.compare(wanted.before, wanted.after)
 
     return routes

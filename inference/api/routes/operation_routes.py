@@ -1,4 +1,4 @@
-"""Routes that ask for a plan, load ahead or give memory back: plan, preload, evict, gc, defragment; decide nothing."""
+"""HTTP routes that plan and change memory: plan, preload, evict, gc, defragment, device recovery, quarantine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from inference.wishes import lost_for
 
 
 class PlanRequest(BaseModel):
-    """What a dry run is asked: a model, and settings of it that might be different."""
+    """A dry run of a model, with settings that replace its own."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -29,7 +29,7 @@ class PlanRequest(BaseModel):
 
 
 class PreloadRequest(BaseModel):
-    """Models to load, as which priority, and how long each may take."""
+    """Models to load, their priority, and the timeout of each in seconds."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -39,7 +39,7 @@ class PreloadRequest(BaseModel):
 
 
 def router(authority: Authority) -> APIRouter:
-    """The routes."""
+    """The operations on memory, devices and the quarantine."""
     routes = APIRouter()
 
     @routes.post("/memory/plan")
@@ -69,5 +69,21 @@ def router(authority: Authority) -> APIRouter:
     @routes.post("/memory/defragment")
     async def defragment() -> dict[str, Any]:
         return await cleanup.defragment(authority)
+
+    @routes.post("/devices/{id}/recover")
+    async def recover(id: str) -> dict[str, Any]:
+        return {"device": (await authority.health.recover(id)).to_json()}
+
+    @routes.get("/quarantine")
+    async def show_quarantine() -> dict[str, Any]:
+        return {"requests": authority.quarantine.listing()}
+
+    @routes.delete("/quarantine")
+    async def clear_all() -> dict[str, Any]:
+        return {"cleared": authority.quarantine.clear()}
+
+    @routes.delete("/quarantine/{key}")
+    async def clear_one(key: str) -> dict[str, Any]:
+        return {"cleared": authority.quarantine.clear(key)}
 
     return routes

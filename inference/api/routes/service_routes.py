@@ -1,4 +1,4 @@
-"""Routes about the service itself: liveness, readiness, health, metrics, events; decide nothing."""
+"""HTTP routes of the service itself: liveness, readiness, health, metrics, events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from inference.authority.shell import Authority
 
 
 def router(authority: Authority, metrics: Metrics, is_draining: Callable[[], bool]) -> APIRouter:
-    """The routes."""
+    """The routes of the service."""
     routes = APIRouter()
 
     @routes.get("/livez")
@@ -32,7 +32,7 @@ def router(authority: Authority, metrics: Metrics, is_draining: Callable[[], boo
         return JSONResponse({"status": "ready"})
 
     @routes.get("/health", responses=NOT_NOW)
-    async def whole_health() -> JSONResponse:
+    async def health() -> JSONResponse:
         found = figures.health(authority)
         found |= {
             "service": "inference",

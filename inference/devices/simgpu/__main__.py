@@ -20,8 +20,8 @@ from typing import Any
 
 import uvloop
 
+from headgate.shared import child_process
 from headgate.shared import log as logs
-from headgate.shared import tether
 from inference.devices.simgpu.backing import Servers
 from inference.devices.simgpu.faults import parse
 from inference.devices.simgpu.simulated_device import Device, StateError
@@ -113,7 +113,7 @@ async def _stdin_ended() -> None:
 def main(argv: list[str] | None = None) -> int:
     """Runs the simulator; status 0 when its parent let go of it."""
     arguments = sys.argv[1:] if argv is None else argv
-    tether.hold(os.environ)
+    child_process.die_with_parent(os.environ)
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the parent decides
         signal.signal(number, signal.SIG_IGN)
     logs.set_up(os.environ)

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headgate.shared import coredump, tether
+from headgate.shared import child_process
 from inference.devices import ggml_backends
 from inference.devices.simgpu.aside import Aside, AsideError
 
@@ -44,8 +44,8 @@ def package() -> Path | None:
 
 def main() -> int:
     """Serves; returns only when ggml's server did not begin."""
-    tether.hold(os.environ)
-    coredump.forbid()
+    child_process.die_with_parent(os.environ)
+    child_process.disable_core_dumps()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # ggml's server tells its life story there
     before = set(_listening())

@@ -1,7 +1,7 @@
-"""Runs child processes under the restart policy and ends them in order; what to run and what to say is `up`'s.
+"""Supervises child processes: starts them, restarts them by the restart policy, and stops them in order.
 
-Children get a process group of their own (a terminal's Ctrl-C reaches only the supervisor) and are tethered: the
-kernel kills them when the supervisor dies, however it dies.
+Each child has a process group of its own, so that Ctrl-C in a terminal reaches only the supervisor. The kernel kills
+the children when the supervisor dies.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headgate.shared import restart, tether
+from headgate.cli.supervise import restart_policy
+from headgate.shared import child_process
 
 LINE_LIMIT = 1 << 16
 
 
 @dataclass
 class Child:
-    """One supervised program. `drain_seconds` is what it gets between SIGTERM and SIGKILL."""
+    """One supervised program. `drain_seconds` is the time between SIGTERM and SIGKILL."""
 
     name: str
     argv: Sequence[str]
     environ: Mapping[str, str]
     drain_seconds: float
-    state: restart.State = field(default_factory=restart.State)
+    state: restart_policy.State = field(default_factory=restart_policy.State)
     was_ready: bool = False
     process: asyncio.subprocess.Process | None = None
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -36,62 +37,62 @@ class Child:
 
 
 class Supervisor:
-    """Starts children, restarts them by the policy, stops them last-to-first.
+    """Starts children, restarts them by the policy, and stops them in reverse order.
 
-    `line` gets every line a child prints; `note` gets one sentence per decision; `final` says whether an exit status
-    ends everything while the child has not been ready once.
+    `on_line` receives the name of a child and a line of its output, `note` one sentence per decision. A child that
+    exits with status 1 or 2 before it was ready for the first time ends the supervisor.
     """
 
     def __init__(
         self,
         children: Sequence[Child],
-        line: Callable[[str, str], None],
+        on_line: Callable[[str, str], None],
         note: Callable[[str], None],
-        policy: restart.Policy | None = None,
+        policy: restart_policy.Policy | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.children = tuple(children)
         for child in self.children:
             child.idle.set()
-        self._line = line
+        self._on_line = on_line
         self._note = note
-        self._policy = policy or restart.Policy()
+        self._policy = policy or restart_policy.Policy()
         self._clock = clock or asyncio.get_running_loop().time
         self._tasks: set[asyncio.Task[None]] = set()
         self._forced = False
         self.stopping = False
         self.over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        """Resolved with an exit status when going on makes no sense."""
+        """Resolved with the exit status for `up` when a failed child ends everything."""
 
     def begin(self) -> None:
-        """Starts every child that does not run."""
+        """Starts the children that do not run."""
         for child in self.children:
-            self._feed(child, restart.Begin(self._clock()))
+            self._feed(child, restart_policy.Begin(self._clock()))
 
     def hang_up(self) -> None:
-        """Passes SIGHUP on (the services reload), and starts again what had been given up."""
+        """Forwards SIGHUP, so that the services reload, and starts the children that were given up."""
         for child in self.children:
             self._send(child, signal.SIGHUP, group=False)
         self.begin()
 
-    def _feed(self, child: Child, event: restart.Event) -> None:
-        child.state, effects = restart.step(child.state, event, self._policy)
+    def _feed(self, child: Child, event: restart_policy.Event) -> None:
+        child.state, effects = restart_policy.step(child.state, event, self._policy)
         for effect in effects:
             match effect:
-                case restart.Spawn():
+                case restart_policy.Spawn():
                     self._task(self._life(child))
-                case restart.Wait(seconds):
-                    self._note(f"{child.name} is started again in {seconds:g} s")
+                case restart_policy.Wait(seconds):
+                    self._note(f"restarting {child.name} in {seconds:g} s")
                     self._task(self._due(child, seconds))
-                case restart.GiveUp(status):
+                case restart_policy.GiveUp(status):
                     self._note(
-                        f"{child.name} refused to start (status {status}) and would again; "
-                        f"mend the configuration and send SIGHUP to pid {os.getpid()}"
+                        f"{child.name} cannot start with this configuration (status {status}); "
+                        f"correct it and send SIGHUP to pid {os.getpid()}"
                     )
                     self._gave_up(status)
 
     def _gave_up(self, status: int) -> None:
-        if all(child.state.phase is restart.Phase.GIVEN_UP for child in self.children):
+        if all(child.state.phase is restart_policy.Phase.GIVEN_UP for child in self.children):
             self._end(status)
 
     def _end(self, status: int) -> None:
@@ -105,7 +106,7 @@ class Supervisor:
 
     async def _due(self, child: Child, seconds: float) -> None:
         await asyncio.sleep(seconds)
-        self._feed(child, restart.Due(self._clock()))
+        self._feed(child, restart_policy.Due(self._clock()))
 
     async def _life(self, child: Child) -> None:
         """One run of a child, from start to exit."""
@@ -113,7 +114,7 @@ class Supervisor:
         try:
             child.process = await asyncio.create_subprocess_exec(
                 *child.argv,
-                env={**child.environ, tether.PARENT_ENV: str(os.getpid())},
+                env={**child.environ, child_process.PARENT_ENV: str(os.getpid())},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
@@ -121,11 +122,11 @@ class Supervisor:
                 limit=LINE_LIMIT,
             )
         except OSError as error:
-            self._note(f"{child.name} cannot be started: {error}")
+            self._note(f"cannot start {child.name}: {error}")
             child.idle.set()
-            self._feed(child, restart.Exited(self._clock(), 1))
+            self._feed(child, restart_policy.Exited(self._clock(), 1))
             return
-        if self.stopping:  # asked to stop while it was being started
+        if self.stopping:  # `stop` was called during the start
             self._send(child, signal.SIGKILL if self._forced else signal.SIGTERM, group=True)
         status = await self._watch(child, child.process)
         child.process = None
@@ -133,17 +134,16 @@ class Supervisor:
         if self.stopping:
             return
         self._note(f"{child.name} {describe(status)}")
-        if not child.was_ready and status in (1, 2):
-            # It said why, and nothing has worked yet: somebody is sitting in front of this and can mend it.
+        if not child.was_ready and status in (1, 2):  # the first start failed with an error message
             self._end(status)
             return
-        self._feed(child, restart.Exited(self._clock(), status))
+        self._feed(child, restart_policy.Exited(self._clock(), status))
 
     async def _watch(self, child: Child, process: asyncio.subprocess.Process) -> int:
         assert process.stdout is not None
         reading = asyncio.ensure_future(self._relay(child, process.stdout))
         status = await process.wait()
-        # Grandchildren may hold the pipe open for as long as they live; what was printed before the exit is there now.
+        # Grandchildren can keep the pipe open; the child's own output is already in it.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(reading, 1.0)
         return status
@@ -154,27 +154,27 @@ class Supervisor:
                 raw = await stream.readuntil(b"\n")
             except asyncio.IncompleteReadError as end:
                 if end.partial:
-                    self._line(child.name, end.partial.decode("utf-8", "replace"))
+                    self._on_line(child.name, end.partial.decode("utf-8", "replace"))
                 return
             except asyncio.LimitOverrunError as over:
                 raw = await stream.readexactly(over.consumed)
-            self._line(child.name, raw.decode("utf-8", "replace").rstrip("\r\n"))
+            self._on_line(child.name, raw.decode("utf-8", "replace").rstrip("\r\n"))
 
     def _send(self, child: Child, number: int, *, group: bool) -> None:
         process = child.process
         if process is None or process.returncode is not None:
             return
-        with contextlib.suppress(ProcessLookupError):  # it ended this very moment
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
             if group:
                 os.killpg(process.pid, number)
             else:
                 process.send_signal(number)
 
     async def stop(self) -> None:
-        """Ends the children, last to first, each with its time to drain; returns when none is left."""
+        """Ends the children in reverse order, each within its drain time. Returns when all have ended."""
         self.stopping = True
         for child in self.children:
-            child.state, _ = restart.step(child.state, restart.Stop(), self._policy)
+            child.state, _ = restart_policy.step(child.state, restart_policy.Stop(), self._policy)
         for child in reversed(self.children):
             if child.idle.is_set():
                 continue
@@ -184,7 +184,7 @@ class Supervisor:
             try:
                 await asyncio.wait_for(child.idle.wait(), child.drain_seconds)
             except TimeoutError:
-                self._note(f"{child.name} did not end within {child.drain_seconds:g} s and is killed")
+                self._note(f"killing {child.name}: it did not end within {child.drain_seconds:g} s")
                 self._send(child, signal.SIGKILL, group=True)
                 await child.idle.wait()
         for task in tuple(self._tasks):
@@ -192,20 +192,20 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def force(self) -> None:
-        """Kills whatever is left, now; `stop` then returns at once."""
+        """Kills all running children. `stop` then returns without waiting for them to drain."""
         self._forced = True
         for child in self.children:
             self._send(child, signal.SIGKILL, group=True)
 
 
 def describe(status: int) -> str:
-    """An exit status in words."""
+    """An exit status as the end of a sentence."""
     if status < 0:
         try:
             return f"was ended by {signal.Signals(-status).name}"
         except ValueError:
             return f"was ended by signal {-status}"
-    return "asked to be restarted (status 70)" if status == 70 else f"ended with status {status}"
+    return "requests a restart (status 70)" if status == 70 else f"ended with status {status}"
 
 
 def headgate_argv(*words: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""`headgate up`: both services under one supervisor, checked before the start and announced when they answer."""
+"""`headgate up`: checks the configuration and ports, then runs both services under one supervisor."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ from typing import Any
 from headgate.cli import addresses
 from headgate.cli.command import Command, Session
 from headgate.cli.config import GATEWAY, MODELS
-from headgate.cli.supervisor import Child, Supervisor, headgate_argv
+from headgate.cli.supervise.supervisor import Child, Supervisor, headgate_argv
 from headgate.shared import ports
 from headgate.shared.errors import Exit, HeadgateError
-from headgate.shared.lines import Lines
-from headgate.shared.log import FLUSH_SECONDS
+from headgate.shared.log import FLUSH_SECONDS, LineWriter
 
 DRAIN_MARGIN_SECONDS = 10.0
-"""What a service gets beyond its own drain time before it is killed."""
+"""Added to the drain time of a service before it is killed."""
 
 POLL_SECONDS = 0.1
-PATIENCE_SECONDS = 30.0
-"""After this long without an answer of a service, one line says what is being waited for."""
+WAIT_NOTE_SECONDS = 30.0
+"""Interval of the line that says which service is not ready yet."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Where the two services listen."""
+    """Options for the addresses of the two services."""
     parser.add_argument("--host", metavar="HOST", help="address the gateway listens on (GATEWAY_HOST, 127.0.0.1)")
     parser.add_argument("--port", metavar="PORT", type=int, help="port of the gateway (GATEWAY_PORT, 8080)")
     parser.add_argument(
@@ -42,8 +41,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where the two services are going to listen, how long each may drain, and a model to try."""
+class UpPlan:
+    """Addresses and drain times of the two services, and a model for the banner."""
 
     gateway_host: str
     gateway_port: int
@@ -56,53 +55,53 @@ class Places:
 
     @property
     def gateway_url(self) -> str:
-        """Where clients reach the gateway."""
+        """The gateway's URL for clients."""
         return addresses.url_of(self.gateway_host, self.gateway_port)
 
     @property
     def inference_url(self) -> str:
-        """Where the gateway reaches the inference service."""
+        """The inference service's URL for the gateway."""
         return addresses.url_of(self.inference_host, self.inference_port)
 
 
-def places(args: argparse.Namespace, directory: Path, environ: Mapping[str, str]) -> Places:
-    """Where both services will listen: options over environment over files; raises ConfigError, HeadgateError."""
-    configured = GATEWAY.load(directory, environ, {"host": args.host, "port": args.port})
-    behind = MODELS.load(directory, environ, {"port": args.inference_port})
-    for name, port in ("--port", configured.port), ("--inference-port", behind.settings.port):
+def make_plan(args: argparse.Namespace, directory: Path, environ: Mapping[str, str]) -> UpPlan:
+    """The plan from options, environment and files, in this precedence. Raises ConfigError, HeadgateError."""
+    gateway = GATEWAY.load(directory, environ, {"host": args.host, "port": args.port})
+    inference = MODELS.load(directory, environ, {"port": args.inference_port})
+    for name, port in ("--port", gateway.port), ("--inference-port", inference.settings.port):
         if port == 0:
             raise HeadgateError(f"{name} 0 would be another port at every restart; choose one from 1 to 65535")
-    if (configured.host, configured.port) == (behind.settings.host, behind.settings.port):
+    if (gateway.host, gateway.port) == (inference.settings.host, inference.settings.port):
         raise HeadgateError(
-            f"gateway and inference service cannot both listen on port {configured.port}; "
+            f"gateway and inference service cannot both listen on port {gateway.port}; "
             f"choose another with --port or --inference-port"
         )
-    return Places(
-        configured.host,
-        configured.port,
-        behind.settings.host,
-        behind.settings.port,
-        configured.drain_seconds + DRAIN_MARGIN_SECONDS,
-        behind.settings.drain_seconds + DRAIN_MARGIN_SECONDS,
-        next(iter(behind.models), None),
-        bool(configured.keys),
+    return UpPlan(
+        gateway.host,
+        gateway.port,
+        inference.settings.host,
+        inference.settings.port,
+        gateway.drain_seconds + DRAIN_MARGIN_SECONDS,
+        inference.settings.drain_seconds + DRAIN_MARGIN_SECONDS,
+        next(iter(inference.models), None),
+        bool(gateway.keys),
     )
 
 
 def run(session: Session) -> int:
-    """Checks what can be checked, then supervises until told to stop."""
+    """Checks configuration and ports, then supervises the services until it is stopped."""
     directory = session.config_dir
-    where = places(session.args, directory, session.environ)
-    ports.check_free(where.inference_host, where.inference_port)
-    ports.check_free(where.gateway_host, where.gateway_port)
-    return asyncio.run(_supervise(session, where, directory))
+    plan = make_plan(session.args, directory, session.environ)
+    ports.check_free(plan.inference_host, plan.inference_port)
+    ports.check_free(plan.gateway_host, plan.gateway_port)
+    return asyncio.run(_supervise(session, plan, directory))
 
 
-def _children(where: Places, directory: Path) -> list[Child]:
-    """The two services; the gateway last, because the last is the first to stop."""
-    # They read `.env` themselves, so that a reload sees what was changed there. The gateway is told where our inference
-    # service is, whatever its file says: `up` means these two.
-    environ = {**os.environ, "PYTHONUNBUFFERED": "1", "GATEWAY_INFERENCE__URL": where.inference_url}
+def _children(plan: UpPlan, directory: Path) -> list[Child]:
+    """The two services. The gateway is last, so that it stops first."""
+    # The services read `.env` themselves, so that a reload sees changes. The gateway gets the address of this
+    # inference service whatever its file says.
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1", "GATEWAY_INFERENCE__URL": plan.inference_url}
 
     def argv(name: str, host: str, port: int) -> list[str]:
         return headgate_argv(name, "--config-dir", str(directory), "--host", host, "--port", str(port))
@@ -110,19 +109,19 @@ def _children(where: Places, directory: Path) -> list[Child]:
     return [
         Child(
             "inference",
-            argv("inference", where.inference_host, where.inference_port),
+            argv("inference", plan.inference_host, plan.inference_port),
             environ,
-            where.inference_drain_seconds,
+            plan.inference_drain_seconds,
         ),
-        Child("gateway", argv("gateway", where.gateway_host, where.gateway_port), environ, where.gateway_drain_seconds),
+        Child("gateway", argv("gateway", plan.gateway_host, plan.gateway_port), environ, plan.gateway_drain_seconds),
     ]
 
 
-async def _supervise(session: Session, where: Places, directory: Path) -> int:
+async def _supervise(session: Session, plan: UpPlan, directory: Path) -> int:
     terminal = session.terminal
     colors = {"inference": "cyan", "gateway": "green"}
 
-    lines = Lines()  # what the services write must be read whether or not anybody reads us
+    lines = LineWriter()  # a slow reader of our stderr must not block the services
 
     def line(name: str, text: str) -> None:
         lines.put(f"{terminal.paint_err(name.ljust(9), colors[name])} {text}")
@@ -130,25 +129,25 @@ async def _supervise(session: Session, where: Places, directory: Path) -> int:
     def note(text: str) -> None:
         lines.put(f"{terminal.paint_err('headgate ', 'bold')} {text}")
 
-    supervisor = Supervisor(_children(where, directory), line, note)
-    asked = asyncio.Event()
+    supervisor = Supervisor(_children(plan, directory), line, note)
+    stop_requested = asyncio.Event()
 
     def on_stop(number: signal.Signals) -> None:
-        if asked.is_set():
-            note("stopping at once")
+        if stop_requested.is_set():
+            note("stopping immediately")
             supervisor.force()
         else:
-            note(f"{number.name}: running answers are finished first; once more stops at once")
-            asked.set()
+            note(f"{number.name}: finishing running requests; send it again to stop immediately")
+            stop_requested.set()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_stop, number)
     loop.add_signal_handler(signal.SIGHUP, supervisor.hang_up)
     try:
-        with addresses.Record(os.getpid(), where.gateway_url, where.inference_url).published(session.state):
-            announcing = asyncio.ensure_future(_announce(session, supervisor, where, note))
-            ends: set[asyncio.Future[Any]] = {asyncio.ensure_future(asked.wait()), supervisor.over}
+        with addresses.Record(os.getpid(), plan.gateway_url, plan.inference_url).published(session.state):
+            announcing = asyncio.ensure_future(_announce(session, supervisor, plan, note))
+            ends: set[asyncio.Future[Any]] = {asyncio.ensure_future(stop_requested.wait()), supervisor.over}
             try:
                 supervisor.begin()
                 await asyncio.wait({*ends, announcing}, return_when=asyncio.FIRST_COMPLETED)
@@ -167,32 +166,32 @@ async def _supervise(session: Session, where: Places, directory: Path) -> int:
         lines.flush(FLUSH_SECONDS)
 
 
-async def _announce(session: Session, supervisor: Supervisor, where: Places, note: Callable[[str], None]) -> None:
-    """Waits until both services are ready, each time noting it, and prints how to use them."""
-    for child, url in zip(supervisor.children, (where.inference_url, where.gateway_url), strict=True):
+async def _announce(session: Session, supervisor: Supervisor, plan: UpPlan, note: Callable[[str], None]) -> None:
+    """Waits until both services are ready, then prints how to use them."""
+    for child, url in zip(supervisor.children, (plan.inference_url, plan.gateway_url), strict=True):
         loop = asyncio.get_running_loop()
-        patience = loop.time() + PATIENCE_SECONDS
+        next_note = loop.time() + WAIT_NOTE_SECONDS
         while not await is_ready(url):
-            if loop.time() > patience:
+            if loop.time() > next_note:
                 note(f"still waiting for {url}/readyz")
-                patience += PATIENCE_SECONDS
+                next_note += WAIT_NOTE_SECONDS
             await asyncio.sleep(POLL_SECONDS)
         child.was_ready = True
     key = addresses.gateway_key(session.environ, session.state)
-    if key is not None and key.file and where.has_keys:
-        key = None  # left from a time before the configuration named keys
+    if key is not None and key.file and plan.has_keys:
+        key = None  # an old generated key: the configuration has keys of its own now
     if session.json:
         session.terminal.json(
             {
-                "url": f"{where.gateway_url}/v1",
-                "gateway": where.gateway_url,
-                "inference": where.inference_url,
+                "url": f"{plan.gateway_url}/v1",
+                "gateway": plan.gateway_url,
+                "inference": plan.inference_url,
                 "key_file": str(key.file) if key and key.file else None,
-                "model": where.model,
+                "model": plan.model,
             }
         )
         return
-    for text in banner(session, where, key):
+    for text in banner(session, plan, key):
         session.terminal.data(text)
 
 
@@ -211,29 +210,29 @@ async def is_ready(url: str) -> bool:
         return False
 
 
-def banner(session: Session, where: Places, key: addresses.Key | None) -> list[str]:
-    """What a person needs to go on: address, key, a line to paste, how to stop."""
+def banner(session: Session, plan: UpPlan, key: addresses.Key | None) -> list[str]:
+    """The lines that explain the running system: address, key, example calls, how to stop."""
     program = _program(session.environ)
     if key is None:
-        told, shown = "in the configuration (keys:)", "$HEADGATE_KEY"
+        source, in_shell = "in the configuration (keys:)", "$HEADGATE_KEY"
     elif key.variable:
-        told, shown = f"the one in ${key.variable}", f"${key.variable}"
+        source, in_shell = f"the one in ${key.variable}", f"${key.variable}"
     else:
-        told, shown = str(key.file), f"$({program} key show)"
-    question = {"model": where.model or "MODEL", "messages": [{"role": "user", "content": "What is Headgate?"}]}
+        source, in_shell = str(key.file), f"$({program} key show)"
+    question = {"model": plan.model or "MODEL", "messages": [{"role": "user", "content": "What is Headgate?"}]}
     lines = [
         "",
-        f"Headgate is ready:  {session.terminal.paint(f'{where.gateway_url}/v1', 'bold')}",
-        f"Key:                {told}",
+        f"Headgate is ready:  {session.terminal.paint(f'{plan.gateway_url}/v1', 'bold')}",
+        f"Key:                {source}",
     ]
     if session.terminal.out_tty and key is not None and key.file:
         lines.append(f"                    {key.value}")
     lines += [
         "Try it:",
-        f"  curl {where.gateway_url}/v1/chat/completions \\",
-        f'    -H "Authorization: Bearer {shown}" -H "Content-Type: application/json" \\',
+        f"  curl {plan.gateway_url}/v1/chat/completions \\",
+        f'    -H "Authorization: Bearer {in_shell}" -H "Content-Type: application/json" \\',
         f"    -d {shlex.quote(json.dumps(question))}",
-        f'  {program} run {where.model or "MODEL"} "What is a circuit breaker?"',
+        f'  {program} run {plan.model or "MODEL"} "What is a circuit breaker?"',
         f"Stop:               Ctrl-C here, or: kill {os.getpid()}",
         "",
     ]
@@ -241,7 +240,7 @@ def banner(session: Session, where: Places, key: addresses.Key | None) -> list[s
 
 
 def _program(environ: Mapping[str, str]) -> str:
-    """How to call `headgate` from another shell: by name when it is on the PATH, else by its place, with its state."""
+    """The command `headgate` for another shell: its name if it is on the PATH, else its path."""
     script = Path(sys.executable).parent / "headgate"
     found = shutil.which("headgate", path=environ.get("PATH"))
     if found and Path(found).resolve() == script.resolve():
@@ -255,7 +254,7 @@ def _program(environ: Mapping[str, str]) -> str:
 
 
 def _short(path: Path) -> str:
-    """Relative to the working directory when below it: that is where the reader's shell is."""
+    """`path` relative to the working directory when it is below it."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

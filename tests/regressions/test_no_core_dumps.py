@@ -1,4 +1,4 @@
-"""A worker that aborted wrote its memory to disk first: it was told as one that hangs, and nobody was run again."""
+"""Processes that run llama.cpp leave no core dump: a worker that wrote one was taken for a hanging worker."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from types import ModuleType
 
 import pytest
 
-from headgate.shared import coredump, tether
+from headgate.shared import child_process
 from inference import helper
 from inference.devices.simgpu import rpc_server
 from inference.worker import service
 from inference.workers.worker_link import LINK_FD_ENV, PARENT_ENV, SOCKET_FD_ENV
 
-_ABORTS = "import os; from headgate.shared import coredump; coredump.forbid(); os.abort()"
+_ABORTS = "import os; from headgate.shared import child_process; child_process.disable_core_dumps(); os.abort()"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="what a limit of one byte means is Linux's word")
-def test_a_process_that_aborts_leaves_no_core_whatever_it_was_allowed(tmp_path: Path) -> None:
-    """The limit that it was started with is one under which others would leave one."""
+@pytest.mark.skipif(sys.platform != "linux", reason="the meaning of a limit of one byte is specific to Linux")
+def test_aborting_process_leaves_no_core_dump(tmp_path: Path) -> None:
+    """The process starts with a limit that allows a core dump."""
     _soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
     ended = subprocess.run(
         [sys.executable, "-c", _ABORTS],
@@ -38,17 +38,16 @@ def test_a_process_that_aborts_leaves_no_core_whatever_it_was_allowed(tmp_path: 
 
 
 @pytest.mark.parametrize("module", [service, helper, rpc_server], ids=["worker", "helper", "server"])
-def test_whoever_runs_foreign_code_forbids_it_first(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is done that may abort."""
+def test_core_dumps_are_disabled_before_native_code_runs(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
 
-    class ForbiddenError(Exception):
-        """It was forbidden."""
+    class DisabledError(Exception):
+        """Core dumps were disabled."""
 
-    def forbid() -> None:
-        raise ForbiddenError
+    def disable() -> None:
+        raise DisabledError
 
-    monkeypatch.setattr(coredump, "forbid", forbid)
-    monkeypatch.setattr(tether, "hold", lambda _environ: None)
+    monkeypatch.setattr(child_process, "disable_core_dumps", disable)
+    monkeypatch.setattr(child_process, "die_with_parent", lambda _environ: None)
     arguments = {service: [dict.fromkeys((PARENT_ENV, LINK_FD_ENV, SOCKET_FD_ENV), "1")], helper: [["devices"]]}
-    with pytest.raises(ForbiddenError):
+    with pytest.raises(DisabledError):
         module.main(*arguments.get(module, []))

@@ -1,11 +1,11 @@
-"""Decides when a supervised process is started again: the container policy `unless-stopped`; starts nothing itself.
+"""Restart policy of a supervised process, as a pure state machine: the container policy `unless-stopped`.
 
     stopped --Begin--> running --Exited--> waiting --Due--> running
                           |                   |
                           +--Exited, status of a usage error--> given_up --Begin--> running
     any --Stop--> stopped
 
-The delays are Docker's: 100 ms, doubled after every exit up to one minute, and 100 ms again after a run of ten seconds.
+The delays are Docker's: 100 ms, doubled after each exit up to one minute, and 100 ms again after a run of ten seconds.
 Times are seconds of one monotonic clock.
 """
 
@@ -18,7 +18,7 @@ from headgate.shared.errors import Exit
 
 
 class Phase(StrEnum):
-    """Where a supervised process is."""
+    """The phase of a supervised process."""
 
     STOPPED = "stopped"
     RUNNING = "running"
@@ -28,7 +28,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """`final` are the exit statuses that starting again cannot change."""
+    """`final`: exit statuses after which a restart would fail in the same way."""
 
     first_seconds: float = 0.1
     factor: float = 2.0
@@ -49,7 +49,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Somebody wants the process to run."""
+    """The process shall run."""
 
     now: float
 
@@ -71,7 +71,7 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Nobody wants the process any more; its end, whenever it comes, changes nothing."""
+    """The process shall not run any more. A later exit changes nothing."""
 
 
 Event = Begin | Exited | Due | Stop
@@ -91,7 +91,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Do not start it again: `status` says that it would end the same way."""
+    """Do not start the process again, because of its exit `status`."""
 
     status: int
 
@@ -100,7 +100,7 @@ Effect = Spawn | Wait | GiveUp
 
 
 def step(state: State, event: Event, policy: Policy) -> tuple[State, tuple[Effect, ...]]:
-    """The next state and what to do; an event that does not belong to the phase changes nothing."""
+    """The next state and the effects. An event that does not fit the phase changes nothing."""
     match state.phase, event:
         case _, Stop():
             return State(), ()
@@ -120,7 +120,7 @@ def step(state: State, event: Event, policy: Policy) -> tuple[State, tuple[Effec
 
 
 def delay(exits: int, policy: Policy) -> float:
-    """Seconds to wait after the `exits`-th exit in a row, counted from 1."""
+    """Seconds to wait after `exits` (1 or more) exits in a row."""
     seconds = policy.first_seconds
     for _ in range(exits - 1):
         if seconds >= policy.cap_seconds:

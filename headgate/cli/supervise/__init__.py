@@ -1,0 +1,1 @@
+"""The verb `up`: both services under one supervisor."""

@@ -1,0 +1,159 @@
+"""Files of the state directory. A damaged file is logged and set aside and does not stop a service."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from headgate.shared.errors import HeadgateError
+
+log = logging.getLogger(__name__)
+
+MOST_BYTES = 64 * 2**20
+"""The size limit of a file. The largest one, with 2,000 estimates, has about a tenth of it."""
+DAMAGED_SUFFIX = ".damaged"
+"""Added to the name of a damaged file. Only the latest copy is kept."""
+T = TypeVar("T")
+
+
+def load_state_file(
+    path: Path, parse: Callable[[Any], T], consequence: str, *, most_bytes: int = MOST_BYTES
+) -> T | None:
+    """`parse` of the JSON in `path`, or None when the file is missing or cannot be used.
+
+    `parse` raises ValueError, KeyError, TypeError, AttributeError, IndexError or OverflowError for damaged content.
+    `consequence` is the part of the log line that says what is lost, such as `estimates are measured again`.
+    """
+    try:
+        data = read_regular(path, most_bytes)
+    except NotRegularError as error:
+        log.warning("%s is %s and is ignored: %s. Move it away", path, error, consequence)
+        return None
+    except OSError as error:
+        log.warning("%s cannot be read (%s): %s", path, error.strerror, consequence)
+        return None
+    if data is None:
+        return None
+    try:
+        if len(data) > most_bytes:
+            raise ValueError(f"larger than {most_bytes} bytes")
+        return parse(json.loads(data))
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+        log.warning("%s is damaged (%s): %s; %s", path, _describe(error), consequence, _set_aside(path))
+        return None
+
+
+def _set_aside(path: Path) -> str:
+    """Renames the damaged file, so that the next write keeps it. Returns a sentence for the log."""
+    kept = path.with_name(path.name + DAMAGED_SUFFIX)
+    try:
+        path.replace(kept)
+    except OSError as error:
+        return f"renaming it to {kept} failed ({error.strerror}); the next write replaces it"
+    return f"the damaged file is kept as {kept}"
+
+
+def _describe(error: Exception) -> str:
+    """A short text on one line, with the type of the error where its text is only a value."""
+    text = ascii(str(error))[1:-1][:200]
+    return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"
+
+
+class NotRegularError(OSError):
+    """The path is a directory, a pipe, a socket or a device; the text names it."""
+
+
+_KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+
+
+def check_regular(mode: int) -> None:
+    """Raises NotRegularError unless `mode` (`st_mode`) is that of a regular file."""
+    if not stat.S_ISREG(mode):
+        raise NotRegularError(f"{_KINDS.get(stat.S_IFMT(mode), 'a device')} instead of a file")
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes | None:
+    """The content of `path`, at most its first `most_bytes` + 1 bytes; None when there is no such file.
+
+    Does not block: a pipe is not read. Raises NotRegularError and other OSErrors.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket, or a device without a driver
+            raise NotRegularError("a socket or a device instead of a file") from error
+        raise
+    try:
+        check_regular(os.fstat(handle).st_mode)
+        with os.fdopen(handle, "rb", closefd=False) as file:
+            return file.read(most_bytes + 1)
+    finally:
+        os.close(handle)
+
+
+def write_temporary(path: Path, data: bytes) -> Path:
+    """A private temporary file beside `path` with `data`, flushed to disk. Raises OSError naming `path`."""
+    temporary: Path | None = None
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        temporary = Path(name)
+        with os.fdopen(handle, "wb") as out:
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+    except BaseException as error:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+    return temporary
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replaces `path` with `data` in one step: readers and crashes see the old or the new content.
+
+    Raises OSError naming `path`.
+    """
+    temporary = write_temporary(path, data)
+    try:
+        temporary.replace(path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
+class StateFileWriter:
+    """Writes files of one kind (`what`, for the log). A failed write is logged once and again when writing works."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._fails = False
+
+    def write(self, path: Callable[[], Path], data: bytes) -> bool:
+        """Replaces the file at `path()`, which may create its directory. Returns False when that fails."""
+        try:
+            write_atomic(path(), data)
+        except (OSError, HeadgateError) as error:
+            if not self._fails:
+                reason = error.strerror if isinstance(error, OSError) else error
+                if isinstance(error, OSError) and error.filename:
+                    reason = f"{error.filename}: {reason}"
+                log.warning("cannot save %s (%s); the service continues without", self._what, reason)
+            self._fails = True
+            return False
+        if self._fails:
+            log.info("saving %s works again", self._what)
+        self._fails = False
+        return True
