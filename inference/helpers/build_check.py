@@ -17,9 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from headgate.shared.recovery import recovered
+
 from headgate.machine import Build
 from headgate.shared.errors import Exit, HeadgateError
-from headgate.shared.recovery import recovered
 from headgate.shared.state import StateDir
 from headgate.shared.state_files import StateFileWriter
 from inference.devices.simgpu.rpc_server import package
