@@ -17,12 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from headgate.shared.recovery import recovered
-
 from headgate.machine import Build
 from headgate.shared.errors import Exit, HeadgateError
 from headgate.shared.state import StateDir
-from headgate.shared.state_files import StateFileWriter
+from headgate.shared.state_files import StateFileWriter, load_state_file
 from inference.devices.simgpu.rpc_server import package
 from inference.helpers.helper_client import HelperError, run_helper
 
@@ -123,7 +121,7 @@ class BuildCheck:
 
     def _changed(self, build: Build) -> str | None:
         """Why the build has to be checked, None where it is known to compute."""
-        kept = recovered(self._path, _object, "llama.cpp is checked again") or {}
+        kept = load_state_file(self._path, _object, "llama.cpp is checked again") or {}
         stamp = _read(self._stamp)
         if _build_of(kept.get("failed")) == build:
             return "it failed while the service ran"
