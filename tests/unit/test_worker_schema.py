@@ -319,6 +319,14 @@ CLOSED: list[tuple[Any, Any]] = [
         },
     ),
     ({"properties": {}}, {"properties": {}, "additionalProperties": False}),
+    *[
+        ({"properties": {"a": True}, **given}, {"properties": {"a": True}, **given})
+        for given in ({"const": {"a": 1, "b": 2}}, {"enum": [{"a": 1, "b": 2}, None]})
+    ],
+    (
+        {"properties": {"a": True}, "enum": [None]},
+        {"properties": {"a": True}, "enum": [None], "additionalProperties": False},
+    ),
     (
         {"properties": {"a": {"type": "null"}}, "required": ["a", "b"]},
         {"properties": {"a": {"type": "null"}, "b": True}, "required": ["a", "b"], "additionalProperties": False},

@@ -4,7 +4,7 @@ llama.cpp's `json-schema-to-grammar` reads `properties` without `additionalPrope
 because weak models otherwise invent properties until the length limit. A schema that states `additionalProperties` is
 read as JSON Schema says. One value may be described by several parts at once (`allOf`, `anyOf`, `$ref` and the like
 beside `properties`): such a description is closed as a whole, with all names that occur in it, and what two of its
-parts describe stays open.
+parts describe stays open. Objects that `const` or `enum` lists keep their own properties.
 """
 
 from __future__ import annotations
@@ -73,7 +73,10 @@ def describe(node: Mapping[str, Any], base: str, find: Find, take: Callable[[int
         open_values = None
     else:
         open_values = frozenset(name for name, count in counts.items() if count > 1)
-    is_open = any(_STATED & part.keys() or ("patternProperties" in part and part is not node) for part in parts)
+    is_open = any(
+        _STATED & part.keys() or _lists_objects(part) or ("patternProperties" in part and part is not node)
+        for part in parts
+    )
     if is_open or not any(isinstance(part.get("properties"), Mapping) for part in parts):
         return Description(None, open_values)
     return Description(list(dict.fromkeys(name for part in parts for name in _names(part))), open_values)
@@ -101,6 +104,14 @@ def _has_values(part: Mapping[str, Any], *, but_properties: bool = False) -> boo
     if any(not isinstance(part[key], bool) for key in _VALUES & part.keys()):
         return True
     return bool(_properties(part)) and not but_properties
+
+
+def _lists_objects(part: Mapping[str, Any]) -> bool:
+    """Whether `const` or `enum` gives whole objects, which may have properties that are not declared."""
+    values = part.get("enum")
+    return any(
+        isinstance(value, Mapping) for value in (part.get("const"), *(values if isinstance(values, list) else ()))
+    )
 
 
 def _properties(part: Mapping[str, Any]) -> Mapping[str, Any]:
