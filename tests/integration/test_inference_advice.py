@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from headgate.shared.state import StateDir
-from inference import authority as authorities
 from inference import settings
 from inference.app import Service
+from inference.authority import shell as authorities
 from inference.authority.pressure.advice import SWAPS, TURNED_AWAY, Kind
 from inference.devices.host import CPU
 from inference.devices.inventory import Inventory

@@ -18,10 +18,10 @@ from inference.worker.worker_errors import LoadError
 
 CHUNK_BYTES = 32 * 2**20
 _LATER = (
-    "assembly", "constrained", "constraints", "embedder", "engine", "http", "kept", "loading", "prompts", "server",
-    "sighted",
+    "api.worker_app", "api.worker_server", "assembly", "constraints", "engine.embedder", "engine.engine",
+    "engine.vision_context", "kept_model", "loading", "prompt.prompts", "sampling.constrained_sampler",
 )  # fmt: skip
-"""Modules of this package that a load needs; llama.cpp's libraries are mapped with them, and no device is touched."""
+"""Modules of the worker that a load needs. They map llama.cpp's libraries and touch no device."""
 _LIBRARIES = ("encodings.idna", "encodings.unicode_escape", "numpy.ctypeslib", "uvloop")
 """What they import when they are first used."""
 
