@@ -29,7 +29,7 @@ from gateway.providers.local.inference_events import Events
 from gateway.providers.local.inference_snapshot import InferenceView
 from gateway.providers.local.token_count import Counter as TokenCounter
 from gateway.providers.provider import Provider
-from gateway.routing.explain_record import Ring
+from gateway.routing.explain_record import RecordStore
 from gateway.routing.request_context import GatewayState
 from gateway.settings import BreakerSettings, GatewayConfig
 from gateway.telemetry.gateway_metrics import Telemetry
@@ -70,7 +70,7 @@ class Runtime:
         self.breakers = Breakers(
             _rule(config.breaker), on_state=self._on_breaker, on_failure=self._on_failure, store=self._breaker_file
         )
-        self.ring = Ring()
+        self.records = RecordStore()
         self.presences = Presences()
         self.admission = Admission(config.admission, self.telemetry)
         self.limiter = Limiter(self.telemetry)

@@ -36,7 +36,7 @@ def router(runtime: Runtime) -> APIRouter:
     @routes.get("/requests/{request_id}")
     async def explain(request: Request, request_id: str) -> Response:
         admit(request)
-        if (record := runtime.ring.get(request_id)) is None:
+        if (record := runtime.records.get(request_id)) is None:
             raise RequestError(
                 Code.NOT_FOUND,
                 f"no request {request_id[:128]!r} is remembered; only the last ones are",

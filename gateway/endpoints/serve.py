@@ -76,7 +76,7 @@ class Generation:
         except GatewayError as error:
             record.note_error(error)
             if record.key and not record.route:
-                runtime.ring.add_refused(record)
+                runtime.records.add_refused(record)
             exchange.reason = record.reason if record.reason != "none" else str(error.code)
             exchange.attempts = len(record.attempts)
             raise
@@ -114,11 +114,11 @@ class Generation:
         del raw
         if meter is not None:
             meter.reserve(request)
-        record.asked, record.stream = request.model, request.stream
+        record.model, record.stream = request.model, request.stream
         match = known(runtime, request.model) or await find(runtime, request.model, exchange)
         state = runtime.gateway_state  # as long as it waits, too: a reload may take the route away
         record.route = match.route
-        asyncio.get_running_loop().call_soon(runtime.ring.add, record)  # the oldest is freed while a tier works
+        asyncio.get_running_loop().call_soon(runtime.records.add, record)  # the oldest is freed while a tier works
         presence = runtime.presences.watch(receive, exchange.wire)
         if built_on <= SMALL_BYTES:
             with presence:
@@ -193,7 +193,7 @@ class Generation:
             exchange.upstream_seconds = runner.upstream_seconds
         try:
             self._note(runner, exchange, record, unsettled=1)
-            answer.attempt.listening.mark_sent()
+            answer.attempt.reader.mark_sent()
         except BaseException as error:
             await answer.attempt.abandon(error)
             raise
@@ -250,7 +250,7 @@ def log_end(record: Record) -> None:
     milliseconds = (record.total_seconds or 0.0) * 1000
     reason = f" ({record.reason})" if record.reason != "none" else ""
     if record.status is not None and record.status >= 400 and not record.attempts:
-        about = [f"model {record.asked!r}"] if record.asked else []
+        about = [f"model {record.model!r}"] if record.model else []
         about += [f"parameter {record.param!r}"] if record.param else []
         log.info(
             "request %s: %s refused with %d %s%s, %.0f ms%s", record.id, record.endpoint, record.status,
@@ -259,7 +259,7 @@ def log_end(record: Record) -> None:
         return
     log.log(
         logging.DEBUG if ordinary else logging.INFO,
-        "request %s: %s -> %s: %s, %d attempts, %.0f ms%s", record.id, record.asked or "unknown model",
+        "request %s: %s -> %s: %s, %d attempts, %.0f ms%s", record.id, record.model or "unknown model",
         record.answered_by or "no tier", record.outcome, len(record.attempts), milliseconds, reason,
     )  # fmt: skip
 

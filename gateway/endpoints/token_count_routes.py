@@ -25,7 +25,7 @@ from gateway.routing.budget import Budget
 from gateway.routing.candidate_filter import CandidateFilter
 from gateway.routing.candidate_outcomes import CandidateOutcome, CandidateOutcomes
 from gateway.routing.chain import Candidate, Drop, Dropped, RouteMatch, expand
-from gateway.routing.explain_record import Record, Tried
+from gateway.routing.explain_record import AttemptRecord, Record
 from gateway.routing.quote_redaction import without_quotes
 from gateway.routing.refusal import no_answer
 from gateway.routing.request_context import GatewayState, RequestContext
@@ -65,7 +65,7 @@ class CountTokens:
             record.note_error(error)
             record.total_seconds = time.monotonic() - exchange.began
             if record.key and not record.route:
-                runtime.ring.add_refused(record)
+                runtime.records.add_refused(record)
             log_end(record)
             exchange.attempts = len(record.attempts)
             exchange.reason = record.reason if record.reason != "none" else exchange.reason
@@ -93,10 +93,10 @@ class CountTokens:
                 record.note_refused_body(raw, error)
                 raise
             held.enter_context(runtime.bodies.room(request.size_bytes - len(raw), runtime.config.max_body))
-            record.asked = request.model
+            record.model = request.model
             match = await find(runtime, request.model, exchange)
             state, record.route = runtime.gateway_state, match.route
-            runtime.ring.add(record)
+            runtime.records.add(record)
             presence = held.enter_context(runtime.presences.watch(receive, exchange.wire))
             queued = time.monotonic()
             try:
@@ -148,7 +148,7 @@ class _Counting:
         self._outcomes = CandidateOutcomes(record)
         self._loop = asyncio.get_running_loop()
         policy = gateway.policies[match.route]
-        limits = policy.limits._replace(caller_silence=context.silence_seconds)
+        limits = policy.limits._replace(client_silence=context.silence_seconds)
         self._budget = Budget(limits, self._loop.time(), waited=waited)
         record.chain = expand(policy.chain, match.model, gateway.view.aliases)
         self._filter = CandidateFilter(
@@ -171,7 +171,7 @@ class _Counting:
         for candidate in waiting:
             self._outcomes.drop(Dropped(candidate, Drop.BUDGET, "not asked, the request's time was spent"))
         now = self._loop.time()
-        spent = None if self._budget.has_time(now) else self._budget.whose_time(now)
+        spent = None if self._budget.has_time(now) else self._budget.limit_text(now)
         waits = self._outcomes.in_chain_order(lambda _: 0.0)
         raise no_answer(self._request, waits, spent, asks_again=self._context.retries > 0)
 
@@ -209,7 +209,7 @@ class _Counting:
 
     def _note(self, candidate: Candidate, outcome: str, said: str, began: float) -> None:
         kept = without_quotes(said, self._request.body)[:500]
-        self._record.attempts.append(Tried(candidate.name, outcome, kept, round(self._loop.time() - began, 6)))
+        self._record.attempts.append(AttemptRecord(candidate.name, outcome, kept, round(self._loop.time() - began, 6)))
 
     async def _ask(self, candidate: Candidate, seconds: float) -> int:
         gateway, request = self._gateway, self._request

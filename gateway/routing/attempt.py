@@ -16,10 +16,10 @@ from gateway.providers.provider import Provider
 from gateway.routing.budget import Budget, Due
 from gateway.routing.candidate_outcomes import outcome_name
 from gateway.routing.chain import Candidate
-from gateway.routing.explain_record import Tried
+from gateway.routing.explain_record import AttemptRecord
 from gateway.routing.quote_redaction import without_quotes
 from gateway.routing.request_context import RequestState
-from gateway.routing.stream_reader import ANSWERS, ExpiredError, Listening
+from gateway.routing.stream_reader import ANSWERS, ExpiredError, StreamReader
 from inference.protocol import FULL_FOR
 
 log = logging.getLogger("gateway.routing.chain_runner")
@@ -33,7 +33,7 @@ _ENDS: Mapping[Due, End | UpstreamKind] = {
     Due.SILENCE: UpstreamKind.TIMEOUT,
     Due.LOAD_WAIT: End.SPILLED,
     Due.TOTAL: End.OUT_OF_TIME,
-    Due.CALLER: End.CALLER_DEADLINE,
+    Due.CLIENT: End.CALLER_DEADLINE,
 }
 
 
@@ -61,7 +61,7 @@ class Attempt:
         self.call = state.call(candidate, last, budget, body)
         meter = state.context.meter
         on_frame = None if meter is None else meter.note
-        self.listening = Listening(
+        self.reader = StreamReader(
             provider, self.call, budget, last=last, on_frame=on_frame, whole=not state.request.stream
         )
         self.backlog: list[Frame] = []
@@ -71,18 +71,18 @@ class Attempt:
     async def begin(self) -> None:
         """Opens the stream and waits for its first byte."""
         if self.last:
-            await self.listening.open()
+            await self.reader.open()
         else:
-            with self._lease.cancelled_when_down(self.listening.give_up):
-                await self.listening.open()
-        self._lease.first_byte(self.listening)
+            with self._lease.cancelled_when_down(self.reader.abort):
+                await self.reader.open()
+        self._lease.first_byte(self.reader)
 
     async def open(self, *, forward_comments: bool) -> None:
         """Reads until the commit; the frames so far are in `backlog`."""
         await self.begin()
         is_committed = False
         while not is_committed:
-            for frame in self.listening.ready() or [await self.listening.next()]:
+            for frame in self.reader.ready() or [await self.reader.next()]:
                 if not isinstance(frame, Comment):
                     self.backlog.append(frame)
                     is_committed = is_committed or (isinstance(frame, Data) and frame.kind in ANSWERS)
@@ -93,7 +93,7 @@ class Attempt:
 
     def note_begun(self) -> None:
         """Records, once, that content came: the success of a probe and the time to the first token."""
-        if self._begun or not self.listening.answered:
+        if self._begun or not self.reader.answered:
             return
         self._begun = True
         self._lease.first_token()
@@ -121,7 +121,7 @@ class Attempt:
         outcome = outcome_name(verdict, observation)
         state.gateway.telemetry.attempts(candidate.provider, state.model_label(candidate), outcome).inc()
         state.record.attempts.append(
-            Tried(candidate.name, outcome, message[:500], round(time.monotonic() - self.began, 6))
+            AttemptRecord(candidate.name, outcome, message[:500], round(time.monotonic() - self.began, 6))
         )
         if isinstance(verdict, Failure) or (isinstance(verdict, Ignore) and verdict.next is not Next.STOP):
             misconfigured = is_operators(verdict, observation)
@@ -164,4 +164,4 @@ class Attempt:
 
     async def close(self) -> None:
         """Closes the provider's stream at once."""
-        await self.listening.close()
+        await self.reader.close()

@@ -1,6 +1,6 @@
-"""Decides which deadline of a request comes next and whether one more attempt is allowed; never reads a clock.
+"""Decides which deadline of a request comes next, and whether one more attempt is allowed.
 
-Times are seconds on one monotonic clock that the caller reads; durations are seconds.
+Times are seconds on one monotonic clock, which is passed in; durations are seconds.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 
 class Limits(NamedTuple):
-    """What the configuration and the caller allow.
+    """The limits of the configuration and of the client.
 
     `first_token` and `inter_token` bound silence, `total` the time to commit, `load_wait` the wait for a cold model
-    before the next tier is tried. `caller_silence` is how long the caller waits for an answer to begin, `caller_gap`
-    how long it waits for the next byte of one that has begun; None where it named none.
+    before the next candidate is tried. `client_silence` is how long the client waits for an answer to begin,
+    `client_gap` how long it waits for the next byte of one that has begun; None without such a limit.
     """
 
     first_token: float
@@ -24,30 +24,30 @@ class Limits(NamedTuple):
     total: float
     load_wait: float
     attempts: int
-    caller_silence: float | None = None
-    caller_gap: float | None = None
+    client_silence: float | None = None
+    client_gap: float | None = None
 
 
 KEEP_ALIVE_FACTOR = 4
-"""Keep-alives stand for so many `first_token` in a row: a cloud sends them while it thinks in hiding, which may take
-minutes, and also while nothing ever follows."""
+"""How many times `first_token` a stream of keep-alives may last. A cloud sends keep-alives during hidden reasoning,
+which may take minutes, and also when no answer follows."""
 
 
 class Due(StrEnum):
     """Which deadline passed."""
 
     SILENCE = "silence"
-    """the provider said nothing for too long: it is to blame"""
+    """the provider was silent for too long: its failure"""
     LOAD_WAIT = "load_wait"
-    """the request made progress and waited long enough; another tier may be quicker"""
+    """the request made progress and waited long enough; another candidate may be quicker"""
     TOTAL = "total"
-    """the request's own budget is spent"""
-    CALLER = "caller"
-    """the caller stops listening"""
+    """the time of the request is over"""
+    CLIENT = "client"
+    """the client stops waiting"""
 
 
 class Deadline(NamedTuple):
-    """The next deadline: when, what it means that it passed, and whether it bounds a silence behind keep-alives."""
+    """The next deadline: when, what it means, and whether it bounds a stream of keep-alives."""
 
     at: float
     due: Due
@@ -55,14 +55,14 @@ class Deadline(NamedTuple):
 
 
 _AT = itemgetter(0)
-"""Of deadlines at the same time the first one named is the one that counts."""
+"""Key for `min`: of deadlines at the same time the first one wins."""
 
 
 class Budget(NamedTuple):
-    """One request's allowance across all its attempts.
+    """The time and attempts of one request.
 
-    `waited` is what had passed of the caller's time when the request `started`. `quiet_since` is when the caller, who
-    has had a part of the answer, got the last byte of it; None as long as it has had none.
+    The client had waited `waited` seconds when the request `started`. `quiet_since` is when the client got the last
+    byte of an answer that broke off; None before.
     """
 
     limits: Limits
@@ -72,43 +72,43 @@ class Budget(NamedTuple):
     quiet_since: float | None = None
 
     @property
-    def caller_leaves(self) -> float:
-        """When the caller stops waiting for an answer to begin."""
-        silence = self.limits.caller_silence
+    def client_leaves(self) -> float:
+        """When the client stops waiting for an answer to begin."""
+        silence = self.limits.client_silence
         return math.inf if silence is None or self.quiet_since is not None else self.started - self.waited + silence
 
     @property
     def commit_by(self) -> float:
-        """When something must have been sent to the caller."""
-        return min(self.started + self.limits.total, self.caller_leaves)
+        """When the answer must have begun."""
+        return min(self.started + self.limits.total, self.client_leaves)
 
     @property
     def commit_due(self) -> Due:
-        """Whose limit `commit_by` is: the caller's or ours."""
-        return Due.CALLER if self.caller_leaves < self.started + self.limits.total else Due.TOTAL
+        """Which limit sets `commit_by`: the client's or the configuration's."""
+        return Due.CLIENT if self.client_leaves < self.started + self.limits.total else Due.TOTAL
 
     @property
-    def patience(self) -> float:
-        """How long the caller, who has had a part of the answer, may be left without another byte."""
-        return math.inf if self.limits.caller_gap is None else self.limits.caller_gap
+    def max_gap(self) -> float:
+        """How long the client waits for the next byte of an answer that has begun."""
+        return math.inf if self.limits.client_gap is None else self.limits.client_gap
 
     @property
-    def is_impatient(self) -> bool:
-        """Whether the caller's own limit between two bytes may count before ours between two tokens."""
-        return self.patience < 2 * self.limits.inter_token
+    def has_short_gap(self) -> bool:
+        """Whether the client's limit between two bytes may pass before the configured one between two tokens."""
+        return self.max_gap < 2 * self.limits.inter_token
 
     def quiet_left(self, now: float) -> float:
-        """How much longer the caller waits for the rest of an answer that broke off."""
-        return math.inf if self.quiet_since is None else self.quiet_since + self.patience - now
+        """Seconds that the client still waits for the rest of an answer that broke off."""
+        return math.inf if self.quiet_since is None else self.quiet_since + self.max_gap - now
 
     def has_time(self, now: float) -> bool:
-        """Whether there is time left to begin an answer, or to go on with it."""
+        """Whether there is time left to begin an answer, or to resume it."""
         return now < self.commit_by and self.quiet_left(now) > 0
 
-    def whose_time(self, now: float) -> str:
-        """Whose time for an answer to begin is over first, or is over at `now`; for people."""
-        if self.commit_due is Due.CALLER or now >= self.caller_leaves:
-            return f"the caller's own time-out of {self.limits.caller_silence:g} s"
+    def limit_text(self, now: float) -> str:
+        """The limit that ends the wait for an answer, as words for an error message."""
+        if self.commit_due is Due.CLIENT or now >= self.client_leaves:
+            return f"the client's own timeout of {self.limits.client_silence:g} s"
         return f"the {self.limits.total:g} s that a request has (deadlines.total)"
 
     def allows_attempt(self, now: float) -> bool:
@@ -116,16 +116,17 @@ class Budget(NamedTuple):
         return self.attempts < self.limits.attempts and now < self.commit_by
 
     def share(self, started: float) -> float:
-        """How long a tier asked since `started` may be silent or load while another one waits behind it, in seconds.
+        """Seconds that an attempt from `started` on may be silent or load while other candidates are left.
 
-        An impatient caller's time is shared: it gets half of what is left, so that the next one still has a chance.
+        Where the client has the shorter limit, an attempt gets half of the remaining time, so that the next one still
+        has a chance.
         """
-        return (self.commit_by - started) / 2 if self.commit_due is Due.CALLER else math.inf
+        return (self.commit_by - started) / 2 if self.commit_due is Due.CLIENT else math.inf
 
     def renewed(self, now: float, quiet_since: float) -> Budget:
-        """The budget for going on with an answer that broke off: as long again as its beginning had.
+        """The budget for resuming an answer that broke off: as much time as its beginning had.
 
-        Its caller, who got the last byte at `quiet_since`, is told what goes on: only silence can be too long for it.
+        The client got the last byte at `quiet_since`; from then on its limit between two bytes applies.
         """
         return Budget(self.limits, now, self.attempts, self.waited, quiet_since)
 
@@ -135,18 +136,17 @@ class Budget(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """How far an attempt is.
+    """The progress of one attempt.
 
-    `heard` is when the last frame or comment came (at first: when the attempt started). `waiting` is whether its last
-    sign of life said that it queues or loads. `answered` is whether content came; `sent` whether the caller got
-    anything of it; `last` whether nobody is left who could answer, or go on, after it; `whole` whether the caller gets
-    nothing before the end; `opened` whether its stream is open, of which a caller that waits for the rest is told.
-    `idle_since` is since when nothing came but keep-alives, which say that a connection lives and nothing about an
-    answer; None when the last sign of life was one of the answer or of its progress.
+    `last_activity` is when the last frame or comment came (at first: when the attempt started). `waiting`: the last
+    progress comment says that the request is queued or the model loads. `answered`: content came. `sent`: the client
+    has a part of the answer. `last`: no other candidate could answer, or resume, after it. `whole`: the client gets
+    nothing before the end. `opened`: the stream is open, and the client of a resumed answer gets its comments.
+    `idle_since` is since when only keep-alives came; None when the last frame was content or progress.
     """
 
     started: float
-    heard: float
+    last_activity: float
     waiting: bool = False
     answered: bool = False
     sent: bool = False
@@ -157,43 +157,43 @@ class Phase(NamedTuple):
 
 
 def next_deadline(budget: Budget, phase: Phase) -> Deadline:
-    """The earliest deadline that applies in `phase`; silence wins a tie, for then the provider had its full time.
+    """The earliest deadline that applies in `phase`; silence wins a tie, because the provider had its full time.
 
-    A tier that used up its share of an impatient caller's time is left without blame: a spill, not a failure. Our own
-    time to commit ends with the first token, but who waits for a whole answer goes on waiting for its first byte.
+    A candidate that used its share of the client's time is a spill, not a failure. The configured time to commit ends
+    with the first token; the client of a whole answer still waits for its first byte.
     """
     limits = budget.limits
     if phase.answered:
         silence = _silence(limits, phase, limits.inter_token)
-        impatience = Deadline(budget.caller_leaves, Due.CALLER) if phase.whole else _impatience(budget, phase)
-        return min(silence, impatience, key=_AT)
+        gap = Deadline(budget.client_leaves, Due.CLIENT) if phase.whole else _client_gap(budget, phase)
+        return min(silence, gap, key=_AT)
     found = [_silence(limits, phase, limits.first_token)]
     if not phase.last:
         share = budget.share(phase.started)
-        heard = phase.heard if phase.idle_since is None else phase.idle_since
-        found.append(Deadline(heard + share, Due.LOAD_WAIT))
+        last_activity = phase.last_activity if phase.idle_since is None else phase.idle_since
+        found.append(Deadline(last_activity + share, Due.LOAD_WAIT))
         if phase.waiting:
             found.append(Deadline(phase.started + min(limits.load_wait, share), Due.LOAD_WAIT))
     if not phase.sent:
         found.append(Deadline(budget.commit_by, budget.commit_due))
     if phase.sent or budget.quiet_since is not None:
-        found.append(_impatience(budget, phase))
+        found.append(_client_gap(budget, phase))
     return min(found, key=_AT)
 
 
-def _impatience(budget: Budget, phase: Phase) -> Deadline:
-    """When the caller, who has had a part of the answer, is left without a byte too long.
+def _client_gap(budget: Budget, phase: Phase) -> Deadline:
+    """When the client has waited too long for the next byte.
 
-    Half of the time is kept for whoever could go on; where nobody could, all of it is waited for.
+    Half of the time is kept for the candidates that could resume; without any, all of it is used.
     """
-    quiet_since = phase.heard if phase.opened or budget.quiet_since is None else budget.quiet_since
-    gone = quiet_since + budget.patience
-    return Deadline(gone, Due.CALLER) if phase.last else Deadline((phase.heard + gone) / 2, Due.LOAD_WAIT)
+    quiet_since = phase.last_activity if phase.opened or budget.quiet_since is None else budget.quiet_since
+    gone = quiet_since + budget.max_gap
+    return Deadline(gone, Due.CLIENT) if phase.last else Deadline((phase.last_activity + gone) / 2, Due.LOAD_WAIT)
 
 
 def _silence(limits: Limits, phase: Phase, allowed: float) -> Deadline:
-    """When the silence of a stream has lasted too long, `allowed` seconds without a word; keep-alives put it off."""
-    mute = Deadline(phase.heard + allowed, Due.SILENCE)
+    """When a stream has been silent for `allowed` seconds; keep-alives put the deadline off."""
+    mute = Deadline(phase.last_activity + allowed, Due.SILENCE)
     if phase.idle_since is None:
         return mute
     bound = phase.idle_since + max(allowed, KEEP_ALIVE_FACTOR * limits.first_token)
@@ -201,10 +201,10 @@ def _silence(limits: Limits, phase: Phase, allowed: float) -> Deadline:
 
 
 def unary_deadline(budget: Budget, started: float, *, is_local: bool, last: bool) -> Deadline:
-    """The deadline of an answer that comes whole, without a sign of life before it.
+    """The deadline of an answer without a stream, which shows no progress.
 
-    Nothing tells whether the inference service loads the model meanwhile, so its silence is never held against it: it
-    has `load_wait`, and the last tier all the time there is. A cloud loads nothing and has `first_token`.
+    The inference service may be loading the model, so its silence is no failure: it has `load_wait`, and as the last
+    candidate all remaining time. A cloud loads nothing and has `first_token`.
     """
     found = [Deadline(budget.commit_by, budget.commit_due)]
     if not is_local:

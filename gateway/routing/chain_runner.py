@@ -263,7 +263,7 @@ class ChainRunner:
         outcomes = self._outcomes.in_chain_order(self._ready_in)
         now = state.loop.time()
         has_time = not self._out_of_time and state.budget.has_time(now)
-        time_spent = None if has_time else state.budget.whose_time(now)
+        time_spent = None if has_time else state.budget.limit_text(now)
         error = no_answer(state.request, outcomes, time_spent, asks_again=state.context.retries > 0)
         self._record.reason = outcomes[0].name if outcomes else str(error.code)
         return error

@@ -1,4 +1,4 @@
-"""Remembers how each of the last requests was decided, for `/admin/requests/{id}`; holds no prompts and no answers."""
+"""Explain records: how each of the last requests was decided, for `/admin/requests/{id}`. No prompts, no answers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from gateway.routing.quote_redaction import WITHHELD, without_quotes
 from gateway.routing.ttft_prediction import Prediction
 
 KEPT = 1000
-"""Records kept of requests that got as far as a route; the oldest leave first."""
+"""Records that are kept of requests with a route; the oldest are dropped first."""
 
 KEPT_REFUSED = 200
-"""And of requests that were refused before. They have a bound of their own, so that they push out no other record."""
+"""Records that are kept of requests that were refused before they had a route."""
 
-MOST_PARAM_CHARS = 256
+MAX_PARAM_CHARS = 256
 
 
 @dataclass(slots=True)
 class Considered:
-    """What was known of a candidate when the chain was folded, and what was found when its turn came.
+    """The facts about a candidate when candidates were selected, and what was found when its turn came.
 
-    `prompt_tokens` were counted with its vocabulary, `expected` is when it would have begun to answer.
+    `prompt_tokens` were counted with its vocabulary; `expected` is its predicted time to first token.
     """
 
     facts: Facts
@@ -35,14 +35,14 @@ class Considered:
     expected: Prediction | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """What is known of it; what is not is left out."""
-        said = {name: _plain(value) for name, value in self.facts._asdict().items()}
-        said |= self.facts.speed._asdict()
-        del said["speed"]
-        said["prompt_tokens"] = self.prompt_tokens
+        """The known facts as JSON."""
+        known = {name: _plain(value) for name, value in self.facts._asdict().items()}
+        known |= self.facts.speed._asdict()
+        del known["speed"]
+        known["prompt_tokens"] = self.prompt_tokens
         if self.expected is not None:
-            said["expected_seconds"] = round(self.expected.seconds, 3)
-        return {name: value for name, value in said.items() if value is not None}
+            known["expected_seconds"] = round(self.expected.seconds, 3)
+        return {name: value for name, value in known.items() if value is not None}
 
 
 def _plain(value: Any) -> Any:
@@ -52,37 +52,38 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass(slots=True)
-class Tried:
-    """One attempt: what was asked, how it ended, how long it took (seconds)."""
+class AttemptRecord:
+    """One attempt: its candidate, how it ended, how long it took."""
 
     name: str
     outcome: str
-    said: str
+    message: str
     seconds: float
 
 
 @dataclass(slots=True)
-class Broke:
-    """One break of an answer that had begun: whose it was, why it broke, and what came of it.
+class BreakRecord:
+    """One break of an answer: its candidate, why it broke, and the result.
 
-    `outcome` is `gone_on`, `left` when the caller left or the gateway stopped before anybody could, or a result of
-    `gateway_resume_total`; `dropped` says of each who was not asked to go on why.
+    `outcome` is `resumed`, `cancelled` when the client left or the gateway stopped meanwhile, or a result of
+    `gateway_resume_total`. `dropped` has the reason for each candidate that was not tried.
     """
 
     name: str
-    said: str
+    message: str
     outcome: str = "running"
     dropped: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Record:
-    """How one request went. Times are seconds; `started` is wall-clock."""
+    """The explain record of one request. Times are seconds; `started` is Unix time."""
 
     id: str
     started: float
     endpoint: str
-    asked: str = ""
+    model: str = ""
+    """The model in the request."""
     stream: bool = False
     route: str = ""
     key: str = ""
@@ -94,14 +95,14 @@ class Record:
     max_tokens: int | None = None
     cloud_allowed: bool = True
     considered: Sequence[Considered] = ()
-    """Of each of the chain, once it was folded."""
+    """One for each candidate of the chain, once candidates were selected."""
     dropped: dict[str, str] = field(default_factory=dict)
-    attempts: list[Tried] = field(default_factory=list)
+    attempts: list[AttemptRecord] = field(default_factory=list)
     answered_by: str | None = None
     tier: str = "none"
     hops: list[str] = field(default_factory=list)
-    """Who went on with the answer when it broke off, where in it, and why."""
-    breaks: list[Broke] = field(default_factory=list)
+    """Each resume: the candidate, where in the answer, and why."""
+    breaks: list[BreakRecord] = field(default_factory=list)
     reason: str = "none"
     outcome: str = "running"
     status: int | None = None
@@ -113,36 +114,36 @@ class Record:
     """The field of the request or the header that the error names."""
 
     def note_error(self, error: GatewayError) -> None:
-        """Fills in how the request failed. An error text that is there already stays."""
+        """Fills in how the request failed. An existing error text stays."""
         self.outcome, self.status = str(error.code), error.status
         self.error = self.error or error.message
-        self.param = None if error.param is None else error.param[:MOST_PARAM_CHARS]
+        self.param = None if error.param is None else error.param[:MAX_PARAM_CHARS]
 
     def note_refused_body(self, raw: bytes, error: GatewayError) -> None:
-        """Fills in what a refused body asked for, and the error without the words that it quotes of the body."""
+        """Fills in the model of a refused body, and the error without its quotes of the body."""
         body = refused_body(raw)
         if body is None:
             self.error = WITHHELD
             return
         model, stream = body.get("model"), body.get("stream")
-        self.asked = model[:MOST_MODEL_CHARS] if isinstance(model, str) else ""
+        self.model = model[:MOST_MODEL_CHARS] if isinstance(model, str) else ""
         self.stream = stream is True
         self.error = without_quotes(error.message, body)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as JSON can hold it."""
-        said = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        said["chain"] = [candidate.name for candidate in self.chain]
-        said["needs"] = sorted(self.needs)
-        considered = zip(said["chain"], self.considered, strict=False)
-        said["considered"] = {name: found.to_json() for name, found in considered}
-        said["attempts"] = [asdict(tried) for tried in self.attempts]
-        said["breaks"] = [asdict(broke) for broke in self.breaks]
-        return said
+        """All fields as JSON."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        fields["chain"] = [candidate.name for candidate in self.chain]
+        fields["needs"] = sorted(self.needs)
+        considered = zip(fields["chain"], self.considered, strict=False)
+        fields["considered"] = {name: found.to_json() for name, found in considered}
+        fields["attempts"] = [asdict(attempt) for attempt in self.attempts]
+        fields["breaks"] = [asdict(one) for one in self.breaks]
+        return fields
 
 
-class Ring:
-    """The records of the last requests by request id: KEPT that got a route, KEPT_REFUSED that were refused before."""
+class RecordStore:
+    """The records of the last requests by request id: KEPT with a route, and KEPT_REFUSED without."""
 
     def __init__(self, kept: int = KEPT, kept_refused: int = KEPT_REFUSED) -> None:
         self._kept, self._kept_refused = kept, kept_refused
@@ -150,20 +151,20 @@ class Ring:
         self._refused: OrderedDict[str, Record] = OrderedDict()
 
     def add(self, record: Record) -> None:
-        """Keeps the record of a request with a route; the same id again replaces the older one."""
+        """Keeps the record of a request with a route; a record with the same id is replaced."""
         self._put(record, self._records, self._kept)
 
     def add_refused(self, record: Record) -> None:
-        """Keeps the record of a request that was refused before it had a route."""
+        """Keeps the record of a request without a route."""
         self._put(record, self._refused, self._kept_refused)
 
     def get(self, request_id: str) -> Record | None:
-        """The record of a request, or None when it is unknown or forgotten."""
+        """The record of a request; None when it is unknown or dropped."""
         return self._records.get(request_id) or self._refused.get(request_id)
 
-    def _put(self, record: Record, records: OrderedDict[str, Record], most: int) -> None:
+    def _put(self, record: Record, records: OrderedDict[str, Record], limit: int) -> None:
         self._records.pop(record.id, None)
         self._refused.pop(record.id, None)
         records[record.id] = record
-        while len(records) > most:
+        while len(records) > limit:
             records.popitem(last=False)

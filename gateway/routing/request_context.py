@@ -143,7 +143,7 @@ class RequestState:
         self.loop = asyncio.get_running_loop()  # kept: each call costs a system call
         limits = policy.limits
         if context.silence_seconds is not None:
-            limits = limits._replace(caller_silence=context.silence_seconds, caller_gap=context.gap_seconds)
+            limits = limits._replace(client_silence=context.silence_seconds, client_gap=context.gap_seconds)
         self.budget = Budget(limits, self.loop.time(), waited=waited_seconds)
         self.stream_interval = ""
 

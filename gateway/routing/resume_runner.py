@@ -1,7 +1,8 @@
-"""Follows one answer over the attempts that give its pieces: opens the next when one breaks; decides by `core.resume`.
+"""Follows one answer over the attempts that give its pieces, and starts the next attempt after a break.
 
-A break after the commit is settled like every other end of an attempt; then whoever may go on is asked, each once and
-all within one deadline, and what they say is joined on. When nobody can, the break itself is raised.
+A break after the commit is settled like every other end of an attempt. Then each candidate that may resume is tried
+once, all within one deadline, and its frames are joined to the answer. When no candidate can, the error of the break is
+raised.
 """
 
 from __future__ import annotations
@@ -26,25 +27,26 @@ from gateway.routing.budget import Budget
 from gateway.routing.candidate_filter import CandidateFilter
 from gateway.routing.candidate_outcomes import outcome_name
 from gateway.routing.chain import Candidate
-from gateway.routing.explain_record import Broke
+from gateway.routing.explain_record import BreakRecord
 from gateway.routing.quote_redaction import without_quotes
 from gateway.routing.request_context import RequestState
-from gateway.routing.resume_policy import Said
-from gateway.routing.splice import Kept, Splice, hop_comment
+from gateway.routing.resume_policy import PartialAnswer
+from gateway.routing.splice import SentAnswer, Splice, resume_comment
 from gateway.routing.stream_reader import ExpiredError
 
 log = logging.getLogger("gateway.routing.resume_runner")
 
 Sink = Callable[[list[Frame]], bool]
+"""Takes frames as they arrive; False leaves them to the reading task."""
 
 _SPILLED = Ignore(Reason.SPILLED)
-"""The verdict on an attempt that is left without blame."""
+"""The verdict on an attempt that is left without a failure."""
 
 
 class Answer:
-    """The frames of one committed answer. `attempt` gives them now; whoever reads settles it and closes it.
+    """The frames of one committed answer. `attempt` is the current one; the reader of the answer settles and closes it.
 
-    `whole`: nobody has seen anything of it yet, so only the same model goes on with it, in the request's own time.
+    `whole`: the client has nothing of the answer yet, so only the same model resumes it, within the request's own time.
     """
 
     def __init__(
@@ -54,77 +56,78 @@ class Answer:
         self._state = state
         self._filter = candidate_filter
         self._whole = whole
-        self._known: Kept | None = None
+        self._sent_answer: SentAnswer | None = None
         self._unnoted: list[Frame] = []
         if not whole:
-            attempt.listening.is_replaceable = self._is_replaceable
+            attempt.reader.is_replaceable = self._is_replaceable
         self._splice: Splice | None = None
         self._sink: Sink | None = None
         self._hops = 0
         self._budget: Budget | None = None
-        self._broke: Broke
+        self._break: BreakRecord
         """The last break."""
         self._tried: set[Candidate] = set()
-        """Whoever was asked since somebody said something new."""
+        """Candidates that were tried since the last new text."""
         self._stalled: set[Candidate] = set()
-        """Whoever sent nothing but keep-alives at last."""
+        """Candidates whose attempt ended with keep-alives only."""
 
     @property
-    def _kept(self) -> Kept:
-        """What the caller has; of an answer that was here at once nothing is kept."""
-        if self._known is None:
-            asked = self._state.request
-            self._known = Kept(resume_policy.why_not(asked, self._state.policy.route.resume), choices_of(asked.body))
-        return self._known
+    def _sent(self) -> SentAnswer:
+        """What the client has. Created on first use: an answer that arrives in one piece needs none."""
+        if self._sent_answer is None:
+            request = self._state.request
+            obstacle = resume_policy.obstacle(request, self._state.policy.route.resume)
+            self._sent_answer = SentAnswer(obstacle, choices_of(request.body))
+        return self._sent_answer
 
     def begin(self) -> list[Frame]:
-        """The frames that are here already; at least one. They are noted when `next` is called: they leave first."""
+        """The frames that have arrived; at least one. `next` notes them, after they were sent."""
         frames = self.attempt.backlog
         if not isinstance(frames[-1], Done):
-            self._unnoted = frames = frames + self.attempt.listening.ready()
+            self._unnoted = frames = frames + self.attempt.reader.ready()
         return frames
 
     async def next(self) -> list[Frame]:
-        """What comes next; at least one frame. Raises the UpstreamError or ExpiredError that ends the answer."""
+        """The next frames; at least one. Raises the UpstreamError or ExpiredError that ends the answer."""
         if self._unnoted:
-            self._kept.note(self._unnoted)
+            self._sent.note(self._unnoted)
             self._unnoted = []
         while True:
-            frames = self.attempt.listening.ready()
+            frames = self.attempt.reader.ready()
             if not frames:
                 try:
-                    frames = [await self.attempt.listening.next()]
+                    frames = [await self.attempt.reader.next()]
                 except (UpstreamError, ExpiredError) as error:
                     return await self._after(error)
-                frames += self.attempt.listening.ready()
+                frames += self.attempt.reader.ready()
             self.attempt.note_begun()
             if joined := self._join(frames):
                 return joined
 
     def pass_on(self, sink: Sink) -> None:
-        """Offers `sink` the frames that come while `next` waits, as `Listening.pass_on` does."""
+        """Gives `sink` the frames that arrive while `next` waits; see `StreamReader.pass_on`."""
         self._sink = sink
-        self.attempt.listening.pass_on(self._passes)
+        self.attempt.reader.pass_on(self._passes)
 
     def _passes(self, frames: list[Frame]) -> bool:
         assert self._sink is not None
         if self._splice is not None or not self._sink(frames):
-            return False  # of what is joined there may be nothing left, or the end: that is for the loop
-        self._kept.note(frames)
+            return False  # joined frames may be empty, or the end, which `next` handles
+        self._sent.note(frames)
         return True
 
     def _join(self, frames: list[Frame]) -> list[Frame]:
         joined = frames if self._splice is None else self._splice.join(frames)
-        if not joined or not isinstance(joined[-1], Done):  # nobody goes on with what has its end
-            self._kept.note(joined)
+        if not joined or not isinstance(joined[-1], Done):  # a complete answer is not resumed
+            self._sent.note(joined)
         return joined
 
     def forget_sink(self) -> None:
-        """Nothing is passed on any more. A sink mostly knows its answer: a circle that nothing else would undo."""
+        """Drops the sink, which usually refers to its answer: a reference cycle otherwise."""
         self._sink = None
 
     async def conclude(self) -> None:
-        """Records that the answer came whole, and closes it."""
+        """Records that the answer is complete, and closes it."""
         try:
             self.attempt.succeed()
             self.note_end()
@@ -133,134 +136,136 @@ class Answer:
             await self.attempt.close()
 
     def note_end(self) -> None:
-        """The answer reached its true end."""
+        """Records that the answer reached its true end."""
         if self._splice is not None:
             self._count("resumed")
 
     # --- after a break -----------------------------------------------------------------------------------------------
     async def _after(self, error: UpstreamError | ExpiredError) -> list[Frame]:
-        """What follows a break: a comment before the next piece, the end of an answer that was whole, or the error."""
-        broken, kept = self.attempt, self._kept
-        verdict, seen, why = broken.settle_error(error)
+        """A comment before the next piece, or the end of a complete answer; raises `error` when there is neither."""
+        broken, sent = self.attempt, self._sent
+        verdict, observation, message = broken.settle_error(error)
         await broken.close()
-        why = without_quotes(why, broken.call.body)[:300]
-        self._broke = Broke(broken.candidate.name, why)
-        self._state.record.breaks.append(self._broke)
-        if kept.is_finished:
-            self._broke.outcome = "complete"
+        message = without_quotes(message, broken.call.body)[:300]
+        self._break = BreakRecord(broken.candidate.name, message)
+        self._state.record.breaks.append(self._break)
+        if sent.is_finished:
+            self._break.outcome = "complete"
             self._count("complete")
             return [Done()]
         if isinstance(error, ExpiredError) and error.kept_alive:
             self._stalled.add(broken.candidate)
-        if broken.listening.answered:
+        if broken.reader.answered:
             self._hops = self._hops_with_this
             self._tried.clear()
             self._budget = None
-        said = kept.said  # read before it is asked whether that can go on
-        result = self._why_not(verdict, self._hops)
+        partial = sent.partial  # before `_obstacle`, which depends on it
+        result = self._obstacle(verdict, self._hops)
         if result is None:
             try:
-                has_climbed = await self._climb(self._rungs(verdict, said), said)
+                is_resumed = await self._resume(self._candidates(verdict, partial), partial)
             except BaseException:
-                self._broke.outcome = "left"
+                self._break.outcome = "cancelled"
                 raise
-            if has_climbed:
+            if is_resumed:
                 name = self.attempt.candidate.name
-                characters = len(said.content) + len(said.reasoning)
-                self._broke.outcome = "gone_on"
-                self._state.record.hops.append(f"{name} after {characters} characters: {why}")
-                log.info("request %s: %s goes on after %d characters", self._state.record.id, name, characters)
-                return [hop_comment(name, characters, outcome_name(verdict, seen))]
+                characters = len(partial.content) + len(partial.reasoning)
+                self._break.outcome = "resumed"
+                self._state.record.hops.append(f"{name} after {characters} characters: {message}")
+                log.info("request %s: resumed on %s after %d characters", self._state.record.id, name, characters)
+                return [resume_comment(name, characters, outcome_name(verdict, observation))]
             self.attempt = broken
-        self._broke.outcome = result = result or "failed"
+        self._break.outcome = result = result or "failed"
         self._count(result)
         raise error
 
     @property
     def _hops_with_this(self) -> int:
-        """How often the answer went on elsewhere, once the attempt of now is over that said a part of it."""
+        """The resumes of the answer once the current attempt, which gave a part of it, is over."""
         return self._hops + (self._splice is not None)
 
     def _is_replaceable(self) -> bool:
-        """Whether somebody else could go on, should the attempt of now be left because it says nothing more."""
-        kept, state = self._kept, self._state
-        if kept.is_finished:
+        """Whether another attempt could resume, if the current one were left now."""
+        sent, state = self._sent, self._state
+        if sent.is_finished:
             return True
-        said = kept.said  # read before it is asked whether that can go on
-        if self._why_not(_SPILLED, self._hops_with_this) is not None:
+        partial = sent.partial  # before `_obstacle`, which depends on it
+        if self._obstacle(_SPILLED, self._hops_with_this) is not None:
             return False
-        policy, left = state.policy.route.resume, self._filter.select_again().kept
-        rungs = resume_policy.ladder(left, self.attempt.candidate, _SPILLED, policy, said, self._stalled)
-        return any(_plan(state, said, rung) is not None for rung in rungs)
+        policy, kept = state.policy.route.resume, self._filter.select_again().kept
+        order = resume_policy.resume_order(kept, self.attempt.candidate, _SPILLED, policy, partial, self._stalled)
+        return any(_continuation(state, partial, candidate) is not None for candidate in order)
 
-    def _why_not(self, verdict: Verdict, hops: int) -> str | None:
-        """Why nobody is asked to go on."""
-        if self._kept.has_begun and self._kept.why_not is not None:
-            return self._kept.why_not
-        if not resume_policy.may_go_on(verdict):
+    def _obstacle(self, verdict: Verdict, hops: int) -> str | None:
+        """Why the answer is not resumed at all; None when it may be."""
+        if self._sent.has_begun and self._sent.obstacle is not None:
+            return self._sent.obstacle
+        if not resume_policy.is_resumable(verdict):
             return "refused"
         return "failed" if hops >= resume_policy.MAX_HOPS else None
 
-    def _rungs(self, verdict: Verdict, said: Said) -> list[Candidate]:
-        state, broken = self._state, self.attempt.candidate
-        chain = self._filter.select_again()
-        for dropped in chain.dropped:
+    def _candidates(self, verdict: Verdict, partial: PartialAnswer) -> list[Candidate]:
+        """The candidates to try, in order; records the reason for each of the others."""
+        broken = self.attempt.candidate
+        selection = self._filter.select_again()
+        for dropped in selection.dropped:
             self._drop(dropped.candidate, f"{dropped.drop}: {dropped.message}")
-        asked = (broken, verdict, state.policy.route.resume, said, self._stalled)
-        for candidate in chain.kept:
-            if (why := resume_policy.barred(candidate, *asked)) is not None:
+        break_facts = (broken, verdict, self._state.policy.route.resume, partial, self._stalled)
+        for candidate in selection.kept:
+            if (why := resume_policy.exclusion(candidate, *break_facts)) is not None:
                 self._drop(candidate, why)
-        rungs = []
-        for rung in resume_policy.ladder(chain.kept, *asked):
-            if rung in self._tried:
-                self._drop(rung, "it was asked already")
-            elif self._whole and not (rung == broken and rung.is_local):
-                self._drop(rung, "only the same local model goes on with an answer that is not streamed")
+        candidates = []
+        for candidate in resume_policy.resume_order(selection.kept, *break_facts):
+            if candidate in self._tried:
+                self._drop(candidate, "it was tried already")
+            elif self._whole and not (candidate == broken and candidate.is_local):
+                self._drop(candidate, "only the same local model resumes an answer that is not streamed")
             else:
-                rungs.append(rung)
-        return rungs
+                candidates.append(candidate)
+        return candidates
 
     def _drop(self, candidate: Candidate, why: str) -> None:
-        """Records why `candidate` is not asked to go on."""
-        self._broke.dropped[candidate.name] = why
-        log.info("request %s: %s cannot go on: %s", self._state.record.id, candidate.name, why)
+        """Records why `candidate` does not resume."""
+        self._break.dropped[candidate.name] = why
+        log.info("request %s: %s cannot resume: %s", self._state.record.id, candidate.name, why)
 
-    async def _climb(self, rungs: list[Candidate], said: Said) -> bool:
-        """Whether one of them has opened a stream, which is the current attempt's then."""
+    async def _resume(self, candidates: list[Candidate], partial: PartialAnswer) -> bool:
+        """Whether one of `candidates` has opened a stream; its attempt is then the current one."""
         state, broken = self._state, self.attempt.candidate
-        loop = state.loop
+        now = state.loop.time
         if self._whole:
             self._budget = state.budget
         else:
-            began = loop.time() if self._budget is None else self._budget.started
-            self._budget = state.budget.renewed(began, self.attempt.listening.heard)
-        for candidate in rungs:
-            if not self._budget.has_time(loop.time()):
+            began = now() if self._budget is None else self._budget.started
+            self._budget = state.budget.renewed(began, self.attempt.reader.last_activity)
+        for candidate in candidates:
+            if not self._budget.has_time(now()):
                 self._drop(candidate, "the time was spent")
                 continue
             self._tried.add(candidate)
-            plan = _plan(state, said, candidate)
-            if plan is None:
-                self._drop(candidate, "it cannot go on behind token ids")
+            continuation = _continuation(state, partial, candidate)
+            if continuation is None:
+                self._drop(candidate, "it cannot continue a prompt of token ids")
                 continue
-            again_in = await self._open(candidate, plan.body, last=candidate == rungs[-1])
-            if again_in is not None and candidate == broken and again_in <= self._longest_pause(loop.time()):
-                await asyncio.sleep(again_in)  # the same model is worth a rest between two starts of its worker
-                again_in = await self._open(candidate, plan.body, last=candidate == rungs[-1])
-            if again_in is None:
-                self._splice = Splice(self._kept, said, plan.how, _stops(state))
+            last = candidate == candidates[-1]
+            retry_in = await self._open(candidate, continuation.body, last=last)
+            if retry_in is not None and candidate == broken and retry_in <= self._longest_pause(now()):
+                await asyncio.sleep(retry_in)  # its worker restarts, and the same model continues exactly
+                retry_in = await self._open(candidate, continuation.body, last=last)
+            if retry_in is None:
+                self._splice = Splice(self._sent, partial, continuation.method, _stop_strings(state))
                 if not self._whole:
-                    self.attempt.listening.is_replaceable = self._is_replaceable
+                    self.attempt.reader.is_replaceable = self._is_replaceable
                 return True
         return False
 
     def _longest_pause(self, now: float) -> float:
-        """How long nothing may be done at all: half as long as the caller listens, and until the deadline at most."""
+        """How long to wait before a second try: half of what the client waits, and until the deadline at most."""
         assert self._budget is not None
-        return min(resume_policy.MOST_PAUSE_SECONDS, self._budget.quiet_left(now) / 2, self._budget.commit_by - now)
+        return min(resume_policy.MAX_PAUSE_SECONDS, self._budget.quiet_left(now) / 2, self._budget.commit_by - now)
 
     async def _open(self, candidate: Candidate, body: Mapping[str, Any], *, last: bool) -> float | None:
-        """None once `candidate` has opened a stream; otherwise in how many seconds it may, as far as it said so."""
+        """None once `candidate` has opened a stream; otherwise the seconds until it may, infinite when unknown."""
         assert self._budget is not None
         attempt = _attempt(self._state, candidate, body, self._budget, last)
         if isinstance(attempt, str):
@@ -272,8 +277,8 @@ class Answer:
         except (UpstreamError, ExpiredError) as error:
             attempt.settle_error(error)
             await attempt.close()
-            known = error.retry_after if isinstance(error, UpstreamError) else None
-            return math.inf if known is None else known
+            retry_after = error.retry_after if isinstance(error, UpstreamError) else None
+            return math.inf if retry_after is None else retry_after
         return None
 
     def _count(self, result: str) -> None:
@@ -283,14 +288,13 @@ class Answer:
 def _attempt(
     state: RequestState, candidate: Candidate, body: Mapping[str, Any], budget: Budget, last: bool
 ) -> Attempt | str:
-    """An attempt of `candidate` to go on with `body`, or why there is none."""
+    """An attempt of `candidate` with `body`, or why there is none."""
     provider = state.gateway.registry.get(candidate.provider)
     if provider is None:
         return "its provider is gone"
-    # no ramp after a recovery may cost an answer that somebody is reading
-    lease = state.acquire(candidate, forced=True)
+    lease = state.acquire(candidate, forced=True)  # the limit of a recovery must not cost an answer that has begun
     if isinstance(lease, Refused):
-        return f"the breaker of {lease.by} lets nobody pass for {lease.retry_in:.1f} s"
+        return f"breaker {lease.by} is open for another {lease.retry_in:.1f} s"
     try:
         return Attempt(state, candidate, provider, lease, last, budget, body)
     except BaseException:
@@ -298,21 +302,18 @@ def _attempt(
         raise
 
 
-def _plan(state: RequestState, said: Said, candidate: Candidate) -> resume_policy.Continuation | None:
-    """What `candidate` would be asked; None where it cannot go on."""
-    return resume_policy.continuation(state.request, said, candidate, prefills=_prefills(state, candidate))
+def _continuation(
+    state: RequestState, partial: PartialAnswer, candidate: Candidate
+) -> resume_policy.Continuation | None:
+    """The request for `candidate`; None where it cannot resume."""
+    provider = state.gateway.config.providers.get(candidate.provider)
+    prefills = provider is not None and provider.kind == "anthropic" and takes_prefill(candidate.model)
+    return resume_policy.continuation(state.request, partial, candidate, prefills=prefills)
 
 
-def _prefills(state: RequestState, candidate: Candidate) -> bool:
-    """Whether the candidate's model goes on with an assistant's message at the end."""
-    found = state.gateway.config.providers.get(candidate.provider)
-    return found is not None and found.kind == "anthropic" and takes_prefill(candidate.model)
-
-
-def _stops(state: RequestState) -> Sequence[str]:
-    """The request's stop strings."""
-    said = state.request.body.get("stop") or ()
-    return (said,) if isinstance(said, str) else tuple(said)
+def _stop_strings(state: RequestState) -> Sequence[str]:
+    stop = state.request.body.get("stop") or ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
 async def assemble(answer: Answer) -> dict[str, Any]:
@@ -320,7 +321,7 @@ async def assemble(answer: Answer) -> dict[str, Any]:
     assembly = Assembly()
 
     def take(frames: list[Frame]) -> bool:
-        """Reads what comes and wakes nobody; what is no chunk stays for the loop, which says so."""
+        """Reads frames without waking the task; malformed ones are left to the loop, which raises."""
         try:
             _read(frames, assembly)
         except ValueError:

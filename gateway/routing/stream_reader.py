@@ -1,7 +1,7 @@
-"""Listens to one provider's stream and ends it when a deadline passes; decides nothing about what comes next.
+"""Reads the stream of one attempt and ends it when a deadline passes.
 
-One timer serves a whole stream: a frame only moves a number, the timer looks at it when it fires. It cancels the
-listening task, never a task that is busy with something else, such as a slow client.
+One timer serves a whole stream: a frame only updates a time, and the timer checks it when it fires. The timer cancels
+the task while it waits for the provider, and not while it waits for a slow client.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from inference.protocol import Progress
 log = logging.getLogger("gateway.routing.stream_reader")
 
 ANSWERS = frozenset({CONTENT, FINISH})
-"""The kinds of chunks with which an answer has begun."""
+"""The kinds of chunks that commit an answer."""
 
 LATE_SECONDS = 1.0
-"""A timer that fires so much too late says that this process slept, and nothing about the provider."""
+"""A timer that is late by more than this shows that this process was suspended; the provider was not silent."""
 
 CLOSE_SECONDS = 2.0
-"""How long closing a connection may take before it is left to the garbage collector."""
+"""Time limit for closing a connection; after it the connection is left to the garbage collector."""
 
 
 class ExpiredError(Exception):
-    """A deadline of ours passed while the provider was silent or only made progress."""
+    """A deadline passed while the provider was silent or only made progress."""
 
     def __init__(self, deadline: Deadline, waited_seconds: float) -> None:
         super().__init__(f"{deadline.due.value} after {waited_seconds:.3g} s")
@@ -39,8 +39,8 @@ class ExpiredError(Exception):
         self.waited_seconds = waited_seconds
 
 
-class Listening:
-    """One stream of `provider` under the deadlines of `budget`; `on_frame` sees all its frames. Not for two tasks."""
+class StreamReader:
+    """One stream of `provider` under the deadlines of `budget`, for one task. `on_frame` gets every frame."""
 
     def __init__(
         self,
@@ -58,41 +58,42 @@ class Listening:
         self._call = call
         self._context: AbstractAsyncContextManager[AsyncIterator[Frame]] | None = None
         self._frames: AsyncIterator[Frame] | None = None
-        self._started = self._heard = self._loop.time()
+        self._started = self._last_activity = self._loop.time()
         self._idle_since: float | None = None
-        self._left = self._started
+        self._idle_noted_at = self._started
         self._waiting = self._sent = False
         self.answered = False
         """Whether content or a finish reason came."""
         self.longest_silence = 0.0
-        """That was over with a frame."""
+        """The longest wait in seconds that ended with a frame."""
         self._last = last
         self._on_frame = on_frame
         self._whole = whole
         self.is_replaceable: Callable[[], bool] | None = None
-        """Tells, of an answer that has begun, whether somebody else could go on with it."""
+        """Returns whether another attempt could resume the answer; None before the commit."""
         self._owner: asyncio.Task[object] | None = None
         self._task: asyncio.Task[object] | None = None
-        self._passed: Deadline | None = None
+        """The task that waits for the provider now."""
+        self._expired: Deadline | None = None
         self._timer: asyncio.Handle | None = None
 
     @property
-    def heard(self) -> float:
-        """When the last sign of life came, on the loop's clock."""
-        return self._heard
+    def last_activity(self) -> float:
+        """Time of the last frame or comment, on the loop's clock."""
+        return self._last_activity
 
     def silent_seconds(self) -> float:
-        """For how long it has been listened to in vain; 0 while nobody listens."""
-        return 0.0 if self._task is None else self._loop.time() - self._heard
+        """Seconds that a task has waited for a frame; 0 when none waits."""
+        return 0.0 if self._task is None else self._loop.time() - self._last_activity
 
     def mark_sent(self) -> None:
-        """The caller got something of this stream: from now on only silence counts."""
+        """The client has a part of this stream: from now on only the deadlines for silence apply."""
         self._sent = True
 
     async def open(self) -> None:
         """Opens the stream for the running task; raises UpstreamError or ExpiredError."""
         self._owner = asyncio.current_task(self._loop)
-        self._begin()
+        self._begin_wait()
         try:
             context = self._provider.stream(self._call)
             self._frames = await context.__aenter__()
@@ -103,43 +104,41 @@ class Listening:
         finally:
             self._task = None
 
-    def give_up(self) -> None:
-        """Who is asked was found to be gone: whoever waits for it waits no longer, as if its time were over."""
+    def abort(self) -> None:
+        """Cancels the wait: the provider was found to be down. The attempt ends like one whose deadline passed."""
         if self._task is not None:
             self._expire(Deadline(self._loop.time(), Due.SILENCE))
 
     async def next(self) -> Frame:
-        """The next frame, where none is `ready`; raises UpstreamError or ExpiredError. Not to be called after Done."""
+        """The next frame, after `ready` returned none; raises UpstreamError or ExpiredError. Not after Done."""
         assert self._frames is not None, "the stream is opened first"
-        self._begin()
+        self._begin_wait()
         try:
             frame = await self._frames.__anext__()
         except StopAsyncIteration:
-            raise UpstreamError(UpstreamKind.READ, "the stream ended without saying so") from None
+            raise UpstreamError(UpstreamKind.READ, "the stream ended without its end marker") from None
         except asyncio.CancelledError:
             self._raise_expired()
             raise
         finally:
             self._task = None
-        self.longest_silence = max(self.longest_silence, self._loop.time() - self._heard)
+        self.longest_silence = max(self.longest_silence, self._loop.time() - self._last_activity)
         self._note(frame)
         return frame
 
     def ready(self) -> list[Frame]:
-        """Frames that are here already, for which no timer is needed; none for a provider that hands them out one by
-        one.
-        """
+        """Frames that have arrived already. Empty for a provider that gives them one at a time."""
         take = getattr(self._frames, "take_ready", None)
         frames: list[Frame] = take() if take is not None else []
         if frames:
-            self._heard = self._loop.time()
+            self._last_activity = self._loop.time()
             self._note_all(frames)
         return frames
 
     def pass_on(self, sink: Callable[[list[Frame]], bool]) -> None:
-        """Offers `sink` the frames that come while `next` waits; those for which it returns True wake nobody.
+        """Gives `sink` the frames that arrive while `next` waits; the task wakes for those where `sink` returns False.
 
-        Without effect for a provider that hands frames out one by one.
+        Without effect for a provider that gives frames one at a time.
         """
         offer = getattr(self._frames, "pass_on", None)
         if offer is not None:
@@ -149,23 +148,23 @@ class Listening:
         self._note_all(frames)
         if not sink(frames):
             return False
-        self._heard = self._loop.time()
+        self._last_activity = self._loop.time()
         if self._timer is None:
             self._timer = self._loop.call_at(self._deadline().at, self._fire)
         return True
 
     async def close(self) -> None:
-        """Closes the connection at once; a connection that resists is logged and never raises."""
+        """Closes the connection at once; logs a connection that does not close, and does not raise."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self.is_replaceable = None  # it mostly knows this stream: a circle that nothing else would undo
+        self.is_replaceable = None  # it usually refers to this reader: a reference cycle otherwise
         if self._context is None:
             return
         frames, self._frames = self._frames, None
         context, self._context = self._context, None
         if (leave := getattr(frames, "leave", None)) is not None:
-            leave()  # nothing in it is awaited, so nothing has to be timed
+            leave()  # closes without waiting
             return
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
@@ -177,18 +176,18 @@ class Listening:
         except Exception:
             log.exception("the connection to %s did not close properly", self._provider.name)
 
-    def _begin(self) -> None:
-        """Starts to listen: silence is counted from here, and nobody's while this process had other things to do."""
-        self._heard = self._loop.time()
+    def _begin_wait(self) -> None:
+        """Starts the clock of a silence; the time in which this process did other work does not count."""
+        self._last_activity = self._loop.time()
         if self._idle_since is not None:
-            self._idle_since += self._heard - self._left
+            self._idle_since += self._last_activity - self._idle_noted_at
         self._task = self._owner
         if self._timer is None:
             self._timer = self._loop.call_soon(self._arm)
 
     def _note_all(self, frames: list[Frame]) -> None:
         for frame in frames:
-            # chunks of an answer that has begun say nothing new to anybody but who counts them
+            # after the commit only a meter and comments need a look at each frame
             if not self.answered or self._on_frame is not None or not isinstance(frame, Data):
                 self._note(frame)
             else:
@@ -216,27 +215,27 @@ class Listening:
             self._note_idle()
 
     def _note_idle(self) -> None:
-        """What came says no more than that the connection lives: a foreign comment, or a chunk with nothing in it."""
-        self._left = self._loop.time()
+        """Notes a keep-alive: an unknown comment, or a chunk without content."""
+        self._idle_noted_at = self._loop.time()
         if self._idle_since is None:
-            self._idle_since = self._heard
+            self._idle_since = self._last_activity
 
     def _rearm(self) -> None:
-        """The rules changed, so the next deadline may be earlier than the timer thinks."""
+        """Drops the timer, because the next deadline may now be earlier."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None
 
     def _arm(self) -> None:
-        """Sets the timer, in a turn of its own: then what is listened to was asked before."""
+        """Sets the timer; in its own turn of the loop, after the request was sent."""
         self._timer = None if self._task is None else self._loop.call_at(self._deadline().at, self._fire)
 
     def _deadline(self) -> Deadline:
         last = self._last
-        if self.answered and self._budget.is_impatient:
+        if self.answered and self._budget.has_short_gap:
             last = self.is_replaceable is None or not self.is_replaceable()
         phase = Phase(
-            self._started, self._heard, self._waiting, self.answered, self._sent, last, self._whole,
+            self._started, self._last_activity, self._waiting, self.answered, self._sent, last, self._whole,
             self._idle_since, self._frames is not None,
         )  # fmt: skip
         return next_deadline(self._budget, phase)
@@ -244,12 +243,12 @@ class Listening:
     def _fire(self) -> None:
         self._timer = None
         if self._task is None:
-            return  # nobody listens; the next frame that is awaited sets the timer again
+            return  # no task waits; the next wait sets the timer again
         deadline = self._deadline()
         now = self._loop.time()
         if now - deadline.at > LATE_SECONDS:
-            # we ourselves were stopped or starved: what came meanwhile is still unread, and nobody was silent
-            self._heard = now
+            # this process was suspended: frames may have arrived that are not read yet
+            self._last_activity = now
             self._idle_since = None
             deadline = self._deadline()
         if deadline.at > now:
@@ -258,14 +257,14 @@ class Listening:
         self._expire(deadline)
 
     def _expire(self, deadline: Deadline) -> None:
-        """Cancels whoever listens, once: a second cancellation would count as somebody else's."""
-        if self._task is not None and self._passed is None:
-            self._passed = deadline
+        """Cancels the waiting task, once: a second cancellation could not be told from one by the client."""
+        if self._task is not None and self._expired is None:
+            self._expired = deadline
             self._task.cancel()
 
     def _raise_expired(self) -> None:
-        """Raises ExpiredError when it was our timer that cancelled, and nobody else did too."""
-        passed, self._passed = self._passed, None
+        """Raises ExpiredError when only the timer cancelled the task."""
+        expired, self._expired = self._expired, None
         task = asyncio.current_task(self._loop)
-        if passed is not None and task is not None and task.uncancel() <= 0:
-            raise ExpiredError(passed, self._loop.time() - self._started) from None
+        if expired is not None and task is not None and task.uncancel() <= 0:
+            raise ExpiredError(expired, self._loop.time() - self._started) from None

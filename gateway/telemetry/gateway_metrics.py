@@ -30,21 +30,21 @@ class Telemetry:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        requests = Counter(
+        self._requests = Counter(
             "gateway_requests_total",
             "Requests by route, answering tier and outcome",
             ["route", "tier", "outcome"],
             registry=registry,
         )
-        attempts = Counter(
+        self._attempts = Counter(
             "gateway_attempts_total",
             "Attempts by provider, model and outcome",
             ["provider", "model", "outcome"],
             registry=registry,
         )
-        self.requests = functools.cache(requests.labels)
+        self.requests = functools.cache(self._requests.labels)
         """The counter of one route, tier and outcome. Cached: `labels` takes longer than `inc`."""
-        self.attempts = functools.cache(attempts.labels)
+        self.attempts = functools.cache(self._attempts.labels)
         """The counter of one provider, model and outcome."""
         self.breaker_state = Gauge(
             "gateway_breaker_state", "0 closed, 1 half-open, 2 open", ["provider", "model"], registry=registry

@@ -35,7 +35,7 @@ async def test_a_whole_answer_that_its_caller_will_not_wait_for_ends_in_time(
     headers = {"x-stainless-read-timeout": "0.5"}
     late = await gateway.chat(headers=headers)
     assert (late.status_code, late.headers["x-should-retry"]) == (504, "false")
-    assert "the caller's own time-out" in late.json()["error"]["message"]
+    assert "the client's own timeout" in late.json()["error"]["message"]
     await fake.seen[0].closed.wait()
     streamed = await gateway.chat(headers=headers, stream=True)
     assert streamed.text.endswith("data: [DONE]\n\n")

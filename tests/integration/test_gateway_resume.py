@@ -269,7 +269,7 @@ async def test_why_an_answer_was_not_gone_on_with_is_on_record(gateway: Gateway,
     fake.answers["demo"] = BREAKS["error frame"]
     (shaped,) = await breaks_of(gateway, stream=True, n=2)
     assert shaped == {
-        "name": "local/demo", "said": "model_failed: the fake refuses", "outcome": "shape", "dropped": {},
+        "name": "local/demo", "message": "model_failed: the fake refuses", "outcome": "shape", "dropped": {},
     }  # fmt: skip
 
 
@@ -287,17 +287,17 @@ async def test_what_was_gone_on_with_is_on_record_too(gateway: Gateway, fake: Fa
     """A whole answer goes on with the same local model alone."""
     fake.queue["demo"] = [BREAKS["cut"], WHOLE]
     (broke,) = await breaks_of(gateway)
-    assert broke["outcome"] == "gone_on"
+    assert broke["outcome"] == "resumed"
     assert list(broke["dropped"]) == ["local/demo-mini"]
     fake.queue["demo"] = [Answer(words=WORDS[:count], cut=True) for count in (1, 2, 3)] + [WHOLE]
     found = await breaks_of(gateway, stream=True)
-    assert [each["outcome"] for each in found] == ["gone_on", "gone_on", "failed"]
+    assert [each["outcome"] for each in found] == ["resumed", "resumed", "failed"]
 
 
 async def test_the_metric_and_the_record_say_the_same_of_a_second_break(gateway: Gateway, fake: FakeInference) -> None:
     fake.queue["demo"] = [BREAKS["cut"], Answer(words=(*WORDS[:2], *["x" * 2**18] * 5), cut=True)]
     found = await breaks_of(gateway, stream=True)
-    assert [each["outcome"] for each in found] == ["gone_on", "too_long"]
+    assert [each["outcome"] for each in found] == ["resumed", "too_long"]
     assert resumed(gateway) == {"too_long": 1}
 
 
@@ -312,7 +312,7 @@ async def test_that_the_client_left_while_another_was_asked_is_on_record(tmp_pat
             await stream.aclose()
         await until("nothing is left", lambda: not len(gateway.runtime.presences))
         (broke,) = await breaks_in(gateway, stream)
-        assert broke["outcome"] == "left"
+        assert broke["outcome"] == "cancelled"
 
 
 async def test_a_breaker_that_opens_meanwhile_is_on_record(tmp_path: Path, fake: FakeInference) -> None:
@@ -320,7 +320,7 @@ async def test_a_breaker_that_opens_meanwhile_is_on_record(tmp_path: Path, fake:
     fake.queue["demo"] = [BREAKS["cut"], Answer(status=500)]
     async with Gateway(tmp_path, fake.url, CONFIG + "breaker: {failures: 2}\n") as gateway:
         (broke,) = await breaks_of(gateway, stream=True)
-    assert broke["dropped"]["local/demo-mini"].startswith("the breaker of local lets nobody pass for ")
+    assert broke["dropped"]["local/demo-mini"].startswith("breaker local is open for another ")
 
 
 # --- clouds -----------------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.apis.openai.frames import Data, DeltaKind, Frame
-from gateway.routing.resume_policy import How
-from gateway.routing.splice import LEAST_OVERLAP, Kept, Splice
+from gateway.routing.resume_policy import ResumeMethod
+from gateway.routing.splice import MIN_OVERLAP, SentAnswer, Splice
 
 TEXTS = st.text("ab \n", min_size=1, max_size=60)
 
@@ -42,25 +42,25 @@ def text_of(frames: list[Frame]) -> str:
 
 @given(TEXTS, st.lists(st.integers(0, 60), max_size=6), st.lists(st.integers(0, 60), max_size=6), st.integers(0, 60))
 def test_two_exact_pieces_are_the_whole(text: str, cuts: list[int], more: list[int], at: int) -> None:
-    kept = Kept()
+    kept = SentAnswer()
     first = [frame for frame in frames_of(text, cuts, "a") if b'"stop"' not in frame.payload][: at + 1]  # type: ignore[union-attr]
     kept.note(first)
-    said = kept.said
-    joint = Splice(kept, said, How.SO_FAR, ())
+    said = kept.partial
+    joint = Splice(kept, said, ResumeMethod.CONTINUE, ())
     rest = joint.join(frames_of(text[len(said.content) :], more, "b"))
     kept.note(rest)
-    assert said.content + text_of(rest) == text == kept.said.content
+    assert said.content + text_of(rest) == text == kept.partial.content
     assert kept.is_finished
 
 
 @given(TEXTS, TEXTS, st.integers(0, 60), st.lists(st.integers(0, 120), max_size=8))
 def test_what_is_repeated_is_said_once(text: str, rest: str, back: int, cuts: list[int]) -> None:
     """At least as much as is known to be a repetition; otherwise everything that a cloud said is shown."""
-    kept = Kept()
+    kept = SentAnswer()
     kept.note([frame for frame in frames_of(text, [], "a") if b'"stop"' not in frame.payload])  # type: ignore[union-attr]
     again = text[-back:] if back else ""
-    shown = text_of(Splice(kept, kept.said, How.ASKED, ()).join(frames_of(again + rest, cuts, "b")))
+    shown = text_of(Splice(kept, kept.partial, ResumeMethod.INSTRUCT, ()).join(frames_of(again + rest, cuts, "b")))
     assert (again + rest).endswith(shown)
     cut = len(again + rest) - len(shown)
     assert text.endswith((again + rest)[:cut])
-    assert cut >= len(again) or len(again) < LEAST_OVERLAP
+    assert cut >= len(again) or len(again) < MIN_OVERLAP

@@ -19,7 +19,7 @@ from gateway.providers.local.local_stream import LocalStream
 from gateway.providers.provider import Call
 from gateway.routing.attempt import Attempt
 from gateway.routing.budget import Budget, Limits
-from gateway.routing.stream_reader import ExpiredError, Listening
+from gateway.routing.stream_reader import ExpiredError, StreamReader
 from tests.rigs import virtual_time
 
 CALL = Call(Endpoint.CHAT, "demo", {}, "id")
@@ -55,17 +55,19 @@ class Heard:
         """Nothing to close."""
 
 
-def listening(answer: Heard, *, opens_after: float = 0.0, last: bool = True, silence: float | None = None) -> Listening:
+def listening(
+    answer: Heard, *, opens_after: float = 0.0, last: bool = True, silence: float | None = None
+) -> StreamReader:
     async def ask(_call: Call, _body: bytes) -> Heard:
         await asyncio.sleep(opens_after)
         return answer
 
     provider = SimpleNamespace(name="local", stream=lambda call: LocalStream(ask, call, b""))  # type: ignore[arg-type]
     budget = Budget(Limits(FIRST_TOKEN, INTER_TOKEN, 1e6, 1e6, 3, silence), asyncio.get_running_loop().time())
-    return Listening(provider, CALL, budget, last=last)  # type: ignore[arg-type]
+    return StreamReader(provider, CALL, budget, last=last)  # type: ignore[arg-type]
 
 
-async def silence_of(stream: Listening) -> float:
+async def silence_of(stream: StreamReader) -> float:
     """Seconds from now until the tier is left."""
     loop = asyncio.get_running_loop()
     began = loop.time()
@@ -107,11 +109,11 @@ async def test_comments_behind_the_first_content_are_kept() -> None:
     attempt.last, attempt.backlog = True, []
     attempt._begun = True
     attempt._lease = SimpleNamespace(heard=lambda _: None)  # type: ignore[assignment]
-    attempt._request = SimpleNamespace(caller=SimpleNamespace(silence_seconds=None), began=1e12)  # type: ignore[assignment]
-    attempt.listening = listening(Heard(PING + ROLE + PROGRESS + WORD + PROGRESS + WORD))
+    attempt._state = SimpleNamespace(context=SimpleNamespace(silence_seconds=None), began=1e12)  # type: ignore[assignment]
+    attempt.reader = listening(Heard(PING + ROLE + PROGRESS + WORD + PROGRESS + WORD))
     await attempt.open(forward_comments=True)
     assert [type(frame) for frame in attempt.backlog] == [Data, Data, Comment, Data], "what was before is not forwarded"
-    await attempt.listening.close()
+    await attempt.reader.close()
 
 
 async def test_an_error_that_comes_alone_is_told_while_the_connection_stays_open() -> None:

@@ -58,7 +58,7 @@ async def test_a_whole_answer_ends_with_its_callers_time_also_when_that_is_longe
     late = await gateway.chat("alone", headers={"x-stainless-read-timeout": "1.5"})
     assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
     assert late.headers["x-should-retry"] == "false"
-    assert "the caller's own time-out" in late.json()["error"]["message"]
+    assert "the client's own timeout" in late.json()["error"]["message"]
     await fake.seen[0].closed.wait()
     assert (await gateway.breaker("local/demo"))["failures"] == 0
 

@@ -1,6 +1,6 @@
 """Counts of tokens stood outside the rules for answers.
 
-An open breaker kept no count from a cloud, the caller's own time-out ended none, the time after which a cloud said to
+An open breaker kept no count from a cloud, the client's own timeout ended none, the time after which a cloud said to
 come again was told as another one, and no record said whom a count had asked.
 """
 
@@ -102,7 +102,7 @@ async def test_the_callers_own_time_ends_a_count_and_is_shared_between_the_tiers
     fake.count_hold = asyncio.Event()
     late = await count(gateway, "alone", {"x-stainless-read-timeout": "0.4"})
     assert (late.status_code, late.json()["error"]["type"]) == (504, "timeout_error")
-    assert "the caller's own time-out" in late.json()["error"]["message"]
+    assert "the client's own timeout" in late.json()["error"]["message"]
     assert late.headers["x-should-retry"] == "false"
     shared = await count(gateway, "cloudy", {"x-stainless-read-timeout": "4"})
     assert (shared.status_code, shared.headers["x-headgate-model"]) == (200, "anthropic/claude-opus-5")

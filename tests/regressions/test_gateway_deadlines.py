@@ -27,7 +27,7 @@ async def test_a_tiny_time_out_of_the_caller_is_a_504_whichever_tier_it_met(
             answer = await gateway.chat(stream=stream, headers={"x-stainless-read-timeout": patience})
             assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded"), answer.text
             assert answer.headers["x-should-retry"] == "false"
-            assert "the caller's own time-out" in answer.json()["error"]["message"]
+            assert "the client's own timeout" in answer.json()["error"]["message"]
         for name in ("local", "local/demo", "local/demo-mini"):
             assert (await gateway.breaker(name))["failures"] == 0
 

@@ -16,7 +16,7 @@ from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.local.inference_snapshot import InferenceView
 from gateway.providers.provider import Call
 from gateway.routing.budget import Budget, Limits
-from gateway.routing.stream_reader import Listening
+from gateway.routing.stream_reader import StreamReader
 from tests.rigs.fake_inference import FakeInference
 from tests.rigs.gateway_rig import Gateway
 from tests.rigs.stack import until
@@ -42,7 +42,7 @@ class Resisting:
 
 async def test_closing_never_raises_and_says_what_happened(caplog: pytest.LogCaptureFixture) -> None:
     budget = Budget(Limits(30, 15, 300, 120, 2), asyncio.get_running_loop().time())
-    listening = Listening(Resisting(), CALL, budget, last=True)  # type: ignore[arg-type]
+    listening = StreamReader(Resisting(), CALL, budget, last=True)  # type: ignore[arg-type]
     await listening.open()
     assert isinstance(await listening.next(), Data)
     await listening.close()

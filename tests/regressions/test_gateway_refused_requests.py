@@ -54,9 +54,9 @@ async def test_refused_parameter_is_named_in_the_record_and_in_the_log(
     answer = await _post(gateway, path, json.dumps(body).encode())
     assert answer.status_code == 400
     record = await _record(gateway)
-    said = {name: record[name] for name in ("endpoint", "asked", "param", "status", "key", "attempts", "route")}
+    said = {name: record[name] for name in ("endpoint", "model", "param", "status", "key", "attempts", "route")}
     assert said == {
-        "endpoint": path, "asked": "demo", "param": "no_such_parameter", "status": 400, "key": "GATEWAY_API_KEY",
+        "endpoint": path, "model": "demo", "param": "no_such_parameter", "status": 400, "key": "GATEWAY_API_KEY",
         "attempts": [], "route": "",
     }  # fmt: skip
     assert "no_such_parameter" in record["error"]
@@ -75,8 +75,8 @@ async def test_record_and_log_of_a_refused_request_hold_no_prompt(
         assert answer.status_code == 400
         record = await _record(gateway)
         assert record["param"] is not None
-        assert "secret prompt" not in json.dumps({**record, "asked": ""})
-        assert len(record["asked"]) <= 256
+        assert "secret prompt" not in json.dumps({**record, "model": ""})
+        assert len(record["model"]) <= 256
     assert not [line for line in caplog.messages if "secret prompt" in line and "model 'a secret" not in line]
 
 
@@ -89,14 +89,14 @@ async def test_body_that_is_no_json_object_has_a_record_without_a_model(
 ) -> None:
     assert (await _post(gateway, "/v1/chat/completions", content)).status_code == 400
     record = await _record(gateway)
-    assert (record["asked"], record["outcome"], record["status"]) == ("", outcome, 400)
+    assert (record["model"], record["outcome"], record["status"]) == ("", outcome, 400)
 
 
 async def test_refused_body_that_is_long_is_not_parsed_again(gateway: Gateway) -> None:
     body = {"model": "demo", "messages": [{"role": "user", "content": PROMPT * 25_000}], "no_such_parameter": 1}
     assert (await _post(gateway, "/v1/chat/completions", json.dumps(body).encode())).status_code == 400
     record = await _record(gateway)
-    assert (record["asked"], record["param"]) == ("", "no_such_parameter")
+    assert (record["model"], record["param"]) == ("", "no_such_parameter")
     assert "are not kept" in record["error"]
 
 
@@ -106,7 +106,7 @@ async def test_refused_header_and_unknown_model_have_records(gateway: Gateway, f
     assert (await _record(gateway))["param"] == "x-headgate-priority"
     await _post(gateway, "/v1/chat/completions", body.replace(b"demo", b"absent"))
     record = await _record(gateway)
-    assert (record["asked"], record["param"], record["status"]) == ("absent", "model", 404)
+    assert (record["model"], record["param"], record["status"]) == ("absent", "model", 404)
     assert fake.seen == []
 
 

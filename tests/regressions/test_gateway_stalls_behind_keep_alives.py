@@ -12,7 +12,7 @@ import pytest
 from gateway.apis.openai.frames import Comment, Data, DeltaKind, Endpoint, Frame
 from gateway.providers.provider import Call
 from gateway.routing.budget import KEEP_ALIVE_FACTOR, Budget, Due, Limits
-from gateway.routing.stream_reader import ExpiredError, Listening
+from gateway.routing.stream_reader import ExpiredError, StreamReader
 from inference.protocol import Progress
 from tests.rigs import virtual_time
 from tests.rigs.fake_inference import FakeInference
@@ -85,7 +85,7 @@ def listened(script: Iterable[tuple[float, Frame]], *, busy_seconds: float = 0.0
         began = loop.time()
         budget = Budget(Limits(FIRST_TOKEN, INTER_TOKEN, 1e6, 1e6, 2), began)
         call = Call(Endpoint.CHAT, "m", {}, "id")
-        listening = Listening(Scripted(script), call, budget, last=False)  # type: ignore[arg-type]
+        listening = StreamReader(Scripted(script), call, budget, last=False)  # type: ignore[arg-type]
         try:
             await listening.open()
             for _ in range(frames):

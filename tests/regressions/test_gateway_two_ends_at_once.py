@@ -11,7 +11,7 @@ import pytest
 from gateway.apis.openai.frames import Endpoint, Frame
 from gateway.providers.provider import Call
 from gateway.routing.budget import Budget, Due, Limits
-from gateway.routing.stream_reader import ExpiredError, Listening
+from gateway.routing.stream_reader import ExpiredError, StreamReader
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -31,11 +31,11 @@ class Silent:
 @pytest.mark.parametrize("times", [1, 2])
 async def test_whoever_listens_is_told_once(times: int) -> None:
     budget = Budget(Limits(30, 15, 300, 120, 2), asyncio.get_running_loop().time())
-    listening = Listening(Silent(), Call(Endpoint.CHAT, "m", {}, "id"), budget, last=False)  # type: ignore[arg-type]
+    listening = StreamReader(Silent(), Call(Endpoint.CHAT, "m", {}, "id"), budget, last=False)  # type: ignore[arg-type]
     opening = asyncio.create_task(listening.open())
     await asyncio.sleep(0)
     for _ in range(times):
-        listening.give_up()
+        listening.abort()
     with pytest.raises(ExpiredError) as caught:
         await opening
     assert caught.value.due is Due.SILENCE

@@ -47,25 +47,25 @@ def test_the_next_deadline_and_what_it_means(phase: Phase, deadline: Deadline) -
 
 def test_a_shorter_time_out_of_the_caller_ends_the_wait_and_is_nobodys_fault() -> None:
     """That of clients that wait so long for an answer to begin says nothing about what follows."""
-    budget = Budget(Limits(30, 15, 300, 120, 2, caller_silence=5.0), started=0.0)
+    budget = Budget(Limits(30, 15, 300, 120, 2, client_silence=5.0), started=0.0)
     assert budget.commit_by == 5.0
-    assert next_deadline(budget, Phase(0, 0, last=True)) == Deadline(5.0, Due.CALLER)
+    assert next_deadline(budget, Phase(0, 0, last=True)) == Deadline(5.0, Due.CLIENT)
     assert next_deadline(budget, Phase(0, 4, answered=True)) == Deadline(19.0, Due.SILENCE)
-    assert not budget.is_impatient
+    assert not budget.has_short_gap
 
 
 def test_what_passed_at_the_door_is_the_callers_time_and_not_ours() -> None:
     budget = Budget(Limits(30, 15, 300, 120, 2, 5.0, 5.0), started=1000.0, waited=4.0)
-    assert (budget.commit_by, budget.commit_due) == (1001.0, Due.CALLER)
-    assert next_deadline(budget, Phase(1000, 1000, answered=True, last=True)) == Deadline(1005.0, Due.CALLER)
+    assert (budget.commit_by, budget.commit_due) == (1001.0, Due.CLIENT)
+    assert next_deadline(budget, Phase(1000, 1000, answered=True, last=True)) == Deadline(1005.0, Due.CLIENT)
     assert Budget(LIMITS, started=1000.0, waited=4.0).commit_by == 1300.0
 
 
 def test_who_waits_for_a_whole_answer_waits_for_its_first_byte() -> None:
     """Our own total ends with the first token even so: a long answer is no slow one."""
-    budget = Budget(Limits(30, 15, 300, 120, 2, caller_silence=5.0), started=0.0)
-    assert next_deadline(budget, Phase(0, 4, answered=True, whole=True)) == Deadline(5.0, Due.CALLER)
-    impatient = Budget(Limits(30, 0.5, 300, 120, 2, caller_silence=5.0), started=0.0)
+    budget = Budget(Limits(30, 15, 300, 120, 2, client_silence=5.0), started=0.0)
+    assert next_deadline(budget, Phase(0, 4, answered=True, whole=True)) == Deadline(5.0, Due.CLIENT)
+    impatient = Budget(Limits(30, 0.5, 300, 120, 2, client_silence=5.0), started=0.0)
     assert next_deadline(impatient, Phase(0, 4, answered=True, whole=True)) == Deadline(4.5, Due.SILENCE)
     assert next_deadline(BUDGET, Phase(1000, 1400, answered=True, whole=True)) == Deadline(1415, Due.SILENCE)
 
@@ -73,21 +73,21 @@ def test_who_waits_for_a_whole_answer_waits_for_its_first_byte() -> None:
 def test_who_waits_longer_than_our_total_for_a_whole_answer_still_does_not_wait_for_ever() -> None:
     budget = Budget(Limits(30, 15, 300, 120, 2, 600.0, 600.0), started=0.0)
     assert (budget.commit_by, budget.commit_due) == (300.0, Due.TOTAL)
-    assert budget.whose_time(300.0) == "the 300 s that a request has (deadlines.total)"
-    assert budget.whose_time(600.0) == "the caller's own time-out of 600 s"
+    assert budget.limit_text(300.0) == "the 300 s that a request has (deadlines.total)"
+    assert budget.limit_text(600.0) == "the client's own timeout of 600 s"
     assert next_deadline(budget, Phase(0, 580, answered=True, whole=True)) == Deadline(595.0, Due.SILENCE)
-    assert next_deadline(budget, Phase(0, 590, answered=True, whole=True)) == Deadline(600.0, Due.CALLER)
+    assert next_deadline(budget, Phase(0, 590, answered=True, whole=True)) == Deadline(600.0, Due.CLIENT)
 
 
 def test_a_caller_that_has_a_part_of_the_answer_is_left_silent_no_longer_than_it_listens() -> None:
     """Half of its time is kept for whoever could go on; what it would not stand any longer is nobody's fault."""
     budget = Budget(Limits(30, 15, 300, 120, 4, 10.0, 10.0), started=0.0)
-    assert budget.is_impatient
+    assert budget.has_short_gap
     assert next_deadline(budget, Phase(0, 400, answered=True)) == Deadline(405.0, Due.LOAD_WAIT)
-    assert next_deadline(budget, Phase(0, 400, answered=True, last=True)) == Deadline(410.0, Due.CALLER)
-    assert next_deadline(budget, Phase(0, 400, sent=True, last=True)) == Deadline(410.0, Due.CALLER)
+    assert next_deadline(budget, Phase(0, 400, answered=True, last=True)) == Deadline(410.0, Due.CLIENT)
+    assert next_deadline(budget, Phase(0, 400, sent=True, last=True)) == Deadline(410.0, Due.CLIENT)
     patient = Budget(Limits(30, 15, 300, 120, 4, 30.0, 30.0), started=0.0)
-    assert not patient.is_impatient
+    assert not patient.has_short_gap
     assert next_deadline(patient, Phase(0, 400, answered=True)) == Deadline(415.0, Due.SILENCE)
 
 
@@ -98,9 +98,9 @@ def test_going_on_has_a_time_of_its_own() -> None:
     assert (again.commit_by, again.commit_due, again.attempts) == (805.0, Due.TOTAL, 4)
     opening = Phase(506, 506, opened=False)
     assert next_deadline(again, opening) == Deadline(508.0, Due.LOAD_WAIT)
-    assert next_deadline(again, opening._replace(last=True)) == Deadline(510.0, Due.CALLER)
+    assert next_deadline(again, opening._replace(last=True)) == Deadline(510.0, Due.CLIENT)
     assert next_deadline(again, Phase(506, 507)) == Deadline(512.0, Due.LOAD_WAIT)
-    assert next_deadline(again, Phase(506, 507, last=True)) == Deadline(517.0, Due.CALLER)
+    assert next_deadline(again, Phase(506, 507, last=True)) == Deadline(517.0, Due.CLIENT)
     assert (again.quiet_left(506.0), again.has_time(509.0), again.has_time(510.0)) == (4.0, True, False)
     patient = Budget(LIMITS, 0.0).renewed(500.0, quiet_since=485.0)
     assert next_deadline(patient, Phase(500, 510)) == Deadline(540.0, Due.SILENCE)
@@ -108,18 +108,18 @@ def test_going_on_has_a_time_of_its_own() -> None:
 
 
 def test_an_impatient_callers_time_is_shared_between_the_tiers() -> None:
-    budget = Budget(Limits(30, 15, 300, 120, 2, caller_silence=20.0), started=0.0)
+    budget = Budget(Limits(30, 15, 300, 120, 2, client_silence=20.0), started=0.0)
     assert next_deadline(budget, Phase(0, 0)) == Deadline(10.0, Due.LOAD_WAIT)
     assert next_deadline(budget, Phase(0, 9, waiting=True)) == Deadline(10.0, Due.LOAD_WAIT)
-    assert next_deadline(budget, Phase(0, 12)) == Deadline(20.0, Due.CALLER), "progress of a prefill goes on"
+    assert next_deadline(budget, Phase(0, 12)) == Deadline(20.0, Due.CLIENT), "progress of a prefill goes on"
     assert next_deadline(budget, Phase(10, 10)) == Deadline(15.0, Due.LOAD_WAIT)
 
 
 def test_keep_alives_are_no_progress_to_an_impatient_caller() -> None:
     """The next tier keeps its half of the time, however often the first one says that it is there."""
-    budget = Budget(Limits(30, 15, 300, 120, 2, caller_silence=20.0), started=0.0)
+    budget = Budget(Limits(30, 15, 300, 120, 2, client_silence=20.0), started=0.0)
     assert next_deadline(budget, Phase(0, 9, idle_since=0)) == Deadline(10.0, Due.LOAD_WAIT)
-    assert next_deadline(budget, Phase(0, 9, idle_since=0, last=True)) == Deadline(20.0, Due.CALLER)
+    assert next_deadline(budget, Phase(0, 9, idle_since=0, last=True)) == Deadline(20.0, Due.CLIENT)
 
 
 def test_a_long_time_between_tokens_is_never_shortened_by_keep_alives() -> None:
@@ -143,6 +143,6 @@ def test_an_answer_without_a_stream_is_never_held_against_a_service_that_may_be_
     assert unary_deadline(BUDGET, 1000.0, is_local=True, last=True) == Deadline(1300.0, Due.TOTAL)
     assert unary_deadline(BUDGET, 1000.0, is_local=False, last=False) == Deadline(1030.0, Due.SILENCE)
     assert unary_deadline(BUDGET, 1290.0, is_local=False, last=True) == Deadline(1300.0, Due.TOTAL)
-    hurried = Budget(Limits(30, 15, 300, 120, 2, caller_silence=20.0), started=0.0)
+    hurried = Budget(Limits(30, 15, 300, 120, 2, client_silence=20.0), started=0.0)
     assert unary_deadline(hurried, 0.0, is_local=True, last=False) == Deadline(10.0, Due.LOAD_WAIT)
-    assert unary_deadline(hurried, 10.0, is_local=True, last=True) == Deadline(20.0, Due.CALLER)
+    assert unary_deadline(hurried, 10.0, is_local=True, last=True) == Deadline(20.0, Due.CLIENT)

@@ -153,9 +153,9 @@ def test_what_never_changes_is_not_to_be_retried() -> None:
 
 
 def test_when_the_time_is_over_the_answer_is_a_504_unless_the_request_could_never_be_served() -> None:
-    error = _none(CandidateOutcome(LOCAL, "timeout", "silent"), time_spent="the caller's own time-out of 2 s")
+    error = _none(CandidateOutcome(LOCAL, "timeout", "silent"), time_spent="the client's own timeout of 2 s")
     assert (error.status, error.code, error.should_retry) == (504, Code.DEADLINE_EXCEEDED, False)
-    assert error.message == "no tier answered within the caller's own time-out of 2 s: local/a: silent"
+    assert error.message == "no tier answered within the client's own timeout of 2 s: local/a: silent"
     never = _none(CandidateOutcome(CLOUD, "policy", "local only", None, Drop.POLICY), time_spent="2 s")
     assert never.status == 503
 

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import Counter, Gauge, Metric
 
 from gateway.routing.chain import Drop
-from gateway.routing.explain_record import Broke, Record, Tried
+from gateway.routing.explain_record import AttemptRecord, BreakRecord, Record
 from gateway.telemetry.gateway_metrics import Telemetry
 from inference.protocol import CODES
 
@@ -31,7 +31,7 @@ def _names(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-@pytest.mark.parametrize("part", [Record, Tried, Broke], ids=lambda part: part.__name__)
+@pytest.mark.parametrize("part", [Record, AttemptRecord, BreakRecord], ids=lambda part: part.__name__)
 def test_explain_record_fields_are_documented(part: type) -> None:
     """A renamed or new field is renamed or added in the table."""
     documented = set(re.findall(r"`(\w+)`", _section("Explain records")))

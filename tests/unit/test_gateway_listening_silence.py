@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from gateway.apis.openai.frames import Comment, Data, DeltaKind, Endpoint, Frame
 from gateway.providers.provider import Call
 from gateway.routing.budget import Budget, Limits
-from gateway.routing.stream_reader import Listening
+from gateway.routing.stream_reader import StreamReader
 from tests.rigs import virtual_time
 
 PING = Comment(b": keep-alive\n\n")
@@ -36,7 +36,7 @@ class Paced:
 
 async def _listen() -> None:
     budget = Budget(Limits(1e3, 1e3, 1e6, 1e6, 2), asyncio.get_running_loop().time())
-    listening = Listening(Paced(), Call(Endpoint.CHAT, "m", {}, "id"), budget, last=False)  # type: ignore[arg-type]
+    listening = StreamReader(Paced(), Call(Endpoint.CHAT, "m", {}, "id"), budget, last=False)  # type: ignore[arg-type]
     opening = asyncio.create_task(listening.open())
     await asyncio.sleep(0.5)
     assert listening.silent_seconds() == 0.5

@@ -42,7 +42,7 @@ def test_waiting_and_reading_have_limits_of_their_own() -> None:
 def test_what_is_allowed_is_what_the_deadlines_would_allow() -> None:
     limits = Limits(first_token=30, inter_token=15, total=300, load_wait=60, attempts=4)
     assert Allowed.by(Budget(limits, 1000.0), 1010.0) == Allowed(60, 290)
-    hasty = Limits(first_token=30, inter_token=15, total=300, load_wait=60, attempts=4, caller_silence=20)
+    hasty = Limits(first_token=30, inter_token=15, total=300, load_wait=60, attempts=4, client_silence=20)
     assert Allowed.by(Budget(hasty, 1000.0), 1010.0) == Allowed(5, 10)
 
 

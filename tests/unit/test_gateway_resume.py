@@ -16,15 +16,33 @@ from gateway.apis.openai.origin import origin_of
 from gateway.breaker.outcome import Failure, Ignore, Reason, Scope, Success
 from gateway.providers.openai.openai_request import to_openai
 from gateway.routing.chain import Candidate
-from gateway.routing.resume_policy import GO_ON, How, Said, barred, continuation, ladder, may_go_on, why_not
-from gateway.routing.splice import FOLD, MAX_SAID_CHARACTERS, Kept, Splice, across, hop_comment, overlap, white_space
+from gateway.routing.resume_policy import (
+    CONTINUE_PROMPT,
+    PartialAnswer,
+    ResumeMethod,
+    continuation,
+    exclusion,
+    is_resumable,
+    obstacle,
+    resume_order,
+)
+from gateway.routing.splice import (
+    BATCH_SIZE,
+    MAX_CHARACTERS,
+    SentAnswer,
+    Splice,
+    overlap,
+    resume_comment,
+    stop_string_across,
+    stripped_white_space,
+)
 
 MESSAGES = [{"role": "user", "content": "Hello!"}]
 DEMO, MINI = Candidate("local", "demo", 0), Candidate("local", "demo-mini", 1)
 GPT, CLAUDE = Candidate("openai", "gpt", 2), Candidate("anthropic", "claude", 3)
 CHAIN = (DEMO, MINI, GPT, CLAUDE)
 BROKE = Failure(Scope.PAIR)
-SAID = Said("one two ", tokens=2)
+SAID = PartialAnswer("one two ", tokens=2)
 
 
 def chat(**more: Any) -> InferenceRequest:
@@ -49,17 +67,17 @@ def usage(prompt: int, completion: int) -> Data:
     return Data(orjson.dumps({"id": "b", "created": 2, "choices": [], "usage": counts}), DeltaKind.USAGE)
 
 
-def kept(*frames: Frame) -> Kept:
+def kept(*frames: Frame) -> SentAnswer:
     """What a caller has who saw `frames` of an answer `a`."""
-    found = Kept()
+    found = SentAnswer()
     for frame in frames:
         found.note([Data(frame.payload.replace(b'"b"', b'"a"'), frame.kind) if isinstance(frame, Data) else frame])
     return found
 
 
-def splice(said: str, how: How, *, stops: Sequence[str] = (), reasoning: str = "") -> Splice:
+def splice(said: str, how: ResumeMethod, *, stops: Sequence[str] = (), reasoning: str = "") -> Splice:
     before = kept(chunk("", role="assistant"), chunk(said or None, **({"reasoning": reasoning} if reasoning else {})))
-    return Splice(before, before.said, how, stops)
+    return Splice(before, before.partial, how, stops)
 
 
 def shown(frames: Sequence[Frame]) -> str:
@@ -90,52 +108,52 @@ def shown(frames: Sequence[Frame]) -> str:
     ],
 )
 def test_only_one_text_can_go_on(request_: InferenceRequest, policy: str, reason: str | None) -> None:
-    assert why_not(request_, policy) == reason
+    assert obstacle(request_, policy) == reason
 
 
 def test_a_refusal_of_the_request_itself_is_no_reason_to_ask_others() -> None:
-    assert may_go_on(BROKE)
-    assert may_go_on(Ignore(Reason.QUEUE_FULL))
-    assert not may_go_on(Ignore(Reason.CONTENT_POLICY))
-    assert not may_go_on(Ignore(Reason.CLIENT_LEFT))
-    assert not may_go_on(Success())
+    assert is_resumable(BROKE)
+    assert is_resumable(Ignore(Reason.QUEUE_FULL))
+    assert not is_resumable(Ignore(Reason.CONTENT_POLICY))
+    assert not is_resumable(Ignore(Reason.CLIENT_LEFT))
+    assert not is_resumable(Success())
 
 
 def test_the_same_model_comes_first_then_local_ones_then_clouds() -> None:
-    assert ladder(CHAIN, MINI, BROKE, "any", SAID) == (MINI, DEMO, GPT, CLAUDE)
-    assert ladder(CHAIN, MINI, BROKE, "local", SAID) == (MINI, DEMO)
-    assert ladder(CHAIN, CLAUDE, BROKE, "any", SAID) == (DEMO, MINI, CLAUDE, GPT)
-    assert ladder(CHAIN, DEMO, Ignore(Reason.QUEUE_FULL), "any", SAID) == (MINI, GPT, CLAUDE)
-    assert ladder(CHAIN, DEMO, BROKE, "local", Said()) == CHAIN
+    assert resume_order(CHAIN, MINI, BROKE, "any", SAID) == (MINI, DEMO, GPT, CLAUDE)
+    assert resume_order(CHAIN, MINI, BROKE, "local", SAID) == (MINI, DEMO)
+    assert resume_order(CHAIN, CLAUDE, BROKE, "any", SAID) == (DEMO, MINI, CLAUDE, GPT)
+    assert resume_order(CHAIN, DEMO, Ignore(Reason.QUEUE_FULL), "any", SAID) == (MINI, GPT, CLAUDE)
+    assert resume_order(CHAIN, DEMO, BROKE, "local", PartialAnswer()) == CHAIN
 
 
 def test_a_cloud_that_only_kept_its_connection_alive_is_not_asked_again_but_others_are() -> None:
-    assert ladder(CHAIN, CLAUDE, BROKE, "any", SAID, {CLAUDE}) == (DEMO, MINI, GPT)
-    assert ladder(CHAIN, DEMO, BROKE, "any", SAID, {DEMO, GPT}) == (DEMO, MINI, CLAUDE)
+    assert resume_order(CHAIN, CLAUDE, BROKE, "any", SAID, {CLAUDE}) == (DEMO, MINI, GPT)
+    assert resume_order(CHAIN, DEMO, BROKE, "any", SAID, {DEMO, GPT}) == (DEMO, MINI, CLAUDE)
 
 
 def test_who_has_no_place_on_the_ladder_is_told_why() -> None:
-    assert barred(DEMO, DEMO, Ignore(Reason.QUEUE_FULL), "any", SAID) == "it refused"
-    assert barred(GPT, CLAUDE, BROKE, "any", SAID, {GPT}) == "it sent keep-alives and nothing else"
-    assert barred(GPT, DEMO, BROKE, "local", SAID) == "the route has resume: local"
-    assert [barred(who, DEMO, BROKE, "any", SAID) for who in CHAIN] == [None] * 4
+    assert exclusion(DEMO, DEMO, Ignore(Reason.QUEUE_FULL), "any", SAID) == "it refused"
+    assert exclusion(GPT, CLAUDE, BROKE, "any", SAID, {GPT}) == "it sent only keep-alives"
+    assert exclusion(GPT, DEMO, BROKE, "local", SAID) == "the route has resume: local"
+    assert [exclusion(who, DEMO, BROKE, "any", SAID) for who in CHAIN] == [None] * 4
 
 
 # --- what they are asked ----------------------------------------------------------------------------------------------
 def test_nothing_said_is_asked_again_as_it_was() -> None:
     request = chat(tools=[{"type": "function", "function": {"name": "f"}}])
-    plan = continuation(request, Said(), GPT, prefills=False)
+    plan = continuation(request, PartialAnswer(), GPT, prefills=False)
     assert plan is not None
-    assert (plan.body, plan.how) == (request.body, How.AGAIN)
+    assert (plan.body, plan.method) == (request.body, ResumeMethod.RESTART)
 
 
 def test_our_own_service_counts_the_answer_as_one() -> None:
-    plan = continuation(chat(max_tokens=9), Said("one", "hm", 3), MINI, prefills=False)
+    plan = continuation(chat(max_tokens=9), PartialAnswer("one", "hm", 3), MINI, prefills=False)
     assert plan is not None
-    assert plan.how is How.SO_FAR
+    assert plan.method is ResumeMethod.CONTINUE
     assert plan.body["answer_so_far"] == {"content": "one", "reasoning_content": "hm"}
     assert plan.body["max_tokens"] == 9
-    plan = continuation(completion(), Said("one", "", 1), DEMO, prefills=False)
+    plan = continuation(completion(), PartialAnswer("one", "", 1), DEMO, prefills=False)
     assert plan is not None
     assert plan.body["answer_so_far"] == {"content": "one"}
 
@@ -143,22 +161,22 @@ def test_our_own_service_counts_the_answer_as_one() -> None:
 def test_a_cloud_goes_on_behind_a_message_or_is_asked_to() -> None:
     asked = continuation(chat(max_tokens=9, max_completion_tokens=2), SAID, GPT, prefills=False)
     assert asked is not None
-    assert asked.how is How.ASKED
+    assert asked.method is ResumeMethod.INSTRUCT
     assert asked.body["messages"] == [
-        *MESSAGES, {"role": "assistant", "content": "one two "}, {"role": "user", "content": GO_ON},
+        *MESSAGES, {"role": "assistant", "content": "one two "}, {"role": "user", "content": CONTINUE_PROMPT},
     ]  # fmt: skip
     assert (asked.body["max_tokens"], asked.body["max_completion_tokens"]) == (7, 1)
     filled = continuation(chat(), SAID, CLAUDE, prefills=True)
     assert filled is not None
-    assert (filled.how, filled.body["continue_final_message"]) == (How.PREFILL, True)
+    assert (filled.method, filled.body["continue_final_message"]) == (ResumeMethod.PREFILL, True)
     assert filled.body["messages"] == [*MESSAGES, {"role": "assistant", "content": "one two "}]
     thinking = continuation(chat(reasoning_effort="high"), SAID, CLAUDE, prefills=True)
     assert thinking is not None
-    assert thinking.how is How.ASKED
+    assert thinking.method is ResumeMethod.INSTRUCT
 
 
-@pytest.mark.parametrize("said", [SAID, Said("", "hm", 2)])
-def test_a_message_of_anthropics_stays_one_when_another_cloud_goes_on(said: Said) -> None:
+@pytest.mark.parametrize("said", [SAID, PartialAnswer("", "hm", 2)])
+def test_a_message_of_anthropics_stays_one_when_another_cloud_goes_on(said: PartialAnswer) -> None:
     """Its bound is one that callers name larger than some models take. Its origin says nothing of what was said."""
     asked = {"model": "m", "max_tokens": 32_000, "messages": MESSAGES, "stream": True}
     request = parse_messages(orjson.dumps(asked))
@@ -169,13 +187,15 @@ def test_a_message_of_anthropics_stays_one_when_another_cloud_goes_on(said: Said
     assert origin_of(plan.body) is None
 
 
-@pytest.mark.parametrize("said", [Said("", "hm", 4), Said("\n\n", "hm", 4), Said(" \n", "", 4)])
+@pytest.mark.parametrize(
+    "said", [PartialAnswer("", "hm", 4), PartialAnswer("\n\n", "hm", 4), PartialAnswer(" \n", "", 4)]
+)
 @pytest.mark.parametrize("prefills", [False, True])
-def test_a_cloud_thinks_for_itself_and_begins_behind_white_space(said: Said, prefills: bool) -> None:
+def test_a_cloud_thinks_for_itself_and_begins_behind_white_space(said: PartialAnswer, prefills: bool) -> None:
     """It would be told of an answer above that it cannot see."""
     plan = continuation(chat(max_tokens=9), said, GPT, prefills=prefills)
     assert plan is not None
-    assert (plan.how, plan.body["messages"], plan.body["max_tokens"]) == (How.AGAIN, MESSAGES, 5)
+    assert (plan.method, plan.body["messages"], plan.body["max_tokens"]) == (ResumeMethod.RESTART, MESSAGES, 5)
 
 
 @pytest.mark.parametrize(("prompt", "sent"), [("a ", "a one two "), (["a "], "a one two "), ([1, 2], None)])
@@ -183,14 +203,14 @@ def test_a_completion_goes_on_behind_a_longer_prompt(prompt: Any, sent: str | No
     """Token ids are one model's own."""
     plan = continuation(completion(prompt=prompt), SAID, GPT, prefills=False)
     assert (plan and plan.body["prompt"]) == sent
-    assert plan is None or (plan.how, plan.body["max_tokens"]) == (How.PREFILL, 14)
+    assert plan is None or (plan.method, plan.body["max_tokens"]) == (ResumeMethod.PREFILL, 14)
 
 
 def test_a_completion_goes_on_behind_its_indentation() -> None:
     """A prompt keeps white space, so that begun anew the answer would hold it twice."""
-    plan = continuation(completion(prompt="def f():"), Said("\n    ", "", 2), GPT, prefills=False)
+    plan = continuation(completion(prompt="def f():"), PartialAnswer("\n    ", "", 2), GPT, prefills=False)
     assert plan is not None
-    assert (plan.how, plan.body["prompt"]) == (How.PREFILL, "def f():\n    ")
+    assert (plan.method, plan.body["prompt"]) == (ResumeMethod.PREFILL, "def f():\n    ")
 
 
 # --- what the caller has ----------------------------------------------------------------------------------------------
@@ -198,44 +218,44 @@ def test_what_was_said_is_read_from_the_payloads() -> None:
     found = kept(
         chunk("", role="assistant"), Comment(b": x\n\n"), chunk(reasoning_content="hm"), chunk("one "), chunk("two"),
     )  # fmt: skip
-    assert (found.said, found.has_begun, found.roles) == (Said("one two", "hm", 3), True, frozenset({0}))
+    assert (found.partial, found.has_begun, found.roles) == (PartialAnswer("one two", "hm", 3), True, frozenset({0}))
     assert (found.head.id, found.head.created, found.is_finished) == ("a", 2, False)
     found.note([chunk(finish="stop"), usage(1, 2)])
     assert found.is_finished
-    assert kept(chunk("word " * 8)).said.tokens == 10
-    assert kept(chunk("水は川から水車へ流れる。")).said.tokens == 12, "a character of Japanese is a token, about"
-    assert kept(chunk("Вода идёт к мельнице")).said.tokens == 13
+    assert kept(chunk("word " * 8)).partial.tokens == 10
+    assert kept(chunk("水は川から水車へ流れる。")).partial.tokens == 12, "a character of Japanese is a token, about"
+    assert kept(chunk("Вода идёт к мельнице")).partial.tokens == 13
 
 
 def test_an_answer_goes_on_under_the_first_name_that_it_gave() -> None:
     """Azure's first chunk has none."""
     nobody = Data(b'{"id":"","object":"","created":0,"model":"","choices":[]}', DeltaKind.OTHER)
     found = kept(nobody, chunk("one"), chunk("two"))
-    assert (found.said.content, found.head.id, found.head.created) == ("onetwo", "a", 2)
+    assert (found.partial.content, found.head.id, found.head.created) == ("onetwo", "a", 2)
 
 
 def test_nothing_is_kept_of_what_cannot_go_on() -> None:
-    found = Kept("shape")
+    found = SentAnswer("shape")
     found.note([Comment(b": x\n\n")])
     assert not found.has_begun
     found.note([chunk("x")])
-    assert (found.has_begun, found.said.is_empty) == (True, True)
-    assert not Kept().has_begun
+    assert (found.has_begun, found.partial.is_empty) == (True, True)
+    assert not SentAnswer().has_begun
 
 
 def test_an_answer_has_not_begun_before_its_first_content() -> None:
     """A role says nothing, whatever the shape; name and roles are kept for who begins anew."""
-    found = Kept("shape", 2)
+    found = SentAnswer("shape", 2)
     role = {"index": 1, "delta": {"role": "assistant", "content": ""}}
     found.note([Data(b"{oops", DeltaKind.OTHER), Data(orjson.dumps({"id": "a", "choices": [role]}), DeltaKind.OTHER)])
-    assert (found.has_begun, found.head.id, found.roles, found.said.is_empty) == (False, "a", frozenset({1}), True)
+    assert (found.has_begun, found.head.id, found.roles, found.partial.is_empty) == (False, "a", frozenset({1}), True)
     found.note([chunk(tool_calls=[{"index": 0}])])
     assert (found.has_begun, found.head.id) == (True, "a")
-    assert not Kept().head.id and not Kept().roles
+    assert not SentAnswer().head.id and not SentAnswer().roles
 
 
 def test_finish_reasons_are_noted_of_answers_that_cannot_go_on() -> None:
-    found = Kept("shape", 2)
+    found = SentAnswer("shape", 2)
     found.note([chunk("x", finish="stop")])
     assert not found.is_finished
     found.note([Data(b'{"choices":[{"index":1,"finish_reason":"tool_calls"}]}', DeltaKind.FINISH)])
@@ -244,13 +264,13 @@ def test_finish_reasons_are_noted_of_answers_that_cannot_go_on() -> None:
 
 def test_an_answer_that_begins_only_now_is_of_any_shape() -> None:
     """Calls, scores and choices are as they came; the name is the one that was told, and no role comes twice."""
-    before = Kept("shape", 2)
+    before = SentAnswer("shape", 2)
     role = {"index": 0, "delta": {"role": "assistant", "content": ""}}
     before.note([Data(orjson.dumps({"id": "a", "created": 2, "choices": [role]}), DeltaKind.OTHER)])
     call = {"index": 0, "delta": {"role": "assistant", "tool_calls": [{"index": 0}]}, "logprobs": {"content": []}}
     other = {"index": 1, "delta": {"role": "assistant", "refusal": "no"}}
     frame = Data(orjson.dumps({"id": "b", "created": 3, "choices": [call, other]}), DeltaKind.CONTENT)
-    (joined,) = Splice(before, before.said, How.AGAIN, ()).join([frame])
+    (joined,) = Splice(before, before.partial, ResumeMethod.RESTART, ()).join([frame])
     assert isinstance(joined, Data)
     del call["delta"]["role"]  # type: ignore[attr-defined]
     assert json.loads(joined.payload) == {"id": "a", "created": 2, "choices": [call, other]}
@@ -260,7 +280,7 @@ def test_an_answer_that_begins_only_now_is_of_any_shape() -> None:
 def test_a_text_behind_signed_thinking_can_go_on() -> None:
     found = kept(chunk(reasoning_content="hm"), chunk(thinking_blocks=[{"type": "thinking", "signature": "s"}]))
     found.note([chunk("one "), chunk("two")])
-    assert (found.said, found.why_not) == (Said("one two", "hm", 3), None)
+    assert (found.partial, found.obstacle) == (PartialAnswer("one two", "hm", 3), None)
 
 
 @pytest.mark.parametrize(
@@ -270,8 +290,8 @@ def test_a_text_behind_signed_thinking_can_go_on() -> None:
 def test_signed_thinking_without_a_text_behind_it_cannot_go_on(blocks: list[Any], behind: list[Data]) -> None:
     """The caller has a block of this answer, and no message holds those of two."""
     found = kept(chunk("", role="assistant"), chunk(thinking_blocks=blocks), *behind)
-    assert not found.said.content
-    assert (found.why_not, found.has_begun) == ("shape", True)
+    assert not found.partial.content
+    assert (found.obstacle, found.has_begun) == ("shape", True)
 
 
 @pytest.mark.parametrize(
@@ -283,22 +303,22 @@ def test_signed_thinking_without_a_text_behind_it_cannot_go_on(blocks: list[Any]
         (Data(b"[]", DeltaKind.CONTENT), "malformed"),
         (Data(b'{"choices":[{},{}]}', DeltaKind.CONTENT), "malformed"),
         (Data(b'{"choices":[1]}', DeltaKind.CONTENT), "malformed"),
-        (chunk("x" * (MAX_SAID_CHARACTERS + 1)), "too_long"),
+        (chunk("x" * (MAX_CHARACTERS + 1)), "too_long"),
     ],
 )
 def test_answers_that_cannot_go_on_are_told_apart(frame: Data, reason: str) -> None:
     found = kept(chunk("x"), frame, chunk("y"))
-    assert found.said.is_empty
-    assert (found.why_not, found.has_begun) == (reason, True)
+    assert found.partial.is_empty
+    assert (found.obstacle, found.has_begun) == (reason, True)
 
 
 def test_payloads_become_text_every_so_often() -> None:
     """What is held of a long answer is its text, not its frames."""
-    found = Kept()
-    for _ in range(3 * FOLD):
+    found = SentAnswer()
+    for _ in range(3 * BATCH_SIZE):
         found.note([chunk("x")])
-        assert len(found._pending) < FOLD
-    assert found.said.content == "x" * 3 * FOLD
+        assert len(found._pending) < BATCH_SIZE
+    assert found.partial.content == "x" * 3 * BATCH_SIZE
 
 
 def test_frames_that_differ_in_their_text_alone_are_read_without_parsing() -> None:
@@ -311,19 +331,19 @@ def test_frames_that_differ_in_their_text_alone_are_read_without_parsing() -> No
         return Data(payload.encode(), DeltaKind.CONTENT)
 
     found = kept(plain("one"), plain(' \\"two\\"'), plain("\\ud83d"), plain("\\ude00"), chunk("!"), plain(" é"))
-    assert found.said == Said('one "two"\U0001f600! é', "", 6)
+    assert found.partial == PartialAnswer('one "two"\U0001f600! é', "", 6)
     sly = kept(plain("one"), plain('two","refusal":"no'), plain("three"), plain("four"))
-    assert (sly.said.content, sly.why_not) == ("", "malformed")
+    assert (sly.partial.content, sly.obstacle) == ("", "malformed")
     escaped = kept(plain("\\u0041"), plain("\\u0042"))
-    assert (escaped.said.content, escaped._usual) == ("AB", None)
-    long = kept(plain("one"), plain("x" * MAX_SAID_CHARACTERS), chunk("two"), chunk("three"))
-    assert (long.said.content, long.why_not) == ("", "too_long")
+    assert (escaped.partial.content, escaped._shape) == ("AB", None)
+    long = kept(plain("one"), plain("x" * MAX_CHARACTERS), chunk("two"), chunk("three"))
+    assert (long.partial.content, long.obstacle) == ("", "too_long")
     assert not kept(Comment(b": x\n\n")).has_begun
 
 
 # --- joining ----------------------------------------------------------------------------------------------------------
 def test_a_continuation_of_our_own_is_renamed_and_says_its_role_once() -> None:
-    joined = splice("one ", How.SO_FAR).join(
+    joined = splice("one ", ResumeMethod.CONTINUE).join(
         [
             Comment(b": x\n\n"),
             chunk("", role="assistant", kind=DeltaKind.OTHER),
@@ -344,7 +364,7 @@ def test_a_continuation_of_our_own_is_renamed_and_says_its_role_once() -> None:
 
 
 def test_an_answer_asked_again_keeps_its_role_and_thoughts() -> None:
-    fresh = Splice(Kept(), Said(), How.AGAIN, ())
+    fresh = Splice(SentAnswer(), PartialAnswer(), ResumeMethod.RESTART, ())
     first, second = fresh.join([chunk("", role="assistant"), chunk(reasoning="hm")])
     assert isinstance(first, Data) and isinstance(second, Data)
     assert json.loads(first.payload)["id"] == "b"
@@ -356,37 +376,37 @@ def test_an_answer_asked_again_keeps_its_role_and_thoughts() -> None:
 
 def test_a_thought_about_going_on_is_not_shown() -> None:
     """But one that the answer had not got over is gone on with."""
-    assert splice("one ", How.SO_FAR).join([chunk(reasoning_content="Let me see.")]) == []
-    assert len(splice("", How.SO_FAR, reasoning="hm").join([chunk(reasoning_content=" yes")])) == 1
+    assert splice("one ", ResumeMethod.CONTINUE).join([chunk(reasoning_content="Let me see.")]) == []
+    assert len(splice("", ResumeMethod.CONTINUE, reasoning="hm").join([chunk(reasoning_content=" yes")])) == 1
 
 
 def test_what_a_cloud_read_of_the_answer_counts_as_written() -> None:
-    def counted(how: How, said: str, *counts: int) -> list[int]:
+    def counted(how: ResumeMethod, said: str, *counts: int) -> list[int]:
         (frame,) = splice(said, how).join([usage(*counts)])
         assert isinstance(frame, Data)
         return list(json.loads(frame.payload)["usage"].values())
 
-    assert counted(How.ASKED, "12345678", 20, 5) == [18, 7, 25]
-    assert counted(How.AGAIN, "12345678", 20, 5) == [20, 7, 27]
+    assert counted(ResumeMethod.INSTRUCT, "12345678", 20, 5) == [18, 7, 25]
+    assert counted(ResumeMethod.RESTART, "12345678", 20, 5) == [20, 7, 27]
     odd = Data(b'{"choices":[],"usage":{"prompt_tokens":null}}', DeltaKind.USAGE)
-    (frame,) = splice("x", How.ASKED).join([odd])
+    (frame,) = splice("x", ResumeMethod.INSTRUCT).join([odd])
     assert isinstance(frame, Data)
     assert json.loads(frame.payload)["usage"] == {"prompt_tokens": None}
 
 
 def test_what_is_no_chunk_is_left_to_others() -> None:
     oops = Data(b"oops", DeltaKind.CONTENT)
-    assert splice("x", How.ASKED).join([oops]) == [oops]
+    assert splice("x", ResumeMethod.INSTRUCT).join([oops]) == [oops]
 
 
 def test_a_repetition_is_cut_once_it_is_known() -> None:
-    joint = splice("The wheel turns the stone", How.ASKED)
+    joint = splice("The wheel turns the stone", ResumeMethod.INSTRUCT)
     assert joint.join([chunk("turns the"), chunk(" stone")]) == []
     assert shown(joint.join([chunk(" and grinds"), chunk(" corn.")])) == " and grinds corn."
-    joint = splice("The wheel turns the stone", How.ASKED)
+    joint = splice("The wheel turns the stone", ResumeMethod.INSTRUCT)
     last = joint.join([chunk("the stone"), chunk(finish="length")])
     assert [shown(last), len(last)] == ["", 1]
-    text = splice("one two ", How.PREFILL)
+    text = splice("one two ", ResumeMethod.PREFILL)
     choice = {"index": 0, "text": " three", "finish_reason": None}
     assert shown(text.join([Data(orjson.dumps({"choices": [choice]}), DeltaKind.CONTENT)])) == "three"
 
@@ -413,34 +433,35 @@ def test_how_much_is_repeated(said: str, text: str, final: bool, size: int | Non
     [("one ", " two", False, 1), ("one ", "two", False, 0), ("one\n\n", "\n", False, None), ("one\n\n", "\n", True, 0)],
 )
 def test_white_space_that_a_prefill_may_not_end_in(said: str, text: str, final: bool, size: int | None) -> None:
-    assert white_space(said, text, final) == size
+    assert stripped_white_space(said, text, final) == size
 
 
 @pytest.mark.parametrize(
     ("text", "met"), [("o three", True), ("", None), ("enty", False)], ids=["met", "not known yet", "missed"]
 )
 def test_a_stop_string_across_the_seam(text: str, met: bool | None) -> None:
-    assert across("one tw", text, ("two", "x")) is met
+    assert stop_string_across("one tw", text, ("two", "x")) is met
 
 
 def test_a_cloud_does_not_know_of_a_stop_string_that_had_begun() -> None:
-    joint = splice("one t", How.ASKED, stops=("two",))
+    joint = splice("one t", ResumeMethod.INSTRUCT, stops=("two",))
     assert joint.join([chunk("w")]) == []
     frames = joint.join([chunk("o three"), chunk(" four"), Done()])
     assert [frame.kind if isinstance(frame, Data) else type(frame) for frame in frames] == [DeltaKind.FINISH, Done]
     assert shown(frames) == ""
     assert isinstance(frames[0], Data)
     assert json.loads(frames[0].payload)["choices"][0]["finish_reason"] == "stop"
-    missed = splice("one t", How.ASKED, stops=("two",))
+    missed = splice("one t", ResumeMethod.INSTRUCT, stops=("two",))
     assert missed.join([chunk("w")]) == []
     assert shown(missed.join([chunk("enty")])) == "wenty"
-    cut = splice("one t", How.ASKED, stops=("two",))
+    cut = splice("one t", ResumeMethod.INSTRUCT, stops=("two",))
     assert shown(cut.join([chunk("w", finish="length")])) == "w"
 
 
 def test_the_seam_is_told_in_a_comment() -> None:
     assert (
-        hop_comment("local/demo", 7, "read").frame == b": headgate resumed on local/demo after 7 characters (read)\n\n"
+        resume_comment("local/demo", 7, "read").frame
+        == b": headgate resumed on local/demo after 7 characters (read)\n\n"
     )
 
 
@@ -448,8 +469,8 @@ def test_a_completion_without_limit_goes_on_with_local_models_alone() -> None:
     request = completion(max_tokens=-1)
     local = continuation(request, SAID, DEMO, prefills=False)
     assert local is not None
-    assert (local.body["max_tokens"], local.how) == (-1, How.SO_FAR)
+    assert (local.body["max_tokens"], local.method) == (-1, ResumeMethod.CONTINUE)
     assert continuation(request, SAID, GPT, prefills=False) is None
-    thought = continuation(request, Said("", reasoning="hm", tokens=2), GPT, prefills=False)
+    thought = continuation(request, PartialAnswer("", reasoning="hm", tokens=2), GPT, prefills=False)
     assert thought is not None
     assert thought.body["max_tokens"] == -1
