@@ -108,7 +108,7 @@ async def test_comments_behind_the_first_content_are_kept() -> None:
     attempt = Attempt.__new__(Attempt)
     attempt.last, attempt.backlog = True, []
     attempt._begun = True
-    attempt._lease = SimpleNamespace(heard=lambda _: None)  # type: ignore[assignment]
+    attempt._lease = SimpleNamespace(first_byte=lambda _: None)  # type: ignore[assignment]
     attempt._state = SimpleNamespace(context=SimpleNamespace(silence_seconds=None), began=1e12)  # type: ignore[assignment]
     attempt.reader = listening(Heard(PING + ROLE + PROGRESS + WORD + PROGRESS + WORD))
     await attempt.open(forward_comments=True)
