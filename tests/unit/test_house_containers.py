@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import pytest
 import yaml
 
 from gateway.settings import GatewayConfig
+from headgate.build import KEEP_STORES
 from headgate.cli.main import VERBS, verb_parser
 from headgate.shared.units import parse_duration
 from inference.environment_settings import InferenceSettings, environment_names
@@ -303,6 +306,33 @@ def test_the_services_declare_metrics_of_the_contract_only() -> None:
         assert declared <= METRICS, declared - METRICS
 
 
+def _engine_arguments(machine: str, folder: Path, macros: str) -> list[str]:
+    """What docker/engine_arguments.sh prints where the compiler predefines `macros`."""
+    compiler = folder / "c++"
+    compiler.write_text(f"#!/bin/sh\ncat <<'EOF'\n#define __OPTIMIZE__ 1\n{macros}\nEOF\n")
+    compiler.chmod(0o755)
+    script = ROOT / "docker" / "engine_arguments.sh"
+    environ = {**os.environ, "CXX": str(compiler)}
+    done = subprocess.run(["sh", str(script), machine], capture_output=True, text=True, check=True, env=environ)
+    return shlex.split(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("machine", "macros", "has_flags"),
+    [
+        ("x86_64", "#define __GNUC__ 12", True),
+        ("x86_64", "#define __GNUC__ 13", False),
+        ("x86_64", "#define __GNUC__ 4\n#define __clang__ 1", False),
+        ("x86_64", "", False),
+        ("aarch64", "#define __GNUC__ 12", False),
+    ],
+)
+def test_images_from_gcc_before_13_keep_the_stores_that_amx_needs(
+    machine: str, macros: str, has_flags: bool, tmp_path: Path
+) -> None:
+    assert (f"-DCMAKE_CXX_FLAGS={KEEP_STORES}" in _engine_arguments(machine, tmp_path, macros)) is has_flags
+
+
 @pytest.mark.parametrize(
     ("machine", "expected"),
     [
@@ -313,10 +343,10 @@ def test_the_services_declare_metrics_of_the_contract_only() -> None:
         ("aarch64", set()),
     ],
 )
-def test_images_hold_code_for_every_cpu(machine: str, expected: set[str]) -> None:
+def test_images_hold_code_for_every_cpu(machine: str, expected: set[str], tmp_path: Path) -> None:
     """Nothing is compiled for the CPU that builds the image; on x86-64 the fastest code is chosen at start."""
-    script = ROOT / "docker" / "engine_arguments.sh"
-    done = subprocess.run(["sh", str(script), machine], capture_output=True, text=True, check=True)
-    assert set(done.stdout.split()) == {"-DGGML_RPC=ON", "-DGGML_NATIVE=OFF", *expected}
+    assert set(_engine_arguments(machine, tmp_path, "#define __GNUC__ 14")) == {
+        "-DGGML_RPC=ON", "-DGGML_NATIVE=OFF", *expected,
+    }  # fmt: skip
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8")
     assert "!docker/engine_arguments.sh" in ignored
