@@ -24,7 +24,7 @@ from inference.worker.engine.vision_context import SightedBackend, picture_finde
 from inference.worker.llama.context import Context
 from inference.worker.loading import Loaded
 from inference.worker.prompt.prompts import TOKENIZER_STACK_BYTES, Prompts
-from inference.worker.prompt.templates import ChatTemplate
+from inference.worker.prompt.templates import ControlTextSplitter
 from inference.worker.prompt.vision import Sight
 from inference.worker.sampling.constrained_sampler import ConstrainedSampler
 from inference.worker.sampling.sampling import ChainSampler, dry_of
@@ -134,5 +134,5 @@ def _reranker(loaded: Loaded) -> Reranker | None:
     if "rerank" not in loaded.facts.capabilities:
         return None
     model = loaded.model
-    defused = ChatTemplate("", bos="", eos="", control_texts=model.control_texts).defused
+    defused = ControlTextSplitter(model.control_texts).pieces
     return Reranker(model, loaded.facts, model.rerank_template, defused)

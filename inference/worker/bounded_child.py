@@ -1,7 +1,7 @@
-"""Asks a child process that the system may end, one question after the other; knows no question and no answer.
+"""A child process with limits on time and memory that answers one request after the other.
 
-Some work on what strangers wrote takes exponential time or memory within one call, in which a thread cannot be stopped.
-A process can: what ends the child under its limits would have ended the worker.
+Some inputs take exponential time or memory within one call of a library. A thread cannot be stopped there, a process
+can.
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ from collections.abc import Callable
 from typing import BinaryIO
 
 WALL_SECONDS = 30.0
-"""For one answer, on a machine that has no time for it."""
+"""Upper bound for one answer, also on a busy machine."""
 IDLE_SECONDS = 60.0
-"""The process ends when nothing came for so long."""
+"""The process ends after this time without a request."""
 _HEAD = struct.Struct("<I")
 
 
 class OverLimitsError(Exception):
-    """The answer did not come within the limits."""
+    """The child reached its limits before it answered."""
 
 
-class _LeftError(Exception):
-    """The process left in good order before it read the question."""
+class _IdleExitError(Exception):
+    """The process had ended, because it was idle, before it read the request."""
 
 
 class BoundedChild:
-    """The parent's side. One thread at a time may ask."""
+    """The parent's side. One thread at a time may call it."""
 
     def __init__(self, module: str, orders: str) -> None:
-        """`module` is run with `orders` as its argument and has to call `serve`, with the first question."""
+        """`module` is run with `orders` as its argument when the first request comes, and has to call `serve`."""
         self._argv = [sys.executable, "-m", module, orders]
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, question: bytes) -> bytes:
-        """The answer; raises OverLimitsError, or OSError without a process."""
+    def call(self, request: bytes) -> bytes:
+        """The answer to `request`; raises OverLimitsError, or OSError when no process can be started."""
         try:
-            return self._asked(question)
-        except _LeftError:  # it had nothing to do for too long
+            return self._call(request)
+        except _IdleExitError:
             self.close()
         try:
-            return self._asked(question)
-        except _LeftError:
+            return self._call(request)
+        except _IdleExitError:
             self.close()
             raise OverLimitsError from None
 
     def close(self) -> None:
-        """Ends the process; so does the end of this object, or of the program."""
+        """Ends the process. The end of this object or of the program does so too."""
         if self._process is not None:
             self._process = None
             self._finalizer()
 
-    def _asked(self, question: bytes) -> bytes:
+    def _call(self, request: bytes) -> bytes:
         if self._process is None:
             self._process = subprocess.Popen(
                 self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -72,7 +72,7 @@ class BoundedChild:
         timer = threading.Timer(WALL_SECONDS, process.kill)
         timer.start()
         try:
-            process.stdin.write(_HEAD.pack(len(question)) + question)
+            process.stdin.write(_HEAD.pack(len(request)) + request)
             process.stdin.flush()
             head = process.stdout.read(_HEAD.size)
             size = _HEAD.unpack(head)[0] if len(head) == _HEAD.size else -1
@@ -80,7 +80,7 @@ class BoundedChild:
             if not head and process.wait() == 0:
                 raise BrokenPipeError
         except BrokenPipeError:
-            raise _LeftError from None
+            raise _IdleExitError from None
         finally:
             timer.cancel()
         if len(answer) != size:
@@ -93,16 +93,23 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
     for stream in (process.stdin, process.stdout):
-        with contextlib.suppress(BrokenPipeError):  # what it did not read is lost on purpose
+        with contextlib.suppress(BrokenPipeError):  # unread requests are dropped
             assert stream is not None
             stream.close()
 
 
-def serve(answer: Callable[[bytes], bytes], *, cpu_seconds: float, memory_bytes: int, stack_bytes: int) -> None:
-    """The child's side: answers until its input ends or nothing comes, on a thread with a stack of `stack_bytes`.
+def serve(
+    answer: Callable[[bytes], bytes],
+    *,
+    cpu_seconds: float,
+    memory_bytes: int,
+    stack_bytes: int,
+    idle_seconds: float = IDLE_SECONDS,
+) -> None:
+    """The child's side: answers requests on a thread with a stack of `stack_bytes`, until its input ends or it is idle.
 
-    `cpu_seconds` are for one answer: a signal that nobody handles ends the process. `memory_bytes` are of address
-    space, the stack included.
+    `cpu_seconds` limits the computing time of one answer: an unhandled signal ends the process. `memory_bytes` limits
+    the address space, which includes the stack.
     """
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -111,27 +118,29 @@ def serve(answer: Callable[[bytes], bytes], *, cpu_seconds: float, memory_bytes:
     threading.stack_size(stack_bytes)
     stdin = os.fdopen(0, "rb", closefd=False)
     stdout = os.fdopen(1, "wb", closefd=False)
-    left = threading.Event()
+    done = threading.Event()
 
     def work() -> None:
-        _answer(answer, cpu_seconds, stdin, stdout)
-        left.set()
+        _answer(answer, cpu_seconds, idle_seconds, stdin, stdout)
+        done.set()
 
     server = threading.Thread(target=work)
     server.start()
     server.join()
-    if not left.is_set():
-        os._exit(1)  # it had no memory to answer with
+    if not done.is_set():
+        os._exit(1)  # the thread ran out of memory
 
 
-def _answer(answer: Callable[[bytes], bytes], cpu_seconds: float, stdin: BinaryIO, stdout: BinaryIO) -> None:
-    while select.select([stdin], [], [], IDLE_SECONDS)[0]:
+def _answer(
+    answer: Callable[[bytes], bytes], cpu_seconds: float, idle_seconds: float, stdin: BinaryIO, stdout: BinaryIO
+) -> None:
+    while select.select([stdin], [], [], idle_seconds)[0]:
         head = stdin.read(_HEAD.size)
         if len(head) < _HEAD.size:
             return
-        question = stdin.read(_HEAD.unpack(head)[0])
+        request = stdin.read(_HEAD.unpack(head)[0])
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-        raw = answer(question)
+        raw = answer(request)
         signal.setitimer(signal.ITIMER_PROF, 0)
         stdout.write(_HEAD.pack(len(raw)) + raw)
         stdout.flush()

@@ -1,10 +1,10 @@
-"""A hostile chat template of a model file is refused in words or renders within bounds; it never ends a worker."""
+"""A hostile chat template of a model file is refused with a message or renders within limits."""
 
 from __future__ import annotations
 
 import pytest
 
-from inference.worker.prompt import rendering
+from inference.worker.prompt.rendering import TemplateProcess
 from inference.worker.prompt.templates import ChatTemplate
 from inference.worker.worker_errors import BadRequestError
 from tests.rigs.damaged_gguf import TEMPLATES
@@ -18,18 +18,19 @@ MORE = {
 
 
 @pytest.mark.parametrize("name", sorted({*TEMPLATES, *MORE}))
-def test_it_is_refused_or_renders(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering, "RENDER_SECONDS", 0.3)
+def test_hostile_template_is_refused_or_renders(name: str) -> None:
     source = {**TEMPLATES, **MORE}[name]
     if isinstance(source, bytes):
         source = source.decode("utf-8", "replace")
     try:
-        template = ChatTemplate(source, bos="<s>", eos="</s>", control_texts=["<s>", "</s>"])
-        said = template.render([{"role": "user", "content": "hello"}], {}, generate=True)
+        template = ChatTemplate(
+            source, bos="<s>", eos="</s>", control_texts=["<s>", "</s>"], process=TemplateProcess(render_seconds=0.3)
+        )
+        pieces = template.render([{"role": "user", "content": "hello"}], {}, generate=True)
     except ValueError as error:
         assert str(error).startswith("the chat template ")
     except BadRequestError as error:
         assert error.message.startswith("the model's chat template refused these messages: ")
     else:
-        assert sum(map(len, said)) <= 2**25
-        assert "uid" not in "".join(said)
+        assert sum(map(len, pieces)) <= 2**25
+        assert "uid" not in "".join(pieces)

@@ -23,9 +23,9 @@ from gateway.routing.refusal import Outcome, no_answer
 from inference.protocol import Code, context_overflow
 from inference.worker.api import generation_body
 from inference.worker.prompt.prompts import Prompts
-from inference.worker.prompt.templates import ChatTemplate
 from inference.worker.worker_errors import BadRequestError
 from inference.worker.worker_requests import Facts
+from tests.rigs.chat_templates import chat_template
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.gateway_rig import CONFIG, KEY, Gateway
 
@@ -54,7 +54,7 @@ class Letters:
 def refused(endpoint: str, **body: Any) -> BadRequestError:
     """How a worker whose model has a context of 10 tokens refuses `body`."""
     facts = Facts("tiny", 10, 300, 64, ("embeddings",) if endpoint == "embedding" else ("chat", "completions"))
-    prompts = Prompts(Letters(), ChatTemplate("{{ messages[0].content }}", bos="", eos="", control_texts=[]), facts)
+    prompts = Prompts(Letters(), chat_template("{{ messages[0].content }}"), facts)
     with pytest.raises(BadRequestError) as caught:
         if endpoint == "embedding":
             prompts.embed(generation_body.embedding(body, facts))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from inference.worker.dialects.answer_parts import Tool, ToolChoice
-from inference.worker.prompt.templates import ChatTemplate
 from inference.worker.worker_errors import BadRequestError
+from tests.rigs.chat_templates import chat_template
 
 FREE = (
     "{{ '[AVAILABLE_TOOLS]' ~ tools }}{% for m in messages %}"
@@ -33,7 +33,7 @@ ASKED: list[dict[str, Any]] = [
 
 def rendered(source: str, *more: str) -> str:
     """The prompt's end, behind what was called."""
-    template = ChatTemplate(source, bos="", eos="", control_texts=[])
+    template = chat_template(source)
     said = [{"role": "user", "content": text} for text in more]
     messages, variables = template.dialect.prepare([*ASKED, *said], [Tool("look")], ToolChoice())
     assert template.dialect.name == "mistral"

@@ -28,7 +28,7 @@ from inference.worker.dialects.plain import Plain
 from inference.worker.dialects.qwenxml import QwenXml
 from inference.worker.dialects.tagged import kind_of, properties_of, types_of
 from inference.worker.dialects.thinking import BRACKETS, TAGS
-from inference.worker.prompt.templates import ChatTemplate
+from tests.rigs.chat_templates import chat_template
 
 GOLDEN = Path(__file__).with_name("golden") / "dialects"
 
@@ -376,7 +376,7 @@ def test_harmony_is_told_of_tools_that_its_template_does_not_present() -> None:
 
 
 def of_template(source: str) -> Dialect:
-    return ChatTemplate(source, bos="", eos="", control_texts=[]).dialect
+    return chat_template(source).dialect
 
 
 @pytest.mark.parametrize(
@@ -481,7 +481,7 @@ def test_a_template_renders_what_was_prepared() -> None:
         "{% for c in m.tool_calls %}<tool_call>{{ c.function.arguments | tojson }}</tool_call>{% endfor %}\n"
         "{% endfor %}"
     )
-    template = ChatTemplate(source, bos="", eos="", control_texts=[])
+    template = chat_template(source)
     messages, variables = template.dialect.prepare(asked(called(("a", "now", '{"zone": 1}'))), TOOLS, AUTO)
     text = "".join(template.render(messages, variables, generate=True))
     assert template.dialect.name == "hermes"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from inference.worker.api.rerank_api import MAX_DOCUMENTS, Reranker
-from inference.worker.prompt.templates import ChatTemplate
+from inference.worker.prompt.templates import ControlTextSplitter
 from inference.worker.worker_errors import BadRequestError
 from inference.worker.worker_requests import Facts
 
@@ -38,7 +38,7 @@ class Letters:
 
 
 def reranker(tokenizer: Letters | None = None, template: str | None = None) -> Reranker:
-    defused = ChatTemplate("", bos="", eos="", control_texts=["<turn>"]).defused
+    defused = ControlTextSplitter(["<turn>"]).pieces
     return Reranker(tokenizer or Letters(), FACTS, template, defused)
 
 

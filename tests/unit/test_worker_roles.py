@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference.worker.dialects.conversation import Roles, arranged, needs_arranging
-from inference.worker.prompt.templates import ChatTemplate
 from inference.worker.worker_errors import BadRequestError
+from tests.rigs.chat_templates import chat_template
 
 ALL = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 ONE_SYSTEM = (
@@ -44,7 +44,7 @@ def said(*turns: str) -> list[dict[str, Any]]:
 
 
 def prompt(source: str, *turns: str) -> str:
-    template = ChatTemplate(source, bos="", eos="", control_texts=[])
+    template = chat_template(source)
     return "".join(template.render(said(*turns), {}, generate=True))
 
 

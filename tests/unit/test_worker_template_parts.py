@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from inference.worker.prompt.templates import ChatTemplate
 from inference.worker.worker_errors import BadRequestError
+from tests.rigs.chat_templates import chat_template
 from tests.rigs.tiny_gguf import CHATML
 
 PARTS = (
@@ -20,7 +20,7 @@ EITHER = (
 
 
 def rendered(source: str, *texts: str) -> list[str]:
-    template = ChatTemplate(source, bos="", eos="", control_texts=["<|end|>"])
+    template = chat_template(source, control_texts=("<|end|>",))
     return template.render([{"role": "user", "content": text} for text in texts], {}, generate=True)
 
 

@@ -8,16 +8,22 @@ from typing import Any
 import pytest
 
 from inference.worker.api import generation_body
-from inference.worker.prompt import rendering, template_metering, template_sandbox
 from inference.worker.prompt.prompts import Prompts
+from inference.worker.prompt.rendering import TemplateProcess
 from inference.worker.prompt.templates import ChatTemplate
 from inference.worker.worker_errors import BadRequestError
 from inference.worker.worker_requests import Facts
+from tests.rigs.chat_templates import chat_template
 from tests.rigs.tiny_gguf import CHATML, SPECIALS
 
 
 def template(source: str = CHATML) -> ChatTemplate:
-    return ChatTemplate(source, bos="<s>", eos="</s>", control_texts=SPECIALS)
+    return chat_template(source, bos="<s>", eos="</s>", control_texts=SPECIALS)
+
+
+def limited(source: str, render_seconds: float = 0.3) -> ChatTemplate:
+    """A template in a process of its own with a short limit."""
+    return ChatTemplate(source, bos="", eos="", control_texts=(), process=TemplateProcess(render_seconds))
 
 
 def user(text: str) -> list[dict[str, Any]]:
@@ -116,10 +122,9 @@ def test_a_refusal_of_the_template_is_a_400_in_its_own_words() -> None:
         "{{ 'x'.ljust(99999999999) }}",
     ],
 )
-def test_a_broken_or_hostile_template_is_a_400(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering, "RENDER_SECONDS", 0.3)
-    with pytest.raises(BadRequestError):
-        template(source).render(user("x"), {}, generate=True)
+def test_broken_or_hostile_template_is_a_400(source: str) -> None:
+    with pytest.raises((BadRequestError, ValueError), match=r"the (model's )?chat template"):
+        limited(source).render(user("x"), {}, generate=True)
 
 
 DOUBLED = "{%% set ns = namespace(x='xx') %%}{%% for _ in range(48) %%}%s{%% endfor %%}{{ ns.x | length }}"
@@ -137,15 +142,12 @@ DOUBLED = "{%% set ns = namespace(x='xx') %%}{%% for _ in range(48) %%}%s{%% end
         "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}",
     ],
 )
-def test_a_template_that_doubles_a_text_is_stopped_before_memory_ends(step: str) -> None:
-    """It does not get far where it is paid for, and no further than the limits in a child."""
-    template = template_metering.Frugal().from_string(DOUBLED % step)
-    with pytest.raises(template_metering.CostlyError):
-        template_metering.begin()
-        template.render()
+def test_template_that_doubles_a_text_is_stopped_at_the_memory_limit(step: str) -> None:
+    with pytest.raises(BadRequestError, match=r"out of memory|MiB of memory"):
+        limited(DOUBLED % step, 5.0).render(user("x"), {}, generate=True)
 
 
-def test_texts_are_put_together_as_ever() -> None:
+def test_operators_and_filters_join_texts() -> None:
     source = (
         "{{ 'a' ~ 1 ~ none ~ missing }}{{ 'a' + 'b' }}{{ [1] + [2] }}{{ ['x', 2] | join('-') }}"
         "{{ messages | join(',', attribute='role') }}{{ 'aab' | replace('a', 'c', 1) }}{{ 'aab'.replace('a', '') }}"
@@ -154,20 +156,30 @@ def test_texts_are_put_together_as_ever() -> None:
     assert template(source).render(user("x"), {}, generate=True) == ["a1Noneab[1, 2]x-2usercabb123p.qb"]
 
 
-def test_a_template_that_runs_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread it ran in ends as well."""
-    monkeypatch.setattr(rendering, "RENDER_SECONDS", 0.2)
+def test_template_that_runs_too_long_is_stopped() -> None:
     endless = "{% for a in range(90000) %}{% for b in range(90000) %}{% set c = a * b %}{% endfor %}{% endfor %}"
     started = time.monotonic()
     with pytest.raises(BadRequestError, match="longer than"):
-        template(endless).render(user("x"), {}, generate=True)
+        limited(endless, 0.2).render(user("x"), {}, generate=True)
     assert time.monotonic() - started < 5
 
 
-def test_a_template_that_writes_too_much_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_sandbox, "MAX_RENDERED_CHARS", 1000)
-    with pytest.raises(BadRequestError, match="1000 characters"):
-        template("{% for a in range(9999) %}xxxxxxxxxx{% endfor %}").render(user("x"), {}, generate=True)
+def test_template_that_writes_too_much_is_stopped() -> None:
+    with pytest.raises(BadRequestError, match="33554432 characters"):
+        template("{% for a in range(9999) %}{{ 'x' * 9999 }}{% endfor %}").render(user("x"), {}, generate=True)
+
+
+def test_template_is_usable_after_a_rendering_was_stopped() -> None:
+    """The next request gets a new process."""
+    source = "{% if messages[0].content == 'x' %}{{ 10 ** (99999999 * loops) }}{% endif %}done"
+    stopped = limited(source)
+    with pytest.raises(BadRequestError, match="longer than"):
+        stopped.render(user("x"), {"loops": 1}, generate=True)
+    assert stopped.render(user("y"), {}, generate=True) == ["done"]
+
+
+def test_lone_surrogates_of_a_template_are_replaced() -> None:
+    assert template("{{ '\\ud800' }}x").render(user("x"), {}, generate=True) == ["?x"]
 
 
 def test_a_template_that_does_not_compile_says_so() -> None:

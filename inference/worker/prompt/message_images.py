@@ -1,4 +1,4 @@
-"""Takes the images out of chat messages: `data:` URLs to bytes, within bounds; never decodes and never fetches one."""
+"""Extracts the images of chat messages: `data:` URLs become files within limits."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class ImageParts:
 
     def take(self, part: Any, at: str) -> str:
         """The marker, once the image in an `image_url` part was taken; raises BadRequestError."""
-        said = part.get("image_url")
-        url = said.get("url") if isinstance(said, dict) else said
+        image_url = part.get("image_url")
+        url = image_url.get("url") if isinstance(image_url, dict) else image_url
         where = f"{at}.image_url"
         if not isinstance(url, str):
             raise BadRequestError(f'{where} must be {{"url": "data:image/png;base64,..."}}', where)

@@ -344,6 +344,6 @@ def _opened(template: ChatTemplate, message: Mapping[str, Any], opened: str) -> 
     begun = template.dialect.begun(message, opened=opened)
     pieces = [""]
     for part in begun.parts:
-        first, *rest = [part.text] if isinstance(part, Marker) else template.defused(part.text)
+        first, *rest = [part.text] if isinstance(part, Marker) else template.pieces(part.text)
         pieces = [*pieces[:-1], pieces[-1] + first, *rest]
     return begun.opened[-OPENED_CHARS:], pieces

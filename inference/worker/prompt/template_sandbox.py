@@ -1,40 +1,45 @@
-"""What a chat template finds when it runs: filters, functions, tags, no way out of the sandbox; bounds nothing."""
+"""The Jinja environment of chat templates, and the child process that renders in it."""
 
 from __future__ import annotations
 
 import datetime
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import jinja2
 import jinja2.ext
+import orjson
 from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from inference.worker import bounded_child
+
 MAX_RENDERED_CHARS = 1 << 25
 MAX_PROBLEM_CHARS = 10_000
+STACK_BYTES = 64 << 20
+IDLE_SECONDS = 600.0
+"""The child takes 14 MB and 60 ms to start."""
 
 
 class TooLongError(Exception):
-    """A template wrote more text than any context holds."""
+    """The text is longer than any context."""
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """As model authors expect it."""
+    """A sandboxed environment with the options, filters and functions of the transformers library."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation], **options
-        )
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
         self.filters["tojson"] = to_json
         self.globals["raise_exception"] = raise_exception
         self.globals["strftime_now"] = strftime_now
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what a training run learns from; for a prompt it is its content."""
+    """`{% generation %}` marks text for training; in a prompt it stands for its content."""
 
     tags = frozenset(["generation"])  # type: ignore[assignment]
 
@@ -57,7 +62,7 @@ def written(template: jinja2.Template, variables: dict[str, Any]) -> str:
 
 
 def problem(error: Exception) -> str:
-    """What went wrong in a template, in its own words where it has any."""
+    """The message of a template's error."""
     if isinstance(error, TooLongError):
         return f"it wrote more than {MAX_RENDERED_CHARS} characters"
     if isinstance(error, MemoryError):
@@ -68,12 +73,12 @@ def problem(error: Exception) -> str:
 
 
 def raise_exception(message: str) -> None:
-    """A template refuses the messages."""
+    """Refuses the messages; called by templates."""
     raise jinja2.TemplateError(message)
 
 
 def strftime_now(format: str) -> str:
-    """The time, where the machine is."""
+    """The local time; called by templates."""
     return datetime.datetime.now().astimezone().strftime(format)
 
 
@@ -85,14 +90,61 @@ def to_json(
     sort_keys: bool = False,
     **_options: Any,
 ) -> str:
-    """Plain JSON, not the HTML-safe form of Jinja's own filter, with the options that model authors know it by."""
+    """JSON as the transformers library writes it, without the HTML escapes of Jinja's own filter."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_listed
     )
 
 
 def _listed(value: Any) -> list[Any]:
-    """What `map` and its like give is written as a list."""
+    """Iterators, such as the results of `map`, are written as lists."""
     if isinstance(value, Iterator):
         return list(value)
     raise TypeError(f"{type(value).__name__} is not JSON serializable")
+
+
+def _compiled(source: str) -> jinja2.Template:
+    """The compiled template; raises ValueError with a sentence."""
+    try:
+        return Sandbox().from_string(source)
+    except (RecursionError, MemoryError) as error:
+        raise ValueError(f"the chat template is nested too deeply ({type(error).__name__})") from None
+    except Exception as error:
+        raise ValueError(f"the chat template does not compile: {error}") from None
+
+
+def main(argv: list[str]) -> None:
+    """The child: answers questions `[source, variables]` with `["text", "refused" or "invalid", text]`."""
+    cpu_seconds, memory_bytes = orjson.loads(argv[0])
+    compiled: dict[str, jinja2.Template] = {}
+
+    def answer(question: bytes) -> bytes:
+        source, variables = orjson.loads(question)
+        try:
+            if source not in compiled:
+                compiled[source] = _compiled(source)
+            result = ("text", "" if variables is None else written(compiled[source], variables))
+        except ValueError as error:
+            result = ("refused" if source in compiled else "invalid", problem(error))
+        except Exception as error:
+            result = ("refused", problem(error))
+        return _encoded(*result)
+
+    bounded_child.serve(
+        answer,
+        cpu_seconds=cpu_seconds,
+        memory_bytes=memory_bytes,
+        stack_bytes=STACK_BYTES,
+        idle_seconds=IDLE_SECONDS,
+    )
+
+
+def _encoded(kind: str, text: str) -> bytes:
+    try:
+        return orjson.dumps([kind, text])
+    except orjson.JSONEncodeError:  # a lone surrogate, which a template can produce
+        return orjson.dumps([kind, text.encode("utf-8", "replace").decode()])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,8 +1,8 @@
-"""Makes a prompt of messages with a model's chat template; never tokenizes and never trusts content.
+"""Renders messages with a model's chat template.
 
-A message may contain the text of a control token (`<|im_end|>`). Rendered as it is, it would end its turn. Such texts
-are broken up by a marker before rendering; afterwards the prompt is cut at the markers and each piece is tokenized by
-itself, so that a control token can only come from the template.
+A message may contain the text of a control token (`<|im_end|>`), which would end its turn. Such texts are split by a
+marker before rendering. The rendered prompt is cut at the markers and each piece is tokenized separately, so that
+control tokens come from the template alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from inference.worker.dialects.conversation import (
     needs_arranging,
     said_in_results,
 )
-from inference.worker.prompt.rendering import OverLimitsError, RefusedError, Rendering
+from inference.worker.prompt.rendering import OverLimitsError, RefusedError, Rendering, TemplateProcess
 from inference.worker.worker_errors import BadRequestError
 
 MAX_TEMPLATE_CHARS = 1 << 20
@@ -42,6 +42,35 @@ class _Wants:
     nones: bool = True
 
 
+class ControlTextSplitter:
+    """Splits texts of control tokens by a secret marker, so that they are tokenized as plain text."""
+
+    def __init__(self, control_texts: Sequence[str]) -> None:
+        self.marker = f"hg{secrets.token_hex(12)}"
+        texts = [text for text in control_texts if len(text) > 1]
+        self._control = re.compile("|".join(re.escape(text) for text in texts)) if texts else None
+
+    def pieces(self, text: str) -> list[str]:
+        """`text` in pieces that contain no text of a control token."""
+        return str(self.split(text)).split(self.marker)
+
+    def split(self, value: Any) -> Any:
+        """`value`, which is JSON, with the marker inside each text of a control token."""
+        if isinstance(value, str):
+            if self._control is None:
+                return value
+            # A marker after the first character can join the rest to its neighbors, so the result is checked again.
+            split = value
+            while (again := self._control.sub(lambda m: m[0][0] + self.marker + m[0][1:], split)) != split:
+                split = again
+            return split
+        if isinstance(value, Mapping):
+            return {self.split(name): self.split(item) for name, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.split(item) for item in value]
+        return value
+
+
 class ChatTemplate:
     """A compiled template. Thread-safe."""
 
@@ -53,22 +82,25 @@ class ChatTemplate:
         eos: str,
         control_texts: Sequence[str],
         with_tools: ChatTemplate | None = None,
+        process: TemplateProcess | None = None,
     ) -> None:
-        """`with_tools` is the file's other template, for requests with tools, where it has one.
+        """`with_tools` is the file's other template, for requests with tools, where it has one. `process` renders; by
+        default it is that of `with_tools` or a new one.
 
         Raises ValueError with a sentence when the template does not compile or is too long.
         """
         if len(source) > MAX_TEMPLATE_CHARS:
             raise ValueError(f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS} are read")
         self.with_tools = self if with_tools is None else with_tools
-        self._rendering = Rendering(source)
-        self._hopeless = ""
+        if process is None:
+            process = TemplateProcess() if with_tools is None else with_tools.process
+        self.process: TemplateProcess = process
+        self._rendering = Rendering(source, process)
+        self._over_limits = ""
         self._source = source
         self._control_texts = control_texts
         self._special = {"bos_token": bos, "eos_token": eos}
-        self._marker = f"hg{secrets.token_hex(12)}"
-        texts = [text for text in control_texts if len(text) > 1]
-        self._control = re.compile("|".join(re.escape(text) for text in texts)) if texts else None
+        self._splitter = ControlTextSplitter(control_texts)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], *, generate: bool
@@ -87,10 +119,12 @@ class ChatTemplate:
     def _rendered(
         self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], *, generate: bool
     ) -> list[str]:
-        shown = [self._defuse(message) for message in messages]
+        shown = [self._splitter.split(message) for message in messages]
         if self._wants.parts:
             shown = list(map(_in_parts, shown))
-        return self._text(self._variables(shown, arguments, self._wants, generate=generate)).split(self._marker)
+        return self._text(self._variables(shown, arguments, self._wants, generate=generate)).split(
+            self._splitter.marker
+        )
 
     @functools.cached_property
     def dialect(self) -> Dialect:
@@ -98,11 +132,11 @@ class ChatTemplate:
         known = detect(self._source, self._control_texts)
         if not known.writes_tools:
             return known
-        messages, variables = known.prepare([_said("Hi")], [Tool(_PROBE)], ToolChoice())
+        messages, variables = known.prepare([_user_message("Hi")], [Tool(_PROBE)], ToolChoice())
         try:
             presents = _PROBE in "".join(self.render(messages, variables, generate=True))
         except BadRequestError:
-            presents = self._refuses([_said("Hi")], {})  # then it is not for the tool
+            presents = self._refuses([_user_message("Hi")], {})  # then it is not for the tool
         return known if presents else detect(self._source, self._control_texts, presents=False)
 
     @functools.cached_property
@@ -110,27 +144,27 @@ class ChatTemplate:
         """Whether only an answer may follow a call's result, as in templates that insist on turns that alternate."""
         call = {"id": "hgprobe00", "function": {"name": _PROBE, "arguments": {}}}
         turns = [
-            _said("Hi"),
+            _user_message("Hi"),
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "tool_call_id": call["id"], "content": _PROBE},
         ]
         tools = [Tool(_PROBE)]
-        shown, variables = self.dialect.prepare([*turns, _said("Hi")], tools, ToolChoice())
+        shown, variables = self.dialect.prepare([*turns, _user_message("Hi")], tools, ToolChoice())
         return self._refuses(shown, variables) and not self._refuses(said_in_results(shown), variables)
 
     @functools.cached_property
     def _roles(self) -> Roles:
         """Which orders of roles the template shows; all of them where it does not even show a single message."""
         probe, answer = {"role": "system", "content": _PROBE}, {"role": "assistant", "content": "Hi"}
-        user = _said("Hi")
-        if not self._shows([_said(_PROBE)]):
+        user = _user_message("Hi")
+        if not self._shows([_user_message(_PROBE)]):
             return Roles()
         first_system = self._shows([probe, user])
         begin = [{**probe, "content": "Hi"}] if first_system else []
         later_system = self._shows([*begin, user, probe, answer, user]) and self._shows(
             [*begin, user, answer, probe, user]
         )
-        neighbors = self._shows([user, _said(_PROBE)]) and self._shows(
+        neighbors = self._shows([user, _user_message(_PROBE)]) and self._shows(
             [user, answer, {**answer, "content": _PROBE}, user]
         )
         return Roles(first_system, later_system, neighbors)
@@ -157,12 +191,12 @@ class ChatTemplate:
         costs them once and not with every request.
         """
         for wants in (_Wants(), _Wants(parts=True), _Wants(nones=False), _Wants(parts=True, nones=False)):
-            message = _in_parts(_said(_PROBE)) if wants.parts else _said(_PROBE)
+            message = _in_parts(_user_message(_PROBE)) if wants.parts else _user_message(_PROBE)
             try:
                 if _PROBE in self._rendering.text(self._variables([message], {}, wants, generate=True)):
                     return wants
             except OverLimitsError as error:
-                self._hopeless = str(error)
+                self._over_limits = str(error)
                 break
             except RefusedError:
                 pass
@@ -173,43 +207,27 @@ class ChatTemplate:
     ) -> dict[str, Any]:
         return {
             **({"tools": None, "documents": None} if wants.nones else {}),
-            **{name: self._defuse(value) for name, value in arguments.items()},
+            **{name: self._splitter.split(value) for name, value in arguments.items()},
             **self._special,
             "messages": messages,
             "add_generation_prompt": generate,
         }
 
-    def defused(self, text: str) -> list[str]:
-        """`text` of a caller in pieces none of which contains the text of a control token."""
-        return str(self._defuse(text)).split(self._marker)
-
-    def _defuse(self, value: Any) -> Any:
-        """`value` with every control token's text in it broken by the marker."""
-        if isinstance(value, str):
-            if self._control is None:
-                return value
-            # Breaking after one character leaves both halves harmless; what they form with their neighbors is cut too.
-            broken = value
-            while (again := self._control.sub(lambda m: m[0][0] + self._marker + m[0][1:], broken)) != broken:
-                broken = again
-            return broken
-        if isinstance(value, Mapping):
-            return {self._defuse(name): self._defuse(item) for name, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self._defuse(item) for item in value]
-        return value
+    def pieces(self, text: str) -> list[str]:
+        """`text` of a request in pieces that contain no text of a control token."""
+        return self._splitter.pieces(text)
 
     def _text(self, variables: Mapping[str, Any]) -> str:
         try:
-            if self._hopeless:
-                raise OverLimitsError(self._hopeless)
+            if self._over_limits:
+                raise OverLimitsError(self._over_limits)
             return self._rendering.text(variables)
         except RefusedError as error:
-            problem = str(error).replace(self._marker, "")[:MAX_PROBLEM_CHARS]
+            problem = str(error).replace(self._splitter.marker, "")[:MAX_PROBLEM_CHARS]
             raise BadRequestError(f"the model's chat template refused these messages: {problem}", "messages") from None
 
 
-def _said(text: str) -> Mapping[str, Any]:
+def _user_message(text: str) -> Mapping[str, Any]:
     return {"role": "user", "content": text}
 
 

@@ -1,6 +1,6 @@
-"""What a model with a projector sees: images become tokens and embeddings, on a thread of their own; never schedules.
+"""Turns images into tokens and embeddings for models with a projector, on a thread of its own.
 
-Encoding an image takes from milliseconds to seconds, so neither the engine nor those who only send text wait for it.
+Encoding an image takes milliseconds to seconds. The engine and requests without images do not wait for it.
 """
 
 from __future__ import annotations
@@ -61,9 +61,10 @@ class Image:
 
 
 class Sight:
-    """`most` is how many tokens an image may have. Pictures live as long as somebody holds their `Image`.
+    """`most` is how many tokens an image may have. Pictures live as long as a reference to
+    their `Image`.
 
-    Its `pulse` tells of encoding as an engine's tells of steps, so that a hung device is noticed here too.
+    `pulse` reports encoding as an engine's pulse reports steps, so that a hung device is noticed here too.
     """
 
     def __init__(
@@ -126,8 +127,8 @@ class Sight:
             self._waiting -= 1
 
     async def off_loop(self, function: Callable[[], T], tenant: str = "") -> T:
-        """What `function` returns, on the thread that sees. What it reads is remembered for that tenant only: how long
-        an image takes would tell whether somebody else has shown it.
+        """What `function` returns, on the thread that sees. What it reads is remembered for that tenant only: the time
+        that an image takes would reveal whether another tenant has sent it.
         """
 
         def work() -> T:
