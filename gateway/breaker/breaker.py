@@ -227,9 +227,9 @@ class Breaker:
         if self._machine.record_failure(now + open_seconds):
             return
         if opens:
-            self._open_reason = "it asked to be left alone"
+            self._open_reason = "the provider rejected further requests"
         elif takes_back:
-            self._open_reason = "its probe's answer broke off"
+            self._open_reason = "the answer of its probe was cut"
         elif self._window.exceeds(rule):
             succeeded, failed = self._window.counts
             self._open_reason = f"{failed} of {succeeded + failed} attempts within {rule.window:.3g} s failed"
@@ -284,9 +284,10 @@ class Breaker:
     @property
     def open_for(self) -> float | None:
         """Seconds until a probe may pass; None when an attempt may pass now. Advisory: the permit decides."""
-        state, now = self.state, self._clock()
+        state = self.state
         if state is CLOSED:
             return None
+        now = self._clock()
         if self._permits.is_probing(now) or (state is OPEN and now < self.storage.open_until):
             return self._retry_in(self._blocked_seconds(now))
         return None

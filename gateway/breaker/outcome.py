@@ -1,7 +1,7 @@
-"""Judges how one attempt ended: a success, a failure (whose), or nobody's business; keeps no state and retries nothing.
+"""Judges how one attempt ended: a success, a failure of the provider or of the (provider, model) pair, or ignored.
 
-The tables below are the whole taxonomy. A failure counts in one of two scopes: the provider (it cannot be reached, or
-fails without naming a reason of ours) or the (provider, model) pair (the provider works, this model does not).
+A failure counts for the provider when it cannot be reached or fails without a named reason, and for the pair when the
+provider works and this model does not.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ LOCAL = "local"
 
 
 MAX_RETRY_AFTER_SECONDS = 3600.0
-"""A longer Retry-After is cut to this, so that no provider's slip closes a tier for a day."""
+"""A longer Retry-After is cut to this: a mistake of a provider must not open its breaker for a day."""
 
 
 REQUEST_TOO_LARGE = "request_too_large"
-"""A cloud's refusal of a request that alone is more than its account may use in a minute."""
+"""A cloud refuses a request that alone exceeds what its account may use in a minute."""
 
 
 class End(StrEnum):
-    """How an attempt ended when it was not the provider that failed it."""
+    """How an attempt ended when the provider did not fail."""
 
     FINISHED = "finished"
-    """the stream's true end, or a whole unary answer"""
+    """the stream was complete, or the unary answer was whole"""
     CLIENT_LEFT = "client_left"
     CALLER_DEADLINE = "caller_deadline"
-    """the caller's own time-out was too short"""
+    """the client's own time-out was too short"""
     SPILLED = "spilled"
-    """we left a request that made progress, because it had waited `load_wait`"""
+    """the request made progress and left the candidate because it had waited `load_wait`"""
     OUT_OF_TIME = "out_of_time"
-    """the request's budget ended before the provider had its fair time"""
+    """the request's budget ended before the provider's own deadline"""
     SHUTTING_DOWN = "shutting_down"
     """the gateway itself stops"""
 
 
 class Observation(NamedTuple):
-    """What the shell saw: `kind` always; the rest as far as the provider said it. `retry_after` is in seconds.
+    """What was seen of the end of an attempt; fields other than `kind` where the provider sent them.
 
-    `cause` is why the worker behind our own service ended, where that is the reason; `full_for` are the priorities for
-    which it says that a model's queue is full.
+    `retry_after` is in seconds. From the inference service: `cause` is why the worker ended, `full_for` the priorities
+    for which a model's queue is full.
     """
 
     kind: End | UpstreamKind
@@ -59,7 +59,7 @@ class Observation(NamedTuple):
 
 
 class Scope(StrEnum):
-    """Whose breaker a failure belongs to."""
+    """The breaker that a failure counts in."""
 
     PROVIDER = "provider"
     PAIR = "pair"
@@ -69,9 +69,9 @@ class Next(StrEnum):
     """What the chain does after an ignored outcome."""
 
     STOP = "stop"
-    """nobody waits for an answer any more, or time is up"""
+    """the client is gone, or the time is up"""
     PASS_ON = "pass_on"
-    """the caller gets the provider's own 4xx; no other tier is asked"""
+    """the client gets the provider's 4xx; no other tier is tried"""
     NEXT_TIER = "next_tier"
 
 
@@ -116,24 +116,26 @@ NEXT: Mapping[Reason, Next] = {
 }
 
 
-OF_THIS_TIER = frozenset({Reason.UNSUPPORTED, Reason.TOO_LARGE})
-"""A 4xx that another tier may not share; the caller reads it where no other is left."""
+TIER_SPECIFIC = frozenset({Reason.UNSUPPORTED, Reason.TOO_LARGE})
+"""A 4xx that another tier may not share; the client gets it when no other tier is left."""
 
 
 @dataclass(frozen=True, slots=True)
 class Success:
-    """The answer came whole."""
+    """The answer was whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The tier is to blame. `retry_after` (seconds) is the provider's own word on when to come back.
+    """The tier failed.
 
-    `opens`: the pair's breaker opens at once, for `retry_after` (a cloud that says when) or else as long as usual.
-    `reached`: the provider itself answered, which is a success in its scope. `pair_too`: it may as well be this model
-    alone (a 5xx that names no reason, a stream that ended early), so that it counts in both scopes; otherwise another
-    model's successes would hide it. `broke`: the attempt was running and something broke it off; one such event may
-    break many. `needs_memory`: our own service refused it for lack of memory, so that a plan tells when that is over.
+    `retry_after`: the provider's own Retry-After, in seconds.
+    `opens`: the pair's breaker opens at once, for `retry_after` or else for the usual time.
+    `reached`: the provider itself answered, which is a success in its scope.
+    `pair_too`: it counts in both scopes, because only this model may fail (a 5xx without a named reason, a cut stream);
+    otherwise successes of another model would hide it.
+    `broke`: it ended a running attempt; one event may end many.
+    `needs_memory`: the inference service refused memory, so that a placement plan shows when it is over.
     """
 
     scope: Scope
@@ -147,9 +149,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Ignore:
-    """No breaker moves. A queue is full: for `skip_seconds` requests of
-    the priorities `full_for` skip the tier.
-    """
+    """No breaker counts it. If a queue is full, requests of priorities `full_for` skip the tier for `skip_seconds`."""
 
     reason: Reason
     skip_seconds: float | None = None
@@ -157,7 +157,7 @@ class Ignore:
 
     @property
     def next(self) -> Next:
-        """What the chain does now."""
+        """What the chain does next."""
         return NEXT[self.reason]
 
 
@@ -180,11 +180,11 @@ _TRANSPORT: Mapping[UpstreamKind, Scope] = {
     UpstreamKind.EMPTY: Scope.PAIR,
 }
 
-# What a provider says by name outweighs the status it says it with.
+# A named code outweighs the status.
 _BY_CODE: Mapping[str, Scope | Reason] = {
     Code.CONTEXT_LENGTH_EXCEEDED: Reason.CONTEXT_LENGTH,
     Code.UNSUPPORTED_PARAMETER: Reason.UNSUPPORTED,
-    "unsupported_value": Reason.UNSUPPORTED,  # OpenAI: the model has no such value, as another one has
+    "unsupported_value": Reason.UNSUPPORTED,  # OpenAI: another model may have this value
     "array_above_max_length": Reason.UNSUPPORTED,
     REQUEST_TOO_LARGE: Reason.TOO_LARGE,
     "content_filter": Reason.CONTENT_POLICY,
@@ -193,7 +193,7 @@ _BY_CODE: Mapping[str, Scope | Reason] = {
     Code.MODEL_NOT_FOUND: Reason.NOT_FOUND,
 }
 
-# Only our own service is believed when it uses Headgate's codes.
+# Headgate's codes count only from the inference service.
 _BY_LOCAL_CODE: Mapping[str, Scope | Reason] = {
     Code.MEMORY_LIMIT_EXCEEDED: Scope.PAIR,
     Code.DEVICE_LOST: Scope.PAIR,
@@ -206,16 +206,15 @@ _BY_LOCAL_CODE: Mapping[str, Scope | Reason] = {
 }
 
 _BREAKING = frozenset({Code.MODEL_FAILED, Code.DEVICE_LOST})
-"""The worker or its device died under the request, and under every other one it was answering. So does a load that
-the device refused: everybody who waited for it is told by the same event."""
+"""The worker or its device died, which ends all its requests by one event."""
 
-NO_MONEY = 402
-"""The account is empty: one answer says that all others will be the same."""
+PAYMENT_REQUIRED = 402
+"""The account is empty: further requests would fail too."""
 
 _BY_STATUS: Mapping[int, Scope | Reason] = {
     400: Reason.BAD_REQUEST,
     401: Reason.MISCONFIGURED,
-    NO_MONEY: Scope.PAIR,
+    PAYMENT_REQUIRED: Scope.PAIR,
     403: Reason.MISCONFIGURED,
     404: Reason.NOT_FOUND,
     405: Reason.MISCONFIGURED,
@@ -230,11 +229,11 @@ _BY_STATUS: Mapping[int, Scope | Reason] = {
 }
 
 
-def is_operators(verdict: Verdict, seen: Observation) -> bool:
-    """Whether only the operator can mend it: a bad key, wrong settings, an empty account."""
+def needs_operator(verdict: Verdict, seen: Observation) -> bool:
+    """Whether only the operator can correct it: a bad key, wrong settings, an empty account."""
     if isinstance(verdict, Ignore):
         return verdict.reason is Reason.MISCONFIGURED
-    return isinstance(verdict, Failure) and seen.status == NO_MONEY
+    return isinstance(verdict, Failure) and seen.status == PAYMENT_REQUIRED
 
 
 def judge(seen: Observation) -> Verdict:
@@ -259,9 +258,9 @@ def _judge_answer(seen: Observation) -> Verdict:
         return Ignore(ruling, wait, seen.full_for) if ruling is Reason.QUEUE_FULL else Ignore(ruling)
     named = ruling is Scope.PAIR or (seen.is_local and seen.code == Code.SHUTTING_DOWN)
     broke = seen.is_local and (seen.code in _BREAKING or seen.cause == ExitCause.OOM_LOAD)
-    if seen.status == NO_MONEY:
+    if seen.status == PAYMENT_REQUIRED:
         return Failure(Scope.PAIR, wait or None, opens=True, reached=True)
-    opens = bool(wait) and not seen.is_local  # ours is probed at no cost, and has rules of its own
+    opens = bool(wait) and not seen.is_local  # the inference service is probed instead
     return Failure(
         ruling, wait, opens=opens, reached=ruling is Scope.PAIR, pair_too=not named, broke=broke,
         needs_memory=seen.is_local and seen.code == Code.MEMORY_LIMIT_EXCEEDED,

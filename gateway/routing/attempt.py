@@ -10,7 +10,7 @@ from typing import Any
 
 from gateway.apis.openai.frames import Comment, Data, Frame
 from gateway.breaker.breakers import Lease
-from gateway.breaker.outcome import End, Failure, Ignore, Next, Observation, Verdict, is_operators, judge
+from gateway.breaker.outcome import End, Failure, Ignore, Next, Observation, Verdict, judge, needs_operator
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.provider import Provider
 from gateway.routing.budget import Budget, Due
@@ -124,7 +124,7 @@ class Attempt:
             AttemptRecord(candidate.name, outcome, message[:500], round(time.monotonic() - self.began, 6))
         )
         if isinstance(verdict, Failure) or (isinstance(verdict, Ignore) and verdict.next is not Next.STOP):
-            misconfigured = is_operators(verdict, observation)
+            misconfigured = needs_operator(verdict, observation)
             level = logging.ERROR if misconfigured else logging.WARNING
             hint = f"; check the key and the settings of provider {candidate.provider}" if misconfigured else ""
             log.log(level, "request %s: %s: %s%s", state.record.id, candidate.name, message, hint)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from gateway.apis.openai.generation_request import InferenceRequest
-from gateway.breaker.outcome import OF_THIS_TIER, Failure, Ignore, Observation, Reason, Success, Verdict
+from gateway.breaker.outcome import TIER_SPECIFIC, Failure, Ignore, Observation, Reason, Success, Verdict
 from gateway.errors import PassedOnError, UpstreamError
 from gateway.routing.chain import Candidate, Drop, Dropped, passes_on
 from gateway.routing.explain_record import Record
@@ -133,7 +133,7 @@ def failed_attempt(
     if passes_on(verdict, candidate, larger_context_left=larger_context_left):
         return _passed_on(request, verdict, error)
     outcome = CandidateOutcome(candidate, name, message, retry_in)
-    if verdict.reason in OF_THIS_TIER:
+    if verdict.reason in TIER_SPECIFIC:
         outcome = replace(outcome, upstream_error=_passed_on(request, verdict, error))
     if verdict == Ignore(Reason.CONTEXT_LENGTH):
         outcome = replace(outcome, param=error.param, details=error.details)

@@ -85,35 +85,35 @@ a client that left moves no breaker
   integration/test_gateway_failover.py test_when_the_client_leaves_upstream_is_closed_at_once_and_no_breaker_moves
 a provider's 401 is never the caller's; the operator is told
   promises/test_errors.py test_a_wrong_key_of_a_provider_is_never_the_callers_401
-  unit/test_gateway_outcome.py test_the_operator_is_told_what_nobody_else_can_mend
+  unit/test_gateway_outcome.py test_verdicts_that_need_the_operator
 429 closes a deployment for its Retry-After
-  unit/test_gateway_breakers.py test_a_429_closes_the_tier_for_as_long_as_it_says
+  unit/test_gateway_breakers.py test_429_opens_breaker_for_its_retry_after
 breakers have two scopes, and both permits are needed
-  unit/test_gateway_breakers.py test_the_provider_has_a_breaker_of_its_own_for_all_its_models
-  unit/test_gateway_breakers.py test_a_refused_second_permit_gives_the_first_back
+  unit/test_gateway_breakers.py test_provider_breaker_covers_all_its_models
+  unit/test_gateway_breakers.py test_refused_second_permit_returns_the_first
 a cancelled probe returns its permit; a lost one expires
-  unit/test_gateway_breakers.py test_a_cancelled_probe_gives_its_place_back
-  unit/test_gateway_breakers.py test_a_lost_probe_expires
+  unit/test_gateway_breakers.py test_cancelled_probe_returns_its_permit
+  unit/test_gateway_breakers.py test_lost_probe_expires
 five consecutive failures, or the ratio, open a breaker; half-open admits one probe
-  unit/test_gateway_breakers.py test_five_in_a_row_open_it_the_sixth_is_refused_and_after_thirty_seconds_one_probes
-  unit/test_gateway_breakers.py test_a_share_of_failures_opens_it_too
+  unit/test_gateway_breakers.py test_five_failures_in_a_row_open_breaker_and_half_open_admits_one_probe
+  unit/test_gateway_breakers.py test_share_of_failures_opens_breaker
 one transport failure of our own service starts confirmation probes off the users' path
-  unit/test_gateway_probing.py test_a_failure_is_confirmed_every_quarter_of_a_second_until_an_answer_comes
-  unit/test_gateway_prober.py test_one_failure_and_four_probes_open_the_breaker_of_a_dead_service
+  unit/test_gateway_probing.py test_failure_is_confirmed_every_quarter_second_until_an_answer
+  unit/test_gateway_prober.py test_one_failure_and_four_probes_open_breaker_of_dead_service
 readiness ends the open period early
-  unit/test_gateway_breakers.py test_a_provider_seen_coming_back_is_probed_at_once_and_still_by_one
+  unit/test_gateway_breakers.py test_good_recovery_probe_ends_open_period_and_one_request_probes
 a probe never loads, evicts or counts as use; a cold model that fits answers `cold`
   promises/test_services.py test_a_probe_never_loads_and_never_counts_as_use
   promises/test_services.py test_a_probe_never_evicts
 after a memory refusal the probe is the plan
-  unit/test_gateway_prober.py test_after_a_refusal_of_memory_the_plan_is_asked_and_its_no_is_not_the_last_word
+  unit/test_gateway_prober.py test_memory_refusal_is_probed_by_plan
 paid providers are never probed
   unit/test_gateway_prober.py test_clouds_are_never_probed
 a ramp follows recovery
-  unit/test_gateway_breakers.py test_after_a_recovery_few_pass_at_once_and_with_each_success_one_more
+  unit/test_gateway_breakers.py test_ramp_after_recovery_grows_with_successes_and_time
 outcomes are recorded synchronously, no breaker is held across an await
   promises/test_gateway.py test_outcomes_are_recorded_synchronously_and_no_breaker_is_held_across_an_await
-  unit/test_gateway_breakers.py test_cancelled_attempts_and_late_results_move_nothing
+  unit/test_gateway_breakers.py test_cancelled_attempts_and_late_results_change_nothing
 the chain drops candidates with a recorded reason
   unit/test_gateway_chain.py test_each_fact_drops_or_keeps
   unit/test_gateway_chain.py test_the_order_stays_and_every_drop_has_its_reason

@@ -37,7 +37,7 @@ def _config(cloud: FakeProvider, **more: Any) -> str:
     return CLOUD.format(**{"key": "fake-openai", "url": cloud.openai_url, "connect": 5, **more})
 
 
-async def test_a_provider_that_left_is_no_ailment(tmp_path: Path) -> None:
+async def test_removed_provider_is_not_reported_as_failing(tmp_path: Path) -> None:
     async with FakeInference() as fake, FakeProvider() as cloud, Gateway(tmp_path, fake.url, _config(cloud)) as gateway:
         cloud.faults.add(Fault("status", status=429, retry_after=3600))
         assert (await gateway.chat()).json()["model"] == "demo"
@@ -51,7 +51,7 @@ async def test_a_provider_that_left_is_no_ailment(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["key", "connect"])
-async def test_another_key_is_another_account(tmp_path: Path, change: str) -> None:
+async def test_changed_provider_starts_with_closed_breakers(tmp_path: Path, change: str) -> None:
     async with FakeInference() as fake, FakeProvider() as cloud, Gateway(tmp_path, fake.url, _config(cloud)) as gateway:
         cloud.faults.add(Fault("status", status=429, retry_after=3600))
         assert (await gateway.chat()).json()["model"] == "demo"
@@ -62,7 +62,7 @@ async def test_another_key_is_another_account(tmp_path: Path, change: str) -> No
         assert state == ("closed" if change == "key" else "open"), "a deadline of ours is no other provider"
 
 
-async def test_another_service_is_asked_at_once(tmp_path: Path) -> None:
+async def test_changed_inference_service_is_used_at_once(tmp_path: Path) -> None:
     async with FakeInference() as fake, FakeInference() as other, Gateway(tmp_path, fake.url, LOCAL_ALONE) as gateway:
         fake.answers["demo"] = Answer(refuse=Code.MODEL_FAILED)
         for _ in range(5):
@@ -76,7 +76,7 @@ async def test_another_service_is_asked_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verdict", [FULL, Failure(Scope.PAIR, 3600.0, opens=True), Success()])
-def test_who_still_asks_the_former_one_moves_nothing(caplog: pytest.LogCaptureFixture, verdict: Verdict) -> None:
+def test_attempts_at_replaced_provider_change_nothing(caplog: pytest.LogCaptureFixture, verdict: Verdict) -> None:
     failures: list[str] = []
     breakers = Breakers(Rule(), on_failure=lambda provider, model, failure: failures.append(provider))
     before = breakers.generation
@@ -100,7 +100,7 @@ def test_who_still_asks_the_former_one_moves_nothing(caplog: pytest.LogCaptureFi
     assert (breakers.states()["openai/gpt-test"], failures) == (State.OPEN, ["openai"])
 
 
-async def test_who_waited_asks_the_former_account_and_nobody_learns_of_it(tmp_path: Path) -> None:
+async def test_waiting_request_uses_replaced_provider_without_recording(tmp_path: Path) -> None:
     """Its provider is the one of its time, with the key of its time; what that says is not the new account's."""
     gate = asyncio.Event()
     async with FakeInference() as fake, FakeProvider() as cloud:

@@ -30,7 +30,7 @@ breaker: {{failures: {failures}}}
 """
 
 
-async def test_the_next_tier_is_asked_first_while_several_wait_in_vain(tmp_path: Path) -> None:
+async def test_next_tier_is_used_while_attempts_are_silent(tmp_path: Path) -> None:
     async with FakeInference("token") as fake, FakeProvider() as cloud:
         config = CONFIG.format(url=cloud.url, failures=FAILURES)
         await _ask(Gateway(tmp_path, fake.url, config, {"CLOUD": CLOUD_KEY}), cloud)

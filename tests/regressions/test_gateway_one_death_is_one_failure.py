@@ -25,7 +25,7 @@ def _leases(breakers: Breakers, count: int) -> list[Lease]:
     return [lease for lease in found if isinstance(lease, Lease)]
 
 
-def test_one_death_under_twenty_requests_is_one_failure() -> None:
+def test_crash_under_twenty_requests_is_one_failure() -> None:
     clock = _Clock()
     breakers = Breakers(Rule(), clock)
     for lease in _leases(breakers, 20):
@@ -35,7 +35,7 @@ def test_one_death_under_twenty_requests_is_one_failure() -> None:
     assert set(breakers.states().values()) == {State.CLOSED}
 
 
-def test_five_deaths_one_after_the_other_open_the_breaker() -> None:
+def test_five_crashes_in_a_row_open_breaker() -> None:
     clock = _Clock()
     breakers = Breakers(Rule(), clock)
     for _ in range(5):
@@ -44,7 +44,7 @@ def test_five_deaths_one_after_the_other_open_the_breaker() -> None:
     assert breakers.breaker("local", "demo").state is State.OPEN
 
 
-def test_what_breaks_off_long_after_is_another_event() -> None:
+def test_later_break_is_another_event() -> None:
     clock = _Clock()
     breakers = Breakers(Rule(), clock)
     first, second = _leases(breakers, 2)
@@ -54,7 +54,7 @@ def test_what_breaks_off_long_after_is_another_event() -> None:
     assert breakers.breaker("local").describe()["failures"] == 2
 
 
-def test_refusals_count_each_also_side_by_side() -> None:
+def test_concurrent_refusals_count_each() -> None:
     breakers = Breakers(Rule(), _Clock())
     for lease in _leases(breakers, 5):
         lease.settle(REFUSAL)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(60)
 NO_RESUME = CONFIG.replace("demo-mini]}", "demo-mini], resume: off}")
 
 
-async def test_others_pass_as_soon_as_the_probe_began_to_answer_and_its_cut_is_an_ordinary_failure(
+async def test_requests_pass_after_first_token_of_streamed_probe(
     tmp_path: Path,
 ) -> None:
     async with (

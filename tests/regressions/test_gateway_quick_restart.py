@@ -18,7 +18,7 @@ routes:
 """
 
 
-async def test_a_return_that_no_poll_missed_ends_the_open_period(tmp_path: Path, monkeypatch: Any) -> None:
+async def test_quick_restart_of_service_ends_open_period(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(inference_snapshot, "POLL_SECONDS", 600.0)
     monkeypatch.setattr(inference_snapshot, "MISSING_POLL_SECONDS", 600.0)
     async with FakeInference("token") as inference, Gateway(tmp_path, inference.url, CONFIG) as gateway:

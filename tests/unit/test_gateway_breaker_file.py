@@ -78,7 +78,7 @@ async def test_a_period_that_ended_meanwhile_leaves_one_probe_and_later_nothing(
     assert last.states() == {}
 
 
-async def test_a_wall_clock_that_was_set_back_closes_nothing_for_longer_than_was_left(world: World) -> None:
+async def test_wall_clock_set_back_does_not_extend_open_period(world: World) -> None:
     breakers, file = await world.gateway()
     _open(breakers, "m")
     await file.close()
@@ -88,9 +88,7 @@ async def test_a_wall_clock_that_was_set_back_closes_nothing_for_longer_than_was
 
 
 @pytest.mark.parametrize("written", ["", '"written": NaN, '], ids=["a former version", "no time"])
-async def test_who_does_not_say_when_it_was_written_closes_nothing_for_longer_than_an_hour(
-    world: World, written: str
-) -> None:
+async def test_file_without_time_of_writing_opens_for_at_most_an_hour(world: World, written: str) -> None:
     (world.root / NAME).write_text(f'{{"format": 1, {written}"breakers": [["local", "m", 1e12]]}}')
     breakers, _ = await world.gateway()
     assert breakers.open_for("local", "m") == 3600.0
@@ -114,9 +112,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("content", [case[1] for case in BAD], ids=[case[0] for case in BAD])
-async def test_a_file_that_is_none_of_ours_is_one_line_in_the_log(
-    world: World, content: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_damaged_file_is_one_log_line(world: World, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
     (world.root / NAME).write_bytes(content)
     breakers, _ = await world.gateway()
     assert breakers.states() == {}
@@ -125,7 +121,7 @@ async def test_a_file_that_is_none_of_ours_is_one_line_in_the_log(
     assert "): breakers start closed; " in line
 
 
-async def test_a_directory_in_its_place_harms_nothing(world: World, caplog: pytest.LogCaptureFixture) -> None:
+async def test_directory_in_place_of_file_is_logged_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
     (world.root / NAME).mkdir()
     breakers, file = await world.gateway()
     _open(breakers, "m")
@@ -136,7 +132,7 @@ async def test_a_directory_in_its_place_harms_nothing(world: World, caplog: pyte
     ]
 
 
-async def test_breakers_of_providers_that_left_and_more_than_there_may_be_are_not_restored(world: World) -> None:
+async def test_load_ignores_unknown_providers_and_limits_number(world: World) -> None:
     entries = [["gone", "m", world.wall + 20]] + [["local", f"m{index}", world.wall + 20] for index in range(1000)]
     (world.root / NAME).write_text(json.dumps({"format": 1, "breakers": entries}))
     breakers, _ = await world.gateway()
@@ -144,9 +140,7 @@ async def test_breakers_of_providers_that_left_and_more_than_there_may_be_are_no
     assert "gone" not in {name.partition("/")[0] for name in breakers.states()}
 
 
-async def test_changes_are_written_while_the_gateway_runs_and_a_closed_breaker_is_forgotten(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_changes_are_written_while_gateway_runs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breaker_file, "SETTLE_SECONDS", 0.0)
     breakers, file = await world.gateway()
     writing = asyncio.create_task(file.run())

@@ -51,9 +51,7 @@ def _fail(breakers: Breakers, count: int, verdict: Failure = PAIR, model: str = 
         _lease(breakers, model).settle(verdict, "it broke")
 
 
-def test_five_in_a_row_open_it_the_sixth_is_refused_and_after_thirty_seconds_one_probes(
-    breakers: Breakers, clock: Clock
-) -> None:
+def test_five_failures_in_a_row_open_breaker_and_half_open_admits_one_probe(breakers: Breakers, clock: Clock) -> None:
     _fail(breakers, 4)
     assert breakers.states()["p/m"] is State.CLOSED
     _fail(breakers, 1)
@@ -71,21 +69,21 @@ def test_five_in_a_row_open_it_the_sixth_is_refused_and_after_thirty_seconds_one
     assert not _lease(breakers).is_probe
 
 
-def test_a_success_in_between_starts_the_count_again(breakers: Breakers) -> None:
+def test_success_resets_failures_in_a_row(breakers: Breakers) -> None:
     _fail(breakers, 4)
     _lease(breakers).settle(Success())
     _fail(breakers, 4)
     assert breakers.states()["p/m"] is State.CLOSED
 
 
-def test_a_failed_probe_opens_it_again_for_the_whole_period(breakers: Breakers, clock: Clock) -> None:
+def test_failed_probe_opens_breaker_for_whole_period(breakers: Breakers, clock: Clock) -> None:
     _fail(breakers, 5)
     clock.now += 30
     _lease(breakers).settle(PAIR, "still broken")
     assert breakers.open_for("p", "m") == 30.0
 
 
-def test_a_cancelled_probe_gives_its_place_back(breakers: Breakers, clock: Clock) -> None:
+def test_cancelled_probe_returns_its_permit(breakers: Breakers, clock: Clock) -> None:
     _fail(breakers, 5)
     clock.now += 30
     _lease(breakers).settle(LEFT)
@@ -93,7 +91,7 @@ def test_a_cancelled_probe_gives_its_place_back(breakers: Breakers, clock: Clock
     assert _lease(breakers).is_probe
 
 
-def test_a_lost_probe_expires(breakers: Breakers, clock: Clock) -> None:
+def test_lost_probe_expires(breakers: Breakers, clock: Clock) -> None:
     _fail(breakers, 5)
     clock.now += 30
     lost = _lease(breakers, expires=clock.now + 10)
@@ -107,7 +105,7 @@ def test_a_lost_probe_expires(breakers: Breakers, clock: Clock) -> None:
     assert breakers.states()["p/m"] is State.CLOSED
 
 
-def test_cancelled_attempts_and_late_results_move_nothing(breakers: Breakers, clock: Clock) -> None:
+def test_cancelled_attempts_and_late_results_change_nothing(breakers: Breakers, clock: Clock) -> None:
     old = [_lease(breakers) for _ in range(10)]
     for lease in old[:5]:
         lease.settle(LEFT)
@@ -125,7 +123,7 @@ def test_cancelled_attempts_and_late_results_move_nothing(breakers: Breakers, cl
     assert breakers.breaker("p", "m").describe()["failures"] == 0
 
 
-def test_the_provider_has_a_breaker_of_its_own_for_all_its_models(breakers: Breakers) -> None:
+def test_provider_breaker_covers_all_its_models(breakers: Breakers) -> None:
     _fail(breakers, 3, PROVIDER, "a")
     _fail(breakers, 2, PROVIDER, "b")
     assert breakers.states() == {"p": State.OPEN, "p/a": State.CLOSED, "p/b": State.CLOSED}
@@ -133,13 +131,13 @@ def test_the_provider_has_a_breaker_of_its_own_for_all_its_models(breakers: Brea
     assert breakers.open_for("p", "a") == 30.0
 
 
-def test_a_model_that_fails_leaves_its_provider_alone(breakers: Breakers) -> None:
+def test_model_failure_does_not_count_for_provider(breakers: Breakers) -> None:
     _fail(breakers, 5, Failure(Scope.PAIR, reached=True))
     assert breakers.states() == {"p": State.CLOSED, "p/m": State.OPEN}
     _lease(breakers, "other").settle(Success())
 
 
-def test_a_failure_without_a_reason_counts_for_the_model_too_so_that_another_models_success_cannot_hide_it(
+def test_failure_without_reason_counts_in_both_scopes(
     breakers: Breakers,
 ) -> None:
     for _ in range(5):
@@ -148,14 +146,14 @@ def test_a_failure_without_a_reason_counts_for_the_model_too_so_that_another_mod
     assert breakers.states() == {"p": State.CLOSED, "p/m": State.OPEN, "p/other": State.CLOSED}
 
 
-def test_a_provider_that_answered_at_all_is_recovered(breakers: Breakers, clock: Clock) -> None:
+def test_any_answer_recovers_the_provider(breakers: Breakers, clock: Clock) -> None:
     _fail(breakers, 5, PROVIDER)
     clock.now += 30
     _lease(breakers).settle(Failure(Scope.PAIR, reached=True), "refused, but it answered")
     assert breakers.states()["p"] is State.CLOSED
 
 
-def test_a_refused_second_permit_gives_the_first_back(breakers: Breakers, clock: Clock) -> None:
+def test_refused_second_permit_returns_the_first(breakers: Breakers, clock: Clock) -> None:
     _fail(breakers, 5)
     _fail(breakers, 5, PROVIDER, "other")
     clock.now += 30
@@ -163,7 +161,7 @@ def test_a_refused_second_permit_gives_the_first_back(breakers: Breakers, clock:
     assert isinstance(breakers.acquire("p", "other", 1e9), Refused)
 
 
-def test_the_provider_probe_is_free_again_when_the_model_refuses(breakers: Breakers, clock: Clock) -> None:
+def test_provider_probe_is_returned_when_model_breaker_refuses(breakers: Breakers, clock: Clock) -> None:
     _fail(breakers, 5, PROVIDER, "other")
     clock.now += 10
     breakers.breaker("p", "m")
@@ -176,7 +174,7 @@ def test_the_provider_probe_is_free_again_when_the_model_refuses(breakers: Break
     assert _lease(breakers, "third").is_probe
 
 
-def test_a_share_of_failures_opens_it_too(breakers: Breakers, clock: Clock) -> None:
+def test_share_of_failures_opens_breaker(breakers: Breakers, clock: Clock) -> None:
     for index in range(20):
         clock.now += 1
         _lease(breakers).settle(Success() if index % 2 else PAIR, "flaky")
@@ -185,7 +183,7 @@ def test_a_share_of_failures_opens_it_too(breakers: Breakers, clock: Clock) -> N
     assert breakers.states()["p/m"] is State.OPEN
 
 
-def test_failures_leave_the_window(breakers: Breakers, clock: Clock) -> None:
+def test_old_results_leave_the_window(breakers: Breakers, clock: Clock) -> None:
     for _ in range(10):
         _fail(breakers, 1)
         _lease(breakers).settle(Success())
@@ -195,14 +193,14 @@ def test_failures_leave_the_window(breakers: Breakers, clock: Clock) -> None:
     assert breakers.states()["p/m"] is State.CLOSED
 
 
-def test_a_429_closes_the_tier_for_as_long_as_it_says(breakers: Breakers, clock: Clock) -> None:
+def test_429_opens_breaker_for_its_retry_after(breakers: Breakers, clock: Clock) -> None:
     _lease(breakers).settle(Failure(Scope.PAIR, 7.0, opens=True, reached=True), "slow down")
     assert breakers.open_for("p", "m") == 7.0
     clock.now += 7
     assert _lease(breakers).is_probe
 
 
-def test_a_503_that_says_when_closes_its_model_alone_for_so_long(breakers: Breakers, clock: Clock) -> None:
+def test_503_with_retry_after_opens_only_its_model(breakers: Breakers, clock: Clock) -> None:
     """It was asked again at once. For the provider it is one failure, as any that may be everybody's."""
     _lease(breakers).settle(Failure(Scope.PROVIDER, 7.0, opens=True, pair_too=True), "maintenance")
     assert breakers.open_for("p", "m") == 7.0
@@ -212,12 +210,12 @@ def test_a_503_that_says_when_closes_its_model_alone_for_so_long(breakers: Break
     assert _lease(breakers).is_probe
 
 
-def test_a_longer_retry_after_lengthens_the_open_period(breakers: Breakers) -> None:
+def test_longer_retry_after_extends_open_period(breakers: Breakers) -> None:
     _fail(breakers, 5, Failure(Scope.PAIR, 90.0))
     assert breakers.open_for("p", "m") == 90.0
 
 
-def test_a_full_queue_is_left_alone_and_no_breaker_moves(breakers: Breakers, clock: Clock) -> None:
+def test_full_queue_is_skipped_and_opens_no_breaker(breakers: Breakers, clock: Clock) -> None:
     _lease(breakers).settle(Ignore(Reason.QUEUE_FULL, 4.0, frozenset(("normal",))))
     assert breakers.skipped_for("p", "m") == 4.0
     clock.now += 4
@@ -225,14 +223,14 @@ def test_a_full_queue_is_left_alone_and_no_breaker_moves(breakers: Breakers, clo
     assert breakers.skipped_for("p", "m") is None
 
 
-def test_a_lease_is_settled_once(breakers: Breakers) -> None:
+def test_lease_is_settled_once(breakers: Breakers) -> None:
     lease = _lease(breakers)
     for _ in range(9):
         lease.settle(PAIR, "again and again")
     assert breakers.breaker("p", "m").describe()["failures"] == 1
 
 
-def test_reset_closes_by_name(breakers: Breakers, clock: Clock) -> None:
+def test_reset_closes_breaker_by_name(breakers: Breakers, clock: Clock) -> None:
     _fail(breakers, 5)
     breakers.skip("p", "m", 60, ["normal", "low"])
     breakers.skip("p", "other", 60, ["low"])
@@ -253,7 +251,7 @@ def _scout(breakers: Breakers, finding: Finding, seconds: float = 2.0) -> Permit
     return permit
 
 
-def test_a_provider_seen_coming_back_is_probed_at_once_and_still_by_one(breakers: Breakers) -> None:
+def test_good_recovery_probe_ends_open_period_and_one_request_probes(breakers: Breakers) -> None:
     assert breakers.breaker("p").acquire_recovery_probe(1e9) is None, "a closed breaker has nothing to find out"
     _fail(breakers, 5, PROVIDER)
     _scout(breakers, Finding.GOOD)
@@ -266,7 +264,7 @@ def test_a_provider_seen_coming_back_is_probed_at_once_and_still_by_one(breakers
     assert breakers.open_for("p", "m") == 30.0
 
 
-def test_while_we_ask_ourselves_nobody_else_probes(breakers: Breakers, clock: Clock) -> None:
+def test_recovery_probe_excludes_other_probes(breakers: Breakers, clock: Clock) -> None:
     _fail(breakers, 5, PROVIDER)
     clock.now += 29.5
     permit = breakers.breaker("p").acquire_recovery_probe(clock.now + 2)
@@ -279,9 +277,7 @@ def test_while_we_ask_ourselves_nobody_else_probes(breakers: Breakers, clock: Cl
     assert _lease(breakers).is_probe
 
 
-def test_a_probe_that_failed_keeps_users_from_finding_out_the_same_and_a_lost_one_keeps_nobody(
-    breakers: Breakers, clock: Clock
-) -> None:
+def test_failed_recovery_probe_extends_open_period_and_lost_one_expires(breakers: Breakers, clock: Clock) -> None:
     _fail(breakers, 5, PROVIDER)
     clock.now += 29
     _scout(breakers, Finding.BAD)
@@ -291,7 +287,7 @@ def test_a_probe_that_failed_keeps_users_from_finding_out_the_same_and_a_lost_on
     assert _lease(breakers).is_probe
 
 
-def test_an_open_period_is_never_shortened_by_a_failed_probe(breakers: Breakers) -> None:
+def test_failed_recovery_probe_does_not_shorten_open_period(breakers: Breakers) -> None:
     _fail(breakers, 5, PROVIDER)
     _scout(breakers, Finding.BAD)
     assert breakers.open_for("p", "m") == 30.0
@@ -299,7 +295,7 @@ def test_an_open_period_is_never_shortened_by_a_failed_probe(breakers: Breakers)
     assert (entry["source"], entry["last_probe"], entry["probing"]) == ("requests", "it is bad", False)
 
 
-def test_what_a_probe_finds_out_after_a_reset_counts_for_nothing(breakers: Breakers) -> None:
+def test_recovery_probe_that_ends_after_reset_changes_nothing(breakers: Breakers) -> None:
     _fail(breakers, 5, PROVIDER)
     permit = breakers.breaker("p").acquire_recovery_probe(1e9)
     assert permit is not None
@@ -316,7 +312,7 @@ def _recovered(breakers: Breakers, clock: Clock) -> None:
     _lease(breakers).settle(Success())
 
 
-def test_after_a_recovery_few_pass_at_once_and_with_each_success_one_more(breakers: Breakers, clock: Clock) -> None:
+def test_ramp_after_recovery_grows_with_successes_and_time(breakers: Breakers, clock: Clock) -> None:
     _recovered(breakers, clock)
     first = [_lease(breakers), _lease(breakers)]
     refused = breakers.acquire("p", "m", 1e9)
@@ -334,14 +330,14 @@ def test_after_a_recovery_few_pass_at_once_and_with_each_success_one_more(breake
     assert all(isinstance(breakers.acquire("p", "m", 1e9), Lease) for _ in range(100))
 
 
-def test_who_has_nowhere_else_to_go_passes_the_ramp(breakers: Breakers, clock: Clock) -> None:
+def test_forced_attempt_passes_the_ramp(breakers: Breakers, clock: Clock) -> None:
     _recovered(breakers, clock)
     leases = [breakers.acquire("p", "m", 1e9, forced=True) for _ in range(20)]
     assert all(isinstance(lease, Lease) for lease in leases)
     assert isinstance(breakers.acquire("p", "m", 1e9), Refused)
 
 
-def test_a_failure_begins_the_ramp_anew(breakers: Breakers, clock: Clock) -> None:
+def test_failure_restarts_the_ramp(breakers: Breakers, clock: Clock) -> None:
     _recovered(breakers, clock)
     clock.now += 3.0
     assert breakers.describe()[1]["ramp"] == 16
@@ -350,7 +346,7 @@ def test_a_failure_begins_the_ramp_anew(breakers: Breakers, clock: Clock) -> Non
 
 
 # --- silence ----------------------------------------------------------------------------------------------------------
-def test_a_cloud_at_which_many_wait_for_a_first_word_is_asked_last(breakers: Breakers, clock: Clock) -> None:
+def test_cloud_with_many_silent_attempts_refuses_unforced_attempts(breakers: Breakers, clock: Clock) -> None:
     waiting = [_lease(breakers) for _ in range(4)]
     clock.now += 7.4
     waiting.append(_lease(breakers))
@@ -363,14 +359,14 @@ def test_a_cloud_at_which_many_wait_for_a_first_word_is_asked_last(breakers: Bre
     assert isinstance(breakers.acquire("p", "m", 1e9), Lease)
 
 
-def test_who_left_a_silent_cloud_speaks_against_it_no_more(breakers: Breakers, clock: Clock) -> None:
+def test_ended_attempt_no_longer_counts_as_silent(breakers: Breakers, clock: Clock) -> None:
     waiting = [_lease(breakers) for _ in range(5)]
     clock.now += 8.0
     waiting[0].settle(LEFT)
     assert isinstance(breakers.acquire("p", "m", 1e9), Lease)
 
 
-def test_who_waits_since_before_a_recovery_speaks_against_nobody(breakers: Breakers, clock: Clock) -> None:
+def test_attempts_from_before_recovery_do_not_count_as_silent(breakers: Breakers, clock: Clock) -> None:
     for _ in range(5):
         _lease(breakers)
     _fail(breakers, 5, Failure(Scope.PROVIDER, pair_too=True))
@@ -380,7 +376,7 @@ def test_who_waits_since_before_a_recovery_speaks_against_nobody(breakers: Break
     assert isinstance(breakers.acquire("p", "m", 1e9), Lease)
 
 
-def test_a_model_that_hangs_behind_its_head_says_nothing_of_others(breakers: Breakers, clock: Clock) -> None:
+def test_silence_after_first_byte_concerns_one_model(breakers: Breakers, clock: Clock) -> None:
     for _ in range(3):
         known = _lease(breakers)
         known.first_byte(FakeActivity())
@@ -393,7 +389,7 @@ def test_a_model_that_hangs_behind_its_head_says_nothing_of_others(breakers: Bre
     assert isinstance(breakers.acquire("p", "other", 1e9), Lease)
 
 
-def test_attempts_that_were_lost_wait_for_nothing(breakers: Breakers, clock: Clock) -> None:
+def test_expired_attempts_do_not_count_as_silent(breakers: Breakers, clock: Clock) -> None:
     for _ in range(5):
         _lease(breakers, expires=clock.now + 20.0)
     clock.now += 19.0
@@ -402,7 +398,7 @@ def test_attempts_that_were_lost_wait_for_nothing(breakers: Breakers, clock: Clo
     assert isinstance(breakers.acquire("p", "m", 1e9), Lease)
 
 
-def test_a_first_word_proves_our_own_service_and_not_yet_its_model(breakers: Breakers, clock: Clock) -> None:
+def test_first_byte_proves_inference_service_but_not_its_model(breakers: Breakers, clock: Clock) -> None:
     """Everybody was refused while one request waited for its model to load, which may take minutes."""
     for provider in ("local", "cloud"):
         for _ in range(5):
@@ -421,14 +417,14 @@ def test_a_first_word_proves_our_own_service_and_not_yet_its_model(breakers: Bre
         assert isinstance(breakers.acquire(provider, "m", 1e9), Lease)
 
 
-def test_our_own_service_says_itself_that_it_is_busy(breakers: Breakers, clock: Clock) -> None:
+def test_silence_is_not_judged_for_inference_service(breakers: Breakers, clock: Clock) -> None:
     assert all(isinstance(breakers.acquire("local", "m", 1e9), Lease) for _ in range(9))
     clock.now += 60.0
     assert isinstance(breakers.acquire("local", "m", 1e9), Lease)
 
 
 # --- a restart of the gateway -----------------------------------------------------------------------------------------
-def test_what_was_open_before_a_restart_stays_so_for_the_rest_of_its_period(
+def test_restored_breaker_is_logged_and_probed_after_its_period(
     breakers: Breakers, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = BreakerStore()
@@ -449,7 +445,7 @@ def test_what_was_open_before_a_restart_stays_so_for_the_rest_of_its_period(
     )
 
 
-def test_probes_in_a_row(clock: Clock) -> None:
+def test_configured_number_of_probes_closes_breaker(clock: Clock) -> None:
     breakers = Breakers(Rule(probes=2), clock)
     _fail(breakers, 5)
     clock.now += 30
@@ -459,14 +455,14 @@ def test_probes_in_a_row(clock: Clock) -> None:
     assert breakers.states()["p/m"] is State.CLOSED
 
 
-def test_a_new_rule_holds_for_what_comes(breakers: Breakers) -> None:
+def test_new_rule_applies_to_existing_breakers(breakers: Breakers) -> None:
     _fail(breakers, 2)
     breakers.set_rule(Rule(failures=3, open=5.0))
     _fail(breakers, 1)
     assert breakers.open_for("p", "m") == 5.0
 
 
-def test_results_of_another_window_are_forgotten(breakers: Breakers, clock: Clock) -> None:
+def test_new_window_length_clears_results(breakers: Breakers, clock: Clock) -> None:
     """They were never to leave a longer window, which counted tenths from the clock's beginning."""
     clock.now = 100_000.0
     breakers.set_rule(Rule(window=10.0))
@@ -480,9 +476,7 @@ def test_results_of_another_window_are_forgotten(breakers: Breakers, clock: Cloc
     assert breakers.breaker("p", "m").describe()["window"] == {"succeeded": 10, "failed": 0}
 
 
-def test_operators_see_everything_and_each_transition_is_one_line(
-    breakers: Breakers, clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_each_transition_is_one_log_line(breakers: Breakers, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "gateway.breaker.breakers"):
         _fail(breakers, 5)
         clock.now += 30
@@ -500,7 +494,7 @@ def test_operators_see_everything_and_each_transition_is_one_line(
     assert entry["last_failure"] == "it broke"
 
 
-def test_what_opened_it_is_told_as_it_was(breakers: Breakers, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_names_the_reason_for_opening(breakers: Breakers, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     """A share of failures, a tier that asked for it and a failed probe were all called failures in a row."""
     for _ in range(10):
         _lease(breakers, "share").settle(Success())
@@ -510,15 +504,13 @@ def test_what_opened_it_is_told_as_it_was(breakers: Breakers, clock: Clock, capl
     _lease(breakers, "asked").settle(PAIR, "still no")
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
         "breaker p/share: closed -> open for 30 s after 10 of 20 attempts within 60 s failed: flaky",
-        "breaker p/asked: closed -> open for 7 s after it asked to be left alone: slow down",
+        "breaker p/asked: closed -> open for 7 s after the provider rejected further requests: slow down",
         "breaker p/asked: half-open -> open for 30 s after its probe failed: still no",
     ]
 
 
 # --- a probe that streams ---------------------------------------------------------------------------------------------
-def test_a_probe_closes_the_breaker_when_its_answer_begins_and_others_pass_while_it_goes_on(
-    breakers: Breakers, clock: Clock
-) -> None:
+def test_probe_closes_breaker_at_its_first_token(breakers: Breakers, clock: Clock) -> None:
     """A probe's stream held everybody else out until its end, which may be minutes away."""
     _fail(breakers, 5)
     clock.now += 30
@@ -532,9 +524,7 @@ def test_a_probe_closes_the_breaker_when_its_answer_begins_and_others_pass_while
     assert breakers.breaker("p", "m").describe()["window"] == {"succeeded": 0, "failed": 0}, "it began a new epoch"
 
 
-def test_a_probe_cut_after_its_answer_began_opens_the_breaker_again(
-    breakers: Breakers, clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_cut_probe_takes_recovery_back(breakers: Breakers, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     """A cloud that cuts every answer was asked five more times after each open period."""
     _fail(breakers, 5)
     clock.now += 30
@@ -542,10 +532,10 @@ def test_a_probe_cut_after_its_answer_began_opens_the_breaker_again(
     probe.first_token()
     probe.settle(PAIR, "cut")
     assert breakers.open_for("p", "m") == 30.0
-    assert "closed -> open for 30 s after its probe's answer broke off: cut" in caplog.text
+    assert "closed -> open for 30 s after the answer of its probe was cut: cut" in caplog.text
 
 
-def test_a_probe_cut_after_somebody_had_a_whole_answer_is_an_ordinary_failure(breakers: Breakers, clock: Clock) -> None:
+def test_cut_probe_after_another_success_is_one_failure(breakers: Breakers, clock: Clock) -> None:
     _fail(breakers, 5)
     clock.now += 30
     probe = _lease(breakers)
@@ -556,7 +546,7 @@ def test_a_probe_cut_after_somebody_had_a_whole_answer_is_an_ordinary_failure(br
     assert (entry["state"], entry["failures"], entry["last_failure"]) == ("closed", 1, "cut")
 
 
-def test_a_cut_probe_of_our_own_service_is_an_ordinary_failure(breakers: Breakers, clock: Clock) -> None:
+def test_cut_probe_of_inference_service_is_one_failure(breakers: Breakers, clock: Clock) -> None:
     """Its model is loaded again at once, and the answer goes on there."""
     for _ in range(5):
         _local(breakers).settle(PAIR, "it broke")
@@ -567,7 +557,7 @@ def test_a_cut_probe_of_our_own_service_is_an_ordinary_failure(breakers: Breaker
     assert breakers.open_for("local", "m") is None
 
 
-def test_with_two_probes_a_beginning_is_one_success_and_a_cut_opens_it_again(clock: Clock) -> None:
+def test_first_token_is_one_of_two_needed_probe_successes(clock: Clock) -> None:
     breakers = Breakers(Rule(probes=2), clock)
     _fail(breakers, 5)
     clock.now += 30
@@ -589,7 +579,7 @@ def test_with_two_probes_a_beginning_is_one_success_and_a_cut_opens_it_again(clo
     assert third.states()["p/m"] is State.OPEN
 
 
-def test_what_is_no_probe_is_judged_by_its_end(breakers: Breakers) -> None:
+def test_ordinary_attempt_counts_at_its_end(breakers: Breakers) -> None:
     _fail(breakers, 4)
     lease = _lease(breakers)
     lease.first_token()
@@ -613,7 +603,7 @@ class Gauge:
             self.series[provider, model] = state
 
 
-def test_names_that_callers_invent_are_forgotten_again(clock: Clock) -> None:
+def test_breakers_of_invented_names_are_removed(clock: Clock) -> None:
     gauge = Gauge()
     breakers = Breakers(Rule(), clock, gauge, 10)
     _fail(breakers, 1, model="kept")
@@ -624,7 +614,7 @@ def test_names_that_callers_invent_are_forgotten_again(clock: Clock) -> None:
     assert {model for _, model in gauge.series} == {name.partition("/")[2] for name in breakers.states()}
 
 
-def test_failing_names_do_not_pile_up_either_and_open_breakers_stay_longest(clock: Clock) -> None:
+def test_number_of_breakers_is_limited_and_open_ones_stay_longest(clock: Clock) -> None:
     gauge = Gauge()
     breakers = Breakers(Rule(), clock, gauge, 10)
     _fail(breakers, 5, Failure(Scope.PAIR, reached=True), "open")
@@ -641,7 +631,7 @@ def test_failing_names_do_not_pile_up_either_and_open_breakers_stay_longest(cloc
     assert "p" in breakers.states(), "a provider's own breaker is never forgotten"
 
 
-def test_a_breaker_under_which_an_attempt_runs_is_never_forgotten(clock: Clock) -> None:
+def test_breaker_with_running_attempt_is_not_removed(clock: Clock) -> None:
     """It was made anew beside the running attempt, whose failure then moved a breaker that nobody asked any more."""
     gauge = Gauge()
     breakers = Breakers(Rule(failures=1), clock, gauge, 10)
@@ -657,7 +647,7 @@ def test_a_breaker_under_which_an_attempt_runs_is_never_forgotten(clock: Clock) 
     assert len(breakers.states()) <= 11
 
 
-def test_a_forgotten_breaker_shows_nothing_any_more(clock: Clock) -> None:
+def test_removed_breaker_reports_nothing(clock: Clock) -> None:
     gauge = Gauge()
     breakers = Breakers(Rule(), clock, gauge, 2)
     old = breakers.breaker("p", "old")
@@ -667,7 +657,7 @@ def test_a_forgotten_breaker_shows_nothing_any_more(clock: Clock) -> None:
     assert ("p", "old") not in gauge.series
 
 
-def test_a_lease_of_which_no_attempt_was_made_gives_both_permits_back(breakers: Breakers, clock: Clock) -> None:
+def test_released_lease_returns_both_permits(breakers: Breakers, clock: Clock) -> None:
     _fail(breakers, 5)
     clock.now += 30
     lease = _lease(breakers)
@@ -677,7 +667,7 @@ def test_a_lease_of_which_no_attempt_was_made_gives_both_permits_back(breakers: 
     assert _lease(breakers).is_probe
 
 
-def test_holds_that_are_over_are_forgotten(breakers: Breakers, clock: Clock) -> None:
+def test_expired_skips_are_removed(breakers: Breakers, clock: Clock) -> None:
     breakers.skip("p", "a", 1.0, ["normal"])
     clock.now += 2
     breakers.skip("p", "b", 5.0, ["normal"])
@@ -696,7 +686,7 @@ def test_one_event_that_breaks_many_answers_is_one_failure(breakers: Breakers, c
     assert failures == [1, 1, 1, 2]
 
 
-def test_our_own_service_is_worth_asking_soon() -> None:
+def test_open_inference_service_is_retried_within_probe_pace() -> None:
     """Probes look for it meanwhile; a model of it, and a cloud, rest as long as their breakers are open."""
     breakers = Breakers(Rule(failures=1), Clock())
     for provider in ("local", "cloud"):

@@ -175,7 +175,7 @@ async def _outage(provider: str, how: str, offset: float, at_once: int = 1, thin
 
 
 @pytest.mark.parametrize("how", ["refused", "reset", "500", "stopping", "silent"])
-def test_in_an_outage_of_sixty_seconds_our_own_service_sees_at_most_four_requests_and_is_used_again_within_ten(
+def test_outage_of_inference_service_costs_at_most_four_requests(
     how: str,
 ) -> None:
     for offset in range(8):
@@ -186,7 +186,7 @@ def test_in_an_outage_of_sixty_seconds_our_own_service_sees_at_most_four_request
 
 
 @pytest.mark.parametrize("how", ["refused", "reset", "500", "529", "silent", "cut", "head only", "stalled"])
-def test_a_paid_one_sees_at_most_six_and_is_used_again_within_the_open_period_and_one_request(how: str) -> None:
+def test_outage_of_cloud_costs_at_most_six_requests(how: str) -> None:
     for offset in range(8):
         outage = virtual_time.run(_outage("cloud", how, offset / 2))
         assert len(outage.reached) <= 6
@@ -195,14 +195,14 @@ def test_a_paid_one_sees_at_most_six_and_is_used_again_within_the_open_period_an
 
 
 @pytest.mark.parametrize(("thinks", "head_only", "stalled"), [(3.5, 6, 6), (6.0, 7, 6), (20.0, 12, 6)])
-def test_a_paid_one_that_thinks_for_long_is_given_longer(thinks: float, head_only: int, stalled: int) -> None:
+def test_cloud_with_long_thinking_is_given_more_time(thinks: float, head_only: int, stalled: int) -> None:
     """Before its first word: as long as it may be no other than usual, it is asked."""
     for how, most in (("head only", head_only), ("stalled", stalled)):
         seen = [len(virtual_time.run(_outage("cloud", how, offset / 2, thinks=thinks)).reached) for offset in range(8)]
         assert max(seen) == most
 
 
-def test_a_model_of_ours_that_failed_is_used_again_within_ten_seconds() -> None:
+def test_recovered_local_model_is_used_within_ten_seconds() -> None:
     for offset in range(8):
         outage = virtual_time.run(_outage("local", "model failed", offset / 2))
         assert len(outage.reached) <= 5, "every one is a failure; the service itself is well"
@@ -211,7 +211,7 @@ def test_a_model_of_ours_that_failed_is_used_again_within_ten_seconds() -> None:
 
 
 @pytest.mark.parametrize("provider", ["local", "cloud"])
-def test_fifty_clients_at_half_open_send_one(provider: str) -> None:
+def test_fifty_clients_at_half_open_send_one_probe(provider: str) -> None:
     outage = virtual_time.run(_outage(provider, "refused", 2.0, at_once=50))
     crowds = [moment for moment in outage.reached if moment > outage.begins + 5]
     assert len(crowds) == len(set(crowds)), "once it is open, one of them finds out what is the matter"
@@ -241,7 +241,7 @@ async def _any(provider: str, how: str, away: list[tuple[float, float]], at_once
     away=st.lists(st.tuples(st.floats(0.1, 20.0), st.floats(0.1, 90.0)), min_size=1, max_size=4),
     at_once=st.sampled_from([1, 3]),
 )
-def test_however_a_tier_comes_and_goes_there_are_never_two_probes_and_it_is_used_again(
+def test_random_outages_have_one_probe_at_a_time_and_end(
     provider: str, how: str, away: list[tuple[float, float]], at_once: int
 ) -> None:
     outage = virtual_time.run(_any(provider, how, away, at_once))

@@ -15,8 +15,8 @@ from gateway.breaker.outcome import (
     Scope,
     Success,
     Verdict,
-    is_operators,
     judge,
+    needs_operator,
 )
 from gateway.errors import UpstreamKind as Kind
 from inference.protocol import Code
@@ -106,17 +106,17 @@ def test_each_observation_has_its_verdict(seen: Observation, verdict: Verdict) -
     assert judge(seen) == verdict
 
 
-def test_every_reason_says_what_comes_next() -> None:
+def test_every_reason_has_a_next_step() -> None:
     assert set(NEXT) == set(Reason)
     assert Ignore(Reason.BAD_REQUEST).next is Next.PASS_ON
 
 
-def test_every_kind_of_failure_and_every_end_is_judged() -> None:
+def test_every_kind_and_end_has_a_verdict() -> None:
     for kind in (*Kind, *End):
         assert judge(Observation(kind)) is not None
 
 
 @pytest.mark.parametrize(("status", "is_so"), [(401, True), (402, True), (403, True), (404, False), (429, False)])
-def test_the_operator_is_told_what_nobody_else_can_mend(status: int, is_so: bool) -> None:
+def test_verdicts_that_need_the_operator(status: int, is_so: bool) -> None:
     seen = Observation(Kind.STATUS, status)
-    assert is_operators(judge(seen), seen) is is_so
+    assert needs_operator(judge(seen), seen) is is_so

@@ -92,7 +92,7 @@ def world() -> World:
     return World()
 
 
-async def test_one_failure_and_four_probes_open_the_breaker_of_a_dead_service(world: World) -> None:
+async def test_one_failure_and_four_probes_open_breaker_of_dead_service(world: World) -> None:
     world.says["/readyz"] = GONE
     world.attempt()
     await world.work(1.0)
@@ -103,7 +103,7 @@ async def test_one_failure_and_four_probes_open_the_breaker_of_a_dead_service(wo
     assert world.found == [(Purpose.CONFIRM, Finding.BAD)] * 4
 
 
-async def test_the_first_answer_ends_the_series_and_forgives_nothing(world: World) -> None:
+async def test_first_good_probe_ends_confirmation_and_keeps_failure_count(world: World) -> None:
     for _ in range(4):
         world.attempt()
         await world.work(5.0)
@@ -121,7 +121,7 @@ async def test_clouds_are_never_probed(world: World) -> None:
     assert world.asked == []
 
 
-async def test_a_service_that_is_back_is_used_by_the_next_user(world: World) -> None:
+async def test_recovered_service_is_used_by_next_request(world: World) -> None:
     world.says["/readyz"] = GONE
     world.attempt()
     await world.work(20.0)
@@ -136,7 +136,7 @@ async def test_a_service_that_is_back_is_used_by_the_next_user(world: World) -> 
     assert world.prober.next() is None
 
 
-async def test_who_says_ready_and_fails_is_believed_less_and_less(world: World) -> None:
+async def test_each_false_recovery_delays_recovery_probes(world: World) -> None:
     for _ in range(5):
         world.attempt()
     for pause, passes in ((0.5, True), (3.9, False), (0.1, True), (29.0, False), (1.0, True)):
@@ -144,7 +144,7 @@ async def test_who_says_ready_and_fails_is_believed_less_and_less(world: World) 
         assert world.attempt() is passes
 
 
-async def test_a_failed_probe_is_as_good_as_a_failed_user_and_costs_nobody_anything(world: World) -> None:
+async def test_failed_probes_keep_requests_away_during_outage(world: World) -> None:
     world.says["/readyz"] = GONE
     world.attempt()
     reached = 0
@@ -156,7 +156,7 @@ async def test_a_failed_probe_is_as_good_as_a_failed_user_and_costs_nobody_anyth
     assert 0 < entry["retry_after"] <= 10.0
 
 
-async def test_a_pair_is_asked_for_one_token_and_its_failure_keeps_users_away(world: World) -> None:
+async def test_model_is_probed_by_one_token(world: World) -> None:
     failed = judge(Observation(UpstreamKind.STATUS, 503, Code.MODEL_FAILED, is_local=True))
     world.says["/v1/chat/completions"] = UpstreamError(UpstreamKind.STATUS, "no", 503, Code.MODEL_FAILED)
     for _ in range(5):
@@ -172,7 +172,7 @@ async def test_a_pair_is_asked_for_one_token_and_its_failure_keeps_users_away(wo
     assert world.state("m") is State.CLOSED
 
 
-async def test_an_embedding_model_is_asked_for_an_embedding(world: World) -> None:
+async def test_embedding_model_is_probed_by_one_embedding(world: World) -> None:
     failed = judge(Observation(UpstreamKind.STATUS, 503, Code.MODEL_FAILED, is_local=True))
     world.says["/v1/embeddings"] = {"data": []}
     for _ in range(5):
@@ -182,7 +182,7 @@ async def test_an_embedding_model_is_asked_for_an_embedding(world: World) -> Non
     assert world.attempt(Success(), "e")
 
 
-async def test_after_a_refusal_of_memory_the_plan_is_asked_and_its_no_is_not_the_last_word(world: World) -> None:
+async def test_memory_refusal_is_probed_by_plan(world: World) -> None:
     refused = judge(Observation(UpstreamKind.STATUS, 503, Code.MEMORY_LIMIT_EXCEEDED, is_local=True))
     world.says["/memory/plan"] = {"result": "CANT_ACCOMMODATE"}
     for _ in range(5):
@@ -197,7 +197,7 @@ async def test_after_a_refusal_of_memory_the_plan_is_asked_and_its_no_is_not_the
     assert world.attempt(Success())
 
 
-async def test_a_probe_of_a_model_that_finds_the_service_gone_asks_about_the_service(world: World) -> None:
+async def test_failed_connection_of_model_probe_probes_the_service(world: World) -> None:
     failed = judge(Observation(UpstreamKind.STATUS, 503, Code.MODEL_FAILED, is_local=True))
     world.says = {"/v1/chat/completions": GONE, "/readyz": GONE}
     for _ in range(5):
@@ -207,7 +207,7 @@ async def test_a_probe_of_a_model_that_finds_the_service_gone_asks_about_the_ser
     assert [path for _, path, _ in world.asked][:2] == ["/v1/chat/completions", "/readyz"]
 
 
-async def test_names_that_the_service_does_not_know_are_not_asked_for(world: World) -> None:
+async def test_unknown_models_are_not_probed(world: World) -> None:
     failed = judge(Observation(UpstreamKind.STATUS, 503, Code.MODEL_FAILED, is_local=True))
     for _ in range(5):
         world.attempt(failed, "invented")
@@ -215,7 +215,7 @@ async def test_names_that_the_service_does_not_know_are_not_asked_for(world: Wor
     assert world.asked == []
 
 
-async def test_when_the_model_is_kept_from_users_too_the_service_is_not_waiting_for_one(world: World) -> None:
+async def test_model_is_probed_after_service_recovered(world: World) -> None:
     """A service that answered again waited for a user, whom the model's own breaker kept away for its whole period."""
     broken = judge(Observation(UpstreamKind.STATUS, 500, is_local=True))
     world.says = {"/readyz": GONE, "/v1/chat/completions": {"headgate": {"probe": "cold"}}}
@@ -230,7 +230,7 @@ async def test_when_the_model_is_kept_from_users_too_the_service_is_not_waiting_
     assert (world.state(), world.state("m")) == (State.CLOSED, State.CLOSED)
 
 
-async def test_while_a_user_finds_out_about_the_service_its_models_are_not_asked(world: World) -> None:
+async def test_models_are_not_probed_while_a_request_probes_the_service(world: World) -> None:
     broken = judge(Observation(UpstreamKind.STATUS, 500, is_local=True))
     world.says["/v1/chat/completions"] = {}
     for model in ("m", "e"):
@@ -246,7 +246,7 @@ async def test_while_a_user_finds_out_about_the_service_its_models_are_not_asked
     assert world.breakers.breaker("local").outstanding == 1
 
 
-async def test_a_hint_asks_at_once(world: World) -> None:
+async def test_sign_of_recovery_probes_at_once(world: World) -> None:
     world.says["/readyz"] = GONE
     world.attempt()
     await world.work(50.0)
@@ -260,7 +260,7 @@ async def test_a_hint_asks_at_once(world: World) -> None:
     assert world.attempt(Success())
 
 
-async def test_while_a_probe_is_out_nobody_else_probes_and_a_cancelled_one_makes_room(world: World) -> None:
+async def test_cancelled_probe_returns_permit_to_requests(world: World) -> None:
     for _ in range(5):
         world.attempt()
     world.now += 29.9
@@ -278,7 +278,7 @@ async def test_while_a_probe_is_out_nobody_else_probes_and_a_cancelled_one_makes
     assert world.prober.next() is None, "a user finds out"
 
 
-async def test_a_probe_that_became_needless_is_not_made(world: World) -> None:
+async def test_outdated_probe_step_is_not_made(world: World) -> None:
     world.attempt()
     step = world.prober.next()
     assert step is not None
@@ -293,7 +293,7 @@ async def test_a_probe_that_became_needless_is_not_made(world: World) -> None:
     assert world.breakers.breaker("local").outstanding == 0
 
 
-async def test_the_task_asks_when_it_is_time_and_survives_a_defect(
+async def test_probe_task_survives_a_defect(
     world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.breaker.prober.GRACE_SECONDS", 0.0)

@@ -18,7 +18,7 @@ CONFIRM, RECOVER = Purpose.CONFIRM, Purpose.RECOVER
 GOOD, BAD, UNKNOWN = Finding.GOOD, Finding.BAD, Finding.UNKNOWN
 
 
-def test_a_failure_is_confirmed_every_quarter_of_a_second_until_an_answer_comes() -> None:
+def test_failure_is_confirmed_every_quarter_second_until_an_answer() -> None:
     watch = probe_schedule.suspected(Watch(), 100.0)
     assert probe_schedule.due_at(watch, CLOSED) == 100.25
     watch = probe_schedule.probed(watch, CONFIRM, BAD, 100.3)
@@ -29,7 +29,7 @@ def test_a_failure_is_confirmed_every_quarter_of_a_second_until_an_answer_comes(
     assert probe_schedule.due_at(probe_schedule.suspected(watch, 101.0), CLOSED) == 101.25
 
 
-def test_recovery_probes_come_after_a_tenth_of_the_trouble() -> None:
+def test_pace_of_recovery_probes_is_a_tenth_of_the_trouble() -> None:
     watch = probe_schedule.opened(probe_schedule.suspected(Watch(), 99.0), 100.0)
     assert probe_schedule.due_at(watch, OPEN) == 100.5
     for at, following in ((100.5, 101.0), (110.0, 111.0), (130.0, 133.0), (1000.0, 1004.0)):
@@ -40,7 +40,7 @@ def test_recovery_probes_come_after_a_tenth_of_the_trouble() -> None:
     assert probe_schedule.due_at(again, OPEN) == 1030.5
 
 
-def test_an_answer_leaves_the_rest_to_a_user_and_a_letdown_costs_patience() -> None:
+def test_good_probe_waits_for_request_and_false_recovery_delays_next_probe() -> None:
     watch = probe_schedule.probed(probe_schedule.opened(Watch(), 0.0), RECOVER, GOOD, 0.5)
     assert probe_schedule.due_at(watch, OPEN) is None
     assert probe_schedule.due_at(watch, HALF) is None
@@ -56,7 +56,7 @@ def test_an_answer_leaves_the_rest_to_a_user_and_a_letdown_costs_patience() -> N
     assert fair.false_recoveries == 0
 
 
-def test_a_hint_saves_the_wait_but_not_the_patience() -> None:
+def test_sign_of_recovery_skips_pace_but_not_minimum_period() -> None:
     watch = probe_schedule.probed(probe_schedule.opened(Watch(), 0.0), RECOVER, BAD, 40.0)
     assert probe_schedule.due_at(watch, OPEN) == 44.0
     assert probe_schedule.due_at(probe_schedule.hurried(watch), OPEN) == 0.5
@@ -65,7 +65,7 @@ def test_a_hint_saves_the_wait_but_not_the_patience() -> None:
     assert probe_schedule.due_at(replace(watch, trouble_since=None), OPEN) == 44.0
 
 
-def test_the_service_itself_comes_before_its_models() -> None:
+def test_service_is_probed_before_its_models() -> None:
     own = probe_schedule.suspected(Watch(), 100.0)
     memory = probe_schedule.opened(Watch(), 50.0, needs_memory=True)
     failed = probe_schedule.opened(Watch(), 49.0)
@@ -110,17 +110,17 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "answer", "finding"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_what_an_answer_proves(kind: ProbeKind, answer: UpstreamError | dict[str, str], finding: Finding) -> None:
+def test_finding_of_each_answer(kind: ProbeKind, answer: UpstreamError | dict[str, str], finding: Finding) -> None:
     assert probe_schedule.judge_probe(CONFIRM, kind, answer) is finding
 
 
-def test_a_service_that_answers_an_error_keeps_nobody_away_by_that() -> None:
+def test_error_answer_of_readiness_does_not_extend_open_period() -> None:
     assert probe_schedule.judge_probe(RECOVER, ProbeKind.READY, _error(Kind.STATUS, 502)) is UNKNOWN
     assert probe_schedule.judge_probe(RECOVER, ProbeKind.READY, _error(Kind.CONNECT)) is BAD
     assert probe_schedule.judge_probe(RECOVER, ProbeKind.READY, {}) is GOOD
 
 
-def test_what_speaks_against_the_whole_service() -> None:
+def test_errors_that_show_the_service_down() -> None:
     assert probe_schedule.is_down(_error(Kind.CONNECT))
     assert probe_schedule.is_down(_error(Kind.STATUS, 502))
     assert not probe_schedule.is_down(_error(Kind.STATUS, 503, Code.MODEL_FAILED))

@@ -11,12 +11,12 @@ from gateway.breaker.ramp import FIRST, FULL, LONGEST_SECONDS, STEP_SECONDS
 MOMENTS = st.floats(0, 40, allow_nan=False)
 
 
-def test_it_doubles_every_second_and_ends_after_five() -> None:
+def test_ramp_doubles_every_second_and_ends() -> None:
     climb = ramp.begun(100.0)
     assert [ramp.width(climb, 100.0 + seconds) for seconds in range(6)] == [2, 4, 8, 16, 32, None]
 
 
-def test_each_success_is_one_more_and_so_many_are_enough() -> None:
+def test_each_success_widens_ramp_by_one() -> None:
     climb = ramp.begun(0.0)
     for _ in range(FULL - FIRST - 1):
         climb = ramp.won(climb)
@@ -24,7 +24,7 @@ def test_each_success_is_one_more_and_so_many_are_enough() -> None:
     assert ramp.width(ramp.won(climb), 0.0) is None
 
 
-def test_a_failure_begins_it_anew_and_thirty_seconds_after_the_recovery_it_is_over() -> None:
+def test_failure_restarts_ramp_within_thirty_seconds() -> None:
     climb = ramp.lost(ramp.won(ramp.begun(0.0)), 4.0)
     assert ramp.width(climb, 4.0) == FIRST
     for second in range(30):
@@ -34,7 +34,7 @@ def test_a_failure_begins_it_anew_and_thirty_seconds_after_the_recovery_it_is_ov
 
 
 @given(begun=MOMENTS, events=st.lists(st.tuples(st.booleans(), st.floats(0, 2, allow_nan=False)), max_size=60))
-def test_it_never_narrows_but_by_a_failure_and_always_ends(begun: float, events: list[tuple[bool, float]]) -> None:
+def test_ramp_narrows_only_by_failure_and_always_ends(begun: float, events: list[tuple[bool, float]]) -> None:
     climb, now, before = ramp.begun(begun), begun, FIRST
     for ok, pause in events:
         now += pause

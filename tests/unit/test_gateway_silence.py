@@ -60,7 +60,7 @@ STAGES: dict[str, Callable[..., list[FakeActivity]]] = {"asked": _ask, "opened":
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_who_waits_long_at_a_stage_speaks_against_the_tier(stage: str) -> None:
+def test_attempts_that_wait_long_at_a_stage_are_silent(stage: str) -> None:
     silence = _known()
     STAGES[stage](silence, 1.0)
     assert silence.silent_attempts(0.9 + SILENT_SECONDS, ENOUGH) == 0
@@ -72,7 +72,7 @@ def test_who_waits_long_at_a_stage_speaks_against_the_tier(stage: str) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_nothing_that_ran_before_a_state_began_speaks(stage: str) -> None:
+def test_cleared_attempts_are_not_silent(stage: str) -> None:
     silence = _known()
     STAGES[stage](silence, 1.0)
     silence.clear()
@@ -85,7 +85,7 @@ def test_nothing_that_ran_before_a_state_began_speaks(stage: str) -> None:
     assert silence.silent_attempts(100.0, ENOUGH) == ENOUGH, "numbers that are not known change nothing"
 
 
-def test_a_first_byte_of_anybody_speaks_for_those_who_wait_for_one() -> None:
+def test_first_byte_clears_attempts_that_wait_for_one() -> None:
     silence = _known()
     _ask(silence, 1.0, ENOUGH + 1)
     silence.first_byte(ENOUGH, 2.0, FakeActivity())
@@ -97,7 +97,7 @@ def test_a_first_byte_of_anybody_speaks_for_those_who_wait_for_one() -> None:
     assert silence.silent_attempts(20.0, 1) == 0, "an answer without a stream has one too"
 
 
-def test_a_first_word_speaks_for_those_with_a_first_byte() -> None:
+def test_first_token_clears_attempts_that_wait_for_one() -> None:
     silence = _known()
     _open(silence, 1.0, ENOUGH + 1)
     assert silence.silent_attempts(20.0, ENOUGH) == ENOUGH, "among themselves first bytes prove nothing"
@@ -105,7 +105,7 @@ def test_a_first_word_speaks_for_those_with_a_first_byte() -> None:
     assert silence.silent_attempts(20.0, ENOUGH) == 1, "but who has it"
 
 
-def test_a_whole_answer_speaks_for_those_who_have_begun() -> None:
+def test_whole_answer_clears_attempts_after_first_token() -> None:
     silence = _known()
     _begin(silence, 1.0, ENOUGH + 1)
     silence.ended(ENOUGH, answered=False)
@@ -114,7 +114,7 @@ def test_a_whole_answer_speaks_for_those_who_have_begun() -> None:
     assert silence.silent_attempts(20.0, 1) == 0
 
 
-def test_an_attempt_that_was_lost_waits_for_nothing() -> None:
+def test_expired_attempt_is_not_silent() -> None:
     silence = _known()
     for number in range(ENOUGH):
         silence.started(number, 2.0, 15.0)
@@ -123,7 +123,7 @@ def test_an_attempt_that_was_lost_waits_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("answers", range(MIN_SAMPLES + 1))
-def test_behind_the_first_byte_nothing_is_judged_before_the_tier_is_known(answers: int) -> None:
+def test_silence_after_first_byte_needs_samples(answers: int) -> None:
     silence = SilenceDetector(is_model=True)
     for number in range(100, 100 + answers):
         _answer(silence, number, 0.0)
@@ -136,7 +136,7 @@ def test_behind_the_first_byte_nothing_is_judged_before_the_tier_is_known(answer
 
 
 @pytest.mark.parametrize("stage", ["opened", "begun"])
-def test_a_provider_is_judged_by_its_first_bytes_alone(stage: str) -> None:
+def test_provider_is_judged_only_before_first_byte(stage: str) -> None:
     """A model that thinks would be left because of another one that does not."""
     silence = _known(is_model=False)
     STAGES[stage](silence, 1.0)
@@ -146,7 +146,7 @@ def test_a_provider_is_judged_by_its_first_bytes_alone(stage: str) -> None:
 
 
 @pytest.mark.parametrize(("stage", "first", "later"), [("opened", 12.0, 0.5), ("begun", 0.5, 12.0)])
-def test_a_model_that_is_silent_for_long_is_given_longer_where_it_is(stage: str, first: float, later: float) -> None:
+def test_allowed_silence_follows_earlier_attempts_per_stage(stage: str, first: float, later: float) -> None:
     silence = _known(first, later)
     for name in ("opened", "begun"):
         silence.clear()
@@ -159,7 +159,7 @@ def test_a_model_that_is_silent_for_long_is_given_longer_where_it_is(stage: str,
         assert silence.silent_attempts(LONG, ENOUGH) == ENOUGH - 1, "it goes on, or waits for its reader"
 
 
-def test_only_recent_silences_tell_how_long_one_may_be() -> None:
+def test_allowed_silence_uses_recent_samples() -> None:
     silence = _known(first=12.0, later=12.0)
     for number in range(100, 100 + MAX_SAMPLES):
         _answer(silence, number, 0.0)
@@ -173,7 +173,7 @@ def test_only_recent_silences_tell_how_long_one_may_be() -> None:
     gaps=st.lists(st.floats(0.0, SILENT_SECONDS - 0.1), min_size=1, max_size=40),
     stages=st.lists(st.integers(0, 2), min_size=40, max_size=40),
 )
-def test_a_tier_that_leads_somebody_through_in_time_is_never_silent(gaps: list[float], stages: list[int]) -> None:
+def test_tier_with_regular_answers_is_never_silent(gaps: list[float], stages: list[int]) -> None:
     """However many wait: every so often one answer is whole, so nobody is overdue who came before it."""
     silence, now = _known(), 0.0
     for number, gap in enumerate(gaps):
