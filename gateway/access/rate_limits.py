@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
+
+from gateway.apis.schema.body_decoder import as_json
+from gateway.apis.schema.openai_bodies import AnyRequest, ChatRequest, CompletionRequest
 
 BYTES_PER_TOKEN = 4
 """What a token of a prompt is estimated at, in bytes of UTF-8 text."""
@@ -190,10 +192,10 @@ def total_tokens(answer: bytes) -> int | None:
     return int(found[-1]) if found else None
 
 
-def prompt_tokens(body: Mapping[str, Any]) -> int:
-    """About how many tokens the prompt of a checked body has: its text by size, images at a flat rate."""
+def prompt_tokens(body: AnyRequest) -> int:
+    """About how many tokens the prompt of a request has: its text by size, images at a flat rate."""
     text = ids = images = 0
-    waiting: list[Any] = [body]
+    waiting: list[Any] = [as_json(body)]
     while waiting:
         value = waiting.pop()
         if isinstance(value, str):
@@ -210,9 +212,10 @@ def prompt_tokens(body: Mapping[str, Any]) -> int:
     return math.ceil(text / BYTES_PER_TOKEN) + ids + images * IMAGE_TOKENS
 
 
-def answer_tokens(body: Mapping[str, Any], max_tokens: int | None) -> int:
-    """About how many tokens an answer to a checked body may take, all its choices together."""
-    return (ANSWER_TOKENS if max_tokens is None else max_tokens) * (body.get("n") or 1)
+def answer_tokens(body: AnyRequest, max_tokens: int | None) -> int:
+    """About how many tokens an answer may take, all its choices together."""
+    choices = body.n if isinstance(body, ChatRequest | CompletionRequest) else None
+    return (ANSWER_TOKENS if max_tokens is None else max_tokens) * (choices or 1)
 
 
 def _drained(used: float, per_minute: int | None, passed: float) -> float:

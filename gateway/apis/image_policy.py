@@ -11,10 +11,11 @@ import ipaddress
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import urlsplit
 
-from gateway.apis.openai.origin import Translated, origin_of
+from msgspec.structs import replace
+
+from gateway.apis.schema.openai_bodies import ChatRequest, ImagePart
 from gateway.errors import RequestError
 from inference.protocol import Code
 
@@ -76,14 +77,13 @@ def is_host_entry(entry: str) -> bool:
     return entry == ANY_HOST or (not entry.endswith(":") and _HOST.fullmatch(host.removeprefix("*.")) is not None)
 
 
-def remote_images(body: Mapping[str, Any]) -> tuple[Remote, ...]:
-    """The images of a checked chat body that did not come with it; raises RequestError when there are too many."""
+def remote_images(body: ChatRequest) -> tuple[Remote, ...]:
+    """The images of a chat that are addresses; raises RequestError when there are too many."""
     found = tuple(
-        Remote(at, index, part["image_url"]["url"])
-        for at, message in enumerate(body["messages"])
-        if isinstance(parts := message.get("content"), list)
-        for index, part in enumerate(parts)
-        if part["type"] == "image_url" and not part["image_url"]["url"].startswith("data:")
+        Remote(at, index, part.image_url.url)
+        for at, message in enumerate(body.messages)
+        for index, part in enumerate(message.parts)
+        if isinstance(part, ImagePart) and not part.image_url.url.startswith("data:")
     )
     if len(found) > MAX_IMAGES:
         raise refusal(found[MAX_IMAGES], f"is one too many: at most {MAX_IMAGES} are fetched for a request")
@@ -126,21 +126,21 @@ def data_url(remote: Remote, content: bytes) -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def inlined(body: Mapping[str, Any], urls: Mapping[Remote, str]) -> dict[str, Any]:
-    """`body` with what was fetched in the place of its addresses; the rest is shared, nothing is changed.
+def inlined(body: ChatRequest, urls: Mapping[Remote, str]) -> ChatRequest:
+    """A copy of `body` with fetched images in place of their addresses.
 
-    An origin stays with it: the tier that is given that may fetch for itself what this machine was let fetch.
+    Its origin stays: a provider that is sent the origin may fetch the same addresses itself.
     """
-    messages = list(body["messages"])
+    messages = list(body.messages)
     for remote, url in urls.items():
         message = messages[remote.message]
-        parts = list(message["content"])
+        parts = list(message.parts)
         part = parts[remote.part]
-        parts[remote.part] = {**part, "image_url": {**part["image_url"], "url": url}}
-        messages[remote.message] = {**message, "content": parts}
-    found = {**body, "messages": messages}
-    origin = origin_of(body)
-    return found if origin is None else Translated(found, origin)
+        assert isinstance(part, ImagePart), "`remote_images` found an image there"
+        parts[remote.part] = replace(part, image_url=replace(part.image_url, url=url))
+        messages[remote.message] = replace(message, content=parts)
+    found: ChatRequest = replace(body, messages=messages)
+    return found
 
 
 def refusal(remote: Remote, said: str) -> RequestError:

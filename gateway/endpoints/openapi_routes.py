@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -9,9 +10,10 @@ from starlette.responses import Response
 
 from gateway.apis.messages import messages_errors, messages_fields
 from gateway.apis.messages.messages_api import MessagesDialect
-from gateway.apis.openai import generation_request
 from gateway.apis.openai.frames import Endpoint
+from gateway.apis.openai.generation_request import BODIES
 from gateway.apis.responses import responses_api, responses_fields
+from gateway.apis.schema.openai_bodies import openai_schema
 from gateway.endpoints import token_count_routes
 from gateway.http.http_exchange import exchange_of
 from gateway.http.json_responses import json_response
@@ -35,13 +37,17 @@ def router(runtime: Runtime, app: FastAPI) -> APIRouter:
 
 def description(app: FastAPI) -> dict[str, Any]:
     """The whole description of the gateway whose cold routes `app` has."""
-    hot = {f"/v1/{endpoint}": generation_request.schema(endpoint) for endpoint in Endpoint}
+    hot: dict[str, Mapping[str, Any]] = {}
+    schemas: dict[str, Any] = {}
+    for endpoint in Endpoint:
+        hot[f"/v1/{endpoint}"], parts = openai_schema(BODIES[endpoint][0])
+        schemas |= parts
     hot[responses_api.PATH] = hot[token_count_routes.INPUT_TOKENS_PATH] = responses_fields.schema()
     hot[MessagesDialect.path] = messages_fields.schema()
     hot[token_count_routes.PATH] = messages_fields.schema(counting=True)
     streams = [f"/v1/{endpoint}" for endpoint in Endpoint if endpoint.streams]
     streams += [responses_api.PATH, MessagesDialect.path]
-    found = openapi.completed(app.openapi(), hot, OPEN_PATHS, streams)
+    found = openapi.completed(app.openapi(), hot, OPEN_PATHS, streams, schemas)
     found["components"]["schemas"]["MessagesError"] = messages_errors.ENVELOPE
     for path in (MessagesDialect.path, token_count_routes.PATH):
         found["paths"][path]["post"]["responses"]["default"]["content"] = {

@@ -15,8 +15,8 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from gateway.apis import image_policy as core
-from gateway.apis.openai.chat_messages import VISION
-from gateway.apis.openai.generation_request import InferenceRequest
+from gateway.apis.openai.generation_request import VISION, InferenceRequest
+from gateway.apis.schema.openai_bodies import ChatRequest
 from gateway.http.body_memory import Room
 from gateway.providers.http_clients import make_image_session
 from gateway.settings import ImageSettings
@@ -88,7 +88,12 @@ class Images:
         A request whose images came with it is returned as it is. Raises RequestError naming the image at fault, and
         RefusedError when there is no memory for them now.
         """
-        if VISION not in request.needs or not (remotes := core.remote_images(request.body)):
+        body = request.body
+        if (
+            not isinstance(body, ChatRequest)
+            or VISION not in request.needs
+            or not (remotes := core.remote_images(body))
+        ):
             return request
         targets = [core.target_of(remote, self._settings.hosts) for remote in remotes]
         try:
@@ -97,7 +102,7 @@ class Images:
             said = f"and the others are together larger than {room.limit} bytes (max_body)"
             raise core.refusal(remotes[-1], said) from None
         urls = {remote: core.data_url(remote, content) for remote, content in zip(remotes, contents, strict=True)}
-        return request._replace(body=core.inlined(request.body, urls))
+        return request._replace(body=core.inlined(body, urls))
 
     async def aclose(self) -> None:
         """Ends what is under way."""

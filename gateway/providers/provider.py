@@ -16,23 +16,24 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from gateway.apis.openai.frames import Endpoint, Frame
+from gateway.apis.schema.openai_bodies import AnyRequest
 
 
 @dataclass(slots=True)  # frozen it takes a call for each field
 class Call:
     """One attempt at one provider. Nobody changes its fields.
 
-    `body` is the caller's validated OpenAI request; providers copy what they change. `model` is the provider's own
+    `body` is the decoded request; providers copy it where they change it. `model` is the provider's own
     name. `headers` are extra headers for the local hop (request id, priority, tenant, deadline, probe). `heard` is
     filled by the provider: what the answer's headers told beside it (the device that computes).
     """
 
     endpoint: Endpoint
     model: str
-    body: Mapping[str, Any]
+    body: AnyRequest
     request_id: str
     connect_seconds: float = 5.0
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -45,7 +46,7 @@ class Provider(Protocol):
     name: str
     is_local: bool
 
-    def unsupported_params(self, endpoint: Endpoint, body: Mapping[str, Any], model: str) -> Mapping[str, str]:
+    def unsupported_params(self, endpoint: Endpoint, body: AnyRequest, model: str) -> Mapping[str, str]:
         """Why this provider cannot honor a checked `body`, by parameter, known without asking it.
 
         Pure and quick; empty when an attempt is worth making. `stream` and `unary` refuse the same requests.

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gateway.apis.schema.body_decoder import as_json
+from gateway.apis.schema.openai_bodies import AnyRequest, ChatRequest, CompletionRequest
 from gateway.errors import UpstreamError, UpstreamKind
 from headgate.shared.parameters import PARAMETERS
 from inference.protocol import Code
@@ -60,19 +62,23 @@ class Profile:
     refuses: Mapping[str, Refusal]
     drops: Mapping[str, str]
 
-    def refused(self, body: Mapping[str, Any]) -> tuple[str, ...]:
-        """The fields of `body` that make this provider unsuitable, in the order of the body."""
-        return tuple(name for name, value in body.items() if name in self.refuses and self.refuses[name].when(value))
+    def refused(self, body: AnyRequest) -> tuple[str, ...]:
+        """The fields of `body` that make this provider unsuitable."""
+        return tuple(name for name in self.refuses if self.refuses[name].refuses(getattr(body, name, None)))
 
-    def shortcomings(self, body: Mapping[str, Any]) -> dict[str, str]:
-        """Why, by each of these fields."""
+    def shortcomings(self, body: AnyRequest) -> dict[str, str]:
+        """The reason for each of these fields."""
         return {name: unsupported(name, self.refuses[name].reason).message for name in self.refused(body)}
 
-    def kept(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of `body` that travel on; null means absent. Raises UpstreamError for a refused one."""
+    def check(self, body: AnyRequest) -> None:
+        """Raises UpstreamError for a field that makes this provider unsuitable."""
         if refused := self.refused(body):
             raise unsupported(refused[0], self.refuses[refused[0]].reason)
-        return {name: value for name, value in body.items() if name in self.takes and value is not None}
+
+    def kept(self, body: AnyRequest) -> dict[str, Any]:
+        """The JSON fields of `body` that the provider takes; raises UpstreamError for a refused one."""
+        self.check(body)
+        return {name: value for name, value in as_json(body).items() if name in self.takes}
 
 
 def unsupported(param: str, reason: str) -> UpstreamError:
@@ -227,17 +233,18 @@ _LOCAL_REFUSES: Mapping[str, Refusal] = {
 }
 
 
-def refused_by_local(body: Mapping[str, Any]) -> Mapping[str, str]:
-    """Why a checked `body` makes every local model unsuitable, by each field that does."""
-    if _LOCAL_REFUSES.keys().isdisjoint(body):
+def refused_by_local(body: AnyRequest) -> Mapping[str, str]:
+    """Why `body` makes every local model unsuitable, by each field that does."""
+    given = [(name, value) for name in _LOCAL_REFUSES if (value := getattr(body, name, None)) is not None]
+    if not given:
         return ALL_TAKEN
-    refused = (name for name in body if name in _LOCAL_REFUSES and _LOCAL_REFUSES[name].refuses(body[name]))
+    refused = (name for name, value in given if _LOCAL_REFUSES[name].when(value))
     return {name: unsupported(name, _LOCAL_REFUSES[name].reason).message for name in refused}
 
 
-def token_ids_in(body: Mapping[str, Any]) -> str | None:
-    """The field of a checked `body` that holds token ids, which mean something in one model's vocabulary only."""
-    if body.get("logit_bias"):
+def token_ids_in(body: AnyRequest) -> str | None:
+    """The field of `body` that holds token ids, which have a meaning in the vocabulary of one model only."""
+    if isinstance(body, ChatRequest | CompletionRequest) and body.logit_bias:
         return "logit_bias"
-    prompt = body.get("prompt")
+    prompt = body.prompt if isinstance(body, CompletionRequest) else None
     return "prompt" if isinstance(prompt, list) and not isinstance(prompt[0], str) else None

@@ -6,9 +6,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from gateway.apis.openai.frames import Comment, Data, Frame
+from gateway.apis.schema.openai_bodies import AnyRequest
 from gateway.breaker.breakers import Lease
 from gateway.breaker.outcome import End, Failure, Ignore, Next, Observation, Verdict, judge, needs_operator
 from gateway.errors import UpstreamError, UpstreamKind
@@ -48,7 +48,7 @@ class Attempt:
         lease: Lease,
         last: bool,
         budget: Budget | None = None,
-        body: Mapping[str, Any] | None = None,
+        body: AnyRequest | None = None,
     ) -> None:
         """`budget` and `body` replace those of the request. `last`: no other candidate is left."""
         self.candidate = candidate

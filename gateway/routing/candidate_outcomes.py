@@ -16,7 +16,6 @@ CLOCK_TOLERANCE_SECONDS = 0.1
 """The inference service counts whole milliseconds on its own clock, so its deadline passes a little before ours."""
 
 _CODES = frozenset(Code)
-_PROMPT_PARAMS = ("messages", "prompt", "input", "documents")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +156,6 @@ def _passed_on(request: InferenceRequest, verdict: Ignore, error: UpstreamError)
     if param is None and verdict == Ignore(Reason.NOT_FOUND):
         param = "model"
     if param is None and verdict == Ignore(Reason.CONTEXT_LENGTH):
-        param = next(name for name in _PROMPT_PARAMS if name in request.body)
+        param = request.prompt_param
     status = error.status if error.status is not None and 400 <= error.status < 500 else 400
     return PassedOnError(error, status, param)

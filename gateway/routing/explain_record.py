@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any
 
-from gateway.apis.openai.generation_request import MOST_MODEL_CHARS, refused_body
+from gateway.apis.schema.body_decoder import refused_body
+from gateway.apis.schema.openai_bodies import MAX_MODEL_CHARS
 from gateway.errors import GatewayError
 from gateway.providers.local.candidate_facts import Facts
 from gateway.routing.chain import Candidate
@@ -126,7 +127,7 @@ class Record:
             self.error = WITHHELD
             return
         model, stream = body.get("model"), body.get("stream")
-        self.model = model[:MOST_MODEL_CHARS] if isinstance(model, str) else ""
+        self.model = model[:MAX_MODEL_CHARS] if isinstance(model, str) else ""
         self.stream = stream is True
         self.error = without_quotes(error.message, body)
 

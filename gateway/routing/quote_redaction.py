@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gateway.apis.schema.body_decoder import Body, as_json
+
 QUOTE_CHARS = 16
 """What both say in so many characters on end is taken for a quote."""
 MOST_CHARS = 2**18
@@ -20,11 +22,11 @@ _STEP = QUOTE_CHARS // 2
 """Every quote of QUOTE_CHARS holds a whole piece of the text that begins at a multiple of this and is as long."""
 
 
-def without_quotes(text: str, body: Mapping[str, Any]) -> str:
+def without_quotes(text: str, body: Mapping[str, Any] | Body) -> str:
     """`text` with LEFT_OUT where it repeats what strings of `body` say, its model's name aside."""
     if len(text) < QUOTE_CHARS:
         return text
-    said = _texts(body)
+    said = _texts(as_json(body) if isinstance(body, Body) else body)
     if said is None:
         return WITHHELD
     kept: list[str] = []

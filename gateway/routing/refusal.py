@@ -68,7 +68,7 @@ def _too_long(request: InferenceRequest, outcomes: Sequence[CandidateOutcome], e
     """The error with the numbers of the largest context among `outcomes`."""
     known = [outcome for outcome in outcomes if outcome.details is not None]
     largest = max(known, key=lambda outcome: (outcome.details or {}).get("context_length") or 0, default=outcomes[0])
-    prompt = next(name for name in _LENGTHS if name in request.body)
+    prompt = request.prompt_param
     return RequestError(
         Code.CONTEXT_LENGTH_EXCEEDED,
         f"{_overflow(prompt, largest.details or {})} No model behind {request.model!r} can take this request: {each}",
@@ -104,7 +104,7 @@ def _is_full(outcome: CandidateOutcome) -> bool:
 def _asked_by(request: InferenceRequest) -> str:
     """The parameter that asks for a capability which no tier has."""
     for name in ("tools", "functions", "messages", "input"):
-        if request.body.get(name) and (name != "tools" or "tools" in request.needs):
+        if getattr(request.body, name, None) and (name != "tools" or "tools" in request.needs):
             return name
     return "model"
 

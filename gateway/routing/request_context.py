@@ -7,10 +7,11 @@ import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gateway.access.key_usage import Meter
 from gateway.apis.openai.generation_request import InferenceRequest
+from gateway.apis.schema.openai_bodies import AnyRequest, ChatRequest, changed
 from gateway.breaker.breakers import Breakers, Lease
 from gateway.breaker.outcome import End
 from gateway.breaker.permits import Refused
@@ -151,7 +152,7 @@ class RequestState:
         """The candidate's model as a metric label; unknown names that clients send share the label `*`."""
         return candidate.model if candidate.named or candidate.model in self.gateway.view.models else "*"
 
-    def call(self, candidate: Candidate, last: bool, budget: Budget, body: Mapping[str, Any] | None = None) -> Call:
+    def call(self, candidate: Candidate, last: bool, budget: Budget, body: AnyRequest | None = None) -> Call:
         """The request to the provider. The local hop also gets priority, tenant and deadline as headers."""
         headers: dict[str, str] = {}
         if body is None:
@@ -174,16 +175,16 @@ class RequestState:
             self.request.endpoint, candidate.model, body, self.context.request_id, self.policy.connect_seconds, headers
         )
 
-    def _with_bounded_max_tokens(self, body: Mapping[str, Any], candidate: Candidate) -> Mapping[str, Any]:
+    def _with_bounded_max_tokens(self, body: AnyRequest, candidate: Candidate) -> AnyRequest:
         """`body` with `max_tokens` cut to the model's context, where the client's API requires the parameter."""
-        if not self.request.is_only_bounded:
+        if not self.request.is_only_bounded or not isinstance(body, ChatRequest):
             return body
         status = self.gateway.view.models.get(candidate.model)
-        wanted = body.get("max_tokens")
+        wanted = body.max_tokens
         if wanted is None or status is None or not status.context_length:
             return body
         bound = min(wanted, status.context_length)
-        return body if bound == wanted else {**body, "max_tokens": bound}
+        return body if bound == wanted else changed(body, max_tokens=bound)
 
     def acquire(self, candidate: Candidate, forced: bool) -> Lease | Refused:
         """Permits for an attempt at `candidate`, or the refusal. A permit expires after the time to commit and one

@@ -7,14 +7,21 @@ a prefilled assistant message where its model supports that, and gets an instruc
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
-from gateway.apis.openai.frames import ANSWER_SO_FAR, Endpoint
+from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import InferenceRequest
-from gateway.apis.openai.origin import changed
+from gateway.apis.schema.openai_bodies import (
+    AnswerSoFar,
+    AnyRequest,
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    Message,
+    changed,
+)
 from gateway.breaker.outcome import Failure, Ignore, Next, Verdict
 from gateway.routing.chain import Candidate
 
@@ -84,12 +91,8 @@ class PartialAnswer:
 class Continuation:
     """The request body for a candidate, and how its answer is joined."""
 
-    body: Mapping[str, Any]
+    body: AnyRequest
     method: ResumeMethod
-
-
-_JOINED = frozenset(("echo", "suffix", "continue_final_message", "audio"))
-"""Parameters whose answers cannot be joined from two pieces."""
 
 
 def obstacle(request: InferenceRequest, policy: str) -> str | None:
@@ -97,11 +100,15 @@ def obstacle(request: InferenceRequest, policy: str) -> str | None:
     if policy == Policy.OFF:
         return "off"
     body = request.body
-    prompt = body.get("prompt")
-    several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
-    joined = not _JOINED.isdisjoint(body) and any(body.get(name) for name in _JOINED)
-    best = (body.get("best_of") or 1) > 1
-    return None if request.is_plain and not (several or joined or best) else "shape"
+    if isinstance(body, ChatRequest):
+        is_joined = bool(body.continue_final_message or body.audio)
+    elif isinstance(body, CompletionRequest):
+        prompt = body.prompt
+        several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+        is_joined = bool(several or body.echo or body.suffix or (body.best_of or 1) > 1)
+    else:
+        is_joined = True
+    return "shape" if is_joined or not request.is_plain else None
 
 
 def is_resumable(verdict: Verdict) -> bool:
@@ -149,33 +156,34 @@ def continuation(
 ) -> Continuation | None:
     """The request for `candidate`; None when it cannot resume. `prefills`: its model continues an assistant message."""
     body = request.body
+    assert isinstance(body, ChatRequest | CompletionRequest), "only streams are resumed"
     if partial.is_empty:
         return Continuation(body, ResumeMethod.RESTART)
     if candidate.is_local:
-        so_far = {"content": partial.content} | ({"reasoning_content": partial.reasoning} if partial.reasoning else {})
-        return Continuation(changed(body, **{ANSWER_SO_FAR: so_far}), ResumeMethod.CONTINUE)
+        so_far = AnswerSoFar(content=partial.content, reasoning_content=partial.reasoning or None)
+        return Continuation(changed(body, answer_so_far=so_far), ResumeMethod.CONTINUE)
     # a cloud cannot continue another model's reasoning, nor white space, which its API strips
     if not partial.content or (request.endpoint is Endpoint.CHAT and not partial.content.strip()):
         return Continuation(_shortened(body, partial), ResumeMethod.RESTART)
-    if request.endpoint is Endpoint.COMPLETIONS:
-        prompt = body["prompt"]
-        text = prompt[0] if isinstance(prompt, list) and prompt else prompt
-        if not isinstance(text, str) or body.get("max_tokens") == -1:
+    if isinstance(body, CompletionRequest):
+        prompt = body.prompt
+        text = prompt[0] if isinstance(prompt, list) else prompt
+        if not isinstance(text, str) or body.max_tokens == -1:
             return None
-        limit = body.get("max_tokens") or _COMPLETION_TOKENS
+        limit = body.max_tokens or _COMPLETION_TOKENS
         return Continuation(
             _shortened(changed(body, prompt=text + partial.content, max_tokens=limit), partial), ResumeMethod.PREFILL
         )
-    messages = [*body["messages"], {"role": "assistant", "content": partial.content}]
-    if prefills and not body.get("reasoning_effort"):
+    messages = [*body.messages, Message(role="assistant", content=partial.content)]
+    if prefills and not body.reasoning_effort:
         prefilled = changed(body, messages=messages, continue_final_message=True)
         return Continuation(_shortened(prefilled, partial), ResumeMethod.PREFILL)
-    messages.append({"role": "user", "content": CONTINUE_PROMPT})
+    messages.append(Message(role="user", content=CONTINUE_PROMPT))
     return Continuation(_shortened(changed(body, messages=messages), partial), ResumeMethod.INSTRUCT)
 
 
-def _shortened(body: Mapping[str, Any], partial: PartialAnswer) -> Mapping[str, Any]:
+def _shortened(body: Generation, partial: PartialAnswer) -> Generation:
     """`body` with token limits reduced by the tokens of `partial`, to 1 at least."""
-    names = ("max_tokens", "max_completion_tokens")
-    limits = {name: body[name] for name in names if body.get(name) not in (None, -1)}
-    return changed(body, **{name: max(1, limit - partial.tokens) for name, limit in limits.items()})
+    limits = {name: getattr(body, name, None) for name in ("max_tokens", "max_completion_tokens")}
+    given = {name: limit for name, limit in limits.items() if limit not in (None, -1)}
+    return changed(body, **{name: max(1, limit - partial.tokens) for name, limit in given.items()})

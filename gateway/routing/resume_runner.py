@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gateway.apis.lenient_json import loads
 from gateway.apis.openai.assemble import Assembly
 from gateway.apis.openai.finish_reasons import choices_of
 from gateway.apis.openai.frames import Data, Done, Frame
+from gateway.apis.schema.openai_bodies import AnyRequest, ChatRequest, CompletionRequest
 from gateway.breaker.outcome import Ignore, Reason, Verdict
 from gateway.breaker.permits import Refused
 from gateway.errors import UpstreamError, UpstreamKind
@@ -264,7 +265,7 @@ class Answer:
         assert self._budget is not None
         return min(resume_policy.MAX_PAUSE_SECONDS, self._budget.quiet_left(now) / 2, self._budget.commit_by - now)
 
-    async def _open(self, candidate: Candidate, body: Mapping[str, Any], *, last: bool) -> float | None:
+    async def _open(self, candidate: Candidate, body: AnyRequest, *, last: bool) -> float | None:
         """None once `candidate` has opened a stream; otherwise the seconds until it may, infinite when unknown."""
         assert self._budget is not None
         attempt = _attempt(self._state, candidate, body, self._budget, last)
@@ -285,9 +286,7 @@ class Answer:
         self._state.gateway.telemetry.resume.labels(result).inc()
 
 
-def _attempt(
-    state: RequestState, candidate: Candidate, body: Mapping[str, Any], budget: Budget, last: bool
-) -> Attempt | str:
+def _attempt(state: RequestState, candidate: Candidate, body: AnyRequest, budget: Budget, last: bool) -> Attempt | str:
     """An attempt of `candidate` with `body`, or why there is none."""
     provider = state.gateway.registry.get(candidate.provider)
     if provider is None:
@@ -312,8 +311,8 @@ def _continuation(
 
 
 def _stop_strings(state: RequestState) -> Sequence[str]:
-    stop = state.request.body.get("stop") or ()
-    return (stop,) if isinstance(stop, str) else tuple(stop)
+    body = state.request.body
+    return body.stops if isinstance(body, ChatRequest | CompletionRequest) else ()
 
 
 async def assemble(answer: Answer) -> dict[str, Any]:

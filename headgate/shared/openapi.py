@@ -48,16 +48,19 @@ def completed(
     hot: Mapping[str, Mapping[str, Any]],
     open_paths: Collection[str],
     streams: Collection[str] = (),
+    parts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """`described` (FastAPI's own) with `hot`: path to the JSON Schema of the body that is posted there.
 
-    `open_paths` need no key. Of the hot paths, `streams` answer with server-sent events too.
+    `open_paths` need no key. Of the hot paths, `streams` answer with server-sent events too. `parts` are schemas that
+    the bodies refer to, by name.
     """
     found = copy.deepcopy(dict(described))
     paths = found.setdefault("paths", {})
     for path, body in hot.items():
         paths[path] = {"post": _hot(path, body, is_stream=path in streams)}
     schemas = found.setdefault("components", {}).setdefault("schemas", {})
+    schemas |= parts or {}
     for name in _FASTAPIS_OWN:
         schemas.pop(name, None)
     schemas["Error"] = ERROR

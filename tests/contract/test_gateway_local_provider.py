@@ -13,9 +13,9 @@ from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.http_clients import make_local_session
 from gateway.providers.local.inference_snapshot import InferenceView
 from gateway.providers.local.local_provider import LocalProvider
-from gateway.providers.provider import Call
 from inference.protocol import Code, ModelState, ModelStatus, Progress
 from tests.rigs.fake_inference import Answer, FakeInference
+from tests.rigs.typed_bodies import call as typed_call
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -36,7 +36,7 @@ async def provider(fake: FakeInference) -> AsyncIterator[LocalProvider]:
 
 
 async def _frames(provider: LocalProvider, model: str = "demo") -> list[Frame]:
-    async with asyncio.timeout(10), provider.stream(Call(Endpoint.CHAT, model, BODY, "id-1")) as stream:
+    async with asyncio.timeout(10), provider.stream(typed_call(Endpoint.CHAT, model, BODY, "id-1")) as stream:
         return [frame async for frame in stream]
 
 
@@ -73,7 +73,7 @@ async def test_an_error_frame_has_the_status_of_its_code_and_comes_after_the_wor
     fake.answers["demo"] = Answer(words=("one",), error=Code.DEVICE_LOST, retry_after=7.5)
     seen: list[Frame] = []
     with pytest.raises(UpstreamError) as caught:
-        async with provider.stream(Call(Endpoint.CHAT, "demo", BODY, "id-1")) as stream:
+        async with provider.stream(typed_call(Endpoint.CHAT, "demo", BODY, "id-1")) as stream:
             async for frame in stream:
                 seen.append(frame)  # noqa: PERF401  # what came before the error counts
     assert len(seen) == 2
@@ -84,7 +84,7 @@ async def test_an_error_frame_has_the_status_of_its_code_and_comes_after_the_wor
 async def test_frames_that_came_together_can_be_taken_together(fake: FakeInference, provider: LocalProvider) -> None:
     chunk = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
     fake.answers["demo"] = Answer(raw=chunk * 3 + b"data: oops\n\n")
-    async with provider.stream(Call(Endpoint.CHAT, "demo", BODY, "id-1")) as stream:
+    async with provider.stream(typed_call(Endpoint.CHAT, "demo", BODY, "id-1")) as stream:
         first = await anext(stream)
         ready = stream.take_ready()  # type: ignore[attr-defined]
         assert [first, *ready] == [frame_of(chunk[6:-2])] * 3

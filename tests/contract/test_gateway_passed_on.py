@@ -12,11 +12,11 @@ from gateway.apis.openai.frames import Data, Done, Endpoint, Frame
 from gateway.errors import UpstreamError
 from gateway.providers.http_clients import make_local_session
 from gateway.providers.local.local_provider import LocalProvider
-from gateway.providers.provider import Call
+from tests.rigs.typed_bodies import call as typed_call
 
 pytestmark = pytest.mark.timeout(30)
 
-CALL = Call(Endpoint.CHAT, "demo", {"messages": []}, "id-1")
+CALL = typed_call(Endpoint.CHAT, "demo", {}, "id-1")
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 

@@ -15,6 +15,7 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from gateway.apis.openai.frames import Comment, Data, DeltaKind, Done, Endpoint, Flavor, Frame
+from gateway.apis.schema.openai_bodies import ChatRequest
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.anthropic.anthropic_sdk import AnthropicProvider
 from gateway.providers.http_clients import make_local_session, make_sdk_client
@@ -27,6 +28,7 @@ from tests.rigs.canned_http import Canned, canned_service
 from tests.rigs.fake_provider import KEY, FakeProvider
 from tests.rigs.fake_provider.answers import Answer, ToolUse
 from tests.rigs.full_backlog import full_backlog
+from tests.rigs.typed_bodies import call as typed_call
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -45,7 +47,7 @@ class Rig:
     make: Callable[[str, str], Provider] = field(repr=False)
 
     def call(self, model: str = "m", body: Mapping[str, Any] | None = None, **more: Any) -> Call:
-        return Call(more.pop("endpoint", Endpoint.CHAT), model, body or ASK, "req-1", **more)
+        return typed_call(more.pop("endpoint", Endpoint.CHAT), model, body or ASK, "req-1", **more)
 
     async def frames(self, call: Call) -> list[Frame]:
         async with asyncio.timeout(10), self.provider.stream(call) as stream:
@@ -375,7 +377,7 @@ async def inference() -> AsyncIterator[tuple[fake_inference.FakeInference, Provi
 
 
 Inference = tuple[fake_inference.FakeInference, Provider]
-LOCAL = Call(Endpoint.CHAT, "demo", ASK, "req-1")
+LOCAL = typed_call(Endpoint.CHAT, "demo", ASK, "req-1")
 
 
 async def test_the_local_answer_is_one_stream_with_its_progress(inference: Inference) -> None:
@@ -445,7 +447,9 @@ async def test_text_completions_are_relayed() -> None:
     async with FakeProvider() as fake:
         for make in (_make_openai, _make_local):
             provider = make(fake.url, KEY)
-            async with provider.stream(Call(Endpoint.COMPLETIONS, "m", {"prompt": "Once upon a time"}, "r")) as stream:
+            async with provider.stream(
+                typed_call(Endpoint.COMPLETIONS, "m", {"prompt": "Once upon a time"}, "r")
+            ) as stream:
                 frames = [frame async for frame in stream]
             await provider.aclose()
             said = [choice["text"] for chunk in chunks(frames) for choice in chunk["choices"]]
@@ -461,7 +465,7 @@ async def test_an_endpoint_the_provider_lacks_is_refused_before_anything_is_sent
         provider = make(fake.url, KEY)
         assert list(provider.unsupported_params(Endpoint.COMPLETIONS, {"prompt": "x"}, "m")) == ["model"]
         with pytest.raises(UpstreamError) as caught:
-            async with provider.stream(Call(Endpoint.COMPLETIONS, "m", {"prompt": "x"}, "r")):
+            async with provider.stream(typed_call(Endpoint.COMPLETIONS, "m", {"prompt": "x"}, "r")):
                 raise AssertionError("no such endpoint")
         await provider.aclose()
         assert caught.value.code == "unsupported_parameter"
@@ -471,7 +475,8 @@ async def test_an_endpoint_the_provider_lacks_is_refused_before_anything_is_sent
 @only_clouds
 async def test_what_cannot_be_written_is_no_answer_of_the_providers(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     """A defect of ours: a tier that was never asked is not to blame, and the next one may do the request."""
-    frames, error = await rig.failure(rig.call(body={"messages": [None]}))
+    defect = ChatRequest(model="m", messages=[None])  # type: ignore[list-item]
+    frames, error = await rig.failure(rig.call(body=defect))
     assert frames == []
     assert (error.kind, error.status, error.code) == (UpstreamKind.STATUS, 400, "unsupported_parameter")
     assert rig.fake.records == []
@@ -514,29 +519,29 @@ async def test_an_embedding_that_is_no_json_object_is_malformed() -> None:
     async with FakeProvider() as fake:
         provider = _make_openai(fake.url, KEY)
         with pytest.raises(UpstreamError) as caught:
-            await provider.unary(Call(Endpoint.EMBEDDINGS, "fault-html", {"input": "a"}, "r"))
+            await provider.unary(typed_call(Endpoint.EMBEDDINGS, "fault-html", {"input": "a"}, "r"))
         assert caught.value.kind is MALFORMED
         await provider.aclose()
         with canned_service({"POST /v1/embeddings": Canned([1])}) as canned:
             provider = _make_openai(canned.url, KEY)
             with pytest.raises(UpstreamError, match="object"):
-                await provider.unary(Call(Endpoint.EMBEDDINGS, "m", {"input": "a"}, "r"))
+                await provider.unary(typed_call(Endpoint.EMBEDDINGS, "m", {"input": "a"}, "r"))
         with pytest.raises(UpstreamError, match="streamed"):
-            await provider.unary(Call(Endpoint.CHAT, "m", ASK, "r"))
+            await provider.unary(typed_call(Endpoint.CHAT, "m", ASK, "r"))
         await provider.aclose()
 
 
 async def test_anthropic_has_no_embeddings() -> None:
     provider = _make_anthropic("http://127.0.0.1:9", KEY)
     with pytest.raises(UpstreamError, match="embeddings"):
-        await provider.unary(Call(Endpoint.EMBEDDINGS, "m", {"input": "a"}, "r"))
+        await provider.unary(typed_call(Endpoint.EMBEDDINGS, "m", {"input": "a"}, "r"))
     await provider.aclose()
 
 
 async def test_anthropics_pings_are_signs_of_life() -> None:
     async with FakeProvider() as fake:
         provider = _make_anthropic(fake.url, KEY)
-        async with provider.stream(Call(Endpoint.CHAT, "m", ASK, "r")) as stream:
+        async with provider.stream(typed_call(Endpoint.CHAT, "m", ASK, "r")) as stream:
             assert Comment(b": ping\n\n") in [frame async for frame in stream]
         await provider.aclose()
 
@@ -549,7 +554,7 @@ async def test_sampling_reaches_only_the_anthropic_models_that_take_it(
 ) -> None:
     async with FakeProvider() as fake:
         provider = _make_anthropic(fake.url, KEY)
-        async with provider.stream(Call(Endpoint.CHAT, model, {**ASK, "temperature": 0.2}, "r")) as stream:
+        async with provider.stream(typed_call(Endpoint.CHAT, model, {**ASK, "temperature": 0.2}, "r")) as stream:
             assert [frame async for frame in stream][-1] == Done()
         await provider.aclose()
         record = fake.records[0]
@@ -574,7 +579,7 @@ async def test_openai_itself_gets_the_new_name_of_max_tokens() -> None:
         http = httpx2.AsyncClient(transport=_Elsewhere(fake.url))
         provider = OpenAIProvider("openai", api_key=KEY, base_url=None, http=http)
         body = {**ASK, "max_tokens": 2, "top_k": 40}
-        async with provider.stream(Call(Endpoint.CHAT, "gpt-5-mini", body, "r")) as stream:
+        async with provider.stream(typed_call(Endpoint.CHAT, "gpt-5-mini", body, "r")) as stream:
             frames = [frame async for frame in stream]
         await provider.aclose()
         assert fake.records[0].body["max_completion_tokens"] == 2
@@ -592,7 +597,7 @@ async def test_openais_account_headers_reach_openai_alone(
         for base_url, is_told in ((None, True), (fake.openai_url, False)):
             http = httpx2.AsyncClient(transport=_Elsewhere(fake.url))
             provider = OpenAIProvider("openai", api_key=KEY, base_url=base_url, http=http, flavor=flavor)
-            async with provider.stream(Call(Endpoint.CHAT, "m", ASK, "r")) as stream:
+            async with provider.stream(typed_call(Endpoint.CHAT, "m", ASK, "r")) as stream:
                 assert [frame async for frame in stream]
             await provider.aclose()
             assert ("ours" in str(fake.records[-1].headers)) is is_told

@@ -9,10 +9,11 @@ import pytest
 
 from gateway.apis.openai.frames import Endpoint, Flavor
 from gateway.errors import UpstreamError
-from gateway.providers.openai.openai_request import to_openai, unsupported_params
 from inference.protocol import Code, ModelState, ModelStatus
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.gateway_rig import Gateway
+from tests.rigs.typed_bodies import to_openai
+from tests.rigs.typed_bodies import unsupported_by_openai as unsupported_params
 
 pytestmark = pytest.mark.timeout(60)
 

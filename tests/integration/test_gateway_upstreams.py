@@ -19,11 +19,12 @@ from gateway.providers.anthropic.anthropic_sdk import AnthropicProvider
 from gateway.providers.http_clients import make_local_session, make_sdk_client
 from gateway.providers.local.local_provider import LocalProvider
 from gateway.providers.openai.openai_sdk import OpenAIProvider
-from gateway.providers.provider import Call, Provider
+from gateway.providers.provider import Provider
 from gateway.providers.provider_errors import status_error
 from tests.rigs.fake_inference import FakeInference
 from tests.rigs.gateway_rig import KEY, MESSAGES, Gateway
 from tests.rigs.tls import CERTIFICATE, server_context
+from tests.rigs.typed_bodies import call as typed_call
 
 SECRET = "key-of-the-provider"
 
@@ -60,7 +61,7 @@ async def _server(answer: Callable[[web.Request], web.Response], *, tls: bool = 
 
 
 async def _failure(provider: Provider) -> UpstreamError:
-    call = Call(Endpoint.CHAT, "m", {"messages": MESSAGES}, "req-1", connect_seconds=5.0)
+    call = typed_call(Endpoint.CHAT, "m", {"messages": MESSAGES}, "req-1", connect_seconds=5.0)
     try:
         with pytest.raises(UpstreamError) as caught:
             async with asyncio.timeout(10), provider.stream(call) as frames:

@@ -20,11 +20,11 @@ from gateway.apis.messages.messages_events import MessageEvents
 from gateway.apis.openai import generation_request
 from gateway.apis.openai.assemble import Assembly
 from gateway.apis.openai.frames import Comment, Data, DeltaKind, Endpoint, Frame
-from gateway.apis.openai.origin import origin_of
 from gateway.errors import RequestError
 from gateway.providers.anthropic.anthropic_native import to_native
 from tests.rigs.fake_provider import rules
 from tests.rigs.fake_provider.strict import strictly
+from tests.rigs.typed_bodies import chat, json_of
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=12)
 WORD = st.text(st.characters(codec="ascii", categories=("L",)), min_size=1, max_size=6)
@@ -157,15 +157,15 @@ def conversations(draw: st.DrawFn) -> dict[str, Any]:
 @given(conversations())
 def test_what_is_asked_is_a_request_of_the_inner_dialect_and_anthropics_own(asked: dict[str, Any]) -> None:
     inner = messages_request.parse(json.dumps(asked).encode())
-    generation_request.parse(Endpoint.CHAT, orjson.dumps(inner.body))
+    generation_request.parse(Endpoint.CHAT, orjson.dumps(json_of(inner.body)))
     pending: list[str] = []
-    for message in inner.body["messages"]:
+    for message in json_of(inner.body)["messages"]:
         if message["role"] == "tool":
             assert message["tool_call_id"] == pending.pop(0)
         else:
             assert not pending
             pending = [call["id"] for call in message.get("tool_calls") or ()]
-    origin = origin_of(inner.body)
+    origin = chat(inner.body).origin
     assert origin is not None
     sent = to_native(origin, "claude-opus-5")
     rules.anthropic(sent, "2026-10-21")
@@ -198,7 +198,7 @@ def test_a_damaged_request_is_refused_by_name_or_still_one_of_the_inner_dialect(
     except RequestError as error:
         assert error.param is not None and error.status == 400
         return
-    generation_request.parse(Endpoint.CHAT, orjson.dumps(inner.body))
-    origin = origin_of(inner.body)
+    generation_request.parse(Endpoint.CHAT, orjson.dumps(json_of(inner.body)))
+    origin = chat(inner.body).origin
     assert origin is not None
     orjson.dumps(to_native(origin, "claude-haiku-4-5"))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gateway.apis.openai.frames import Endpoint, Flavor
-from gateway.providers.openai.openai_request import to_openai
 from inference.worker.prompt.template_messages import messages_of
+from tests.rigs.typed_bodies import to_openai
 
 ANSWER = {"role": "assistant", "content": "Hi", "annotations": [], "parsed": None}
 

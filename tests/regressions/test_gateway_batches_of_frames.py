@@ -21,8 +21,9 @@ from gateway.routing.attempt import Attempt
 from gateway.routing.budget import Budget, Limits
 from gateway.routing.stream_reader import ExpiredError, StreamReader
 from tests.rigs import virtual_time
+from tests.rigs.typed_bodies import call as typed_call
 
-CALL = Call(Endpoint.CHAT, "demo", {}, "id")
+CALL = typed_call(Endpoint.CHAT, "demo", {}, "id")
 WORD = b'data: {"choices":[{"delta":{"content":"x"},"finish_reason":null}]}\n\n'
 ROLE = b'data: {"choices":[{"delta":{"role":"assistant"},"finish_reason":null}]}\n\n'
 PING = b": keep-alive\n\n"

@@ -20,9 +20,10 @@ from gateway.routing.stream_reader import StreamReader
 from tests.rigs.fake_inference import FakeInference
 from tests.rigs.gateway_rig import Gateway
 from tests.rigs.stack import until
+from tests.rigs.typed_bodies import call as typed_call
 
 pytestmark = pytest.mark.timeout(60)
-CALL = Call(Endpoint.CHAT, "m", {}, "id")
+CALL = typed_call(Endpoint.CHAT, "m", {}, "id")
 
 
 class Resisting:

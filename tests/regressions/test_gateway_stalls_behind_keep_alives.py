@@ -19,6 +19,7 @@ from tests.rigs.fake_inference import FakeInference
 from tests.rigs.fake_provider import KEY as CLOUD_KEY
 from tests.rigs.fake_provider import FakeProvider
 from tests.rigs.gateway_rig import Gateway
+from tests.rigs.typed_bodies import call as typed_call
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -84,7 +85,7 @@ def listened(script: Iterable[tuple[float, Frame]], *, busy_seconds: float = 0.0
         loop = asyncio.get_running_loop()
         began = loop.time()
         budget = Budget(Limits(FIRST_TOKEN, INTER_TOKEN, 1e6, 1e6, 2), began)
-        call = Call(Endpoint.CHAT, "m", {}, "id")
+        call = typed_call(Endpoint.CHAT, "m", {}, "id")
         listening = StreamReader(Scripted(script), call, budget, last=False)  # type: ignore[arg-type]
         try:
             await listening.open()

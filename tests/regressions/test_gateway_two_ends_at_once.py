@@ -12,6 +12,7 @@ from gateway.apis.openai.frames import Endpoint, Frame
 from gateway.providers.provider import Call
 from gateway.routing.budget import Budget, Due, Limits
 from gateway.routing.stream_reader import ExpiredError, StreamReader
+from tests.rigs.typed_bodies import call as typed_call
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -31,7 +32,7 @@ class Silent:
 @pytest.mark.parametrize("times", [1, 2])
 async def test_whoever_listens_is_told_once(times: int) -> None:
     budget = Budget(Limits(30, 15, 300, 120, 2), asyncio.get_running_loop().time())
-    listening = StreamReader(Silent(), Call(Endpoint.CHAT, "m", {}, "id"), budget, last=False)  # type: ignore[arg-type]
+    listening = StreamReader(Silent(), typed_call(Endpoint.CHAT, "m", {}, "id"), budget, last=False)  # type: ignore[arg-type]
     opening = asyncio.create_task(listening.open())
     await asyncio.sleep(0)
     for _ in range(times):

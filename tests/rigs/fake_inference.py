@@ -10,7 +10,6 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.apis.openai.finish_reasons import choices_of
 from inference.errors import InferenceError
 from inference.protocol import (
     DONE,
@@ -71,6 +70,12 @@ class Seen:
     headers: Mapping[str, str]
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+def _choices_of(body: dict[str, Any]) -> int:
+    prompt = body.get("prompt")
+    prompts = len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
+    return prompts * (body.get("n") or 1)
 
 
 class FakeInference:
@@ -264,7 +269,7 @@ class FakeInference:
             await response.write(answer.raw)
             return response
         chat = seen.path.endswith("chat/completions")
-        choices = range(choices_of(seen.body))
+        choices = range(_choices_of(seen.body))
         options = seen.body.get("stream_options") or {}
         begin = {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3} if options.get(PROMPT_USAGE) else None
         if chat and (answer.words or answer.thoughts):

@@ -15,11 +15,12 @@ from pydantic import BaseModel, Field
 
 from gateway.apis.messages.messages_request import parse
 from gateway.errors import UpstreamError
-from gateway.providers.anthropic.anthropic_request import to_anthropic, unsupported_params
 from gateway.providers.anthropic.anthropic_schema import held
 from tests.rigs.fake_provider import rules
 from tests.rigs.fake_provider.schemas import anthropic_problem
 from tests.rigs.odd_schemas import ODD_SCHEMAS
+from tests.rigs.typed_bodies import to_anthropic
+from tests.rigs.typed_bodies import unsupported_by_anthropic as unsupported_params
 
 MODEL = "claude-opus-5"
 

@@ -5,13 +5,22 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from gateway.apis.openai.generation_request import _CHAT
+from gateway.apis.openai.frames import Endpoint
+from gateway.apis.openai.generation_request import BODIES
+from gateway.apis.schema.openai_bodies import openai_schema
 from gateway.errors import UpstreamKind
 from gateway.providers import provider_fields
 from gateway.providers.anthropic import anthropic_events
 from tests.rigs.fake_provider.faults import KINDS
 
 DOCS = (Path(__file__).resolve().parents[2] / "docs" / "providers.md").read_text(encoding="utf-8")
+
+
+def fields_of(endpoint: Endpoint) -> set[str]:
+    """The names that the gateway accepts."""
+    return {*openai_schema(BODIES[endpoint][0])[0]["properties"]}
+
+
 PROFILES = (provider_fields.OPENAI_CHAT, provider_fields.GOOGLE_CHAT, provider_fields.ANTHROPIC_CHAT)
 FATES = {"sent": "takes", "translated": "takes", "unsuitable": "refuses", "dropped": "drops"}
 
@@ -36,7 +45,7 @@ def test_the_field_table_has_every_field_a_caller_may_send_whose_fate_differs_or
     same = {"model", "messages", "stream", "stream_options"}
     hosting = {name for name, why in provider_fields.GOOGLE_CHAT.drops.items() if "hosting" in why}
     samplers = set(provider_fields.EXTENSIONS_DROPPED)
-    assert set(_CHAT) - same - hosting - samplers <= set(rows)
+    assert fields_of(Endpoint.CHAT) - same - hosting - samplers <= set(rows)
 
 
 def test_the_stop_reasons_are_the_codes() -> None:

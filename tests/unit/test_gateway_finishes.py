@@ -8,6 +8,8 @@ import orjson
 import pytest
 
 from gateway.apis.openai.finish_reasons import Finishes, choices_of
+from gateway.apis.openai.frames import Endpoint
+from tests.rigs.typed_bodies import decoded
 
 
 def chunk(*choices: tuple[Any, str | None]) -> bytes:
@@ -29,7 +31,8 @@ def chunk(*choices: tuple[Any, str | None]) -> bytes:
     ],
 )
 def test_each_prompt_is_answered_n_times(body: dict[str, Any], choices: int) -> None:
-    assert choices_of(body) == choices
+    endpoint = Endpoint.COMPLETIONS if "prompt" in body else Endpoint.CHAT
+    assert choices_of(decoded(body, endpoint)) == choices
 
 
 def test_one_choice_has_one_finish_and_is_not_looked_into() -> None:

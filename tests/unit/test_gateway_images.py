@@ -8,7 +8,9 @@ import pytest
 
 from gateway.apis import image_policy as core
 from gateway.apis.image_policy import Remote, Target, is_host_entry, is_public, remote_images, target_of
+from gateway.apis.schema.openai_bodies import ChatRequest
 from gateway.errors import RequestError
+from tests.rigs.typed_bodies import chat, json_of
 
 HOSTS = ("mill.example", "*.river.example", "weir.example:8443")
 
@@ -17,9 +19,10 @@ def _image(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
 
 
-def _body(*urls: str) -> dict[str, Any]:
+def _body(*urls: str) -> ChatRequest:
     parts = [{"type": "text", "text": "look"}, *map(_image, urls)]
-    return {"messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": parts}], "n": 1}
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": parts}]
+    return chat({"messages": messages, "n": 1})
 
 
 def _target(url: str, hosts: tuple[str, ...] = HOSTS) -> Target:
@@ -119,7 +122,7 @@ def test_images_that_came_with_the_request_are_left_alone() -> None:
 def test_what_was_fetched_stands_where_its_address_stood() -> None:
     body = _body("https://mill.example/a", "data:x", "https://mill.example/b")
     first, second = remote_images(body)
-    changed = core.inlined(body, {first: "data:1", second: "data:2"})
+    changed = json_of(core.inlined(body, {first: "data:1", second: "data:2"}))
     assert [part["image_url"]["url"] for part in changed["messages"][1]["content"][1:]] == [
         "data:1",
         "data:x",

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from gateway.access import rate_limits as core
 from gateway.access.rate_limits import Account, Limits, Refusal, Running, Standing, Which
+from gateway.apis.openai.frames import Endpoint
+from tests.rigs.typed_bodies import decoded
 
 FREE = Account()
 
@@ -146,11 +148,15 @@ def test_the_usage_of_an_answer_is_found_and_no_text_passes_for_it() -> None:
 
 
 def test_a_prompt_is_estimated_by_its_text_its_ids_and_its_images() -> None:
-    image = {"image_url": {"url": "data:image/png;base64," + "A" * 10_000}}
-    assert core.prompt_tokens({"messages": [{"content": [{"text": "x" * 400}, image]}]}) == 100 + core.IMAGE_TOKENS
-    assert core.prompt_tokens({"input": [[1, 2, 3], [4]]}) == 4
-    assert core.answer_tokens({}, None) == core.ANSWER_TOKENS
-    assert core.answer_tokens({"n": 3}, 20) == 60
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 10_000}}
+    message = {"role": "user", "content": [{"type": "text", "text": "x" * 400}, image]}
+    names = len("musertextimage_url")
+    assert core.prompt_tokens(decoded({"messages": [message]})) == -(-(400 + names) // 4) + core.IMAGE_TOKENS
+    assert core.prompt_tokens(decoded({"input": [[1, 2, 3], [4]]}, Endpoint.EMBEDDINGS)) == 4 + 1, (
+        "and the model's name"
+    )
+    assert core.answer_tokens(decoded({}), None) == core.ANSWER_TOKENS
+    assert core.answer_tokens(decoded({"n": 3}), 20) == 60
 
 
 @given(

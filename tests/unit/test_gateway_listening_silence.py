@@ -11,6 +11,7 @@ from gateway.providers.provider import Call
 from gateway.routing.budget import Budget, Limits
 from gateway.routing.stream_reader import StreamReader
 from tests.rigs import virtual_time
+from tests.rigs.typed_bodies import call as typed_call
 
 PING = Comment(b": keep-alive\n\n")
 WORD = Data(b'{"choices": [{"delta": {"content": "x"}}]}', DeltaKind.CONTENT)
@@ -36,7 +37,7 @@ class Paced:
 
 async def _listen() -> None:
     budget = Budget(Limits(1e3, 1e3, 1e6, 1e6, 2), asyncio.get_running_loop().time())
-    listening = StreamReader(Paced(), Call(Endpoint.CHAT, "m", {}, "id"), budget, last=False)  # type: ignore[arg-type]
+    listening = StreamReader(Paced(), typed_call(Endpoint.CHAT, "m", {}, "id"), budget, last=False)  # type: ignore[arg-type]
     opening = asyncio.create_task(listening.open())
     await asyncio.sleep(0.5)
     assert listening.silent_seconds() == 0.5

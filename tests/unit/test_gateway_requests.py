@@ -9,7 +9,9 @@ import pytest
 
 from gateway.apis.json_shape import MAX_NESTING
 from gateway.apis.openai.frames import Endpoint
-from gateway.apis.openai.generation_request import parse, refused_body, schema
+from gateway.apis.openai.generation_request import BODIES, parse
+from gateway.apis.schema.body_decoder import as_json, refused_body
+from gateway.apis.schema.openai_bodies import AnyRequest, openai_schema
 from gateway.errors import RequestError
 from gateway.providers.provider_fields import OPENAI_COMPLETIONS, refused_by_local, token_ids_in
 from inference.protocol import Code
@@ -22,6 +24,14 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}
 
 def _chat(**more: Any) -> bytes:
     return json.dumps({"model": "demo", "messages": HI, **more}).encode()
+
+
+def chat(fields: dict[str, Any]) -> AnyRequest:
+    return parse(Endpoint.CHAT, json.dumps({"model": "demo", "messages": HI, **fields}).encode()).body
+
+
+def completion(**fields: Any) -> AnyRequest:
+    return parse(Endpoint.COMPLETIONS, json.dumps({"model": "demo", "prompt": "x", **fields}).encode()).body
 
 
 def _said(*messages: Any) -> bytes:
@@ -180,7 +190,7 @@ GOOD: list[bytes] = [
 @pytest.mark.parametrize("raw", GOOD, ids=[str(index) for index in range(len(GOOD))])
 def test_what_the_api_documents_passes_unchanged(raw: bytes) -> None:
     request = parse(Endpoint.CHAT, raw)
-    assert request.body == json.loads(raw)
+    assert as_json(request.body) == {name: value for name, value in json.loads(raw).items() if value is not None}
     assert request.size_bytes == len(raw)
 
 
@@ -225,7 +235,7 @@ def test_an_unknown_field_comes_with_advice() -> None:
 def test_what_a_body_may_hold_is_described() -> None:
     needed = {"chat": ["model", "messages"], "rerank": ["model", "query", "documents"]}
     for endpoint, fields in ((Endpoint.CHAT, needed["chat"]), (Endpoint.RERANK, needed["rerank"])):
-        described = schema(endpoint)
+        described, _ = openai_schema(BODIES[endpoint][0])
         assert sorted(described["required"]) == sorted(fields)
         assert set(fields) <= set(described["properties"])
         assert described["additionalProperties"] is False
@@ -237,29 +247,29 @@ def test_a_spoken_answer_is_a_need_like_a_spoken_question() -> None:
 
 
 def test_what_no_local_model_takes_is_known_without_asking_it() -> None:
-    assert tuple(refused_by_local({"n": 16, "modalities": ["text"], "functions": [], "audio": None})) == ()
-    assert tuple(refused_by_local({"n": 17, "modalities": ["text", "audio"], "prediction": {}, "seed": 1})) == (
-        "n",
+    assert tuple(refused_by_local(chat({"n": 16, "modalities": ["text"], "functions": [], "audio": None}))) == ()
+    assert tuple(refused_by_local(chat({"n": 17, "modalities": ["text", "audio"], "prediction": {}, "seed": 1}))) == (
         "modalities",
+        "n",
         "prediction",
     )
 
 
 def test_token_ids_are_found_wherever_a_request_may_hold_them() -> None:
-    assert token_ids_in({"logit_bias": {"7": 1}, "prompt": "x"}) == "logit_bias"
-    assert token_ids_in({"logit_bias": {}, "prompt": [7, 8]}) == "prompt"
-    assert token_ids_in({"prompt": [[7], [8]]}) == "prompt"
-    assert token_ids_in({"prompt": ["x"]}) is None
-    assert token_ids_in({"messages": []}) is None
+    assert token_ids_in(completion(logit_bias={"7": 1})) == "logit_bias"
+    assert token_ids_in(completion(logit_bias={}, prompt=[7, 8])) == "prompt"
+    assert token_ids_in(completion(prompt=[[7], [8]])) == "prompt"
+    assert token_ids_in(completion(prompt=["x"])) is None
+    assert token_ids_in(chat({})) is None
 
 
 def test_a_request_of_ordinary_fields_is_refused_by_no_local_model() -> None:
-    assert tuple(refused_by_local({"model": "demo", "messages": HI, "temperature": 0})) == ()
+    assert tuple(refused_by_local(chat({"model": "demo", "messages": HI, "temperature": 0}))) == ()
 
 
 def test_moderation_is_asked_of_who_moderates_alone() -> None:
-    assert tuple(refused_by_local({"moderation": {"model": "omni-moderation-latest"}})) == ("moderation",)
-    assert tuple(refused_by_local({"moderation": None, "prompt_cache_options": {"mode": "explicit"}})) == ()
+    assert tuple(refused_by_local(chat({"moderation": {"model": "omni-moderation-latest"}}))) == ("moderation",)
+    assert tuple(refused_by_local(chat({"moderation": None, "prompt_cache_options": {"mode": "explicit"}}))) == ()
 
 
 def test_refused_body_is_read_for_its_record_unless_it_is_long_or_no_object() -> None:
@@ -288,7 +298,7 @@ def test_refused_body_is_read_for_its_record_unless_it_is_long_or_no_object() ->
 )
 def test_values_that_ask_for_nothing_and_other_names_reach_no_tier(more: dict[str, Any], meant: dict[str, Any]) -> None:
     request = parse(Endpoint.CHAT, _chat(**more))
-    assert request.body == {"model": "demo", "messages": HI, **meant}
+    assert as_json(request.body) == {"model": "demo", "messages": HI, **meant}
     assert request.max_tokens is None
     assert request.needs == frozenset()
 
@@ -297,16 +307,16 @@ def test_an_empty_list_of_calls_in_the_history_reaches_no_tier() -> None:
     answer = {"role": "assistant", "content": "hi"}
     called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     request = parse(Endpoint.CHAT, _said(*HI, {**answer, "tool_calls": []}, called, *HI))
-    assert request.body["messages"] == [*HI, answer, called, *HI]
+    assert as_json(request.body)["messages"] == [*HI, answer, called, *HI]
 
 
 def test_a_completion_without_limit_is_for_local_models_alone() -> None:
     request = parse(Endpoint.COMPLETIONS, b'{"model":"m","prompt":"x","max_tokens":-1,"n_probs":2}')
-    assert (request.max_tokens, request.body["max_tokens"], request.body["logprobs"]) == (None, -1, 2)
+    assert (request.max_tokens, as_json(request.body)["max_tokens"], as_json(request.body)["logprobs"]) == (None, -1, 2)
     assert OPENAI_COMPLETIONS.refused(request.body) == ("max_tokens",)
-    assert OPENAI_COMPLETIONS.refused({"max_tokens": 1}) == ()
+    assert OPENAI_COMPLETIONS.refused(completion(max_tokens=1)) == ()
     named = parse(Endpoint.COMPLETIONS, b'{"model":"m","prompt":"x","n_probs":2,"logprobs":0}')
-    assert named.body["logprobs"] == 0
+    assert as_json(named.body)["logprobs"] == 0
 
 
 def test_log_probabilities_under_their_other_name_make_an_answer_that_does_not_go_on_elsewhere() -> None:

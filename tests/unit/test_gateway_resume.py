@@ -12,9 +12,7 @@ import pytest
 from gateway.apis.messages.messages_request import parse as parse_messages
 from gateway.apis.openai.frames import Comment, Data, DeltaKind, Done, Endpoint, Flavor, Frame
 from gateway.apis.openai.generation_request import InferenceRequest, parse
-from gateway.apis.openai.origin import origin_of
 from gateway.breaker.outcome import Failure, Ignore, Reason, Scope, Success
-from gateway.providers.openai.openai_request import to_openai
 from gateway.routing.chain import Candidate
 from gateway.routing.resume_policy import (
     CONTINUE_PROMPT,
@@ -36,6 +34,8 @@ from gateway.routing.splice import (
     stop_string_across,
     stripped_white_space,
 )
+from tests.rigs.typed_bodies import chat as chat_body
+from tests.rigs.typed_bodies import json_of, to_openai
 
 MESSAGES = [{"role": "user", "content": "Hello!"}]
 DEMO, MINI = Candidate("local", "demo", 0), Candidate("local", "demo-mini", 1)
@@ -151,25 +151,25 @@ def test_our_own_service_counts_the_answer_as_one() -> None:
     plan = continuation(chat(max_tokens=9), PartialAnswer("one", "hm", 3), MINI, prefills=False)
     assert plan is not None
     assert plan.method is ResumeMethod.CONTINUE
-    assert plan.body["answer_so_far"] == {"content": "one", "reasoning_content": "hm"}
-    assert plan.body["max_tokens"] == 9
+    assert json_of(plan.body)["answer_so_far"] == {"content": "one", "reasoning_content": "hm"}
+    assert json_of(plan.body)["max_tokens"] == 9
     plan = continuation(completion(), PartialAnswer("one", "", 1), DEMO, prefills=False)
     assert plan is not None
-    assert plan.body["answer_so_far"] == {"content": "one"}
+    assert json_of(plan.body)["answer_so_far"] == {"content": "one"}
 
 
 def test_a_cloud_goes_on_behind_a_message_or_is_asked_to() -> None:
     asked = continuation(chat(max_tokens=9, max_completion_tokens=2), SAID, GPT, prefills=False)
     assert asked is not None
     assert asked.method is ResumeMethod.INSTRUCT
-    assert asked.body["messages"] == [
+    assert json_of(asked.body)["messages"] == [
         *MESSAGES, {"role": "assistant", "content": "one two "}, {"role": "user", "content": CONTINUE_PROMPT},
     ]  # fmt: skip
-    assert (asked.body["max_tokens"], asked.body["max_completion_tokens"]) == (7, 1)
+    assert (json_of(asked.body)["max_tokens"], json_of(asked.body)["max_completion_tokens"]) == (7, 1)
     filled = continuation(chat(), SAID, CLAUDE, prefills=True)
     assert filled is not None
-    assert (filled.method, filled.body["continue_final_message"]) == (ResumeMethod.PREFILL, True)
-    assert filled.body["messages"] == [*MESSAGES, {"role": "assistant", "content": "one two "}]
+    assert (filled.method, json_of(filled.body)["continue_final_message"]) == (ResumeMethod.PREFILL, True)
+    assert json_of(filled.body)["messages"] == [*MESSAGES, {"role": "assistant", "content": "one two "}]
     thinking = continuation(chat(reasoning_effort="high"), SAID, CLAUDE, prefills=True)
     assert thinking is not None
     assert thinking.method is ResumeMethod.INSTRUCT
@@ -183,8 +183,8 @@ def test_a_message_of_anthropics_stays_one_when_another_cloud_goes_on(said: Part
     plan = continuation(request, said, GPT, prefills=False)
     assert plan is not None
     assert to_openai(Endpoint.CHAT, plan.body, "gpt-4o", Flavor.OPENAI)["max_completion_tokens"] == 16_384
-    assert origin_of(request.body) == asked
-    assert origin_of(plan.body) is None
+    assert chat_body(request.body).origin == asked
+    assert chat_body(plan.body).origin is None
 
 
 @pytest.mark.parametrize(
@@ -195,22 +195,26 @@ def test_a_cloud_thinks_for_itself_and_begins_behind_white_space(said: PartialAn
     """It would be told of an answer above that it cannot see."""
     plan = continuation(chat(max_tokens=9), said, GPT, prefills=prefills)
     assert plan is not None
-    assert (plan.method, plan.body["messages"], plan.body["max_tokens"]) == (ResumeMethod.RESTART, MESSAGES, 5)
+    assert (plan.method, json_of(plan.body)["messages"], json_of(plan.body)["max_tokens"]) == (
+        ResumeMethod.RESTART,
+        MESSAGES,
+        5,
+    )
 
 
 @pytest.mark.parametrize(("prompt", "sent"), [("a ", "a one two "), (["a "], "a one two "), ([1, 2], None)])
 def test_a_completion_goes_on_behind_a_longer_prompt(prompt: Any, sent: str | None) -> None:
     """Token ids are one model's own."""
     plan = continuation(completion(prompt=prompt), SAID, GPT, prefills=False)
-    assert (plan and plan.body["prompt"]) == sent
-    assert plan is None or (plan.method, plan.body["max_tokens"]) == (ResumeMethod.PREFILL, 14)
+    assert (plan and json_of(plan.body)["prompt"]) == sent
+    assert plan is None or (plan.method, json_of(plan.body)["max_tokens"]) == (ResumeMethod.PREFILL, 14)
 
 
 def test_a_completion_goes_on_behind_its_indentation() -> None:
     """A prompt keeps white space, so that begun anew the answer would hold it twice."""
     plan = continuation(completion(prompt="def f():"), PartialAnswer("\n    ", "", 2), GPT, prefills=False)
     assert plan is not None
-    assert (plan.method, plan.body["prompt"]) == (ResumeMethod.PREFILL, "def f():\n    ")
+    assert (plan.method, json_of(plan.body)["prompt"]) == (ResumeMethod.PREFILL, "def f():\n    ")
 
 
 # --- what the caller has ----------------------------------------------------------------------------------------------
@@ -469,8 +473,8 @@ def test_a_completion_without_limit_goes_on_with_local_models_alone() -> None:
     request = completion(max_tokens=-1)
     local = continuation(request, SAID, DEMO, prefills=False)
     assert local is not None
-    assert (local.body["max_tokens"], local.method) == (-1, ResumeMethod.CONTINUE)
+    assert (json_of(local.body)["max_tokens"], local.method) == (-1, ResumeMethod.CONTINUE)
     assert continuation(request, SAID, GPT, prefills=False) is None
     thought = continuation(request, PartialAnswer("", reasoning="hm", tokens=2), GPT, prefills=False)
     assert thought is not None
-    assert thought.body["max_tokens"] == -1
+    assert json_of(thought.body)["max_tokens"] == -1

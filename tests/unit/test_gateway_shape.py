@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.apis.json_shape import MAX_NESTING, MAX_VALUES, check_shape
-from gateway.apis.openai.generation_request import parse_json
+from gateway.apis.schema.body_decoder import parse_json
 from gateway.errors import RequestError
 
 

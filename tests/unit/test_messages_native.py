@@ -16,7 +16,6 @@ from gateway.apis.messages.messages_events import MessageEvents
 from gateway.apis.messages.messages_request import parse
 from gateway.apis.openai.assemble import Assembly
 from gateway.apis.openai.frames import Data, Done, Frame
-from gateway.apis.openai.origin import origin_of
 from gateway.providers.anthropic import anthropic_events
 from gateway.providers.anthropic.anthropic_models import effort_for, takes_prefill, takes_sampling, thinking_for
 from gateway.providers.anthropic.anthropic_native import to_native
@@ -25,6 +24,7 @@ from headgate.shared.sse import SseSplitter
 from tests.rigs.fake_provider import anthropic_wire, rules
 from tests.rigs.fake_provider.answers import Answer, ToolUse
 from tests.rigs.fake_provider.strict import request_of, strictly
+from tests.rigs.typed_bodies import chat
 
 MARK = {"type": "ephemeral", "ttl": "1h"}
 PNG = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
@@ -39,7 +39,7 @@ ASKED = {"role": "user", "content": "Hi"}
 def native(model: str = "claude-opus-5", **more: Any) -> dict[str, Any]:
     """What an Anthropic tier is sent; the API's own rules and the client's own types agree with it."""
     body = {"model": "demo", "max_tokens": 2000, "messages": [ASKED], **more}
-    origin = origin_of(parse(json.dumps(body).encode()).body)
+    origin = chat(parse(json.dumps(body).encode()).body).origin
     assert origin is not None
     request = to_native(origin, model)
     rules.anthropic(

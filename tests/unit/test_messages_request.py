@@ -12,8 +12,9 @@ from gateway.apis.messages import messages_fields, messages_request
 from gateway.apis.messages.messages_request import long_names, parse, to_chat
 from gateway.apis.openai import generation_request
 from gateway.apis.openai.frames import Endpoint
-from gateway.apis.openai.origin import origin_of
 from gateway.errors import RequestError
+from tests.rigs.typed_bodies import chat as chat_body
+from tests.rigs.typed_bodies import json_of
 
 PNG = "iVBORw0KGgo="
 TOOL = {"name": "look", "description": "Looks.", "input_schema": {"properties": {"at": {"type": "string"}}}}
@@ -35,8 +36,8 @@ def result(id: str, content: Any = "done", **more: Any) -> dict[str, Any]:
 def chat(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:
     """What the request becomes; the result passes the checks of the inner dialect."""
     request = parse(json.dumps(body(*messages, **more)).encode())
-    generation_request.parse(Endpoint.CHAT, json.dumps(request.body).encode())
-    return dict(request.body)
+    generation_request.parse(Endpoint.CHAT, json.dumps(json_of(request.body)).encode())
+    return json_of(request.body)
 
 
 def refused(*messages: Any, **more: Any) -> str:
@@ -71,14 +72,13 @@ def test_the_request_is_typed_and_remembers_its_origin() -> None:
     request = parse(raw)
     assert (request.endpoint, request.model, request.stream, request.max_tokens) == (Endpoint.CHAT, "demo", True, 50)
     assert (request.size_bytes, request.is_plain, request.needs) == (len(raw), False, {"tools"})
-    assert origin_of(request.body) == json.loads(raw)
-    assert origin_of({**request.body}) is None
+    assert request.body.origin == json.loads(raw)
 
 
 def test_an_agents_max_tokens_is_a_bound_and_no_wish() -> None:
     request = parse(json.dumps(body(max_tokens=32_000)).encode())
     assert (request.most_tokens(8192), request.most_tokens(64_000)) == (8192, 32_000)
-    plain = generation_request.typed(Endpoint.CHAT, {**request.body}, 1)
+    plain = generation_request.typed(Endpoint.CHAT, request.body, 1)
     assert plain.most_tokens(8192) == 32_000
 
 
@@ -139,9 +139,9 @@ def test_an_image_that_was_fetched_leaves_the_origin_as_it_was() -> None:
     address = {"type": "image", "source": {"type": "url", "url": "https://a.example/b.png"}}
     asked = parse(json.dumps(body({"role": "user", "content": [address]})).encode()).body
     remotes = image_policy.remote_images(asked)
-    found = image_policy.inlined(asked, {remotes[0]: f"data:image/png;base64,{PNG}"})
-    assert found["messages"][0]["content"][0]["image_url"]["url"].startswith("data:")
-    assert origin_of(found) == origin_of(asked) is not None
+    found = image_policy.inlined(chat_body(asked), {remotes[0]: f"data:image/png;base64,{PNG}"})
+    assert json_of(found)["messages"][0]["content"][0]["image_url"]["url"].startswith("data:")
+    assert found.origin == chat_body(asked).origin is not None
 
 
 def test_calls_and_their_results_in_the_order_of_the_calls() -> None:
@@ -276,10 +276,10 @@ def test_tools_that_run_at_anthropic_are_left_out_where_that_is_configured() -> 
     with pytest.raises(RequestError, match=r"tools\[1\]"):
         parse(asked, leaves_out=True)
     kept = parse(json.dumps(body(tools=[search, TOOL], tool_choice={"type": "auto"})).encode(), leaves_out=True)
-    assert [tool["function"]["name"] for tool in kept.body["tools"]] == ["look"]
+    assert [tool["function"]["name"] for tool in json_of(kept.body)["tools"]] == ["look"]
     none = parse(json.dumps(body(tools=[search], tool_choice={"type": "auto"})).encode(), leaves_out=True)
-    assert not {"tools", "tool_choice"} & set(none.body)
-    assert parse(json.dumps(body()).encode(), leaves_out=True).body == chat()
+    assert not {"tools", "tool_choice"} & set(json_of(none.body))
+    assert json_of(parse(json.dumps(body()).encode(), leaves_out=True).body) == chat()
 
 
 def test_fields_that_change_nothing_are_taken_and_lead_nowhere() -> None:

@@ -15,11 +15,12 @@ from gateway.apis.messages.messages_request import parse as parse_messages
 from gateway.apis.openai.frames import Endpoint, Flavor
 from gateway.apis.openai.generation_request import parse
 from gateway.providers.openai.openai_models import most_tokens
-from gateway.providers.openai.openai_request import to_openai, unsupported_params
 from gateway.providers.openai.openai_schema import is_strict
 from tests.rigs.fake_provider import rules
 from tests.rigs.fake_provider.schemas import openai_problem
 from tests.rigs.odd_schemas import ODD_SCHEMAS
+from tests.rigs.typed_bodies import json_of, to_openai
+from tests.rigs.typed_bodies import unsupported_by_openai as unsupported_params
 
 CLOSED: dict[str, Any] = {
     "type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False,
@@ -151,7 +152,8 @@ def test_a_format_of_anthropics_dialect_is_strict_where_openai_can(schema: dict[
             }
         )
     ).body
-    assert inner["response_format"]["json_schema"]["strict"] and inner["tools"][0]["function"]["strict"]
+    given = json_of(inner)
+    assert given["response_format"]["json_schema"]["strict"] and given["tools"][0]["function"]["strict"]
     elsewhere = to_openai(Endpoint.CHAT, inner, "m", Flavor.COMPATIBLE)
     assert elsewhere["response_format"]["json_schema"]["strict"]
 

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from gateway.apis.openai.frames import Endpoint
-from gateway.apis.openai.generation_request import parse, schema
+from gateway.apis.openai.generation_request import BODIES as GATEWAY_BODIES
+from gateway.apis.openai.generation_request import parse
 from gateway.apis.responses.responses_fields import schema as responses_schema
+from gateway.apis.schema.openai_bodies import openai_schema
 from gateway.errors import RequestError
 from gateway.providers.provider_fields import OPENAI_CHAT
 from headgate.shared.parameters import BY_NAME, PARAMETERS, Parameter, Sampling
@@ -103,7 +105,7 @@ def test_both_services_accept_and_refuse_the_same_values(parameter: Parameter) -
 
 
 def test_descriptions_and_the_rules_for_clouds_know_every_parameter() -> None:
-    chats = schema(Endpoint.CHAT)["properties"].keys()
+    chats = openai_schema(GATEWAY_BODIES[Endpoint.CHAT][0])[0]["properties"].keys()
     assert BY_NAME.keys() <= chats
     assert BY_NAME.keys() <= BODIES["/v1/chat/completions"]["properties"].keys()
     assert (

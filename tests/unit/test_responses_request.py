@@ -15,9 +15,9 @@ from gateway.apis.responses.responses_items import listed, messages_of, page, se
 from gateway.apis.responses.responses_request import Earlier, ResponsesRequest, parse
 from gateway.apis.tool_names import short_name
 from gateway.errors import RequestError
-from gateway.providers.openai.openai_request import to_openai
 from inference.protocol import Code
 from tests.rigs.fake_provider import rules
+from tests.rigs.typed_bodies import json_of, to_openai
 
 PNG = "data:image/png;base64,iVBORw0KGgo="
 PDF = "data:application/pdf;base64,JVBERi0="
@@ -37,12 +37,12 @@ def nothing(_: str) -> None:
 def asked(recall: Any = None, /, **body: Any) -> ResponsesRequest:
     raw = json.dumps({"model": "demo", "input": "Hi", **body}).encode()
     found = parse(raw, recall or nothing, nothing)
-    parse_chat(Endpoint.CHAT, json.dumps(found.request.body).encode())  # whatever comes out is a chat body
+    parse_chat(Endpoint.CHAT, json.dumps(json_of(found.request.body)).encode())  # whatever comes out is a chat body
     return found
 
 
 def chat(**body: Any) -> dict[str, Any]:
-    return dict(asked(**body).request.body)
+    return json_of(asked(**body).request.body)
 
 
 def messages(*items: dict[str, Any], **body: Any) -> list[dict[str, Any]]:
@@ -59,7 +59,7 @@ def refusal(recall: Any = None, /, **body: Any) -> RequestError:
 
 def test_a_text_is_what_the_user_says() -> None:
     found = asked()
-    assert found.request.body == {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
+    assert json_of(found.request.body) == {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
     assert (found.request.stream, found.request.is_plain, found.stored, found.seals) == (False, True, True, False)
     assert found.items == ({"type": "message", "role": "user", "content": "Hi"},)
 
@@ -267,7 +267,7 @@ def test_functions_are_strict_where_the_caller_says_so(given: dict[str, Any], st
     parameters = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
     tool = {"type": "function", "name": "f", "parameters": {**parameters, "additionalProperties": False}, **given}
     found = asked(tools=[tool])
-    assert found.request.body["tools"][0]["function"].get("strict") == strict
+    assert json_of(found.request.body)["tools"][0]["function"].get("strict") == strict
     assert found.echo["tools"][0]["strict"] == strict
 
 
@@ -288,8 +288,8 @@ def test_a_joined_name_is_short_enough_for_every_cloud_and_known_again() -> None
     first, *rest = found.names
     assert (found.names[first], len(set(found.names))) == ((name, space), 3)
     assert first.startswith(f"{space}__list") and {len(one) for one in (first, *rest)} == {64}
-    assert found.request.body["tool_choice"]["function"]["name"] == first
-    assert found.request.body["messages"][1]["tool_calls"][0]["function"]["name"] == first
+    assert json_of(found.request.body)["tool_choice"]["function"]["name"] == first
+    assert json_of(found.request.body)["messages"][1]["tool_calls"][0]["function"]["name"] == first
     rules.openai_chat(to_openai(Endpoint.CHAT, found.request.body, "gpt-4.1", Flavor.OPENAI), "openai")
 
 
@@ -365,7 +365,7 @@ def test_functions_are_nested_and_may_stand_in_namespaces() -> None:
     mcp = {"type": "namespace", "name": "mcp__git", "description": "Git.", "tools": [{**ADD, "name": "log"}]}
     under = {"type": "namespace", "name": "web_", "tools": [{"type": "function", "name": "get"}]}
     found = asked(tools=[ADD, mcp, under], parallel_tool_calls=False)
-    body = found.request.body
+    body = json_of(found.request.body)
     assert body["tools"][0] == {"type": "function", "function": {k: v for k, v in ADD.items() if k != "type"}}
     assert [tool["function"]["name"] for tool in body["tools"]] == ["add", "mcp__git__log", "web_get"]
     assert (body["tool_choice"], body["parallel_tool_calls"]) == ("auto", False)
@@ -416,10 +416,10 @@ def test_tools_that_run_elsewhere_are_left_out_where_that_is_set() -> None:
     hosted = [{"type": kind} for kind in (*HOSTED, "custom")]
     raw = json.dumps({"model": "demo", "input": "Hi", "tools": [*hosted, ADD]}).encode()
     found = parse(raw, nothing, nothing, leaves_out=True)
-    assert [tool["function"]["name"] for tool in found.request.body["tools"]] == ["add"]
+    assert [tool["function"]["name"] for tool in json_of(found.request.body)["tools"]] == ["add"]
     assert [tool["name"] for tool in found.echo["tools"]] == ["add"]
     none_left = parse(b'{"model":"m","input":"x","tools":[{"type":"mcp"}]}', nothing, nothing, leaves_out=True)
-    assert "tools" not in none_left.request.body
+    assert "tools" not in json_of(none_left.request.body)
 
 
 @pytest.mark.parametrize(("tools", "param"), [("x", "tools"), ([5], "tools[0]"), ([{"name": "f"}], "tools[0].type")])
@@ -522,7 +522,7 @@ def test_an_earlier_answer_is_built_on_without_its_instructions() -> None:
     found = asked(
         {"resp_1": Earlier(before, 500)}.get, previous_response_id="resp_1", instructions="Be brief.", input="Two"
     )
-    assert found.request.body["messages"] == [
+    assert json_of(found.request.body)["messages"] == [
         {"role": "system", "content": "Be brief."}, *before, {"role": "user", "content": "Two"},
     ]  # fmt: skip
     assert found.items == (*before, {"type": "message", "role": "user", "content": "Two"})
@@ -544,7 +544,7 @@ def test_a_reference_stands_for_the_kept_item() -> None:
     ]}  # fmt: skip
     raw = json.dumps(body).encode()
     found = parse(raw, nothing, {"msg_1": (said, 500)}.get)
-    assert found.request.body["messages"] == [
+    assert json_of(found.request.body)["messages"] == [
         {"role": "user", "content": "One"}, {"role": "assistant", "content": "1"},
         {"role": "assistant", "content": "1"}, {"role": "user", "content": "Two"},
     ]  # fmt: skip
@@ -623,7 +623,7 @@ def test_the_schema_lists_every_field_that_is_taken() -> None:
 
 def test_truncation_may_be_automatic_because_nothing_is_cut_while_the_prompt_fits() -> None:
     found = asked(truncation="auto")
-    assert "truncation" not in found.request.body
+    assert "truncation" not in json_of(found.request.body)
     assert found.echo["truncation"] == "auto"
 
 

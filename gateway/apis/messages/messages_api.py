@@ -12,7 +12,7 @@ from gateway.apis.messages.messages_answer import Bounds
 from gateway.apis.messages.messages_events import MessageEvents
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import InferenceRequest
-from gateway.apis.openai.origin import origin_of
+from gateway.apis.schema.openai_bodies import ChatRequest
 from gateway.errors import GatewayError
 
 
@@ -22,11 +22,13 @@ class _Asked:
 
     @property
     def _bounds(self) -> Bounds:
-        return Bounds(self.request.body.get("stop") or (), self.request.max_tokens)
+        assert isinstance(self.request.body, ChatRequest)
+        return Bounds(self.request.body.stops, self.request.max_tokens)
 
     @property
     def _names(self) -> dict[str, str]:
-        return messages_request.long_names(origin_of(self.request.body) or {})
+        assert isinstance(self.request.body, ChatRequest)
+        return messages_request.long_names(self.request.body.origin)
 
     def writer(self) -> MessageEvents:
         return MessageEvents(self._bounds, self._names)

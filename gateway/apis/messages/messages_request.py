@@ -1,8 +1,7 @@
 """Rewrites an Anthropic Messages request as the inner chat request, or says what is wrong; sends nothing.
 
-What only an Anthropic tier can use (cache marks, signatures of thinking) is not in the inner body. It stays in its
-origin (`gateway.apis.openai.origin`), of which `gateway.providers.anthropic.anthropic_native` makes the request for
-such a tier.
+Fields that only an Anthropic tier can use (cache marks, signatures of thinking) stay in `ChatRequest.origin`;
+`gateway.providers.anthropic.anthropic_native` writes the request for such a tier from it.
 """
 
 from __future__ import annotations
@@ -16,8 +15,9 @@ import orjson
 from gateway.apis.messages import messages_fields
 from gateway.apis.openai import field_checks as f
 from gateway.apis.openai.frames import Endpoint
-from gateway.apis.openai.generation_request import InferenceRequest, parse_json, typed
-from gateway.apis.openai.origin import Translated
+from gateway.apis.openai.generation_request import InferenceRequest, typed
+from gateway.apis.schema.body_decoder import parse_json
+from gateway.apis.schema.openai_bodies import decode_chat
 from gateway.apis.tool_names import short_name
 
 ATTRIBUTION = "x-anthropic-billing-header:"
@@ -45,7 +45,8 @@ def parse(raw: bytes, *, counting: bool = False, leaves_out: bool = False) -> In
         origin["tools"] = [tool for tool in origin["tools"] if not messages_fields.is_hosted(tool)]
     messages_fields.check(origin, counting=counting)
     _check_together(origin)
-    body = Translated(to_chat(origin), origin)
+    body = decode_chat(to_chat(origin))
+    body.origin, body.from_messages = origin, True
     return typed(Endpoint.CHAT, body, len(raw))._replace(is_only_bounded=True)
 
 

@@ -1,19 +1,23 @@
-"""Counts which choices of one answer have their finish reason, of how many that were asked for; judges no end."""
+"""Counts which choices of one answer have their finish reason."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from gateway.apis.lenient_json import loads, objects
+from gateway.apis.schema.openai_bodies import AnyRequest, ChatRequest, CompletionRequest
 
 
-def choices_of(body: Mapping[str, Any]) -> int:
-    """How many choices a checked body asks for: each of its prompts is answered `n` times."""
-    prompt = body.get("prompt")
+def choices_of(body: AnyRequest) -> int:
+    """The number of choices that a body asks for: each of its prompts is answered `n` times."""
+    if isinstance(body, ChatRequest):
+        return body.n or 1
+    if not isinstance(body, CompletionRequest):
+        return 1
+    prompt = body.prompt
     prompts = len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
-    return prompts * (body.get("n") or 1)
+    return prompts * (body.n or 1)
 
 
 class Finishes:

@@ -11,7 +11,7 @@ from typing import Any
 
 from gateway.apis.openai import field_checks as f
 from gateway.apis.openai.frames import Endpoint
-from gateway.apis.openai.generation_request import InferenceRequest, as_meant, parse_json, typed
+from gateway.apis.openai.generation_request import InferenceRequest, normalize_chat, typed
 from gateway.apis.responses.responses_fields import (
     EXTENSIONS,
     INCLUDE_LOGPROBS,
@@ -22,6 +22,8 @@ from gateway.apis.responses.responses_fields import (
     without_hosted,
 )
 from gateway.apis.responses.responses_items import function_name, messages_of, with_instructions
+from gateway.apis.schema.body_decoder import parse_json
+from gateway.apis.schema.openai_bodies import decode_chat
 from gateway.errors import RequestError
 from inference.protocol import Code
 
@@ -88,8 +90,10 @@ def parse(raw: bytes, recall: Recall, find_item: FindItem, *, leaves_out: bool =
         **_shape(body.get("text") or {}),
         **_sampling(body, INCLUDE_LOGPROBS in include),
     }
+    request = decode_chat(chat)
+    normalize_chat(request)
     return ResponsesRequest(
-        request=typed(Endpoint.CHAT, as_meant(Endpoint.CHAT, chat), earlier.size_bytes + referenced_bytes + len(raw)),
+        request=typed(Endpoint.CHAT, request, earlier.size_bytes + referenced_bytes + len(raw)),
         echo=_echo(body),
         names=names,
         items=items,

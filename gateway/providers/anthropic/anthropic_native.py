@@ -34,8 +34,9 @@ def to_native(origin: Mapping[str, Any], model: str) -> dict[str, Any]:
         request["tools"] = [_tool(tool) for tool in tools]
     else:
         request.pop("tool_choice", None)
-    inner = {**origin, "stop": origin.get("stop_sequences")}
-    request |= sampling(inner, model)
+    request |= sampling(
+        model, origin.get("stop_sequences") or (), origin.get("temperature"), origin.get("top_p"), origin.get("top_k")
+    )
     if config := _config(origin, model):
         request["output_config"] = config
     thinking = thinking_for(origin["thinking"], model) if origin.get("thinking") else None

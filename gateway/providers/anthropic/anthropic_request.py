@@ -11,7 +11,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gateway.apis.image_policy import IMAGE_TYPES
-from gateway.apis.openai.origin import origin_of
+from gateway.apis.schema.openai_bodies import (
+    AudioPart,
+    ChatRequest,
+    ChosenTool,
+    FilePart,
+    Function,
+    ImagePart,
+    Message,
+    Part,
+    RefusalPart,
+    ResponseFormat,
+    TextPart,
+    ToolCall,
+)
 from gateway.apis.tool_names import arguments
 from gateway.errors import UpstreamError
 from gateway.providers.anthropic.anthropic_models import (
@@ -58,8 +71,8 @@ _MOST_STRICT_TOOLS = 20
 """In one request."""
 
 
-def unsupported_params(body: Mapping[str, Any], model: str | None = None) -> Mapping[str, str]:
-    """Why Anthropic cannot honor a checked chat body, by parameter; empty when the tier is suitable.
+def unsupported_params(body: ChatRequest, model: str | None = None) -> Mapping[str, str]:
+    """Why Anthropic cannot honor a chat request, by parameter; empty when the tier is suitable.
 
     Without `model`, what only some models refuse is left out.
     """
@@ -69,11 +82,11 @@ def unsupported_params(body: Mapping[str, Any], model: str | None = None) -> Map
     return found
 
 
-def check_supported(body: Mapping[str, Any], model: str) -> dict[str, Any]:
-    """The fields of a checked chat body that mean something to Anthropic; raises as `to_anthropic` does."""
+def check_supported(body: ChatRequest, model: str) -> None:
+    """Raises UpstreamError where `to_anthropic` does."""
     for error in _shape_errors(body, model):
         raise error
-    return ANTHROPIC_CHAT.kept(body)
+    ANTHROPIC_CHAT.check(body)
 
 
 def needs_sampling_version(request: Mapping[str, Any]) -> bool:
@@ -81,71 +94,66 @@ def needs_sampling_version(request: Mapping[str, Any]) -> bool:
     return any(name in request for name in ("temperature", "top_p", "top_k"))
 
 
-def to_anthropic(body: Mapping[str, Any], model: str) -> dict[str, Any]:
+def to_anthropic(body: ChatRequest, model: str) -> dict[str, Any]:
     """The streaming Messages request for `body`; raises UpstreamError (400, `unsupported_parameter`) naming a param."""
-    kept = check_supported(body, model)
-    system, messages = _conversation(kept["messages"])
+    check_supported(body, model)
+    system, messages = _conversation(body.messages)
     request: dict[str, Any] = {
         "model": model,
-        "max_tokens": kept.get("max_completion_tokens") or kept.get("max_tokens") or DEFAULT_MAX_TOKENS,
+        "max_tokens": body.max_completion_tokens or body.max_tokens or DEFAULT_MAX_TOKENS,
         "messages": messages,
         "stream": True,
     }
     if system:
         request["system"] = system
-    request |= _tools(kept, messages)
-    request |= sampling(kept, model)
-    request |= _output(kept, model)
-    if kept.get("user"):
-        request["metadata"] = {"user_id": kept["user"]}
+    request |= _tools(body, messages)
+    request |= _sampling(body, model)
+    request |= _output(body, model)
+    if body.user:
+        request["metadata"] = {"user_id": body.user}
     return request
 
 
-def _shape_errors(body: Mapping[str, Any], model: str | None) -> Iterator[UpstreamError]:
-    """What is unsupported by its inner shape rather than by its name."""
-    stop = body.get("stop")
-    if any(not text.strip() for text in ([stop] if isinstance(stop, str) else stop or ())):
+def _shape_errors(body: ChatRequest, model: str | None) -> Iterator[UpstreamError]:
+    """What is unsupported by its value rather than by its name."""
+    if any(not text.strip() for text in body.stops):
         yield unsupported("stop", _STOPS)
-    if (body.get("response_format") or {}).get("type") == "json_object":
+    shape = body.response_format
+    if shape is not None and shape.type == "json_object":
         yield unsupported("response_format", _JSON_OBJECT)
-    if any(tool.get("type") != "function" for tool in body.get("tools") or ()):
+    if any(tool.type != "function" or tool.function is None for tool in body.tools or ()):
         yield unsupported("tools", _FUNCTION_TOOLS)
-    choice = body.get("tool_choice")
-    if isinstance(choice, Mapping) and choice.get("type") != "function":
-        yield unsupported("tool_choice", _FUNCTION_TOOLS)
-    for index, message in enumerate(body.get("messages") or ()):
-        if message.get("role") == "function" or message.get("function_call"):
-            yield unsupported("messages", "it knows tool calls, not function calls")
-        if any(call.get("type") == "custom" for call in message.get("tool_calls") or ()):
-            yield unsupported("messages", _FUNCTION_TOOLS)
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            if why := _part_problem(part, message["role"]):
-                yield unsupported(f"messages[{index}].content", why)
-    said = [message for message in body.get("messages") or () if _says_something(message)]
-    if not said:
-        yield unsupported("messages", "it needs a message that is not empty")
-    if (
-        (body.get("response_format") or {}).get("type") == "json_schema"
-        and model is not None
-        and not takes_format(model)
+    if isinstance(body.tool_choice, ChosenTool) and (
+        body.tool_choice.type != "function" or body.tool_choice.function is None
     ):
+        yield unsupported("tool_choice", _FUNCTION_TOOLS)
+    for index, message in enumerate(body.messages):
+        if message.role == "function" or message.function_call:
+            yield unsupported("messages", "it knows tool calls, not function calls")
+        if any(call.type == "custom" for call in message.tool_calls or ()):
+            yield unsupported("messages", _FUNCTION_TOOLS)
+        for part in message.parts:
+            if why := _part_problem(part, message.role):
+                yield unsupported(f"messages[{index}].content", why)
+    spoken = [message for message in body.messages if not _is_empty(message)]
+    if not spoken:
+        yield unsupported("messages", "it needs a message that is not empty")
+    if shape is not None and shape.type == "json_schema" and model is not None and not takes_format(model):
         yield unsupported("response_format", f"{model} keeps to no schema")
     yield from _schema_errors(body)
-    turns = [message["role"] for message in said if message["role"] not in ("system", "developer")]
+    turns = [message.role for message in spoken if message.role not in ("system", "developer")]
     if turns and turns[-1] == "assistant" and model is not None and not takes_prefill(model):
         yield unsupported("messages", f"{model} wants the last message to be the user's or a tool's")
 
 
-def _schema_errors(body: Mapping[str, Any]) -> Iterator[UpstreamError]:
-    """What an answer cannot be held to. A request of Anthropic's own dialect is not translated, nor are its schemas."""
-    if origin_of(body) is not None:
+def _schema_errors(body: ChatRequest) -> Iterator[UpstreamError]:
+    """Schemas that cannot be translated. A request of the Messages API is sent as it came."""
+    if body.origin is not None:
         return
     try:
-        if (shape := body.get("response_format") or {}).get("type") == "json_schema":
-            held(_schema_of(shape), "response_format")
-        functions = [tool.get("function") or {} for tool in body.get("tools") or ()]
-        strict = [function for function in functions if function.get("strict")]
+        if body.response_format is not None and body.response_format.type == "json_schema":
+            held(_schema_of(body.response_format), "response_format")
+        strict = [tool.function for tool in body.tools or () if tool.function is not None and tool.function.strict]
         if len(strict) > _MOST_STRICT_TOOLS:
             raise unsupported("tools", f"it takes at most {_MOST_STRICT_TOOLS} tools with `strict`, not {len(strict)}")
         for function in strict:
@@ -154,40 +162,40 @@ def _schema_errors(body: Mapping[str, Any]) -> Iterator[UpstreamError]:
         yield error
 
 
-def _schema_of(shape: Mapping[str, Any]) -> Any:
-    return shape["json_schema"].get("schema") or {"type": "object"}
+def _schema_of(shape: ResponseFormat) -> dict[str, Any]:
+    found = shape.json_schema.schema if shape.json_schema is not None else None
+    return found or {"type": "object"}
 
 
-def _says_something(message: Mapping[str, Any]) -> bool:
-    content = message.get("content")
-    if isinstance(content, list):
-        return any(part["type"] not in ("text", "refusal") or _text(part.get(part["type"])) for part in content)
-    return bool(_text(content) or _text(message.get("refusal")) or message.get("tool_calls")) or (
-        message["role"] == "tool"
-    )
+def _is_empty(message: Message) -> bool:
+    """Whether nothing of a message is sent."""
+    if isinstance(message.content, list):
+        return not any(_part(part) if isinstance(part, TextPart | RefusalPart) else True for part in message.content)
+    is_spoken = _text(message.content) or _text(message.refusal) or message.tool_calls
+    return not is_spoken and message.role != "tool"
 
 
-def _part_problem(part: Mapping[str, Any], role: str) -> str | None:
-    if part["type"] in ("image_url", "file") and role not in ("user", "tool"):
+def _part_problem(part: Part, role: str) -> str | None:
+    if isinstance(part, ImagePart | FilePart) and role not in ("user", "tool"):
         return f"it takes images and files in user and tool messages, not in {role} messages"
-    if part["type"] == "input_audio":
+    if isinstance(part, AudioPart):
         return _AUDIO
-    if part["type"] == "image_url":
-        url = part["image_url"]["url"]
+    if isinstance(part, ImagePart):
+        url = part.image_url.url
         match = _DATA_URL.match(url)
         if match is not None and match[1].lower() not in IMAGE_TYPES:
             return f"images must be {', '.join(IMAGE_TYPES)}"
         if match is None and not url.lower().startswith(("http://", "https://")):
             return "an image must be a base64 data: URL or an http(s) URL"
-    if part["type"] == "file":
-        match = _DATA_URL.match(part["file"].get("file_data") or "")
+    if isinstance(part, FilePart):
+        match = _DATA_URL.match(part.file.get("file_data") or "")
         if match is None or match[1].lower() != "application/pdf":
             return "a file must be a PDF as a base64 data: URL in `file_data`"
     return None
 
 
 # --- messages --------------------------------------------------------------------------------------------------------
-def _conversation(messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+def _conversation(messages: Sequence[Message]) -> tuple[str, list[dict[str, Any]]]:
     """The system prompt, and the turns: alternating, starting with the user, without empty blocks.
 
     Several system messages become one prompt in their order. Neighbors of one role become one turn; tool results stand
@@ -197,17 +205,17 @@ def _conversation(messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[dict
     turns: list[tuple[str, list[dict[str, Any]]]] = []
     ids = ToolIds()
     for message in messages:
-        role = message["role"]
+        role = message.role
         if role in ("system", "developer"):
-            system += [block["text"] for block in _blocks(message.get("content")) if block["type"] == "text"]
+            system += [block["text"] for block in _blocks(message.content) if block["type"] == "text"]
             continue
         if role == "assistant":
-            blocks = [*_blocks(message.get("content")), *_text(message.get("refusal"))]
-            blocks += [_tool_use(call, ids) for call in message.get("tool_calls") or ()]
+            blocks = [*_blocks(message.content), *_text(message.refusal)]
+            blocks += [_tool_use(call, ids) for call in message.tool_calls or ()]
         elif role == "tool":
             blocks = [_tool_result(message, ids)]
         else:
-            blocks = _blocks(message.get("content"))
+            blocks = _blocks(message.content)
         speaker = "assistant" if role == "assistant" else "user"
         if not blocks:
             continue
@@ -244,16 +252,19 @@ def _blocks(content: Any) -> list[dict[str, Any]]:
     return [block for part in content for block in _part(part)]
 
 
-def _part(part: Mapping[str, Any]) -> list[dict[str, Any]]:
-    kind = part["type"]
-    if kind == "image_url":
-        return [{"type": "image", "source": _source(part["image_url"]["url"])}]
-    if kind == "file":
-        document: dict[str, Any] = {"type": "document", "source": _source(part["file"]["file_data"])}
-        if part["file"].get("filename"):
-            document["title"] = part["file"]["filename"]
-        return [document]
-    return _text(part.get("refusal") if kind == "refusal" else part.get("text"))
+def _part(part: Part) -> list[dict[str, Any]]:
+    match part:
+        case ImagePart():
+            return [{"type": "image", "source": _source(part.image_url.url)}]
+        case FilePart():
+            document: dict[str, Any] = {"type": "document", "source": _source(part.file["file_data"])}
+            if part.file.get("filename"):
+                document["title"] = part.file["filename"]
+            return [document]
+        case RefusalPart():
+            return _text(part.refusal)
+    assert isinstance(part, TextPart), "sound was refused"
+    return _text(part.text)
 
 
 def _source(url: str) -> dict[str, str]:
@@ -284,26 +295,22 @@ class ToolIds:
         return self._ids[id]
 
 
-def _tool_use(call: Mapping[str, Any], ids: ToolIds) -> dict[str, Any]:
-    function = call.get("function") or {}
-    return {
-        "type": "tool_use",
-        "id": ids(call["id"]),
-        "name": function.get("name", ""),
-        "input": arguments(function.get("arguments") or ""),
-    }
+def _tool_use(call: ToolCall, ids: ToolIds) -> dict[str, Any]:
+    name, text = ("", "") if call.function is None else (call.function.name, call.function.arguments)
+    return {"type": "tool_use", "id": ids(call.id), "name": name, "input": arguments(text)}
 
 
-def _tool_result(message: Mapping[str, Any], ids: ToolIds) -> dict[str, Any]:
-    result: dict[str, Any] = {"type": "tool_result", "tool_use_id": ids(message["tool_call_id"])}
-    if content := _blocks(message.get("content")):
+def _tool_result(message: Message, ids: ToolIds) -> dict[str, Any]:
+    assert message.tool_call_id is not None, "results name their call"
+    result: dict[str, Any] = {"type": "tool_result", "tool_use_id": ids(message.tool_call_id)}
+    if content := _blocks(message.content):
         result["content"] = content
     return result
 
 
-def _tools(kept: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _tools(body: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """`tools` and `tool_choice`. A history with tool calls needs their tools defined even when none may be called."""
-    tools = [_tool(tool["function"]) for tool in kept.get("tools") or ()]
+    tools = [_tool(tool.function) for tool in body.tools or () if tool.function is not None]
     if not tools:
         used = dict.fromkeys(
             block["name"] for message in messages for block in message["content"] if block["type"] == "tool_use"
@@ -314,75 +321,79 @@ def _tools(kept: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> di
             "tools": [{"name": name, "input_schema": {"type": "object"}} for name in used],
             "tool_choice": {"type": "none"},
         }
-    choice = _tool_choice(kept.get("tool_choice"))
-    if kept.get("parallel_tool_calls") is False and choice.get("type") != "none":
+    choice = _tool_choice(body.tool_choice)
+    if body.parallel_tool_calls is False and choice.get("type") != "none":
         choice = {**(choice or {"type": "auto"}), "disable_parallel_tool_use": True}
     return {"tools": tools, **({"tool_choice": choice} if choice else {})}
 
 
-def _tool(function: Mapping[str, Any]) -> dict[str, Any]:
-    tool: dict[str, Any] = {"name": function["name"]}
-    if function.get("description"):
-        tool["description"] = function["description"]
-    if function.get("strict"):
+def _tool(function: Function) -> dict[str, Any]:
+    tool: dict[str, Any] = {"name": function.name}
+    if function.description:
+        tool["description"] = function.description
+    if function.strict:
         return {**tool, "input_schema": _held_input(function), "strict": True}
-    return {**tool, "input_schema": {"type": "object", **(function.get("parameters") or {})}}
+    return {**tool, "input_schema": {"type": "object", **(function.parameters or {})}}
 
 
-def _held_input(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a strict tool's input; no parameters are none."""
-    said = function.get("parameters") or {}
+def _held_input(function: Function) -> dict[str, Any]:
+    """The schema of a strict tool's input; without parameters it has none."""
+    said = function.parameters or {}
     if not said.keys().isdisjoint(("$ref", "anyOf", "oneOf", "allOf")):
         raise unsupported("tools", _OWN_OBJECT)
     return {"type": "object", **held({"type": "object", "properties": {}, **said}, "tools")}
 
 
 def _tool_choice(choice: Any) -> dict[str, Any]:
-    if isinstance(choice, Mapping):
-        return {"type": "tool", "name": choice["function"]["name"]}
+    if isinstance(choice, ChosenTool):
+        assert choice.function is not None, "others were refused"
+        return {"type": "tool", "name": choice.function.name}
     return {"none": {"type": "none"}, "auto": {"type": "auto"}, "required": {"type": "any"}}.get(choice, {})
 
 
 # --- the rest --------------------------------------------------------------------------------------------------------
-def sampling(kept: Mapping[str, Any], model: str) -> dict[str, Any]:
+def sampling(
+    model: str, stops: Sequence[str], temperature: float | None, top_p: float | None, top_k: int | None
+) -> dict[str, Any]:
     """Stop sequences, and sampling for the models that take it. Anthropic's temperature ends at 1, OpenAI's at 2.
 
     Temperature and top_p are refused together: the temperature stays, unless it is the default.
     """
-    said: dict[str, Any] = {}
-    if stop := kept.get("stop"):
-        said["stop_sequences"] = [stop] if isinstance(stop, str) else list(stop)
+    found: dict[str, Any] = {"stop_sequences": list(stops)} if stops else {}
     if not takes_sampling(model):
-        return said
-    temperature, top_p = kept.get("temperature"), kept.get("top_p")
+        return found
     if top_p is not None and top_p < 1 and temperature in (None, 1):
-        said["top_p"] = top_p
+        found["top_p"] = top_p
     elif temperature is not None:
-        said["temperature"] = min(temperature, 1)
-    if (kept.get("top_k") or 0) > 0:
-        said["top_k"] = kept["top_k"]
-    return said
+        found["temperature"] = min(temperature, 1)
+    if top_k is not None and top_k > 0:
+        found["top_k"] = top_k
+    return found
 
 
-def _output(kept: Mapping[str, Any], model: str) -> dict[str, Any]:
+def _sampling(body: ChatRequest, model: str) -> dict[str, Any]:
+    return sampling(model, body.stops, body.temperature, body.top_p, body.top_k)
+
+
+def _output(body: ChatRequest, model: str) -> dict[str, Any]:
     """`output_config` and `thinking`, from response_format and, where the model has it, reasoning_effort."""
     config: dict[str, Any] = {}
-    shape = kept.get("response_format") or {}
-    if shape.get("type") == "json_schema":
-        config["format"] = {"type": "json_schema", "schema": held(_schema_of(shape), "response_format")}
-    effort = kept.get("reasoning_effort")
-    if isinstance(effort, str) and effort in _EFFORTS and (known := effort_for(_EFFORTS[effort], model)):
+    if body.response_format is not None and body.response_format.type == "json_schema":
+        schema = held(_schema_of(body.response_format), "response_format")
+        config["format"] = {"type": "json_schema", "schema": schema}
+    effort = body.reasoning_effort
+    if effort is not None and effort in _EFFORTS and (known := effort_for(_EFFORTS[effort], model)):
         config["effort"] = known
     output: dict[str, Any] = {"output_config": config} if config else {}
     thinking: Mapping[str, Any] | None = None
     if effort == "none":
         thinking = thinking_for({"type": "disabled"}, model)
-    elif effort in _THINKING_EFFORTS and not _excludes_thinking(kept, model):
+    elif effort in _THINKING_EFFORTS and not _excludes_thinking(body, model):
         thinking = thinking_by_effort(model)
     return {**output, "thinking": thinking} if thinking else output
 
 
-def _excludes_thinking(kept: Mapping[str, Any], model: str) -> bool:
-    """Whether something was asked that cannot be had together with thinking: a forced call, sampling."""
-    forced = kept.get("tool_choice") not in (None, "none", "auto")
-    return forced or needs_sampling_version(sampling(kept, model))
+def _excludes_thinking(body: ChatRequest, model: str) -> bool:
+    """Whether the request has something that excludes thinking: a forced call, sampling."""
+    is_forced = body.tool_choice not in (None, "none", "auto")
+    return is_forced or needs_sampling_version(_sampling(body, model))

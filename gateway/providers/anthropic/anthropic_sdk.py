@@ -17,7 +17,7 @@ import httpx2
 from anthropic import AsyncAnthropic, AsyncStream
 
 from gateway.apis.openai.frames import Endpoint, Frame
-from gateway.apis.openai.origin import origin_of
+from gateway.apis.schema.openai_bodies import AnyRequest, ChatRequest
 from gateway.providers.anthropic import anthropic_events, anthropic_request
 from gateway.providers.anthropic.anthropic_native import to_native
 from gateway.providers.anthropic.anthropic_request import (
@@ -50,15 +50,15 @@ class AnthropicProvider:
         self._host = self._client.base_url.host
         self._secrets = (api_key,)
 
-    def unsupported_params(self, endpoint: Endpoint, body: Mapping[str, Any], model: str) -> Mapping[str, str]:
+    def unsupported_params(self, endpoint: Endpoint, body: AnyRequest, model: str) -> Mapping[str, str]:
         """See `gateway.providers.provider.Provider`."""
-        if endpoint is not Endpoint.CHAT:
+        if not isinstance(body, ChatRequest):
             return {"model": no_endpoint(endpoint).message}
         return anthropic_request.unsupported_params(body, model)
 
     def stream(self, call: Call) -> AbstractAsyncContextManager[AsyncIterator[Frame]]:
         """Opens `call` as a stream; see the contract in `gateway.providers.provider`."""
-        native = origin_of(call.body) is not None
+        native = isinstance(call.body, ChatRequest) and call.body.origin is not None
         state = anthropic_events.State(created=int(time.time()), secrets=self._secrets, native=native)
         return SdkStream(lambda: self._send(call), anthropic_events, state, self._host, self._secrets)
 
@@ -68,7 +68,7 @@ class AnthropicProvider:
 
     async def count_tokens(self, call: Call) -> int:
         """See `gateway.providers.provider.CountsTokens`."""
-        body = written(lambda: _request(call.body, call.model))
+        body = written(lambda: _request(call))
         counted: dict[str, Any] = {name: body[name] for name in _COUNTED if name in body}
         try:
             answer = await self._client.messages.count_tokens(**counted, timeout=timeout_of(call.connect_seconds))
@@ -81,9 +81,7 @@ class AnthropicProvider:
         await self._client.close()
 
     async def _send(self, call: Call) -> httpx2.Response:
-        if call.endpoint is not Endpoint.CHAT:
-            raise no_endpoint(call.endpoint)
-        body = written(lambda: _request(call.body, call.model))
+        body = written(lambda: _request(call))
         headers = {"Accept-Encoding": "identity"}  # a compressed stream comes in blocks instead of token by token
         if needs_sampling_version(body):
             headers["anthropic-version"] = SAMPLING_VERSION
@@ -99,10 +97,12 @@ class AnthropicProvider:
         return response
 
 
-def _request(body: Mapping[str, Any], model: str) -> dict[str, Any]:
-    """What to send; raises UpstreamError for what Anthropic or `model` cannot do."""
-    origin = origin_of(body)
-    if origin is None:
-        return to_anthropic(body, model)
-    check_supported(body, model)
-    return to_native(origin, model)
+def _request(call: Call) -> dict[str, Any]:
+    """The request to send; raises UpstreamError for what Anthropic or the model cannot do."""
+    body = call.body
+    if not isinstance(body, ChatRequest):
+        raise no_endpoint(call.endpoint)
+    if body.origin is None:
+        return to_anthropic(body, call.model)
+    check_supported(body, call.model)
+    return to_native(body.origin, call.model)

@@ -13,7 +13,9 @@ from typing import Any
 import aiohttp
 import orjson
 
-from gateway.apis.openai.frames import ANSWER_SO_FAR, Endpoint, Frame
+from gateway.apis.openai.frames import Endpoint, Frame
+from gateway.apis.schema.body_decoder import as_json
+from gateway.apis.schema.openai_bodies import AnyRequest, ChatRequest, CompletionRequest
 from gateway.breaker.outcome import LOCAL
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.http_clients import make_hop
@@ -50,22 +52,23 @@ class LocalProvider:
         self._hop, path = make_hop(self._url)
         self._paths = {endpoint: f"{path}/v1/{endpoint}" for endpoint in Endpoint}
 
-    def unsupported_params(self, endpoint: Endpoint, body: Mapping[str, Any], model: str) -> Mapping[str, str]:
+    def unsupported_params(self, endpoint: Endpoint, body: AnyRequest, model: str) -> Mapping[str, str]:
         """What no local model takes; what the one asked for can do stands in the service's own snapshot."""
         return refused_by_local(body) if endpoint.streams else ALL_TAKEN
 
     def stream(self, call: Call) -> AbstractAsyncContextManager[AsyncIterator[Frame]]:
         """See `gateway.providers.provider.Provider`."""
-        options = {"include_usage": True}
-        is_asked_for = (call.body.get("stream_options") or {}).get("include_usage")
-        if not is_asked_for and ANSWER_SO_FAR not in call.body:
+        asked, options = call.body, {"include_usage": True}
+        assert isinstance(asked, ChatRequest | CompletionRequest), "other endpoints have no stream"
+        given = asked.stream_options
+        if not (given is not None and given.include_usage) and asked.answer_so_far is None:
             options[PROMPT_USAGE] = True
-        body = {**call.body, "model": call.model, "stream": True, "stream_options": options}
+        body = as_json(asked) | {"model": call.model, "stream": True, "stream_options": options}
         return LocalStream(self._ask, call, orjson.dumps(body))
 
     async def unary(self, call: Call) -> bytes:
         """See `gateway.providers.provider.Provider`."""
-        body = orjson.dumps({**call.body, "model": call.model})
+        body = orjson.dumps(as_json(call.body) | {"model": call.model})
         answer = await self._ask(call, body)
         try:
             return await answer.whole()

@@ -15,6 +15,8 @@ from typing import Any
 import orjson
 
 from gateway.apis.openai.frames import Endpoint
+from gateway.apis.schema.body_decoder import as_json
+from gateway.apis.schema.openai_bodies import AnyRequest
 from gateway.errors import UpstreamError, UpstreamKind
 
 REMEMBERED = 1024
@@ -51,15 +53,16 @@ class Counter:
         self._ask = ask
         self._known.clear()
 
-    async def count(self, model: str, endpoint: Endpoint, body: Mapping[str, Any], seconds: float) -> int:
-        """Prompt tokens of a chat or completions `body` for the local `model`, of several prompts the longest's.
+    async def count(self, model: str, endpoint: Endpoint, body: AnyRequest, seconds: float) -> int:
+        """Prompt tokens of a chat or completion `body` for the local `model`; of several prompts those of the longest.
 
         Raises UpstreamError: within `seconds` nothing was said, the service is not there, or it cannot count this
         (images, tools for a model that calls none); `context_length_exceeded` with the least number of tokens in
         `details["prompt_tokens"]` for a text so long that counting it would be a waste.
         """
+        given = as_json(body)
         asked = orjson.dumps(
-            {"model": model, **{name: body[name] for name in _COUNTED[endpoint] if body.get(name) is not None}},
+            {"model": model, **{name: given[name] for name in _COUNTED[endpoint] if name in given}},
             option=orjson.OPT_SORT_KEYS,
         )
         key = await _digest(asked)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from gateway.apis.openai.frames import Endpoint, Flavor
-from gateway.apis.openai.origin import is_translated
+from gateway.apis.schema.openai_bodies import AnyRequest, ChatRequest, CompletionRequest
 from gateway.errors import UpstreamError
 from gateway.providers.openai.openai_messages import Messages, for_google, for_openai, for_others
 from gateway.providers.openai.openai_models import effort_for, most_tokens, reasons, takes_sampling, takes_stop
@@ -69,29 +69,34 @@ def flavor_of(host: str, path: str) -> Flavor:
 
 
 def unsupported_params(
-    body: Mapping[str, Any], flavor: Flavor, endpoint: Endpoint = Endpoint.CHAT, model: str = ""
+    body: AnyRequest, flavor: Flavor, endpoint: Endpoint = Endpoint.CHAT, model: str = ""
 ) -> Mapping[str, str]:
-    """Why this provider cannot honor a checked body, by parameter; empty when the tier is suitable."""
+    """Why this provider cannot honor `body`, by parameter; empty when the tier is suitable."""
     profile = _profile(endpoint, flavor)
     if profile is None:
         return {"model": no_endpoint(endpoint).message}
     found = profile.shortcomings(body)
-    for param, why in _shortcomings(endpoint, body, model, flavor):
+    for param, why in _shortcomings(body, model, flavor):
         found.setdefault(param, unsupported(param, why).message)
     return found
 
 
-def _shortcomings(endpoint: Endpoint, body: Mapping[str, Any], model: str, flavor: Flavor) -> Iterator[tuple[str, str]]:
-    """Fields whose value here, or with this model, makes the tier unsuitable, and why."""
-    if isinstance(stop := body.get("stop"), list) and len(stop) > _MOST_STOPS and flavor is not Flavor.COMPATIBLE:
+def _shortcomings(body: AnyRequest, model: str, flavor: Flavor) -> Iterator[tuple[str, str]]:
+    """Fields whose value makes this provider or model unsuitable, and why."""
+    if not isinstance(body, ChatRequest | CompletionRequest):
+        return
+    if len(body.stops) > _MOST_STOPS and flavor is not Flavor.COMPATIBLE:
         yield "stop", f"it takes at most {_MOST_STOPS} stop strings"
-    if (body.get("response_format") or {}).get("schema") is not None and flavor is not Flavor.COMPATIBLE:
+    if isinstance(body, CompletionRequest):
+        return
+    shape = body.response_format
+    if shape is not None and shape.schema is not None and flavor is not Flavor.COMPATIBLE:
         yield "response_format", "it takes a schema only as json_schema"
-    if flavor is Flavor.OPENAI and endpoint is Endpoint.CHAT:
-        if ((body.get("audio") or {}).get("format") or _STREAMED_AUDIO) != _STREAMED_AUDIO:
-            yield "audio", f"every answer is asked for as a stream, whose audio is {_STREAMED_AUDIO}"
-        for param in _unknown_to(model, body.get("reasoning_effort")):
-            if body.get(param) and param not in _TUNES:
+    if flavor is Flavor.OPENAI:
+        if ((body.audio or {}).get("format") or _STREAMED_AUDIO) != _STREAMED_AUDIO:
+            yield "audio", f"answers are requested as streams, whose audio format is {_STREAMED_AUDIO}"
+        for param in _unknown_to(model, body.reasoning_effort):
+            if getattr(body, param) and param not in _TUNES:
                 yield param, f"{model} reasons, and takes none"
 
 
@@ -103,12 +108,12 @@ def _unknown_to(model: str, effort: str | None) -> tuple[str, ...]:
     return _WEIGHS + stop + (() if takes_sampling(model, effort) else _SHOWS + _TUNES)
 
 
-def to_openai(endpoint: Endpoint, body: Mapping[str, Any], model: str, flavor: Flavor) -> dict[str, Any]:
+def to_openai(endpoint: Endpoint, body: AnyRequest, model: str, flavor: Flavor) -> dict[str, Any]:
     """The request to send; a stream with usage, except for embeddings. Raises UpstreamError naming a refused param."""
     profile = _profile(endpoint, flavor)
     if profile is None:
         raise no_endpoint(endpoint)
-    for param, why in _shortcomings(endpoint, body, model, flavor):
+    for param, why in _shortcomings(body, model, flavor):
         raise unsupported(param, why)
     request = {**profile.kept(body), "model": model}
     if endpoint is Endpoint.EMBEDDINGS:
@@ -118,9 +123,9 @@ def to_openai(endpoint: Endpoint, body: Mapping[str, Any], model: str, flavor: F
     request["stream_options"] = {"include_usage": True} | (
         {name: options[name] for name in _STREAM_OPTIONS if name in options} if flavor is Flavor.OPENAI else {}
     )
-    if endpoint is Endpoint.CHAT:
+    if isinstance(body, ChatRequest):
         _translate_chat(request, flavor)
-        if flavor is Flavor.OPENAI and is_translated(body):
+        if flavor is Flavor.OPENAI and body.from_messages:
             _mean_anthropics(request)
     return request
 

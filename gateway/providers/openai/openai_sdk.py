@@ -15,6 +15,7 @@ from openai import AsyncOpenAI, AsyncStream
 
 from gateway.apis.openai.finish_reasons import choices_of
 from gateway.apis.openai.frames import Endpoint, Flavor, Frame
+from gateway.apis.schema.openai_bodies import AnyRequest
 from gateway.errors import UpstreamError, UpstreamKind
 from gateway.providers.openai import openai_events, openai_request
 from gateway.providers.openai.openai_request import flavor_of, to_openai
@@ -45,7 +46,7 @@ class OpenAIProvider:
         self._host = url.host
         self._secrets = (api_key,)
 
-    def unsupported_params(self, endpoint: Endpoint, body: Mapping[str, Any], model: str) -> Mapping[str, str]:
+    def unsupported_params(self, endpoint: Endpoint, body: AnyRequest, model: str) -> Mapping[str, str]:
         """See `gateway.providers.provider.Provider`."""
         return openai_request.unsupported_params(body, self.flavor, endpoint, model)
 

@@ -1,0 +1,1 @@
+"""Typed request bodies of the public APIs."""

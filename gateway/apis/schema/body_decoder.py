@@ -1,0 +1,372 @@
+"""Decodes the JSON body of a request into a typed object, and encodes typed objects as JSON values.
+
+A body type is a `msgspec.Struct`. It declares the fields, their bounds and what an error says; validation, error
+messages with the parameter's path, and JSON Schema are derived from it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+import orjson
+from msgspec import UNSET
+from msgspec import inspect as types
+
+from gateway.apis.json_shape import check_shape
+from gateway.errors import RequestError
+from headgate.shared.parameters import Parameter
+from inference.protocol import Code
+
+EXTRA = "$extra"
+"""The encoded name of `Extensible.extra`."""
+
+_EXPLAINED_BYTES = 2**20
+"""Larger invalid bodies are not parsed a second time for a better error message."""
+
+_MISSING = re.compile(r"Object missing required field `([^`]*)`")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_AT = re.compile(r" - at `(key in )?\$(.*)`$", re.DOTALL)
+_STEP = re.compile(r"\.([A-Za-z_$][\w$]*)|\[(\d+)\]|\[\.\.\.\]")
+
+
+class Extensible(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """An object that may hold fields which the gateway does not know; they are kept in `extra` and sent on."""
+
+    extra: dict[str, Any] | None = msgspec.field(default=None, name=EXTRA)
+
+
+class Body(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A request body: unknown fields are refused, and null counts as absent.
+
+    `has_extra` says that some object inside has an `extra` mapping.
+    """
+
+    has_extra: bool = msgspec.field(default=False, name="$has_extra")
+
+
+B = TypeVar("B", bound=Body)
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def expected(text: str) -> dict[str, Any]:
+    """Metadata of a type: its name in the error message for a value of another JSON type."""
+    return {"expected": text}
+
+
+def must(text: str) -> dict[str, Any]:
+    """Metadata of a type: the error message for a value of another shape, behind the parameter's name."""
+    return {"must": text}
+
+
+def refuse(param: str, message: str, code: Code = Code.INVALID_REQUEST) -> NoReturn:
+    """Raises the RequestError for `param`."""
+    raise RequestError(code, message, param=param)
+
+
+def parse_json(raw: bytes) -> dict[str, Any]:
+    """The object in `raw`; raises RequestError for invalid JSON, another value, or too deep nesting."""
+    check_shape(raw)
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        if not raw.strip():
+            raise RequestError(Code.INVALID_JSON, "the body is empty; send a JSON object") from None
+        raise RequestError(
+            Code.INVALID_JSON, f"the body is not valid JSON: {error}", param=_not_a_number(raw)
+        ) from error
+    if not isinstance(body, dict):
+        raise RequestError(Code.INVALID_JSON, "the body must be a JSON object")
+    return body
+
+
+def refused_body(raw: bytes) -> Mapping[str, Any] | None:
+    """The object in a body that was refused, for its explain record; empty when it holds none.
+
+    None when the body is too long to be parsed a second time.
+    """
+    if len(raw) > _EXPLAINED_BYTES:
+        return None
+    try:
+        return parse_json(raw)
+    except RequestError:
+        return {}
+
+
+def _not_a_number(raw: bytes) -> str | None:
+    """The top-level field that holds NaN or Infinity, which JSON does not have."""
+    if len(raw) > _EXPLAINED_BYTES:
+        return None
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(body, dict):
+        return None
+    return next((name for name, value in body.items() if isinstance(value, float) and not math.isfinite(value)), None)
+
+
+def decode(given: Mapping[str, Any], type_: type[B], path: str, internal: frozenset[str] = frozenset()) -> B:
+    """`given` as a `type_`, with unknown fields inside in `extra`; raises RequestError.
+
+    `path` is the endpoint, for messages. `internal` are fields of `type_` that clients cannot send.
+    """
+    if not _internal(type_, internal).isdisjoint(given):
+        name = next(name for name in given if name in _internal(type_, internal))
+        refuse_unknown(name, type_, "", path)
+    try:
+        body = msgspec.convert(given, type_)
+    except msgspec.ValidationError as error:
+        _explain(str(error), given, type_, path)
+    return body
+
+
+@functools.cache
+def _internal(type_: type[Body], more: frozenset[str]) -> frozenset[str]:
+    return frozenset({"$has_extra"}) | more
+
+
+def keep_extra(found: msgspec.Struct, given: Mapping[str, Any]) -> bool:
+    """Fills `extra` of `found` and of all objects in it from `given`; says whether there was anything to keep."""
+    names, is_extensible = _layout(type(found))
+    is_kept = False
+    if is_extensible and not names.issuperset(given):
+        found.extra = {name: value for name, value in given.items() if name not in names}  # type: ignore[attr-defined]
+        is_kept = True
+    for name, value in given.items():
+        kind = type(value)
+        if kind is dict:
+            if isinstance(inner := getattr(found, name, None), msgspec.Struct) and keep_extra(inner, value):
+                is_kept = True
+        elif kind is list and type(inner := getattr(found, name, None)) is list:
+            for one, item in zip(inner, value, strict=True):
+                if isinstance(one, msgspec.Struct) and keep_extra(one, item):
+                    is_kept = True
+    return is_kept
+
+
+@functools.cache
+def _layout(type_: type[msgspec.Struct]) -> tuple[frozenset[str], bool]:
+    """The names of the fields in JSON, and whether the type has `extra`."""
+    names = {*type_.__struct_encode_fields__} - {EXTRA}
+    if type_.__struct_config__.tag is not None:
+        names.add(str(type_.__struct_config__.tag_field))
+    return frozenset(names), issubclass(type_, Extensible)
+
+
+def as_json(body: msgspec.Struct) -> dict[str, Any]:
+    """`body` as a new JSON object, as its API writes it; absent fields are left out."""
+    if getattr(body, "origin", None) is not None:
+        body = msgspec.structs.replace(body, origin=None)
+    found: dict[str, Any] = msgspec.to_builtins(body)
+    found.pop("from_messages", None)
+    if found.pop("$has_extra", False):
+        _merge(found)
+    return found
+
+
+def _merge(value: Any) -> None:
+    """Puts the fields of every `extra` beside the known ones."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if type(value) is dict:
+            if EXTRA in value:
+                value |= {name: more for name, more in value.pop(EXTRA).items() if name not in value}
+            waiting += value.values()
+        elif type(value) is list:
+            waiting += value
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+def refuse_unknown(name: str, type_: type[msgspec.Struct], prefix: str, path: str) -> NoReturn:
+    """Raises the RequestError for a field that `type_` does not have."""
+    known = [one for one in _layout(type_)[0] if not one.startswith("$")]
+    near = difflib.get_close_matches(name[:64], known, n=1)
+    advice = f"did you mean `{prefix}{near[0]}`?" if near else "leave it out"
+    param = f"{prefix}{name[:64]}"
+    refuse(param, f"`{param}` is not a parameter of {path}; {advice}", Code.UNSUPPORTED_PARAMETER)
+
+
+def _explain(message: str, given: Mapping[str, Any], type_: type[msgspec.Struct], path: str) -> NoReturn:
+    """Raises the RequestError for a ValidationError with this message."""
+    at = _AT.search(message)
+    value: Any = given
+    node: types.Type = _type_info(type_)
+    param = ""
+    for step in _STEP.finditer(at[2]) if at is not None else ():
+        name, index = step[1], step[2]
+        if name is not None:
+            node = _tags_of(node, name) or _field_of(_fitting(node, value), name)
+            value = value.get(name)
+            param = f"{param}.{name}" if param else name
+        elif index is not None:
+            node = _items_of(_fitting(node, value))
+            value = value[int(index)]
+            param = f"{param}[{index}]"
+        else:  # a value of a mapping; msgspec does not say of which key
+            break
+    if missing := _MISSING.match(message):
+        _refuse_missing(param, missing[1])
+    if unknown := _UNKNOWN.match(message):
+        struct = _fitting(node, value)
+        assert isinstance(struct, types.StructType), "only objects have unknown fields"
+        refuse_unknown(unknown[1], struct.cls, f"{param}." if param else "", path)
+    if value is None and not param.endswith("]"):
+        owner, _, name = param.rpartition(".")
+        _refuse_missing(owner, name)
+    refuse(param, f"`{param}` {_problem(node, value)}")
+
+
+def _refuse_missing(owner: str, name: str) -> NoReturn:
+    if owner:
+        refuse(f"{owner}.{name}", f"`{owner}` needs `{name}`")
+    refuse(name, f"`{name}` is needed and not there")
+
+
+@functools.cache
+def _type_info(type_: type[msgspec.Struct]) -> types.Type:
+    return types.type_info(type_)
+
+
+def _variants(node: types.Type) -> Iterator[types.Type]:
+    """The types that a value may have, without metadata and null."""
+    if isinstance(node, types.Metadata):
+        yield from _variants(node.type)
+    elif isinstance(node, types.UnionType):
+        for one in node.types:
+            yield from _variants(one)
+    elif not isinstance(node, types.NoneType):
+        yield node
+
+
+def _fitting(node: types.Type, value: Any) -> types.Type:
+    """The variant of `node` for the JSON type of `value`, and its tag where the objects have one."""
+    fitting = [one for one in _variants(node) if _takes(one, value)]
+    for one in fitting:
+        if isinstance(one, types.StructType) and one.tag_field is not None and one.tag == value.get(one.tag_field):
+            return one
+    return fitting[0]
+
+
+_JSON_TYPES: Mapping[type[types.Type], tuple[tuple[type, ...], str]] = {
+    types.StrType: ((str,), "a string"),
+    types.IntType: ((int,), "a whole number"),
+    types.FloatType: ((int, float), "a number"),
+    types.BoolType: ((bool,), "true or false"),
+    types.ListType: ((list,), "an array"),
+    types.DictType: ((dict,), "an object"),
+    types.StructType: ((dict,), "an object"),
+}
+
+
+def _takes(node: types.Type, value: Any) -> bool:
+    """Whether `value` has the JSON type of `node`."""
+    if isinstance(node, types.LiteralType):
+        return isinstance(value, str)
+    return type(value) in _JSON_TYPES[type(node)][0]
+
+
+def _expected(node: types.Type) -> str:
+    if isinstance(node, types.LiteralType):
+        return f"one of {', '.join(map(str, node.values))}"
+    return _JSON_TYPES[type(node)][1]
+
+
+def _field_of(node: types.Type, name: str) -> types.Type:
+    if isinstance(node, types.StructType):
+        return next(field.type for field in node.fields if field.encode_name == name)
+    assert isinstance(node, types.DictType), "only objects have fields"
+    return node.value_type
+
+
+def _tags_of(node: types.Type, name: str) -> types.LiteralType | None:
+    """The values of the field `name` where it chooses between the variants of `node`."""
+    tags = [one.tag for one in _variants(node) if isinstance(one, types.StructType) and one.tag_field == name]
+    return types.LiteralType(tuple(map(str, tags))) if tags else None
+
+
+def _items_of(node: types.Type) -> types.Type:
+    assert isinstance(node, types.ListType)
+    return node.item_type
+
+
+def _metadata(node: types.Type) -> Mapping[str, Any]:
+    """The `extra` of a type's `Meta`."""
+    found: dict[str, Any] = {}
+    waiting: list[types.Type] = [node]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, types.Metadata):
+            found |= one.extra or {}
+            waiting.append(one.type)
+        elif isinstance(one, types.UnionType):
+            waiting += one.types
+    return found
+
+
+def _problem(node: types.Type, value: Any) -> str:
+    """What is wrong with `value`, in words that follow the parameter's name."""
+    metadata = _metadata(node)
+    row: Parameter | None = metadata.get("parameter")
+    if row is not None and (problem := row.problem(value)) is not None:
+        return problem
+    if (text := metadata.get("must")) is not None:
+        return str(text)
+    variants = list(_variants(node))
+    fitting = [one for one in variants if _takes(one, value)]
+    if not fitting:
+        names = metadata.get("expected") or " or ".join(dict.fromkeys(map(_expected, variants)))
+        return f"must be {names}, not {json_kind(value)}"
+    return _bounds_problem(fitting[0], value)
+
+
+def _bounds_problem(node: types.Type, value: Any) -> str:
+    """What is wrong with a `value` of the right JSON type."""
+    match node:
+        case types.LiteralType():
+            return f"must be {_expected(node)}; it is {value[:60]!r}"
+        case types.IntType() | types.FloatType():
+            low, high = node.ge, node.le
+            if high is None:
+                return f"must be at least {low}; it is {value}"
+            return f"must be between {low} and {high}; it is {value}"
+        case types.StrType() if node.max_length is not None and len(value) > node.max_length:
+            return f"may hold at most {node.max_length} characters; it has {len(value)}"
+        case types.ListType() if node.max_length is not None and len(value) > node.max_length:
+            return f"may hold at most {node.max_length} items; it has {len(value)}"
+    return "must not be empty"
+
+
+def json_kind(value: Any) -> str:
+    """JSON's own name for what `value` is."""
+    names = {
+        bool: "a boolean",
+        str: "a string",
+        int: "a number",
+        float: "a number",
+        list: "an array",
+        dict: "an object",
+    }
+    return names.get(type(value), "null")
+
+
+def json_schema(type_: type[Body], internal: frozenset[str] = frozenset()) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The JSON Schema of `type_`, and the schemas that it refers to; rules between fields are not in it."""
+    (reference,), components = msgspec.json.schema_components((type_,), ref_template="#/components/schemas/{name}")
+    for schema in components.values():
+        for name in (EXTRA, "$has_extra", *internal):
+            schema.get("properties", {}).pop(name, None)
+    root = components.pop(reference["$ref"].rpartition("/")[2])
+    return root, components
+
+
+def is_set(value: Any) -> bool:
+    """Whether a field of a struct holds a value."""
+    return value is not None and value is not UNSET

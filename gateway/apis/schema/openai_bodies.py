@@ -1,0 +1,484 @@
+"""The request bodies of OpenAI's APIs: chat, completions, embeddings, and reranking as others define it.
+
+The chat request is also the request inside the gateway: the other public APIs are translated into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from gateway.apis.schema.body_decoder import (
+    Body,
+    Extensible,
+    decode,
+    expected,
+    is_set,
+    json_kind,
+    json_schema,
+    keep_extra,
+    must,
+    refuse,
+)
+from headgate.shared.parameters import BY_NAME, PARAMETERS, Parameter
+from inference.protocol import Code
+
+MAX_MODEL_CHARS = 256
+MAX_URL_CHARS = 2048
+MAX_TOOLS = 1024
+
+Text = Annotated[str, Meta(min_length=1)]
+Object = dict[str, Any]
+ModelName = Annotated[str, Meta(min_length=1, max_length=MAX_MODEL_CHARS)]
+StopStrings = Annotated[
+    Text | Annotated[list[Text], Meta(max_length=16)], Meta(extra=expected("a string or an array of strings"))
+]
+JsonSchema = Object | bool
+Effort = Text
+
+ImageUrlText = Annotated[
+    str,
+    Meta(
+        pattern=f"^(data:|https://.{{1,{MAX_URL_CHARS - len('https://')}}}$)",
+        extra=must("must be a data: URL, or a short https: one; send the image itself as base64"),
+    ),
+]
+"""An image, or the address of one that the gateway may fetch; providers get images only."""
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+class TextPart(Extensible, kw_only=True, tag_field="type", tag="text"):
+    """Text of a message."""
+
+    text: str
+
+
+class RefusalPart(Extensible, kw_only=True, tag_field="type", tag="refusal"):
+    """The text of a refusal."""
+
+    refusal: str
+
+
+class ImageUrl(Extensible, kw_only=True):
+    """An image of a message."""
+
+    url: ImageUrlText
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+
+class ImagePart(Extensible, kw_only=True, tag_field="type", tag="image_url"):
+    """An image of a message."""
+
+    image_url: ImageUrl
+
+
+class InputAudio(Extensible, kw_only=True):
+    """Sound as base64."""
+
+    data: Text
+    format: Text
+
+
+class AudioPart(Extensible, kw_only=True, tag_field="type", tag="input_audio"):
+    """Sound of a message."""
+
+    input_audio: InputAudio
+
+
+class FilePart(Extensible, kw_only=True, tag_field="type", tag="file"):
+    """A file of a message."""
+
+    file: Object
+
+
+Part = TextPart | RefusalPart | ImagePart | AudioPart | FilePart
+Content = str | Annotated[list[Part], Meta(min_length=1)]
+
+
+class CalledFunction(Extensible, kw_only=True):
+    """The function of a tool call, with its arguments as JSON text."""
+
+    name: Text
+    arguments: str
+
+
+class ToolCall(Extensible, kw_only=True):
+    """A call that the assistant made. Calls of custom tools have no `function`."""
+
+    id: Text
+    type: Literal["function", "custom"] | None = None
+    function: CalledFunction | None = None
+
+
+class Message(Extensible, kw_only=True):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[Content | UnsetType | None, Meta(extra=expected("a string or an array of parts"))] = UNSET
+    name: Text | None = None
+    tool_call_id: Text | None = None
+    tool_calls: list[ToolCall] | None = None
+    function_call: CalledFunction | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    audio: Any = None
+
+    @property
+    def parts(self) -> list[Part]:
+        """The parts of the content; empty where it is text."""
+        return self.content if isinstance(self.content, list) else []
+
+
+# --- tools and the shape of an answer ---------------------------------------------------------------------------------
+class Function(Extensible, kw_only=True):
+    """A function that the model may call."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: Object | None = None
+    strict: bool | None = None
+
+
+class Tool(Extensible, kw_only=True):
+    """A tool. Custom tools have no `function`."""
+
+    type: Literal["function", "custom"]
+    function: Function | None = None
+
+
+class ChosenFunction(Extensible, kw_only=True):
+    """The function that must be called."""
+
+    name: Text
+
+
+class ChosenTool(Extensible, kw_only=True):
+    """The tool that must be called."""
+
+    type: str
+    function: ChosenFunction | None = None
+
+
+class AnswerSchema(Extensible, kw_only=True):
+    """A JSON schema for the answer."""
+
+    name: Text | None = None
+    schema: Object | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Extensible, kw_only=True):
+    """The shape of an answer. `schema` belongs to llama.cpp's `json_object`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: AnswerSchema | None = None
+    schema: Object | None = None
+
+
+class StructuredOutputs(Extensible, kw_only=True):
+    """The shape of an answer as vLLM names it."""
+
+    json: JsonSchema | Text | None = None
+    json_object: bool | None = None
+    regex: Text | None = None
+    choice: Annotated[list[Text], Meta(min_length=1, max_length=4096)] | None = None
+    grammar: Text | None = None
+
+
+class StreamOptions(Extensible, kw_only=True):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class AnswerSoFar(Struct, kw_only=True, omit_defaults=True):
+    """The beginning of an answer that another attempt already sent to the client."""
+
+    content: str
+    reasoning_content: str | None = None
+
+
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | ChosenTool, Meta(extra=expected("none, auto, required or an object"))
+]
+
+
+# --- generation parameters --------------------------------------------------------------------------------------------
+def parameter_type(row: Parameter) -> Any:
+    """The type of a generation parameter."""
+    kind: Any = {"boolean": bool, "strings": list[Any], "integer": int, "number": float}[row.kind]
+    bounds: dict[str, Any] = {}
+    if row.kind in ("integer", "number"):
+        low = min(row.low, -1) if row.minus_one else row.low
+        bounds = {name: kind(bound) for name, bound in (("ge", low), ("le", row.high)) if abs(bound) != float("inf")}
+    schema = {name: value for name, value in row.schema().items() if name not in ("type", "minimum", "maximum")}
+    return Annotated[kind, Meta(**bounds, extra_json_schema=schema, extra={"parameter": row})] | None
+
+
+def with_parameters(name: str, base: type[Body], rows: Iterable[Parameter]) -> Any:
+    """A subclass of `base` that has these generation parameters as fields."""
+    fields = [(row.name, parameter_type(row), None) for row in rows]
+    return msgspec.defstruct(name, fields, bases=(base,), kw_only=True)
+
+
+def check_parameters(given: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    """Checks what types do not say: bounds with a gap, sizes in bytes, the only value of a boolean."""
+    for name in names:
+        value = given.get(name)
+        if value is not None and (problem := BY_NAME[name].problem(value)) is not None:
+            is_refused = BY_NAME[name].only is not None
+            refuse(name, f"`{name}` {problem}", Code.UNSUPPORTED_PARAMETER if is_refused else Code.INVALID_REQUEST)
+
+
+CHECKED = tuple(row.name for row in PARAMETERS if row.minus_one or row.kind == "strings" or row.only is not None)
+"""Parameters for `check_parameters`."""
+_IN_CHATS_ONLY = ("max_completion_tokens", "enable_thinking")
+
+
+class GenerationFields(Body, kw_only=True):
+    """Fields that chats and completions share."""
+
+    model: ModelName
+    logit_bias: Object | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    stop: StopStrings | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    # the shape of an answer as llama.cpp and vLLM name it; only local models have these
+    json_schema: JsonSchema | None = None
+    regex: Text | None = None
+    grammar: Text | None = None
+    guided_json: JsonSchema | Text | None = None
+    guided_regex: Text | None = None
+    guided_choice: Annotated[list[Text], Meta(min_length=1, max_length=4096)] | None = None
+    guided_grammar: Text | None = None
+    structured_outputs: StructuredOutputs | None = None
+    answer_so_far: AnswerSoFar | None = None
+    """For local models: the answer continues this one. No client can send it."""
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+
+if TYPE_CHECKING:
+
+    class ParameterFields(GenerationFields, kw_only=True):
+        """The generation parameters that code of the gateway reads; at run time it has all of the table."""
+
+        temperature: float | None = None
+        top_p: float | None = None
+        top_k: int | None = None
+        seed: int | None = None
+        frequency_penalty: float | None = None
+        presence_penalty: float | None = None
+        max_tokens: int | None = None
+        n_probs: int | None = None
+        dry_sequence_breakers: list[str] | None = None
+        skip_special_tokens: bool | None = None
+
+    class ChatParameterFields(ParameterFields, kw_only=True):
+        """The same, with those that only chats have."""
+
+        max_completion_tokens: int | None = None
+        enable_thinking: bool | None = None
+
+else:
+    _SHARED = [row for row in PARAMETERS if row.name not in _IN_CHATS_ONLY]
+    ParameterFields = with_parameters("ParameterFields", GenerationFields, _SHARED)
+    ChatParameterFields = with_parameters("ChatParameterFields", GenerationFields, PARAMETERS)
+
+
+class ChatRequest(ChatParameterFields, kw_only=True):
+    """The body of `/v1/chat/completions`, and the request of every API that answers in messages."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    audio: Object | None = None
+    function_call: Text | ChosenFunction | None = None
+    functions: list[Function] | None = None
+    logprobs: bool | None = None
+    metadata: Object | None = None
+    modalities: list[Literal["text", "audio"]] | None = None
+    moderation: Object | None = None
+    parallel_tool_calls: bool | None = None
+    prediction: Object | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: Object | None = None
+    prompt_cache_retention: str | None = None
+    reasoning_effort: Effort | None = None
+    response_format: ResponseFormat | None = None
+    safety_identifier: str | None = None
+    service_tier: Text | None = None
+    store: bool | None = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | ChosenTool | None,
+        Meta(extra=expected("none, auto, required or an object")),
+    ] = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    web_search_options: Object | None = None
+    chat_template_kwargs: Object | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    origin: Any = None
+    """The Messages request that this one was translated from. An Anthropic tier is sent it instead."""
+    from_messages: bool = False
+    """Fields have the meaning of the Messages API, also after the origin no longer holds."""
+
+
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
+Prompt = Annotated[
+    str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1)],
+    Meta(extra=expected("a string, an array of strings or of token ids")),
+]
+"""A text, an array of texts, of token ids, or of arrays of token ids."""
+
+
+class CompletionRequest(ParameterFields, kw_only=True):
+    """The body of `/v1/completions`."""
+
+    prompt: Prompt
+    max_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=20)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    suffix: str | None = None
+
+
+class EmbeddingRequest(Body, kw_only=True):
+    """The body of `/v1/embeddings`."""
+
+    model: ModelName
+    input: Prompt
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    user: str | None = None
+
+
+class RerankDocument(Extensible, kw_only=True):
+    """A document with fields beside its text."""
+
+    text: str
+
+
+class RerankRequest(Body, kw_only=True):
+    """The body of `/v1/rerank`."""
+
+    model: ModelName
+    query: Text
+    documents: Annotated[list[str | RerankDocument], Meta(min_length=1)]
+    top_n: Annotated[int, Meta(ge=1)] | None = None
+    return_documents: bool | None = None
+    user: str | None = None
+
+
+AnyRequest = ChatRequest | CompletionRequest | EmbeddingRequest | RerankRequest
+Generation = TypeVar("Generation", bound=GenerationFields)
+
+INTERNAL = frozenset({"answer_so_far", "origin", "from_messages"})
+"""Fields that no client can send."""
+SHAPES = (
+    "json_schema", "regex", "grammar", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "structured_outputs",
+)  # fmt: skip
+"""Fields of `GenerationFields` that ask for a shape of the answer."""
+
+
+def changed(body: Generation, **more: Any) -> Generation:
+    """A copy of `body` with other fields, and without its origin, which says something else now."""
+    if isinstance(body, ChatRequest):
+        more.setdefault("origin", None)
+    copy: Generation = msgspec.structs.replace(body, **more)
+    return copy
+
+
+def given_fields(body: Body) -> dict[str, Any]:
+    """The fields of `body` that hold a value, by their names; neither what is inside them nor `has_extra`."""
+    names = body.__struct_encode_fields__
+    values = map(body.__getattribute__, body.__struct_fields__)
+    found = {name: value for name, value in zip(names, values, strict=True) if is_set(value)}
+    found.pop("$has_extra", None)
+    found.pop("origin", None)
+    found.pop("from_messages", None)
+    return found
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
+def decode_chat(given: Mapping[str, Any], path: str = "/v1/chat/completions") -> ChatRequest:
+    """The chat request in parsed JSON; raises RequestError that names the parameter."""
+    body = decode(given, ChatRequest, path, INTERNAL)
+    for index, (message, raw) in enumerate(zip(body.messages, given["messages"], strict=True)):
+        if len(raw) == 2 and type(message.content) is str and message.role != "tool":
+            continue
+        _check_message(message, f"messages[{index}]")
+        if keep_extra(message, raw):
+            body.has_extra = True
+    if any(name in given for name in _WITH_OBJECTS):
+        rest = {name: given[name] for name in _WITH_OBJECTS if name in given}
+        body.has_extra |= keep_extra(body, rest)
+    check_parameters(given, CHECKED)
+    return body
+
+
+_WITH_OBJECTS = ("tools", "tool_choice", "functions", "function_call", "response_format", "structured_outputs")
+"""Fields of a chat with objects that may hold more than the gateway knows. The gateway writes `stream_options`."""
+
+
+def _check_message(message: Message, path: str) -> None:
+    has_other = message.tool_calls or is_set(message.function_call or message.refusal or message.audio)
+    if not is_set(message.content) and not (message.role == "assistant" and has_other):
+        refuse(f"{path}.content", f"`{path}` needs `content`")
+    if message.role == "tool" and message.tool_call_id is None:
+        refuse(f"{path}.tool_call_id", f"`{path}` answers a tool call and needs its `tool_call_id`")
+
+
+def decode_completion(given: Mapping[str, Any]) -> CompletionRequest:
+    """The completion request in parsed JSON; raises RequestError that names the parameter."""
+    body = decode(given, CompletionRequest, "/v1/completions", INTERNAL)
+    _check_prompt(body.prompt, "prompt")
+    if "structured_outputs" in given:
+        body.has_extra = keep_extra(body, {"structured_outputs": given["structured_outputs"]})
+    check_parameters(given, tuple(name for name in CHECKED if name not in ("max_tokens", *_IN_CHATS_ONLY)))
+    return body
+
+
+def decode_embedding(given: Mapping[str, Any]) -> EmbeddingRequest:
+    """The embedding request in parsed JSON; raises RequestError that names the parameter."""
+    body = decode(given, EmbeddingRequest, "/v1/embeddings")
+    if body.input == "":
+        refuse("input", "`input` must not be empty")
+    _check_prompt(body.input, "input")
+    return body
+
+
+def decode_rerank(given: Mapping[str, Any]) -> RerankRequest:
+    """The rerank request in parsed JSON; raises RequestError that names the parameter."""
+    body = decode(given, RerankRequest, "/v1/rerank")
+    body.has_extra = keep_extra(body, given)
+    return body
+
+
+_ITEMS: Mapping[type, str] = {str: "a string", int: "a whole number", list: "an array"}
+
+
+def _check_prompt(prompt: str | Sequence[Any], path: str) -> None:
+    """All items of an array have the type of the first one."""
+    if isinstance(prompt, str):
+        return
+    kind = type(prompt[0])
+    for index, item in enumerate(prompt):
+        if type(item) is not kind:
+            refuse(f"{path}[{index}]", f"`{path}[{index}]` must be {_ITEMS[kind]}, not {json_kind(item)}")
+
+
+def openai_schema(type_: type[Body]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """JSON Schema of one of these bodies and of what it refers to."""
+    return json_schema(type_, INTERNAL)
