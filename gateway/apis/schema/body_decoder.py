@@ -364,7 +364,24 @@ def json_schema(type_: type[Body], internal: frozenset[str] = frozenset()) -> tu
         for name in (EXTRA, "$has_extra", *internal):
             schema.get("properties", {}).pop(name, None)
     root = components.pop(reference["$ref"].rpartition("/")[2])
-    return root, components
+    return root, {name: components[name] for name in sorted(_referenced(root, components))}
+
+
+def _referenced(schema: Any, components: Mapping[str, Any]) -> set[str]:
+    """The names of the components that `schema` needs."""
+    found: set[str] = set()
+    waiting = [schema]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            name = str(one.get("$ref", "")).rpartition("/")[2]
+            if name in components and name not in found:
+                found.add(name)
+                waiting.append(components[name])
+            waiting += one.values()
+        elif isinstance(one, list):
+            waiting += one
+    return found
 
 
 def is_set(value: Any) -> bool:
