@@ -1,4 +1,4 @@
-"""Breakers outlived the provider that they were about: one that a reload took away, or gave another key or address."""
+"""Breakers outlived their provider when a reload removed it or changed its key or address."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ routes:
   demo: {{chain: [openai/gpt-test, local/demo]}}
 deadlines: {{connect: {connect}s}}
 """
-LOCAL_ALONE = "routes: {demo: {chain: [local/demo]}}"
+LOCAL_ONLY = "routes: {demo: {chain: [local/demo]}}"
 
 
 async def _known(gateway: Gateway) -> set[str]:
@@ -43,7 +43,7 @@ async def test_removed_provider_is_not_reported_as_failing(tmp_path: Path) -> No
         assert (await gateway.chat()).json()["model"] == "demo"
         assert (await gateway.client.get("/health")).json()["breakers_not_closed"] == ["openai/gpt-test"]
 
-        gateway.write(LOCAL_ALONE)
+        gateway.write(LOCAL_ONLY)
         assert (await gateway.admin("POST", "/admin/reload")).status_code == 200
         assert (await gateway.client.get("/health")).json()["status"] == "ok"
         assert await _known(gateway) == {"local", "local/demo"}
@@ -59,11 +59,11 @@ async def test_changed_provider_starts_with_closed_breakers(tmp_path: Path, chan
         gateway.write(_config(cloud, **{change: {"key": "fake-openai-2", "connect": 4}[change]}))
         assert (await gateway.admin("POST", "/admin/reload")).status_code == 200
         state = (await gateway.breaker("openai/gpt-test"))["state"]
-        assert state == ("closed" if change == "key" else "open"), "a deadline of ours is no other provider"
+        assert state == ("closed" if change == "key" else "open"), "a changed deadline is not another provider"
 
 
 async def test_changed_inference_service_is_used_at_once(tmp_path: Path) -> None:
-    async with FakeInference() as fake, FakeInference() as other, Gateway(tmp_path, fake.url, LOCAL_ALONE) as gateway:
+    async with FakeInference() as fake, FakeInference() as other, Gateway(tmp_path, fake.url, LOCAL_ONLY) as gateway:
         fake.answers["demo"] = Answer(refuse=Code.MODEL_FAILED)
         for _ in range(5):
             assert (await gateway.chat()).status_code == 503
@@ -101,7 +101,7 @@ def test_attempts_at_replaced_provider_change_nothing(caplog: pytest.LogCaptureF
 
 
 async def test_waiting_request_uses_replaced_provider_without_recording(tmp_path: Path) -> None:
-    """Its provider is the one of its time, with the key of its time; what that says is not the new account's."""
+    """It began before the reload and uses the earlier key: the answer does not concern the new account."""
     gate = asyncio.Event()
     async with FakeInference() as fake, FakeProvider() as cloud:
         slow = "routes:\n  slow: {chain: [local/demo]}"

@@ -1,4 +1,4 @@
-"""A cloud that hung behind its status line, or behind its first words, was asked by everybody until five had failed."""
+"""A cloud that hung after its first byte or token got all requests until enough had timed out."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ breaker: {{failures: {failures}}}
 async def test_next_tier_is_used_while_attempts_are_silent(tmp_path: Path) -> None:
     async with FakeInference("token") as fake, FakeProvider() as cloud:
         config = CONFIG.format(url=cloud.url, failures=FAILURES)
-        await _ask(Gateway(tmp_path, fake.url, config, {"CLOUD": CLOUD_KEY}), cloud)
+        await _check(Gateway(tmp_path, fake.url, config, {"CLOUD": CLOUD_KEY}), cloud)
 
 
-async def _ask(rig: Gateway, cloud: FakeProvider) -> None:
+async def _check(rig: Gateway, cloud: FakeProvider) -> None:
     async with rig as gateway:
         await gateway.look()
         names = ("one", "other")
@@ -46,21 +46,21 @@ async def _ask(rig: Gateway, cloud: FakeProvider) -> None:
             Fault("stall", after=0, count=None, model="gpt"), Fault("stall", after=2, count=None, model="claude")
         )
         waiting = [asyncio.create_task(gateway.chat(name, stream=True)) for name in names for _ in range(FAILURES)]
-        await until("all of them are there", lambda: len(cloud.records) >= 2 * (MIN_SAMPLES + FAILURES))
+        await until("all requests arrived", lambda: len(cloud.records) >= 2 * (MIN_SAMPLES + FAILURES))
         await asyncio.sleep(SILENT_SECONDS + 1.0)
         for name in names:
             answer = await gateway.chat(name)
             assert answer.headers["x-headgate-model"] == "local/demo"
-            told = (await gateway.admin("GET", f"/admin/requests/{answer.headers['x-request-id']}")).json()
-            assert [tried["name"] for tried in told["attempts"]] == ["local/demo"]
-            assert " keeps several waiting" in str(told)
+            record = (await gateway.admin("GET", f"/admin/requests/{answer.headers['x-request-id']}")).json()
+            assert [tried["name"] for tried in record["attempts"]] == ["local/demo"]
+            assert " keeps several waiting" in str(record)
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         breakers = gateway.runtime.breakers
         running = [("one", "gpt"), ("other", "claude")]
-        await until("they have left", lambda: not any(breakers.outstanding(*pair) for pair in running))
+        await until("they have ended", lambda: not any(breakers.outstanding(*pair) for pair in running))
         for pair in running:
             lease = breakers.acquire(*pair, expires=1e9)
-            assert isinstance(lease, Lease), "who has left waits for nothing"
+            assert isinstance(lease, Lease), "ended attempts are not silent"
             lease.release()

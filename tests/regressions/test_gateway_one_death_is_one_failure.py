@@ -1,4 +1,4 @@
-"""A worker that died with many requests in flight once opened its breaker at once, and kept a healthy model away."""
+"""One crash of a worker with many requests in flight opened its breaker at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from gateway.breaker.outcome import Observation, judge
 from gateway.breaker.permits import ONE_EVENT_SECONDS, Rule, State
 from gateway.errors import UpstreamKind
 
-DEATH = judge(Observation(UpstreamKind.ERROR_FRAME, status=503, code="model_failed", is_local=True))
+CRASH = judge(Observation(UpstreamKind.ERROR_FRAME, status=503, code="model_failed", is_local=True))
 CUT = judge(Observation(UpstreamKind.READ, is_local=True))
 REFUSAL = judge(Observation(UpstreamKind.STATUS, status=503, code="memory_limit_exceeded", is_local=True))
 
@@ -29,7 +29,7 @@ def test_crash_under_twenty_requests_is_one_failure() -> None:
     clock = _Clock()
     breakers = Breakers(Rule(), clock)
     for lease in _leases(breakers, 20):
-        lease.settle(DEATH)
+        lease.settle(CRASH)
         clock.now += 0.01
     assert breakers.breaker("local", "demo").describe()["failures"] == 1
     assert set(breakers.states().values()) == {State.CLOSED}
@@ -40,7 +40,7 @@ def test_five_crashes_in_a_row_open_breaker() -> None:
     breakers = Breakers(Rule(), clock)
     for _ in range(5):
         for lease in _leases(breakers, 3):
-            lease.settle(DEATH)
+            lease.settle(CRASH)
     assert breakers.breaker("local", "demo").state is State.OPEN
 
 

@@ -1,4 +1,4 @@
-"""While a half-open breaker's probe streamed its answer, minutes perhaps, every other request was sent elsewhere."""
+"""While the probe of a half-open breaker streamed its answer, all other requests went to the next tier."""
 
 from __future__ import annotations
 

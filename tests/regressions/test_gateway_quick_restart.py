@@ -1,4 +1,4 @@
-"""A service that died and came back between two polls was kept away for the breaker's whole open period."""
+"""A service that restarted between two polls was not used for the whole open period of its breaker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An outage as users, breakers and probes live through it: the real ones, on a clock that leaps."""
+"""Outages with real breakers, probes and polling on virtual time; only the tier is simulated."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ERRORS: Mapping[str, UpstreamError] = {
 
 @dataclass
 class Outage:
-    """A tier that is away, in the way that `how` says, between two moments; who reached it, and when it answered."""
+    """A tier that fails as `how` says from `begins` to `ends`, and when requests reached it and were answered."""
 
     provider: str
     how: str
@@ -74,17 +74,17 @@ class Outage:
         return _Count(self, counts)
 
     async def get_json(self, path: str, seconds: float) -> Any:
-        """`/readyz` and `/v1/models`; a model that fails fails neither."""
+        """`/readyz` and `/v1/models`; both work while only a model fails."""
         if self.how != "model failed":
-            await self._be_away(seconds)
+            await self._fail(seconds)
         return {"data": [STATUS.to_json()]}
 
     async def post_json(self, path: str, body: bytes, seconds: float, headers: Mapping[str, str] | None = None) -> Any:
         """A request for one token."""
-        await self._be_away(seconds)
+        await self._fail(seconds)
         return {}
 
-    async def _be_away(self, seconds: float) -> None:
+    async def _fail(self, seconds: float) -> None:
         until = self.ends - self.loop.time()
         if self.loop.time() < self.begins or until <= 0:
             return
@@ -98,7 +98,7 @@ class Outage:
 
     async def user(self) -> bool:
         """One request; whether it reached the tier."""
-        forced = self.provider == "local"  # it is all there is; a cloud has another tier behind it
+        forced = self.provider == "local"  # a cloud has another tier behind it
         is_away = self.begins <= self.loop.time() < self.ends
         lease = self.breakers.acquire(self.provider, "demo", self.loop.time() + 315, forced)
         if not isinstance(lease, Lease):
@@ -108,8 +108,8 @@ class Outage:
                 self.reached.append(self.loop.time())
             try:
                 if is_away and self.how in ("cut", "head only", "stalled"):
-                    await self._break_off(lease)
-                await self._be_away(FIRST_TOKEN)
+                    await self._cut(lease)
+                await self._fail(FIRST_TOKEN)
             except UpstreamError as error:
                 seen = Observation(error.kind, error.status, error.code, is_local=self.provider == "local")
                 lease.settle(judge(seen), str(error))
@@ -121,18 +121,18 @@ class Outage:
                 lease.settle(judge(Observation(End.FINISHED)))
         return True
 
-    async def _break_off(self, lease: Lease) -> None:
-        """An answer that is cut, that stops behind its head, or behind its first words."""
-        since, heard = self.loop.time(), FakeActivity()
-        heard.silent_seconds = lambda: self.loop.time() - since  # type: ignore[method-assign]
-        lease.first_byte(heard)
+    async def _cut(self, lease: Lease) -> None:
+        """An answer that is cut, or that stops after its first byte or after its first token."""
+        since, activity = self.loop.time(), FakeActivity()
+        activity.silent_seconds = lambda: self.loop.time() - since  # type: ignore[method-assign]
+        lease.first_byte(activity)
         if self.how != "head only":
             lease.first_token()
         await asyncio.sleep({"cut": ANSWER, "head only": FIRST_TOKEN, "stalled": INTER_TOKEN}[self.how])
         raise ERRORS["reset"] if self.how == "cut" else UpstreamError(UpstreamKind.TIMEOUT, "silent")
 
     async def live(self, seconds: float, period: float = PERIOD, offset: float = 0.0, at_once: int = 1) -> None:
-        """Users come every `period` seconds; polling and probes run beside them."""
+        """Makes `at_once` requests every `period` seconds, with polling and probes."""
         tasks = [asyncio.create_task(self.prober.run())]
         if self.provider == "local":
             tasks.append(asyncio.create_task(self.view.run()))
@@ -147,13 +147,13 @@ class Outage:
 
     @property
     def back_after(self) -> float:
-        """Seconds from the tier's return to its next use."""
+        """Seconds from the end of the outage to the next answer."""
         return min(moment for moment in self.used if moment >= self.ends) - self.ends
 
 
 @dataclass
 class _Count:
-    """While it is entered, somebody probes."""
+    """Counts a probe while it is entered."""
 
     outage: Outage
     counts: bool
@@ -167,7 +167,7 @@ class _Count:
 
 
 async def _outage(provider: str, how: str, offset: float, at_once: int = 1, thinks: float = 0.0) -> Outage:
-    """Sixty seconds without the tier, then a minute and a half with it."""
+    """An outage of sixty seconds, then a minute and a half without one."""
     start = asyncio.get_running_loop().time()
     outage = Outage(provider, how, start + 20.0, start + 20.0 + OUTAGE, thinks)
     await outage.live(170.0, offset=offset, at_once=at_once)
@@ -196,7 +196,7 @@ def test_outage_of_cloud_costs_at_most_six_requests(how: str) -> None:
 
 @pytest.mark.parametrize(("thinks", "head_only", "stalled"), [(3.5, 6, 6), (6.0, 7, 6), (20.0, 12, 6)])
 def test_cloud_with_long_thinking_is_given_more_time(thinks: float, head_only: int, stalled: int) -> None:
-    """Before its first word: as long as it may be no other than usual, it is asked."""
+    """Silence before its first token counts only when it is longer than before."""
     for how, most in (("head only", head_only), ("stalled", stalled)):
         seen = [len(virtual_time.run(_outage("cloud", how, offset / 2, thinks=thinks)).reached) for offset in range(8)]
         assert max(seen) == most
@@ -205,7 +205,7 @@ def test_cloud_with_long_thinking_is_given_more_time(thinks: float, head_only: i
 def test_recovered_local_model_is_used_within_ten_seconds() -> None:
     for offset in range(8):
         outage = virtual_time.run(_outage("local", "model failed", offset / 2))
-        assert len(outage.reached) <= 5, "every one is a failure; the service itself is well"
+        assert len(outage.reached) <= 5, "each is a failure of the model"
         assert outage.back_after <= 10.0
         assert outage.most_probing == 1
 
@@ -213,12 +213,12 @@ def test_recovered_local_model_is_used_within_ten_seconds() -> None:
 @pytest.mark.parametrize("provider", ["local", "cloud"])
 def test_fifty_clients_at_half_open_send_one_probe(provider: str) -> None:
     outage = virtual_time.run(_outage(provider, "refused", 2.0, at_once=50))
-    crowds = [moment for moment in outage.reached if moment > outage.begins + 5]
-    assert len(crowds) == len(set(crowds)), "once it is open, one of them finds out what is the matter"
+    bursts = [moment for moment in outage.reached if moment > outage.begins + 5]
+    assert len(bursts) == len(set(bursts)), "one request probes"
     returned = min(moment for moment in outage.used if moment >= outage.ends)
     assert outage.used.count(returned) == 1
     following = next(outage.used.count(moment) for moment in sorted(set(outage.used)) if moment > returned)
-    assert (following == 50) is (provider == "local"), "who has another tier goes there at first"
+    assert (following == 50) is (provider == "local"), "the ramp sends the others to the next tier"
     assert outage.most_probing == 1
 
 
@@ -246,7 +246,7 @@ def test_random_outages_have_one_probe_at_a_time_and_end(
 ) -> None:
     outage = virtual_time.run(_any(provider, how, away, at_once))
     assert outage.most_probing <= 1
-    # who said twice that it was back and was not is believed at the end of an open period
+    # after two false recoveries only the end of the open period counts
     soonest = 10.0 if len(away) == 1 else Rule().open + 10.0
     assert outage.back_after <= (soonest if provider == "local" else 34.0 + FIRST_TOKEN)
-    assert all(guard.outstanding == 0 for guard in outage.breakers.by_model(provider).values())
+    assert all(breaker.outstanding == 0 for breaker in outage.breakers.by_model(provider).values())

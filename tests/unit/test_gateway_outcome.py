@@ -1,4 +1,4 @@
-"""The taxonomy of outcomes, case by case."""
+"""The verdict on each kind of end."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ CASES: list[tuple[str, Observation, Verdict]] = [
     ("the client left", Observation(End.CLIENT_LEFT), Ignore(Reason.CLIENT_LEFT)),
     ("the caller's deadline", Observation(End.CALLER_DEADLINE), Ignore(Reason.CALLER_DEADLINE)),
     ("a spill", Observation(End.SPILLED), Ignore(Reason.SPILLED)),
-    ("our time is up", Observation(End.OUT_OF_TIME), Ignore(Reason.OUT_OF_TIME)),
-    ("we stop", Observation(End.SHUTTING_DOWN), Ignore(Reason.SHUTTING_DOWN)),
+    ("the budget is spent", Observation(End.OUT_OF_TIME), Ignore(Reason.OUT_OF_TIME)),
+    ("the gateway stops", Observation(End.SHUTTING_DOWN), Ignore(Reason.SHUTTING_DOWN)),
     ("no connection", Observation(Kind.CONNECT), Failure(P)),
     ("a broken connection", Observation(Kind.READ), Failure(P, pair_too=True, broke=True)),
     ("a stall", Observation(Kind.TIMEOUT), Failure(M)),
-    ("garbage", Observation(Kind.MALFORMED), Failure(M)),
-    ("nothing at all", Observation(Kind.EMPTY), Failure(M)),
+    ("malformed", Observation(Kind.MALFORMED), Failure(M)),
+    ("an empty answer", Observation(Kind.EMPTY), Failure(M)),
     ("500", Observation(Kind.STATUS, 500), Failure(P, pair_too=True)),
     ("502 with a date", Observation(Kind.STATUS, 502, None, 7.0), Failure(P, 7.0, opens=True, pair_too=True)),
     ("503 for a week", Observation(Kind.STATUS, 503, None, 6e5), Failure(P, 3600.0, opens=True, pair_too=True)),
@@ -97,7 +97,7 @@ CASES: list[tuple[str, Observation, Verdict]] = [
     ("local queue full, no date", _local(Code.QUEUE_FULL, 429), Ignore(Reason.QUEUE_FULL)),
     ("local deadline", _local(Code.DEADLINE_EXCEEDED, 504), Ignore(Reason.DEADLINE)),
     ("poison", _local(Code.POISON_REQUEST, 422), Ignore(Reason.POISON)),
-    ("a cloud that says our word", Observation(Kind.STATUS, 503, Code.MODEL_LOADING), Failure(P, pair_too=True)),
+    ("a code of Headgate from a cloud", Observation(Kind.STATUS, 503, Code.MODEL_LOADING), Failure(P, pair_too=True)),
 ]  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def test_every_kind_and_end_has_a_verdict() -> None:
         assert judge(Observation(kind)) is not None
 
 
-@pytest.mark.parametrize(("status", "is_so"), [(401, True), (402, True), (403, True), (404, False), (429, False)])
-def test_verdicts_that_need_the_operator(status: int, is_so: bool) -> None:
+@pytest.mark.parametrize(("status", "expected"), [(401, True), (402, True), (403, True), (404, False), (429, False)])
+def test_verdicts_that_need_the_operator(status: int, expected: bool) -> None:
     seen = Observation(Kind.STATUS, status)
-    assert needs_operator(judge(seen), seen) is is_so
+    assert needs_operator(judge(seen), seen) is expected

@@ -1,4 +1,4 @@
-"""The probes of our own service with the real breakers, on a clock of the test's own; nothing sleeps."""
+"""Probes of the inference service with real breakers, on a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ GONE = UpstreamError(UpstreamKind.CONNECT, "refused")
 
 
 class World:
-    """A service that answers what `says` holds by path, and a prober; `now` moves only by hand or by `work`."""
+    """A service that answers `answers` by path, and a prober. `work` and assignments move `now`."""
 
     def __init__(self, rule: Rule = Rule()) -> None:  # noqa: B008 - it is frozen
         self.now = 1000.0
-        self.says: dict[str, Any] = {"/readyz": {"status": "ready"}}
-        self.asked: list[tuple[float, str, Any]] = []
+        self.answers: dict[str, Any] = {"/readyz": {"status": "ready"}}
+        self.requests: list[tuple[float, str, Any]] = []
         self.found: list[tuple[Purpose, Finding]] = []
         self.models = {
             "m": ModelStatus("m", ModelState.READY, capabilities=("chat",)),
@@ -49,25 +49,25 @@ class World:
             self.prober.suspect()
 
     async def get_json(self, path: str, seconds: float) -> Any:
-        """What `says` holds."""
+        """The answer of the path."""
         return await self._answer(path, None)
 
     async def post_json(self, path: str, body: bytes, seconds: float, headers: Mapping[str, str] | None = None) -> Any:
-        """What `says` holds."""
+        """The answer of the path."""
         return await self._answer(path, (body, headers))
 
     async def _answer(self, path: str, sent: Any) -> Any:
-        self.asked.append((self.now, path, sent))
+        self.requests.append((self.now, path, sent))
         self.begun.set()
         if self.gate is not None:
             await self.gate.wait()
-        said = self.says[path]
-        if isinstance(said, Exception):
-            raise said
-        return said
+        answer = self.answers[path]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     async def work(self, seconds: float) -> None:
-        """Everything that is due within so many seconds, in order."""
+        """Makes all probes that are due within `seconds`, in order."""
         end = self.now + seconds
         while (step := self.prober.next()) is not None and step.at <= end:
             self.now = max(self.now, step.at)
@@ -79,11 +79,11 @@ class World:
         lease = self.breakers.acquire(provider, model, self.now + 300)
         if isinstance(lease, Refused):
             return False
-        lease.settle(verdict, "it broke")
+        lease.settle(verdict, "it failed")
         return True
 
     def state(self, model: str = "") -> State:
-        """Of a breaker of ours."""
+        """The state of a breaker of the service."""
         return self.breakers.breaker("local", model).state
 
 
@@ -93,10 +93,10 @@ def world() -> World:
 
 
 async def test_one_failure_and_four_probes_open_breaker_of_dead_service(world: World) -> None:
-    world.says["/readyz"] = GONE
+    world.answers["/readyz"] = GONE
     world.attempt()
     await world.work(1.0)
-    assert [at for at, _, _ in world.asked] == [1000.25, 1000.5, 1000.75, 1001.0]
+    assert [at for at, _, _ in world.requests] == [1000.25, 1000.5, 1000.75, 1001.0]
     assert world.state() is State.OPEN
     entry = world.breakers.breaker("local").describe()
     assert (entry["source"], entry["last_probe"]) == ("probes", "GET /readyz: connect: refused")
@@ -107,7 +107,7 @@ async def test_first_good_probe_ends_confirmation_and_keeps_failure_count(world:
     for _ in range(4):
         world.attempt()
         await world.work(5.0)
-    assert len(world.asked) == 4
+    assert len(world.requests) == 4
     assert world.state() is State.CLOSED
     world.attempt()
     assert world.state() is State.OPEN
@@ -118,19 +118,19 @@ async def test_clouds_are_never_probed(world: World) -> None:
         world.attempt(provider="cloud")
     assert world.breakers.states()["cloud"] is State.OPEN
     await world.work(120.0)
-    assert world.asked == []
+    assert world.requests == []
 
 
 async def test_recovered_service_is_used_by_next_request(world: World) -> None:
-    world.says["/readyz"] = GONE
+    world.answers["/readyz"] = GONE
     world.attempt()
     await world.work(20.0)
     assert not world.attempt(Success())
-    world.says["/readyz"] = {"status": "ready"}
+    world.answers["/readyz"] = {"status": "ready"}
     await world.work(3.0)
-    count = len(world.asked)
+    count = len(world.requests)
     await world.work(60.0)
-    assert len(world.asked) == count, "the rest is up to a user"
+    assert len(world.requests) == count, "the next request is the probe"
     assert world.attempt(Success())
     assert world.state() is State.CLOSED
     assert world.prober.next() is None
@@ -145,7 +145,7 @@ async def test_each_false_recovery_delays_recovery_probes(world: World) -> None:
 
 
 async def test_failed_probes_keep_requests_away_during_outage(world: World) -> None:
-    world.says["/readyz"] = GONE
+    world.answers["/readyz"] = GONE
     world.attempt()
     reached = 0
     for _ in range(100):
@@ -158,15 +158,15 @@ async def test_failed_probes_keep_requests_away_during_outage(world: World) -> N
 
 async def test_model_is_probed_by_one_token(world: World) -> None:
     failed = judge(Observation(UpstreamKind.STATUS, 503, Code.MODEL_FAILED, is_local=True))
-    world.says["/v1/chat/completions"] = UpstreamError(UpstreamKind.STATUS, "no", 503, Code.MODEL_FAILED)
+    world.answers["/v1/chat/completions"] = UpstreamError(UpstreamKind.STATUS, "no", 503, Code.MODEL_FAILED)
     for _ in range(5):
         world.attempt(failed)
     await world.work(60.0)
     assert not world.attempt(Success())
-    _at, path, (body, headers) = world.asked[-1]
+    _at, path, (body, headers) = world.requests[-1]
     assert (path, headers) == ("/v1/chat/completions", {"x-headgate-probe": "1"})
     assert b'"max_tokens":1' in body
-    world.says["/v1/chat/completions"] = {"headgate": {"probe": "cold"}}
+    world.answers["/v1/chat/completions"] = {"headgate": {"probe": "cold"}}
     await world.work(5.0)
     assert world.attempt(Success())
     assert world.state("m") is State.CLOSED
@@ -174,37 +174,37 @@ async def test_model_is_probed_by_one_token(world: World) -> None:
 
 async def test_embedding_model_is_probed_by_one_embedding(world: World) -> None:
     failed = judge(Observation(UpstreamKind.STATUS, 503, Code.MODEL_FAILED, is_local=True))
-    world.says["/v1/embeddings"] = {"data": []}
+    world.answers["/v1/embeddings"] = {"data": []}
     for _ in range(5):
         world.attempt(failed, "e")
     await world.work(1.0)
-    assert world.asked[-1][1] == "/v1/embeddings"
+    assert world.requests[-1][1] == "/v1/embeddings"
     assert world.attempt(Success(), "e")
 
 
 async def test_memory_refusal_is_probed_by_plan(world: World) -> None:
     refused = judge(Observation(UpstreamKind.STATUS, 503, Code.MEMORY_LIMIT_EXCEEDED, is_local=True))
-    world.says["/memory/plan"] = {"result": "CANT_ACCOMMODATE"}
+    world.answers["/memory/plan"] = {"result": "CANT_ACCOMMODATE"}
     for _ in range(5):
         world.attempt(refused)
     await world.work(29.9)
-    assert {path for _, path, _ in world.asked} == {"/memory/plan"}
+    assert {path for _, path, _ in world.requests} == {"/memory/plan"}
     assert not world.attempt(refused)
     await world.work(0.2)
     assert world.attempt(refused), "the open period is over"
-    world.says["/memory/plan"] = {"result": "FREE"}
+    world.answers["/memory/plan"] = {"result": "FREE"}
     await world.work(0.5)
     assert world.attempt(Success())
 
 
 async def test_failed_connection_of_model_probe_probes_the_service(world: World) -> None:
     failed = judge(Observation(UpstreamKind.STATUS, 503, Code.MODEL_FAILED, is_local=True))
-    world.says = {"/v1/chat/completions": GONE, "/readyz": GONE}
+    world.answers = {"/v1/chat/completions": GONE, "/readyz": GONE}
     for _ in range(5):
         world.attempt(failed)
     await world.work(2.0)
     assert world.state() is State.OPEN
-    assert [path for _, path, _ in world.asked][:2] == ["/v1/chat/completions", "/readyz"]
+    assert [path for _, path, _ in world.requests][:2] == ["/v1/chat/completions", "/readyz"]
 
 
 async def test_unknown_models_are_not_probed(world: World) -> None:
@@ -212,27 +212,27 @@ async def test_unknown_models_are_not_probed(world: World) -> None:
     for _ in range(5):
         world.attempt(failed, "invented")
     await world.work(29.0)
-    assert world.asked == []
+    assert world.requests == []
 
 
 async def test_model_is_probed_after_service_recovered(world: World) -> None:
-    """A service that answered again waited for a user, whom the model's own breaker kept away for its whole period."""
+    """A recovered service waited for a request, which the breaker of the model refused for its whole period."""
     broken = judge(Observation(UpstreamKind.STATUS, 500, is_local=True))
-    world.says = {"/readyz": GONE, "/v1/chat/completions": {"headgate": {"probe": "cold"}}}
+    world.answers = {"/readyz": GONE, "/v1/chat/completions": {"headgate": {"probe": "cold"}}}
     for _ in range(5):
         world.attempt(broken)
     assert (world.state(), world.state("m")) == (State.OPEN, State.OPEN)
     await world.work(10.0)
-    world.says["/readyz"] = {}
+    world.answers["/readyz"] = {}
     await world.work(5.0)
-    assert [path for _, path, _ in world.asked][-2:] == ["/readyz", "/v1/chat/completions"]
+    assert [path for _, path, _ in world.requests][-2:] == ["/readyz", "/v1/chat/completions"]
     assert world.attempt(Success())
     assert (world.state(), world.state("m")) == (State.CLOSED, State.CLOSED)
 
 
 async def test_models_are_not_probed_while_a_request_probes_the_service(world: World) -> None:
     broken = judge(Observation(UpstreamKind.STATUS, 500, is_local=True))
-    world.says["/v1/chat/completions"] = {}
+    world.answers["/v1/chat/completions"] = {}
     for model in ("m", "e"):
         for _ in range(5):
             world.attempt(broken, model)
@@ -242,16 +242,16 @@ async def test_models_are_not_probed_while_a_request_probes_the_service(world: W
     user = world.breakers.acquire("local", "m", world.now + 300)
     assert isinstance(user, Lease)
     await world.work(3.0)
-    assert [path for _, path, _ in world.asked] == ["/readyz"]
+    assert [path for _, path, _ in world.requests] == ["/readyz"]
     assert world.breakers.breaker("local").outstanding == 1
 
 
 async def test_sign_of_recovery_probes_at_once(world: World) -> None:
-    world.says["/readyz"] = GONE
+    world.answers["/readyz"] = GONE
     world.attempt()
     await world.work(50.0)
-    world.says["/readyz"] = {}
-    world.prober.hurry("never heard of")
+    world.answers["/readyz"] = {}
+    world.prober.hurry("unknown")
     world.prober.hurry()
     step = world.prober.next()
     assert step is not None
@@ -275,7 +275,7 @@ async def test_cancelled_probe_returns_permit_to_requests(world: World) -> None:
     await asyncio.wait({asking})
     clients = [world.breakers.acquire("local", "m", world.now + 300) for _ in range(50)]
     assert sum(isinstance(client, Lease) for client in clients) == 1
-    assert world.prober.next() is None, "a user finds out"
+    assert world.prober.next() is None, "a request is the probe"
 
 
 async def test_outdated_probe_step_is_not_made(world: World) -> None:
@@ -289,7 +289,7 @@ async def test_outdated_probe_step_is_not_made(world: World) -> None:
     world.breakers.reset("local")
     assert recovering is not None
     await world.prober.probe(recovering)
-    assert world.asked == []
+    assert world.requests == []
     assert world.breakers.breaker("local").outstanding == 0
 
 
@@ -297,7 +297,7 @@ async def test_probe_task_survives_a_defect(
     world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.breaker.prober.GRACE_SECONDS", 0.0)
-    world.says["/readyz"] = RuntimeError("a defect")
+    world.answers["/readyz"] = RuntimeError("a defect")
     working = asyncio.create_task(world.prober.run())
     await asyncio.sleep(0)
     for _ in range(5):
@@ -307,7 +307,7 @@ async def test_probe_task_survives_a_defect(
     async with asyncio.timeout(5):
         while "failed in the gateway itself" not in caplog.text:
             await asyncio.sleep(0)
-        world.says["/readyz"] = {}
+        world.answers["/readyz"] = {}
         world.now += 10.0
         world.prober.hurry()
         while world.breakers.open_for("local", "m") is not None:

@@ -1,4 +1,4 @@
-"""When our own service is probed, for what, and what an answer proves."""
+"""When the inference service is probed, why, and what an answer proves."""
 
 from __future__ import annotations
 
@@ -68,23 +68,23 @@ def test_sign_of_recovery_skips_pace_but_not_minimum_period() -> None:
 def test_service_is_probed_before_its_models() -> None:
     own = probe_schedule.suspected(Watch(), 100.0)
     memory = probe_schedule.opened(Watch(), 50.0, needs_memory=True)
-    failed = probe_schedule.opened(Watch(), 49.0)
-    watches = {"": own, "big": memory, "ill": failed, "forgotten": failed}
-    states = {"": CLOSED, "big": OPEN, "ill": OPEN}
+    broken = probe_schedule.opened(Watch(), 49.0)
+    watches = {"": own, "big": memory, "failed": broken, "unknown": broken}
+    states = {"": CLOSED, "big": OPEN, "failed": OPEN}
     assert probe_schedule.choose(watches, states) == Step("", CONFIRM, ProbeKind.READY, 100.25)
     assert probe_schedule.choose(watches, {**states, "": OPEN}) == Step("", RECOVER, ProbeKind.READY, 0.5)
     answers = {**watches, "": replace(own, ended_early=True)}
-    assert probe_schedule.choose(answers, {**states, "": OPEN}) == Step("ill", RECOVER, ProbeKind.TOKEN, 49.5)
+    assert probe_schedule.choose(answers, {**states, "": OPEN}) == Step("failed", RECOVER, ProbeKind.TOKEN, 49.5)
     calm = {**watches, "": Watch()}
-    assert probe_schedule.choose(calm, states) == Step("ill", RECOVER, ProbeKind.TOKEN, 49.5)
-    del calm["ill"]
+    assert probe_schedule.choose(calm, states) == Step("failed", RECOVER, ProbeKind.TOKEN, 49.5)
+    del calm["failed"]
     assert probe_schedule.choose(calm, states) == Step("big", RECOVER, ProbeKind.PLAN, 50.5)
     assert probe_schedule.choose({"big": memory}, {"big": HALF}) is None
     assert probe_schedule.choose({}, {}) is None
 
 
 def _error(kind: Kind, status: int | None = None, code: str | None = None) -> UpstreamError:
-    return UpstreamError(kind, "said", status=status, code=code)
+    return UpstreamError(kind, "message", status=status, code=code)
 
 
 CASES = [

@@ -1,4 +1,4 @@
-"""How many attempts a tier takes at once after it recovered."""
+"""The number of concurrent attempts after a recovery."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which attempts that still wait speak against a tier: at each stage those that nobody has overtaken since."""
+"""Which attempts count as silent: at each stage those that waited long and that no other attempt has passed."""
 
 from __future__ import annotations
 
@@ -16,157 +16,161 @@ ENOUGH = 5
 LONG = 1e6
 
 
-def _answer(silence: SilenceDetector, number: int, at: float, first: float = 0.5, later: float = 0.5) -> None:
-    """A whole answer, with the longest silences before and behind its first word."""
-    heard = FakeActivity(longest_silence=first)
-    silence.started(number, at, LOST)
-    silence.first_byte(number, at, heard)
-    silence.first_token(number, at)
-    heard.longest_silence = later
-    silence.ended(number, answered=True)
+def _answer(detector: SilenceDetector, number: int, at: float, first: float = 0.5, later: float = 0.5) -> None:
+    """A whole answer, with its longest silences before and after the first token."""
+    activity = FakeActivity(longest_silence=first)
+    detector.started(number, at, LOST)
+    detector.first_byte(number, at, activity)
+    detector.first_token(number, at)
+    activity.longest_silence = later
+    detector.ended(number, answered=True)
 
 
-def _known(first: float = 0.5, later: float = 0.5, *, is_model: bool = True) -> SilenceDetector:
-    """A tier that has answered so many that its silences are known."""
-    silence = SilenceDetector(is_model=is_model)
+def _sampled(first: float = 0.5, later: float = 0.5, *, is_model: bool = True) -> SilenceDetector:
+    """A tier with enough answers that all samples are known."""
+    detector = SilenceDetector(is_model=is_model)
     for number in range(-MAX_SAMPLES, 0):
-        _answer(silence, number, -100.0, first, later)
-    return silence
+        _answer(detector, number, -100.0, first, later)
+    return detector
 
 
-def _ask(silence: SilenceDetector, at: float, count: int = ENOUGH, seconds: float = LONG) -> list[FakeActivity]:
+def _start(detector: SilenceDetector, at: float, count: int = ENOUGH, seconds: float = LONG) -> list[FakeActivity]:
     for number in range(count):
-        silence.started(number, at, LOST)
+        detector.started(number, at, LOST)
     return [FakeActivity(seconds) for _ in range(count)]
 
 
-def _open(silence: SilenceDetector, at: float, count: int = ENOUGH, seconds: float = LONG) -> list[FakeActivity]:
-    """As many that are asked and opened then."""
-    all_heard = _ask(silence, at, count, seconds)
-    for number, heard in enumerate(all_heard):
-        silence.first_byte(number, at, heard)
-    return all_heard
+def _get_byte(detector: SilenceDetector, at: float, count: int = ENOUGH, seconds: float = LONG) -> list[FakeActivity]:
+    """`count` attempts that get their first byte at `at`."""
+    activities = _start(detector, at, count, seconds)
+    for number, activity in enumerate(activities):
+        detector.first_byte(number, at, activity)
+    return activities
 
 
-def _begin(silence: SilenceDetector, at: float, count: int = ENOUGH, seconds: float = LONG) -> list[FakeActivity]:
-    """As many that have begun then."""
-    all_heard = _open(silence, at, count, seconds)
+def _get_token(detector: SilenceDetector, at: float, count: int = ENOUGH, seconds: float = LONG) -> list[FakeActivity]:
+    """`count` attempts that get their first token at `at`."""
+    activities = _get_byte(detector, at, count, seconds)
     for number in range(count):
-        silence.first_token(number, at)
-    return all_heard
+        detector.first_token(number, at)
+    return activities
 
 
-STAGES: dict[str, Callable[..., list[FakeActivity]]] = {"asked": _ask, "opened": _open, "begun": _begin}
+STAGES: dict[str, Callable[..., list[FakeActivity]]] = {
+    "started": _start,
+    "first byte": _get_byte,
+    "first token": _get_token,
+}
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_attempts_that_wait_long_at_a_stage_are_silent(stage: str) -> None:
-    silence = _known()
-    STAGES[stage](silence, 1.0)
-    assert silence.silent_attempts(0.9 + SILENT_SECONDS, ENOUGH) == 0
-    assert silence.silent_attempts(1.0 + SILENT_SECONDS, ENOUGH) == ENOUGH
-    assert silence.silent_attempts(1.0 + SILENT_SECONDS, 2) == 2, "nobody counts further than that"
+    detector = _sampled()
+    STAGES[stage](detector, 1.0)
+    assert detector.silent_attempts(0.9 + SILENT_SECONDS, ENOUGH) == 0
+    assert detector.silent_attempts(1.0 + SILENT_SECONDS, ENOUGH) == ENOUGH
+    assert detector.silent_attempts(1.0 + SILENT_SECONDS, 2) == 2, "it counts no further"
     for number in range(ENOUGH):
-        assert silence.silent_attempts(1.0 + SILENT_SECONDS, ENOUGH) == ENOUGH - number
-        silence.ended(number, answered=False)
+        assert detector.silent_attempts(1.0 + SILENT_SECONDS, ENOUGH) == ENOUGH - number
+        detector.ended(number, answered=False)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_cleared_attempts_are_not_silent(stage: str) -> None:
-    silence = _known()
-    STAGES[stage](silence, 1.0)
-    silence.clear()
-    silence.first_byte(0, 2.0, FakeActivity(LONG))
-    silence.first_token(0, 2.0)
-    assert silence.silent_attempts(100.0, 1) == 0
-    silence.ended(0, answered=True)
-    _ask(silence, 3.0)
-    silence.ended(99, answered=True)
-    assert silence.silent_attempts(100.0, ENOUGH) == ENOUGH, "numbers that are not known change nothing"
+    detector = _sampled()
+    STAGES[stage](detector, 1.0)
+    detector.clear()
+    detector.first_byte(0, 2.0, FakeActivity(LONG))
+    detector.first_token(0, 2.0)
+    assert detector.silent_attempts(100.0, 1) == 0
+    detector.ended(0, answered=True)
+    _start(detector, 3.0)
+    detector.ended(99, answered=True)
+    assert detector.silent_attempts(100.0, ENOUGH) == ENOUGH, "unknown numbers change nothing"
 
 
 def test_first_byte_clears_attempts_that_wait_for_one() -> None:
-    silence = _known()
-    _ask(silence, 1.0, ENOUGH + 1)
-    silence.first_byte(ENOUGH, 2.0, FakeActivity())
-    assert silence.silent_attempts(20.0, 1) == 0
-    _ask(silence, 3.0)
-    assert silence.silent_attempts(20.0, ENOUGH) == ENOUGH, "not for who comes later"
-    silence.started(50, 4.0, LOST)
-    silence.ended(50, answered=True)
-    assert silence.silent_attempts(20.0, 1) == 0, "an answer without a stream has one too"
+    detector = _sampled()
+    _start(detector, 1.0, ENOUGH + 1)
+    detector.first_byte(ENOUGH, 2.0, FakeActivity())
+    assert detector.silent_attempts(20.0, 1) == 0
+    _start(detector, 3.0)
+    assert detector.silent_attempts(20.0, ENOUGH) == ENOUGH, "later attempts still count"
+    detector.started(50, 4.0, LOST)
+    detector.ended(50, answered=True)
+    assert detector.silent_attempts(20.0, 1) == 0, "so does a unary answer"
 
 
 def test_first_token_clears_attempts_that_wait_for_one() -> None:
-    silence = _known()
-    _open(silence, 1.0, ENOUGH + 1)
-    assert silence.silent_attempts(20.0, ENOUGH) == ENOUGH, "among themselves first bytes prove nothing"
-    silence.first_token(ENOUGH, 2.0)
-    assert silence.silent_attempts(20.0, ENOUGH) == 1, "but who has it"
+    detector = _sampled()
+    _get_byte(detector, 1.0, ENOUGH + 1)
+    assert detector.silent_attempts(20.0, ENOUGH) == ENOUGH, "other first bytes prove nothing"
+    detector.first_token(ENOUGH, 2.0)
+    assert detector.silent_attempts(20.0, ENOUGH) == 1, "only the one that passed waits, at the next stage"
 
 
 def test_whole_answer_clears_attempts_after_first_token() -> None:
-    silence = _known()
-    _begin(silence, 1.0, ENOUGH + 1)
-    silence.ended(ENOUGH, answered=False)
-    assert silence.silent_attempts(20.0, ENOUGH) == ENOUGH, "one that broke off does not"
-    silence.ended(0, answered=True)
-    assert silence.silent_attempts(20.0, 1) == 0
+    detector = _sampled()
+    _get_token(detector, 1.0, ENOUGH + 1)
+    detector.ended(ENOUGH, answered=False)
+    assert detector.silent_attempts(20.0, ENOUGH) == ENOUGH, "a cut answer does not"
+    detector.ended(0, answered=True)
+    assert detector.silent_attempts(20.0, 1) == 0
 
 
 def test_expired_attempt_is_not_silent() -> None:
-    silence = _known()
+    detector = _sampled()
     for number in range(ENOUGH):
-        silence.started(number, 2.0, 15.0)
-    assert silence.silent_attempts(14.9, ENOUGH) == ENOUGH
-    assert silence.silent_attempts(15.0, ENOUGH) == 0
+        detector.started(number, 2.0, 15.0)
+    assert detector.silent_attempts(14.9, ENOUGH) == ENOUGH
+    assert detector.silent_attempts(15.0, ENOUGH) == 0
 
 
 @pytest.mark.parametrize("answers", range(MIN_SAMPLES + 1))
 def test_silence_after_first_byte_needs_samples(answers: int) -> None:
-    silence = SilenceDetector(is_model=True)
+    detector = SilenceDetector(is_model=True)
     for number in range(100, 100 + answers):
-        _answer(silence, number, 0.0)
-    _ask(silence, 1.0)
-    assert silence.silent_attempts(1.0 + SILENT_SECONDS, ENOUGH) == ENOUGH, (
+        _answer(detector, number, 0.0)
+    _start(detector, 1.0)
+    assert detector.silent_attempts(1.0 + SILENT_SECONDS, ENOUGH) == ENOUGH, (
         "where there is no byte there is no thinking"
     )
-    _open(silence, 2.0)
-    assert (silence.silent_attempts(LONG, ENOUGH) == ENOUGH) is (answers == MIN_SAMPLES)
+    _get_byte(detector, 2.0)
+    assert (detector.silent_attempts(LONG, ENOUGH) == ENOUGH) is (answers == MIN_SAMPLES)
 
 
-@pytest.mark.parametrize("stage", ["opened", "begun"])
+@pytest.mark.parametrize("stage", ["first byte", "first token"])
 def test_provider_is_judged_only_before_first_byte(stage: str) -> None:
-    """A model that thinks would be left because of another one that does not."""
-    silence = _known(is_model=False)
-    STAGES[stage](silence, 1.0)
-    assert silence.silent_attempts(LONG, 1) == 0
-    _ask(silence, 2.0)
-    assert silence.silent_attempts(2.0 + SILENT_SECONDS, ENOUGH) == ENOUGH
+    """Otherwise a slow model would be avoided because of a fast one."""
+    detector = _sampled(is_model=False)
+    STAGES[stage](detector, 1.0)
+    assert detector.silent_attempts(LONG, 1) == 0
+    _start(detector, 2.0)
+    assert detector.silent_attempts(2.0 + SILENT_SECONDS, ENOUGH) == ENOUGH
 
 
-@pytest.mark.parametrize(("stage", "first", "later"), [("opened", 12.0, 0.5), ("begun", 0.5, 12.0)])
+@pytest.mark.parametrize(("stage", "first", "later"), [("first byte", 12.0, 0.5), ("first token", 0.5, 12.0)])
 def test_allowed_silence_follows_earlier_attempts_per_stage(stage: str, first: float, later: float) -> None:
-    silence = _known(first, later)
-    for name in ("opened", "begun"):
-        silence.clear()
-        all_heard = STAGES[name](silence, 1.0)
+    detector = _sampled(first, later)
+    for name in ("first byte", "first token"):
+        detector.clear()
+        activities = STAGES[name](detector, 1.0)
         allowed = SILENCE_FACTOR * 12.0 if name == stage else SILENT_SECONDS
-        # those who have begun were silent for nothing before that, and only the last sixteen are remembered
-        assert silence.silent_attempts(0.9 + allowed, ENOUGH) == 0
-        assert silence.silent_attempts(1.0 + allowed, ENOUGH) == ENOUGH
-        all_heard[0].seconds = allowed - 0.1
-        assert silence.silent_attempts(LONG, ENOUGH) == ENOUGH - 1, "it goes on, or waits for its reader"
+        # attempts that got a token added samples of no detector, and only the last samples count
+        assert detector.silent_attempts(0.9 + allowed, ENOUGH) == 0
+        assert detector.silent_attempts(1.0 + allowed, ENOUGH) == ENOUGH
+        activities[0].seconds = allowed - 0.1
+        assert detector.silent_attempts(LONG, ENOUGH) == ENOUGH - 1, "it had a sign of life"
 
 
 def test_allowed_silence_uses_recent_samples() -> None:
-    silence = _known(first=12.0, later=12.0)
+    detector = _sampled(first=12.0, later=12.0)
     for number in range(100, 100 + MAX_SAMPLES):
-        _answer(silence, number, 0.0)
-    for stage in ("opened", "begun"):
-        silence.clear()
-        STAGES[stage](silence, 1.0)
-        assert silence.silent_attempts(1.0 + SILENT_SECONDS, ENOUGH) == ENOUGH
+        _answer(detector, number, 0.0)
+    for stage in ("first byte", "first token"):
+        detector.clear()
+        STAGES[stage](detector, 1.0)
+        assert detector.silent_attempts(1.0 + SILENT_SECONDS, ENOUGH) == ENOUGH
 
 
 @given(
@@ -174,15 +178,15 @@ def test_allowed_silence_uses_recent_samples() -> None:
     stages=st.lists(st.integers(0, 2), min_size=40, max_size=40),
 )
 def test_tier_with_regular_answers_is_never_silent(gaps: list[float], stages: list[int]) -> None:
-    """However many wait: every so often one answer is whole, so nobody is overdue who came before it."""
-    silence, now = _known(), 0.0
+    """However many wait: a whole answer comes often enough."""
+    detector, now = _sampled(), 0.0
     for number, gap in enumerate(gaps):
-        silence.started(number, now, LOST)
+        detector.started(number, now, LOST)
         if stages[number] >= 1:
-            silence.first_byte(number, now, FakeActivity(LONG))
+            detector.first_byte(number, now, FakeActivity(LONG))
         if stages[number] >= 2:
-            silence.first_token(number, now)
+            detector.first_token(number, now)
         now += gap
-        assert silence.silent_attempts(now, 1) == 0
-        _answer(silence, 1000 + number, now)
-        assert silence.silent_attempts(now + SILENT_SECONDS + 1, 1) == 0
+        assert detector.silent_attempts(now, 1) == 0
+        _answer(detector, 1000 + number, now)
+        assert detector.silent_attempts(now + SILENT_SECONDS + 1, 1) == 0

@@ -33,7 +33,6 @@ ALLOWED: dict[str, int] = {
     "gateway/apis/messages": 35,
     "gateway/apis/openai": 28,
     "gateway/apis/responses": 50,
-    "gateway/breaker": 65,
     "gateway/endpoints": 50,
     "gateway/http": 43,
     "gateway/providers": 19,
