@@ -93,7 +93,7 @@ async def test_killed_child_is_restarted_and_others_keep_running(output: Output)
 
 
 async def test_exit_with_status_70_is_restarted(output: Output, tmp_path: Path) -> None:
-    """Services exit with status 70 when only a new process can recover."""
+    """Services that were ready once exit with status 70 when only a new process can recover."""
     mark = tmp_path / "mark"
     child = _child(
         "odd",
@@ -107,6 +107,7 @@ async def test_exit_with_status_70_is_restarted(output: Output, tmp_path: Path) 
         time.sleep(60)
         """,
     )
+    child.was_ready = True
     supervisor = _supervisor(output, child)
     supervisor.begin()
     await _is_up(output, "odd")
@@ -114,7 +115,7 @@ async def test_exit_with_status_70_is_restarted(output: Output, tmp_path: Path) 
     await supervisor.stop()
 
 
-@pytest.mark.parametrize("status", [1, 2])
+@pytest.mark.parametrize("status", [1, 2, 70])
 async def test_failed_first_start_ends_the_supervisor(output: Output, status: int) -> None:
     """The error is shown once instead of in a restart loop."""
     child = _child("odd", f"import sys; sys.exit({status})")

@@ -40,7 +40,7 @@ class Supervisor:
     """Starts children, restarts them by the policy, and stops them in reverse order.
 
     `on_line` receives the name of a child and a line of its output, `note` one sentence per decision. A child that
-    exits with status 1 or 2 before it was ready for the first time ends the supervisor.
+    exits with status 1, 2 or 70 before it was ready for the first time ends the supervisor.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Supervisor:
         if self.stopping:
             return
         self._note(f"{child.name} {describe(status)}")
-        if not child.was_ready and status in (1, 2):  # the first start failed with an error message
+        if not child.was_ready and status in (1, 2, 70):  # the first start failed with an error message
             self._end(status)
             return
         self._feed(child, restart_policy.Exited(self._clock(), status))
