@@ -139,6 +139,16 @@ class Sampling:
     top_p: Annotated[
         float, Parameter("number", "Keeps the likeliest tokens up to this sum of probabilities. A cut.", 0, 1)
     ] = 1.0
+    top_n_sigma: Annotated[
+        float,
+        _tuning(
+            "number",
+            -1,
+            100,
+            "Keeps tokens whose logit is at most this many standard deviations below the best one; 0 and less are off. "
+            "A cut.",
+        ),
+    ] = -1.0
     top_k: Annotated[
         int, _tuning("integer", -1, _INT32, "Keeps this many of the likeliest tokens; 0 and -1 keep all. A cut.")
     ] = 40

@@ -38,6 +38,8 @@ SETTINGS: list[dict[str, Any]] = [
     {**OFF, "xtc_probability": 0.6, "xtc_threshold": 0.1},
     {"xtc_probability": 1.0, "xtc_threshold": 0.05, "temperature": 0.0},
     {"xtc_probability": 0.5, "top_k": 20, "typical_p": 0.9, **DRY},
+    {**OFF, "top_n_sigma": 1.0},
+    {"top_n_sigma": 5.0, "top_k": 20, "typical_p": 0.9, "xtc_probability": 0.5, **DRY},
     {"mirostat": 1, "mirostat_tau": 2.0},
     {"mirostat": 2, "mirostat_tau": 2.0, "mirostat_eta": 0.3},
     {"mirostat": 2, "presence_penalty": 1.0, **DRY},
@@ -88,6 +90,7 @@ def _reference(rig: EngineRig, sampling: Sampling) -> Sampler:
         surprise = (seed, sampling.mirostat_tau, sampling.mirostat_eta)
         version = ("mirostat", n_vocab, *surprise, 100) if sampling.mirostat == 1 else ("mirostat_v2", *surprise)
         return whole.add(*version)
+    whole.add("top_n_sigma", sampling.top_n_sigma)
     if sampling.top_k > 0:
         whole.add("top_k", sampling.top_k)
     whole.add("typical", sampling.typical_p, 1).add("top_p", sampling.top_p, 1).add("min_p", sampling.min_p, 1)

@@ -36,6 +36,7 @@ def _chain(rig: EngineRig, sampling: Sampling) -> Sampler:
     penalties = (sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty)
     if penalties != (1.0, 0.0, 0.0):
         whole.add("penalties", rig.model.n_vocab, 64, *penalties)
+    whole.add("top_n_sigma", sampling.top_n_sigma)
     if sampling.top_k > 0:
         whole.add("top_k", sampling.top_k)
     if sampling.typical_p < 1.0:
@@ -70,21 +71,32 @@ def _draws(rig: EngineRig, sampling: Sampling, spreads: list[float], seed: int) 
 @given(
     seed=st.integers(0, 2**31),
     spreads=st.lists(st.sampled_from([0.01, 0.5, 0.85, 2.0, 6.0, 30.0]), min_size=1, max_size=24),
+    top_n_sigma=st.sampled_from([-1.0, 0.5, 3.0]),
     top_k=st.sampled_from([-1, 0, 1, 40, 500, 5000]),
     top_p=st.sampled_from([1.0, 0.9]),
     min_p=st.sampled_from([0.0, 0.01, 0.05, 0.5]),
     temperature=st.sampled_from([0.3, 1.0, 2.0]),
 )
 def test_any_flatness_draws_what_llama_cpp_draws(
-    rig: EngineRig, seed: int, spreads: list[float], top_k: int, top_p: float, min_p: float, temperature: float
+    rig: EngineRig,
+    seed: int,
+    spreads: list[float],
+    top_n_sigma: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    temperature: float,
 ) -> None:
-    """However far the steps before made it look, and after it stopped looking."""
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    """The distance from earlier steps, and its end, do not change the result."""
+    sampling = Sampling(
+        temperature=temperature, top_n_sigma=top_n_sigma, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+    )
     drawn, expected, _few = _draws(rig, sampling, spreads, seed)
     assert drawn == expected
 
 
 EFFECTS: list[dict[str, float]] = [
+    {"top_n_sigma": 1.5},
     {"typical_p": 0.2},
     {"typical_p": 0.5, "top_k": 40},
     {"presence_penalty": 2.0},

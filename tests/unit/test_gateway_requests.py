@@ -119,7 +119,7 @@ BAD: list[tuple[Endpoint, bytes, str | None, Code]] = [
     (Endpoint.CHAT, _chat(dry_sequence_breakers=[1]), "dry_sequence_breakers", Code.INVALID_REQUEST),
     (Endpoint.CHAT, _chat(dry_sequence_breakers=["\0"]), "dry_sequence_breakers", Code.INVALID_REQUEST),
     (Endpoint.CHAT, _chat(skip_special_tokens=False), "skip_special_tokens", Code.UNSUPPORTED_PARAMETER),
-    (Endpoint.CHAT, _chat(top_n_sigma=1), "top_n_sigma", Code.UNSUPPORTED_PARAMETER),
+    (Endpoint.CHAT, _chat(top_a=1), "top_a", Code.UNSUPPORTED_PARAMETER),
     (
         Endpoint.CHAT,
         _chat(tools=[{"type": "function", "function": {}}]),

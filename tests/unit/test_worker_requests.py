@@ -55,7 +55,8 @@ WRONG_CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"enable_thinking": "yes"}, "enable_thinking"),
     ({"cache_prompt": 1}, "cache_prompt"),
     ({"timings_per_token": 1}, "timings_per_token"),
-    ({"top_n_sigma": 1.0}, "top_n_sigma"),
+    ({"top_n_sigma": 101}, "top_n_sigma"),
+    ({"top_a": 1.0}, "top_a"),
     ({"temperature": math.nan}, "temperature"),
     ({"temperature": math.inf}, "temperature"),
     ({"temperature": 2.1}, "temperature"),
@@ -129,9 +130,9 @@ def test_fields_without_effect_and_nulls_are_accepted() -> None:
 def test_every_parameter_arrives() -> None:
     request = chat(
         temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, typical_p=0.8, frequency_penalty=1, presence_penalty=-1,
-        xtc_probability=0.2, xtc_threshold=0.3, mirostat=2, mirostat_tau=4, mirostat_eta=0.2, dry_multiplier=0.8,
-        dry_base=2, dry_allowed_length=3, dry_penalty_last_n=64, dry_sequence_breakers=["x"], min_tokens=4,
-        repetition_penalty=1.5, logit_bias={"5": 2}, seed=7, ignore_eos=True, n=2, stop="x", max_tokens=9,
+        top_n_sigma=2, xtc_probability=0.2, xtc_threshold=0.3, mirostat=2, mirostat_tau=4, mirostat_eta=0.2,
+        dry_multiplier=0.8, dry_base=2, dry_allowed_length=3, dry_penalty_last_n=64, dry_sequence_breakers=["x"],
+        min_tokens=4, repetition_penalty=1.5, logit_bias={"5": 2}, seed=7, ignore_eos=True, n=2, stop="x", max_tokens=9,
         max_completion_tokens=8, stream=True, stream_options={"include_usage": True}, logprobs=True, top_logprobs=3,
         chat_template_kwargs={"enable_thinking": False},
     )  # fmt: skip
@@ -139,7 +140,7 @@ def test_every_parameter_arrives() -> None:
         temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, typical_p=0.8, repeat_penalty=1.5, frequency_penalty=1.0,
         presence_penalty=-1.0, logit_bias=((5, 2.0),), seed=7, ignore_eos=True, xtc_probability=0.2, xtc_threshold=0.3,
         mirostat=2, mirostat_tau=4.0, mirostat_eta=0.2, dry_multiplier=0.8, dry_base=2.0, dry_allowed_length=3,
-        dry_penalty_last_n=64, dry_sequence_breakers=("x",), min_tokens=4,
+        dry_penalty_last_n=64, dry_sequence_breakers=("x",), min_tokens=4, top_n_sigma=2.0,
     )  # fmt: skip
     assert (request.n, request.stops, request.max_tokens, request.logprobs) == (2, ("x",), 8, 3)
     assert (request.stream, request.include_usage) == (True, True)

@@ -129,7 +129,8 @@ class ChainSampler:
         self._farthest = math.inf
         self._least = 0
         self._patience = _PATIENCE
-        if not self._is_greedy and is_plain and model.n_vocab >= _LARGE_VOCABULARY:
+        sees_all = sampling.top_n_sigma > 0.0  # its standard deviation is that of all logits
+        if not self._is_greedy and is_plain and not sees_all and model.n_vocab >= _LARGE_VOCABULARY:
             self._look_near(sampling)
 
     @functools.cached_property
@@ -150,6 +151,8 @@ class ChainSampler:
             return chain.add("mirostat", self._n_vocab, *surprise, _MIROSTAT_TOKENS)
         if self._is_greedy and not self._excludes:
             return chain.add("greedy")
+        if sampling.top_n_sigma > 0.0:
+            chain.add("top_n_sigma", sampling.top_n_sigma)
         if sampling.top_k > 0:
             chain.add("top_k", sampling.top_k)
         if sampling.typical_p < 1.0:
