@@ -44,8 +44,6 @@ Entry = tuple[str, str, float]
 class FileStorage(MemoryStorage):
     """A storage in memory that reports changes of what the file keeps."""
 
-    __slots__ = ("_on_change",)
-
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
         super().__init__()

@@ -6,7 +6,6 @@ State, failures in a row, successes of probes and the end of the open period are
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from datetime import datetime
 
 import pybreaker
 
@@ -32,39 +31,12 @@ class BreakerStorage(pybreaker.CircuitBreakerStorage):
     open_until: float
 
 
-class MemoryStorage(BreakerStorage):
+class MemoryStorage(pybreaker.CircuitMemoryStorage, BreakerStorage):
     """The state of one breaker in the memory of this process."""
 
-    __slots__ = ("counter", "open_until", "opened_at", "state", "success_counter")
-
-    state: str
-    counter: int
-    success_counter: int
-    opened_at: datetime | None
-
     def __init__(self) -> None:
-        super().__init__("memory")
-        self.state = pybreaker.STATE_CLOSED
-        self.counter = 0
-        self.success_counter = 0
-        self.opened_at = None
+        super().__init__(pybreaker.STATE_CLOSED)
         self.open_until = 0.0
-
-    def increment_counter(self) -> None:
-        """Count one more failure in a row."""
-        self.counter += 1
-
-    def reset_counter(self) -> None:
-        """Forget the failures in a row."""
-        self.counter = 0
-
-    def increment_success_counter(self) -> None:
-        """Count one more success of a probe."""
-        self.success_counter += 1
-
-    def reset_success_counter(self) -> None:
-        """Forget the successes of probes."""
-        self.success_counter = 0
 
 
 class BreakerStore:
