@@ -1,4 +1,4 @@
-"""Starts the gateway from the command line: reads the configuration, takes the port, serves; decides nothing else."""
+"""Starts the gateway from the command line: reads the configuration, opens the port, serves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger("gateway")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the gateway until it is told to stop; returns the exit status."""
+    """Runs the gateway until a signal stops it; returns the exit status."""
     parser = argparse.ArgumentParser(prog="headgate gateway", description="The OpenAI-compatible gateway.")
     parser.add_argument("--host", metavar="HOST", help="address to listen on (GATEWAY_HOST, default 127.0.0.1)")
     parser.add_argument("--port", metavar="PORT", type=int, help="port to listen on (GATEWAY_PORT, default 8080)")
@@ -35,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             _serve(args, environ)
         finally:
-            logging.shutdown()  # what is still to be said stands behind what was logged
+            logging.shutdown()  # flushes the log before the last error message
     except HeadgateError as error:
-        print(f"headgate: {error}", file=sys.stderr)  # noqa: T201  # the terminal of whoever started it
+        print(f"headgate: {error}", file=sys.stderr)  # noqa: T201
         return int(error.exit_code)
     return int(Exit.OK)
 
@@ -59,7 +59,7 @@ def _serve(args: argparse.Namespace, environ: dict[str, str]) -> None:
 
 
 def _show_key(runtime: Runtime, state: StateDir) -> None:
-    """Shows a generated key to a person at a terminal; it never goes into a log."""
+    """Prints a generated key to a terminal, and not to a log."""
     if not runtime.keys.is_generated:
         return
     log.info("the API key was generated and is kept in %s", state.file(GATEWAY_KEY))

@@ -1,4 +1,4 @@
-"""Puts the gateway's ASGI application together: routes, error envelope, edge; decides nothing about a request."""
+"""Builds the ASGI application of the gateway: routes, error handlers, middleware."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from gateway.runtime import Runtime
 from inference.protocol import Code
 
 DIALECTS: tuple[Dialect, ...] = tuple(OpenAIDialect(endpoint) for endpoint in Endpoint)
-"""The public APIs that need nothing but the request; each has a path of its own."""
+"""The public APIs without state."""
 
 
 def make_app(runtime: Runtime) -> Edge:
-    """The application of `runtime`, which it starts and stops with its lifespan."""
+    """The application of `runtime`; its lifespan starts and stops the runtime."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -87,26 +87,26 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http(request: Request, error: Exception) -> Response:
-    """What the router itself refuses, in the OpenAI envelope."""
+    """Errors of the router, in the OpenAI envelope."""
     assert isinstance(error, HTTPException)
     path = request.scope["path"][:200]
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
-        said = RequestError(Code.METHOD_NOT_ALLOWED, f"{request.method} is not for {path}; use {allowed}")
+        refusal = RequestError(Code.METHOD_NOT_ALLOWED, f"{path} does not support {request.method}; use {allowed}")
     elif error.status_code == 404:
-        said = RequestError(Code.NOT_FOUND, f"there is nothing at {path}; the API is below /v1")
+        refusal = RequestError(Code.NOT_FOUND, f"unknown path {path}; the API is below /v1")
     else:
-        said = RequestError(Code.INVALID_REQUEST, str(error.detail))
-    response = await _on_error(request, said)
+        refusal = RequestError(Code.INVALID_REQUEST, str(error.detail))
+    response = await _on_error(request, refusal)
     response.headers.update(error.headers or {})
     return response
 
 
 async def _on_invalid(request: Request, error: Exception) -> Response:
-    return await _on_error(request, RequestError(Code.INVALID_REQUEST, f"the path or query is not valid: {error}"))
+    return await _on_error(request, RequestError(Code.INVALID_REQUEST, f"invalid path or query: {error}"))
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:
-    """A defect of ours. The edge logs it; the caller learns where to look."""
-    said = f"the gateway failed at this request; its log has the reason under {exchange_of(request.scope).request_id}"
-    return await _on_error(request, RefusedError(Code.INTERNAL_ERROR, said))
+    """The response to a defect, with the request id; `Edge` logs it."""
+    message = f"internal error; see the gateway's log for request {exchange_of(request.scope).request_id}"
+    return await _on_error(request, RefusedError(Code.INTERNAL_ERROR, message))

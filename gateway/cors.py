@@ -1,6 +1,6 @@
-"""Decides which web pages may call the gateway from a browser (CORS), and writes the headers that tell the browser.
+"""CORS: which web pages may call the gateway from a browser, and the response headers for it.
 
-Cookies are never allowed: the gateway knows callers by their API key alone.
+Credentials (cookies) are not allowed: clients authenticate with an API key.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from inference.protocol import (
 ANY = "*"
 METHODS = ("GET", "POST", "DELETE")
 MAX_AGE_SECONDS = 600
-"""How long a browser may keep the answer to a preflight request; a reload takes effect after that at the latest."""
+"""How long a browser may cache a preflight response; a reload takes effect after this time at the latest."""
 
 ALLOWED_HEADERS = (
     "accept", "accept-language", "authorization", "content-language", "content-type", "http-referer",
     "idempotency-key", "traceparent", "tracestate", "user-agent", "x-api-key", "x-request-id", "x-title",
 )  # fmt: skip
 ALLOWED_PREFIXES = ("anthropic-", "openai-", "x-headgate-", "x-stainless-")
-"""Request headers that clients send beside those of `ALLOWED_HEADERS`, by the beginning of their names."""
+"""Prefixes of further request headers that are allowed."""
 
 EXPOSED_HEADERS = (
     H_REQUEST_ID, "request-id", H_TIER, H_MODEL, H_ATTEMPTS, H_REASON, H_OVERHEAD, H_DEVICE, "retry-after",
@@ -76,7 +76,7 @@ def is_allowed(origins: Sequence[str], origin: str | None) -> bool:
 
 
 def preflight_headers(requested: str) -> list[tuple[bytes, bytes]]:
-    """What the answer to a preflight request allows; `requested` is its Access-Control-Request-Headers, maybe empty."""
+    """The headers of a preflight response; `requested` is the Access-Control-Request-Headers, maybe empty."""
     names = [name.strip().lower() for name in requested.split(",")]
     others = [name for name in names if name.startswith(ALLOWED_PREFIXES) and _NAME.fullmatch(name)]
     return [

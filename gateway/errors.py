@@ -1,10 +1,11 @@
-"""Every error the gateway raises, with what a client may be told; decides no policy.
+"""All errors of the gateway.
 
 GatewayError
-├── RequestError         the caller's fault: bad input, unknown model, wrong key        (never a breaker's business)
-│   └── PassedOnError    a tier's own 4xx, in its own words
-├── RefusedError         ours: queue full, no tier available, shutting down
-└── UpstreamError        a provider's: what one attempt met, before classification by core.outcome
+├── RequestError         the client's fault: bad input, unknown model, wrong key
+│   └── PassedOnError    a provider's own 4xx
+└── RefusedError         the gateway cannot serve now: queue full, no tier available, shutting down
+
+UpstreamError            an error of one attempt at a provider; `gateway.breaker.outcome` classifies it
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from inference.protocol import CODES, Code, error_body
 
 
 class GatewayError(Exception):
-    """Base; `code`, `status`, `retryable` and `retry_after` (seconds) say what the client gets.
+    """Base of errors that a client gets, with `code`, `status`, `retryable` and `retry_after` (seconds).
 
-    `should_retry` is False where the code is retryable but this request's budget is spent.
+    `should_retry` is False where the code is retryable but a retry would not help this request.
     """
 
     def __init__(
@@ -57,26 +58,26 @@ class GatewayError(Exception):
 
 
 class RequestError(GatewayError):
-    """The request itself cannot be served, now or later; 4xx with `param` where one is to blame."""
+    """The request cannot be served, now or later: 4xx, with the `param` at fault where there is one."""
 
 
 class RefusedError(GatewayError):
-    """The request is fine and we cannot serve it now; carries a true `retry_after` when one is known."""
+    """The request is valid and cannot be served now; has `retry_after` when it is known."""
 
 
 class UpstreamKind(StrEnum):
-    """What went wrong on the way to or from a provider."""
+    """The kind of a failure at a provider."""
 
     CONNECT = "connect"
     """no connection was made: refused, DNS, TLS, connect timeout"""
     READ = "read"
     """the connection broke or the stream ended before its finish"""
     TIMEOUT = "timeout"
-    """silence past a deadline of ours"""
+    """silence until a deadline"""
     STATUS = "status"
-    """an HTTP error status with whatever body came"""
+    """an HTTP error status"""
     MALFORMED = "malformed"
-    """bytes that are not what the dialect promises"""
+    """a response that is not valid in the provider's API"""
     ERROR_FRAME = "error_frame"
     """an error inside a stream that had opened with 200"""
     EMPTY = "empty"
@@ -84,28 +85,28 @@ class UpstreamKind(StrEnum):
 
 
 class PassedOnError(RequestError):
-    """What a tier said about the caller's own mistake; status, code, type, param and message are the tier's."""
+    """A provider's error about the request; status, code, type, param and message are the provider's."""
 
-    def __init__(self, said: UpstreamError, status: int, param: str | None) -> None:
-        super().__init__(Code.INVALID_REQUEST, said.message, param=param, details=said.details)
+    def __init__(self, error: UpstreamError, status: int, param: str | None) -> None:
+        super().__init__(Code.INVALID_REQUEST, error.message, param=param, details=error.details)
         self._status = status
-        self.upstream_code = said.code or Code.INVALID_REQUEST
-        self._type = said.type or "invalid_request_error"
+        self.upstream_code = error.code or Code.INVALID_REQUEST
+        self._type = error.type or "invalid_request_error"
 
     @property
     def status(self) -> int:
-        """The tier's status."""
+        """The provider's status."""
         return self._status
 
     def body(self) -> dict[str, Any]:
-        """The OpenAI error envelope in the tier's words."""
+        """The OpenAI error envelope with the provider's error."""
         return error_body(self.upstream_code, self.message, param=self.param, type=self._type, details=self.details)
 
 
 @dataclass(eq=False)
 class UpstreamError(Exception):
     """One attempt failed. `status` is the HTTP status (or the one of the error frame's code) when there is one;
-    `code`, `type`, `param` and `message` are the provider's own words; `retry_after` is in seconds.
+    `code`, `type`, `param` and `message` are the provider's; `retry_after` is in seconds.
     """
 
     kind: UpstreamKind

@@ -1,7 +1,7 @@
-"""Runs the gateway's application on a socket until it is told to stop; decides the order of stopping, nothing else.
+"""Runs the application on a socket until a signal stops it.
 
-SIGTERM: readiness turns 503 at once while the port still answers, so that balancers notice; then no new connections are
-taken and open answers finish within the drain time; what is left ends in an honest error frame. Exit status 0.
+SIGTERM: `/readyz` is 503 at once while the port still answers, so that load balancers notice. Then no new connections
+are accepted, and open answers may finish within the drain time; the rest end in an error frame. Exit status 0.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from headgate.shared.errors import HeadgateError
 log = logging.getLogger("gateway.gateway_server")
 
 NOTICE_SECONDS = 2.0
-"""How long the port answers after readiness turned 503."""
+"""How long the port still answers after `/readyz` became 503."""
 
-LAST_WORDS_SECONDS = 3
-"""What uvicorn waits after the drain time, for the last error frames to go out."""
+LAST_FRAMES_SECONDS = 3
+"""How long uvicorn waits after the drain time for the last error frames."""
 
 MAX_DRAIN_SECONDS = 86400.0
 
 KEEP_ALIVE_SECONDS = 75
 
 OWN_DESCRIPTORS = 256
-"""Files, pipes and state that are no client's."""
+"""File descriptors that are not for clients."""
 
 
 class QuietServer(uvicorn.Server):
-    """uvicorn without its signal handlers, which would close the port first and end with status 143."""
+    """uvicorn without its signal handlers, which close the port first and exit with status 143."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -50,13 +50,13 @@ class QuietServer(uvicorn.Server):
 
 class _Server(QuietServer):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts to serve. What is there by then stays."""
+        """Starts to serve, and freezes the objects of the start-up for the garbage collector."""
         await super().startup(sockets)
         garbage_collection.settle()
 
 
 class Stopping:
-    """The order of stopping: notice, drain, last words. `begin` is what the signals call."""
+    """The order of a shutdown: notice, drain, error frames. Signals call `begin`."""
 
     def __init__(self, runtime: Runtime, server: uvicorn.Server, notice_seconds: float = NOTICE_SECONDS) -> None:
         self._runtime = runtime
@@ -65,7 +65,7 @@ class Stopping:
         self._task: asyncio.Task[None] | None = None
 
     def begin(self, number: signal.Signals) -> None:
-        """The first signal begins to stop, a second one stops at once."""
+        """The first signal begins the shutdown, a second one ends it at once."""
         if self._task is not None:
             log.warning("%s again: stopping at once", number.name)
             self._server.force_exit = True
@@ -77,10 +77,8 @@ class Stopping:
 
     async def _stop(self, number: signal.Signals) -> None:
         drain = _drain_seconds(self._runtime)
-        self._server.config.timeout_graceful_shutdown = int(drain) + LAST_WORDS_SECONDS  # a reload may have changed it
-        log.info(
-            "%s: not ready any more; %d requests have %g s to finish", number.name, len(self._runtime.presences), drain
-        )
+        self._server.config.timeout_graceful_shutdown = int(drain) + LAST_FRAMES_SECONDS  # a reload may have changed it
+        log.info("%s: shutting down; %d requests have %g s to finish", number.name, len(self._runtime.presences), drain)
         await asyncio.sleep(min(self._notice, drain))
         self._server.should_exit = True
         await asyncio.sleep(max(0.0, drain - self._notice))
@@ -88,10 +86,10 @@ class Stopping:
             log.warning("%d requests did not finish within %g s and end with an error", left, drain)
 
     async def aclose(self) -> None:
-        """Forgets what is left to do once the server has stopped."""
+        """Cancels the shutdown task once the server has stopped."""
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):  # it only slept
+            with contextlib.suppress(asyncio.CancelledError):  # it only sleeps
                 await self._task
 
 
@@ -101,7 +99,7 @@ def _drain_seconds(runtime: Runtime) -> float:
 
 
 async def serve(runtime: Runtime, app: Edge, sock: socket.socket) -> None:
-    """Serves on `sock` until a signal stops it; returns after the last answer. Raises HeadgateError at a bad start."""
+    """Serves on `sock` until a signal stops it; returns after the last answer. Raises HeadgateError."""
     options: dict[str, Any] = {
         "http": _bounded_by(_descriptors()),
         "ws": "none",
@@ -121,13 +119,13 @@ async def serve(runtime: Runtime, app: Edge, sock: socket.socket) -> None:
     try:
         await server.serve(sockets=[sock])
     except SystemExit as error:
-        raise HeadgateError("the gateway could not start; its log says why") from error
+        raise HeadgateError("the gateway could not start; see its log") from error
     finally:
         await stopping.aclose()
 
 
 def _descriptors() -> int:
-    """How many descriptors this process may have: as many as it may allow itself."""
+    """The limit of open descriptors, raised as far as the process may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * MAX_CONNECTIONS + OWN_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -137,7 +135,7 @@ def _descriptors() -> int:
 
 
 def _bounded_by(descriptors: int) -> type[BoundedHttp]:
-    """The protocol with as many connections as there are descriptors for: each may need one to a tier as well."""
+    """The protocol with a connection limit for `descriptors`: each connection may need a second one to a provider."""
     most = max(1, min(MAX_CONNECTIONS, (descriptors - OWN_DESCRIPTORS) // 2))
     return type("BoundedHttp", (BoundedHttp,), {"most_connections": most})
 
@@ -156,4 +154,4 @@ async def _reload(runtime: Runtime) -> None:
         await runtime.reload()
     except HeadgateError as error:
         for line in str(error).splitlines():
-            log.error("reload failed, the old configuration stays: %s", line)  # noqa: TRY400  # the sentence is enough
+            log.error("reload failed, the old configuration stays: %s", line)  # noqa: TRY400  # the message is enough

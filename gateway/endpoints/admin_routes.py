@@ -1,4 +1,4 @@
-"""`/admin/*`: breakers, explain records, reload; every path needs the admin key."""
+"""`/admin/*`: breakers, explain records, reload. All paths need an admin key."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from inference.protocol import Code
 
 
 def router(runtime: Runtime) -> APIRouter:
-    """Every admin path."""
+    """The routes."""
     routes = APIRouter(prefix="/admin")
 
     def admit(request: Request) -> None:
-        runtime.keys.admit(exchange_of(request.scope).told.headers, "admin")
+        runtime.keys.admit(exchange_of(request.scope).head.headers, "admin")
 
     @routes.get("/breakers")
     async def breakers(request: Request) -> Response:
@@ -30,7 +30,7 @@ def router(runtime: Runtime) -> APIRouter:
         admit(request)
         if not runtime.breakers.reset(name):
             known = ", ".join(sorted(runtime.breakers.states())) or "none yet"
-            raise RequestError(Code.NOT_FOUND, f"no breaker is called {name[:100]!r}; known: {known}", param="name")
+            raise RequestError(Code.NOT_FOUND, f"unknown breaker {name[:100]!r}; known breakers: {known}", param="name")
         return json_response({"name": name, "state": "closed"})
 
     @routes.get("/requests/{request_id}")
@@ -39,7 +39,7 @@ def router(runtime: Runtime) -> APIRouter:
         if (record := runtime.records.get(request_id)) is None:
             raise RequestError(
                 Code.NOT_FOUND,
-                f"no request {request_id[:128]!r} is remembered; only the last ones are",
+                f"no record of request {request_id[:128]!r}; only the last requests are kept",
                 param="request_id",
             )
         return json_response(record.to_json())
@@ -53,10 +53,10 @@ def router(runtime: Runtime) -> APIRouter:
             problems = [str(problem) for problem in error.problems]
             raise RequestError(
                 Code.INVALID_REQUEST,
-                f"the configuration was not applied, the old one stays: {'; '.join(problems)}",
+                f"the configuration was not applied and the old one stays in force: {'; '.join(problems)}",
                 details={"problems": problems},
             ) from error
         except HeadgateError as error:
-            raise RequestError(Code.INVALID_REQUEST, f"the old configuration stays: {error}") from error
+            raise RequestError(Code.INVALID_REQUEST, f"the old configuration stays in force: {error}") from error
 
     return routes

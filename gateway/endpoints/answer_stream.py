@@ -1,6 +1,6 @@
-"""Relays a committed answer to its client and ends it honestly; chooses no tier and opens no stream.
+"""Relays a committed answer to its client.
 
-Bytes go out as they came. A stream that saw no finish reason never ends in `[DONE]`: it ends in an error frame.
+A stream ends in `[DONE]` only after a finish reason. An answer that breaks off ends in an error frame.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ async def relay(
     writer: Writer,
     exchange: Exchange,
 ) -> str:
-    """Sends status, headers and the rest of `answer`, settles it and closes it; returns the outcome's name.
+    """Sends status, headers and the rest of `answer`, settles it and closes it; returns the name of its outcome.
 
-    With a wire a frame leaves as it comes, and this task sleeps until there is more to do than to pass it on.
-    Returns `client_left` quietly when the client did; a cancellation from elsewhere propagates.
+    With a wire, frames are written as they arrive, and this task wakes only for the end and for breaks. Returns
+    `client_left` after a disconnect; other cancellations propagate.
     """
     wire = exchange.wire
     before = 0.0
@@ -85,17 +85,17 @@ async def relay(
             raise
         if presence.reason is End.CLIENT_LEFT:
             return str(End.CLIENT_LEFT)
-        said = "the gateway stops; ask again for the whole answer"
-        await _end_honestly(send, presence, writer.broke(Code.SHUTTING_DOWN, said))
+        message = "the gateway is shutting down; repeat the request for the whole answer"
+        await _end_with(send, presence, writer.broke(Code.SHUTTING_DOWN, message))
         return str(End.SHUTTING_DOWN)
     except (UpstreamError, ExpiredError) as error:
-        _, _, said = answer.attempt.settle_error(error)
+        _, _, message = answer.attempt.settle_error(error)
         name = answer.attempt.candidate.name
-        await _end_honestly(send, presence, writer.broke(_code_of(error), f"the answer of {name} broke off: {said}"))
+        await _end_with(send, presence, writer.broke(_code_of(error), f"the answer of {name} broke off: {message}"))
         return "broken"
     except Exception as error:
-        answer.attempt.settle_error(error)  # a defect of ours, which is logged with its traceback
-        await _end_honestly(send, presence, writer.broke(Code.INTERNAL_ERROR, "the gateway failed at this answer"))
+        answer.attempt.settle_error(error)  # logs the traceback of this defect
+        await _end_with(send, presence, writer.broke(Code.INTERNAL_ERROR, "internal error of the gateway"))
         return "broken"
     finally:
         answer.forget_sink()
@@ -109,6 +109,6 @@ def _code_of(error: UpstreamError | ExpiredError) -> str:
     return error.code or Code.MODEL_FAILED
 
 
-async def _end_honestly(send: Send, presence: Presence, last: bytes) -> None:
+async def _end_with(send: Send, presence: Presence, last: bytes) -> None:
     presence.release()
     await send({"type": "http.response.body", "body": last})

@@ -1,6 +1,6 @@
-"""`/livez`, `/readyz`, `/health`, `/metrics`: open to everybody, never waiting for another service.
+"""`/livez`, `/readyz`, `/health` and `/metrics`: without a key, and without waiting for another service.
 
-Only a caller with a key learns from `/health` what there is behind the gateway.
+The details of `/health` need a key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headgate.shared.openapi import NOT_NOW
 
 
 def router(runtime: Runtime) -> APIRouter:
-    """The four paths."""
+    """The routes."""
     routes = APIRouter()
 
     @routes.get("/livez")
@@ -29,19 +29,19 @@ def router(runtime: Runtime) -> APIRouter:
 
     @routes.get("/readyz", responses=NOT_NOW)
     async def readyz() -> Response:
-        """200 while new requests are welcome, 503 just after the start and once the gateway stops."""
+        """200 while new requests are accepted, 503 just after the start and while the gateway stops."""
         if runtime.is_ready:
             return json_response({"status": "ok"})
         return json_response({"status": "draining" if runtime.is_draining else "starting"}, 503)
 
     @routes.get("/health", responses=NOT_NOW)
     async def health(request: Request) -> Response:
-        """What works: 200 `ok` or `degraded`, 503 while stopping; with a use key also the details."""
+        """200 `ok` or `degraded`, 503 while stopping; with a use key also the details."""
         reachable = runtime.view.reachable
         opened = sorted(name for name, state in runtime.breakers.states().items() if state is not State.CLOSED)
         status = "draining" if runtime.is_draining else "degraded" if opened or reachable is False else "ok"
         code = 503 if runtime.is_draining else 200
-        known = runtime.keys.identify(exchange_of(request.scope).told.headers)
+        known = runtime.keys.identify(exchange_of(request.scope).head.headers)
         if known is None or "use" not in known[0].scopes:
             return json_response({"status": status}, code)
         body = {
@@ -59,7 +59,7 @@ def router(runtime: Runtime) -> APIRouter:
 
     @routes.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Prometheus' text format."""
+        """Metrics in the text format of Prometheus."""
         return Response(runtime.telemetry.render(), headers={"content-type": CONTENT_TYPE})
 
     return routes

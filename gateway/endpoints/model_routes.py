@@ -1,6 +1,4 @@
-"""`GET /v1/models` and `/v1/models/{id}`: the routes of the configuration and what the service says it has, for
-Anthropic's clients in their API's form.
-"""
+"""`GET /v1/models` and `/v1/models/{id}`: configured routes and local models, for Anthropic's clients in their form."""
 
 from __future__ import annotations
 
@@ -18,34 +16,34 @@ from gateway.runtime import Runtime
 from inference.protocol import Code
 
 VIEW_SECONDS = 1.0
-"""A listing is at most this old while the service answers."""
+"""Oldest snapshot for a list while the inference service answers."""
 
 
 def router(runtime: Runtime) -> APIRouter:
-    """Both paths; they need a use key."""
+    """The routes; both need a use key."""
     routes = APIRouter()
 
     @routes.get("/v1/models")
     async def list_models(request: Request) -> Response:
         exchange = exchange_of(request.scope)
-        runtime.keys.admit(exchange.told.headers, "use")
+        runtime.keys.admit(exchange.head.headers, "use")
         await runtime.view.ensure(VIEW_SECONDS)
         found = list(_models(runtime).values())
-        return json_response(messages_models.listing(found) if exchange.told.is_messages else _listed(found))
+        return json_response(messages_models.listing(found) if exchange.head.is_messages else _listed(found))
 
     @routes.get("/v1/models/{name:path}")
     async def one_model(request: Request, name: str) -> Response:
         exchange = exchange_of(request.scope)
-        runtime.keys.admit(exchange.told.headers, "use")
+        runtime.keys.admit(exchange.head.headers, "use")
         await runtime.view.ensure(VIEW_SECONDS)
         models = _models(runtime)
         found = models.get(name) or models.get(runtime.view.aliases.get(name, ""))
         if found is None:
             known = ", ".join(sorted(models)[:20]) or "none"
             raise RequestError(
-                Code.MODEL_NOT_FOUND, f"there is no model {name[:100]!r}; known models: {known}", param="model"
+                Code.MODEL_NOT_FOUND, f"unknown model {name[:100]!r}; known models: {known}", param="model"
             )
-        return json_response(messages_models.entry(found) if exchange.told.is_messages else found)
+        return json_response(messages_models.entry(found) if exchange.head.is_messages else found)
 
     return routes
 
@@ -55,7 +53,7 @@ def _listed(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _models(runtime: Runtime) -> dict[str, dict[str, Any]]:
-    """Every model a caller may ask for, by id: named routes first, then the service's own."""
+    """All models by id: named routes first, then models of the inference service."""
     local = runtime.view.models
     found: dict[str, dict[str, Any]] = {}
     for name, route in runtime.config.routes.items():

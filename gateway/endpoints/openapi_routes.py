@@ -1,4 +1,4 @@
-"""`GET /openapi.json`: the gateway's API in OpenAPI's words, with the fields as the gateway itself checks them."""
+"""`GET /openapi.json`: the OpenAPI document, with the schemas that the gateway validates against."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ OPEN_PATHS = ("/livez", "/readyz", "/health", "/metrics")
 
 
 def router(runtime: Runtime, app: FastAPI) -> APIRouter:
-    """The path; it needs a use key."""
+    """The route; it needs a use key."""
     routes = APIRouter()
 
     @routes.get(openapi.PATH, include_in_schema=False)
     async def describe(request: Request) -> Response:
-        runtime.keys.admit(exchange_of(request.scope).told.headers, "use")
+        runtime.keys.admit(exchange_of(request.scope).head.headers, "use")
         return json_response(description(app))
 
     return routes
 
 
 def description(app: FastAPI) -> dict[str, Any]:
-    """The whole description of the gateway whose cold routes `app` has."""
+    """The OpenAPI document for the FastAPI routes of `app` and the generation paths."""
     hot: dict[str, Mapping[str, Any]] = {}
     schemas: dict[str, Any] = {}
     for endpoint in Endpoint:

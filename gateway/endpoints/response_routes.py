@@ -1,6 +1,4 @@
-"""`GET` and `DELETE /v1/responses/{id}`, and the items that an answer was given: to the key that asked for it, while
-the answer is kept.
-"""
+"""`GET` and `DELETE /v1/responses/{id}` and its input items, for the key that created the response."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from gateway.runtime import Runtime
 from inference.protocol import Code
 
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
-"""Input items in one list, as OpenAI bounds them."""
+"""Input items in one list; OpenAI's limits."""
 
 _ORDERS = ("asc", "desc")
 
@@ -41,19 +39,19 @@ _PARAMETERS = [
 
 
 def router(runtime: Runtime, store: Store) -> APIRouter:
-    """These routes, and a refusal of `compact`; all need a use key."""
+    """The routes, and an error for `compact`; all need a use key."""
     routes = APIRouter()
 
-    def asking(request: Request) -> Key:
-        key, _ = runtime.keys.admit(exchange_of(request.scope).told.headers, "use")
+    def admit(request: Request) -> Key:
+        key, _ = runtime.keys.admit(exchange_of(request.scope).head.headers, "use")
         return key
 
     @routes.get(f"{PATH}/{{response_id}}")
     async def one_response(request: Request, response_id: str) -> Response:
-        owner = asking(request).digest.hex()
+        owner = admit(request).digest.hex()
         if request.query_params.get("stream", "false").lower() not in ("false", "0"):
-            said = "an answer that was given is not streamed again; leave `stream` out"
-            raise RequestError(Code.UNSUPPORTED_PARAMETER, said, param="stream")
+            message = "a stored response cannot be streamed; omit `stream`"
+            raise RequestError(Code.UNSUPPORTED_PARAMETER, message, param="stream")
         kept = store.get(owner, response_id, time.monotonic())
         if kept is None:
             raise _not_there(response_id)
@@ -61,7 +59,7 @@ def router(runtime: Runtime, store: Store) -> APIRouter:
 
     @routes.get(f"{PATH}/{{response_id}}/input_items", openapi_extra={"parameters": _PARAMETERS})
     async def input_items(request: Request, response_id: str) -> Response:
-        owner = asking(request).digest.hex()
+        owner = admit(request).digest.hex()
         query = request.query_params
         limit, order = query.get("limit", str(DEFAULT_LIMIT)), query.get("order", "desc")
         if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= MAX_LIMIT):
@@ -72,8 +70,8 @@ def router(runtime: Runtime, store: Store) -> APIRouter:
             raise RequestError(Code.INVALID_REQUEST, f"`order` must be one of {', '.join(_ORDERS)}", param="order")
         for wanted in (*query.getlist("include"), *query.getlist("include[]")):
             if wanted not in INCLUDES:
-                said = f"`include` must hold only {', '.join(INCLUDES)}; it holds {wanted[:60]!r}"
-                raise RequestError(Code.INVALID_REQUEST, said, param="include")
+                message = f"`include` must contain only {', '.join(INCLUDES)}; it contains {wanted[:60]!r}"
+                raise RequestError(Code.INVALID_REQUEST, message, param="include")
         kept = store.get(owner, response_id, time.monotonic())
         if kept is None:
             raise _not_there(response_id)
@@ -82,23 +80,23 @@ def router(runtime: Runtime, store: Store) -> APIRouter:
         try:
             found = page(own, limit=int(limit), after=after, oldest_first=order == "asc")
         except KeyError:
-            said = (
-                f"`after` names {after[:80]!r}, which is no input item of this response"
+            message = (
+                f"`after` names {after[:80]!r}, which is not an input item of this response"
                 if after
                 else "`after` is empty"
             )
-            raise RequestError(Code.INVALID_REQUEST, said, param="after") from None
+            raise RequestError(Code.INVALID_REQUEST, message, param="after") from None
         return Response(dumps(found), media_type="application/json")
 
     @routes.post(f"{PATH}/compact")
     async def compact(request: Request) -> Response:
-        """Else the path would be taken for that of an answer, which has other methods."""
-        asking(request)
-        raise RequestError(Code.NOT_FOUND, "conversations are not compacted here; send the ones that fit, or shorter")
+        """Without this route the path would match that of a response, and the error would be 405."""
+        admit(request)
+        raise RequestError(Code.NOT_FOUND, "compaction is not supported; send a conversation that fits the context")
 
     @routes.delete(f"{PATH}/{{response_id}}")
     async def forget_response(request: Request, response_id: str) -> Response:
-        owner = asking(request).digest.hex()
+        owner = admit(request).digest.hex()
         if not store.delete(owner, response_id, time.monotonic()):
             raise _not_there(response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})

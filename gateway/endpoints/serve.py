@@ -1,6 +1,6 @@
-"""Serves one generation request from its first byte to its last; the way is the same for every endpoint.
+"""Serves one generation request, the same way for every API:
 
-key -> body -> typed request -> route -> a place at the door -> chain -> answer. What each step decides is elsewhere.
+key -> body -> typed request -> route -> admission -> chain -> answer.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _PRIORITIES, _NORMAL = tuple(Priority), Priority.NORMAL
 _LEFT = str(End.CLIENT_LEFT)
 
 READ_TIMEOUT_HEADER = "x-stainless-read-timeout"
-"""The official clients of Python tell how long they wait for each read, in seconds."""
+"""Seconds that OpenAI's and Anthropic's Python clients wait for each read."""
 
 TIMEOUT_HEADER = "x-stainless-timeout"
-"""Those of JavaScript, how long they wait for an answer to begin. Python's send it beside the other, mostly larger."""
+"""Seconds that the JavaScript clients wait for an answer to begin. The Python clients send both, this one larger."""
 
 RETRY_COUNT_HEADER = "x-stainless-retry-count"
-"""And how often they have sent the same before."""
+"""Number of earlier attempts of the client at the same request."""
 
 
 class Generation:
@@ -58,9 +58,9 @@ class Generation:
         self._path = dialect.path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Serves one request."""
         runtime, exchange = self._runtime, exchange_of(scope)
-        headers = exchange.told.headers
+        headers = exchange.head.headers
         record = Record(exchange.request_id, time.time(), self._path)
         generation = runtime.join()
         try:
@@ -97,12 +97,12 @@ class Generation:
         receive: Receive,
         send: Send,
     ) -> None:
-        """The way of a request whose key may make it."""
+        """Serves a request with a valid key: body, route, chain."""
         runtime = self._runtime
         context = request_context(exchange, key, tenant, meter)
         max_body = runtime.config.max_body
         if (raw := body_at_hand(exchange, max_body)) is None:
-            raw = await read_body(receive, exchange.told.headers, max_body)
+            raw = await read_body(receive, exchange.head.headers, max_body)
         record.priority, record.retries = context.priority, context.retries
         try:
             asked = self._dialect.parse(raw, key.digest.hex())
@@ -116,9 +116,11 @@ class Generation:
             meter.reserve(request)
         record.model, record.stream = request.model, request.stream
         match = known(runtime, request.model) or await find(runtime, request.model, exchange)
-        state = runtime.gateway_state  # as long as it waits, too: a reload may take the route away
+        state = runtime.gateway_state  # kept while the request waits: a reload may remove the route
         record.route = match.route
-        asyncio.get_running_loop().call_soon(runtime.records.add, record)  # the oldest is freed while a tier works
+        asyncio.get_running_loop().call_soon(
+            runtime.records.add, record
+        )  # later, so that freeing the oldest record delays no request
         presence = runtime.presences.watch(receive, exchange.wire)
         if built_on <= SMALL_BYTES:
             with presence:
@@ -138,7 +140,7 @@ class Generation:
         record: Record,
         send: Send,
     ) -> None:
-        """Waits for a place, runs the chain and sends what comes; the client's leaving ends it quietly."""
+        """Waits for admission, runs the chain and sends the answer; a disconnect of the client raises nothing."""
         runtime, request = self._runtime, asked.request
         queued = time.monotonic()
         try:
@@ -153,7 +155,7 @@ class Generation:
                 waited = time.monotonic() - queued
                 exchange.waited_seconds += waited
                 runner = ChainRunner(
-                    state, request, match, context, record, exchange.began, waited, presence.why_cancelled
+                    state, request, match, context, record, exchange.began, waited, presence.cancel_reason
                 )
                 if request.stream:
                     record.outcome = await self._stream(runner, asked, presence, exchange, record, send)
@@ -175,7 +177,9 @@ class Generation:
                 raise
             record.outcome = str(presence.reason)
             if presence.reason is End.SHUTTING_DOWN and not exchange.started:
-                raise RefusedError(Code.SHUTTING_DOWN, "the gateway stops; ask again", retry_after=1.0) from None
+                raise RefusedError(
+                    Code.SHUTTING_DOWN, "the gateway is shutting down; retry the request", retry_after=1.0
+                ) from None
 
     async def _stream(
         self,
@@ -223,9 +227,9 @@ class Generation:
         return body, is_sent
 
     def _note(self, runner: ChainRunner, exchange: Exchange, record: Record, unsettled: int) -> None:
-        """Fills what the response's headers tell; so many attempts are `unsettled`, and on record later."""
+        """Fills in the response headers. `unsettled` is the number of attempts that are not in the record yet."""
         candidate = runner.answered_by
-        assert candidate is not None, "a tier answered"
+        assert candidate is not None, "a candidate answered"
         exchange.tier, exchange.model, exchange.device = candidate.tier, candidate.name, runner.device
         exchange.attempts, exchange.reason = len(record.attempts) + unsettled, record.reason
         record.status = 200
@@ -243,7 +247,7 @@ class Generation:
 
 
 def log_end(record: Record) -> None:
-    """Logs how a request ended: at level DEBUG where the first choice answered, else at INFO."""
+    """Logs the end of a request: at level DEBUG when the first candidate answered, else at INFO."""
     ordinary = record.outcome == "success" and record.reason == "none"
     if ordinary and not log.isEnabledFor(logging.DEBUG):
         return
@@ -265,12 +269,12 @@ def log_end(record: Record) -> None:
 
 
 def request_context(exchange: Exchange, key: Key, tenant: str, meter: Meter | None) -> RequestContext:
-    """Who asks, from the key and the headers; raises RequestError for header values that mean nothing."""
-    headers = exchange.told.headers
+    """The context of a request, from its key and headers; raises RequestError for invalid header values."""
+    headers = exchange.head.headers
     priority = _one_of(headers, H_PRIORITY, _PRIORITIES, _NORMAL)
     policy = _one_of(headers, H_POLICY, ("local-only", "any"), "any")
-    gap_seconds = _patience(headers.get(READ_TIMEOUT_HEADER))
-    silence_seconds = _patience(headers.get(TIMEOUT_HEADER)) if gap_seconds is None else gap_seconds
+    gap_seconds = _timeout(headers.get(READ_TIMEOUT_HEADER))
+    silence_seconds = _timeout(headers.get(TIMEOUT_HEADER)) if gap_seconds is None else gap_seconds
     retries = _count(headers.get(RETRY_COUNT_HEADER))
     return RequestContext(
         exchange.request_id, tenant, key.cap(priority), policy != "local-only", silence_seconds, retries,
@@ -279,33 +283,33 @@ def request_context(exchange: Exchange, key: Key, tenant: str, meter: Meter | No
 
 
 def _one_of(headers: Mapping[str, str], name: str, allowed: tuple[S, ...], default: S) -> S:
-    """Which of `allowed` a header says."""
+    """The value of a header that must be one of `allowed`."""
     if name not in headers:
         return default
-    said = headers[name].strip().lower()
-    if said not in allowed:
+    value = headers[name].strip().lower()
+    if value not in allowed:
         raise RequestError(
             Code.INVALID_REQUEST,
-            f"the header {name} must be one of {', '.join(allowed)}; it is {said[:40]!r}",
+            f"the header {name} must be one of {', '.join(allowed)}; it is {value[:40]!r}",
             param=name,
         )
-    return allowed[allowed.index(said)]
+    return allowed[allowed.index(value)]
 
 
-def _patience(header: str | None) -> float | None:
-    """How long the caller may be left without a byte, a little less than it says; None when it says nothing usable."""
+def _timeout(header: str | None) -> float | None:
+    """The client's timeout in seconds, less a margin for the way; None without a usable value."""
     if header is None:
         return None
     try:
-        said = float(header)
+        seconds = float(header)
     except ValueError:
         return None
-    if not 0 < said < math.inf:
+    if not 0 < seconds < math.inf:
         return None
-    return said - min(0.5, said * 0.1)
+    return seconds - min(0.5, seconds * 0.1)
 
 
 def _count(header: str | None) -> int:
-    """A whole number in a header; 0 when it says nothing usable."""
-    said = header or ""
-    return int(said) if said.isascii() and said.isdigit() and len(said) < 6 else 0
+    """A whole number in a header; 0 without a usable value."""
+    text = header or ""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 6 else 0

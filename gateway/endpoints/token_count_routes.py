@@ -1,5 +1,5 @@
-"""`POST /v1/messages/count_tokens` and `/v1/responses/input_tokens`: how many tokens a request has for the tier that
-would be asked first; computes nothing.
+"""`POST /v1/messages/count_tokens` and `/v1/responses/input_tokens`: the tokens of a request for the candidate that
+would answer it.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ PATH = "/v1/messages/count_tokens"
 INPUT_TOKENS_PATH = "/v1/responses/input_tokens"
 
 Parse = Callable[[bytes, str], InferenceRequest]
-"""The request in a body, of the owner of the key; raises RequestError."""
+"""Parses a body, with the digest of the key; raises RequestError."""
 
 SECONDS = 30.0
-"""Counting computes nothing, but a model that is not loaded needs a helper that reads its vocabulary first."""
+"""Time limit of one count. For a model that is not loaded a helper process reads its vocabulary first."""
 
 _LACK_OF_ROOM = frozenset((Drop.HELD, Drop.NO_FIT))
-"""Reasons not to ask for an answer now that do not matter to a count."""
+"""Reasons to drop a candidate that do not matter to a count."""
 
 
 class CountTokens:
-    """The ASGI application behind one path. `said` is what the answer holds beside the count."""
+    """The ASGI application behind one path. `extra` are further fields of the response."""
 
-    def __init__(self, runtime: Runtime, parse: Parse, said: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, runtime: Runtime, parse: Parse, extra: Mapping[str, Any] | None = None) -> None:
         self._runtime = runtime
         self._parse = parse
-        self._said = said or {}
+        self._extra = extra or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One question."""
+        """Serves one request."""
         runtime, exchange = self._runtime, exchange_of(scope)
         record = Record(exchange.request_id, time.time(), scope["path"])
         try:
@@ -73,19 +73,19 @@ class CountTokens:
         finally:
             record.total_seconds = time.monotonic() - exchange.began
         if count is not None:
-            await send_bytes(send, 200, orjson.dumps({**self._said, "input_tokens": count}))
+            await send_bytes(send, 200, orjson.dumps({**self._extra, "input_tokens": count}))
 
     async def _serve(self, exchange: Exchange, record: Record, receive: Receive) -> int | None:
-        """The count; None where the client left meanwhile."""
+        """The count; None when the client left."""
         runtime = self._runtime
         with contextlib.ExitStack() as held:
-            key, tenant = runtime.keys.admit(exchange.told.headers, "use")
+            key, tenant = runtime.keys.admit(exchange.head.headers, "use")
             record.key = key.name
             if (meter := runtime.limiter.enter(key, exchange)) is not None:
                 held.enter_context(meter)
-            held.enter_context(runtime.bodies.hold(exchange.told.headers, runtime.config.max_body))
+            held.enter_context(runtime.bodies.hold(exchange.head.headers, runtime.config.max_body))
             context = request_context(exchange, key, tenant, None)
-            raw = await read_body(receive, exchange.told.headers, runtime.config.max_body)
+            raw = await read_body(receive, exchange.head.headers, runtime.config.max_body)
             record.priority, record.retries = context.priority, context.retries
             try:
                 request = self._parse(raw, key.digest.hex())
@@ -117,7 +117,9 @@ class CountTokens:
                 record.outcome = str(presence.reason)
                 if presence.reason is End.CLIENT_LEFT:
                     return None
-                raise RefusedError(Code.SHUTTING_DOWN, "the gateway stops; ask again", retry_after=1.0) from None
+                raise RefusedError(
+                    Code.SHUTTING_DOWN, "the gateway is shutting down; retry the request", retry_after=1.0
+                ) from None
         exchange.tier, exchange.model, exchange.reason = answered_by.tier, answered_by.name, record.reason
         exchange.attempts = len(record.attempts)
         record.outcome, record.status = "success", 200
@@ -125,10 +127,10 @@ class CountTokens:
 
 
 class _Counting:
-    """One question on its way along the chain.
+    """One count request and its chain.
 
-    Tiers are passed over as an answer would pass them over: whoever failed lately or asked to be left alone is not
-    asked. What comes of a count moves no breaker, because it says nothing about answers.
+    Candidates are dropped for the same reasons as for an answer. The result of a count changes no breaker, because it
+    shows nothing about answers.
     """
 
     def __init__(
@@ -140,7 +142,7 @@ class _Counting:
         record: Record,
         waited: float,
     ) -> None:
-        """Of the caller's time `waited` seconds are over."""
+        """The client has already waited `waited` seconds."""
         self._gateway = gateway
         self._request = request
         self._context = context
@@ -157,8 +159,8 @@ class _Counting:
         )  # fmt: skip
 
     async def result(self) -> tuple[Candidate, int]:
-        """The count of the first tier that could answer; raises GatewayError where that tier counts nothing."""
-        waiting = self._tiers()
+        """The candidate that would answer, and its count; raises GatewayError when it cannot count."""
+        waiting = self._candidates()
         while waiting and self._budget.has_time(self._loop.time()):
             candidate = waiting.popleft()
             self._outcomes.start(candidate)
@@ -169,14 +171,14 @@ class _Counting:
                     self._record.reason = self._outcomes.first.name
                 return candidate, count
         for candidate in waiting:
-            self._outcomes.drop(Dropped(candidate, Drop.BUDGET, "not asked, the request's time was spent"))
+            self._outcomes.drop(Dropped(candidate, Drop.BUDGET, "not tried: the request's time was spent"))
         now = self._loop.time()
         spent = None if self._budget.has_time(now) else self._budget.limit_text(now)
         waits = self._outcomes.in_chain_order(lambda _: 0.0)
-        raise no_answer(self._request, waits, spent, asks_again=self._context.retries > 0)
+        raise no_answer(self._request, waits, spent, is_retry=self._context.retries > 0)
 
-    def _tiers(self) -> deque[Candidate]:
-        """Whom to ask. Where nobody could answer now for lack of room, the service counts all the same."""
+    def _candidates(self) -> deque[Candidate]:
+        """The candidates to try. When all lack memory or queue space, local ones can still count."""
         chain = self._filter.select()
         for dropped in chain.dropped:
             self._outcomes.drop(dropped)
@@ -186,32 +188,32 @@ class _Counting:
         return deque(chain.kept or (candidate for candidate in short if candidate.is_local))
 
     async def _try(self, candidate: Candidate, *, last: bool) -> int | None:
-        """What `candidate` counts; None when the next one should be asked. Raises PassedOnError for its own 4xx."""
+        """The count of `candidate`; None when the next one is to be tried. Raises PassedOnError for its own 4xx."""
         began = self._loop.time()
         seconds = min(SECONDS, self._budget.commit_by - began, math.inf if last else self._budget.share(began))
         retry_in, failure = None, "timeout"
         try:
             async with asyncio.timeout(seconds):
-                count = await self._ask(candidate, seconds)
+                count = await self._count(candidate, seconds)
         except TimeoutError:
-            said = f"silent for {seconds:.3g} s"
+            message = f"silent for {seconds:.3g} s"
         except UpstreamError as error:
             if error.status is not None and error.status in (400, 413, 422):
                 raise PassedOnError(error, error.status, error.param) from error
-            said, retry_in = str(error), error.retry_after
+            message, retry_in = str(error), error.retry_after
             failure = str(error.kind) if error.status is None else f"status_{error.status}"
         else:
             self._note(candidate, "success", "", began)
             return count
-        self._note(candidate, failure, said, began)
-        self._outcomes.fail(CandidateOutcome(candidate, failure, said, retry_in))
+        self._note(candidate, failure, message, began)
+        self._outcomes.fail(CandidateOutcome(candidate, failure, message, retry_in))
         return None
 
-    def _note(self, candidate: Candidate, outcome: str, said: str, began: float) -> None:
-        kept = without_quotes(said, self._request.body)[:500]
+    def _note(self, candidate: Candidate, outcome: str, message: str, began: float) -> None:
+        kept = without_quotes(message, self._request.body)[:500]
         self._record.attempts.append(AttemptRecord(candidate.name, outcome, kept, round(self._loop.time() - began, 6)))
 
-    async def _ask(self, candidate: Candidate, seconds: float) -> int:
+    async def _count(self, candidate: Candidate, seconds: float) -> int:
         gateway, request = self._gateway, self._request
         if candidate.is_local:
             return await gateway.counter.count(candidate.model, request.endpoint, request.body, seconds)
@@ -223,7 +225,7 @@ class _Counting:
             )
         raise UpstreamError(
             UpstreamKind.STATUS,
-            f"{candidate.name} would answer this and counts no tokens; ask for a model of this machine or of Anthropic",
+            f"{candidate.name} would answer this request and cannot count tokens; use a model of local or anthropic",
             status=400,
             code=Code.UNSUPPORTED_PARAMETER,
             param="model",

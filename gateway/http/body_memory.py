@@ -1,6 +1,6 @@
-"""Bounds the memory that large bodies, and conversations that are built on, take together; reads none.
+"""Bounds the memory that large bodies, and stored conversations that are continued, take together.
 
-What a body takes is told before its first byte comes, and held to its request's end.
+Memory for a body is reserved before its first byte is read, and held until its request ends.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from gateway.errors import RefusedError
 from inference.protocol import Code
 
 SMALL_BYTES = 64 * 1024
-"""Bodies up to this are not counted: there are no more of them than connections."""
+"""Smaller bodies are not counted: the number of connections bounds them."""
 
 LARGEST_AT_A_TIME = 16
-"""So many bodies of the largest size allowed may be held at a time, or more of smaller ones."""
+"""Bodies of the largest allowed size that may be held at a time, or more smaller ones."""
 
 NOTHING = contextlib.nullcontext()
-"""A context in which nothing has to be done."""
+"""A context that does nothing."""
 
 _RETRY_SECONDS = 1.0
 
 
 class Bodies:
-    """What the bodies of all requests hold now, in bytes."""
+    """The memory that the bodies of all requests hold."""
 
     def __init__(self) -> None:
         self.held_bytes = 0
 
     def hold(self, headers: Mapping[str, str], limit: int) -> AbstractContextManager[None]:
-        """While a request with these headers is served; raises RefusedError (429) when there is no memory for it."""
+        """A context for serving a request with these headers; raises RefusedError (429) when there is no memory."""
         return self.room(length_of(headers, limit), limit)
 
     def room(self, size: int, limit: int) -> AbstractContextManager[None]:
-        """The same for `size` bytes that a request needs beside its body."""
+        """The same for `size` bytes that a request needs in addition to its body."""
         return NOTHING if size <= SMALL_BYTES else self._room(size, limit)
 
     @contextlib.contextmanager
@@ -47,19 +47,19 @@ class Bodies:
             self.give_back(size)
 
     def take(self, size: int, limit: int) -> None:
-        """Room for `size` bytes until they are given back; raises RefusedError (429) when there is none."""
+        """Reserves `size` bytes until `give_back`; raises RefusedError (429) when there is no memory."""
         if self.held_bytes + size > LARGEST_AT_A_TIME * limit:
-            said = f"requests with {self.held_bytes} bytes of bodies are being served; try again shortly"
-            raise RefusedError(Code.QUEUE_FULL, said, retry_after=_RETRY_SECONDS)
+            message = f"requests with {self.held_bytes} bytes of bodies are being served; try again shortly"
+            raise RefusedError(Code.QUEUE_FULL, message, retry_after=_RETRY_SECONDS)
         self.held_bytes += size
 
     def give_back(self, size: int) -> None:
-        """What was taken."""
+        """Releases `size` bytes."""
         self.held_bytes -= size
 
 
 class Room:
-    """What one request holds beside its body while it comes, byte by byte; `limit` is the most. `close` ends it."""
+    """Memory that one request reserves piece by piece, up to `limit` bytes. `close` releases it."""
 
     def __init__(self, bodies: Bodies, limit: int) -> None:
         self._bodies = bodies
@@ -67,7 +67,7 @@ class Room:
         self.limit = limit
 
     def take(self, size: int) -> bool:
-        """Whether `size` more are within the limit; raises RefusedError when others leave no memory for them."""
+        """Reserves `size` more bytes; False beyond the limit. Raises RefusedError without free memory."""
         if self._taken + size > self.limit:
             return False
         self._bodies.take(size, self.limit)
@@ -75,14 +75,14 @@ class Room:
         return True
 
     def close(self) -> None:
-        """Nothing of it is held any more."""
+        """Releases everything."""
         self._bodies.give_back(self._taken)
         self._taken = 0
 
 
 def length_of(headers: Mapping[str, str], limit: int) -> int:
-    """How long a body is said to be, but at most `limit` bytes; so long is one whose length is not told."""
+    """The declared length of a body, at most `limit` bytes; `limit` for a body without a declared length."""
     declared = headers.get("content-length", "")
     if declared.isdigit():
         return min(int(declared), limit)
-    return limit if declared or "transfer-encoding" in headers else 0  # HTTP: then there is no body
+    return limit if declared or "transfer-encoding" in headers else 0  # without both headers there is no body

@@ -1,4 +1,4 @@
-"""Notices that a request's client left, or that the gateway stops, and cancels the task that serves it; no more."""
+"""Cancels the task of a request when its client disconnects or the gateway stops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headgate.shared.wire import Wire
 
 
 class Presences:
-    """Every request that is being served, so that a stopping gateway can end them."""
+    """All requests that are being served."""
 
     def __init__(self) -> None:
         self._all: set[Presence] = set()
@@ -20,30 +20,30 @@ class Presences:
         return len(self._all)
 
     def watch(self, receive: Receive, wire: Wire | None = None) -> Presence:
-        """A context for the running task; its body must have been read. Without a `wire` it receives."""
+        """A context for the running task, after the body was read. Without a `wire` it calls `receive`."""
         return Presence(receive, self._all, wire)
 
     def interrupt_all(self) -> int:
-        """Ends every request honestly; returns how many there were."""
+        """Cancels every request; returns how many there were."""
         for presence in tuple(self._all):
             presence.interrupt(End.SHUTTING_DOWN)
         return len(self._all)
 
 
 class Presence:
-    """While the context is open, the client's leaving cancels the task. `reason` says why a cancellation came."""
+    """While the context is open, a disconnect cancels the task. `reason` is why it was cancelled."""
 
-    def __init__(self, receive: Receive, everyone: set[Presence], wire: Wire | None) -> None:
+    def __init__(self, receive: Receive, presences: set[Presence], wire: Wire | None) -> None:
         self.reason: End | None = None
         self._receive = receive
         self._wire = wire
-        self._everyone = everyone
+        self._presences = presences
         self._task: asyncio.Task[object] | None = None
         self._listener: asyncio.Task[None] | None = None
 
     def __enter__(self) -> Presence:
         self._task = asyncio.current_task()
-        self._everyone.add(self)
+        self._presences.add(self)
         if self._wire is not None:
             self._wire.when_left(self._left)
         else:
@@ -56,11 +56,11 @@ class Presence:
         self.release()
 
     def release(self) -> None:
-        """Stops watching. Called before the last byte: the end of a response looks like the client's leaving."""
+        """Stops watching. Called before the last byte, because the end of a response looks like a disconnect."""
         if self._task is None:
             return
         self._task = None
-        self._everyone.discard(self)
+        self._presences.discard(self)
         if self._wire is not None:
             self._wire.when_left(None)
         if self._listener is not None:
@@ -68,18 +68,18 @@ class Presence:
             self._listener = None
 
     def interrupt(self, why: End) -> None:
-        """Cancels the task because of `why`, once."""
+        """Cancels the task with the reason `why`, once."""
         if self._task is not None and self.reason is None:
             self.reason = why
             self._task.cancel()
 
     def absorb(self) -> bool:
-        """To be called in `except CancelledError`: whether the cancellation was ours alone and ends here."""
+        """For `except CancelledError`: whether `interrupt` was the only cancellation, which then ends here."""
         task = asyncio.current_task()
         return self.reason is not None and task is not None and task.uncancel() <= 0
 
-    def why_cancelled(self) -> End:
-        """What a cancelled attempt is recorded as; the server cancelling a task means that it stops."""
+    def cancel_reason(self) -> End:
+        """The recorded end of a cancelled attempt; a cancellation by the server means that it stops."""
         return self.reason or End.SHUTTING_DOWN
 
     async def _listen(self) -> None:

@@ -1,8 +1,8 @@
-"""Keeps the garbage collector away from what the process holds for good; frees nothing and decides about no request.
+"""Excludes long-lived objects from garbage collection.
 
-What a request leaves is freed by its reference counts. The collector looks for cycles among everything there is, and
-what was imported and built at the start is a hundred times what requests hold: walking it takes a tenth of the
-processor at full load, and stops every stream for tens of milliseconds.
+Reference counts free what a request leaves. A full collection visits all objects, and those from imports and start-up
+are a hundred times as many as those of requests: it takes a tenth of the CPU at full load and stops every stream for
+tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import gc
 
 YOUNG = 10_000
-"""Objects that are new before the collector looks at them. By default 700, which a few requests in flight are."""
+"""New objects before a collection. The default of 700 is reached by a few requests in flight."""
 
 
 def settle() -> None:
-    """To be called once everything is imported and built: from now on only what is new is looked at."""
+    """Freezes the existing objects. Call it after start-up."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, 10, 10)

@@ -1,6 +1,6 @@
-"""Fetches the images that a request names by address and puts them into it; which ones it may is `core.images`' word.
+"""Fetches the images that a request links to and inlines them as data: URLs; `gateway.apis.image_policy` decides which.
 
-Tiers then see data: URLs alone. Connections are made to the very addresses that were judged; no redirect is followed.
+Connections are made only to addresses that were checked. Redirects are not followed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from gateway.providers.http_clients import make_image_session
 from gateway.settings import ImageSettings
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-"""The addresses behind a name; raises OSError."""
+"""The addresses of a host name; raises OSError."""
 
 
 class _NotPublicError(Exception):
-    """A name leads to an address that is not public."""
+    """A name resolves to an address that is not public."""
 
 
-class _TooMuchError(Exception):
-    """The images of a request are together larger than they may be."""
+class _TooLargeError(Exception):
+    """The images of a request are together too large."""
 
 
 async def _resolve(host: str, port: int) -> Sequence[str]:
@@ -38,8 +38,8 @@ async def _resolve(host: str, port: int) -> Sequence[str]:
     return [str(entry[4][0]) for entry in found]
 
 
-class _Judged(AbstractResolver):
-    """Resolves a name to its addresses when all of them may be connected to, for the connection made now."""
+class _CheckedResolver(AbstractResolver):
+    """Resolves a name when all its addresses are allowed, for the connection that is being made."""
 
     def __init__(self, resolve: Resolve, is_public: Callable[[str], bool]) -> None:
         self._resolve = resolve
@@ -60,11 +60,11 @@ class _Judged(AbstractResolver):
         ]  # fmt: skip
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        """Does nothing."""
 
 
 class Images:
-    """Fetches for every request. Use inside the running loop; `aclose` ends it. The arguments are for tests."""
+    """Fetches images for all requests. Use inside the running loop; `aclose` ends it."""
 
     def __init__(
         self,
@@ -74,19 +74,18 @@ class Images:
         trust: SSLContext | None = None,
     ) -> None:
         self._settings = settings
-        self._resolver = _Judged(resolve, is_public)
+        self._resolver = _CheckedResolver(resolve, is_public)
         self._trust = trust
         self._session: aiohttp.ClientSession | None = None
 
     def apply(self, settings: ImageSettings) -> None:
-        """What may be fetched from now on."""
+        """Applies new settings."""
         self._settings = settings
 
     async def inlined(self, request: InferenceRequest, room: Room) -> InferenceRequest:
-        """`request` with every image in it, for which `room` is taken as they come.
+        """`request` with all images inlined; their bytes are reserved in `room` as they arrive.
 
-        A request whose images came with it is returned as it is. Raises RequestError naming the image at fault, and
-        RefusedError when there is no memory for them now.
+        Raises RequestError with the image at fault, and RefusedError when there is no memory for them now.
         """
         body = request.body
         if (
@@ -98,14 +97,14 @@ class Images:
         targets = [core.target_of(remote, self._settings.hosts) for remote in remotes]
         try:
             contents = await _together([self._fetch(*one, room) for one in zip(remotes, targets, strict=True)])
-        except _TooMuchError:
-            said = f"and the others are together larger than {room.limit} bytes (max_body)"
-            raise core.refusal(remotes[-1], said) from None
+        except _TooLargeError:
+            problem = f"and the others are together larger than {room.limit} bytes (max_body)"
+            raise core.refusal(remotes[-1], problem) from None
         urls = {remote: core.data_url(remote, content) for remote, content in zip(remotes, contents, strict=True)}
         return request._replace(body=core.inlined(body, urls))
 
     async def aclose(self) -> None:
-        """Ends what is under way."""
+        """Closes all connections."""
         if self._session is not None:
             await self._session.close()
 
@@ -115,12 +114,12 @@ class Images:
             async with asyncio.timeout(settings.timeout):
                 return await self._get(remote, target, settings.max_bytes, room)
         except TimeoutError:
-            raise core.refusal(remote, f"did not come within {settings.timeout:g} s (images.timeout)") from None
+            raise core.refusal(remote, f"did not arrive within {settings.timeout:g} s (images.timeout)") from None
         except _NotPublicError:
-            raise core.refusal(remote, "leads to an address that is not public") from None
+            raise core.refusal(remote, "resolves to an address that is not public") from None
         except (OSError, aiohttp.ClientError) as error:
-            said = f"cannot be had: {target.host} is not reached or broke off ({type(error).__name__})"
-            raise core.refusal(remote, said) from error
+            problem = f"cannot be fetched: the connection to {target.host} failed ({type(error).__name__})"
+            raise core.refusal(remote, problem) from error
 
     async def _get(self, remote: core.Remote, target: core.Target, max_bytes: int, room: Room) -> bytes:
         if self._session is None:
@@ -128,21 +127,21 @@ class Images:
         url = f"https://{target.host}:{target.port}{target.path}"
         async with self._session.get(url, allow_redirects=False) as response:
             if response.status != 200:
-                raise core.refusal(remote, f"cannot be had: {target.host} answered {response.status}")
+                raise core.refusal(remote, f"cannot be fetched: {target.host} answered {response.status}")
             if not response.content_type.startswith("image/") or "content-encoding" in response.headers:
-                raise core.refusal(remote, f"leads to {response.content_type[:80]}, which is no image as it is")
+                raise core.refusal(remote, f"is {response.content_type[:80]}, not an uncompressed image/* response")
             content = bytearray()
             async for piece in response.content.iter_chunked(65536):
                 content += piece
                 if len(content) > max_bytes:
                     raise core.refusal(remote, f"is larger than {max_bytes} bytes (images.max_bytes)")
                 if not room.take(len(piece)):
-                    raise _TooMuchError
+                    raise _TooLargeError
             return bytes(content)
 
 
 async def _together(works: Sequence[Coroutine[Any, Any, bytes]]) -> list[bytes]:
-    """What all of `works` return; the first error ends the others."""
+    """The results of all `works`; the first error cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(work) for work in works]

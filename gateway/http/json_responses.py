@@ -1,4 +1,4 @@
-"""Small responses for the routes that are not hot; decides nothing."""
+"""JSON responses for routes that do not generate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def json_response(content: Any, status: int = 200) -> Response:
 
 
 def error_response(exchange: Exchange, error: GatewayError) -> Response:
-    """`error` as clients of the path know it."""
+    """`error` in the envelope of the path."""
     headers = {name.decode(): value.decode() for name, value in error_headers(error)}
     body = orjson.dumps(exchange.envelope(error))
     return Response(body, status_code=error.status, headers=headers, media_type="application/json")

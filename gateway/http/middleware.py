@@ -1,6 +1,6 @@
-"""The outermost layer: request id, headers on every response, Host check, last resort for defects; knows no route.
+"""The outermost ASGI layer: request id, headers on every response, Host check, CORS, and errors of defects.
 
-Plain ASGI on purpose: a middleware that wraps responses in streams of its own hides the client's leaving.
+Plain ASGI, because Starlette's middleware wraps responses in streams that hide a disconnect of the client.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]]*)(?::\d*)?")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` (name or address, brackets allowed) is this machine's own."""
+    """Whether `host` (name or address, brackets allowed) is a loopback address."""
     name = host.strip("[]").lower()
     if name == "localhost" or name.endswith(".localhost"):
         return True
@@ -40,17 +40,17 @@ def is_loopback(host: str) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _host_is_ours(header: str) -> bool:
+def _is_loopback_host(header: str) -> bool:
     match = _HOST.fullmatch(header)
     return match is not None and is_loopback(match[1])
 
 
 @functools.lru_cache(maxsize=256)
 def canonical_path(path: str) -> str:
-    """The path that is meant: without a trailing slash, and with one `/v1` at the beginning.
+    """The path without a trailing slash, and with one `/v1` at its start.
 
-    A client whose base address already ends in `/v1` asks for `/v1/v1/messages`, one whose base address ends in a slash
-    for `//v1/messages` or `/v1//messages`.
+    Clients whose base address ends in `/v1` send `/v1/v1/messages`; those with a trailing slash send `//v1/messages` or
+    `/v1//messages`.
     """
     if (prefix := _VERSIONED.match(path)) is not None:
         path = f"/v1/{path[prefix.end() :]}"
@@ -58,7 +58,7 @@ def canonical_path(path: str) -> str:
 
 
 def _repeated(scope: Scope) -> str | None:
-    """The name of a header that came twice although who reads which one decides over access."""
+    """The name of a repeated header that access depends on."""
     seen: set[bytes] = set()
     for name, _ in scope["headers"]:
         if name in _ONCE:
@@ -69,7 +69,7 @@ def _repeated(scope: Scope) -> str | None:
 
 
 def _is_preflight(headers: Mapping[str, str]) -> bool:
-    """Whether a browser asks if a page may send a request, and which headers with it."""
+    """Whether this is a CORS preflight request of a browser."""
     return "origin" in headers and "access-control-request-method" in headers
 
 
@@ -88,12 +88,11 @@ async def _answer_preflight(origins: tuple[str, ...], headers: Mapping[str, str]
 
 
 class Edge:
-    """Wraps the application. `hot` are the paths whose POST goes straight to an application of its own, `errors` how
-    errors are told on paths that have an envelope of their own.
+    """Wraps the application. `hot` maps paths whose POST goes straight to its own application, `errors` maps
+    paths to their error envelope.
 
-    `bound_host` is the address the gateway listens on. While that is loopback, only requests that name loopback as
-    their Host are served: a web page whose name was made to point here (DNS rebinding) is turned away. `cors_origins`
-    gives at any time the origins of the web pages that may call.
+    `bound_host` is the address that the gateway listens on. When it is loopback, requests with another Host are
+    rejected, as a protection against DNS rebinding. `cors_origins` returns the origins that are allowed now.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class Edge:
         exchange = new_exchange(scope)
         origins = self._cors_origins()
         if origins:
-            exchange.cors = cors.response_lines(origins, exchange.told.headers.get("origin"))
+            exchange.cors = cors.response_lines(origins, exchange.head.headers.get("origin"))
         scope.setdefault("state", {})
         scope["state"]["exchange"] = exchange
 
@@ -130,11 +129,11 @@ class Edge:
             await send(message)
 
         try:
-            way = self._way(scope, exchange)
-            if scope["method"] == "OPTIONS" and _is_preflight(exchange.told.headers):
-                await _answer_preflight(origins, exchange.told.headers, send_on)
+            app = self._application(scope, exchange)
+            if scope["method"] == "OPTIONS" and _is_preflight(exchange.head.headers):
+                await _answer_preflight(origins, exchange.head.headers, send_on)
             else:
-                await way(scope, receive, send_on)
+                await app(scope, receive, send_on)
         except GatewayError as error:
             if exchange.reason == "none":
                 exchange.reason = str(error.code)
@@ -144,21 +143,21 @@ class Edge:
         except Exception:
             log.exception("request %s: %s %s", exchange.request_id, scope["method"], scope["path"])
             if not exchange.started:
-                said = f"the gateway failed at this request; its log has the reason under {exchange.request_id}"
-                await send_error(send_on, exchange, GatewayError(Code.INTERNAL_ERROR, said))
+                message = f"internal error; see the gateway's log for request {exchange.request_id}"
+                await send_error(send_on, exchange, GatewayError(Code.INTERNAL_ERROR, message))
         finally:
-            exchange.wire = None  # it leads back to the scope, and so to here: a circle that nothing else would undo
+            exchange.wire = None  # it refers to the scope, and so to this exchange: a reference cycle otherwise
 
-    def _way(self, scope: Scope, exchange: Exchange) -> App:
-        """The application that a request goes to; raises RequestError when its head is not let in."""
-        told = exchange.told
-        told.error_body = self._errors.get(scope["path"], told.error_body)
-        if len(told.headers) < len(scope["headers"]) and (name := _repeated(scope)):
-            raise RequestError(Code.INVALID_REQUEST, f"the header {name} came more than once", param=name)
-        if self._check_host and not _host_is_ours(told.headers.get("host", "")):
+    def _application(self, scope: Scope, exchange: Exchange) -> App:
+        """The application of a request; raises RequestError for headers that are not accepted."""
+        head = exchange.head
+        head.error_body = self._errors.get(scope["path"], head.error_body)
+        if len(head.headers) < len(scope["headers"]) and (name := _repeated(scope)):
+            raise RequestError(Code.INVALID_REQUEST, f"the header {name} must not be repeated", param=name)
+        if self._check_host and not _is_loopback_host(head.headers.get("host", "")):
             raise RequestError(
                 Code.PERMISSION_DENIED,
                 "the Host header does not name this machine; use http://127.0.0.1 or http://localhost, "
-                "and let a proxy of yours on it send `Host: localhost`",
+                "or let the proxy in front send `Host: localhost`",
             )
         return (self._hot.get(scope["path"]) if scope["method"] == "POST" else None) or self._app

@@ -151,7 +151,7 @@ class ChainRunner:
             if not state.budget.allows_attempt(now()):
                 self._out_of_time |= not state.budget.has_time(now())
                 spent = "time was" if self._out_of_time else f"{state.budget.limits.attempts} attempts were"
-                outcomes.drop(Dropped(candidate, Drop.BUDGET, f"not asked, the request's {spent} spent"))
+                outcomes.drop(Dropped(candidate, Drop.BUDGET, f"not tried: the request's {spent} spent"))
                 continue
             if self._filter.may_change(candidate, waiting) and (verdict := await self._judge(candidate, waiting)):
                 if verdict.drop in DEFERRING:
@@ -264,7 +264,7 @@ class ChainRunner:
         now = state.loop.time()
         has_time = not self._out_of_time and state.budget.has_time(now)
         time_spent = None if has_time else state.budget.limit_text(now)
-        error = no_answer(state.request, outcomes, time_spent, asks_again=state.context.retries > 0)
+        error = no_answer(state.request, outcomes, time_spent, is_retry=state.context.retries > 0)
         self._record.reason = outcomes[0].name if outcomes else str(error.code)
         return error
 

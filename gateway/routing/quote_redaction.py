@@ -1,6 +1,6 @@
-"""Takes out of an error's words what they quote of the request, so that logs and records hold no prompt; logs nothing.
+"""Removes quotes of the request from error messages, so that logs and records hold no prompts.
 
-Providers and models like to repeat what they were sent. The caller may read that; the operator's files may not keep it.
+Errors of providers often repeat parts of the request. The client may read them; logs must not keep them.
 """
 
 from __future__ import annotations
@@ -11,33 +11,33 @@ from typing import Any
 from gateway.apis.schema.body_decoder import Body, as_json
 
 QUOTE_CHARS = 16
-"""What both say in so many characters on end is taken for a quote."""
-MOST_CHARS = 2**18
-"""In a longer request nothing is looked for: then no word is kept."""
+"""A common substring of this length counts as a quote."""
+MAX_CHARS = 2**18
+"""For a longer request the whole message is withheld."""
 
 LEFT_OUT = "[...]"
 WITHHELD = "[words of an error about a long request are not kept]"
 
 _STEP = QUOTE_CHARS // 2
-"""Every quote of QUOTE_CHARS holds a whole piece of the text that begins at a multiple of this and is as long."""
+"""Every quote of QUOTE_CHARS contains a piece of the message that starts at a multiple of this and is as long."""
 
 
 def without_quotes(text: str, body: Mapping[str, Any] | Body) -> str:
-    """`text` with LEFT_OUT where it repeats what strings of `body` say, its model's name aside."""
+    """`text` with LEFT_OUT in place of parts of strings in `body`, except the model's name."""
     if len(text) < QUOTE_CHARS:
         return text
-    said = _texts(as_json(body) if isinstance(body, Body) else body)
-    if said is None:
+    texts = _texts(as_json(body) if isinstance(body, Body) else body)
+    if texts is None:
         return WITHHELD
     kept: list[str] = []
     end = 0
     for at in range(0, len(text) - _STEP + 1, _STEP):
-        if at < end or text[at : at + _STEP] not in said:
+        if at < end or text[at : at + _STEP] not in texts:
             continue
         first, last = at, at + _STEP
-        while first > end and text[first - 1 : last] in said:
+        while first > end and text[first - 1 : last] in texts:
             first -= 1
-        while last < len(text) and text[first : last + 1] in said:
+        while last < len(text) and text[first : last + 1] in texts:
             last += 1
         if last - first >= QUOTE_CHARS:
             kept += [text[end:first], LEFT_OUT]
@@ -46,7 +46,7 @@ def without_quotes(text: str, body: Mapping[str, Any] | Body) -> str:
 
 
 def _texts(body: Mapping[str, Any]) -> str | None:
-    """All strings of `body`, each on its own; None when they are too long to be looked through."""
+    """All strings of `body`, separated by NUL; None when they are too long to search."""
     found: list[str] = []
     chars = 0
     waiting: list[Any] = [value for name, value in body.items() if name != "model"]
@@ -54,7 +54,7 @@ def _texts(body: Mapping[str, Any]) -> str | None:
         value = waiting.pop()
         if isinstance(value, str):
             chars += len(value)
-            if chars > MOST_CHARS:
+            if chars > MAX_CHARS:
                 return None
             found.append(value)
         elif isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Words the answer when no tier could answer: what each said, and when coming back may help; never asks again."""
+"""The error of a request that no candidate answered: the outcome of each, and when a retry may succeed."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from gateway.routing.chain import Drop
 from inference.protocol import Code, context_overflow
 
 _FOREVER = frozenset({Drop.ABSENT, Drop.POLICY, Drop.CAPABILITY, Drop.VECTORS, Drop.VOCABULARY, Drop.CONTEXT})
-"""Drops that coming back with the same request does not change."""
+"""Drops that a retry of the same request does not change."""
 
 _FIT_SECONDS = 2.0
-"""Memory may come free at any time, unless the service knows better; the view is not renewed more often than this."""
+"""Retry time where memory may become free at any time. The view of the models is not refreshed more often."""
 
 
 def no_answer(
-    request: InferenceRequest, outcomes: Sequence[CandidateOutcome], time_spent: str | None, *, asks_again: bool = False
+    request: InferenceRequest, outcomes: Sequence[CandidateOutcome], time_spent: str | None, *, is_retry: bool = False
 ) -> GatewayError:
     """The error for a request that every candidate dropped, refused or failed.
 
-    `time_spent` says whose time is over, None while some is left: then the tiers are to blame and not the clock.
-    `asks_again`: the caller was refused before; it is told to leave it at that.
+    `time_spent` is the limit that passed, None while time is left. `is_retry`: the client has retried before, and gets
+    `x-should-retry: false`.
     """
     each = "; ".join(f"{outcome.candidate.name}: {outcome.message}" for outcome in outcomes)
     drops = {outcome.drop for outcome in outcomes}
@@ -34,7 +34,7 @@ def no_answer(
         return RequestError(
             Code.UNSUPPORTED_PARAMETER,
             f"no model behind {request.model!r} can do what this request needs: {each}",
-            param=param or _asked_by(request),
+            param=param or _param_in_need(request),
         )
     long = [outcome for outcome in outcomes if _is_too_long(outcome)]
     if long and all(_is_too_long(outcome) or outcome.drop in _FOREVER for outcome in outcomes):
@@ -50,7 +50,7 @@ def no_answer(
         return RefusedError(Code.QUEUE_FULL, f"too many requests wait already: {each}", retry_after=_soonest(outcomes))
     if time_spent is not None:
         return RefusedError(Code.DEADLINE_EXCEEDED, f"no tier answered within {time_spent}: {each}", should_retry=False)
-    spent = asks_again or Drop.BUDGET in drops  # once more would be the same attempts once more
+    spent = is_retry or Drop.BUDGET in drops  # a retry would repeat the same attempts
     return RefusedError(
         Code.NO_TIER_AVAILABLE,
         f"no tier could answer: {each}",
@@ -60,7 +60,7 @@ def no_answer(
 
 
 def _is_too_long(outcome: CandidateOutcome) -> bool:
-    """Whether the tier's context does not hold the request, as counted beforehand or in its own words."""
+    """Whether the request exceeds the context, by our count or by the provider's error."""
     return outcome.drop is Drop.CONTEXT or outcome.name == Reason.CONTEXT_LENGTH
 
 
@@ -83,11 +83,11 @@ _LENGTHS = {
     "input": "the input takes",
     "documents": "the documents take",
 }
-"""The parameters that hold a request's text, and how a sentence about the length of each begins."""
+"""Parameters that hold the text of a request, and the beginning of a sentence about the length of each."""
 
 
 def _overflow(prompt: str, numbers: Mapping[str, int | None]) -> str:
-    """The first sentence of the message, as exact as the known `numbers` are."""
+    """The first sentence of the message, with the known `numbers`."""
     context, tokens, most = (numbers.get(name) for name in ("context_length", "prompt_tokens", "max_tokens"))
     if context is None:
         return f"The request exceeds the context window of every model ({Code.CONTEXT_LENGTH_EXCEEDED})."
@@ -97,12 +97,12 @@ def _overflow(prompt: str, numbers: Mapping[str, int | None]) -> str:
 
 
 def _is_full(outcome: CandidateOutcome) -> bool:
-    """Whether the tier has too many waiting and nothing else is wrong with it."""
+    """Whether the only problem is a full queue."""
     return outcome.name == Code.QUEUE_FULL or outcome.drop is Drop.HELD
 
 
-def _asked_by(request: InferenceRequest) -> str:
-    """The parameter that asks for a capability which no tier has."""
+def _param_in_need(request: InferenceRequest) -> str:
+    """The parameter that needs the missing capability."""
     for name in ("tools", "functions", "messages", "input"):
         if getattr(request.body, name, None) and (name != "tools" or "tools" in request.needs):
             return name

@@ -257,7 +257,7 @@ class StreamReader:
         self._expire(deadline)
 
     def _expire(self, deadline: Deadline) -> None:
-        """Cancels the waiting task, once: a second cancellation could not be told from one by the client."""
+        """Cancels the waiting task, once: a second one would look like a cancellation by the client."""
         if self._task is not None and self._expired is None:
             self._expired = deadline
             self._task.cancel()

@@ -35,7 +35,7 @@ def done_on_a_cut(service: str) -> None:
         presence.release()
         await send({"type": "http.response.body", "body": DONE})
 
-    answer_stream._end_honestly = dishonest
+    answer_stream._end_with = dishonest
     resume_policy.MAX_HOPS = 0
 
 

@@ -235,7 +235,7 @@ async def test_attempts_are_bounded(tmp_path: Path, fake: FakeInference) -> None
     async with Gateway(tmp_path, fake.url, CONFIG + "attempts: {max: 1}\n") as gateway:
         answer = await gateway.chat()
     assert (answer.status_code, answer.headers["x-headgate-attempts"]) == (503, "1")
-    assert "not asked, the request's 1 attempts were spent" in answer.json()["error"]["message"]
+    assert "not tried: the request's 1 attempts were spent" in answer.json()["error"]["message"]
     assert fake.seen_for("demo-mini") == []
 
 

@@ -136,7 +136,7 @@ async def test_a_wrong_key_is_refused_before_the_body_is_read(gateway: Gateway) 
 async def test_on_loopback_only_loopback_names_are_served(gateway: Gateway, host: str, status: int) -> None:
     answer = await gateway.client.get("/livez", headers={"host": host})
     assert answer.status_code == status
-    assert ("let a proxy of yours on it send `Host: localhost`" in answer.text) == (status == 403)
+    assert ("let the proxy in front send `Host: localhost`" in answer.text) == (status == 403)
 
 
 # --- bad input and bounds ---------------------------------------------------------------------------------------------

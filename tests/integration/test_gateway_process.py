@@ -99,7 +99,7 @@ async def test_a_second_signal_stops_at_once(service: Service, fake: FakeInferen
         stream = asyncio.create_task(_stream(client, began))
         await began.wait()
         service.signal(signal.SIGINT)
-        await until("it stops", lambda: "not ready any more" in service.log)
+        await until("it stops", lambda: "shutting down" in service.log)
         service.signal(signal.SIGINT)
         assert '"shutting_down"' in await stream
     assert await asyncio.to_thread(service.wait, 3) == 0

@@ -16,7 +16,7 @@ import pytest
 
 from gateway.access.authentication import Key
 from gateway.endpoints.serve import request_context
-from gateway.http.http_exchange import Exchange, Told
+from gateway.http.http_exchange import Exchange, RequestHead
 from inference.protocol import ModelState, ModelStatus
 from tests.rigs.fake_inference import Answer, FakeInference
 from tests.rigs.gateway_rig import MESSAGES, Gateway
@@ -121,7 +121,7 @@ async def test_a_successor_that_stalls_too_ends_honestly_while_the_caller_listen
 def test_a_client_that_only_waits_for_the_beginning_says_nothing_about_the_rest() -> None:
     key = Key("somebody", b"", frozenset())
     waits = [
-        request_context(Exchange("id", Told(headers)), key, "", None)
+        request_context(Exchange("id", RequestHead(headers)), key, "", None)
         for headers in (
             {"x-stainless-timeout": "5"},
             {"x-stainless-timeout": "9", "x-stainless-read-timeout": "5"},

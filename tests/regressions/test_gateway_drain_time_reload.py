@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import uvicorn
 
-from gateway.gateway_server import LAST_WORDS_SECONDS, Stopping
+from gateway.gateway_server import LAST_FRAMES_SECONDS, Stopping
 from tests.rigs.fake_inference import FakeInference
 from tests.rigs.gateway_rig import CONFIG, Gateway
 from tests.rigs.stack import until
@@ -28,6 +28,6 @@ async def test_the_drain_time_in_force_when_it_stops_is_the_servers_too(
         assert (await gateway.admin("POST", "/admin/reload")).json()["needs_restart"] == []
         stopping.begin(signal.SIGTERM)
         await until("it takes no new connections", lambda: server.should_exit)
-        assert server.config.timeout_graceful_shutdown == seconds + LAST_WORDS_SECONDS
+        assert server.config.timeout_graceful_shutdown == seconds + LAST_FRAMES_SECONDS
         await asyncio.sleep(0)
         await stopping.aclose()

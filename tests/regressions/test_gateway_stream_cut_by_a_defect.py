@@ -25,5 +25,5 @@ async def test_it_ends_in_an_error_that_clients_can_read(
         fake.answers["demo"] = Answer(garbage=b'data: {"choices":[{"delta":{"content":"a}]}\n\n')
         answer = await gateway.client.post(path, json=body)
     assert answer.status_code == 200
-    assert ending in answer.text and "the gateway failed at this answer" in answer.text
+    assert ending in answer.text and "internal error of the gateway" in answer.text
     assert "defect in the gateway or its adapter" in caplog.text
