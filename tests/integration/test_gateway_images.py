@@ -125,9 +125,9 @@ async def test_an_image_is_fetched_once_and_the_tier_gets_it_whole(
     [
         ("redirect", "answered 302"),
         ("missing", "answered 404"),
-        ("page", "leads to text/plain"),
+        ("page", "is text/plain, not an uncompressed image"),
         ("lie", "no PNG, JPEG, GIF or WebP"),
-        ("packed", "no image as it is"),
+        ("packed", "not an uncompressed image"),
         ("huge", "larger than 100000 bytes (images.max_bytes)"),
         ("silent", "within 0.3 s (images.timeout)"),
     ],
@@ -156,7 +156,7 @@ async def test_who_does_not_prove_the_name_gives_no_image(gateway: Gateway, mill
     gateway.runtime.images = Images(gateway.runtime.config.images, gateway.runtime.images._resolver._resolve, bool)
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # the server's side of the broken handshake
     answer = await _ask(gateway, mill.url("picture"))
-    assert "is not reached or broke off (ClientConnectorCertificateError)" in answer.json()["error"]["message"]
+    assert "the connection to mill.example failed (ClientConnectorCertificateError)" in answer.json()["error"]["message"]
     assert mill.met == []
 
 

@@ -141,4 +141,4 @@ async def test_who_waited_at_the_door_until_its_time_was_over_ran_out_of_time(ga
     with pytest.raises(GatewayError) as caught:
         await counting.result()
     assert (caught.value.status, caught.value.code) == (504, Code.DEADLINE_EXCEEDED)
-    assert "not asked" in record.dropped["local/demo"]
+    assert "not tried" in record.dropped["local/demo"]

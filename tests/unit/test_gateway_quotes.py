@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.routing.quote_redaction import LEFT_OUT, MOST_CHARS, QUOTE_CHARS, WITHHELD, without_quotes
+from gateway.routing.quote_redaction import LEFT_OUT, MAX_CHARS, QUOTE_CHARS, WITHHELD, without_quotes
 
 SECRET = "the mill by the river has a name"
 
@@ -26,7 +26,7 @@ def test_a_word_in_common_is_no_quote() -> None:
 
 
 def test_of_an_error_about_a_very_long_request_no_word_is_kept() -> None:
-    assert without_quotes("invalid value somewhere", _body("x" * (MOST_CHARS + 1))) == WITHHELD
+    assert without_quotes("invalid value somewhere", _body("x" * (MAX_CHARS + 1))) == WITHHELD
 
 
 @given(before=st.text(max_size=40), quote=st.text(min_size=QUOTE_CHARS, max_size=60), after=st.text(max_size=40))
