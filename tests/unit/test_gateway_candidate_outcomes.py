@@ -59,7 +59,7 @@ def test_a_failure_keeps_the_providers_retry_after() -> None:
 
 def test_a_full_queue_is_retried_when_the_local_service_says() -> None:
     assert _end(LOCAL, Ignore(Reason.QUEUE_FULL)).retry_in == 7.0
-    assert _end(LOCAL, Ignore(Reason.QUEUE_FULL, hold=3.0)).retry_in == 3.0
+    assert _end(LOCAL, Ignore(Reason.QUEUE_FULL, skip_seconds=3.0)).retry_in == 3.0
     assert _end(CLOUD, Ignore(Reason.QUEUE_FULL)).retry_in is None
 
 
