@@ -19,9 +19,6 @@ from gateway.apis.schema.openai_bodies import ChatRequest, ImagePart
 from gateway.errors import RequestError
 from inference.protocol import Code
 
-IMAGE_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
-
-
 MAX_IMAGES = 16
 """Images fetched for one request."""
 HTTPS = 443

@@ -8,11 +8,13 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
-from gateway.apis.messages import messages_errors, messages_fields
+from gateway.apis.messages import messages_errors
 from gateway.apis.messages.messages_api import MessagesDialect
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import BODIES
 from gateway.apis.responses import responses_api, responses_fields
+from gateway.apis.schema.body_decoder import json_schema
+from gateway.apis.schema.messages_body import CountedRequest, MessagesRequest
 from gateway.apis.schema.openai_bodies import openai_schema
 from gateway.endpoints import token_count_routes
 from gateway.http.http_exchange import exchange_of
@@ -43,8 +45,9 @@ def description(app: FastAPI) -> dict[str, Any]:
         hot[f"/v1/{endpoint}"], parts = openai_schema(BODIES[endpoint][0])
         schemas |= parts
     hot[responses_api.PATH] = hot[token_count_routes.INPUT_TOKENS_PATH] = responses_fields.schema()
-    hot[MessagesDialect.path] = messages_fields.schema()
-    hot[token_count_routes.PATH] = messages_fields.schema(counting=True)
+    for path, body in ((MessagesDialect.path, MessagesRequest), (token_count_routes.PATH, CountedRequest)):
+        hot[path], parts = json_schema(body)
+        schemas |= parts
     streams = [f"/v1/{endpoint}" for endpoint in Endpoint if endpoint.streams]
     streams += [responses_api.PATH, MessagesDialect.path]
     found = openapi.completed(app.openapi(), hot, OPEN_PATHS, streams, schemas)

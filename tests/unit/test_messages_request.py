@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from gateway.apis import image_policy
-from gateway.apis.messages import messages_fields, messages_request
+from gateway.apis.messages import messages_request
 from gateway.apis.messages.messages_request import long_names, parse, to_chat
 from gateway.apis.openai import generation_request
 from gateway.apis.openai.frames import Endpoint
+from gateway.apis.schema.body_decoder import json_schema
+from gateway.apis.schema.messages_body import IGNORED, CountedRequest, MessagesRequest, decode_messages
 from gateway.errors import RequestError
 from tests.rigs.typed_bodies import chat as chat_body
 from tests.rigs.typed_bodies import json_of
@@ -72,7 +74,7 @@ def test_the_request_is_typed_and_remembers_its_origin() -> None:
     request = parse(raw)
     assert (request.endpoint, request.model, request.stream, request.max_tokens) == (Endpoint.CHAT, "demo", True, 50)
     assert (request.size_bytes, request.is_plain, request.needs) == (len(raw), False, {"tools"})
-    assert request.body.origin == json.loads(raw)
+    assert json_of(chat_body(request.body).origin) == json.loads(raw)
 
 
 def test_an_agents_max_tokens_is_a_bound_and_no_wish() -> None:
@@ -283,8 +285,8 @@ def test_tools_that_run_at_anthropic_are_left_out_where_that_is_configured() -> 
 
 
 def test_fields_that_change_nothing_are_taken_and_lead_nowhere() -> None:
-    assert chat(**{name: {"any": "thing"} for name in messages_fields.IGNORED}) == chat()
-    assert all(messages_fields.IGNORED.values())
+    assert chat(**{name: {"any": "thing"} for name in IGNORED}) == chat()
+    assert all(IGNORED.values())
 
 
 @pytest.mark.parametrize(
@@ -302,7 +304,7 @@ def test_fields_that_change_nothing_are_taken_and_lead_nowhere() -> None:
         ({"inference_geo": "eu"}, "inference_geo"),
         ({"compaction": {"type": "auto"}}, "compaction"),
         ({"metadata": {"user_id": 5}}, "metadata.user_id"),
-        ({"system": [{"type": "image"}]}, "system[0].text"),
+        ({"system": [{"type": "image"}]}, "system[0].type"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
         ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
@@ -333,7 +335,7 @@ def test_a_refusal_names_the_field(more: dict[str, Any], param: str) -> None:
         ([{"role": "robot", "content": "x"}], "messages[0].role"),
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "user", "content": "x", "name": "y"}], "messages[0].name"),
-        ([{"role": "user", "content": [{"type": "text", "txt": "y"}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": [{"type": "text", "txt": "y"}]}], "messages[0].content[0].txt"),
         ([{"role": "user", "content": [{"type": "text", "text": "y", "colour": 1}]}], "messages[0].content[0].colour"),
         ([{"role": "user", "content": [{"type": "poem"}]}], "messages[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "search_result"}]}], "messages[0].content[0].type"),
@@ -392,18 +394,19 @@ def test_the_old_name_of_a_field_is_suggested() -> None:
 
 
 def test_the_schema_has_every_field_and_knows_what_is_needed() -> None:
-    schema = messages_fields.schema()
-    assert schema["required"] == ["model", "max_tokens", "messages"]
-    assert messages_fields.schema(counting=True)["required"] == ["model", "messages"]
-    assert set(schema["properties"]) == set(messages_fields.FIELDS)
-    json.dumps(schema)
+    schema, parts = json_schema(MessagesRequest)
+    assert sorted(schema["required"]) == ["max_tokens", "messages", "model"]
+    assert sorted(json_schema(CountedRequest)[0]["required"]) == ["messages", "model"]
+    assert schema["additionalProperties"] is False
+    assert schema["properties"].keys() > IGNORED.keys()
+    json.dumps([schema, parts])
 
 
 def test_to_chat_leaves_the_body_as_it_was() -> None:
     asked = body(ASKED, {"role": "assistant", "content": [use("a", at=1)]}, {"role": "user", "content": [result("a")]})
-    before = json.dumps(asked)
-    to_chat(asked)
-    assert json.dumps(asked) == before
+    decoded = decode_messages(asked)
+    assert to_chat(decoded).origin is decoded
+    assert json_of(decoded) == asked
     assert messages_request.ATTRIBUTION.endswith(":")
 
 
@@ -411,5 +414,5 @@ def test_tools_that_have_a_shorter_name_inside_are_found_by_it() -> None:
     long = "look_" * 20
     (short,) = (tool["function"]["name"] for tool in chat(tools=[{**TOOL, "name": long}])["tools"])
     assert short != long
-    assert long_names(body(tools=[TOOL, {**TOOL, "name": long}])) == {short: long}
-    assert long_names(body()) == {}
+    assert long_names(decode_messages(body(tools=[TOOL, {**TOOL, "name": long}]))) == {short: long}
+    assert long_names(decode_messages(body())) == {}

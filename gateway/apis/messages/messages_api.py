@@ -21,14 +21,18 @@ class _Asked:
     request: InferenceRequest
 
     @property
+    def _chat(self) -> ChatRequest:
+        assert isinstance(self.request.body, ChatRequest), "it was translated"
+        return self.request.body
+
+    @property
     def _bounds(self) -> Bounds:
-        assert isinstance(self.request.body, ChatRequest)
-        return Bounds(self.request.body.stops, self.request.max_tokens)
+        return Bounds(self._chat.stops, self.request.max_tokens)
 
     @property
     def _names(self) -> dict[str, str]:
-        assert isinstance(self.request.body, ChatRequest)
-        return messages_request.long_names(self.request.body.origin)
+        origin = self._chat.origin
+        return {} if origin is None else messages_request.long_names(origin)
 
     def writer(self) -> MessageEvents:
         return MessageEvents(self._bounds, self._names)

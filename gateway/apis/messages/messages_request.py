@@ -1,4 +1,4 @@
-"""Rewrites an Anthropic Messages request as the inner chat request, or says what is wrong; sends nothing.
+"""Translates an Anthropic Messages request into the chat request of the gateway.
 
 Fields that only an Anthropic tier can use (cache marks, signatures of thinking) stay in `ChatRequest.origin`;
 `gateway.providers.anthropic.anthropic_native` writes the request for such a tier from it.
@@ -6,277 +6,313 @@ Fields that only an Anthropic tier can use (cache marks, signatures of thinking)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
 import orjson
 
-from gateway.apis.messages import messages_fields
-from gateway.apis.openai import field_checks as f
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import InferenceRequest, typed
-from gateway.apis.schema.body_decoder import parse_json
-from gateway.apis.schema.openai_bodies import decode_chat
+from gateway.apis.schema.body_decoder import parse_json, refuse
+from gateway.apis.schema.messages_body import (
+    AnyBlock,
+    AnyChoice,
+    AssistantMessage,
+    AutoChoice,
+    CountedRequest,
+    DisabledThinking,
+    DocumentBlock,
+    EnabledThinking,
+    ImageAddress,
+    ImageBlock,
+    MessagesTool,
+    NamedChoice,
+    NoChoice,
+    ShownBlock,
+    SystemMessage,
+    TextBlock,
+    TextSource,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    UserMessage,
+    decode_messages,
+    is_hosted,
+)
+from gateway.apis.schema.openai_bodies import (
+    AnswerSchema,
+    CalledFunction,
+    ChatRequest,
+    ChosenFunction,
+    ChosenTool,
+    FilePart,
+    Function,
+    ImagePart,
+    ImageUrl,
+    Message,
+    Part,
+    ResponseFormat,
+    TextPart,
+    Tool,
+    ToolCall,
+)
 from gateway.apis.tool_names import short_name
 
 ATTRIBUTION = "x-anthropic-billing-header:"
-"""How coding agents begin a system block that is meant for Anthropic's accounts. It differs from request to request:
-at the head of a prompt it would keep a local model from ever using what it has already read."""
+"""The beginning of a system block that coding agents send for Anthropic's accounts. It differs in each request: at the
+head of a prompt it would prevent all prefix reuse of local models."""
 
 MAX_USER_CHARS = 64
-"""OpenAI takes no longer `user`; a longer `user_id` stays out of the inner body."""
+"""OpenAI's longest `user`; a longer `user_id` is left out of the chat request."""
 
 FAILED = "Error: "
-"""Stands before the result of a tool call that failed: the inner dialect has no other word for it."""
+"""Precedes the result of a failed tool call: a chat has no field for failure."""
 
 SCHEMA_NAME = "answer"
-"""The inner dialect gives every schema a name, Anthropic none."""
+"""The name of every schema: a chat needs one, and Anthropic's API has none."""
+
+Block = TypeVar("Block", bound=AnyBlock)
 
 
 def parse(raw: bytes, *, counting: bool = False, leaves_out: bool = False) -> InferenceRequest:
-    """The typed request in `raw`; raises RequestError (400) naming the field and what to write instead.
+    """The typed request in `raw`; raises RequestError (400) that names the parameter and what to write instead.
 
-    With `counting` it is a request to count the tokens of, which needs no `max_tokens`. With `leaves_out` tools that
-    run at Anthropic are left out of it instead of refused.
+    `counting`: only its tokens are counted, which needs no `max_tokens`. `leaves_out`: tools that run at Anthropic are
+    left out instead of refused.
     """
-    origin = parse_json(raw)
-    if leaves_out and isinstance(origin.get("tools"), list):
-        origin["tools"] = [tool for tool in origin["tools"] if not messages_fields.is_hosted(tool)]
-    messages_fields.check(origin, counting=counting)
+    given = parse_json(raw)
+    if leaves_out and isinstance(given.get("tools"), list):
+        given["tools"] = [tool for tool in given["tools"] if not is_hosted(tool)]
+    origin = decode_messages(given, counting=counting)
     _check_together(origin)
-    body = decode_chat(to_chat(origin))
-    body.origin, body.from_messages = origin, True
-    return typed(Endpoint.CHAT, body, len(raw))._replace(is_only_bounded=True)
+    return typed(Endpoint.CHAT, to_chat(origin), len(raw))._replace(is_only_bounded=True)
 
 
-def long_names(body: Mapping[str, Any]) -> dict[str, str]:
-    """The tools of a checked body that the inner dialect calls by a shorter name: their own, by that."""
-    names = [tool["name"] for tool in body.get("tools") or ()]
-    return {short: name for name in names if (short := short_name(name)) != name}
+def long_names(body: CountedRequest) -> dict[str, str]:
+    """The original names of tools, by the shorter names that they have in the chat request."""
+    return {short: tool.name for tool in body.tools or () if (short := short_name(tool.name)) != tool.name}
 
 
-def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The inner body of a checked one; raises RequestError where calls and results do not belong together."""
-    turns = _turns(body["messages"])
-    messages = [*_system(body.get("system")), *_messages(turns)]
-    chat: dict[str, Any] = {"model": body["model"], "messages": messages}
-    if turns[-1].role == "assistant":
-        chat["continue_final_message"] = True
-    renamed = {
-        "max_tokens": "max_tokens", "stop_sequences": "stop", "stream": "stream", "temperature": "temperature",
-        "top_k": "top_k", "top_p": "top_p",
-    }  # fmt: skip
-    chat |= {inner: body[name] for name, inner in renamed.items() if body.get(name) not in (None, [])}
-    chat |= _tools(body)
-    chat |= _output(body)
-    user = (body.get("metadata") or {}).get("user_id")
+def to_chat(body: CountedRequest) -> ChatRequest:
+    """The chat request of a decoded body; raises RequestError where calls and results do not belong together."""
+    turns = _turns(body.messages)
+    chat = ChatRequest(
+        model=body.model,
+        messages=[*_system(body.system), *_messages(turns)],
+        max_tokens=body.max_tokens,
+        stop=body.stop_sequences or None,
+        stream=body.stream,
+        temperature=body.temperature,
+        top_k=body.top_k,
+        top_p=body.top_p,
+        continue_final_message=True if turns[-1].role == "assistant" else None,
+        origin=body,
+        from_messages=True,
+    )
+    _set_tools(chat, body)
+    _set_output(chat, body)
+    user = body.metadata.user_id if body.metadata is not None else None
     if user and len(user) <= MAX_USER_CHARS:
-        chat["user"] = user
-    if body.get("service_tier") is not None:
-        chat["service_tier"] = "auto" if body["service_tier"] == "auto" else "default"
+        chat.user = user
+    if body.service_tier is not None:
+        chat.service_tier = "auto" if body.service_tier == "auto" else "default"
     return chat
 
 
-def _check_together(body: Mapping[str, Any]) -> None:
+def _check_together(body: CountedRequest) -> None:
     """Rules between fields."""
-    names = [tool["name"] for tool in body.get("tools") or ()]
-    seen: set[str] = set()
-    for index, name in enumerate(names):
-        if name in seen:
-            f.refuse(f"tools[{index}].name", f"two tools are named {name!r}")
-        seen.add(name)
-    for index, tool in enumerate(body.get("tools") or ()):
-        if "direct" not in (tool.get("allowed_callers") or ("direct",)):
-            f.refuse(f"tools[{index}].allowed_callers", "a tool must be one that the model may call: `direct`")
-    choice = body.get("tool_choice") or {}
-    if choice.get("type") in ("any", "tool") and not names:
-        f.refuse("tool_choice", "`tool_choice` needs `tools`")
-    if choice.get("type") == "tool" and choice["name"] not in seen:
-        f.refuse("tool_choice.name", f"there is no tool {choice['name'][:64]!r} in `tools`")
-    thinking = body.get("thinking") or {}
-    limit = body.get("max_tokens")
-    if thinking.get("type") == "enabled" and limit is not None and thinking["budget_tokens"] >= limit:
-        f.refuse("thinking.budget_tokens", "`thinking.budget_tokens` must be less than `max_tokens`")
-    config = body.get("output_config") or {}
-    if config.get("format") and body.get("output_format"):
-        f.refuse("output_format", "`output_format` is the old name of `output_config.format`; send one of them")
+    names: set[str] = set()
+    for index, tool in enumerate(body.tools or ()):
+        if tool.name in names:
+            refuse(f"tools[{index}].name", f"two tools are named {tool.name!r}")
+        names.add(tool.name)
+        if "direct" not in (tool.allowed_callers or ("direct",)):
+            refuse(f"tools[{index}].allowed_callers", "a tool must be one that the model may call: `direct`")
+    choice = body.tool_choice
+    if isinstance(choice, AnyChoice | NamedChoice) and not names:
+        refuse("tool_choice", "`tool_choice` needs `tools`")
+    if isinstance(choice, NamedChoice) and choice.name not in names:
+        refuse("tool_choice.name", f"there is no tool {choice.name[:64]!r} in `tools`")
+    thinking, limit = body.thinking, body.max_tokens
+    if isinstance(thinking, EnabledThinking) and limit is not None and thinking.budget_tokens >= limit:
+        refuse("thinking.budget_tokens", "`thinking.budget_tokens` must be less than `max_tokens`")
+    if body.output_config is not None and body.output_config.format is not None and body.output_format is not None:
+        refuse("output_format", "`output_format` is the old name of `output_config.format`; send one of them")
 
 
 # --- the conversation -------------------------------------------------------------------------------------------------
 @dataclass(slots=True)
 class _Turn:
-    """What one side says at once: neighbors of one role are one turn, as Anthropic reads them."""
+    """Neighboring messages of one role, which Anthropic reads as one turn."""
 
     role: str
-    blocks: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
+    blocks: list[tuple[str, AnyBlock]] = field(default_factory=list)
     """Each with its path in the body."""
 
-    def of(self, *kinds: str) -> list[tuple[str, Mapping[str, Any]]]:
-        """The blocks of these types."""
-        return [(path, block) for path, block in self.blocks if block["type"] in kinds]
+    def of(self, kind: type[Block]) -> list[tuple[str, Block]]:
+        """The blocks of this type."""
+        return [(path, block) for path, block in self.blocks if isinstance(block, kind)]
 
 
-def _turns(messages: Sequence[Mapping[str, Any]]) -> list[_Turn]:
+_ROLES = {UserMessage: "user", AssistantMessage: "assistant", SystemMessage: "system"}
+
+
+def _turns(messages: Sequence[UserMessage | AssistantMessage | SystemMessage]) -> list[_Turn]:
     turns: list[_Turn] = []
     for index, message in enumerate(messages):
-        role, content = message["role"], message["content"]
+        role, content = _ROLES[type(message)], message.content
         if not turns or turns[-1].role != role:
             turns.append(_Turn(role))
         at = f"messages[{index}].content"
         if isinstance(content, str):
-            turns[-1].blocks.append((at, {"type": "text", "text": content}))
+            turns[-1].blocks.append((at, TextBlock(text=content)))
         else:
             turns[-1].blocks += [(f"{at}[{place}]", block) for place, block in enumerate(content)]
     return turns
 
 
-def _messages(turns: Sequence[_Turn]) -> Iterator[dict[str, Any]]:
-    """The turns as inner messages. `asked` are the calls, id to name, that the next turn must answer."""
-    asked: dict[str, str] = {}
+def _messages(turns: Sequence[_Turn]) -> Iterator[Message]:
+    """The turns as chat messages. `calls` are those that the next turn must answer: id to name."""
+    calls: dict[str, str] = {}
     for turn in turns:
         if turn.role == "user":
-            yield from _user(turn, asked)
-            asked = {}
+            yield from _user(turn, calls)
+            calls = {}
             continue
-        _all_answered(asked)
+        _check_all_answered(calls)
         if turn.role == "assistant":
-            asked = _calls(turn)
+            calls = _calls(turn)
             yield _assistant(turn)
         else:
-            yield {"role": "system", "content": _joined(block for _, block in turn.blocks)}
-    _all_answered(asked)
+            yield Message(role="system", content=_joined(turn))
+    _check_all_answered(calls)
 
 
-def _all_answered(asked: Mapping[str, str]) -> None:
-    if asked:
-        missing = ", ".join(list(asked)[:5])
-        f.refuse(
-            "messages", f"every `tool_use` needs its `tool_result` in the next user message; without one: {missing}"
-        )
+def _check_all_answered(calls: Iterable[str]) -> None:
+    if missing := ", ".join(list(calls)[:5]):
+        refuse("messages", f"every `tool_use` needs its `tool_result` in the next user message; without one: {missing}")
 
 
 def _calls(turn: _Turn) -> dict[str, str]:
-    asked: dict[str, str] = {}
-    for path, block in turn.of("tool_use"):
-        if block["id"] in asked:
-            f.refuse(f"{path}.id", f"two calls of one turn have the id {block['id'][:64]!r}")
-        asked[block["id"]] = short_name(block["name"])
-    return asked
+    calls: dict[str, str] = {}
+    for path, block in turn.of(ToolUseBlock):
+        if block.id in calls:
+            refuse(f"{path}.id", f"two calls of one turn have the id {block.id[:64]!r}")
+        calls[block.id] = short_name(block.name)
+    return calls
 
 
-def _assistant(turn: _Turn) -> dict[str, Any]:
-    texts = turn.of("text")
-    calls = [_call(block) for _, block in turn.of("tool_use")]
-    message: dict[str, Any] = {"role": "assistant", "content": _joined(block for _, block in texts)}
-    if calls and not message["content"]:
-        message["content"] = None
-    if thought := "\n".join(block["thinking"] for _, block in turn.of("thinking") if block["thinking"]):
-        message["reasoning_content"] = thought
-    if calls:
-        message["tool_calls"] = calls
-    return message
+def _assistant(turn: _Turn) -> Message:
+    calls = [_call(block) for _, block in turn.of(ToolUseBlock)]
+    text = _joined(turn)
+    thoughts = "\n".join(block.thinking for _, block in turn.of(ThinkingBlock) if block.thinking)
+    return Message(
+        role="assistant",
+        content=None if calls and not text else text,
+        reasoning_content=thoughts or None,
+        tool_calls=calls or None,
+    )
 
 
-def _call(block: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": short_name(block["name"]), "arguments": orjson.dumps(block["input"]).decode()}
-    return {"id": block["id"], "type": "function", "function": function}
+def _call(block: ToolUseBlock) -> ToolCall:
+    function = CalledFunction(name=short_name(block.name), arguments=orjson.dumps(block.input).decode())
+    return ToolCall(id=block.id, type="function", function=function)
 
 
-def _user(turn: _Turn, asked: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """The results in the order of their calls, then what else the user says.
+def _user(turn: _Turn, calls: dict[str, str]) -> Iterator[Message]:
+    """The results in the order of their calls, then the other content.
 
-    Pictures in results stand in the user's own words, because tool messages hold text alone. Raises RequestError for a
-    result without a call.
+    Images in results become parts of the user message: tool messages hold text only. Raises RequestError for a result
+    without a call.
     """
-    results: dict[str, Mapping[str, Any]] = {}
-    for path, block in turn.of("tool_result"):
-        id = block["tool_use_id"]
-        if id not in asked or id in results:
-            said = "has a result already" if id in results else "is no call of the assistant's turn before"
-            f.refuse(f"{path}.tool_use_id", f"`{path}.tool_use_id` {id[:64]!r} {said}")
+    results: dict[str, ToolResultBlock] = {}
+    for path, block in turn.of(ToolResultBlock):
+        id = block.tool_use_id
+        if id not in calls or id in results:
+            problem = "has a result already" if id in results else "is no call of the assistant's turn before"
+            refuse(f"{path}.tool_use_id", f"`{path}.tool_use_id` {id[:64]!r} {problem}")
         results[id] = block
-    _all_answered({id: name for id, name in asked.items() if id not in results})
-    parts: list[dict[str, Any]] = []
-    for id, name in asked.items():
-        shown = results[id].get("content") or ""
-        blocks = [{"type": "text", "text": shown}] if isinstance(shown, str) else shown
-        text = _joined(block for block in blocks if block["type"] == "text")
-        failed = FAILED if results[id].get("is_error") else ""
-        yield {"role": "tool", "tool_call_id": id, "content": failed + text}
-        if pictures := [block for block in blocks if block["type"] != "text"]:
-            parts.append({"type": "text", "text": f"From the result of {name}:"})
-            parts += [_part(block) for block in pictures]
-    parts += [_part(block) for _, block in turn.of("text", "image", "document")]
-    if len(parts) == 1 and parts[0]["type"] == "text":
-        yield {"role": "user", "content": parts[0]["text"]}
+    _check_all_answered(id for id in calls if id not in results)
+    parts: list[Part] = []
+    for id, name in calls.items():
+        result = results[id]
+        text = "\n".join(block.text for block in result.blocks if isinstance(block, TextBlock))
+        yield Message(role="tool", tool_call_id=id, content=(FAILED if result.is_error else "") + text)
+        if others := [_part(block) for block in result.blocks if not isinstance(block, TextBlock)]:
+            parts += [TextPart(text=f"From the result of {name}:"), *others]
+    parts += [_part(block) for _, block in turn.blocks if isinstance(block, TextBlock | ImageBlock | DocumentBlock)]
+    if len(parts) == 1 and isinstance(parts[0], TextPart):
+        yield Message(role="user", content=parts[0].text)
     elif parts:
-        yield {"role": "user", "content": parts}
+        yield Message(role="user", content=parts)
 
 
-def _part(block: Mapping[str, Any]) -> dict[str, Any]:
-    if block["type"] == "text":
-        return {"type": "text", "text": block["text"]}
-    source = block["source"]
-    if source["type"] == "text":
-        heads = [block[name] for name in ("title", "context") if block.get(name)]
-        return {"type": "text", "text": "\n".join([*heads, source["data"]])}
-    is_address = source["type"] == "url"
-    url = source["url"] if is_address else f"data:{source['media_type']};base64,{source['data']}"
-    if block["type"] == "image":
-        return {"type": "image_url", "image_url": {"url": url}}
-    return {"type": "file", "file": {"filename": block.get("title") or "document.pdf", "file_data": url}}
+def _part(block: ShownBlock) -> Part:
+    if isinstance(block, TextBlock):
+        return TextPart(text=block.text)
+    if isinstance(block, ImageBlock):
+        image = block.source
+        url = image.url if isinstance(image, ImageAddress) else f"data:{image.media_type};base64,{image.data}"
+        return ImagePart(image_url=ImageUrl(url=url))
+    source = block.source
+    if isinstance(source, TextSource):
+        heads = [text for text in (block.title, block.context) if text]
+        return TextPart(text="\n".join([*heads, source.data]))
+    data = f"data:{source.media_type};base64,{source.data}"
+    return FilePart(file={"filename": block.title or "document.pdf", "file_data": data})
 
 
-def _joined(blocks: Iterable[Mapping[str, Any]]) -> str:
-    """The texts as one, a line for each."""
-    return "\n".join(block["text"] for block in blocks)
+def _joined(turn: _Turn) -> str:
+    """The texts of a turn as one, a line for each."""
+    return "\n".join(block.text for _, block in turn.of(TextBlock))
 
 
-def _system(system: Any) -> list[dict[str, Any]]:
-    texts = [system] if isinstance(system, str) else [block["text"] for block in system or ()]
+def _system(system: str | list[TextBlock] | None) -> list[Message]:
+    texts = [system] if isinstance(system, str) else [block.text for block in system or ()]
     kept = [text for text in texts if text and not text.startswith(ATTRIBUTION)]
-    return [{"role": "system", "content": "\n\n".join(kept)}] if kept else []
+    return [Message(role="system", content="\n\n".join(kept))] if kept else []
 
 
 # --- tools and output -------------------------------------------------------------------------------------------------
-def _tools(body: Mapping[str, Any]) -> dict[str, Any]:
-    chat: dict[str, Any] = {}
-    if tools := body.get("tools"):
-        chat["tools"] = [{"type": "function", "function": _function(tool)} for tool in tools]
-    if tools and (choice := body.get("tool_choice")):
-        words = {"auto": "auto", "any": "required", "none": "none"}
-        named = {"type": "function", "function": {"name": short_name(choice.get("name", ""))}}
-        chat["tool_choice"] = words.get(choice["type"], named)
-        if choice.get("disable_parallel_tool_use"):
-            chat["parallel_tool_calls"] = False
-    return chat
+def _set_tools(chat: ChatRequest, body: CountedRequest) -> None:
+    if not body.tools:
+        return
+    chat.tools = [Tool(type="function", function=_function(tool)) for tool in body.tools]
+    choice = body.tool_choice
+    match choice:
+        case AutoChoice():
+            chat.tool_choice = "auto"
+        case AnyChoice():
+            chat.tool_choice = "required"
+        case NoChoice():
+            chat.tool_choice = "none"
+        case NamedChoice():
+            chat.tool_choice = ChosenTool(type="function", function=ChosenFunction(name=short_name(choice.name)))
+    if isinstance(choice, AutoChoice | AnyChoice | NamedChoice) and choice.disable_parallel_tool_use:
+        chat.parallel_tool_calls = False
 
 
-def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": short_name(tool["name"])}
-    if tool.get("description"):
-        function["description"] = tool["description"]
-    function["parameters"] = {"type": "object", **tool["input_schema"]}
-    if tool.get("strict"):
-        function["strict"] = True
-    return function
+def _function(tool: MessagesTool) -> Function:
+    return Function(
+        name=short_name(tool.name),
+        description=tool.description or None,
+        parameters={"type": "object", **tool.input_schema},
+        strict=tool.strict or None,
+    )
 
 
-def _output(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer's shape and how much the model should think.
+def _set_output(chat: ChatRequest, body: CountedRequest) -> None:
+    """Sets the shape of the answer and the reasoning effort.
 
-    Whether to think is a switch of local models' templates alone; clouds reason as they do without being told.
+    Only templates of local models have a switch for reasoning; clouds reason by default.
     """
-    chat: dict[str, Any] = {}
-    config = body.get("output_config") or {}
-    if shape := config.get("format") or body.get("output_format"):
-        named = {"name": SCHEMA_NAME, "schema": shape["schema"], "strict": True}
-        chat["response_format"] = {"type": "json_schema", "json_schema": named}
-    thinking = (body.get("thinking") or {}).get("type")
-    if config.get("effort") and thinking != "disabled":
-        chat["reasoning_effort"] = config["effort"]
-    elif thinking is not None:
-        thinks = thinking != "disabled"
-        chat["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}
-    return chat
+    if (shape := body.shape) is not None:
+        schema = AnswerSchema(name=SCHEMA_NAME, schema=shape.schema, strict=True)
+        chat.response_format = ResponseFormat(type="json_schema", json_schema=schema)
+    effort = body.output_config.effort if body.output_config is not None else None
+    reasons = not isinstance(body.thinking, DisabledThinking)
+    if effort is not None and reasons:
+        chat.reasoning_effort = effort
+    elif body.thinking is not None:
+        chat.chat_template_kwargs = {"enable_thinking": reasons, "thinking": reasons}

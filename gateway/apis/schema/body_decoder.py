@@ -11,8 +11,8 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
 import orjson
@@ -51,6 +51,9 @@ class Body(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fiel
     has_extra: bool = msgspec.field(default=False, name="$has_extra")
 
 
+Text = Annotated[str, msgspec.Meta(min_length=1)]
+Object = dict[str, Any]
+
 B = TypeVar("B", bound=Body)
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -68,6 +71,11 @@ def must(text: str) -> dict[str, Any]:
 def refuse(param: str, message: str, code: Code = Code.INVALID_REQUEST) -> NoReturn:
     """Raises the RequestError for `param`."""
     raise RequestError(code, message, param=param)
+
+
+def refused_types(why: Callable[[str], str | None]) -> dict[str, Any]:
+    """Metadata of a union of tagged types: the reason why a type that exists elsewhere is refused."""
+    return {"refused": why}
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:
@@ -197,12 +205,14 @@ def refuse_unknown(name: str, type_: type[msgspec.Struct], prefix: str, path: st
 def _explain(message: str, given: Mapping[str, Any], type_: type[msgspec.Struct], path: str) -> NoReturn:
     """Raises the RequestError for a ValidationError with this message."""
     at = _AT.search(message)
+    message = message if at is None else message[: at.start()]
     value: Any = given
     node: types.Type = _type_info(type_)
     param = ""
     for step in _STEP.finditer(at[2]) if at is not None else ():
         name, index = step[1], step[2]
         if name is not None:
+            _check_refused(node, value, name, param)
             node = _tags_of(node, name) or _field_of(_fitting(node, value), name)
             value = value.get(name)
             param = f"{param}.{name}" if param else name
@@ -222,6 +232,16 @@ def _explain(message: str, given: Mapping[str, Any], type_: type[msgspec.Struct]
         owner, _, name = param.rpartition(".")
         _refuse_missing(owner, name)
     refuse(param, f"`{param}` {_problem(node, value)}")
+
+
+def _check_refused(node: types.Type, value: Any, name: str, owner: str) -> None:
+    """Raises the RequestError for an object whose type is refused with a reason."""
+    why: Callable[[str], str | None] | None = _metadata(node).get("refused")
+    if why is None or _tags_of(node, name) is None or not isinstance(kind := value.get(name), str):
+        return
+    if (reason := why(kind)) is not None:
+        message = f"`{owner}` of type {kind[:60]} is not accepted: {reason}"
+        refuse(f"{owner}.{name}", message, Code.UNSUPPORTED_PARAMETER)
 
 
 def _refuse_missing(owner: str, name: str) -> NoReturn:

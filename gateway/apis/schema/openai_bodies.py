@@ -5,7 +5,7 @@ The chat request is also the request inside the gateway: the other public APIs a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -14,6 +14,8 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from gateway.apis.schema.body_decoder import (
     Body,
     Extensible,
+    Object,
+    Text,
     decode,
     expected,
     is_set,
@@ -23,15 +25,14 @@ from gateway.apis.schema.body_decoder import (
     must,
     refuse,
 )
-from headgate.shared.parameters import BY_NAME, PARAMETERS, Parameter
-from inference.protocol import Code
+from gateway.apis.schema.messages_body import CountedRequest
+from gateway.apis.schema.parameter_types import CHECKED, check_parameters, with_parameters
+from headgate.shared.parameters import PARAMETERS
 
 MAX_MODEL_CHARS = 256
 MAX_URL_CHARS = 2048
 MAX_TOOLS = 1024
 
-Text = Annotated[str, Meta(min_length=1)]
-Object = dict[str, Any]
 ModelName = Annotated[str, Meta(min_length=1, max_length=MAX_MODEL_CHARS)]
 StopStrings = Annotated[
     Text | Annotated[list[Text], Meta(max_length=16)], Meta(extra=expected("a string or an array of strings"))
@@ -207,35 +208,6 @@ ToolChoice = Annotated[
 ]
 
 
-# --- generation parameters --------------------------------------------------------------------------------------------
-def parameter_type(row: Parameter) -> Any:
-    """The type of a generation parameter."""
-    kind: Any = {"boolean": bool, "strings": list[Any], "integer": int, "number": float}[row.kind]
-    bounds: dict[str, Any] = {}
-    if row.kind in ("integer", "number"):
-        low = min(row.low, -1) if row.minus_one else row.low
-        bounds = {name: kind(bound) for name, bound in (("ge", low), ("le", row.high)) if abs(bound) != float("inf")}
-    schema = {name: value for name, value in row.schema().items() if name not in ("type", "minimum", "maximum")}
-    return Annotated[kind, Meta(**bounds, extra_json_schema=schema, extra={"parameter": row})] | None
-
-
-def with_parameters(name: str, base: type[Body], rows: Iterable[Parameter]) -> Any:
-    """A subclass of `base` that has these generation parameters as fields."""
-    fields = [(row.name, parameter_type(row), None) for row in rows]
-    return msgspec.defstruct(name, fields, bases=(base,), kw_only=True)
-
-
-def check_parameters(given: Mapping[str, Any], names: tuple[str, ...]) -> None:
-    """Checks what types do not say: bounds with a gap, sizes in bytes, the only value of a boolean."""
-    for name in names:
-        value = given.get(name)
-        if value is not None and (problem := BY_NAME[name].problem(value)) is not None:
-            is_refused = BY_NAME[name].only is not None
-            refuse(name, f"`{name}` {problem}", Code.UNSUPPORTED_PARAMETER if is_refused else Code.INVALID_REQUEST)
-
-
-CHECKED = tuple(row.name for row in PARAMETERS if row.minus_one or row.kind == "strings" or row.only is not None)
-"""Parameters for `check_parameters`."""
 _IN_CHATS_ONLY = ("max_completion_tokens", "enable_thinking")
 
 
@@ -327,7 +299,7 @@ class ChatRequest(ChatParameterFields, kw_only=True):
     chat_template_kwargs: Object | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-    origin: Any = None
+    origin: CountedRequest | None = None
     """The Messages request that this one was translated from. An Anthropic tier is sent it instead."""
     from_messages: bool = False
     """Fields have the meaning of the Messages API, also after the origin no longer holds."""

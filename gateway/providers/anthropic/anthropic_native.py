@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gateway.apis.messages.messages_answer import UNSIGNED
+from gateway.apis.schema.body_decoder import as_json
+from gateway.apis.schema.messages_body import CountedRequest
 from gateway.providers.anthropic.anthropic_models import effort_for, takes_later_system, thinking_for
 from gateway.providers.anthropic.anthropic_request import ToolIds, sampling
 
@@ -19,8 +21,12 @@ _NOT_SENT = ("defer_loading",)
 """Needs a tool that searches tools, which the gateway takes from nobody."""
 
 
-def to_native(origin: Mapping[str, Any], model: str) -> dict[str, Any]:
-    """The streaming request for `model` of a checked Messages body."""
+def to_native(request: CountedRequest, model: str) -> dict[str, Any]:
+    """The streaming request to Anthropic for `model`."""
+    return _native(as_json(request), model)
+
+
+def _native(origin: dict[str, Any], model: str) -> dict[str, Any]:
     messages = _messages(origin["messages"])
     if not takes_later_system(model):
         messages = _without_system(messages)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gateway.apis.image_policy import IMAGE_TYPES
+from gateway.apis.schema.messages_body import IMAGE_TYPES
 from gateway.apis.schema.openai_bodies import (
     AudioPart,
     ChatRequest,
