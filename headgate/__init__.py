@@ -1,3 +1,3 @@
-"""Headgate's command line and the few things both services share; decides nothing about requests or GPUs."""
+"""The command line, the set-up, and the code that the gateway and the inference service share."""
 
 __version__ = "0.1.0"

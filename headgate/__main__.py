@@ -1,4 +1,4 @@
-"""`python -m headgate` is the `headgate` console script."""
+"""`python -m headgate` runs the `headgate` command."""
 
 import sys
 

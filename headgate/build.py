@@ -1,6 +1,6 @@
-"""Which CMake arguments llama.cpp is compiled with on a CPU, and what to try next where a build does not compute.
+"""The CMake arguments for llama.cpp on a CPU, and the alternatives when a build does not work.
 
-Pure functions of the standard library: `headgate/bootstrap.py` uses them before anything is installed.
+Pure functions that need only the standard library: `headgate/bootstrap.py` uses them before packages are installed.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 KEEP_STORES = "-fno-tree-dse -fno-dse"
-"""Flags with which GCC keeps stores whose reader it does not know; both are needed."""
+"""GCC flags that disable the removal of dead stores; both are needed."""
 GCC_WITH_RIGHT_AMX = (13,)
-"""GCC 12.2 takes `_tile_loadconfig` for a read of 8 bytes of the 64 and drops the stores of the others, so that
-`ldtilecfg` faults in every product with AMX."""
+"""GCC 12.2 treats `_tile_loadconfig` as a read of 8 of its 64 bytes and removes the other stores, so that `ldtilecfg`
+faults in every matrix product with AMX.
+"""
 
 _AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 _AMX = ("amx_tile", "amx_int8", "amx_bf16")
@@ -31,7 +32,7 @@ _X86_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "GGML_AVX512_VNNI": ("avx512_vnni",),
     "GGML_AVX512_BF16": ("avx512_bf16",),
 }
-"""llama.cpp's options for x86 (`ggml/CMakeLists.txt`), each with what a CPU must have for it, as Linux names it."""
+"""llama.cpp's options for x86 (`ggml/CMakeLists.txt`) with the CPU features they need, as Linux names them."""
 _ARM_FEATURES = ("fphp", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2", "sme")
 _SHOWN = (*dict.fromkeys(name for names in _X86_OPTIONS.values() for name in names), *_AMX, *_ARM_FEATURES)
 _APPLE = {"FEAT_DotProd": "asimddp", "FEAT_I8MM": "i8mm", "FEAT_BF16": "bf16", "FEAT_SME": "sme", "FEAT_FP16": "fphp"}
@@ -44,7 +45,7 @@ _ON = ("ON", "1", "TRUE", "YES")
 
 @dataclass(frozen=True)
 class Cpu:
-    """A CPU as far as compiled code depends on it. `features` are those that matter here, in a fixed order."""
+    """A CPU. `features` are those that matter to compiled code, in a fixed order."""
 
     model: str
     machine: str
@@ -60,7 +61,7 @@ class Cpu:
 
     @property
     def has_amx(self) -> bool:
-        """Whether it multiplies matrices in tiles (Sapphire Rapids and later)."""
+        """Whether it has AMX, the matrix instructions of Sapphire Rapids and later."""
         return "amx_int8" in self.features
 
     def has(self, names: Sequence[str]) -> bool:
@@ -98,7 +99,7 @@ def _relevant(flags: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C++ compiler: `name` is gcc, clang or empty where it is another one."""
+    """A C++ compiler. `name` is gcc, clang, or empty for others."""
 
     name: str = ""
     version: tuple[int, ...] = ()
@@ -108,12 +109,12 @@ class Compiler:
 
     @property
     def breaks_amx(self) -> bool:
-        """Whether it is known to compile AMX so that it crashes."""
+        """Whether its AMX code is known to crash."""
         return self.name == "gcc" and self.version < GCC_WITH_RIGHT_AMX
 
 
 def compiler_of_macros(text: str) -> Compiler:
-    """The compiler that predefines these macros: the output of `c++ -dM -E -x c++ /dev/null`."""
+    """The compiler with these predefined macros (the output of `c++ -dM -E -x c++ /dev/null`)."""
     macros = dict(re.findall(r"^#define (__\w+__) (\d+)$", text, re.MULTILINE))
     for name, prefix, parts in (
         ("clang", "__clang_", ("major__", "minor__", "patchlevel__")),
@@ -126,49 +127,49 @@ def compiler_of_macros(text: str) -> Compiler:
 
 @dataclass(frozen=True)
 class Rung:
-    """One way to compile: CMake arguments (the user's first) for CMAKE_ARGS, and why they are used."""
+    """One way to compile: the value of CMAKE_ARGS (the user's arguments first) and the reason for it."""
 
     arguments: str
     reason: str
 
 
 def ladder(cpu: Cpu, compiler: Compiler, arguments: str = "", cxx_flags: str = "") -> tuple[Rung, ...]:
-    """The ways to compile llama.cpp, the fastest first; each later one leaves out something that may not compute.
+    """The ways to compile llama.cpp, the fastest first. Each later one omits instructions that may not work.
 
-    `arguments` are the user's CMAKE_ARGS and `cxx_flags` their CXXFLAGS; both are kept. Where the user chooses the
-    instruction sets, no other ones are tried. Raises ValueError for arguments whose quotes do not match.
+    `arguments` are the user's CMAKE_ARGS and `cxx_flags` their CXXFLAGS; both are kept. When the user chooses the
+    instruction sets, no others are tried. Raises ValueError for unbalanced quotes.
     """
     words = _words(arguments)
     uses_amx = _uses_amx(words, cpu)
     safe_amx = _with_flags(words, cxx_flags)
     if uses_amx and compiler.breaks_amx:
-        rungs = [Rung(safe_amx, f"{compiler} breaks AMX by dropping stores; {KEEP_STORES} keep them")]
+        rungs = [Rung(safe_amx, f"{compiler} miscompiles AMX; {KEEP_STORES} prevent that")]
     else:
-        rungs = [Rung(arguments, "llama.cpp is compiled for this CPU")]
+        rungs = [Rung(arguments, "compiling llama.cpp for this CPU")]
         if uses_amx and compiler.name == "gcc":
-            rungs.append(Rung(safe_amx, f"{compiler} may break AMX by dropping stores; {KEEP_STORES} keep them"))
+            rungs.append(Rung(safe_amx, f"{compiler} may miscompile AMX; {KEEP_STORES} prevent that"))
     if chooses_instructions(arguments):
         return tuple(rungs)
     if cpu.is_x86:
         has = {option for option, needs in _X86_OPTIONS.items() if cpu.has(needs)}
         if cpu.has_amx:
-            rungs.append(Rung(_added(arguments, _x86(has)), "AMX is left out"))
+            rungs.append(Rung(_added(arguments, _x86(has)), "compiling without AMX"))
         if cpu.has(_AVX512):
             narrow = {option for option in has if not option.startswith("GGML_AVX512")}
-            rungs.append(Rung(_added(arguments, _x86(narrow)), "AMX and AVX-512 are left out"))
-        rungs.append(Rung(_added(arguments, _x86(set())), "only instructions that every x86-64 CPU has are used"))
+            rungs.append(Rung(_added(arguments, _x86(narrow)), "compiling without AMX and AVX-512"))
+        rungs.append(Rung(_added(arguments, _x86(set())), "compiling with the instructions of every x86-64 CPU only"))
     else:
-        rungs.append(Rung(_added(arguments, "-DGGML_NATIVE=OFF"), "nothing is compiled for this CPU in particular"))
+        rungs.append(Rung(_added(arguments, "-DGGML_NATIVE=OFF"), "compiling without optimizations for this CPU"))
     return tuple(rungs)
 
 
 def chooses_instructions(arguments: str) -> bool:
-    """Whether these CMake arguments name the instruction sets to compile for."""
+    """Whether the CMake arguments choose the instruction sets."""
     return any(_CHOICE.match(word) for word in _words(arguments))
 
 
 def _words(arguments: str) -> list[str]:
-    """The arguments as CMake gets them, `-D NAME=VALUE` joined to one word."""
+    """The arguments as a list, with `-D NAME=VALUE` joined to one word."""
     words: list[str] = []
     for word in shlex.split(arguments):
         if words and words[-1] == "-D":
@@ -179,7 +180,7 @@ def _words(arguments: str) -> list[str]:
 
 
 def _uses_amx(words: Sequence[str], cpu: Cpu) -> bool:
-    """Whether a build with these arguments holds code for AMX."""
+    """Whether a build with these arguments contains AMX code."""
     values: dict[str, bool] = {}
     for word in words:
         if found := re.match(r"-D(GGML_\w+)(?::\w+)?=(.*)", word):
@@ -190,7 +191,7 @@ def _uses_amx(words: Sequence[str], cpu: Cpu) -> bool:
 
 
 def _with_flags(words: Sequence[str], cxx_flags: str) -> str:
-    """The arguments with KEEP_STORES added to the C++ flags in them, or to CXXFLAGS, which CMake would drop."""
+    """The arguments with KEEP_STORES added to their C++ flags, or else to CXXFLAGS, which CMake would ignore."""
     flags = cxx_flags
     kept = []
     for word in words:
@@ -202,7 +203,7 @@ def _with_flags(words: Sequence[str], cxx_flags: str) -> str:
 
 
 def _x86(options: set[str]) -> str:
-    """Arguments that switch exactly these options on."""
+    """Arguments that enable exactly these options."""
     return " ".join(["-DGGML_NATIVE=OFF", *(f"-D{name}={'ON' if name in options else 'OFF'}" for name in _X86_OPTIONS)])
 
 

@@ -1,6 +1,6 @@
-"""Reads what a compiled llama.cpp depends on: the CPU, the C++ compiler, the installed libraries and their place.
+"""Reads what a build of llama.cpp depends on: the CPU, the C++ compiler, and the installed libraries.
 
-Standard library only: `headgate/bootstrap.py` uses it before anything is installed.
+Needs only the standard library: `headgate/bootstrap.py` uses it before packages are installed.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from headgate.build import Compiler, Cpu, compiler_of_macros, cpu_of_cpuinfo, cp
 CPUINFO = Path("/proc/cpuinfo")
 _FIRST_CPU_BYTES = 2**14
 """Enough for the first CPU in /proc/cpuinfo: the kernel takes milliseconds to describe hundreds of them."""
-_ASK_SECONDS = 20.0
+_QUERY_SECONDS = 20.0
 _LIBRARY = re.compile(r"\.(so|dylib|dll)(\.|$)")
 
 
 def this_cpu(cpuinfo: Path = CPUINFO) -> Cpu:
-    """The CPU of this machine; one without a model and features where the system does not tell."""
+    """The CPU of this machine; without model and features when the system does not report them."""
     machine = platform.machine()
     if sys.platform == "darwin":
         words = ["sysctl", "machdep.cpu", "hw.optional"]
         try:
-            done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=_ASK_SECONDS)
+            done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=_QUERY_SECONDS)
         except (OSError, subprocess.SubprocessError):
             return Cpu("", machine)
         return cpu_of_sysctl(done.stdout, machine)
@@ -42,17 +42,17 @@ def this_cpu(cpuinfo: Path = CPUINFO) -> Cpu:
 
 
 def compiler_at(path: str) -> Compiler:
-    """The kind and version of the C++ compiler at `path`; an unknown one where it does not tell."""
+    """The C++ compiler at `path`; unknown when it does not report its version."""
     words = [path, "-dM", "-E", "-x", "c++", os.devnull]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=_ASK_SECONDS)
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=_QUERY_SECONDS)
     except (OSError, subprocess.SubprocessError):
         return Compiler()
     return compiler_of_macros(done.stdout)
 
 
 def main() -> int:
-    """Prints the CPU, its features and how many cores this process may use: the first line of tests and benchmarks."""
+    """Prints the CPU, its features and the usable cores: the first line of tests and benchmarks."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     print(f"CPU: {this_cpu()}, {cores} cores", flush=True)
     return 0
@@ -60,7 +60,7 @@ def main() -> int:
 
 @dataclass(frozen=True)
 class Build:
-    """What a proof of a build holds for: the CPU, the libraries (a hash of names, sizes and times) and their place."""
+    """What a check of a build is valid for: CPU, libraries (a hash of names, sizes and times) and their folder."""
 
     cpu: str
     libraries: str
@@ -68,7 +68,7 @@ class Build:
 
     @classmethod
     def at(cls, package: Path, cpu: Cpu | None = None) -> Build:
-        """The build in the folder `package` of `llama_cpp`, on this machine's CPU."""
+        """The build in `package`, the folder of `llama_cpp`, on the CPU of this machine."""
         found = hashlib.sha256()
         for path in sorted(package.rglob("*")):
             if _LIBRARY.search(path.name):
@@ -77,7 +77,7 @@ class Build:
         return cls(str(cpu or this_cpu()), found.hexdigest(), str(package.resolve()))
 
     def differences(self, other: Build) -> list[str]:
-        """What is not the same as in `other`, in words."""
+        """Names of the parts that differ from `other`."""
         names = {"cpu": "the CPU", "libraries": "llama.cpp", "place": "the folder of llama.cpp"}
         return [words for name, words in names.items() if getattr(self, name) != getattr(other, name)]
 

@@ -45,7 +45,7 @@ class Presence:
         self._task = asyncio.current_task()
         self._presences.add(self)
         if self._wire is not None:
-            self._wire.when_left(self._left)
+            self._wire.on_disconnect(self._left)
         else:
             self._listener = asyncio.create_task(self._listen(), name="presence")
         return self
@@ -62,7 +62,7 @@ class Presence:
         self._task = None
         self._presences.discard(self)
         if self._wire is not None:
-            self._wire.when_left(None)
+            self._wire.on_disconnect(None)
         if self._listener is not None:
             self._listener.cancel()
             self._listener = None

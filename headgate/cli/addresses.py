@@ -1,7 +1,7 @@
-"""Finds the two services and the secrets to talk to them; starts nothing and waits for nothing.
+"""Addresses and keys of the two services for the command line.
 
-An address comes from, in this order: variables set in this shell or `.env`, the record that a running `headgate up`
-keeps in the state directory, the configuration file, the default.
+The sources of an address, in this order: variables of the shell or `.env`, the record of a running `headgate up` in
+the state directory, the configuration file, the default.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 INFERENCE_PORT = 8085
 RECORD = "up.json"
 _MOST_BYTES = 2**16
-_MEND = "move what is there away, or set HEADGATE_STATE_DIR to another directory"
+_ADVICE = "move it away, or set HEADGATE_STATE_DIR to another directory"
 LOCK = "up.lock"
-"""Held by the one `headgate up` of a state directory; never replaced, and nobody who only looks touches it."""
+"""The lock of the one `headgate up` of a state directory. Other verbs do not touch it."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a running `headgate up` says of itself. It is alive as long as its writer holds the file's lock."""
+    """The file in which `headgate up` publishes its addresses. It is valid while `up` holds the lock of the file."""
 
     pid: int
     gateway_url: str
@@ -42,9 +42,9 @@ class Record:
 
     @contextlib.contextmanager
     def published(self, state: StateDir) -> Iterator[None]:
-        """Leaves the record in the state directory until the block, or this process, ends.
+        """Keeps the record in the state directory until the block or this process ends.
 
-        Raises AlreadyRunningError while another one's is there: verbs find one system in a state directory.
+        Raises AlreadyRunningError when another `up` uses the state directory.
         """
         with _opened_lock(state.file(LOCK)) as lock:
             try:
@@ -55,9 +55,9 @@ class Record:
             try:
                 write_atomic(path, json.dumps(asdict(self)).encode())
             except OSError as error:
-                raise HeadgateError(f"cannot write {path} ({error.strerror}); {_MEND}") from error
+                raise HeadgateError(f"cannot write {path} ({error.strerror}); {_ADVICE}") from error
             with path.open("rb") as held:
-                fcntl.flock(held, fcntl.LOCK_EX)  # waits for no more than a look of `read`
+                fcntl.flock(held, fcntl.LOCK_EX)  # `read` holds it only for a moment
                 try:
                     yield
                 finally:
@@ -65,7 +65,7 @@ class Record:
 
     @classmethod
     def read(cls, state: StateDir) -> Record | None:
-        """The record of an `up` that runs, or None."""
+        """The record of a running `up`, or None."""
         path = state.file(RECORD)
         try:
             found = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -74,15 +74,15 @@ class Record:
             finally:
                 os.close(found)
         except BlockingIOError:
-            with contextlib.suppress(OSError, ValueError, TypeError):  # gone this moment, or of another version
+            with contextlib.suppress(OSError, ValueError, TypeError):  # just removed, or of another version
                 return cls(**json.loads(read_regular(path, _MOST_BYTES) or b""))
-        except OSError:  # there is none, or something else is in its place
+        except OSError:  # missing, or not a file
             return None
         return None
 
 
 def _opened_lock(path: Path) -> BinaryIO:
-    """The lock file, made where it is missing; raises HeadgateError for what is no file."""
+    """The lock file, created if missing. Raises HeadgateError when it cannot be opened or is not a file."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         try:
@@ -91,32 +91,32 @@ def _opened_lock(path: Path) -> BinaryIO:
             os.close(handle)
             raise
     except OSError as error:
-        raise HeadgateError(f"cannot open {path} ({error.strerror or error}); {_MEND}") from error
+        raise HeadgateError(f"cannot open {path} ({error.strerror or error}); {_ADVICE}") from error
     return os.fdopen(handle, "r+b", buffering=0)
 
 
 def _already_runs(state: StateDir, other: Record | None) -> AlreadyRunningError:
-    """`other` is None while the one that runs has not written its record yet."""
-    who = "" if other is None else f" (pid {other.pid}, {other.gateway_url})"
+    """`other` is None when the running `up` has not written its record yet."""
+    process = "" if other is None else f" (pid {other.pid}, {other.gateway_url})"
     return AlreadyRunningError(
-        f"`headgate up` runs already with the state directory {state.root}{who}; stop it first, or set "
+        f"`headgate up` already runs with the state directory {state.root}{process}; stop it first, or set "
         f"HEADGATE_STATE_DIR to another directory"
     )
 
 
 def reachable(host: str) -> str:
-    """A host to connect to for one that is listened on: loopback for the wildcards, brackets around IPv6."""
+    """The host for a URL to a service that listens on `host`: loopback for wildcards, brackets around IPv6."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)  # noqa: S104  # a lookup, not a bind
     return f"[{host}]" if ":" in host else host
 
 
 def url_of(host: str, port: int | str) -> str:
-    """The base URL of a service that listens on `host`:`port`."""
+    """The base URL of a service that listens on `host` and `port`."""
     return f"http://{reachable(host)}:{port}"
 
 
 def gateway_url(session: Session) -> str:
-    """Where the gateway answers."""
+    """The URL of the gateway."""
     if not _any_set(session, "GATEWAY_HOST", "GATEWAY_PORT") and (record := Record.read(session.state)):
         return record.gateway_url
     configured = _settings(session)
@@ -124,7 +124,7 @@ def gateway_url(session: Session) -> str:
 
 
 def inference_url(session: Session) -> str:
-    """Where the inference service answers."""
+    """The URL of the inference service."""
     if _any_set(session, "INFERENCE_HOST", "INFERENCE_PORT"):
         port = check_port(session.environ.get("INFERENCE_PORT") or str(INFERENCE_PORT))
         return url_of(session.environ.get("INFERENCE_HOST", ""), port)
@@ -138,14 +138,14 @@ def _any_set(session: Session, *names: str) -> bool:
 
 
 def _settings(session: Session) -> GatewayConfig:
-    from gateway import settings  # a tenth of a second that a live record saves
+    from gateway import settings  # takes 0.1 s, which is saved when `up` runs
 
     return settings.load(session.config_dir, session.environ)
 
 
 @dataclass(frozen=True)
 class Key:
-    """The gateway's key and where it comes from: a variable's name, or the file that holds it."""
+    """The gateway's key and its source: the name of a variable or a file."""
 
     value: str
     variable: str | None = None
@@ -153,7 +153,7 @@ class Key:
 
 
 def gateway_key(environ: Mapping[str, str], state: StateDir, *, admin: bool = False) -> Key | None:
-    """The key to talk to the gateway with; None when none was set and none has been generated yet."""
+    """The key for the gateway; None when none is set and none has been generated."""
     for name in ("GATEWAY_ADMIN_KEY", "GATEWAY_API_KEY") if admin else ("GATEWAY_API_KEY", "GATEWAY_ADMIN_KEY"):
         if value := environ.get(name):
             return Key(value, variable=name)
@@ -162,18 +162,18 @@ def gateway_key(environ: Mapping[str, str], state: StateDir, *, admin: bool = Fa
 
 
 def has_keys(session: Session) -> bool:
-    """Whether gateway.yaml names keys of its own, so that none is generated; raises ConfigError."""
+    """Whether gateway.yaml configures keys, so that none is generated. Raises ConfigError."""
     return bool(_settings(session).keys)
 
 
 def gateway(session: Session, *, admin: bool = False) -> Api:
-    """The gateway, with the key that this user has."""
+    """The API of the gateway, with the key of this user."""
     key = gateway_key(session.environ, session.state, admin=admin)
     return Api("gateway", gateway_url(session), key.value if key else None, "headgate up")
 
 
 def inference(session: Session) -> Api:
-    """The inference service, with its admin key where there is one, else with the token that both services share."""
+    """The API of the inference service, with its admin key if set, else with the token of the two services."""
     token = (
         session.environ.get("INFERENCE_ADMIN_KEY")
         or session.environ.get("INFERENCE_TOKEN")
@@ -183,7 +183,7 @@ def inference(session: Session) -> Api:
 
 
 def check_port(text: str) -> int:
-    """A TCP port number from a variable or an option; raises HeadgateError for anything else."""
+    """The TCP port in `text`. Raises HeadgateError for anything else."""
     if text.isdigit() and 0 < int(text) < 65536:
         return int(text)
-    raise HeadgateError(f"{text!r} is not a port; a number from 1 to 65535 is needed")
+    raise HeadgateError(f"{text!r} is not a port; use a number from 1 to 65535")

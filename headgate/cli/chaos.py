@@ -1,7 +1,7 @@
-"""`headgate chaos`: injects one named fault into a running system whose devices are simulated; refuses any other.
+"""`headgate chaos`: injects a fault into a running system with simulated devices. Refuses real accelerators.
 
-Faults of devices are commands of the simulator, faults of workers and services are signals to their processes. What is
-done here is done from outside, as the world does it: no service has a door for it.
+Faults of devices are commands to the simulator; faults of workers and services are signals to their processes. The
+services have no endpoints for faults.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headgate.shared.errors import Exit, HeadgateError
 from inference.protocol import ModelStatus
 
 OUT_OF_MEMORY = "CUDA error: out of memory\n  current device: 0, in function alloc at ggml-cuda.cu\n"
-"""What CUDA's backend of llama.cpp writes before it aborts for want of memory."""
+"""The output of llama.cpp's CUDA backend before it aborts without memory."""
 SLOW_SECONDS, LATE_SECONDS = 0.05, 5.0
 SIM = "sim"
 
@@ -37,7 +37,7 @@ class ChaosRefusedError(HeadgateError):
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault by name: on what it acts, what it does, and how it ends."""
+    """A fault: its target, its effect, and how it ends."""
 
     name: str
     on: str
@@ -45,7 +45,7 @@ class Fault:
     summary: str
     undo: str
     do: str = ""
-    """The simulator's command, or the service."""
+    """The command to the simulator, or the name of the service."""
     number: int = 0
     """The signal."""
 
@@ -54,26 +54,24 @@ def _faults(*faults: Fault) -> Mapping[str, Fault]:
     return {fault.name: fault for fault in faults}
 
 
-RESTARTED = "the model is loaded again by its next request"
-AGAIN = "`headgate up` starts it again"
+RESTARTED = "the next request loads the model again"
+AGAIN = "`headgate up` restarts it"
 KILL, ABORT, STOP, CONT = signal.SIGKILL, signal.SIGABRT, signal.SIGSTOP, signal.SIGCONT
 FAULTS = _faults(
     Fault("worker-kill", "model", "kill -9 of a model's worker", RESTARTED, number=KILL),
-    Fault("worker-abort", "model", "a model's worker aborts, as at a failed assertion", RESTARTED, number=ABORT),
-    Fault("worker-stop", "model", "a model's worker stands still, as in a hung driver", "worker-cont", number=STOP),
-    Fault("worker-cont", "model", "a worker that stands still goes on", "nothing to undo", number=CONT),
-    Fault("oom-load", "device", "the next allocation fails, as for weights", "device-heal", "refuse"),
-    Fault(
-        "oom-context", "device", "the allocation after the next fails, as for a cache", "device-heal", "refuse_after"
-    ),
+    Fault("worker-abort", "model", "a model's worker aborts as after a failed assertion", RESTARTED, number=ABORT),
+    Fault("worker-stop", "model", "a model's worker stops as in a hanging driver", "worker-cont", number=STOP),
+    Fault("worker-cont", "model", "a stopped worker continues", "nothing to undo", number=CONT),
+    Fault("oom-load", "device", "the next allocation (weights) fails", "device-heal", "refuse"),
+    Fault("oom-context", "device", "the second next allocation (KV cache) fails", "device-heal", "refuse_after"),
     Fault("oom-compute", "model", "a worker aborts as CUDA does out of memory", RESTARTED, number=ABORT),
     Fault("device-cut", "device", "a device falls off the bus", "device-return", "cut"),
-    Fault("device-return", "device", "a device that was cut is back, empty", "nothing to undo", "return"),
-    Fault("device-stall", "device", "nothing passes to or from a device", "device-heal", "stall"),
+    Fault("device-return", "device", "a device that fell off the bus returns, empty", "nothing to undo", "return"),
+    Fault("device-stall", "device", "a device transfers no data", "device-heal", "stall"),
     Fault("device-slow", "device", "every request to a device takes longer", "device-heal", "slow"),
-    Fault("device-shrink", "device", "a device shows less memory than it had", "device-heal", "shrink"),
-    Fault("device-foreign", "device", "somebody else takes memory of a device", "device-heal", "foreign"),
-    Fault("device-late", "device", "memory that is freed comes back later", "device-heal", "late"),
+    Fault("device-shrink", "device", "a device reports less memory", "device-heal", "shrink"),
+    Fault("device-foreign", "device", "another program takes memory of a device", "device-heal", "foreign"),
+    Fault("device-late", "device", "freed memory becomes available later", "device-heal", "late"),
     Fault("device-heal", "device", "ends every fault of a device", "nothing to undo", "heal"),
     Fault("inference-kill", "service", "kill -9 of the inference service", AGAIN, "inference"),
     Fault("gateway-kill", "service", "kill -9 of the gateway", AGAIN, "gateway"),
@@ -82,12 +80,12 @@ FAULTS = _faults(
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "fault", metavar="FAULT", nargs="?", choices=FAULTS, help="what shall happen; without it the faults are listed"
+        "fault", metavar="FAULT", nargs="?", choices=FAULTS, help="the fault; without it the faults are listed"
     )
-    parser.add_argument("--device", metavar="DEVICE", help="the device; without it all simulated ones")
-    parser.add_argument("--model", metavar="MODEL", help="whose worker; without it the busiest model's")
+    parser.add_argument("--device", metavar="DEVICE", help="the device (default: all simulated devices)")
+    parser.add_argument("--model", metavar="MODEL", help="the model of the worker (default: the busiest model)")
     parser.add_argument(
-        "--seconds", metavar="S", type=zero_or_more, help="undo it after so long; without it, it stays as it is"
+        "--seconds", metavar="S", type=zero_or_more, help="undo the fault after S seconds (default: it stays)"
     )
     parser.add_argument(
         "--amount",
@@ -98,16 +96,16 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(session: Session) -> int:
-    """Injects the fault, or lists what there is."""
+    """Injects the fault, or lists the faults."""
     if session.args.fault is None:
         return _list(session)
     fault = FAULTS[session.args.fault]
     check_sense(fault, session.args)
     check_simulated(addresses.inference(session).get("/devices")["devices"])
-    said, undo = {"device": _device, "model": _worker, "service": _service}[fault.on](session, fault)
+    done, undo = {"device": _device, "model": _worker, "service": _service}[fault.on](session, fault)
     seconds = session.args.seconds
     try:
-        _tell(session, fault, said)
+        _report(session, fault, done)
         if seconds is not None:
             time.sleep(seconds)
     finally:
@@ -118,24 +116,24 @@ def run(session: Session) -> int:
 
 
 def check_sense(fault: Fault, args: argparse.Namespace) -> None:
-    """Raises ChaosRefusedError where an option cannot apply to `fault`: what is not meant must not be struck."""
+    """Raises ChaosRefusedError for an option that does not apply to `fault`."""
     for option, given in (("device", args.device), ("model", args.model)):
         if given is not None and fault.on != option:
-            raise ChaosRefusedError(f"{fault.name} strikes a {fault.on}; it takes no --{option}")
+            raise ChaosRefusedError(f"{fault.name} acts on a {fault.on}; it takes no --{option}")
     if args.amount is not None and fault.do not in _WITH_AMOUNT:
         raise ChaosRefusedError(f"{fault.name} takes no --amount")
     if args.seconds is not None and fault.do not in _ENDS and fault.number != STOP:
-        raise ChaosRefusedError(f"{fault.name} has nothing that --seconds could end; {fault.undo}")
+        raise ChaosRefusedError(f"{fault.name} takes no --seconds, because it cannot be undone; {fault.undo}")
 
 
 def check_simulated(devices: list[Mapping[str, Any]]) -> None:
-    """Raises ChaosRefusedError unless there are accelerators and all of them are simulated."""
+    """Raises ChaosRefusedError unless there is at least one accelerator and all accelerators are simulated."""
     real = [device for device in devices if device["kind"] not in (SIM, "cpu")]
     if real or not any(device["kind"] == SIM for device in devices):
-        there = ", ".join(f"{device['id']} ({device.get('name') or device['kind']})" for device in real) or "none"
+        names = ", ".join(f"{device['id']} ({device.get('name') or device['kind']})" for device in real) or "none"
         raise ChaosRefusedError(
-            f"faults are injected into systems on simulated devices only; accelerators here: {there}. "
-            f"Start one with INFERENCE_DEVICES=sim:2x600MiB headgate up"
+            f"chaos needs a system with simulated devices only; accelerators of this one: {names}. "
+            f"Start a simulated system with INFERENCE_DEVICES=sim:2x600MiB headgate up"
         )
 
 
@@ -149,15 +147,15 @@ def _list(session: Session) -> int:
     return Exit.OK
 
 
-def _tell(session: Session, fault: Fault, said: str) -> None:
+def _report(session: Session, fault: Fault, done: str) -> None:
     if session.json:
-        session.terminal.json({"fault": fault.name, "done": said, "undo": fault.undo})
+        session.terminal.json({"fault": fault.name, "done": done, "undo": fault.undo})
     else:
-        session.terminal.say(f"{said}; undo: {fault.undo}")
+        session.terminal.say(f"{done}; undo: {fault.undo}")
 
 
 Done = tuple[str, Callable[[], object] | None]
-"""What was done, in a sentence, and what undoes it."""
+"""A sentence about what was done, and the function that undoes it."""
 
 
 # --- devices ---------------------------------------------------------------------------------------------------------
@@ -171,8 +169,9 @@ def _device(session: Session, fault: Fault) -> Done:
             before = control.tell("status")
             names = list(before) if session.args.device is None else [session.args.device]
             if unknown := set(names) - set(before):
-                there = ", ".join(before)
-                raise ChaosRefusedError(f"there is no simulated device {unknown.pop()!r}; there are {there}")
+                raise ChaosRefusedError(
+                    f"unknown simulated device {unknown.pop()!r}; simulated devices: {', '.join(before)}"
+                )
             for name in names:
                 control.tell(fault.do, name, **_amount(fault, session.args.amount, before.get(name, {})))
     except SimulatorError as error:
@@ -186,7 +185,7 @@ def _device(session: Session, fault: Fault) -> Done:
                     for do, amount in ends(before[name]) if ends else ():
                         control.tell(do, name, **amount)
         except SimulatorError as error:
-            raise HeadgateError(f"{fault.name} on {', '.join(names)} cannot be undone: {error}") from error
+            raise HeadgateError(f"undoing {fault.name} on {', '.join(names)} failed: {error}") from error
 
     return f"{fault.name} on {', '.join(names)}: {fault.summary}", undo if ends else None
 
@@ -201,26 +200,26 @@ _ENDS: Mapping[str, Callable[[Mapping[str, Any]], tuple[tuple[str, dict[str, flo
     "foreign": lambda before: (("foreign", {"bytes": before["foreign_bytes"]}),),
     "late": lambda _before: (("late", {"seconds": 0}), ("settle", {})),
 }
-"""The commands that end a command's effect on a device, of which the status before it is given."""
+"""The commands that undo a command, from the status of the device before it."""
 _WITH_AMOUNT = ("refuse", "refuse_after", "slow", "late", "shrink", "foreign")
 
 
-def _amount(fault: Fault, said: str | None, device: Mapping[str, Any]) -> dict[str, float]:
-    """The parameter of the simulator's command; what nobody said is half of what there is, or little."""
+def _amount(fault: Fault, given: str | None, device: Mapping[str, Any]) -> dict[str, float]:
+    """The parameter of the simulator's command: `given`, or a default such as half of the memory."""
     try:
         match fault.do:
             case "refuse" | "refuse_after":
-                return {"count": 1 if said is None else int(said)}
+                return {"count": 1 if given is None else int(given)}
             case "slow" | "late":
-                usual = SLOW_SECONDS if fault.do == "slow" else LATE_SECONDS
-                return {"seconds": usual if said is None else float(said)}
+                default = SLOW_SECONDS if fault.do == "slow" else LATE_SECONDS
+                return {"seconds": default if given is None else float(given)}
             case "shrink":
-                return {"bytes": device.get("total_bytes", 0) // 2 if said is None else parse_bytes(said)}
+                return {"bytes": device.get("total_bytes", 0) // 2 if given is None else parse_bytes(given)}
             case "foreign":
                 half = device.get("foreign_bytes", 0) + device.get("free_bytes", 0) // 2
-                return {"bytes": half if said is None else parse_bytes(said)}
+                return {"bytes": half if given is None else parse_bytes(given)}
     except ValueError as error:
-        raise ChaosRefusedError(f"--amount {said}: {error}") from None
+        raise ChaosRefusedError(f"--amount {given}: {error}") from None
     return {}
 
 
@@ -229,45 +228,43 @@ def _worker(session: Session, fault: Fault) -> Done:
     entries = addresses.inference(session).get("/v1/models")["data"]
     status = pick([ModelStatus.from_json(entry) for entry in entries], session.args.model)
     assert status.pid is not None
-    strike(status.pid, fault)
-    said = f"{fault.name}: {status.id} (pid {status.pid}, on {', '.join(status.devices)})"
+    signal_worker(status.pid, fault)
+    done = f"{fault.name}: {status.id} (pid {status.pid}, on {', '.join(status.devices)})"
     undo = (lambda: _signal(status.pid or 0, signal.SIGCONT)) if fault.name == "worker-stop" else None
-    return said, undo
+    return done, undo
 
 
 def pick(models: list[ModelStatus], name: str | None) -> ModelStatus:
-    """The model called `name`, or the busiest; raises ChaosRefusedError where it has no worker."""
+    """The model `name`, by default the busiest one. Raises ChaosRefusedError when it has no worker."""
     alive = [status for status in models if status.pid is not None]
     if name is None:
         if not alive:
-            raise ChaosRefusedError("no model has a worker now; `headgate load MODEL` gives it one")
+            raise ChaosRefusedError("no model is loaded; load one with `headgate load MODEL`")
         return max(alive, key=lambda status: status.in_flight)
     found = [status for status in models if name in (status.id, *status.aliases)]
     if not found:
-        raise ChaosRefusedError(f"there is no model {name!r}; there are {', '.join(one.id for one in models)}")
+        raise ChaosRefusedError(f"unknown model {name!r}; models: {', '.join(model.id for model in models)}")
     if found[0].pid is None:
-        raise ChaosRefusedError(
-            f"{name} has no worker now (it is {found[0].state}); `headgate load {name}` gives it one"
-        )
+        raise ChaosRefusedError(f"{name} is not loaded (it is {found[0].state}); load it with `headgate load {name}`")
     return found[0]
 
 
-def strike(pid: int, fault: Fault) -> None:
-    """Sends the worker `pid` the signal of `fault`; raises HeadgateError unless it is a worker of this machine."""
+def signal_worker(pid: int, fault: Fault) -> None:
+    """Sends the signal of `fault` to the worker `pid`. Raises HeadgateError when it is not a worker of this machine."""
     if "inference.worker" not in ports.command(pid):
-        raise HeadgateError(f"pid {pid} is no worker on this machine; the service may run elsewhere")
+        raise HeadgateError(f"pid {pid} is not a worker on this machine; the service may run on another one")
     if fault.name == "oom-compute":
-        say_last_words(pid, OUT_OF_MEMORY)
+        write_to_stderr_of(pid, OUT_OF_MEMORY)
     _signal(pid, fault.number)
 
 
-def say_last_words(pid: int, text: str) -> None:
-    """Writes `text` where the process `pid` writes its errors; raises HeadgateError where the system has no way."""
+def write_to_stderr_of(pid: int, text: str) -> None:
+    """Writes `text` to the stderr of the process `pid`. Raises HeadgateError when the system does not allow it."""
     try:
         with Path(f"/proc/{pid}/fd/2").open("w", encoding="utf-8") as errors:
             errors.write(text)
     except OSError as error:
-        raise HeadgateError(f"the errors of pid {pid} cannot be written to ({error.strerror})") from error
+        raise HeadgateError(f"cannot write to the stderr of pid {pid} ({error.strerror})") from error
 
 
 def _service(session: Session, fault: Fault) -> Done:
@@ -278,11 +275,11 @@ def _service(session: Session, fault: Fault) -> Done:
 
 
 def service_pid(url: str, name: str) -> int:
-    """The process that listens at `url` on this machine; raises HeadgateError unless it is our service `name`."""
+    """The process that listens at `url`. Raises HeadgateError unless it is the service `name` on this machine."""
     port = urlsplit(url).port
     pid = None if port is None else ports.owner_pid(port)
     if pid is None or name not in ports.command(pid):
-        raise HeadgateError(f"the process of the {name} at {url} cannot be found on this machine")
+        raise HeadgateError(f"cannot find the process of the {name} at {url} on this machine")
     return pid
 
 
@@ -290,7 +287,7 @@ def _signal(pid: int, number: int) -> None:
     try:
         os.kill(pid, number)
     except OSError as error:
-        raise HeadgateError(f"pid {pid} cannot be sent {signal.Signals(number).name} ({error.strerror})") from error
+        raise HeadgateError(f"cannot send {signal.Signals(number).name} to pid {pid} ({error.strerror})") from error
 
 
 COMMANDS = {"chaos": Command(_arguments, run)}

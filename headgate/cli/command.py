@@ -1,4 +1,4 @@
-"""What a verb is made of and what it is given to run; knows no verb."""
+"""The interface between `headgate` and the module of a verb: Command, Session, and common argument types."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headgate.shared.state import StateDir, config_dir
 
 @dataclass(frozen=True)
 class Session:
-    """One call of the command line: parsed arguments, environment (with `.env`), and the terminal."""
+    """One run of the command line: parsed arguments, environment (with `.env`) and terminal."""
 
     args: argparse.Namespace
     environ: Mapping[str, str]
@@ -22,38 +22,38 @@ class Session:
 
     @property
     def config_dir(self) -> Path:
-        """The configuration directory in force."""
+        """The configuration directory."""
         return config_dir(self.environ, getattr(self.args, "config_dir", None))
 
     @property
     def state(self) -> StateDir:
-        """The state directory, created when absent."""
+        """The state directory. Creates it."""
         return StateDir.from_env(self.environ)
 
     @property
     def json(self) -> bool:
-        """Whether data goes out as JSON."""
+        """Whether `--json` is given."""
         return bool(getattr(self.args, "json", False))
 
 
 @dataclass(frozen=True)
 class Command:
-    """One verb: how its arguments are declared, and what runs; `run` returns the exit code."""
+    """One verb: `arguments` declares its arguments, `run` returns the exit code."""
 
     arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[Session], int]
 
 
 def no_arguments(parser: argparse.ArgumentParser) -> None:
-    """For verbs that take nothing but the common options."""
+    """For verbs with only the common options."""
 
 
-def one_by_hand(action: str, does: str, metavar: str, names: str) -> Callable[[argparse.ArgumentParser], None]:
-    """Arguments of a verb that lists, or does `action` to the one that is named; both may be left out."""
+def list_or_act(action: str, effect: str, metavar: str, names: str) -> Callable[[argparse.ArgumentParser], None]:
+    """Arguments of a verb that lists its objects, or does `action` to the named one."""
 
     def arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
-            "action", metavar=action, nargs="?", choices=[action], help=f"{does}; without it they are listed"
+            "action", metavar=action, nargs="?", choices=[action], help=f"{effect}; without it they are listed"
         )
         parser.add_argument("name", metavar=metavar, nargs="?", help=names)
 
@@ -61,29 +61,29 @@ def one_by_hand(action: str, does: str, metavar: str, names: str) -> Callable[[a
 
 
 def at_least_one(text: str) -> int:
-    """The type of an option that counts something."""
+    """The type of an option with a count."""
     try:
         number = int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is too few; a number from 1 on is needed")
+        raise argparse.ArgumentTypeError(f"{text} is too small; use 1 or more")
     return number
 
 
 def zero_or_more(text: str) -> float:
-    """The type of an option that is an amount: finite, and not below zero."""
+    """The type of an option with an amount: finite and not negative."""
     try:
         number = float(text)
     except ValueError:
         number = math.nan
     if not math.isfinite(number) or number < 0:
-        raise argparse.ArgumentTypeError(f"{text} is no amount; a number from 0 on is needed")
+        raise argparse.ArgumentTypeError(f"{text} is not an amount; use a number of 0 or more")
     return number
 
 
 def is_text(text: str) -> bool:
-    """False for what the system passed on as bytes that are not UTF-8."""
+    """Whether an argument is valid UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:

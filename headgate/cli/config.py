@@ -1,4 +1,4 @@
-"""`headgate config check|show|schema`: reads the configuration as the services would and says what they would get."""
+"""`headgate config check|show|schema`: reads the configuration in the same way as the services."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class File:
     model: str
 
     def load(self, directory: Path, environ: Mapping[str, str], overrides: Mapping[str, Any]) -> Any:
-        """The settings in force; raises ConfigError."""
+        """The effective settings. Raises ConfigError."""
         return importlib.import_module(self.module).load(directory, environ, overrides)
 
     def schema(self) -> dict[str, Any]:
@@ -48,14 +48,14 @@ FILES = (MODELS, GATEWAY)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The three things to do with a configuration."""
+    """The actions of the verb."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    for name, said in {
-        "check": "name every mistake with its file and line",
-        "show": "print what is in force, secrets masked",
+    for name, summary in {
+        "check": "list all mistakes with file and line",
+        "show": "print the effective settings, secrets masked",
         "schema": "print or write JSON schemas",
     }.items():
-        actions.add_parser(name, help=said, description=said[0].upper() + said[1:] + ".")
+        actions.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
     schema = actions.choices["schema"]
     names = [file.name for file in FILES]
     schema.add_argument("file", metavar="FILE", nargs="?", choices=names, help="models or gateway (default: both)")
@@ -69,7 +69,7 @@ def run(session: Session) -> int:
 
 
 def check(session: Session) -> int:
-    """Prints every problem of both files to stdout, exit 2 when there is one; what only may be one, to stderr."""
+    """Prints the problems of both files to stdout and warnings to stderr. Exit code 2 when there is a problem."""
     directory, terminal = session.config_dir, session.terminal
     problems: list[Problem] = []
     loaded: list[Any] = []
@@ -77,7 +77,9 @@ def check(session: Session) -> int:
         try:
             loaded.append(file.load(directory, session.environ, {}))
         except ConfigError as error:
-            problems += (problem for problem in error.problems if problem not in problems)  # both read the token
+            problems += (
+                problem for problem in error.problems if problem not in problems
+            )  # both files report a bad token
     if session.json:
         terminal.json(
             [
@@ -89,25 +91,25 @@ def check(session: Session) -> int:
         for problem in problems:
             terminal.data(str(problem))
         if not problems:
-            for remark in _strangers(*loaded):
-                terminal.say(f"{directory / 'gateway.yaml'}: {remark}")
+            for warning in _unknown_models(*loaded):
+                terminal.say(f"{directory / 'gateway.yaml'}: {warning}")
             terminal.say(f"{directory}: no problems")
     return Exit.USAGE if problems else Exit.OK
 
 
-def _strangers(inference: Any, gateway: Any) -> Iterator[str]:
-    """Local models in chains that models.yaml does not name: a slip, unless the inference service has another file."""
+def _unknown_models(inference: Any, gateway: Any) -> Iterator[str]:
+    """Warnings about local models in chains that models.yaml lacks. The inference service may have another file."""
     for name, route in gateway.routes.items():
         for entry in route.chain:
             provider, _, model = entry.partition("/")
             if provider == "local" and model != "*" and model not in inference.names:
                 near = difflib.get_close_matches(model, inference.names, n=1)
                 advice = f"; did you mean local/{near[0]}?" if near else ""
-                yield f"routes.{name}.chain: models.yaml names no {model!r}{advice}"
+                yield f"routes.{name}.chain: models.yaml has no model {model!r}{advice}"
 
 
 def show(session: Session) -> int:
-    """Prints the settings in force, defaults and variables included."""
+    """Prints the effective settings, including defaults and variables."""
     directory = session.config_dir
     inference = MODELS.load(directory, session.environ, {})
     gateway = GATEWAY.load(directory, session.environ, {})
@@ -131,8 +133,8 @@ def _without(values: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def plain(value: Any, name: str = "") -> Any:
-    """`value` as YAML can say it and the reader takes it back: `never` for infinity, secrets masked."""
-    from headgate.shared.configfile import unset_name  # brings pydantic, which `--help` need not wait for
+    """`value` as the configuration file accepts it, with `never` for infinity and masked secrets."""
+    from headgate.shared.configfile import unset_name  # imports pydantic, which `--help` does not need
 
     if hasattr(value, "model_dump"):
         value = value.model_dump(mode="python")
@@ -153,7 +155,7 @@ def plain(value: Any, name: str = "") -> Any:
 
 
 def schema(session: Session) -> int:
-    """Prints the schemas, or writes one file each."""
+    """Prints the schemas, or writes each to a file."""
     chosen = [file for file in FILES if session.args.file in (None, file.name)]
     if session.args.write:
         for file in chosen:

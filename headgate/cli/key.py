@@ -1,6 +1,6 @@
-"""`headgate key`: shows the gateway's key, or makes a new one and its line for gateway.yaml; writes no file and no log.
+"""`headgate key`: prints the gateway's key, or generates one with its entry for gateway.yaml. Writes no file.
 
-The key goes to stdout, what is to be known about it to stderr.
+The key goes to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from headgate.shared.errors import Exit, HeadgateError, NotRunningError
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The two things there are to do with a key."""
+    """The actions of the verb."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     actions.add_parser("show", help="print the key", description="Print the key.")
     new = actions.add_parser(
         "new",
-        help="make a key",
-        description="Make a key and print it, this once. Its line for gateway.yaml (a hash) goes to stderr.",
+        help="generate a key",
+        description="Generate a key and print it once. Its entry for gateway.yaml (a hash) goes to stderr.",
     )
-    new.add_argument("name", metavar="NAME", help="whose key it is; names tell keys apart in the log")
-    new.add_argument("--admin", action="store_true", help="it may do what is below /admin, too")
+    new.add_argument("name", metavar="NAME", help="the name of the key in the log")
+    new.add_argument("--admin", action="store_true", help="allow the endpoints below /admin, too")
 
 
 def run(session: Session) -> int:
-    """Prints the key the gateway accepts from this user, or a new one."""
+    """Prints the gateway's key, or a new one."""
     return _new(session) if session.args.action == "new" else _show(session)
 
 
@@ -43,7 +43,7 @@ def _new(session: Session) -> int:
     name = json.dumps(session.args.name, ensure_ascii=False)
     entry = f'{{name: {name}, hash: "{digest}", scopes: [{", ".join(scopes)}]}}'
     session.terminal.data(key)
-    session.terminal.say(f"under `keys:` in gateway.yaml, then reload:\n  - {entry}")
+    session.terminal.say(f"add this under `keys:` in gateway.yaml, then reload:\n  - {entry}")
     return Exit.OK
 
 
@@ -51,19 +51,19 @@ def _show(session: Session) -> int:
     key = gateway_key(session.environ, session.state)
     if (key is None or key.file) and has_keys(session):
         raise HeadgateError(
-            f"{session.config_dir / 'gateway.yaml'} names the keys (keys:), and keeps only their hashes"
+            f"{session.config_dir / 'gateway.yaml'} configures the keys (keys:) as hashes, which cannot be shown"
         )
     if key is None:
         raise NotRunningError(
-            f"no key has been generated in {session.state.root} yet; the gateway makes one at its first start "
-            f"(`headgate up`) unless its configuration names keys of its own"
+            f"there is no generated key in {session.state.root}; the gateway generates one at its first start "
+            f"(`headgate up`) unless its configuration has keys"
         )
-    place = f"the variable {key.variable}" if key.variable else str(key.file)
+    source = f"the variable {key.variable}" if key.variable else str(key.file)
     if session.json:
-        session.terminal.json({"key": key.value, "source": place})
+        session.terminal.json({"key": key.value, "source": source})
         return Exit.OK
     session.terminal.data(key.value)
-    session.terminal.say(f"from {place}")
+    session.terminal.say(f"from {source}")
     return Exit.OK
 
 

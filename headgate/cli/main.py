@@ -1,4 +1,4 @@
-"""The verbs of `headgate` and the way to them; imports a verb's module only when that verb runs."""
+"""Entry point of `headgate`: the table of verbs, and dispatch. The module of a verb is imported when the verb runs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PROGRAM = "headgate"
 DESCRIPTION = "An OpenAI-compatible gateway in front of local llama.cpp models."
 EPILOG = """\
 Data goes to stdout, progress to stderr. Exit codes: 0 ok, 1 failure, 2 usage, 3 not running, 4 does not fit,
-70 must be restarted from outside, 75 try later. `headgate VERB --help` explains a verb."""
+70 restart required, 75 try later. `headgate VERB --help` explains a verb."""
 WIDTH = 110
 
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb's name, the module whose COMMANDS holds it, and one line about it; `example` shows in its help."""
+    """A verb: its name, the module below `headgate.cli` with its Command, a summary, and an example for its help."""
 
     name: str
     module: str
@@ -39,30 +39,30 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
         Verb("inference", "services", "the inference service alone, in the foreground", "headgate inference"),
     ),
     "models": (
-        Verb("ps", "models", "models that are not cold: where they are, what they hold, what they do", "headgate ps"),
-        Verb("list", "models", "every configured model", "headgate list --json"),
-        Verb("show", "models", "all that is known about one model", "headgate show demo"),
+        Verb("ps", "models", "loaded and warm models with their devices, memory and requests", "headgate ps"),
+        Verb("list", "models", "all configured models", "headgate list --json"),
+        Verb("show", "models", "details of one model", "headgate show demo"),
         Verb("load", "models", "load a model now", "headgate load demo"),
-        Verb("unload", "models", "let a model finish what it does and give its memory back", "headgate unload demo"),
+        Verb("unload", "models", "unload a model after its running requests", "headgate unload demo"),
         Verb(
-            "offload", "models", "let a model leave its device and keep it warm in host memory", "headgate offload demo"
+            "offload", "models", "move a model from its device to host memory, keeping it warm", "headgate offload demo"
         ),
-        Verb("move", "models", "load a model on another device, and only there", "headgate move demo gpu-1"),
-        Verb("restart", "models", "unload a model, then load it in a fresh process", "headgate restart demo"),
-        Verb("stop", "models", "cancel what a model does and unload it", "headgate stop demo"),
+        Verb("move", "models", "load a model on another device", "headgate move demo gpu-1"),
+        Verb("restart", "models", "unload a model, then load it in a new process", "headgate restart demo"),
+        Verb("stop", "models", "cancel a model's requests and unload it", "headgate stop demo"),
         Verb(
             "plan",
             "models",
-            "what a model needs and where it would go, without loading",
+            "what memory a model needs and where it would be loaded, as a dry run",
             "headgate plan demo --ctx 8192",
         ),
     ),
     "talk": (
-        Verb("run", "talk", "one answer, streaming", 'headgate run demo "What is a breaker?"'),
-        Verb("chat", "talk", "a conversation, streaming", "headgate chat demo"),
+        Verb("run", "talk", "stream one answer", 'headgate run demo "What is a breaker?"'),
+        Verb("chat", "talk", "a streaming conversation", "headgate chat demo"),
     ),
     "operate": (
-        Verb("devices", "operate", "devices, their health and who holds their memory", "headgate devices"),
+        Verb("devices", "operate", "devices with their health and memory", "headgate devices"),
         Verb(
             "breakers",
             "operate",
@@ -76,32 +76,32 @@ GROUPS: Mapping[str, tuple[Verb, ...]] = {
             "headgate quarantine clear all",
         ),
         Verb("chaos", "chaos", "inject a fault; on simulated devices only", "headgate chaos device-cut --seconds 10"),
-        Verb("config", "config", "check, show or describe the configuration", "headgate config check"),
-        Verb("key", "key", "the gateway's API key, or a new one", "headgate key show"),
+        Verb("config", "config", "check or show the configuration, or its schema", "headgate config check"),
+        Verb("key", "key", "show the gateway's API key, or generate one", "headgate key show"),
         Verb(
-            "bench", "bench", "a small load on the running gateway, and what it gave", "headgate bench demo --streams 8"
+            "bench", "bench", "a small load on the running gateway, and its figures", "headgate bench demo --streams 8"
         ),
     ),
 }
 HIDDEN = (Verb("health", "services", "exit 0 when a URL answers 200 (for container health checks)"),)
 LATER = frozenset({"kv", "pull", "doctor", "config import"})
-"""Said to come with a later version, lest they be taken for misspellings."""
+"""Verbs of a later version, for which spelling suggestions would be misleading."""
 
 PATHS = frozenset({"config_dir", "write"})
-"""Arguments that may be any bytes: names of directories."""
+"""Arguments that may be any bytes: directories."""
 
 VERBS: Mapping[str, Verb] = {verb.name: verb for verb in (*(v for group in GROUPS.values() for v in group), *HIDDEN)}
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Help of one width, so that it reads the same in a terminal and in the documentation."""
+    """Help with a fixed width, so that it is the same in a terminal and in the documentation."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=WIDTH, max_help_position=30)
 
 
 def top_parser() -> argparse.ArgumentParser:
-    """The parser that knows the verbs' names and nothing about their arguments."""
+    """The parser of `headgate --help`, which lists the verbs."""
     lines = [DESCRIPTION, ""]
     for title, group in GROUPS.items():
         lines += [f"{title}:", *(f"  {verb.name:<10} {verb.summary}" for verb in group), ""]
@@ -114,7 +114,7 @@ def top_parser() -> argparse.ArgumentParser:
 
 
 def verb_parser(verb: Verb) -> argparse.ArgumentParser:
-    """The complete parser of one verb; imports its module."""
+    """The parser of one verb. Imports its module."""
     parser = argparse.ArgumentParser(
         f"{PROGRAM} {verb.name}",
         description=verb.summary[0].upper() + verb.summary[1:] + ".",
@@ -127,7 +127,7 @@ def verb_parser(verb: Verb) -> argparse.ArgumentParser:
 
 
 def common(parser: argparse.ArgumentParser) -> None:
-    """The options every verb takes, on `parser` and on its sub-parsers."""
+    """Adds the options of every verb to `parser` or its sub-parsers."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():
@@ -137,17 +137,17 @@ def common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config-dir",
         metavar="DIR",
-        help="where models.yaml and gateway.yaml are (HEADGATE_CONFIG_DIR; default: config, then the packaged ones)",
+        help="directory of models.yaml and gateway.yaml (HEADGATE_CONFIG_DIR; default: config, then the packaged ones)",
     )
     parser.add_argument("--json", action="store_true", help="print data as JSON")
 
 
-def _command(verb: Verb):  # type: ignore[no-untyped-def]  # the type lives in a module that is not needed for --help
+def _command(verb: Verb):  # type: ignore[no-untyped-def]  # the module of the type is not needed for --help
     return importlib.import_module(f"headgate.cli.{verb.module}").COMMANDS[verb.name]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code; never shows a traceback unless HEADGATE_DEBUG is set."""
+    """Runs the command line and returns its exit code. Shows a traceback only with HEADGATE_DEBUG."""
     from headgate.cli.terminal import ReaderLeftError, Terminal, open_missing_streams, writing
     from headgate.shared.errors import HeadgateError
 
@@ -172,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.filename is not None:
             terminal.say(f"{PROGRAM}: cannot use {os.fsdecode(error.filename)}: {error.strerror}")
         else:
-            terminal.say(f"{PROGRAM}: unexpected {type(error).__name__}: {error}; HEADGATE_DEBUG=1 shows where")
+            terminal.say(f"{PROGRAM}: unexpected {type(error).__name__}: {error}; HEADGATE_DEBUG=1 shows the traceback")
         return 1
     return status
 
@@ -189,13 +189,13 @@ def _dispatch(words: list[str], terminal: Terminal) -> int:
         terminal.data(f"{PROGRAM} {__version__}")
         return 0
     if later := LATER & {words[0], " ".join(words[:2])}:
-        terminal.say(f"{PROGRAM}: `{PROGRAM} {next(iter(later))}` comes with a later version")
+        terminal.say(f"{PROGRAM}: `{PROGRAM} {next(iter(later))}` is planned for a later version")
         return 2
     if words[0] not in VERBS:
         near = difflib.get_close_matches(words[0], VERBS, n=1)
         advice = f"did you mean `{PROGRAM} {near[0]}`?" if near else f"`{PROGRAM} --help` lists the verbs"
         kind = "option" if words[0].startswith("-") else "verb"
-        terminal.say(f"{PROGRAM}: there is no {kind} {words[0]!r}; {advice}")
+        terminal.say(f"{PROGRAM}: unknown {kind} {words[0]!r}; {advice}")
         return 2
     return _run(VERBS[words[0]], words[1:], terminal)
 
@@ -203,16 +203,16 @@ def _dispatch(words: list[str], terminal: Terminal) -> int:
 def _run(verb: Verb, words: list[str], terminal: Terminal) -> int:
     try:
         args = verb_parser(verb).parse_args(words)
-    except SystemExit as end:  # argparse has spoken already: 0 after --help, 2 after a usage error
+    except SystemExit as end:  # argparse has printed: 0 after --help, 2 after a usage error
         return int(end.code or 0)
 
     from headgate.cli.command import Session, is_text
     from headgate.shared.environ import load_environ
 
     for name, value in vars(args).items():
-        given = value if isinstance(value, list) else [value]
-        if name not in PATHS and not all(is_text(one) for one in given if isinstance(one, str)):
-            terminal.say(f"{PROGRAM} {verb.name}: {name.upper()} is not text in UTF-8")
+        values = value if isinstance(value, list) else [value]
+        if name not in PATHS and not all(is_text(item) for item in values if isinstance(item, str)):
+            terminal.say(f"{PROGRAM} {verb.name}: {name.upper()} is not UTF-8 text")
             return 2
     return int(_command(verb).run(Session(args, load_environ(), terminal)))
 

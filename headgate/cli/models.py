@@ -1,4 +1,4 @@
-"""Verbs about models, from `ps` to `plan`: asks the inference service and prints what it says."""
+"""Verbs for models, from `ps` to `plan`, which call the inference service."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from headgate.shared.errors import Exit
 from inference.protocol import ModelState, ModelStatus
 
 LOAD_SECONDS = 600.0
-"""A load from a slow disk may take minutes; the service itself knows the real deadline."""
+"""A load from a slow disk takes minutes. The service has its own deadline."""
 
 CRASH_LINES = 5
-"""Of the last crash's output that `show` prints; `--json` has them all."""
+"""Lines of the last crash's output that `show` prints; `--json` has all of them."""
 
 _STYLES = {
     ModelState.READY: "green",
@@ -51,14 +51,14 @@ def _statuses(session: Session) -> list[ModelStatus]:
 
 
 def ps(session: Session) -> int:
-    """Models that are not cold."""
+    """Lists models that are not cold."""
     return _table(
         session, [status for status in _statuses(session) if status.state is not ModelState.COLD], running=True
     )
 
 
 def list_models(session: Session) -> int:
-    """Every model."""
+    """Lists all models."""
     return _table(session, _statuses(session), running=False)
 
 
@@ -84,7 +84,7 @@ def _table(session: Session, statuses: list[ModelStatus], *, running: bool) -> i
             ]
             for status in statuses
         ]
-        none = "no model is loaded; a request loads its model, and so does `headgate load MODEL`"
+        none = "no model is loaded; a request or `headgate load MODEL` loads one"
     else:
         headers = ["MODEL", "STATE", "CONTEXT", "PARALLEL", "NEEDS", "FITS", "ALIASES"]
         rows = [
@@ -99,7 +99,7 @@ def _table(session: Session, statuses: list[ModelStatus], *, running: bool) -> i
             ]
             for status in statuses
         ]
-        none = "no models are configured; name one in models.yaml"
+        none = "no models are configured; add one to models.yaml"
     right = ["PREDICTED", "ACTUAL", "CONTEXT", "IN FLIGHT", "QUEUED", "IDLE", "PID", "PARALLEL", "NEEDS"]
     terminal.table(headers, rows, right, none)
     for status in statuses:
@@ -109,7 +109,7 @@ def _table(session: Session, statuses: list[ModelStatus], *, running: bool) -> i
 
 
 def show(session: Session) -> int:
-    """Everything about one model."""
+    """Shows one model."""
     api, name = addresses.inference(session), segment(session.args.model)
     answer = api.get(f"/v1/models/{name}")
     crashes = api.get(f"/models/{name}/crashes")["crashes"]
@@ -118,7 +118,7 @@ def show(session: Session) -> int:
         return Exit.OK
     status = ModelStatus.from_json(answer)
     paint = session.terminal.paint
-    fits = {True: "yes", False: "no", None: "not known yet"}[status.fits]
+    fits = {True: "yes", False: "no", None: "unknown"}[status.fits]
     pairs = [
         ("model", paint(status.id, "bold")),
         ("aliases", ", ".join(status.aliases) or "-"),
@@ -127,7 +127,7 @@ def show(session: Session) -> int:
         ("device", _devices(status)),
         ("memory", f"{_bytes(status.actual_bytes)} (predicted {_bytes(status.predicted_bytes)})"),
         ("fits now", fits),
-        ("context", f"{status.context_length} tokens per request, {status.parallel} requests at once"),
+        ("context", f"{status.context_length} tokens per request, {status.parallel} parallel requests"),
         ("gpu layers", "all" if status.gpu_layers < 0 else str(status.gpu_layers)),
         ("capabilities", ", ".join(status.capabilities) or "-"),
         ("in flight", str(status.in_flight)),
@@ -138,11 +138,13 @@ def show(session: Session) -> int:
     if status.reason:
         pairs.append(("reason", status.reason))
     if status.headroom_bytes:
-        pairs.append(("head-room", f"{_bytes(status.headroom_bytes)} of the predicted: memory ran out before"))
+        pairs.append(
+            ("head-room", f"{_bytes(status.headroom_bytes)} of the predicted, after earlier out-of-memory errors")
+        )
     if status.reduced:
         pairs.append(("reduced", ", ".join(status.reduced) + " (oom_policy: reduce)"))
     if status.retry_after_seconds is not None:
-        pairs.append(("tried again in", format_duration(status.retry_after_seconds)))
+        pairs.append(("next load in", format_duration(status.retry_after_seconds)))
     if crashes:
         pairs += _last_crash(crashes)
     for line in facts(pairs):
@@ -155,55 +157,55 @@ def _last_crash(crashes: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last["time"]))
     shapes = [", ".join(f"{key} {value}" for key, value in shape.items()) for shape in last["requests"]]
     pairs = [("crashes", f"{len(crashes)}, the last at {when}: {last['message']}")]
-    pairs += [("it computed", shape) for shape in shapes]
-    return pairs + [("it said", line) for line in last["last_lines"][-CRASH_LINES:]]
+    pairs += [("requests", shape) for shape in shapes]
+    return pairs + [("output", line) for line in last["last_lines"][-CRASH_LINES:]]
 
 
 def load(session: Session) -> int:
-    """Loads a model and returns when it is ready."""
+    """Loads a model and waits until it is ready."""
     return _change(session, "loading", "load")
 
 
 def unload(session: Session) -> int:
-    """Unloads a model once it has finished what it does."""
+    """Unloads a model after its running requests."""
     return _change(session, "unloading", "unload")
 
 
 def offload(session: Session) -> int:
-    """Lets a model leave its device once it has finished what it does; it stays warm in host memory."""
+    """Offloads a model to host memory after its running requests."""
     return _change(session, "offloading", "offload")
 
 
 def move(session: Session) -> int:
-    """Loads a model on another device once it has finished what it does; exit 4 if it does not fit: it stays then."""
+    """Moves a model to another device after its running requests. Exit code 4, and no move, when it does not fit."""
     return _change(session, f"moving to {session.args.device}:", "move", {"device": session.args.device})
 
 
 def restart(session: Session) -> int:
-    """Unloads a model once it has finished what it does, and loads it in a fresh process."""
+    """Unloads a model after its running requests, then loads it in a new process."""
     return _change(session, "restarting", "restart")
 
 
 def stop(session: Session) -> int:
-    """Cancels what a model does and unloads it."""
+    """Cancels a model's requests and unloads it."""
     return _change(session, "stopping", "unload?now=true")
 
 
-def _change(session: Session, doing: str, action: str, body: Mapping[str, Any] | None = None) -> int:
-    session.terminal.status(f"{doing} {session.args.model} ...")
+def _change(session: Session, activity: str, action: str, body: Mapping[str, Any] | None = None) -> int:
+    session.terminal.status(f"{activity} {session.args.model} ...")
     path = f"/models/{segment(session.args.model)}/{action}"
     answer = addresses.inference(session).post(path, body, seconds=LOAD_SECONDS)
     if session.json:
         session.terminal.json(answer)
         return Exit.OK
     status = ModelStatus.from_json(answer)
-    held = f" on {_devices(status)}, {_bytes(status.actual_bytes)}" if status.devices and status.actual_bytes else ""
-    session.terminal.say(f"{status.id}: {status.state.value}{held}")
+    place = f" on {_devices(status)}, {_bytes(status.actual_bytes)}" if status.devices and status.actual_bytes else ""
+    session.terminal.say(f"{status.id}: {status.state.value}{place}")
     return Exit.OK
 
 
 def plan(session: Session) -> int:
-    """A dry run: exit 0 when the model would fit, 4 when not."""
+    """A dry run. Exit code 0 when the model fits, 4 when not."""
     body = {"model": session.args.model}
     if session.args.ctx is not None:
         body["context_length"] = session.args.ctx
@@ -221,30 +223,30 @@ def plan(session: Session) -> int:
 
 
 def plan_lines(model: str, answer: Mapping[str, Any]) -> list[str]:
-    """A plan for people: the verdict with its numbers, what would leave, what the bytes are for, and the trace."""
+    """The text of a plan: the decision, evictions, the estimate by kind of memory, and the trace."""
     need = ", ".join(f"{format_bytes(count)} on {device}" for device, count in answer.get("need_bytes", {}).items())
     if short := answer.get("short"):
         lines = [f"{model} does not fit"]
         lines += [
-            f"  {lack['device']}: needs {format_bytes(lack['need_bytes'])}, {format_bytes(lack['free_bytes'])} can be "
-            f"had, {format_bytes(lack['short_bytes'])} short ({lack['bound']})"
-            for lack in short
+            f"  {entry['device']}: needs {format_bytes(entry['need_bytes'])}, {format_bytes(entry['free_bytes'])} "
+            f"available, {format_bytes(entry['short_bytes'])} short ({entry['bound']})"
+            for entry in short
         ]
     elif answer["result"] == "CANT_ACCOMMODATE":
-        lines = [f"{model} cannot be placed now: {answer.get('reason', 'no reason was given')}"]
+        lines = [f"{model} cannot be placed now: {answer.get('reason', 'unknown reason')}"]
     else:
-        verdict = {"DEPLOYED": "is loaded", "FREE": "fits", "FULL": "fits when others leave"}
-        lines = [f"{model} {verdict.get(answer['result'], answer['result'])}{': ' + need if need else ''}"]
+        results = {"DEPLOYED": "is loaded", "FREE": "fits", "FULL": "fits after evictions"}
+        lines = [f"{model} {results.get(answer['result'], answer['result'])}{': ' + need if need else ''}"]
     if evict := answer.get("evict"):
-        lines.append(f"  would leave: {', '.join(evict)}")
+        lines.append(f"  would evict: {', '.join(evict)}")
     if waits_for := answer.get("waits_for"):
         lines.append(f"  waits for: {', '.join(waits_for)}")
     if fix := answer.get("fix"):
         lines.append(f"  would fit with {' and '.join(f'{key}: {value}' for key, value in fix.items())}")
     for device, parts in (answer.get("estimate") or {}).get("devices", {}).items():
-        told = {kind: count for kind, count in parts.items() if count or kind != "headroom_bytes"}
-        said = ", ".join(f"{kind.removesuffix('_bytes')} {format_bytes(count)}" for kind, count in told.items())
-        lines.append(f"  estimate for {device}: {said}")
+        shown = {kind: count for kind, count in parts.items() if count or kind != "headroom_bytes"}
+        text = ", ".join(f"{kind.removesuffix('_bytes')} {format_bytes(count)}" for kind, count in shown.items())
+        lines.append(f"  estimate for {device}: {text}")
     return [*lines, *(f"  {line}" for line in answer.get("trace", ()))]
 
 

@@ -1,4 +1,4 @@
-"""Verbs of an operator: devices and breakers; asks the services and prints what they say."""
+"""Verbs for operators: devices, breakers and the quarantine."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from typing import Any
 
 from headgate.cli import addresses
 from headgate.cli.client import segment
-from headgate.cli.command import Command, Session, one_by_hand
+from headgate.cli.command import Command, Session, list_or_act
 from headgate.shared.amounts import format_bytes, format_duration
 from headgate.shared.errors import Exit
 
 ALL = "all"
 ACCOUNTS = ("capacity", "free", "foreign", "reserved", "resident", "releasing")
-"""The ledger's accounts: the first is the sum of the others."""
-
+"""The accounts of the ledger: the first is the sum of the others."""
 
 RECOVER_SECONDS = 120.0
-"""A trial takes at most half a minute, and a fresh reading before it may take as long."""
+"""A reading and a trial of the device, each of which takes up to 30 s."""
 
 
 def devices(session: Session) -> int:
-    """Every device with its health, how full it is, and its accounts; or recovers one."""
+    """Lists the devices with health, pressure and ledger accounts, or recovers one."""
     if session.args.action == "recover":
         return _recover(session)
     answer = addresses.inference(session).get("/devices")
@@ -43,7 +42,7 @@ def devices(session: Session) -> int:
         )
     accounts = [name.upper() for name in ACCOUNTS]
     headers = ["DEVICE", "NAME", "STATE", "PRESSURE", *accounts, "UUID"]
-    session.terminal.table(headers, rows, accounts, "the inference service knows no device")
+    session.terminal.table(headers, rows, accounts, "the inference service has no device")
     for device in answer["devices"]:
         if device.get("note"):
             session.terminal.say(f"{device['id']}: {device['note']}")
@@ -98,7 +97,7 @@ def breakers(session: Session) -> int:
     ]
     session.terminal.table(
         ["BREAKER", "STATE", "FAILURES", "NEXT PROBE", "LAST FAILURE"], rows, ["FAILURES", "NEXT PROBE"],
-        "no breaker has seen a request yet",
+        "no breaker exists yet; the first request to a provider creates one",
     )  # fmt: skip
     return Exit.OK
 
@@ -147,18 +146,18 @@ def _quarantine_row(entry: dict[str, Any]) -> list[str]:
 
 COMMANDS = {
     "devices": Command(
-        one_by_hand(
+        list_or_act(
             "recover",
-            "read a device anew and let it compute something",
+            "read a device again and test it",
             "DEVICE",
             "the device to recover, such as gpu-0",
         ),
         devices,
     ),
     "breakers": Command(
-        one_by_hand("reset", "close a breaker by hand", "NAME", "the breaker to reset, as the list names it"), breakers
+        list_or_act("reset", "close a breaker by hand", "NAME", "the breaker to reset, as the list names it"), breakers
     ),
     "quarantine": Command(
-        one_by_hand("clear", "allow one again", "KEY", f"the request, as the list names it, or `{ALL}`"), quarantine
+        list_or_act("clear", "allow one again", "KEY", f"the request, as the list names it, or `{ALL}`"), quarantine
     ),
 }

@@ -1,4 +1,4 @@
-"""Writes the help of every verb into docs/cli.md, between two marks; says nothing that the help does not say."""
+"""Writes the help of all verbs into docs/cli.md, between two marks (`make reference`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
 
 
 COMMON = ("-h, --help", "--config-dir", "--json")
-"""Options of every verb; the document explains them once."""
+"""Options of all verbs, which the document explains once."""
 
 
 def reference() -> str:
@@ -32,7 +32,7 @@ def _block(text: str) -> str:
 
 
 def _without_common(text: str) -> str:
-    """`text` without the lines of COMMON options; a heading `options:` that is left empty goes with them."""
+    """`text` without the COMMON options, and without the heading `options:` when it has no other options."""
     kept: list[str] = []
     dropping = False
     for line in text.splitlines():
@@ -51,7 +51,7 @@ def _actions(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
 
 
 def rewritten(document: str) -> str:
-    """`document` with what stands between the marks replaced."""
+    """`document` with the new help between the marks."""
     before, _, rest = document.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{reference()}\n\n{END}{after}"

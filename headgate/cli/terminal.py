@@ -1,8 +1,8 @@
-"""How things are shown: data on stdout, progress on stderr, tables, JSON, color; decides nothing about content.
+"""Output of the command line: data on stdout, progress on stderr, tables, JSON, color.
 
 HeadgateError
 └── OutputError       stdout cannot be written
-ReaderLeftError       whoever read stdout is gone (`headgate list | head -1`): no fault, so no HeadgateError
+ReaderLeftError       the reader closed stdout (`headgate list | head -1`), which is not an error
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "
 
 
 class OutputError(HeadgateError):
-    """What was asked for cannot be written to stdout."""
+    """The output cannot be written to stdout."""
 
 
 class ReaderLeftError(Exception):
-    """The reader of stdout left. Not an OSError, so that nobody takes it for a connection of theirs that broke."""
+    """The reader closed stdout. Not an OSError, so that it is not taken for a broken connection."""
 
 
 def open_missing_streams() -> None:
-    """Gives a process that was started without stdin, stdout or stderr (`>&-`) the null device in their place.
+    """Opens the null device as stdin, stdout or stderr when the process was started without it (`>&-`).
 
-    Else the first file or socket to be opened would get their number, and children would write into it.
+    Otherwise the next opened file or socket would get that number, and children would write into it.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number: this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # opens the lowest free number, which is this one
         if getattr(sys, name) is None:
             mode = "w" if number else "r"
-            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115  # for good
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115  # stays open
 
 
 def abandon(stream: TextIO) -> None:
-    """What `stream` still holds, and all that follows, goes nowhere; so the flush at the end succeeds."""
+    """Redirects `stream` to the null device, so that the flush at the exit succeeds."""
     null = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(null, stream.fileno())
@@ -55,7 +55,7 @@ def abandon(stream: TextIO) -> None:
 
 @dataclass
 class Terminal:
-    """The two streams of a command. `color` is on only for a terminal, without NO_COLOR, and not on a dumb one."""
+    """The output streams of a command. Color needs a terminal that is not dumb, and no NO_COLOR."""
 
     out: TextIO
     err: TextIO
@@ -73,39 +73,39 @@ class Terminal:
 
     @property
     def out_tty(self) -> bool:
-        """Whether a person reads stdout."""
+        """Whether stdout is a terminal."""
         return self.out.isatty()
 
     def data(self, text: str, *, end: str = "\n") -> None:
-        """What was asked for, to stdout, at once; raises ReaderLeftError, OutputError."""
+        """Writes the result of a command to stdout. Raises ReaderLeftError, OutputError."""
         self.clear_status()
         with writing(self.out):
             self.out.write(text + end)
             self.out.flush()
 
     def json(self, value: Any) -> None:
-        """`value` as JSON, to stdout."""
+        """Writes `value` as JSON to stdout."""
         self.data(json.dumps(value, indent=2, ensure_ascii=False))
 
     def say(self, text: str) -> None:
-        """Progress or a remark, to stderr."""
+        """Writes a message to stderr."""
         self.clear_status()
-        self._tell(text + "\n")
+        self._write_err(text + "\n")
 
     def status(self, text: str) -> None:
-        """A line that the next output replaces; nothing at all where stderr is not a terminal."""
+        """Shows a line that the next output replaces. Does nothing when stderr is not a terminal."""
         if self.err_tty:
-            self._tell("\r" + text[:100].ljust(self._status))
+            self._write_err("\r" + text[:100].ljust(self._status))
             self._status = len(text[:100])
 
     def clear_status(self) -> None:
-        """Removes the line that `status` left."""
+        """Removes the line of `status`."""
         if self._status:
-            self._tell("\r" + " " * self._status + "\r")
+            self._write_err("\r" + " " * self._status + "\r")
             self._status = 0
 
-    def _tell(self, text: str) -> None:
-        """To stderr; a stderr that takes nothing changes nothing about what is done, and nobody could be told."""
+    def _write_err(self, text: str) -> None:
+        """Writes to stderr. A broken stderr does not change what the command does."""
         try:
             self.err.write(text)
             self.err.flush()
@@ -114,19 +114,19 @@ class Terminal:
                 abandon(self.err)
 
     def paint(self, text: str, style: str) -> str:
-        """`text` in a style for stdout, or as it is."""
+        """`text` with a style if stdout has color."""
         return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if self.out_color else text
 
     def paint_err(self, text: str, style: str) -> str:
-        """`text` in a style for stderr, or as it is."""
+        """`text` with a style if stderr has color."""
         return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if self.err_color else text
 
     def table(
         self, headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = (), none: str = ""
     ) -> None:
-        """An aligned table to stdout; `right` names the columns of numbers; `none` is said when there are no rows.
+        """Writes an aligned table to stdout. `right` names the right-aligned columns; `none` replaces an empty table.
 
-        What others chose or said (names, errors of providers) stands in cells: none of it drives the terminal.
+        Control characters in cells are escaped: cells contain names of clients and errors of providers.
         """
         if not rows:
             self.data(none)
@@ -139,11 +139,11 @@ class Terminal:
 
 @contextlib.contextmanager
 def writing(stream: TextIO) -> Iterator[None]:
-    """Turns what can go wrong with stdout into ReaderLeftError or OutputError, and abandons it."""
+    """Turns errors of stdout into ReaderLeftError or OutputError, and redirects it to the null device."""
     try:
         yield
     except UnicodeEncodeError as error:
-        raise OutputError(f"stdout takes {error.encoding} only ({error}); set LC_ALL=C.UTF-8") from error
+        raise OutputError(f"stdout accepts only {error.encoding} ({error}); set LC_ALL=C.UTF-8") from error
     except OSError as error:
         with contextlib.suppress(OSError):  # not a file
             abandon(stream)
@@ -153,7 +153,7 @@ def writing(stream: TextIO) -> Iterator[None]:
 
 
 def align(headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> list[str]:
-    """The lines of a table, two spaces between columns, no trailing blanks."""
+    """The lines of a table, with two spaces between columns and no trailing spaces."""
     widths = [max(len(row[at]) for row in (headers, *rows)) for at in range(len(headers))]
     rights = [header in right for header in headers]
 
@@ -168,6 +168,6 @@ def align(headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence
 
 
 def facts(pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """Lines `name   value` with the values in one column."""
+    """Lines of `name   value` with aligned values."""
     width = max((len(name) for name, _ in pairs), default=0)
     return [f"{name.ljust(width)}  {value}".rstrip() for name, value in pairs]

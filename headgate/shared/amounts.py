@@ -1,4 +1,4 @@
-"""Parses and prints durations and byte sizes as people write them; never reads a clock or a file."""
+"""Parses and formats durations (`30s`, `never`) and byte sizes (`512MiB`)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ GIB = 2**30
 
 
 def parse_duration(value: Any) -> float:
-    """Seconds in `"300s"`, `"250ms"`, `"5m"`, `"1h"` or a bare number of seconds; `"never"` is infinity.
+    """Seconds in `"300s"`, `"250ms"`, `"5m"`, `"1h"` or a number of seconds; `"never"` is infinity.
 
-    Raises ValueError with an example when the text is none of these, or negative, or NaN.
+    Raises ValueError with an example for other text, negative values and NaN.
     """
     if isinstance(value, bool):
-        raise ValueError("a duration such as 30s, 250ms, 5m or never is needed, not true or false")
+        raise ValueError("true and false are not durations; write for example 30s, 250ms, 5m or never")
     if isinstance(value, (int, float)):
         if math.isnan(value) or value < 0:
             raise ValueError(f"a duration cannot be {value}; write for example 30s, 250ms, 5m or never")
@@ -38,9 +38,9 @@ def parse_duration(value: Any) -> float:
 
 
 def parse_bytes(value: Any) -> int:
-    """Bytes in `"600MiB"`, `"1.5GB"` or a bare number of bytes; raises ValueError with an example otherwise."""
+    """Bytes in `"600MiB"`, `"1.5GB"` or a number of bytes. Raises ValueError with an example for other values."""
     if isinstance(value, bool):
-        raise ValueError("a size such as 512MiB or 2GiB is needed, not true or false")
+        raise ValueError("true and false are not sizes; write for example 512MiB or 2GiB")
     if isinstance(value, (int, float)):
         if not math.isfinite(value) or value < 0:
             raise ValueError(f"a size cannot be {value}; write for example 512MiB or 2GiB")
@@ -51,7 +51,7 @@ def parse_bytes(value: Any) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """`count` bytes for people: `"512 B"`, `"1.5 MiB"`, `"12.0 GiB"` (binary units)."""
+    """`count` bytes in binary units: `"512 B"`, `"1.5 MiB"`, `"12.0 GiB"`."""
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
@@ -61,7 +61,7 @@ def format_bytes(count: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """`seconds` for people: `"never"`, `"250ms"`, `"42s"`, `"5m"`, `"2h 3m"`."""
+    """`seconds` as `"never"`, `"250ms"`, `"42s"`, `"5m"` or `"2h 3m"`."""
     if math.isinf(seconds):
         return "never"
     if seconds < 1 and seconds > 0:

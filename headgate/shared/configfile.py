@@ -1,9 +1,9 @@
-"""Reads a YAML file into a pydantic model and turns every mistake into file, line and advice; never applies anything.
+"""Reads a YAML file into a pydantic model. Reports every mistake with file, line and advice.
 
-Secrets are written `${env:NAME}`. A value that names an unset variable becomes the `Unset` marker string so that the
-owner of the key can decide (a provider without its key is absent); see `unset_name`. Problems go into logs: they repeat
-what was written, for whoever looks for it, though neither what `${env:NAME}` stands for nor what is written where a
-secret belongs. A key that somebody writes out in the place of something else is repeated.
+`${env:NAME}` inserts an environment variable. A value that is only an unset variable becomes a marker, so that the
+caller can decide what it means (`unset_name`; a provider without its key is absent). Error messages quote the file,
+but neither the values of variables nor the values of secret settings. A secret that is written as the value of
+another setting is quoted.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ M = TypeVar("M", bound=BaseModel)
 
 
 MOST_BYTES = 4 * 10**6
-"""A larger file is no configuration."""
+"""Size limit of a file."""
 
 MOST_VALUES = 100_000
-"""Keys and values of a file, each alias counted as what it stands for; a thousand models have a tenth of it."""
+"""Limit of keys and values, with aliases expanded. A thousand models need a tenth of it."""
 
 MOST_DEPTH = 64
-"""Values inside values; our deepest is six. Python's own limit is a thousand calls, and a traceback."""
+"""Limit of nesting; the configuration needs six levels. Python's recursion limit would end in a traceback."""
 
 
 _WRONG_KIND: Mapping[str, str] = {
     **dict.fromkeys(
         ("model_type", "model_attributes_type", "dict_type"),
-        "settings are needed here, each as NAME: VALUE on a line of its own below, or in braces; `{}` for none",
+        "expected settings as NAME: VALUE, one per line, or in braces; `{}` for none",
     ),
-    **dict.fromkeys(("tuple_type", "list_type"), "a list is needed here, for example [a, b]; `[]` for none"),
+    **dict.fromkeys(("tuple_type", "list_type"), "expected a list, for example [a, b]; `[]` for none"),
 }
-"""What stands in the place of settings or of a list is not repeated: it may be the very key that belongs into it."""
+"""Messages without the value, which can be a secret in the wrong place."""
 
 
 class _Filled(str):
-    """A text that holds the value of a variable; `written` is what stands in the file."""
+    """A string with inserted variables. `written` is the text in the file."""
 
     __slots__ = ("written",)
     written: str
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses duplicate keys, and sizes that Python's stack or memory would feel."""
+    """SafeLoader that refuses duplicate keys and limits depth and size."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -65,7 +65,7 @@ class _Loader(yaml.SafeLoader):
         self._count = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """The next node, with everything below it; refuses depth and number as they come."""
+        """The next node with its children. Refuses too deep and too large documents."""
         self._depth += 1
         self._count += 1
         if self._depth > MOST_DEPTH or self._count > MOST_VALUES:
@@ -75,11 +75,11 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """The value of `node`; text that only looks like a number or a date is a problem with its line."""
+        """The value of `node`. Turns invalid numbers and dates into a problem with the line."""
         try:
             return super().construct_object(node, deep)
         except (ValueError, OverflowError) as error:
-            raise _refused(f"not a value of its kind: {error}", node.start_mark) from error
+            raise _refused(f"invalid value: {error}", node.start_mark) from error
 
 
 def _refused(what: str, mark: Any) -> yaml.constructor.ConstructorError:
@@ -87,26 +87,26 @@ def _refused(what: str, mark: Any) -> yaml.constructor.ConstructorError:
 
 
 def _too_deep() -> str:
-    return f"nested too deeply: more than {MOST_DEPTH} values inside one another"
+    return f"nested too deeply: more than {MOST_DEPTH} levels"
 
 
 def _too_many() -> str:
-    return f"more than {MOST_VALUES} keys and values, with each alias counted as what it stands for"
+    return f"more than {MOST_VALUES} keys and values, with aliases expanded"
 
 
 def _measure(node: yaml.Node, known: dict[yaml.Node, tuple[int, int] | None]) -> tuple[int, int]:
-    """(values, depth) of `node` with its aliases written out, each node looked at once; refuses what is too much."""
+    """(values, depth) of `node` with expanded aliases; visits each node once. Refuses too deep and too large nodes."""
     if node in known:
         if (found := known[node]) is None:
-            raise _refused("an alias stands inside of what it stands for", node.start_mark)
+            raise _refused("an alias contains itself", node.start_mark)
         return found
     known[node] = None
     inner: list[yaml.Node] = []
     if isinstance(node, yaml.MappingNode):
-        inner = [one for pair in node.value for one in pair]
+        inner = [child for pair in node.value for child in pair]
     elif isinstance(node, yaml.SequenceNode):
         inner = node.value
-    sizes = [_measure(one, known) for one in inner]
+    sizes = [_measure(child, known) for child in inner]
     count, depth = 1 + sum(size[0] for size in sizes), 1 + max((size[1] for size in sizes), default=0)
     if depth > MOST_DEPTH or count > MOST_VALUES:
         raise _refused(_too_deep() if depth > MOST_DEPTH else _too_many(), node.start_mark)
@@ -119,9 +119,9 @@ def _mapping(loader: yaml.SafeLoader, node: yaml.Node) -> dict[Any, Any]:
     seen: set[str] = set()
     for key, _ in node.value:
         if not isinstance(key, yaml.ScalarNode):
-            raise _refused("a key must be a plain name; quote it", key.start_mark)
+            raise _refused("a key must be text; quote it", key.start_mark)
         if key.value in seen:
-            raise _refused(f"the key {key.value!r} stands twice in this mapping; remove one", key.start_mark)
+            raise _refused(f"duplicate key {key.value!r}; remove one of them", key.start_mark)
         seen.add(key.value)
     return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
 
@@ -130,18 +130,17 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 
 
 def unset_name(value: str | None) -> str | None:
-    """The NAME when `value` came from a `${env:NAME}` whose variable is unset or empty, else None."""
+    """NAME when `value` is a `${env:NAME}` whose variable is unset or empty, else None."""
     return value[len(_UNSET) :] if value is not None and value.startswith(_UNSET) else None
 
 
 def read_yaml(
     path: Path, environ: Mapping[str, str], *, nothing: str = "{}"
 ) -> tuple[dict[str, Any], dict[Path_, int]]:
-    """The mapping in `path` with `${env:NAME}` filled in, and the 1-based line of every key path.
+    """The mapping in `path` with variables inserted, and the 1-based line of each key path.
 
-    Raises ConfigError when the file is missing, not readable, too large, not YAML or not a mapping at the top. A file
-    without content is an error too, because a full disk or an interrupted save leaves one; `nothing` is what a user
-    writes who wants no settings.
+    Raises ConfigError when the file is missing, unreadable, too large, empty, not YAML or not a mapping. An empty file
+    is an error because a full disk or an interrupted save leaves one; `nothing` is the text for no settings.
     """
     text = _read(path)
     try:
@@ -158,14 +157,14 @@ def read_yaml(
         raise ConfigError([Problem(f"not valid YAML: {error.reason}", file=path, line=line)]) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        said = getattr(error, "problem", None) or "not valid YAML"
-        if isinstance(error, yaml.composer.ComposerError) and said == "but found another document":
-            said = "a second YAML document begins here (`---`); one file holds one document"
-        raise ConfigError([Problem(said, file=path, line=mark.line + 1 if mark else None)]) from error
+        problem = getattr(error, "problem", None) or "not valid YAML"
+        if isinstance(error, yaml.composer.ComposerError) and problem == "but found another document":
+            problem = "a second YAML document begins here (`---`); a file holds one document"
+        raise ConfigError([Problem(problem, file=path, line=mark.line + 1 if mark else None)]) from error
     if data is None:
         raise ConfigError([Problem(f"the file is empty; if that is intended, write `{nothing}`", file=path)])
     if not isinstance(data, dict):
-        raise ConfigError([Problem("a mapping of settings is needed at the top of the file", file=path, line=1)])
+        raise ConfigError([Problem("the file must contain settings as NAME: VALUE", file=path, line=1)])
     lines: dict[Path_, int] = {}
     if node is not None:
         _collect_lines(node, (), lines)
@@ -173,14 +172,14 @@ def read_yaml(
 
 
 def _read(path: Path) -> str:
-    """The text of `path`; raises ConfigError when there is none, or more than MOST_BYTES of it."""
+    """The text of `path`. Raises ConfigError when it is missing, unreadable or larger than MOST_BYTES."""
     try:
-        if stat.S_ISFIFO(path.stat().st_mode):  # nobody may ever write to it
-            raise ConfigError([Problem("a pipe, and a file is needed", file=path)])
+        if stat.S_ISFIFO(path.stat().st_mode):  # opening it can block forever
+            raise ConfigError([Problem("this is a pipe; use a file", file=path)])
         with path.open("rb") as file:
             raw = file.read(MOST_BYTES + 1)
         if len(raw) > MOST_BYTES:
-            raise ConfigError([Problem(f"larger than {MOST_BYTES // 10**6} MB, too large to be settings", file=path)])
+            raise ConfigError([Problem(f"larger than the limit of {MOST_BYTES // 10**6} MB", file=path)])
         return raw.decode("utf-8")
     except FileNotFoundError:
         raise ConfigError([Problem(f"no such file; start from {packaged_defaults() / path.name}", file=path)]) from None
@@ -208,9 +207,9 @@ def _fill_env(value: Any, environ: Mapping[str, str]) -> Any:
         filled = _ENV.sub(lambda match: environ.get(match[1], ""), value)
         if filled == value:
             return value
-        told = _Filled(filled)
-        told.written = value
-        return told
+        result = _Filled(filled)
+        result.written = value
+        return result
     if isinstance(value, dict):
         return {str(key): _fill_env(inner, environ) for key, inner in value.items()}
     if isinstance(value, list):
@@ -219,13 +218,13 @@ def _fill_env(value: Any, environ: Mapping[str, str]) -> Any:
 
 
 def load(path: Path, model: type[M], environ: Mapping[str, str]) -> M:
-    """`path` validated as `model`; raises ConfigError with every problem found, each with its line."""
+    """`path` as `model`. Raises ConfigError with all problems and their lines."""
     data, lines = read_yaml(path, environ)
     return validated(data, lines, path, model)
 
 
 def validated(data: Mapping[str, Any], lines: Mapping[Path_, int], path: Path, model: type[M]) -> M:
-    """What `read_yaml` read from `path`, as `model`; raises ConfigError with every problem and its line."""
+    """The result of `read_yaml` as `model`. Raises ConfigError with all problems and their lines."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -235,7 +234,7 @@ def validated(data: Mapping[str, Any], lines: Mapping[Path_, int], path: Path, m
 def problems_of(
     error: ValidationError, model: type[BaseModel], path: Path | None, lines: Mapping[Path_, int]
 ) -> list[Problem]:
-    """Each pydantic error as a Problem: dotted key, nearest known line, and a did-you-mean for unknown keys."""
+    """Each pydantic error as a Problem with dotted key, nearest known line, and a suggestion for unknown keys."""
     return [_problem(item, model, path, lines) for item in error.errors(include_url=False)]
 
 
@@ -248,23 +247,23 @@ def _problem(item: Any, model: type[BaseModel], path: Path | None, lines: Mappin
         near = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.6)
         message = "unknown key" + (f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(known)}")
     elif item["type"] == "missing":
-        message = "this key is needed and not there"
+        message = "this key is required"
     elif item["type"] in _WRONG_KIND:
         message = _WRONG_KIND[item["type"]]
     else:
-        said = item.get("input")
-        message = as_written(str(item["msg"]).removeprefix("Value error, "), said)
-        if isinstance(said, str) and (name := unset_name(said)) is not None:
+        value = item.get("input")
+        message = as_written(str(item["msg"]).removeprefix("Value error, "), value)
+        if isinstance(value, str) and (name := unset_name(value)) is not None:
             message += f" (the variable {name} is not set)"
-        elif item["type"] != "value_error" and not _may_be_secret(said, loc):
-            message += f" (it is {said!r})"
+        elif item["type"] != "value_error" and not _may_be_secret(value, loc):
+            message += f" (it is {value!r})"
     return Problem(message, key=".".join(map(str, written)), file=path, line=line)
 
 
 def as_written(message: str, value: Any) -> str:
-    """`message` about `value` of the file, with `${env:NAME}` for what it was filled in with.
+    """`message` with `${env:NAME}` in place of the values of variables.
 
-    A message quotes as `repr` does, the text as it is or in lower case.
+    Messages quote `value` as `repr` does, unchanged or in lower case.
     """
     if isinstance(value, _Filled):
         for text in (str(value), value.lower()):
@@ -275,12 +274,12 @@ def as_written(message: str, value: Any) -> str:
     return message
 
 
-def _may_be_secret(said: Any, at: Path_) -> bool:
-    return isinstance(said, (dict, list, _Filled)) or not SECRET_NAMES.isdisjoint(at)
+def _may_be_secret(value: Any, at: Path_) -> bool:
+    return isinstance(value, (dict, list, _Filled)) or not SECRET_NAMES.isdisjoint(at)
 
 
 def _keys_at(model: type[BaseModel], loc: Path_) -> list[str]:
-    """Field names of the model found by walking `loc` from `model`; empty when the walk leaves models."""
+    """Field names of the model at `loc` below `model`; empty when there is no model."""
     here: Any = model
     for part in loc:
         candidates = list(_models_in(here))

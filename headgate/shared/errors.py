@@ -1,10 +1,10 @@
-"""Errors the command line and both services' start-up share; each carries the exit code the process ends with.
+"""Errors of the command line and of the start of both services. Each has the exit code of the process.
 
 HeadgateError
-├── ConfigError        a file or a setting is wrong: every problem with file, line and what to write instead
-├── NotRunningError    the service a verb needs does not answer
-├── PortInUseError     another process holds the port; names it
-└── AlreadyRunningError  a second authority on one machine, or `up` on one state; names the first
+├── ConfigError          a configuration is invalid: lists all problems with file and line
+├── NotRunningError      the service that a verb needs does not answer
+├── PortInUseError       another process listens on the port
+└── AlreadyRunningError  a second inference service on a machine, or a second `up` with a state directory
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Exit(IntEnum):
 
 
 class HeadgateError(Exception):
-    """Base of all errors a user may see on the terminal; `exit_code` is what the process ends with."""
+    """Base class of the errors that are shown to the user. `exit_code` is the exit code of the process."""
 
     exit_code: Exit = Exit.FAILURE
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong in a configuration: where (file, 1-based line or None), which key, and what to do."""
+    """A mistake in a configuration: file, 1-based line or None, key, and a message that says what to do."""
 
     message: str
     key: str = ""
@@ -48,7 +48,7 @@ class Problem:
 
 
 class ConfigError(HeadgateError):
-    """The configuration cannot be used; `problems` lists everything found, not only the first."""
+    """The configuration is invalid. `problems` lists all mistakes."""
 
     exit_code = Exit.USAGE
 
@@ -58,14 +58,14 @@ class ConfigError(HeadgateError):
 
 
 class NotRunningError(HeadgateError):
-    """The service a command needs does not answer at its address."""
+    """The service that a verb needs does not answer at its address."""
 
     exit_code = Exit.NOT_RUNNING
 
 
 class PortInUseError(HeadgateError):
-    """The port to listen on is held by another process."""
+    """Another process listens on the port."""
 
 
 class AlreadyRunningError(HeadgateError):
-    """Another inference service already is the GPU authority of this machine, or another `up` keeps this state."""
+    """Another inference service runs on this machine, or another `up` uses the state directory."""

@@ -1,7 +1,7 @@
-"""Asks another service of Headgate and hands on the pieces of its answer as they arrive; judges and retries nothing.
+"""HTTP/1.1 client for streams between Headgate's own services.
 
-For streams of tokens: a piece is a function call, where a reader that is awaited costs a wake-up of its task and a turn
-of the loop. Answers that come whole are better asked for with a real client.
+It calls a function for each piece of a response. An awaited reader would cost a task wake-up and an iteration of the
+event loop per token. Use httpx2 where a response is read as a whole.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import httptools
 MAX_HEAD_BYTES = 65536
 
 Connector = Callable[[Callable[[], asyncio.Protocol]], Awaitable[Any]]
-"""Opens a connection for a protocol; raises OSError."""
+"""Opens a connection for a protocol. Raises OSError."""
 
 
 class BrokenError(Exception):
-    """The connection ended before the answer did, or what came over it is not HTTP."""
+    """The connection ended before the response was complete, or the response is not HTTP."""
 
 
 def unix(path: str) -> Connector:
@@ -30,48 +30,52 @@ def unix(path: str) -> Connector:
 
 def tcp(host: str, port: int, *, tls: bool = False) -> Connector:
     """Connects to a port."""
-    trust = ssl.create_default_context() if tls else None  # once: reading the authorities takes milliseconds
+    trust = (
+        ssl.create_default_context() if tls else None
+    )  # once, because loading the CA certificates takes milliseconds
     return lambda protocol: asyncio.get_running_loop().create_connection(protocol, host, port, ssl=trust)
 
 
 class Hop:
-    """Where to ask. A connection whose answer ended is used again within `idle_seconds`; 0 uses each once.
+    """A client for one server, with a pool of connections.
 
-    A connection that stays idle longer is closed before twice `idle_seconds` have passed.
+    A connection is reused within `idle_seconds` after its last response (0: not at all), and closed before twice
+    `idle_seconds` have passed.
     """
 
     def __init__(self, connector: Connector, host: str, idle_seconds: float = 0.0) -> None:
-        """`host` is what the requests' Host header says."""
+        """`host` is the value of the Host header."""
         self._connector = connector
         self._host = host
         self._end = ("", "") if idle_seconds else ("connection: close", "", "")
-        """The last lines of every head."""
+        """The last lines of each request head."""
         self._idle_seconds = idle_seconds
         self._idle: list[_Connection] = []
-        """The newest last, which is used first."""
+        """The most recently used connection is last, and is used first."""
         self._sweep: asyncio.TimerHandle | None = None
         self._closed = False
 
     async def post(
         self, path: str, body: bytes, headers: Mapping[str, str], connect_seconds: float | None = None
     ) -> Answer:
-        """The answer once its status and headers are here. Raises OSError (TimeoutError is one) when there is no
-        connection, then BrokenError.
+        """Sends a POST and returns when status and headers have arrived.
+
+        Raises OSError (or its subclass TimeoutError) when the connection fails, then BrokenError.
         """
         begin = f"POST {path} HTTP/1.1\r\nhost: {self._host}\r\ncontent-length: {len(body)}"
         head = "\r\n".join((begin, *map(": ".join, headers.items()), *self._end)).encode("latin-1")
         breaks = 2 + len(headers) + len(self._end)
         if head.count(b"\n") != breaks or head.count(b"\r") != breaks:
-            raise ValueError("a header of a request holds a line break")
-        connection = self._used_before() or await self._connected(connect_seconds)
+            raise ValueError("a request header contains a line break")
+        connection = self._take_idle() or await self._connect(connect_seconds)
         try:
-            return await connection.ask(head + body)
+            return await connection.send(head + body)
         except BaseException:
             connection.close()
             raise
 
     def close(self) -> None:
-        """Closes the connections that nobody uses now, and the others when their answers end."""
+        """Closes idle connections now, and the others when their responses end."""
         self._closed = True
         if self._sweep is not None:
             self._sweep.cancel()
@@ -80,7 +84,7 @@ class Hop:
             connection.close()
         self._idle.clear()
 
-    def _used_before(self) -> _Connection | None:
+    def _take_idle(self) -> _Connection | None:
         while self._idle:
             connection = self._idle.pop()
             if connection.is_fresh(self._idle_seconds):
@@ -88,7 +92,7 @@ class Hop:
             connection.close()
         return None
 
-    async def _connected(self, seconds: float | None) -> _Connection:
+    async def _connect(self, seconds: float | None) -> _Connection:
         connection = _Connection(self._keep if self._idle_seconds else None)
         async with asyncio.timeout(seconds):
             await self._connector(lambda: connection)
@@ -118,30 +122,31 @@ class Hop:
 
 
 class Answer:
-    """A response whose head is here. Whoever has it ends with `close`."""
+    """A response whose head has arrived. The caller must call `close`."""
 
     def __init__(self, connection: _Connection, status: int, headers: Mapping[str, str]) -> None:
         self.status = status
         self.headers = headers
-        """By lower-case name; the last of several."""
+        """Names are in lower case. Of several headers with one name the last one counts."""
         self._connection = connection
 
     def listen(self, on_piece: Callable[[bytes], None], on_end: Callable[[BrokenError | None], None]) -> None:
-        """Calls `on_piece` for everything that has arrived and will, then `on_end` once, with what went wrong if
-        something did. Neither may raise.
+        """Calls `on_piece` for each piece of the body, then `on_end` once, with the error if there was one.
+
+        The functions must not raise.
         """
         self._connection.listen(on_piece, on_end)
 
     def pause(self) -> None:
-        """Lets nothing more arrive until `resume`, but for what is here already."""
-        self._connection.flow(False)
+        """Stops reading until `resume`. Bytes that were read before are still delivered."""
+        self._connection.set_reading(False)
 
     def resume(self) -> None:
-        """Undoes `pause`."""
-        self._connection.flow(True)
+        """Continues reading after `pause`."""
+        self._connection.set_reading(True)
 
     async def whole(self, most_bytes: int | None = None) -> bytes:
-        """All of the body, or its beginning of at least `most_bytes`; instead of `listen`. Raises BrokenError."""
+        """The body, or a prefix of at least `most_bytes`. Replaces `listen`. Raises BrokenError."""
         done = asyncio.get_running_loop().create_future()
         pieces: list[bytes] = []
 
@@ -161,14 +166,15 @@ class Answer:
         return b"".join(pieces)
 
     def close(self, linger_seconds: float = 0.0) -> None:
-        """Ends the connection, unless the answer came whole and it can be used again; its end may still come within
-        `linger_seconds`, for which nobody waits.
+        """Returns the connection to the pool after a complete response, else closes it.
+
+        With `linger_seconds` an incomplete response may still end in the background within that time.
         """
-        self._connection.let_go(linger_seconds)
+        self._connection.release(linger_seconds)
 
 
 class _Connection(asyncio.Protocol):
-    """One connection with one request at a time; also what its parser calls."""
+    """One connection with one request at a time. Its HTTP parser calls the `on_` methods."""
 
     def __init__(self, keep: Callable[[_Connection], None] | None) -> None:
         self._idle_since = 0.0
@@ -176,7 +182,7 @@ class _Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._error: BrokenError | None = None
-        self._flows = True
+        self._is_reading = True
         self._parser = httptools.HttpResponseParser(self)
         self._renew()
 
@@ -190,18 +196,18 @@ class _Connection(asyncio.Protocol):
         self._complete = False
         self._keeps = False
 
-    # --- for the answer ------------------------------------------------------------------------------------------
+    # --- called by Answer and Hop --------------------------------------------------------------------------------
     @property
     def is_closed(self) -> bool:
-        """Whether nothing can be asked any more."""
+        """Whether no request can be sent any more."""
         return self._error is not None or self._transport is None or self._transport.is_closing()
 
     def is_fresh(self, idle_seconds: float) -> bool:
-        """Whether something can be asked, and something was within so long."""
+        """Whether the connection is open and was used within `idle_seconds`."""
         return not self.is_closed and self._loop.time() - self._idle_since <= idle_seconds
 
-    def ask(self, request: bytes) -> asyncio.Future[Answer]:
-        """Sends a request, now; the head of its answer, or BrokenError, is to come. Who stops waiting closes."""
+    def send(self, request: bytes) -> asyncio.Future[Answer]:
+        """Sends a request. The future is resolved with the response or BrokenError; cancelling it closes."""
         assert self._transport is not None
         if self._error is not None:
             raise self._error
@@ -212,84 +218,84 @@ class _Connection(asyncio.Protocol):
     def listen(self, on_piece: Callable[[bytes], None], on_end: Callable[[BrokenError | None], None]) -> None:
         """See Answer."""
         self._on_piece, self._on_end = on_piece, on_end
-        self._hand_on()
+        self._deliver()
 
-    def flow(self, is_open: bool) -> None:
-        """Whether bytes are read."""
-        if self._transport is not None and is_open is not self._flows and not self._transport.is_closing():
-            self._flows = is_open
-            if is_open:
+    def set_reading(self, is_reading: bool) -> None:
+        """Pauses or resumes reading from the socket."""
+        if self._transport is not None and is_reading is not self._is_reading and not self._transport.is_closing():
+            self._is_reading = is_reading
+            if is_reading:
                 self._transport.resume_reading()
             else:
                 self._transport.pause_reading()
 
-    def let_go(self, linger_seconds: float = 0.0) -> None:
-        """The answer is not needed any more."""
+    def release(self, linger_seconds: float = 0.0) -> None:
+        """Ends the use of the current response, see Answer.close."""
         self._on_piece = self._on_end = None
         if linger_seconds and self._keep is not None and not self._complete and not self.is_closed:
             timer = self._loop.call_later(linger_seconds, self.close)
 
             def on_end(_error: BrokenError | None) -> None:
                 timer.cancel()
-                self.let_go()
+                self.release()
 
-            self.flow(True)
+            self.set_reading(True)
             self.listen(lambda _: None, on_end)
             return
         if self._complete and self._keeps and self._keep is not None and not self.is_closed:
             self._renew()
-            self.flow(True)
+            self.set_reading(True)
             self._idle_since = self._loop.time()
             self._keep(self)
         else:
             self.close()
 
     def close(self) -> None:
-        """Ends the connection at once."""
+        """Aborts the connection."""
         self._on_piece = self._on_end = None
         if self._transport is not None:
             self._transport.abort()
 
-    # --- for the loop --------------------------------------------------------------------------------------------
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # a stream's
-        """Connected."""
+    # --- called by the event loop --------------------------------------------------------------------------------
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # a stream transport
+        """Keeps the transport."""
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came."""
+        """Parses bytes of the response."""
         if self._head is None:
-            self._fail("something came that was not asked for")
+            self._fail("the server sent bytes without a request")
             return
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._fail(f"what came is not HTTP ({error})")
+            self._fail(f"the response is not HTTP ({error})")
             return
         if not self._head.done():
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
-                self._fail(f"the head of the answer is longer than {MAX_HEAD_BYTES} bytes")
+                self._fail(f"the head of the response is longer than {MAX_HEAD_BYTES} bytes")
             return
-        self._hand_on()
+        self._deliver()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """The connection ended. A body without a length ends with it."""
+        """Ends a body without a length, or fails the response."""
         has_length = "content-length" in self._headers or "transfer-encoding" in self._headers
         if error is None and self._head is not None and self._head.done() and not has_length:
             self._complete = True
         self._fail("the connection was closed", error)
 
-    def _fail(self, said: str, cause: Exception | None = None) -> None:
+    def _fail(self, message: str, cause: Exception | None = None) -> None:
         if self._error is None:
-            self._error = BrokenError(said)
+            self._error = BrokenError(message)
             self._error.__cause__ = cause
         if self._transport is not None and not self._transport.is_closing():
             self._transport.abort()
         if self._head is not None and not self._head.done():
             self._head.set_exception(self._error)
-        self._hand_on()
+        self._deliver()
 
-    def _hand_on(self) -> None:
+    def _deliver(self) -> None:
         if self._on_piece is None:
             return
         if self._pieces:
@@ -300,18 +306,18 @@ class _Connection(asyncio.Protocol):
             on_end, self._on_end = self._on_end, None
             on_end(None if self._complete else self._error)
 
-    # --- for the parser ------------------------------------------------------------------------------------------
+    # --- called by the parser ------------------------------------------------------------------------------------
     def on_message_begin(self) -> None:
-        """An answer begins, or the one after an interim one. Whole, one has nothing behind it."""
+        """Refuses a second response to one request. Interim responses (1xx) are allowed."""
         if self._complete:
-            raise BrokenError("an answer that was not asked for")
+            raise BrokenError("a response without a request")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header."""
+        """Keeps a header."""
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        """The head is here; one that only says that more is to come (1xx) is forgotten."""
+        """Resolves the future of `send`. Ignores interim responses (1xx)."""
         status = self._parser.get_status_code()
         if status < 200:
             self._headers = {}
@@ -319,11 +325,11 @@ class _Connection(asyncio.Protocol):
             self._head.set_result(Answer(self, status, self._headers))
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body, or of the next chunk of it."""
+        """Keeps a piece of the body until `_deliver`."""
         self._pieces.append(body)
 
     def on_message_complete(self) -> None:
-        """The answer is whole."""
+        """Marks the response as complete."""
         if self._parser.get_status_code() >= 200:
             self._complete = True
             self._keeps = self._parser.should_keep_alive()

@@ -1,4 +1,4 @@
-"""One definition of a percentile for everything that reports one; knows no unit."""
+"""Percentiles with linear interpolation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` (0 to 1) of `values` lie, between neighbours in proportion; NaN of nothing."""
+    """The percentile `share` (0 to 1) of `values`, linearly interpolated; NaN when `values` is empty."""
     if not values:
         return math.nan
     ordered = sorted(values)

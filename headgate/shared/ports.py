@@ -1,4 +1,4 @@
-"""Opens listening TCP sockets and says who holds a port that is taken; never closes anybody else's."""
+"""Opens listening TCP sockets and finds the process that uses a port."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pathlib import Path
 from headgate.shared.errors import HeadgateError, PortInUseError
 
 _LISTEN = "0A"
-_MOST_WORDS = 80
+_MOST_COMMAND_CHARS = 80
 
 
 def listen(host: str, port: int, backlog: int = 2048) -> socket.socket:
-    """A non-blocking socket that listens on `host`:`port` (0 picks a free one); its descriptor is not inherited.
+    """A non-blocking socket that listens on `host` and `port` (0 for a free port). Children do not inherit it.
 
-    Raises PortInUseError naming the owner when the port is taken, HeadgateError when the address cannot be used.
+    Raises PortInUseError with the owner of the port, HeadgateError when the address cannot be used.
     """
     family, address = _resolve(host, port)
-    # Named, or asyncio's own loop does not know its connections for TCP and leaves their small writes to Nagle's delay.
+    # With the protocol number asyncio recognizes TCP connections and disables Nagle's algorithm for them.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -38,7 +38,9 @@ def listen(host: str, port: int, backlog: int = 2048) -> socket.socket:
                 f"port {port} on {host} is in use by {owner(port)}; stop it, or choose another port with --port"
             ) from None
         if error.errno == errno.EACCES:
-            raise HeadgateError(f"may not listen on port {port} ({error.strerror}); choose one above 1023") from error
+            raise HeadgateError(
+                f"not allowed to listen on port {port} ({error.strerror}); choose a port above 1023"
+            ) from error
         raise HeadgateError(
             f"cannot listen on {host}:{port} ({error.strerror}); choose an address of this machine with --host"
         ) from error
@@ -46,7 +48,7 @@ def listen(host: str, port: int, backlog: int = 2048) -> socket.socket:
 
 
 def check_free(host: str, port: int) -> None:
-    """Raises what `listen` would raise, and leaves nothing open."""
+    """Raises the errors of `listen` without keeping a socket open."""
     listen(host, port).close()
 
 
@@ -62,25 +64,25 @@ def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int
 
 
 def owner(port: int) -> str:
-    """Who listens on `port`, for a message: `pid 4711 (python -m gateway)`, or that it cannot be seen."""
+    """A description of the process that listens on `port`: `pid 4711 (python -m gateway)`."""
     pid = owner_pid(port)
     if pid is None:
         return "a process that this user cannot see"
     text = command(pid)
-    return f"pid {pid} ({text if len(text) <= _MOST_WORDS else text[: _MOST_WORDS - 3] + '...'})"
+    return f"pid {pid} ({text if len(text) <= _MOST_COMMAND_CHARS else text[: _MOST_COMMAND_CHARS - 3] + '...'})"
 
 
 def owner_pid(port: int) -> int | None:
-    """The process that listens on `port` of this machine, or None when it cannot be seen."""
+    """The process that listens on `port`, or None when this user cannot see it."""
     if Path("/proc/net/tcp").exists():
         inodes = set(_listening_inodes(port))
         return next((pid for pid in _pids() if inodes & set(_socket_inodes(pid))), None) if inodes else None
     if lsof := shutil.which("lsof"):
-        with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError, IndexError):  # a message, no more
-            said = subprocess.run(
+        with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError, IndexError):  # only used in messages
+            found = subprocess.run(
                 [lsof, "-nP", f"-iTCP:{port}", "-sTCP:LISTEN", "-t"], capture_output=True, text=True, timeout=5
             )
-            return int(said.stdout.split()[0])
+            return int(found.stdout.split()[0])
     return None
 
 
@@ -98,7 +100,7 @@ def _pids() -> Iterator[int]:
 
 
 def _socket_inodes(pid: int) -> Iterator[str]:
-    with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+    with contextlib.suppress(OSError):  # it has ended, or belongs to another user
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
                 target = str(entry.readlink())
@@ -107,14 +109,14 @@ def _socket_inodes(pid: int) -> Iterator[str]:
 
 
 def command(pid: int) -> str:
-    """The command line of a process; a sentence where it cannot be read."""
+    """The command line of a process, or a placeholder when it cannot be read."""
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace").split("\0")
         if text := " ".join(word for word in words if word):
             return text
     if ps := shutil.which("ps"):
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            said = subprocess.run([ps, "-o", "comm=", "-p", str(pid)], capture_output=True, text=True, timeout=5)
-            if text := said.stdout.strip():
+            found = subprocess.run([ps, "-o", "comm=", "-p", str(pid)], capture_output=True, text=True, timeout=5)
+            if text := found.stdout.strip():
                 return text
-    return "its name cannot be read"
+    return "unknown command"

@@ -1,4 +1,4 @@
-"""Configuration fields for durations and byte sizes as people write them; parsing and printing are `amounts`'."""
+"""Pydantic field types for durations and byte sizes (`headgate.shared.amounts` parses them without pydantic)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headgate.shared.amounts import GIB, MIB, format_bytes, format_duration, par
 
 __all__ = ["GIB", "MIB", "Bytes", "Duration", "format_bytes", "format_duration", "parse_bytes", "parse_duration"]
 
-# What an editor may accept, for the JSON schemas; the parsers above have the last word.
+# Patterns for the JSON schemas, which editors use. The parsers decide.
 _DURATION_TEXT = Annotated[str, Field(pattern=r"^\s*(never|\d+(\.\d+)?\s*(ms|s|m|h|d)?)\s*$")]
 _SIZE_TEXT = Annotated[str, Field(pattern=r"^\s*\d+(\.\d+)?\s*([KMGTkmgt]?[Ii]?[Bb])?\s*$")]
 

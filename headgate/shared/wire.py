@@ -1,8 +1,8 @@
-"""uvicorn's HTTP protocol, with a `Wire` per request that writes answers without ASGI's `send`.
+"""uvicorn's HTTP protocol with a `Wire` per request, which reads and writes without ASGI's `receive` and `send`.
 
-ASGI's `send` needs a task to await it, and so a turn of the loop and a wake-up for every token. A body that is here can
-be had without awaiting it under a deadline, and the client's leaving without a task that waits for it, which costs
-every request a twentieth.
+ASGI's `send` needs a task to await it: an iteration of the event loop and a wake-up per token. A complete body is
+available without awaiting `receive` under a deadline, and a disconnect without a waiting task, which saves about 5 %
+of the time of a request.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ _EXTENSION = "headgate.wire"
 
 
 class Wire:
-    """One request and its response. Pieces are written to a body without a length, behind `begin` or the `send` of its
-    status, and before `end` or the `send` of its last piece.
+    """One request and its response.
+
+    `write` is for a body without a length: after `begin` (or `send` of the status) and before `end` (or `send` of the
+    last piece).
     """
 
-    __slots__ = ("_cycle", "_tell")
+    __slots__ = ("_cycle", "_on_disconnect")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
-        self._tell: Callable[[], None] | None = None
+        self._on_disconnect: Callable[[], None] | None = None
 
     def take_body(self) -> bytes | None:
-        """The request's body if all of it is here, once; None when it is still to be received."""
+        """The request's body, once, if it has arrived completely; else None."""
         cycle = self._cycle
         if cycle.more_body or cycle.disconnected:
             return None
@@ -38,37 +40,37 @@ class Wire:
         cycle.message_event.clear()
         return body
 
-    def when_left(self, tell: Callable[[], None] | None) -> None:
-        """Calls `tell` when the client leaves before the response's end, at once if it has left; None calls nobody.
+    def on_disconnect(self, call: Callable[[], None] | None) -> None:
+        """Sets the function that is called when the client disconnects before the end of the response.
 
-        Instead of receiving: whoever waits for the next message would wake up too.
+        It is called immediately if the client has disconnected already. None removes it.
         """
-        self._tell = tell
-        if tell is None:
+        self._on_disconnect = call
+        if call is None:
             return
         if self._cycle.disconnected:
-            tell()
+            call()
         else:
-            self._cycle.flow.resume_reading()  # a long body stops it, and then nobody would see the client leave
+            self._cycle.flow.resume_reading()  # a long body pauses reading, which would hide the disconnect
 
-    def leave(self) -> None:
-        """The client left."""
+    def disconnect(self) -> None:
+        """Handles a disconnect of the client."""
         cycle = self._cycle
         if cycle.response_complete:
             return
         cycle.disconnected = True
         cycle.message_event.set()
-        if self._tell is not None:
-            self._tell()
+        if self._on_disconnect is not None:
+            self._on_disconnect()
 
     @property
     def is_answered(self) -> bool:
-        """Whether the response ended."""
+        """Whether the response is complete."""
         return bool(self._cycle.response_complete)
 
     def answer(self, status: int, lines: bytes, body: bytes) -> bool:
-        """Sends a whole response in one write; False when only `send` can, because something was sent or somebody has
-        to be waited for. `lines` are headers as they stand on the wire and say nothing about length or connection.
+        """Sends a complete response in one write. Returns False when only `send` can: the response has begun, or the
+        client reads slowly. `lines` are encoded headers without Content-Length and Connection.
         """
         if not self._may_begin:
             return False
@@ -80,7 +82,7 @@ class Wire:
         return True
 
     def begin(self, status: int, lines: bytes) -> bool:
-        """Sends status and headers of a response whose pieces follow; False when only `send` can, as for `answer`."""
+        """Sends the status and headers of a chunked response. Returns False when only `send` can, as for `answer`."""
         if not self._may_begin or isinstance(self._cycle, _Unchunked):
             return False
         self._cycle.chunked_encoding = True
@@ -111,7 +113,7 @@ class Wire:
 
     @property
     def is_free(self) -> bool:
-        """Whether a piece can be written now: the response has begun and not ended, its reader is there and reads."""
+        """Whether `write` is possible: the response has begun, is not complete, and the client reads fast enough."""
         cycle = self._cycle
         return (
             cycle.response_started
@@ -122,19 +124,19 @@ class Wire:
         )
 
     def write(self, data: bytes) -> None:
-        """Writes one piece. Only while `is_free`, and while no `send` is awaited."""
+        """Writes one piece. Requires `is_free` and no pending `send`."""
         if data:  # an empty chunk would end the body
             self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def end(self, data: bytes) -> None:
-        """Writes the last piece. As `write`."""
+        """Writes the last piece, under the conditions of `write`."""
         last = b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) if data else b"0\r\n\r\n"
         self._cycle.transport.write(last)
         self._complete()
 
 
 class _Unchunked(RequestResponseCycle):
-    """A response to HTTP/1.0, which knows no chunks: a body without a length ends with the connection."""
+    """A response to HTTP/1.0, which has no chunks: a body without a length ends with the connection."""
 
     _has_length = True
 
@@ -145,7 +147,7 @@ class _Unchunked(RequestResponseCycle):
             if not self._has_length:
                 self.chunked_encoding = False
         elif message["type"] == "http.response.body" and not self._has_length:
-            self.expected_content_length = len(message.get("body", b""))  # as much is still to come as comes now
+            self.expected_content_length = len(message.get("body", b""))  # uvicorn expects no more than this piece
         await super().send(message)
 
 
@@ -154,7 +156,7 @@ class WiredHttp(HttpToolsProtocol):
 
     - The scope of every request holds a `Wire`.
     - Trailers of chunked requests are dropped. The parser reports them like headers, after the body.
-    - Complete requests are answered before bytes behind them that are not HTTP end the connection.
+    - When malformed bytes follow complete requests, these are answered before the connection is closed.
     """
 
     _unanswered: tuple[Wire, ...] = ()
@@ -163,24 +165,24 @@ class WiredHttp(HttpToolsProtocol):
         """The head of a request is complete."""
         before = self.cycle
         super().on_headers_complete()
-        self.headers = []  # takes the trailers; the list in the scope holds the headers alone
+        self.headers = []  # receives the trailers; the list in the scope keeps only the headers
         if self.cycle is not before:
             if self.scope["http_version"] == "1.0":
                 self.cycle.__class__ = _Unchunked
             wire = Wire(self.cycle)
             if self.pipeline:
-                self._unanswered = (*(one for one in self._unanswered if not one.is_answered), wire)
+                self._unanswered = (*(earlier for earlier in self._unanswered if not earlier.is_answered), wire)
             else:
                 self._unanswered = (wire,)  # a request that does not wait has no unanswered request before it
             self.scope["extensions"] = {_EXTENSION: wire}  # type: ignore[dict-item]
             if len(self.pipeline) == 1:
-                self.flow.resume_reading()  # uvicorn stops reading, and then the client's leaving goes unnoticed
+                self.flow.resume_reading()  # uvicorn pauses reading, which would hide a disconnect
 
     def send_400_response(self, msg: str) -> None:
-        """Handles a parser error; the parser takes no bytes after it. Complete requests are still answered; the
-        connection ends behind the last of them.
+        """Handles a parser error, after which the parser accepts no bytes.
 
-        Without such a request the answer is an error, unless the answer to the malformed request has begun.
+        Complete requests are still answered; then the connection is closed. Without one, the response is an error
+        unless the response to the malformed request has begun.
         """
         complete = [wire._cycle for wire in self._unanswered if not wire.is_answered]
         malformed = complete.pop() if complete and complete[-1].more_body else None
@@ -191,22 +193,22 @@ class WiredHttp(HttpToolsProtocol):
         else:
             self.refuse_malformed(msg)
             if malformed is not None:
-                self._unanswered[-1].leave()  # so that the application writes no second answer
+                self._unanswered[-1].disconnect()  # so that the application writes no second response
 
     def refuse_malformed(self, msg: str) -> None:
         """Answers bytes that are not HTTP with status 400 and closes the connection."""
         super().send_400_response(msg)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client left. uvicorn notifies the newest request only, but an older one may be the one being answered."""
+        """Notifies all unanswered requests. uvicorn notifies only the newest one."""
         super().connection_lost(exc)
         unanswered, self._unanswered = self._unanswered, ()
         for wire in unanswered:
-            wire.leave()
+            wire.disconnect()
 
 
 def take(scope: MutableMapping[str, Any]) -> Wire | None:
-    """The wire of a request, once: it is taken out, so that nothing holds on to itself. None under another server."""
+    """Removes the wire from the scope of a request (avoiding a reference cycle). None with another server."""
     extensions = scope.get("extensions")
     found = extensions.pop(_EXTENSION, None) if extensions else None
     return found if isinstance(found, Wire) else None

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx2
 
-from headgate.cli.chaos import FAULTS, strike
+from headgate.cli.chaos import FAULTS, signal_worker
 from headgate.shared.errors import HeadgateError
 from inference.devices.simgpu.control import SimulatorError
 from inference.protocol import ModelState
@@ -123,7 +123,7 @@ class Injector:
         async with self._touching(event.kind, name):
             if event.draw < 0.7:
                 await self._occupy(name)
-            strike(pid, FAULTS[fault])
+            signal_worker(pid, FAULTS[fault])
             await self._until(lambda: not is_alive(pid), f"worker {pid} is gone", 5.0)
         return f"{name} {pid}"
 
@@ -141,7 +141,7 @@ class Injector:
         name, pid = await self._worker(event.model)
         for_good = event.draw < 0.2
         async with self._touching(event.kind, name):
-            strike(pid, FAULTS["worker-stop"])
+            signal_worker(pid, FAULTS["worker-stop"])
             await self._until(lambda: _run_state(pid) in ("T", None), f"worker {pid} stands still", 5.0)
             if for_good:
                 await self._until(lambda: not is_alive(pid), f"worker {pid} was found hung", 30.0)

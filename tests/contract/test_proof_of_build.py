@@ -73,7 +73,7 @@ async def test_build_that_computes_zeros_fails(broken: BrokenLlama) -> None:
     [
         ("sigill", "this build is broken: its first computation ended with signal SIGILL"),
         ("sigsegv", "this build is broken: its first computation ended with signal SIGSEGV"),
-        ("zero", "this build computes nonsense: the demo model's logits are zero or not finite"),
+        ("zero", "this build computes wrong results: the demo model's logits are zero or not finite"),
     ],
 )
 def test_set_up_sees_that_a_build_is_broken(broken: BrokenLlama, how: str, said: str) -> None:

@@ -155,7 +155,7 @@ def _faults(rig: SimDevices, device: str) -> dict[str, Any]:
         (["device-cut", "--device", "gpu-7"], "gpu-7"),
         (["device-shrink", "--amount", "much"], "--amount much"),
         (["device-cut", "--amount", "3"], "takes no --amount"),
-        (["device-return", "--seconds", "1"], "nothing that --seconds could end"),
+        (["device-return", "--seconds", "1"], "takes no --seconds, because it cannot be undone"),
         (["worker-kill"], "no model has a worker now"),
     ],
 )
@@ -192,7 +192,7 @@ def test_a_worker_stands_still_and_goes_on(serve: Any, worker: subprocess.Popen[
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("other", "there is no model 'other'; there are demo, idle"), ("idle", "idle has no worker now (it is cold)")],
+    [("other", "unknown model 'other'; models: demo, idle"), ("idle", "idle is not loaded (it is cold)")],
 )
 def test_a_model_without_a_worker_is_told(serve: Any, capsys: Any, name: str, words: str) -> None:
     serve([*SIMULATED, CPU], [_status("demo", 1), _status("idle", None)])

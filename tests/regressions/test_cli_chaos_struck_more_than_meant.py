@@ -19,12 +19,12 @@ from tests.rigs.sim_devices import SimDevices
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["device-cut", "--model", "demo"], "device-cut strikes a device; it takes no --model"),
-        (["worker-kill", "--device", "gpu-0"], "worker-kill strikes a model; it takes no --device"),
-        (["inference-kill", "--model", "demo"], "inference-kill strikes a service; it takes no --model"),
+        (["device-cut", "--model", "demo"], "device-cut acts on a device; it takes no --model"),
+        (["worker-kill", "--device", "gpu-0"], "worker-kill acts on a model; it takes no --device"),
+        (["inference-kill", "--model", "demo"], "inference-kill acts on a service; it takes no --model"),
         (["worker-kill", "--amount", "3"], "worker-kill takes no --amount"),
-        (["worker-kill", "--seconds", "1"], "nothing that --seconds could end"),
-        (["gateway-kill", "--seconds", "1"], "nothing that --seconds could end"),
+        (["worker-kill", "--seconds", "1"], "takes no --seconds, because it cannot be undone"),
+        (["gateway-kill", "--seconds", "1"], "takes no --seconds, because it cannot be undone"),
     ],
 )
 def test_what_does_not_apply_is_refused_before_anything_is_asked(
@@ -49,8 +49,8 @@ def test_a_simulator_that_ends_before_the_undoing_is_told(
         path = socket_directory(StateDir(tmp_path)) / SOCKET_NAME
         path.symlink_to(rig.socket_path)
         assert main(["chaos", "device-cut", "--device", "gpu-7"]) == 2
-        assert "there is no simulated device 'gpu-7'; there are gpu-0" in capsys.readouterr().err
+        assert "unknown simulated device 'gpu-7'; simulated devices: gpu-0" in capsys.readouterr().err
         with monkeypatch.context() as patched:
             patched.setattr(chaos.time, "sleep", lambda _seconds: path.unlink())
             assert main(["chaos", "device-cut", "--seconds", "1"]) == HeadgateError.exit_code
-    assert "device-cut on gpu-0 cannot be undone: no simulated device answers" in capsys.readouterr().err
+    assert "undoing device-cut on gpu-0 failed: no simulated device answers" in capsys.readouterr().err

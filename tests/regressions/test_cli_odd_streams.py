@@ -86,12 +86,12 @@ def test_a_reader_that_leaves_ends_it_quietly(service: CannedService, words: str
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        (r"headgate run demo $'a\xff'", "headgate run: PROMPT is not text in UTF-8"),
-        (r"headgate run demo hi --system $'a\xff'", "headgate run: SYSTEM is not text in UTF-8"),
-        (r"headgate show $'a\xff'", "headgate show: MODEL is not text in UTF-8"),
+        (r"headgate run demo $'a\xff'", "headgate run: PROMPT is not UTF-8 text"),
+        (r"headgate run demo hi --system $'a\xff'", "headgate run: SYSTEM is not UTF-8 text"),
+        (r"headgate show $'a\xff'", "headgate show: MODEL is not UTF-8 text"),
         (r"headgate run demo < <(printf 'a\xff')", "headgate: stdin is not UTF-8 text"),
         (r"headgate chat demo < <(printf 'a\xff')", "headgate: stdin is not UTF-8 text"),
-        (r"headgate $'\xff'", r"headgate: there is no verb '\udcff'; `headgate --help` lists the verbs"),
+        (r"headgate $'\xff'", r"headgate: unknown verb '\udcff'; `headgate --help` lists the verbs"),
     ],
 )
 def test_bytes_that_are_no_text_are_a_usage_error(service: CannedService, line: str, told: str) -> None:
@@ -103,14 +103,14 @@ def test_bytes_that_are_no_text_are_a_usage_error(service: CannedService, line: 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("run demo hi --temperature nan", "nan is no amount"),
-        ("run demo hi --temperature=-1", "-1 is no amount"),
-        ("run demo hi --temperature inf", "inf is no amount"),
-        ("run demo hi --max-tokens 0", "0 is too few"),
-        ("plan demo --ctx=-5", "-5 is too few"),
-        ("plan demo --ctx many", "'many' is no whole number"),
-        ("run demo hi --temperature warm", "warm is no amount"),
-        ("health http://127.0.0.1:1/ --timeout nan", "nan is no amount"),
+        ("run demo hi --temperature nan", "nan is not an amount"),
+        ("run demo hi --temperature=-1", "-1 is not an amount"),
+        ("run demo hi --temperature inf", "inf is not an amount"),
+        ("run demo hi --max-tokens 0", "0 is too small"),
+        ("plan demo --ctx=-5", "-5 is too small"),
+        ("plan demo --ctx many", "'many' is not a whole number"),
+        ("run demo hi --temperature warm", "warm is not an amount"),
+        ("health http://127.0.0.1:1/ --timeout nan", "nan is not an amount"),
     ],
 )
 def test_numbers_that_are_no_amounts_are_usage_errors(

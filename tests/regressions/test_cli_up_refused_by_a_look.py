@@ -39,7 +39,7 @@ def test_the_later_of_two_that_start_at_once_writes_nothing(tmp_path: Path) -> N
     state = StateDir(tmp_path)
     with state.file(LOCK).open("wb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(AlreadyRunningError, match="runs already with the state directory"), MINE.published(state):
+        with pytest.raises(AlreadyRunningError, match="already runs with the state directory"), MINE.published(state):
             pass
         assert not state.file("up.json").exists()
     with MINE.published(state):

@@ -27,12 +27,12 @@ def problem_of(place: Path, text: str, where: str, said: str) -> str:
 @pytest.mark.parametrize(
     ("text", "where", "said"),
     [
-        ("providers: {openai: '${env:OPENAI_API_KEY}'}", "providers.openai", "settings are needed here"),
-        (f"providers: {{openai: {KEY}}}", "providers.openai", "settings are needed here"),
+        ("providers: {openai: '${env:OPENAI_API_KEY}'}", "providers.openai", "expected settings as NAME: VALUE"),
+        (f"providers: {{openai: {KEY}}}", "providers.openai", "expected settings as NAME: VALUE"),
         ("providers: {openai: {kind: '${env:OPENAI_API_KEY}', api_key: x}}", "providers.openai.kind", "'openai' or"),
         ("providers: {openai: {kind: openai, api_key: 7700770077}}", "providers.openai.api_key", "a valid string"),
-        (f"keys: [{KEY}]", "keys.0", "settings are needed here"),
-        (f"keys: {KEY}", "keys", "a list is needed here"),
+        (f"keys: [{KEY}]", "keys.0", "expected settings as NAME: VALUE"),
+        (f"keys: {KEY}", "keys", "expected a list"),
         (f"keys: [{{name: a, hash: {KEY}}}]", "keys.0.hash", "write sha256:"),
     ],
 )
@@ -85,5 +85,5 @@ def test_what_is_no_secret_is_still_repeated(tmp_path: Path) -> None:
 def test_a_pipe_in_the_place_of_a_file_is_a_problem(tmp_path: Path) -> None:
     """To open it would wait for somebody to write, and nobody does."""
     os.mkfifo(tmp_path / "gateway.yaml")
-    with pytest.raises(ConfigError, match="a pipe, and a file is needed"):
+    with pytest.raises(ConfigError, match="this is a pipe; use a file"):
         settings.load(tmp_path, {})

@@ -144,7 +144,7 @@ def test_show_takes_ids_with_slashes(serve: Any, capsys: Any) -> None:
     assert main(["show", "org/big"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"^crashes +2, the last at 2023-11-1\d .*GGML_ASSERT\(n > 0\) failed$", said, re.MULTILINE)
-    assert re.search(r"^it computed +path /v1/chat/completions, messages 2, alone True$", said, re.MULTILINE)
+    assert re.search(r"^requests +path /v1/chat/completions, messages 2, alone True$", said, re.MULTILINE)
     assert "line 8" in said
     assert "line 3" not in said
     assert main(["show", "org/big", "--json"]) == 0
@@ -532,8 +532,8 @@ def test_plan_says_what_would_happen_and_loads_nothing(serve: Any, capsys: Any) 
     service = serve({"POST /memory/plan": Canned(FITS)})
     assert main(["plan", "demo", "--ctx", "8192"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "demo fits when others leave: 100.0 MiB on cpu",
-        "  would leave: other",
+        "demo fits after evictions: 100.0 MiB on cpu",
+        "  would evict: other",
         "  estimate for cpu: weights 1.0 MiB, kv 99.0 MiB",
         "  cpu: fits, 11.5 GiB would be left",
     ]
@@ -545,7 +545,7 @@ def test_plan_that_does_not_fit_is_exit_code_4_with_the_numbers(serve: Any, caps
     assert main(["plan", "big"]) == 4
     assert capsys.readouterr().out.splitlines() == [
         "big does not fit",
-        "  gpu-0: needs 3.0 GiB, 1.0 GiB can be had, 2.0 GiB short (free memory)",
+        "  gpu-0: needs 3.0 GiB, 1.0 GiB available, 2.0 GiB short (free memory)",
         "  would fit with context_length: 2048",
     ]
     assert main(["plan", "big", "--json"]) == 4
@@ -628,7 +628,7 @@ def test_key_show_does_not_show_a_key_that_is_not_accepted(capsys: Any, tmp_path
     assert main(["key", "show"]) == 1
     said = capsys.readouterr()
     assert said.out == ""
-    assert "keeps only their hashes" in said.err
+    assert "as hashes, which cannot be shown" in said.err
 
 
 def test_a_running_up_is_found_at_its_ports(tmp_path: Path, capsys: Any) -> None:

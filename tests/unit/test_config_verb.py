@@ -71,7 +71,7 @@ def test_a_chain_with_a_model_that_is_not_there_is_remarked_upon(capsys: Any, di
     (directory / "gateway.yaml").write_text("routes: {a: {chain: [local/mien, local/our/s, 'local/*']}}")
     assert main(["config", "check"]) == 0
     said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith(f"{directory / 'gateway.yaml'}: routes.a.chain: models.yaml names no 'mien'")
+    assert said[0].startswith(f"{directory / 'gateway.yaml'}: routes.a.chain: models.yaml has no model 'mien'")
     assert "did you mean local/mine?" in said[0]
     assert said[1:] == [f"{directory}: no problems"]
 

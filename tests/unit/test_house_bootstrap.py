@@ -75,14 +75,14 @@ def test_progress_is_read_from_ninja_and_make(line: str, share: float | None) ->
 
 def test_the_lock_is_split_at_the_engine() -> None:
     assert bootstrap.split_lock(LOCK) == (["aiohttp==3.0", "yarl==1.0"], "llama-cpp-python==0.3.36")
-    with pytest.raises(SetupError, match="must name llama-cpp-python once"):
+    with pytest.raises(SetupError, match="exactly one line for llama-cpp-python"):
         bootstrap.split_lock("aiohttp==3.0\n")
 
 
 def test_a_missing_compiler_says_what_to_install() -> None:
     with pytest.raises(SetupError, match=r"no C\+\+ compiler was found.*run: "):
         bootstrap.compiler({}, which=lambda name: None)
-    with pytest.raises(SetupError, match="CXX names 'weird'"):
+    with pytest.raises(SetupError, match="CXX is 'weird'"):
         bootstrap.compiler({"CXX": "weird"}, which=lambda name: None)
     assert bootstrap.compiler({"CXX": "clang++ -v"}, which=lambda name: f"/bin/{name}") == "/bin/clang++"
 
@@ -95,7 +95,7 @@ def test_a_failing_step_shows_the_end_of_its_log_and_where_it_is(tmp_path: Path,
     said = str(caught.value)
     assert "line 99" in said
     assert "line 50" not in said
-    assert f"failed with status 3; the whole log is {log}" in said
+    assert f"failed with status 3; the complete log is {log}" in said
     assert "line 0" in log.read_text()
     assert "doing it: failed" in capsys.readouterr().err
 
@@ -106,7 +106,13 @@ def _python(folder: Path, name: str, version: str, optimized: bool, also: str = 
     file = folder / name
     configured = "--enable-shared --enable-optimizations" if optimized else "--enable-shared"
     numbers = [int(part) for part in version.split(".")]
-    about = {"executable": str(file), "version": numbers, "prefix": "/opt", "configured": configured, "usual": True}
+    about = {
+        "executable": str(file),
+        "version": numbers,
+        "prefix": "/opt",
+        "configured": configured,
+        "is_standard": True,
+    }
     said = json.dumps(about)
     file.write_text(f"#!/bin/sh\n{also}\necho '{said}'\n")
     file.chmod(0o755)
@@ -114,7 +120,7 @@ def _python(folder: Path, name: str, version: str, optimized: bool, also: str = 
 
 
 def test_the_interpreter_of_these_tests_says_what_it_is() -> None:
-    said = Interpreter.ask(sys.executable)
+    said = Interpreter.query(sys.executable)
     assert said is not None
     assert said.version == sys.version_info[:3]
     base = getattr(sys, "_base_executable", sys.executable)  # an environment may have a copy of its own
@@ -141,7 +147,7 @@ def test_optimized_are_those_that_say_so_and_those_of_distributions(
 
 def test_a_silent_interpreter_is_waited_for_so_long_and_no_longer(tmp_path: Path) -> None:
     silent = _python(tmp_path, "python3", "3.12.1", True, also="exec sleep 60")
-    assert Interpreter.ask(str(silent), seconds=0.2) is None
+    assert Interpreter.query(str(silent), seconds=0.2) is None
 
 
 def test_a_folder_that_may_not_be_entered_is_passed_over(tmp_path: Path) -> None:
@@ -180,7 +186,7 @@ SLOW, SAME, NEWEST = (
         (SLOW, [NEWEST, SAME], SAME),
         (SLOW, [Interpreter("older", (3, 11, 9), True), NEWEST], NEWEST),
         (SLOW, [Interpreter("far", (3, 15, 0), True), NEWEST], NEWEST),
-        (SLOW, [Interpreter("debug", (3, 12, 0), True, usual=False)], SLOW),
+        (SLOW, [Interpreter("debug", (3, 12, 0), True, is_standard=False)], SLOW),
     ],
 )
 def test_an_optimized_interpreter_is_chosen_only_before_one_that_is_not(
@@ -204,7 +210,7 @@ def test_the_environment_is_made_with_an_optimized_interpreter_and_says_so(
     other = _python(tmp_path / "others", "python3.11", "3.11.2", True)
     assert _base_of(tmp_path, path, monkeypatch, own) == str(other)
     said = capsys.readouterr().err
-    assert f"made with {other} (3.11.2)" in said
+    assert f".venv uses {other} (3.11.2)" in said
     assert f"make serve PYTHON={own}" in said
 
 
@@ -312,11 +318,11 @@ def test_a_cached_build_without_rpc_is_built_again_once(clone: Path, capsys: Any
     setup = _set_up(clone, ["cached cpu", "cpu rpc"])
     assert ["--no-cache-dir" in step and "--force-reinstall" in step for step in setup.compiled] == [False, True]
     assert all("--no-deps" in step for step in setup.compiled)
-    assert "without rpc was installed; it is compiled again" in capsys.readouterr().err
+    assert "has no backend rpc; compiling it again" in capsys.readouterr().err
 
 
 def test_a_build_that_never_gets_the_backend_fails_clearly(clone: Path) -> None:
-    with pytest.raises(SetupError, match="still has no ggml backend rpc"):
+    with pytest.raises(SetupError, match="has no ggml backend rpc"):
         _set_up(clone, ["cached cpu", "cpu"])
     assert Stamp.read(clone / ".venv" / "headgate.json") is None
 
@@ -340,7 +346,7 @@ def test_other_cmake_arguments_build_anew_past_the_cache(clone: Path) -> None:
 def test_a_clone_without_a_compiler_is_told_before_anything_is_built(clone: Path, capsys: Any) -> None:
     environ = {"PATH": "/nonexistent", "CXX": "no-such-compiler"}
     assert bootstrap.main(environ, root=clone, setup=lambda root, given: _Recorded(root, dict(given), [])) == 1
-    assert "CXX names 'no-such-compiler'" in capsys.readouterr().err
+    assert "CXX is 'no-such-compiler'" in capsys.readouterr().err
 
 
 # --- a build is used only where it computes -------------------------------------------------------------------------
@@ -354,7 +360,7 @@ def test_build_that_computes_is_recorded_with_its_cpu_and_arguments(clone: Path)
     setup = _set_up(clone, ["rpc"], "-DGGML_BLAS=ON")
     found = _stamp(clone)
     assert setup.proven == 1
-    assert (found.rung, found.reason) == ("-DGGML_BLAS=ON", "llama.cpp is compiled for this CPU")
+    assert (found.rung, found.reason) == ("-DGGML_BLAS=ON", "compiling llama.cpp for this CPU")
     assert found.build is not None
     assert found.build["cpu"] == str(PLAIN_CPU)
     assert found.build["place"] == str(setup._package())
@@ -364,7 +370,7 @@ def test_known_bad_compiler_gets_its_flags_before_the_first_compilation(clone: P
     """GCC 12 with AMX: one compilation, not two."""
     setup = _set_up(clone, ["rpc"], cpu=AMX_CPU, compiles_with=GCC_12)
     assert [step.split(" install")[0] for step in setup.compiled] == [f"-DGGML_RPC=ON {STORES_KEPT}"]
-    assert "gcc 12.2.0 breaks AMX" in capsys.readouterr().err
+    assert "gcc 12.2.0 miscompiles AMX" in capsys.readouterr().err
     assert _stamp(clone).rung == STORES_KEPT
 
 
@@ -376,9 +382,9 @@ def test_build_that_crashes_is_compiled_again_with_the_next_arguments(clone: Pat
     assert "-DGGML_NATIVE=OFF" in arguments[2]
     assert ["--no-cache-dir" in step for step in setup.compiled] == [False, True, True]
     said = capsys.readouterr().err
-    assert "ended with signal SIGSEGV; it is compiled again with other arguments" in said
-    assert "AMX is left out" in said
-    assert _stamp(clone).reason == "AMX is left out"
+    assert "ended with signal SIGSEGV; compiling again with other arguments" in said
+    assert "compiling without AMX" in said
+    assert _stamp(clone).reason == "compiling without AMX"
     assert _set_up(clone, [], cpu=AMX_CPU).steps == []
 
 
@@ -404,13 +410,13 @@ def test_cached_build_that_does_not_compute_is_compiled_with_the_same_arguments(
     setup = _set_up(clone, ["cached rpc", "rpc"], proofs=["this build is broken"])
     assert [step.split(" install")[0] for step in setup.compiled] == ["-DGGML_RPC=ON"] * 2
     assert ["--no-cache-dir" in step for step in setup.compiled] == [False, True]
-    assert "it was not compiled now, so it is compiled anew" in capsys.readouterr().err
+    assert "it came from pip's cache and is compiled again" in capsys.readouterr().err
 
 
 def test_arguments_that_do_not_compile_are_passed_over(clone: Path) -> None:
     setup = _set_up(clone, ["rpc", "fails", "rpc"], cpu=AMX_CPU, compiles_with=GCC_12, proofs=["broken"])
     assert len(setup.compiled) == 3
-    assert _stamp(clone).reason == "AMX and AVX-512 are left out"
+    assert _stamp(clone).reason == "compiling without AMX and AVX-512"
 
 
 def test_first_compilation_that_fails_ends_the_set_up(clone: Path) -> None:
@@ -422,7 +428,7 @@ def test_no_build_that_computes_says_what_was_tried_and_what_to_do(clone: Path) 
     with pytest.raises(SetupError) as caught:
         _set_up(clone, ["rpc", "rpc"], proofs=["it crashes", "it computes nonsense"])
     said = str(caught.value)
-    assert "llama.cpp does not compute on this CPU, Plain (x86_64 sse4_2 avx avx2)" in said
+    assert "no build of llama.cpp works on this CPU, Plain (x86_64 sse4_2 avx avx2)" in said
     assert "(none): it crashes" in said
     assert "-DGGML_AVX2=OFF" in said
     assert "install another C++ compiler" in said
@@ -477,7 +483,7 @@ def test_stamp_of_an_earlier_version_keeps_the_users_arguments(clone: Path) -> N
     ("status", "out", "failure"),
     [
         (0, b'{"buffers": ["CPU"], "answer": "I am"}', None),
-        (0, b'{"error": "all numbers are zero"}', "this build computes nonsense: all numbers are zero"),
+        (0, b'{"error": "all numbers are zero"}', "this build computes wrong results: all numbers are zero"),
         (-4, b"", "this build is broken: its first computation ended with signal SIGILL"),
         (-11, b"", "this build is broken: its first computation ended with signal SIGSEGV"),
         (-99, b"", "this build is broken: its first computation ended with signal 99"),
@@ -488,7 +494,7 @@ def test_end_of_the_check_says_whether_the_build_computes(status: int, out: byte
 
 
 def test_library_that_cannot_be_loaded_is_no_reason_to_compile_again() -> None:
-    with pytest.raises(SetupError, match=r"cannot be used: OSError: libcuda\.so\.1"):
+    with pytest.raises(SetupError, match=r"cannot be loaded: OSError: libcuda\.so\.1"):
         bootstrap.proof_failure(1, b"", b"Traceback\nOSError: libcuda.so.1: cannot open shared object file\n")
 
 

@@ -89,7 +89,7 @@ def test_aliases_and_slashes_resolve(directory: Path) -> None:
     ("text", "words"),
     [
         ("models:\n  a:\n    pth: x", ["models.yaml:3", "did you mean 'path'"]),
-        ("models:\n  a: {context_length: 1}", ["path: this key is needed"]),
+        ("models:\n  a: {context_length: 1}", ["path: this key is required"]),
         ("models:\n  a: {path: tiny.gguf, idle_timeout: soon}", ["models.yaml:2", "not a duration"]),
         ("models:\n  a: {path: none.gguf}", ["models.yaml:2", "no file", "none.gguf", "INFERENCE_MODELS_DIR"]),
         ("models:\n  a: {path: 'hf:org/repo:Q4_K_M'}", ["not possible yet", "download the GGUF"]),
@@ -101,7 +101,7 @@ def test_aliases_and_slashes_resolve(directory: Path) -> None:
         ("models:\n  a: {path: tiny.gguf, kv_type: q9}", ["f16"]),
         ("models:\n  a: {path: tiny.gguf, lora: [l.gguf]}", ["no file", "l.gguf"]),
         ("models:\n  ' a': {path: tiny.gguf}", ["cannot be a model id"]),
-        ("models:\n  a: {path: tiny.gguf}\n  a: {path: tiny.gguf}", ["stands twice"]),
+        ("models:\n  a: {path: tiny.gguf}\n  a: {path: tiny.gguf}", ["duplicate key"]),
         ("models:\n  a: {path: tiny.gguf, mmproj: eye.gguf}", ["models.yaml:2", "no file", "eye.gguf", "mmproj"]),
         ("models: [1]", ["models"]),
     ],

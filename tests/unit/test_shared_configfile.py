@@ -63,8 +63,8 @@ def test_every_problem_is_told_not_only_the_first(tmp_path: Path) -> None:
     ("text", "line", "said"),
     [
         ("models: [\n", 2, "expected"),
-        ("models: {}\nmodels: {}\n", 2, "stands twice"),
-        ("- a\n", 1, "a mapping"),
+        ("models: {}\nmodels: {}\n", 2, "duplicate key"),
+        ("- a\n", 1, "NAME: VALUE"),
         ("models: {}\n---\nmodels: {}\n", 2, "a second YAML document begins here"),
         ("a: !!python/object:os.system {}\n", 1, "could not determine a constructor"),
     ],
