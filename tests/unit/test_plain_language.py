@@ -41,6 +41,7 @@ ALLOWED: dict[str, int] = {
     "gateway/providers/openai": 8,
     "gateway/routing": 219,
     "gateway/telemetry": 5,
+    "headgate/shared": 2,
     "inference": 206,
     "inference/api": 17,
     "inference/authority": 6,
