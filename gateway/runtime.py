@@ -1,4 +1,4 @@
-"""Holds the parts of a running gateway and replaces them together on reload; serves nothing itself."""
+"""The long-lived parts of a running gateway, and their replacement on reload."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ NEEDS_RESTART = ("host", "port")
 CLOSE_SECONDS = 5.0
 
 FIRST_CONTACT_SECONDS = 10.0
-"""How long after its start the gateway calls itself unready while the inference service has not answered yet."""
+"""How long after its start the gateway is unready while the inference service has not answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the configuration comes from; read again at every reload."""
+    """The sources of the configuration, which a reload reads again."""
 
     config_dir: Path
     environ: Callable[[], Mapping[str, str]]
     overrides: Mapping[str, Any]
 
     def load(self) -> GatewayConfig:
-        """The configuration as it is now; raises ConfigError."""
+        """The current configuration; raises ConfigError."""
         return settings.load(self.config_dir, self.environ(), self.overrides)
 
 
 class Runtime:
-    """Everything requests share. `start` before the first one, `stop` after the last."""
+    """The parts that all requests share. `start` runs before the first request, `stop` after the last."""
 
     def __init__(self, source: Source, config: GatewayConfig, state: StateDir) -> None:
         self._source = source
@@ -81,7 +81,7 @@ class Runtime:
         self.counter: TokenCounter
         self.gateway_state: GatewayState
         self._registry: registry.Registry
-        self._patient_until = math.inf
+        self._first_contact_until = math.inf
         self._number = 0
         self._users: Counter[int] = Counter()
         self._retired: list[tuple[int, Provider]] = []
@@ -92,7 +92,7 @@ class Runtime:
         )
 
     async def start(self) -> None:
-        """Builds the providers and begins to watch the inference service; raises what a wrong provider raises."""
+        """Builds the providers and starts the background tasks; raises errors of invalid providers."""
         self._registry = await registry.build(self.config, self._token())
         prober = self.prober
         self.view = InferenceView(
@@ -107,27 +107,27 @@ class Runtime:
         self._spawn(self._events.run(), "events")
         self._spawn(self.prober.run(), "prober")
         self._spawn(self._breaker_file.run(), "breaker-file")
-        self._patient_until = time.monotonic() + FIRST_CONTACT_SECONDS
+        self._first_contact_until = time.monotonic() + FIRST_CONTACT_SECONDS
 
     @property
     def is_ready(self) -> bool:
-        """Whether new requests are welcome.
+        """Whether new requests are accepted.
 
-        Just after the start that means a first contact with the inference service, unless there are clouds; but a
-        service that stays away does not keep the gateway unready, for it can still say so properly.
+        After the start the gateway waits for the inference service, unless a route has a cloud. After
+        FIRST_CONTACT_SECONDS it is ready without the service too: its errors then say what is missing.
         """
         if self.is_draining:
             return False
-        return self.view.was_seen or self._has_clouds or time.monotonic() >= self._patient_until
+        return self.view.was_seen or self._has_clouds or time.monotonic() >= self._first_contact_until
 
     @property
     def _has_clouds(self) -> bool:
-        """Whether some route can be served without the inference service."""
+        """Whether a route has a cloud with a key."""
         entries = {entry.partition("/")[0] for route in self.config.routes.values() for entry in route.chain}
         return any(self._registry.get(name) is not None for name in entries - {LOCAL})
 
     async def stop(self) -> None:
-        """Closes every connection; requests have ended by now."""
+        """Closes all connections, after all requests have ended."""
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -139,17 +139,17 @@ class Runtime:
         )
 
     def generation(self) -> _InUse:
-        """A context that keeps the providers in force now open until the request ends, whatever a reload does."""
+        """A context that keeps the current providers open until the request ends, also after a reload."""
         return _InUse(self)
 
     def join(self) -> int:
-        """One more request uses the generation of providers in force now, until `disuse` is called with its number."""
+        """Adds a user of the current generation of providers; returns its number for `disuse`."""
         number = self._number
         self._users[number] += 1
         return number
 
     def disuse(self, number: int) -> None:
-        """One request fewer does."""
+        """Removes a user of a generation."""
         self._users[number] -= 1
         if not self._users[number]:
             del self._users[number]
@@ -157,12 +157,12 @@ class Runtime:
             self._close_retired()
 
     async def reload(self) -> dict[str, Any]:
-        """Reads the configuration again and applies it whole; on any error everything stays as it was.
+        """Reads the configuration again and applies it; on any error the old one stays.
 
         Returns what changed and what of it needs a restart. Raises ConfigError or HeadgateError.
         """
         async with self._reloading:
-            config = await asyncio.to_thread(self._source.load)  # a large file takes a second to be understood
+            config = await asyncio.to_thread(self._source.load)  # parsing a large file takes a second
             keys = _keys(config, self._source, self._state)
             built = await registry.build(config, self._token(), self._registry)
             changed = settings.changes(self.config, config)
@@ -171,10 +171,10 @@ class Runtime:
             if built.local is not self._registry.local:
                 self.view.use(built.local.get_json)
                 self.counter.use(built.local.post_json)
-            others = _others(self.config, config)
+            changed_providers = _changed_providers(self.config, config)
             self.config, self.keys, self._registry = config, keys, built
             self.breakers.set_rule(_rule(config.breaker))
-            for name in others:
+            for name in changed_providers:
                 self.breakers.forget(name)
             self.admission.apply(config.admission)
             self.limiter.apply(keys.all)
@@ -212,7 +212,7 @@ class Runtime:
         return self._source.environ().get("INFERENCE_TOKEN") or self._state.secret(INFERENCE_TOKEN)
 
     def _close_retired(self) -> None:
-        """Closes providers that no request of their time can still use."""
+        """Closes replaced providers that no running request can use."""
         oldest = min(self._users, default=self._number)
         idle = [(number, provider) for number, provider in self._retired if number < oldest]
         self._retired = [item for item in self._retired if item not in idle]
@@ -227,11 +227,11 @@ class Runtime:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("the background task %s died", task.get_name(), exc_info=error)
+            log.error("the background task %s failed", task.get_name(), exc_info=error)
 
 
 class _InUse:
-    """A request's hold on the providers of its time."""
+    """Keeps a generation of providers open while the context is open."""
 
     __slots__ = ("_number", "_runtime")
 
@@ -255,8 +255,8 @@ async def _close(provider: Provider) -> None:
         log.exception("provider %s did not close properly", provider.name)
 
 
-def _others(old: GatewayConfig, new: GatewayConfig) -> list[str]:
-    """The providers that left or have another address or key now: what is known of them says nothing any more."""
+def _changed_providers(old: GatewayConfig, new: GatewayConfig) -> list[str]:
+    """Providers that were removed or have a new address or key: their breakers are reset."""
     changed = [name for name, settings in old.providers.items() if new.providers.get(name) != settings]
     return changed if new.inference == old.inference else [*changed, LOCAL]
 

@@ -1,7 +1,7 @@
-"""Defines gateway.yaml and reads it with the environment and the command line over it; applies nothing.
+"""Settings of the gateway: gateway.yaml, environment variables and command line.
 
-Precedence: overrides (command line) > GATEWAY_* variables > file > default. In a variable's name `__` goes one level
-down: GATEWAY_BREAKER__FAILURES=3. Lists and mappings are written as YAML or JSON.
+Precedence: command line > GATEWAY_* variables > file > default. In the name of a variable `__` separates levels:
+GATEWAY_BREAKER__FAILURES=3. Lists and mappings are written as YAML or JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from inference.protocol import Priority
 FILE = "gateway.yaml"
 PREFIX = "GATEWAY_"
 KEY_VARIABLES = ("GATEWAY_API_KEY", "GATEWAY_ADMIN_KEY")
-"""Secrets read by `gateway.access.authentication`; they are no settings of the file."""
+"""Secrets read by `gateway.access.authentication`; they cannot be set in the file."""
 
 TOKEN_VARIABLE = "INFERENCE_TOKEN"
 
@@ -52,7 +52,7 @@ def _http_url(value: str) -> str:
     if not usable or re.search(r"\s", value):
         raise ValueError("this is not an address; write for example http://127.0.0.1:8085")
     if "?" in value or "#" in value:
-        raise ValueError("paths are added to an address, so it holds nothing from a `?` or `#` on")
+        raise ValueError("the address must not contain `?` or `#`, because paths are appended to it")
     return value
 
 
@@ -74,7 +74,7 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 class InferenceSettings(_Model):
-    """Where the inference service answers; its token is in INFERENCE_TOKEN or the state directory."""
+    """The address of the inference service; its token is in INFERENCE_TOKEN or the state directory."""
 
     url: Url = "http://127.0.0.1:8085"
 
@@ -85,8 +85,8 @@ class InferenceSettings(_Model):
 
 
 class ProviderSettings(_Model):
-    """One cloud. Without its key the provider is absent. `flavor` says whose idea of OpenAI's dialect the address
-    speaks, where the address itself does not tell: a proxy before OpenAI, for example.
+    """One cloud. Without its key the provider is absent. `flavor` names the variant of OpenAI's API where the
+    address does not show it, for example behind a proxy.
     """
 
     kind: Literal["openai", "anthropic"]
@@ -97,11 +97,13 @@ class ProviderSettings(_Model):
     @field_validator("api_key")
     @classmethod
     def _fits_a_header(cls, value: str) -> str:
-        """White space around a key is a slip of the paste; anything else a header cannot hold is no key."""
+        """Strips white space around a key; rejects characters that a header cannot hold."""
         if unset_name(value) is not None:
             return value
         if not (value := value.strip()).isascii() or not value.isprintable() or " " in value or not value:
-            raise ValueError("this is no API key: it is empty or holds white space or characters outside of ASCII")
+            raise ValueError(
+                "this is not an API key: it is empty or contains white space or characters outside of ASCII"
+            )
         return value
 
     @field_validator("flavor")
@@ -113,11 +115,11 @@ class ProviderSettings(_Model):
 
 
 class RouteSettings(_Model):
-    """What serves one model name: `chain` is ordered PROVIDER/MODEL; `load_wait` in seconds. `same_vectors` says that
-    all models of the chain give the same vectors (and scores), so that one may stand in for the other.
+    """One model name and its chain of PROVIDER/MODEL, in order; `load_wait` in seconds. `same_vectors`: all models of the
+    chain give the same vectors and scores, so that one may replace another.
 
-    `resume` says where an answer that broke off goes on: anywhere, on local models only, or nowhere, and then it ends
-    in an error frame.
+    `resume`: which candidates resume an answer that broke off: any, local ones, or none. Without a resume the answer
+    ends in an error frame.
     """
 
     chain: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -154,7 +156,7 @@ class DeadlineSettings(_Model):
 
 
 class AttemptSettings(_Model):
-    """How many tiers one request may try."""
+    """How many attempts one request may make."""
 
     max: Positive = 4
 
@@ -168,7 +170,7 @@ class AdmissionSettings(_Model):
 
 
 class ImageSettings(_Model):
-    """Which https hosts images are fetched from: NAME, *.NAME, either with :PORT, or * for all. None: nothing is.
+    """Which https hosts images are fetched from: NAME, *.NAME, either with :PORT, or * for all. Empty: no image is fetched.
 
     `max_bytes` of one image; `timeout` in seconds.
     """
@@ -190,8 +192,8 @@ class ImageSettings(_Model):
 
 
 class CorsSettings(_Model):
-    """The origins (SCHEME://HOST[:PORT]) of web pages that may call the gateway from a browser, or * for all. None: no
-    page may.
+    """The origins (SCHEME://HOST[:PORT]) of web pages that may call the gateway from a browser, or * for all.
+    Empty: none may.
     """
 
     origins: tuple[str, ...] = ()
@@ -206,7 +208,7 @@ class CorsSettings(_Model):
 
 
 class LimitSettings(_Model):
-    """What one key may do; None is no limit."""
+    """The limits of one key; None is no limit."""
 
     requests_per_minute: Positive | None = None
     tokens_per_minute: Positive | None = None
@@ -214,7 +216,7 @@ class LimitSettings(_Model):
 
 
 class KeySettings(_Model):
-    """One key, as its hash. `priority` is the highest class its requests may ask for; `limits` replace those of all."""
+    """One key, as its hash. `priority` is the highest priority of its requests; `limits` replace the common ones."""
 
     name: Annotated[str, Field(min_length=1)]
     hash: str
@@ -231,11 +233,12 @@ class KeySettings(_Model):
 
 
 class GatewayConfig(_Model):
-    """Everything in gateway.yaml. `drain_seconds` bounds how long open streams may finish at shutdown. `share_prefixes`
-    says whose requests may skip what was computed for one before: those of the same key (`tenant`), or `all`. `limits`
-    are those of every key that names none of its own. `stream_interval` is the least time, in seconds, between two
-    pieces of a local answer's text where tokens come faster. `hosted_tools` says what becomes of tools in
-    `/v1/responses` and `/v1/messages` that run at another provider: the request is refused, or they are left out.
+    """All settings of gateway.yaml.
+
+    `drain_seconds`: time for open answers at shutdown. `share_prefixes`: which requests may reuse computed prefixes,
+    those of the same key (`tenant`) or `all`. `limits`: for keys without their own. `stream_interval`: shortest time in
+    seconds between two pieces of a local answer. `hosted_tools`: whether tools that run at another provider are refused
+    or left out of requests to `/v1/responses` and `/v1/messages`.
     """
 
     host: str = "127.0.0.1"
@@ -288,13 +291,13 @@ def load(config_dir: Path, environ: Mapping[str, str], overrides: Mapping[str, A
 
 
 def _placed(problem: Problem, at: Path_, sources: Mapping[Path_, str]) -> Problem:
-    """`problem` blamed on the variable or option that set the value, if one did."""
+    """`problem` with the variable or option that set the value, if one did."""
     source = next((sources[at[:end]] for end in range(len(at), 0, -1) if at[:end] in sources), None)
     return problem if source is None else Problem(problem.message, key=source)
 
 
 def _at(data: Any, at: Path_) -> Any:
-    """What stands at `at`; None where a default does."""
+    """The value at `at`; None for a default."""
     try:
         for part in at:
             data = data[part]
@@ -340,7 +343,7 @@ def _merge_environ(data: dict[str, Any], environ: Mapping[str, str], sources: di
 
 
 def _value(text: str) -> Any:
-    """Lists and mappings are parsed, everything else stays text for the field's own type to read."""
+    """Parses lists and mappings; other values stay text for the type of the field."""
     return yaml.safe_load(text) if text.lstrip().startswith(("[", "{")) else text
 
 
@@ -354,7 +357,7 @@ def _put(data: dict[str, Any], at: tuple[str, ...], value: Any) -> None:
 
 
 def _paths(model: type[BaseModel], at: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """The path of every setting that a variable can name."""
+    """The paths of all settings that a variable can set."""
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _paths(field.annotation, (*at, name))
@@ -363,7 +366,7 @@ def _paths(model: type[BaseModel], at: tuple[str, ...]) -> Iterator[tuple[str, .
 
 
 def _semantic_problems(config: GatewayConfig) -> Iterator[tuple[Path_, str]]:
-    """What types cannot say: names that must exist, entries that must mean something."""
+    """Problems that types do not show: unknown names, entries without effect."""
     for name in config.providers:
         if name == LOCAL:
             yield (
@@ -375,7 +378,7 @@ def _semantic_problems(config: GatewayConfig) -> Iterator[tuple[Path_, str]]:
     known = sorted({LOCAL, *config.providers})
     for route, settings in config.routes.items():
         if "*" in route and route != "*":
-            yield ("routes", route), "nobody would be served by it: `*` stands for every other name or not at all"
+            yield ("routes", route), "no request would match it: use `*` alone for all other names, or a full name"
         for index, entry in enumerate(settings.chain):
             at: Path_ = ("routes", route, "chain", index)
             provider, slash, model = entry.partition("/")
@@ -403,11 +406,11 @@ def _semantic_problems(config: GatewayConfig) -> Iterator[tuple[Path_, str]]:
     if deadlines.connect > deadlines.total:
         yield ("deadlines", "connect"), "longer than deadlines.total, so it could never pass"
     if config.max_body < 1024:
-        yield ("max_body",), "no request fits into so little; write for example 32MB"
+        yield ("max_body",), "too small for any request; an example is 32MB"
 
 
 def changes(old: GatewayConfig, new: GatewayConfig) -> list[str]:
-    """What differs, one line per setting, for the log; secrets are not shown."""
+    """The differences, one line per setting, without secrets."""
     return list(_diff(old.model_dump(), new.model_dump(), ""))
 
 

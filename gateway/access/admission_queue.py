@@ -1,7 +1,7 @@
-"""Decides who may start, who waits and who is turned away at the gateway's door; never holds a request itself.
+"""Decides which requests start, wait or are rejected.
 
-A higher class goes first, except that every FAIR_TURNth place goes to whoever has waited longest: so the longest waiter
-starts after at most FAIR_TURN departures, and no class starves another. Times are monotonic seconds.
+A higher priority goes first, except that every FAIR_TURNth place goes to the request that has waited longest. So that
+request starts after at most FAIR_TURN others, and no priority starves another. Times are monotonic seconds.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from inference.protocol import Priority
 
 FAIR_TURN = 8
 
-_MEMORY = 16
-"""The mean duration follows the last so many requests."""
+_MEAN_REQUESTS = 16
+"""Number of requests over which the mean duration is smoothed."""
 
 _RANK: Mapping[Priority, int] = {Priority.HIGH: 0, Priority.NORMAL: 1, Priority.LOW: 2}
 
@@ -40,10 +40,10 @@ class Waiter:
     deadline: float
 
 
-class Door(NamedTuple):
-    """Who is inside since when, and who waits, in the order of arrival.
+class QueueState(NamedTuple):
+    """The running requests with their start, and the waiting ones in the order of arrival.
 
-    `turns` places went to waiters so far; `mean_seconds` is how long requests take, once known.
+    `turns` counts the places that waiting requests got; `mean_seconds` is the mean duration of requests, once known.
     """
 
     running: Mapping[int, float] = MappingProxyType({})
@@ -52,8 +52,8 @@ class Door(NamedTuple):
     mean_seconds: float | None = None
 
 
-class Why(StrEnum):
-    """Why a request was turned away."""
+class RejectReason(StrEnum):
+    """Why a request was rejected."""
 
     FULL = "full"
     LATE = "late"
@@ -66,88 +66,90 @@ class Admit(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class TurnAway:
-    """Request `number` does not get in; in about `wait` seconds it would find room."""
+class Reject:
+    """Request `number` is rejected; a retry may succeed in about `wait` seconds."""
 
     number: int
-    why: Why
+    why: RejectReason
     wait: float = UNKNOWN_SECONDS
 
 
-Effect = Admit | TurnAway
+Effect = Admit | Reject
 
 
-def walk_in(door: Door, bounds: Bounds, number: int, now: float) -> Door | None:
-    """The door when a request that comes starts without being seen by anybody else; None when it cannot."""
-    running, waiting, turns, mean_seconds = door
+def try_enter(state: QueueState, bounds: Bounds, number: int, now: float) -> QueueState | None:
+    """The state after a new request starts at once; None when it cannot."""
+    running, waiting, turns, mean_seconds = state
     if waiting or len(running) >= bounds.in_flight:
         return None
-    return Door({**running, number: now}, (), turns, mean_seconds)
+    return QueueState({**running, number: now}, (), turns, mean_seconds)
 
 
 def arrive(
-    door: Door, bounds: Bounds, number: int, priority: Priority, deadline: float, now: float
-) -> tuple[Door, tuple[Effect, ...]]:
-    """A request comes. It starts, waits, or is turned away; a full queue gives way from its lowest class only."""
-    if (entered := walk_in(door, bounds, number, now)) is not None:
+    state: QueueState, bounds: Bounds, number: int, priority: Priority, deadline: float, now: float
+) -> tuple[QueueState, tuple[Effect, ...]]:
+    """A request arrives: it starts, waits, or is rejected. A full queue drops a request of a lower priority for it."""
+    if (entered := try_enter(state, bounds, number, now)) is not None:
         return entered, (Admit(number),)
     waiter = Waiter(number, priority, deadline)
-    if len(door.waiting) < bounds.queue:
-        return door._replace(waiting=(*door.waiting, waiter)), ()
-    wait = _room_in_queue(door, now)
-    lowest = max(door.waiting, key=lambda other: (_RANK[other.priority], other.number), default=None)
+    if len(state.waiting) < bounds.queue:
+        return state._replace(waiting=(*state.waiting, waiter)), ()
+    wait = _room_in_queue(state, now)
+    lowest = max(state.waiting, key=lambda other: (_RANK[other.priority], other.number), default=None)
     if lowest is None or _RANK[lowest.priority] <= _RANK[priority]:
-        return door, (TurnAway(number, Why.FULL, wait),)
-    others = tuple(other for other in door.waiting if other != lowest)
-    return door._replace(waiting=(*others, waiter)), (TurnAway(lowest.number, Why.FULL, wait),)
+        return state, (Reject(number, RejectReason.FULL, wait),)
+    others = tuple(other for other in state.waiting if other != lowest)
+    return state._replace(waiting=(*others, waiter)), (Reject(lowest.number, RejectReason.FULL, wait),)
 
 
-def leave(door: Door, bounds: Bounds, number: int, now: float) -> tuple[Door, tuple[Effect, ...]]:
-    """Request `number` ended, or stopped waiting; whoever is next may start. Unknown numbers change nothing."""
-    since = door.running.get(number)
+def leave(state: QueueState, bounds: Bounds, number: int, now: float) -> tuple[QueueState, tuple[Effect, ...]]:
+    """Request `number` ended or stopped waiting; the next one may start. Unknown numbers change nothing."""
+    since = state.running.get(number)
     if since is not None:
-        took, mean = now - since, door.mean_seconds
-        running = {**door.running}
+        took, mean = now - since, state.mean_seconds
+        running = {**state.running}
         del running[number]
-        door = Door(running, door.waiting, door.turns, took if mean is None else mean + (took - mean) / _MEMORY)
-    elif door.waiting:
-        door = door._replace(waiting=tuple(waiter for waiter in door.waiting if waiter.number != number))
-    return _fill(door, bounds, now) if door.waiting else (door, ())
+        state = QueueState(
+            running, state.waiting, state.turns, took if mean is None else mean + (took - mean) / _MEAN_REQUESTS
+        )
+    elif state.waiting:
+        state = state._replace(waiting=tuple(waiter for waiter in state.waiting if waiter.number != number))
+    return _fill(state, bounds, now) if state.waiting else (state, ())
 
 
-def expire(door: Door, bounds: Bounds, now: float) -> tuple[Door, tuple[Effect, ...]]:
-    """Turns away everyone whose deadline has come."""
-    late = tuple(waiter for waiter in door.waiting if waiter.deadline <= now)
-    door = door._replace(waiting=tuple(waiter for waiter in door.waiting if waiter.deadline > now))
-    # whoever comes again stands behind those who still wait
-    wait = max(UNKNOWN_SECONDS, (len(door.waiting) + 1) * (door.mean_seconds or 0.0) / bounds.in_flight)
-    return door, tuple(TurnAway(waiter.number, Why.LATE, wait) for waiter in late)
+def expire(state: QueueState, bounds: Bounds, now: float) -> tuple[QueueState, tuple[Effect, ...]]:
+    """Rejects all requests whose deadline has passed."""
+    late = tuple(waiter for waiter in state.waiting if waiter.deadline <= now)
+    state = state._replace(waiting=tuple(waiter for waiter in state.waiting if waiter.deadline > now))
+    # a retry queues behind the requests that still wait
+    wait = max(UNKNOWN_SECONDS, (len(state.waiting) + 1) * (state.mean_seconds or 0.0) / bounds.in_flight)
+    return state, tuple(Reject(waiter.number, RejectReason.LATE, wait) for waiter in late)
 
 
-def resize(door: Door, bounds: Bounds, now: float) -> tuple[Door, tuple[Effect, ...]]:
-    """New bounds: those who now have room start; nobody who runs or waits is turned away."""
-    return _fill(door, bounds, now)
+def resize(state: QueueState, bounds: Bounds, now: float) -> tuple[QueueState, tuple[Effect, ...]]:
+    """Applies new bounds: waiting requests may start; none is rejected."""
+    return _fill(state, bounds, now)
 
 
-def next_deadline(door: Door) -> float | None:
+def next_deadline(state: QueueState) -> float | None:
     """When `expire` is due next, or None."""
-    return min(waiter.deadline for waiter in door.waiting) if door.waiting else None
+    return min(waiter.deadline for waiter in state.waiting) if state.waiting else None
 
 
-def _room_in_queue(door: Door, now: float) -> float:
-    """In how many seconds the full queue has room: somebody inside ends, or somebody in it gives up."""
-    ends = [expected_end(since, door.mean_seconds, now) for since in door.running.values()]
-    gives_up = next_deadline(door)
-    return min(ends if gives_up is None else [*ends, max(UNKNOWN_SECONDS, gives_up - now)])
+def _room_in_queue(state: QueueState, now: float) -> float:
+    """Seconds until the full queue has room: a running request ends, or a waiting one reaches its deadline."""
+    ends = [expected_end(since, state.mean_seconds, now) for since in state.running.values()]
+    next_expiry = next_deadline(state)
+    return min(ends if next_expiry is None else [*ends, max(UNKNOWN_SECONDS, next_expiry - now)])
 
 
-def _fill(door: Door, bounds: Bounds, now: float) -> tuple[Door, tuple[Effect, ...]]:
+def _fill(state: QueueState, bounds: Bounds, now: float) -> tuple[QueueState, tuple[Effect, ...]]:
     effects: list[Effect] = []
-    while door.waiting and len(door.running) < bounds.in_flight:
-        turns = door.turns + 1
-        first = min(door.waiting, key=lambda waiter: (_RANK[waiter.priority], waiter.number))
-        chosen = door.waiting[0] if turns % FAIR_TURN == 0 else first
-        waiting = tuple(waiter for waiter in door.waiting if waiter != chosen)
-        door = door._replace(running={**door.running, chosen.number: now}, waiting=waiting, turns=turns)
+    while state.waiting and len(state.running) < bounds.in_flight:
+        turns = state.turns + 1
+        first = min(state.waiting, key=lambda waiter: (_RANK[waiter.priority], waiter.number))
+        chosen = state.waiting[0] if turns % FAIR_TURN == 0 else first
+        waiting = tuple(waiter for waiter in state.waiting if waiter != chosen)
+        state = state._replace(running={**state.running, chosen.number: now}, waiting=waiting, turns=turns)
         effects.append(Admit(chosen.number))
-    return door, tuple(effects)
+    return state, tuple(effects)

@@ -1,8 +1,7 @@
-"""Keeps what every key has used and charges answers to it; whether a request may start is
-`gateway.access.rate_limits`' word.
+"""Usage of each key with limits; `gateway.access.rate_limits` decides whether a request may start.
 
-A request is counted before its body is read, its tokens are held once the body is understood, and what it truly took is
-charged when it ends, however it ends.
+A request is counted before its body is read, its estimated tokens are reserved after the body was parsed, and its real
+tokens are charged at its end.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from gateway.http.http_exchange import Exchange
 from gateway.telemetry.gateway_metrics import Telemetry
 from inference.protocol import Code
 
-_SAID = {
+_LIMIT_NAMES = {
     core.Which.REQUESTS: "requests a minute: {bound}",
     core.Which.TOKENS: "tokens a minute: {bound}",
     core.Which.CONCURRENT: "requests at a time: {bound}",
@@ -29,7 +28,7 @@ _SAID = {
 
 
 class Limiter:
-    """The accounts of all keys, by the keys' names, so that a new secret under an old name changes nothing."""
+    """The accounts of all keys, by name, so that a new secret under an old name keeps its account."""
 
     def __init__(self, telemetry: Telemetry, clock: Callable[[], float] = time.monotonic) -> None:
         self._telemetry = telemetry
@@ -39,9 +38,9 @@ class Limiter:
         self._limits: dict[str, core.Limits] = {}
 
     def enter(self, key: Key, exchange: Exchange) -> Meter | None:
-        """A context for one request with `key`; None where nothing is limited. Raises RefusedError (429).
+        """A context for one request with `key`; None for a key without limits. Raises RefusedError (429).
 
-        `exchange` learns how the key stands.
+        Sets the rate-limit headers of `exchange`.
         """
         if not key.limits.is_any:
             return None
@@ -51,7 +50,7 @@ class Limiter:
         return Meter(self, key, exchange, number)
 
     def apply(self, keys: Sequence[Key]) -> None:
-        """Other keys are in force: what nobody needs to remember is forgotten."""
+        """Applies new keys; accounts that no limit needs are dropped."""
         now = self._clock()
         self._limits = {key.name: key.limits for key in keys}
         self._accounts = {
@@ -61,7 +60,7 @@ class Limiter:
         }
 
     def reserve(self, key: Key, exchange: Exchange, number: int, tokens: int) -> None:
-        """Holds `tokens` for a request that entered; raises RefusedError (429)."""
+        """Reserves `tokens` for a request that entered; raises RefusedError (429)."""
         self._note(key, exchange, core.reserve(self._account(key), self._now(key), number, tokens, self._clock()))
 
     def counts_tokens(self, key: Key) -> bool:
@@ -69,11 +68,11 @@ class Limiter:
         return self._now(key).tokens_per_minute is not None
 
     def leave(self, key: Key, number: int, tokens: int) -> None:
-        """A request that entered ended and took `tokens`."""
+        """Ends a request that took `tokens`."""
         self._accounts[key.name] = core.leave(self._account(key), self._now(key), number, tokens, self._clock())
 
     def _now(self, key: Key) -> core.Limits:
-        """The key's limits as they are now: a request that runs may have begun under others."""
+        """The current limits of the key; a running request may have begun with others."""
         return self._limits.get(key.name, key.limits)
 
     def _account(self, key: Key) -> core.Account:
@@ -86,33 +85,32 @@ class Limiter:
         if refusal is None:
             return
         self._telemetry.rate_limited.labels(str(refusal.which)).inc()
-        said = _SAID[refusal.which].format(bound=refusal.bound)
+        limit = _LIMIT_NAMES[refusal.which].format(bound=refusal.bound)
         raise RefusedError(
             Code.RATE_LIMIT_EXCEEDED,
-            f"this key's limit is reached ({said}); try again in {core.duration(refusal.wait)}",
+            f"this key's limit is reached ({limit}); try again in {core.duration(refusal.wait)}",
             retry_after=refusal.wait,
         )
 
 
 def _headers(standings: Sequence[core.Standing]) -> tuple[tuple[str, str], ...]:
-    """How a key stands, as OpenAI's clients know it; nothing for what is not limited."""
-    said: list[tuple[str, str]] = []
+    """The rate-limit headers of OpenAI's API, for the limits that the key has."""
+    headers: list[tuple[str, str]] = []
     for standing in standings:
-        said += [
+        headers += [
             (f"x-ratelimit-limit-{standing.which}", str(standing.bound)),
             (f"x-ratelimit-remaining-{standing.which}", str(standing.remaining)),
             (f"x-ratelimit-reset-{standing.which}", core.duration(standing.reset)),
         ]
-    return tuple(said)
+    return tuple(headers)
 
 
 class Meter:
-    """What one request of a limited key takes. It counts while the context is open.
+    """Counts what one request of a limited key takes, while the context is open.
 
-    An answer that ends with a usage is charged that, and a token for every piece at least: the usage of a resumed one
-    is its last tier's. One that was cut, or whose caller left, is charged the estimate of its prompt and a token for
-    every piece that came; where tokens were limited when it began, pieces of local answers are single tokens. Who gets
-    an error instead of an answer is charged no tokens.
+    An answer with a usage is charged that usage, and at least one token per piece: the usage of a resumed answer is
+    that of its last attempt. An answer that was cut is charged the estimate of its prompt and one token per piece; where
+    tokens are limited, pieces of local answers are single tokens. A request that ends in an error is charged none.
     """
 
     def __init__(self, limiter: Limiter, key: Key, exchange: Exchange, number: int) -> None:
@@ -130,7 +128,7 @@ class Meter:
         return self._limiter.counts_tokens(self._key)
 
     def reserve(self, request: InferenceRequest) -> None:
-        """Holds what `request` is estimated to take; raises RefusedError (429)."""
+        """Reserves the estimated tokens of `request`; raises RefusedError (429)."""
         if not self.counts_tokens:
             return
         self._prompt_tokens = core.prompt_tokens(request.body)
@@ -138,7 +136,7 @@ class Meter:
         self._limiter.reserve(self._key, self._exchange, self._number, wanted)
 
     def note(self, frame: Frame) -> None:
-        """One frame of the answer came."""
+        """Counts one frame of the answer."""
         if isinstance(frame, Data):
             if frame.kind is DeltaKind.CONTENT:
                 self._pieces += 1
@@ -146,7 +144,7 @@ class Meter:
                 self._usage = frame.payload
 
     def note_whole(self, answer: bytes) -> None:
-        """The whole answer came at once."""
+        """Keeps the usage of an answer without a stream."""
         self._usage = answer
 
     def __enter__(self) -> Meter:
@@ -161,5 +159,5 @@ class Meter:
     def _tokens(self) -> int:
         if not self.counts_tokens:
             return 0
-        said = None if self._usage is None else core.total_tokens(self._usage)
-        return self._prompt_tokens + self._pieces if said is None else max(said, self._pieces)
+        total = None if self._usage is None else core.total_tokens(self._usage)
+        return self._prompt_tokens + self._pieces if total is None else max(total, self._pieces)

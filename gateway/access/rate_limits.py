@@ -1,9 +1,8 @@
-"""Decides whether a key may start one more request now, and when if not; holds no request and reads no clock.
+"""Decides whether a key may start one more request now, and when if not.
 
-Requests and tokens are token buckets: what a key used drains at `limit / 60` per second, and a request starts while
-what is used and what it asks for fit the limit. So no stretch of t seconds holds more than `limit * (1 + t / 60)`, and
-over time the limit is exact: what an answer took beyond its estimate is owed and drains like everything else. Times
-are monotonic seconds. A limit that changes changes nothing that was used.
+Requests and tokens are token buckets: usage drains at `limit / 60` per second, and a request starts while the usage
+and its own estimate fit the limit. So a period of t seconds holds at most `limit * (1 + t / 60)`, and over time the
+limit is exact: tokens beyond the estimate count as usage too. Times are monotonic seconds. A new limit keeps the usage.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from gateway.apis.schema.body_decoder import as_json
 from gateway.apis.schema.openai_bodies import AnyRequest, ChatRequest, CompletionRequest
 
 BYTES_PER_TOKEN = 4
-"""What a token of a prompt is estimated at, in bytes of UTF-8 text."""
+"""Estimate for prompts, in bytes of UTF-8 text."""
 IMAGE_TOKENS = 1000
-"""What anything sent as a data: URL is estimated at."""
+"""Estimate for each data: URL."""
 ANSWER_TOKENS = 500
-"""What an answer is estimated at when the request sets no bound."""
+"""Estimate for an answer without `max_tokens`."""
 UNKNOWN_SECONDS = 1.0
-"""When somebody ends of whom nothing is known."""
+"""Expected time until a request ends when nothing is known of it."""
 
-_MEMORY = 8
-"""The mean duration follows the last so many requests."""
+_MEAN_REQUESTS = 8
+"""Number of requests over which the mean duration is smoothed."""
 _ROUNDING = 1e-6
 _TOTAL = re.compile(rb'"total_tokens"\s*:\s*(\d{1,15})')
 
@@ -41,7 +40,7 @@ class Which(StrEnum):
 
 
 class Limits(NamedTuple):
-    """What one key may do; None is no limit."""
+    """The limits of one key; None is no limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -49,7 +48,7 @@ class Limits(NamedTuple):
 
     @property
     def is_any(self) -> bool:
-        """Whether there is anything to watch."""
+        """Whether there is a limit."""
         return self != NO_LIMITS
 
 
@@ -58,7 +57,7 @@ NO_LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """One request that has begun; `reserved` tokens are held for it."""
+    """One running request with its `reserved` tokens."""
 
     number: int
     since: float
@@ -67,7 +66,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What one key has used as of `at`, and what runs. `mean_seconds` is how long its requests take, once known."""
+    """The usage of one key at time `at`, and its running requests. `mean_seconds` is their mean duration."""
 
     requests: float = 0.0
     tokens: float = 0.0
@@ -76,7 +75,7 @@ class Account:
     mean_seconds: float | None = None
 
     def is_idle(self, limits: Limits, now: float) -> bool:
-        """Whether forgetting this account would change nothing that is limited."""
+        """Whether dropping this account would change no limit."""
         past = settled(self, limits, now)
         return not past.running and past.requests == 0 and past.tokens == 0
 
@@ -92,7 +91,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How a key stands with one limit: how much is left of `bound`, and in how many seconds all of it is again."""
+    """One limit of a key: what remains of `bound`, and the seconds until all of it is available again."""
 
     which: Which
     bound: int
@@ -101,7 +100,7 @@ class Standing:
 
 
 def settled(account: Account, limits: Limits, now: float) -> Account:
-    """The account as of `now`: what was used has drained since."""
+    """The account at time `now`, after draining."""
     passed = max(0.0, now - account.at)
     return replace(
         account,
@@ -112,7 +111,7 @@ def settled(account: Account, limits: Limits, now: float) -> Account:
 
 
 def enter(account: Account, limits: Limits, number: int, now: float) -> tuple[Account, Refusal | None]:
-    """Request `number` comes: it is counted and runs, or is refused and changes nothing."""
+    """Request `number` starts and is counted, or is refused and changes nothing."""
     account = settled(account, limits, now)
     refusals = [
         refusal for refusal in (_too_many(account, limits, now), _too_often(account, limits)) if refusal is not None
@@ -124,9 +123,9 @@ def enter(account: Account, limits: Limits, number: int, now: float) -> tuple[Ac
 
 
 def reserve(account: Account, limits: Limits, number: int, tokens: int, now: float) -> tuple[Account, Refusal | None]:
-    """Holds `tokens` for the running request `number`, at most the whole limit, or refuses them.
+    """Reserves `tokens` for the running request `number`, at most the whole limit, or refuses them.
 
-    A request larger than the limit so starts with a full bucket, and what it takes beyond that is owed.
+    So a request larger than the limit starts with a full bucket; its further tokens count as usage at its end.
     """
     account = settled(account, limits, now)
     bound = limits.tokens_per_minute
@@ -143,20 +142,22 @@ def reserve(account: Account, limits: Limits, number: int, tokens: int, now: flo
 
 
 def leave(account: Account, limits: Limits, number: int, tokens: int, now: float) -> Account:
-    """The running request `number` ended and took `tokens`; what was held for it beyond that is given back."""
+    """Ends the running request `number`, which took `tokens`; unused reserved tokens are released."""
     account = settled(account, limits, now)
     ended = next((one for one in account.running if one.number == number), None)
     if ended is None:
         return account
     took = now - ended.since
-    mean = took if account.mean_seconds is None else account.mean_seconds + (took - account.mean_seconds) / _MEMORY
+    mean = (
+        took if account.mean_seconds is None else account.mean_seconds + (took - account.mean_seconds) / _MEAN_REQUESTS
+    )
     owed = max(0.0, account.tokens + tokens - ended.reserved) if limits.tokens_per_minute is not None else 0.0
     running = tuple(one for one in account.running if one.number != number)
     return replace(account, tokens=owed, running=running, mean_seconds=mean)
 
 
 def standings(account: Account, limits: Limits, now: float) -> tuple[Standing, ...]:
-    """How the key stands with requests and tokens, as far as they are limited."""
+    """The standings of the limits on requests and tokens that the key has."""
     account = settled(account, limits, now)
     buckets = (
         (Which.REQUESTS, limits.requests_per_minute, account.requests),
@@ -170,10 +171,7 @@ def standings(account: Account, limits: Limits, now: float) -> tuple[Standing, .
 
 
 def expected_end(since: float, mean_seconds: float | None, now: float) -> float:
-    """In how many seconds something that runs `since` then ends, going by how long its like took on the average.
-
-    Nothing is known of what is older than that, or has no like: then UNKNOWN_SECONDS.
-    """
+    """Seconds until a request that runs `since` then ends, by the mean duration; at least UNKNOWN_SECONDS."""
     return max(UNKNOWN_SECONDS, since + (mean_seconds or 0.0) - now)
 
 
@@ -187,7 +185,7 @@ def duration(seconds: float) -> str:
 
 
 def total_tokens(answer: bytes) -> int | None:
-    """`usage.total_tokens` of an answer's JSON, or None. Inside a string the quotes would be escaped."""
+    """`usage.total_tokens` of an answer's JSON, or None. Quotes inside a string are escaped, so the pattern is safe."""
     found = _TOTAL.findall(answer)
     return int(found[-1]) if found else None
 
@@ -213,7 +211,7 @@ def prompt_tokens(body: AnyRequest) -> int:
 
 
 def answer_tokens(body: AnyRequest, max_tokens: int | None) -> int:
-    """About how many tokens an answer may take, all its choices together."""
+    """An estimate of the tokens of an answer, all choices together."""
     choices = body.n if isinstance(body, ChatRequest | CompletionRequest) else None
     return (ANSWER_TOKENS if max_tokens is None else max_tokens) * (choices or 1)
 

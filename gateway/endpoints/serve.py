@@ -144,7 +144,7 @@ class Generation:
         runtime, request = self._runtime, asked.request
         queued = time.monotonic()
         try:
-            place = runtime.admission.walk_in() or await runtime.admission.take(
+            place = runtime.admission.try_enter() or await runtime.admission.take(
                 context.priority, context.silence_seconds
             )
             fetched: Room | None = None

@@ -128,7 +128,7 @@ async def test_a_background_task_that_dies_leaves_its_traceback(
 
         with caplog.at_level(logging.ERROR, "gateway.runtime"):
             gateway.runtime._spawn(dying(), "dying")
-            await until("it was logged", lambda: "the background task dying died" in caplog.text)
+            await until("it was logged", lambda: "the background task dying failed" in caplog.text)
         assert "RuntimeError: gone" in caplog.text
 
 
