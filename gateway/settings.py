@@ -115,7 +115,7 @@ class ProviderSettings(_Model):
 
 
 class RouteSettings(_Model):
-    """One model name and its chain of PROVIDER/MODEL, in order; `load_wait` in seconds. `same_vectors`: all models of the
+    """One model name and its chain of PROVIDER/MODEL, `load_wait` in seconds. `same_vectors`: all models of the
     chain give the same vectors and scores, so that one may replace another.
 
     `resume`: which candidates resume an answer that broke off: any, local ones, or none. Without a resume the answer
@@ -170,7 +170,7 @@ class AdmissionSettings(_Model):
 
 
 class ImageSettings(_Model):
-    """Which https hosts images are fetched from: NAME, *.NAME, either with :PORT, or * for all. Empty: no image is fetched.
+    """Https hosts for images: NAME, *.NAME, either with :PORT, or * for all. Empty: no image is fetched.
 
     `max_bytes` of one image; `timeout` in seconds.
     """

@@ -109,7 +109,7 @@ class Meter:
     """Counts what one request of a limited key takes, while the context is open.
 
     An answer with a usage is charged that usage, and at least one token per piece: the usage of a resumed answer is
-    that of its last attempt. An answer that was cut is charged the estimate of its prompt and one token per piece; where
+    that of its last attempt. An answer that was cut is charged the estimate of its prompt and a token per piece; where
     tokens are limited, pieces of local answers are single tokens. A request that ends in an error is charged none.
     """
 

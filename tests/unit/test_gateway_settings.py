@@ -109,7 +109,7 @@ def test_mistakes_have_line_and_advice(tmp_path: Path) -> None:
         ("providers: {a: {kind: openai, api_key: k, base_url: 'https://h/v1#x'}}", "must not contain `?` or `#`"),
         ("deadlines: {first_token: never}", "not `never`"),
         ("deadlines: {connect: 400s}", "longer than deadlines.total"),
-        ("max_body: 10", "no request fits"),
+        ("max_body: 10", "too small for any request"),
         (
             f"keys: [{{name: a, hash: 'sha256:{'0' * 64}'}}, {{name: a, hash: 'sha256:{'1' * 64}'}}]",
             "two keys are called",
