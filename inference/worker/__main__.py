@@ -1,4 +1,4 @@
-"""`python -m inference.worker`: the model process; decides nothing."""
+"""`python -m inference.worker`: the model process."""
 
 import sys
 

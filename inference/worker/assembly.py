@@ -1,4 +1,4 @@
-"""Puts the rooms of a worker together around a loaded model: engine or embedder, readers, HTTP app; decides nothing."""
+"""Builds the parts of a worker around a loaded model: engine or embedder, readers, HTTP app."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from inference.workers.worker_link import Grant
 
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """What reads requests for the model, whatever context it has."""
+    """The parts that read requests for the model. They do not depend on its context."""
 
     prompts: Prompts
     compiler: Compiler
@@ -43,7 +43,7 @@ class Readers:
 
     @classmethod
     def of(cls, loaded: Loaded, sight: Sight | None) -> Readers:
-        """With threads of their own, started while their stacks can be chosen."""
+        """Creates the readers and their threads, which start here because the stack size applies to new threads."""
         threading.stack_size(TOKENIZER_STACK_BYTES)
         executor = ThreadPoolExecutor(2, thread_name_prefix="prompts")
         for started in [executor.submit(time.sleep, 0.01) for _ in range(2)]:
@@ -54,9 +54,9 @@ class Readers:
 
 
 def sight_of(loaded: Loaded) -> Sight | None:
-    """What encodes images, for a model with a projector.
+    """The encoder of images, for a model with a projector.
 
-    In a step everybody who decodes comes first, and an image that sees all of itself is one physical batch.
+    Sequences that decode come first in a step, and an image with full attention must fit one physical batch.
     """
     if loaded.projector is None:
         return None
@@ -67,8 +67,8 @@ def sight_of(loaded: Loaded) -> Sight | None:
 def engines_of(
     loaded: Loaded, grant: Grant, sight: Sight | None, on_fatal: Callable[[str], None], brake: Brake | None
 ) -> tuple[Engine, None] | tuple[None, Embedder]:
-    """What generates or what pools, not started; within the running loop, to which it delivers. `brake`: of the threads
-    that compute on the CPU.
+    """The engine or the embedder, not started; call it within the running loop, which gets the outputs. `brake`
+    controls the threads that compute on the CPU.
     """
     courier = Courier(asyncio.get_running_loop())
     companions = Companions(brake)
@@ -108,7 +108,7 @@ def _backend(context: Context, grant: Grant, sight: Sight | None, companions: Co
 def app_of(
     loaded: Loaded, engine: Engine | None, embedder: Embedder | None, readers: Readers, sight: Sight | None
 ) -> App:
-    """The HTTP app over them."""
+    """The HTTP app."""
 
     def prepare_sampling(sampling: Sampling) -> None:
         if (dry := dry_of(sampling, loaded.context)) is not None:
@@ -130,9 +130,8 @@ def app_of(
 
 
 def _reranker(loaded: Loaded) -> Reranker | None:
-    """What reads and writes /v1/rerank, for a model that reranks."""
+    """The reranker, for a model that reranks."""
     if "rerank" not in loaded.facts.capabilities:
         return None
     model = loaded.model
-    defused = ControlTextSplitter(model.control_texts).pieces
-    return Reranker(model, loaded.facts, model.rerank_template, defused)
+    return Reranker(model, loaded.facts, model.rerank_template, ControlTextSplitter(model.control_texts).pieces)

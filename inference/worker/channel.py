@@ -1,4 +1,4 @@
-"""The worker's end of its link to the authority: sends from any thread, reads in one, dies with it; decides nothing."""
+"""The worker's end of its link to the authority. Messages are sent from any thread and read on one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_LINE_BYTES = 1 << 20
 
 
 class Channel:
-    """The inherited socketpair. End of file ends this process at once, whatever its other threads do."""
+    """The inherited socketpair. Its end of file ends this process at once."""
 
     def __init__(
         self,
@@ -40,19 +40,19 @@ class Channel:
         threading.Thread(target=self._read, name="link", daemon=True).start()
 
     def send(self, message: worker_link.Message) -> None:
-        """Sends one message; when nobody listens any more the reader ends the process."""
+        """Sends one message. Errors are ignored: the reader ends the process when the link is closed."""
         with self._lock, contextlib.suppress(OSError):
             self._socket.sendall(worker_link.encode(message))
 
     def order(self) -> worker_link.Grant | worker_link.Hold:
-        """Waits for what to load or to hold, as long as the authority lives: a warm worker may wait for hours."""
+        """Waits for the order to load or to hold, without a limit: a warm worker may wait for hours."""
         return self._orders.get()
 
     def grant(self) -> worker_link.Grant:
-        """Waits for what to load, where nothing else makes sense any more."""
+        """Waits for the order to load, where no other order is valid."""
         order = self._orders.get()
         if isinstance(order, worker_link.Hold):
-            self._leave("the authority sent hold to a worker that has a model already")
+            self._leave("the authority sent hold to a worker that already has a model")
         assert isinstance(order, worker_link.Grant)
         return order
 
@@ -67,12 +67,12 @@ class Channel:
                 os._exit(1)
             *lines, pending = (pending + data).split(b"\n")
             if len(pending) > MAX_LINE_BYTES:
-                self._leave("the authority sent a line without end")
+                self._leave("the authority sent a line that is too long")
             for line in lines:
                 try:
                     message = worker_link.decode(line)
                 except ValueError as error:
-                    self._leave(f"the authority sent no message: {error}")
+                    self._leave(f"the authority sent an invalid message: {error}")
                 self._handle(message)
 
     def _handle(self, message: worker_link.Message) -> None:
@@ -88,7 +88,7 @@ class Channel:
             case worker_link.Stop():
                 self._on_stop()
             case _:
-                self._leave(f"the authority sent {message.tag}, which is for it to receive")
+                self._leave(f"the authority sent {message.tag}, which only workers send")
 
     def _leave(self, reason: str) -> None:
         sys.stderr.write(f"worker: {reason}\n")

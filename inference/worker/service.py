@@ -1,7 +1,7 @@
-"""The life of a worker process: hello, grant, load, ready, serve, offload, drain, stop; never decides about a request.
+"""The life of a worker process: hello, grant, load, ready, serve, offload, drain, stop.
 
-Whatever happens to the authority, this process ends: the kernel kills it (Linux), and the link's end of file does
-everywhere. Ctrl-C in a terminal goes to the supervisor, which decides; SIGTERM is a drain.
+The process ends with the authority: the kernel ends it on Linux, and the end of file of the link does everywhere. It
+ignores SIGINT, which the supervisor handles, and drains on SIGTERM.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ T = TypeVar("T")
 log = logging.getLogger("headgate.worker")
 
 SWITCH_SECONDS = 0.0005
-"""How long another thread may keep the interpreter from the engine after a step; Python's own is ten times it."""
+"""Time that another thread may hold the interpreter after a step of the engine; a tenth of Python's default."""
 DRAIN_SECONDS = 600.0
 STOP_SECONDS = 2.0
 LAST_STEP_SECONDS = 60.0
-"""How long a step may still run when the model is offloaded: nobody waits for it any more, so mostly none does."""
+"""Time that a step may still run when the model is offloaded."""
 
 
 def main(environ: Mapping[str, str] = os.environ) -> int:
-    """Runs the worker; returns its exit status (it mostly ends by `os._exit`, because C threads may still run)."""
+    """Runs the worker and returns its exit status. It usually ends by `os._exit`, because C threads may still run."""
     try:
         parent, link_handle, socket_handle = (int(environ[name]) for name in (PARENT_ENV, LINK_FD_ENV, SOCKET_FD_ENV))
     except (KeyError, ValueError):
-        sys.stderr.write("inference.worker is started by the inference service, not by hand\n")
+        sys.stderr.write("inference.worker is started by the inference service; run headgate up instead\n")
         return 2
     child_process.die_with_parent({child_process.PARENT_ENV: str(parent)})
     child_process.disable_core_dumps()
@@ -97,7 +97,7 @@ class Worker:
     """One process, one model."""
 
     def __init__(self, link_handle: int, socket_handle: int, keep_handle: int | None = None) -> None:
-        """`keep_handle`: memory for sequences that outlive the process, which others hold as well."""
+        """`keep_handle`: shared memory for sequences that outlive the process."""
         self._socket = socket.socket(fileno=socket_handle)
         self._channel = Channel(link_handle, self._drain, self._stop, self._offload, self._throttle)
         self._keep_handle = keep_handle
@@ -115,7 +115,7 @@ class Worker:
         self._fraction: float | None = None
 
     def run(self) -> None:
-        """The whole life; does not return."""
+        """Runs the whole life of the process; does not return."""
         self._channel.start()
         threading.Thread(target=self._await_sigterm, name="signals", daemon=True).start()
         self._channel.send(Hello(os.getpid(), __version__))
@@ -133,12 +133,12 @@ class Worker:
                 runner.run(self._serve(kept))
             from inference.worker.kept_model import reopen_kept
 
-            grant = self._channel.grant()  # it was offloaded, and stays
+            grant = self._channel.grant()  # the model was offloaded and the process stays
             kept = self._loading(partial(reopen_kept, kept, grant))
 
     # --- before serving ----------------------------------------------------------------------------------------------
     def _hold(self, order: Hold) -> tuple[HeldFile, Grant]:
-        """Takes the file into memory and waits for the grant, without a device."""
+        """Reads the file into memory and waits for the grant, without a device."""
         from inference.worker.kv.standby import hold
 
         held = self._loading(partial(hold, order.path, self._on_progress))
@@ -151,9 +151,9 @@ class Worker:
         return held, grant
 
     def _loading(self, work: Callable[[], T]) -> T:
-        """What `work` comes to; when that is a failure, the authority is told and the process ends."""
+        """The result of `work`; a failure is reported to the authority and ends the process."""
         try:
-            with self._heard_while_loading():
+            with self._reports_progress():
                 return work()
         except LoadError as error:
             self._give_up(error.cause, error.message)
@@ -165,23 +165,23 @@ class Worker:
     def _load(self, grant: Grant, held: HeldFile | None) -> Kept:
         from inference.worker.kept_model import load_kept
 
-        return load_kept(grant, held, self._keep_handle, _say, self._on_progress)
+        return load_kept(grant, held, self._keep_handle, _write_stderr, self._on_progress)
 
     def _on_progress(self, fraction: float) -> bool:
         self._fraction = fraction
         return True
 
     @contextlib.contextmanager
-    def _heard_while_loading(self) -> Iterator[None]:
-        """Tells the authority the progress in the rhythm of the heartbeat, also while a single tensor takes long."""
+    def _reports_progress(self) -> Iterator[None]:
+        """Reports progress at the interval of the heartbeat, also while a single tensor takes long."""
         done = threading.Event()
         self._fraction = 0.0
 
-        def tell() -> None:
+        def report() -> None:
             while not done.wait(BEAT_SECONDS):
                 self._channel.send(LoadProgress(round(self._fraction or 0.0, 3)))
 
-        thread = threading.Thread(target=tell, name="progress", daemon=True)
+        thread = threading.Thread(target=report, name="progress", daemon=True)
         thread.start()
         try:
             yield
@@ -212,7 +212,7 @@ class Worker:
         self._order("offload")
 
     def _throttle(self, order: Limit | Forget | Threads) -> None:
-        """What pools has no sequences to hold back and retains nothing, but may have a heap to trim."""
+        """Applies a limit. Models that pool have no sequences to limit or drop, but may have a heap to trim."""
         if isinstance(order, Threads):
             self._threads = order.count
             if (loop := self._loop) is not None:
@@ -227,12 +227,12 @@ class Worker:
         malloc_trim.trim()
 
     def _use_threads(self) -> None:
-        """On the loop, where a model is offloaded as well: there is a context while there is one here."""
+        """Runs on the loop, as offloading does, so the context stays valid."""
         if self._context is not None and self._threads is not None:
             self._context.use_threads(self._threads)
 
     def _order(self, order: str) -> None:
-        """Before the model serves there is nothing to finish: the process ends at once."""
+        """Before the model serves, the process ends at once."""
         loop = self._loop
         if loop is None:
             _exit(0)
@@ -247,12 +247,12 @@ class Worker:
 
     # --- serving -----------------------------------------------------------------------------------------------------
     async def _serve(self, kept: Kept) -> None:
-        """Until the process ends, or until the model is offloaded and waits."""
+        """Serves until the process ends, or until the model is offloaded."""
         from inference.worker.api.worker_server import make_server
 
         loop = asyncio.get_running_loop()
         self._ending = loop.create_future()
-        from inference.worker import assembly  # late: `hello` is quick
+        from inference.worker import assembly  # imported late, so that `hello` is fast
 
         self._sight = self._sight or assembly.sight_of(kept.loaded)
         engine, embedder = assembly.engines_of(kept.loaded, kept.grant, self._sight, self._fatal, self._brake)
@@ -264,7 +264,7 @@ class Worker:
         readers = self._readers = self._readers or assembly.Readers.of(kept.loaded, self._sight)
         app = assembly.app_of(kept.loaded, engine, embedder, readers, self._sight)
         server = make_server(app)
-        serving = asyncio.create_task(server.serve(sockets=[self._socket.dup()]))  # which closes it in the end
+        serving = asyncio.create_task(server.serve(sockets=[self._socket.dup()]))  # serve closes the duplicate
         running.start()
         self._loop = loop
         self._pulse = running.pulse.beat
@@ -301,15 +301,15 @@ class Worker:
             _exit(0)
 
     def _beat(self, until: threading.Event | None = None) -> None:
-        """A sign of life in its rhythm, for ever or until told."""
+        """Sends heartbeats, forever or until `until` is set."""
         while until is None or not until.is_set():
             beat = self._pulse()
             self._channel.send(beat if self._sight is None else longer(beat, self._sight.pulse.beat()))
             time.sleep(BEAT_SECONDS)
 
     def _fatal(self, message: str) -> None:
-        """The engine gave up: tell the requests, then end, so that a fresh process can take over."""
-        log.error("giving up: %s", message)
+        """The engine failed: ends the process after the requests got their errors."""
+        log.error("the engine failed, the worker ends: %s", message)
         threading.Timer(STOP_SECONDS / 2, _exit, (1,)).start()
 
 
@@ -319,12 +319,12 @@ def _still() -> Beat:
 
 
 def longer(beat: Beat, seeing: Beat) -> Beat:
-    """`beat` with the step of `seeing` where that runs for longer: one that hangs shows, however busy the other is."""
+    """`beat` with the step of `seeing` where that takes longer, so that a hung encoding shows beside a busy engine."""
     if (seeing.step_seconds or 0.0) <= (beat.step_seconds or 0.0):
         return beat
     return replace(beat, step_seconds=seeing.step_seconds, step_tokens=seeing.step_tokens)
 
 
-def _say(line: str) -> None:
-    """Writes straight to stderr, which the authority collects; works while the process is aborting."""
+def _write_stderr(line: str) -> None:
+    """Writes directly to stderr, which the authority collects; works while the process aborts."""
     os.write(2, (line + "\n").encode("utf-8", "replace"))

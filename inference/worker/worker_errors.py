@@ -1,11 +1,11 @@
-"""Every error the worker raises and what the client may be told; decides no policy.
+"""The errors of the worker and their messages to clients.
 
-WorkerError              one request: becomes an OpenAI error envelope, or an error frame once a stream has begun
-├── BadRequestError      the caller's fault; 4xx with `param`
-│   └── ConstraintError  an answer that cannot be held to its form any longer
-└── UnloadedError        this worker leaves; the model itself can be asked again, and so can all the others
-GoneError                nobody: the client left
-LoadError                the model: becomes a `failed` message on the link, then the process ends
+WorkerError              fails one request: an OpenAI error envelope, or an error frame in a stream that has started
+├── BadRequestError      the request is wrong; 4xx with `param`
+│   └── ConstraintError  the answer cannot be held to its form any longer
+└── UnloadedError        the worker ends; the model can be requested again
+GoneError                the client left
+LoadError                the model cannot be loaded: becomes a `failed` message on the link, then the process ends
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from inference.protocol import CODES, RETRY_AFTER, Code, ExitCause, error_body
 
 
 class WorkerError(Exception):
-    """One request cannot be answered; `retry_after` is in seconds and only set when it is known."""
+    """One request cannot be answered; `retry_after` is in seconds, None where unknown."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class WorkerError(Exception):
         return CODES[self.code].retryable
 
     def body(self) -> dict[str, Any]:
-        """The OpenAI error envelope; the wait stands in it too, because an error frame has no headers."""
+        """The OpenAI error envelope. It contains the wait, because error frames have no headers."""
         details = dict(self.details or {})
         if self.retry_after is not None:
             details[RETRY_AFTER] = round(self.retry_after, 3)
@@ -54,7 +54,7 @@ class WorkerError(Exception):
 
 
 class BadRequestError(WorkerError):
-    """The request itself is wrong; trying again cannot help."""
+    """The request is wrong; a retry cannot succeed."""
 
     def __init__(
         self,
@@ -68,24 +68,22 @@ class BadRequestError(WorkerError):
 
 
 class ConstraintError(BadRequestError):
-    """An answer under way cannot be held to the form that was asked for: its own limits, or parameters that exclude
-    every token that may follow. Never the model's failure.
-    """
+    """A running answer cannot be held to its form: a limit was reached, or parameters exclude every allowed token."""
 
 
 class UnloadedError(WorkerError):
-    """The model was unloaded or replaced. Never `shutting_down`: that word is the service's, about all its models."""
+    """The model was unloaded or replaced. The code `shutting_down` is reserved for the service."""
 
     def __init__(self) -> None:
-        super().__init__(Code.MODEL_LOADING, "this model was unloaded or replaced; ask again", retry_after=1.0)
+        super().__init__(Code.MODEL_LOADING, "this model was unloaded or replaced; retry the request", retry_after=1.0)
 
 
 class GoneError(Exception):
-    """The client left; there is nobody to answer."""
+    """The client left."""
 
 
 class LoadError(Exception):
-    """The model cannot be loaded; `cause` tells the authority what to do about it."""
+    """The model cannot be loaded; `cause` classifies it for the authority."""
 
     def __init__(self, cause: ExitCause, message: str) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Decides how the answers to one request are read and what form they must have; reads and compiles nothing itself."""
+"""Decides how the answers to a request are parsed and which form they must have."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ def new_call_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How the answers of one request are read, and what they must look like; None: plain text, any text. `param` is
-    the request's parameter that asks for the form. One that is not `promised` only helps the model: without it the
-    answer is still what was asked for.
+    """How the answers of a request are parsed (None: plain text) and their required form (None: any text). `param` is
+    the parameter that requires the form. Without `promised` the form only helps the model; answers need not have it.
     """
 
     reading: Reading | None = None
@@ -37,7 +36,7 @@ class Shape:
 
 
 class Shaping:
-    """For one model. Thread-safe. Without a dialect there is no chat."""
+    """Shapes for one model. Thread-safe. Without a dialect there is no chat."""
 
     def __init__(self, dialect: Dialect | None, token_of: Callable[[str], int | None]) -> None:
         """`token_of` is the control token of a text, None where the vocabulary has none."""
@@ -45,9 +44,9 @@ class Shaping:
         self._token_of = token_of
 
     def shape(self, request: GenerateRequest, opened: str = "") -> Shape:
-        """What follows from the request's tools and formats, for answers that begin after `opened`.
+        """The shape for the request's tools and formats, for answers that begin after `opened`.
 
-        Raises BadRequestError where the family cannot promise what is asked.
+        Raises BadRequestError where the dialect cannot enforce them.
         """
         form, param = self._form(request, opened)
         is_free = request.choice.mode == "auto" and request.form is None
@@ -65,7 +64,7 @@ class Shaping:
             shown=self._shown,
             ends=self._ends,
             most_calls=None if choice.parallel else 1,
-            # A caller who names the function knows that it is called: OpenAI says `tool_calls` to all others.
+            # As at OpenAI: "stop" where the request names the function, else "tool_calls".
             after_calls="stop" if choice.mode == "named" else "tool_calls",
             forced=choice.mode in ("required", "named"),
         )

@@ -1,4 +1,4 @@
-"""Turns a stream of token bytes into text, cutting only between whole characters; never looks at meaning."""
+"""Decodes a stream of token bytes into text at the borders of characters."""
 
 from __future__ import annotations
 

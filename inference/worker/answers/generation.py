@@ -1,4 +1,4 @@
-"""Follows one answer from token to token: text, stop, length, log probabilities; never computes or schedules."""
+"""Follows one answer from token to token: text, stop strings, length, log probabilities."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Generation:
         return self.tokens == self._begun
 
     def resume(self, prefix: AnswerPrefix) -> None:
-        """Goes on behind an answer that broke off; the caller has that much of it already."""
+        """Continues an interrupted answer after `prefix`, which the client has."""
         self.tokens = self._begun = prefix.tokens
         self._hidden = len(prefix.content) - len(self._stops.push(prefix.content))
 
@@ -109,7 +109,7 @@ class Generation:
         return Output(self.choice, "", self.tokens, self.cached or 0, (), None, error)
 
     def _score(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> None:
-        """Keeps a token's log probability. Control tokens are told by name there, though they are no text."""
+        """Keeps a token's log probability. Control tokens are named there, although they have no text."""
         named = tuple((self._vocabulary.piece(other, special=True), value) for other, value in top)
         self._logprobs.append(TokenLogprob(self._vocabulary.piece(token, special=True), logprob, named, self._decoded))
 
@@ -118,7 +118,7 @@ class Generation:
         return self._unseen(text + self._stops.flush())
 
     def _unseen(self, text: str) -> str:
-        """`text` without what the caller has had of it: the end of the answer so far may have begun a stop string."""
+        """`text` without the part that the client has: the prefix may have ended in the beginning of a stop string."""
         if not self._hidden:
             return text
         cut = min(self._hidden, len(text))

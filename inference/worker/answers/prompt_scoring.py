@@ -1,4 +1,4 @@
-"""Collects the log probabilities of a prompt while it is computed; never schedules and never draws."""
+"""Collects the log probabilities of a prompt while it is computed."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ class Scoring:
         self._alternatives = alternatives
         self._detokenizer = Detokenizer()
         self._decoded = 0
-        self._told = 0
+        self._scored = 0
 
     def add(self, start: int, count: int, logits_at: Callable[[int], np.ndarray]) -> tuple[TokenLogprob, ...]:
-        """What `count` computed tokens from position `start` on tell: the logits at a token are about the one after it.
+        """The scores from `count` computed tokens from position `start` on. The logits of a token score the next one.
 
         `logits_at(n)` are the logits at the n-th of them. The first token of the prompt has no log probability.
         """
         found = []
-        if self._told == 0:
+        if self._scored == 0:
             found.append(self._entry(self._prompt[0], None))
-            self._told = 1
+            self._scored = 1
         for position in range(start, min(start + count, len(self._prompt) - 1)):
-            if position + 1 == self._told:
+            if position + 1 == self._scored:
                 found.append(self._entry(self._prompt[position + 1], Distribution.of(logits_at(position - start))))
-                self._told += 1
+                self._scored += 1
         return tuple(found)
 
     def _entry(self, token: int, drawn: Distribution | None) -> TokenLogprob:

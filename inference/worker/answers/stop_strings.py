@@ -1,4 +1,4 @@
-"""Finds stop strings in streamed text and holds back what may become one; never sees tokens."""
+"""Finds stop strings in streamed text and holds back text that may become one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Follows an answer that is more than text, from token to token: reasoning, calls, content; never parses by itself."""
+"""Follows an answer with reasoning and tool calls from token to token."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from inference.worker.worker_requests import AnswerPrefix
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the answers of one request are read.
+    """How the answers of one request are parsed.
 
-    `parser` makes one for each choice. `shown` are control tokens whose texts the parser sees, `ends` those that end an
-    answer beside the vocabulary's own. `call_id` makes ids for calls that have none.
+    `parser` creates a parser for each choice. `shown` are control tokens whose texts the parser gets; `ends` are tokens
+    that end an answer in addition to the vocabulary's own. `call_id` creates ids for calls without one.
     """
 
     parser: Callable[[], AnswerParser]
@@ -27,14 +27,13 @@ class Reading:
     after_calls: str = "tool_calls"
     """The finish reason of an answer that called and ended by itself."""
     forced: bool = False
-    """Whether the answer has to be calls: what a cut leaves of one that has not begun is then no content."""
+    """Whether the answer must be calls: the rest of an incomplete first call is then not content."""
 
 
 class DividedGeneration(Generation):
-    """One choice of one request, on the engine's thread. Stop strings concern content alone, and none reaches across
-    what is not content.
+    """One choice of one request, on the engine's thread. Stop strings apply to content alone and span no other part.
 
-    Log probabilities are those of every token that was drawn, whatever became of it, up to a stop string.
+    Log probabilities are those of all generated tokens up to a stop string.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class DividedGeneration(Generation):
         self._undecided = 0
 
     def resume(self, prefix: AnswerPrefix) -> None:
-        """Goes on behind an answer that broke off: inside its thought as long as it has no content."""
+        """Continues an interrupted answer: inside its reasoning as long as it has no content."""
         super().resume(prefix)
         self._reasoning_tokens = prefix.reasoning
         self._reasons = prefix.reasoning > 0 and not prefix.content
@@ -106,8 +105,8 @@ class DividedGeneration(Generation):
         return self._added(finish)
 
     def _take(self, parts: Iterable[Part], *, drops: bool = False) -> None:
-        """Sorts what the parser found; nothing after a stop string or after the last call that may be made. `drops`:
-        what is content for want of a better name is shown to nobody, stop strings included.
+        """Adds parts of the parser; nothing after a stop string or after the last allowed call. `drops`: content is
+        dropped, with the stop strings in it.
         """
         for part in parts:
             if self._stops.matched is not None or self._complete:
@@ -143,7 +142,7 @@ class DividedGeneration(Generation):
         self._parts.append(call if call.id else replace(call, id=self._reading.call_id()))
 
     def _count(self, part: Part) -> None:
-        """Of the tokens without a text between a thought and what follows, one is counted as the mark that ends it."""
+        """Counts reasoning tokens. Of the tokens without text after it, one counts as the mark that ends it."""
         if isinstance(part, Reasoning):
             self._reasoning_tokens += self._undecided
             self._reasons = True

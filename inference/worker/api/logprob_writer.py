@@ -1,7 +1,7 @@
-"""Writes log probabilities as OpenAI's JSON, token by token; computes none.
+"""Writes log probabilities as OpenAI's JSON, token by token.
 
-A long answer never exists as objects: a token with twenty alternatives takes kilobytes of them. Nor is what orjson
-returns kept, because its small results hold on to a buffer of several kilobytes each.
+The bytes are appended to one buffer: as objects a token with 20 alternatives takes kilobytes, and so does each small
+result of orjson that is kept.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Logprobs:
         return sum(map(len, self._columns))
 
     def add(self, items: Sequence[TokenLogprob], shift: int = 0) -> None:
-        """Takes more tokens of the same choice, whose offsets begin `shift` characters into its text."""
+        """Adds tokens of the same choice. Their offsets are shifted by `shift` characters."""
         for item in items:
             cells = [_chat_token(item)] if self._chat else _completion_token(item, shift)
             for column, cell in zip(self._columns, cells, strict=True):
@@ -69,7 +69,7 @@ def _completion_token(item: TokenLogprob, shift: int) -> list[bytes]:
 
 
 def _by_key(scored: Sequence[tuple[bytes, float]]) -> dict[str, float | None]:
-    """Scores by what tokens look like; of tokens that look alike the first, the likelier one's."""
+    """Scores by the text of the token. Of tokens with the same text the likeliest is kept."""
     found: dict[str, float | None] = {}
     for piece, value in scored:
         found.setdefault(_key(piece), _finite(value))
@@ -77,7 +77,7 @@ def _by_key(scored: Sequence[tuple[bytes, float]]) -> dict[str, float | None]:
 
 
 def _key(piece: bytes) -> str:
-    """A token where nothing but its text is told: OpenAI writes one that is no whole text as bytes."""
+    """The text of a token. As at OpenAI, tokens that are not valid UTF-8 are written as bytes."""
     try:
         return piece.decode()
     except UnicodeDecodeError:
@@ -85,7 +85,7 @@ def _key(piece: bytes) -> str:
 
 
 def _finite(value: float | None) -> float | None:
-    """OpenAI's stand-in for the log probability of the impossible, which JSON cannot say."""
+    """As at OpenAI, -9999 stands for minus infinity."""
     return None if value is None else max(value, -9999.0)
 
 

@@ -1,4 +1,4 @@
-"""Answers embedding and reranking requests, which an embedder pools; decides nothing about vectors or scores."""
+"""Answers embedding and reranking requests of models that pool."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from inference.worker.worker_requests import EmbeddingRequest, Facts
 
 
 class Vectors:
-    """The two endpoints of a model that pools; both refuse where there is no `embedder` or no `reranker`."""
+    """The two endpoints of a model that pools. Without `embedder` or `reranker` they refuse requests."""
 
     def __init__(
         self, facts: Facts, prompts: Prompts, intake: Intake, embedder: Embedder | None, reranker: Reranker | None
@@ -40,7 +40,7 @@ class Vectors:
 
         def decode(body: Any) -> tuple[EmbeddingRequest, list[array[int]]]:
             request = generation_body.embedding(body, self._facts)
-            # They wait in this form: as a list a token takes 36 bytes, so four.
+            # Arrays take 4 bytes per token instead of 36 while the request waits.
             return request, [array("i", tokens) for tokens in self._prompts.embed(request)]
 
         request, inputs = await self._intake.decoded(exchange, decode)
@@ -59,17 +59,17 @@ class Vectors:
         arrival = time.monotonic()
         reranker = self._reranker
         generation_body.need_capability(self._facts, "rerank")
-        assert reranker is not None, "a model that reranks has one"
+        assert reranker is not None, "models with the capability have a reranker"
         request = await self._intake.decoded(exchange, reranker.decode)
         outputs = await self._pooled(exchange, request.inputs, arrival)
         await exchange.json_bytes(await self._intake.off_loop(lambda: reranker.answer(request, outputs)))
 
     async def _pooled(self, exchange: Exchange, inputs: Sequence[Sequence[int]], arrival: float) -> list[np.ndarray]:
-        """What the model says to each input, in their order."""
+        """The output of the model for each input, in order."""
         embedder = self._embedder
         if embedder is None:
             raise BadRequestError(
-                f"model {self._facts.model_id!r} gives no embeddings", "model", code=Code.UNSUPPORTED_PARAMETER
+                f"model {self._facts.model_id!r} does not support embeddings", "model", code=Code.UNSUPPORTED_PARAMETER
             )
         deadline, priority = exchange.deadline(arrival), exchange.priority()
         ticket: Ticket[Vector] = Ticket(asyncio.get_running_loop())

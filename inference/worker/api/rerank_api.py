@@ -1,4 +1,4 @@
-"""Turns a /v1/rerank body into one token list per document, and scores into the answer; never computes a score."""
+"""Decodes /v1/rerank requests into one token list per document, and encodes scores as the response."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from inference.worker.worker_requests import Facts
 
 MAX_DOCUMENTS = 2048
 MAX_TOKENS = 2**21
-"""Of all pairs of a request together. Every document is read with the query, so a body that is small can mean many;
-these take 8 MiB, and a tokenizer one to two seconds.
+"""Limit of all pairs of a request together. Every document is combined with the query, so a small body can mean many
+tokens. This number takes 8 MiB, and tokenizing takes one to two seconds.
 """
 _FIELDS = ("model", "query", "documents", "top_n", "return_documents", "user")
 _PLACE = re.compile(r"(\{query\}|\{document\})")
 
 
 class PairTokenizer(Protocol):
-    """What a pair of texts needs of a vocabulary."""
+    """The part of a vocabulary that pairs of texts need."""
 
     @property
     def bos(self) -> int | None:
@@ -76,7 +76,7 @@ class PairTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RerankRequest:
-    """One token list per document, in their order. `documents` are their texts if the answer is to hold them."""
+    """One token list per document, in order. `documents` are their texts if the response contains them."""
 
     inputs: Sequence[Sequence[int]]
     top_n: int
@@ -84,27 +84,27 @@ class RerankRequest:
 
 
 class Reranker:
-    """Reads requests and writes answers for one model. Thread-safe.
+    """Decodes requests and encodes responses for one model. Thread-safe.
 
-    Without a template a pair is what cross-encoders were trained on: BOS, query, EOS and SEP as far as the vocabulary
-    adds them, document, and the end (EOS, or SEP in vocabularies of BERT, which have no EOS).
+    Without a template a pair has the form that cross-encoders are trained on: BOS, query, EOS and SEP as far as the
+    vocabulary adds them, document, and the end (EOS, or SEP in vocabularies of BERT, which have no EOS).
     """
 
     def __init__(
-        self, tokenizer: PairTokenizer, facts: Facts, template: str | None, defused: Callable[[str], list[str]]
+        self, tokenizer: PairTokenizer, facts: Facts, template: str | None, split: Callable[[str], list[str]]
     ) -> None:
-        """`template` holds {query} and {document}; `defused` cuts a text so that no piece spells a control token."""
+        """`template` holds {query} and {document}; `split` cuts a text into pieces without texts of control tokens."""
         self._tokenizer = tokenizer
         self._facts = facts
         self._template = None if template is None else _PLACE.split(template)
-        self._defused = defused
+        self._split = split
 
     def decode(self, body: Any) -> RerankRequest:
         """The request in a body; raises BadRequestError with `param`."""
         given = body_fields.known(body, _FIELDS)
         query = given.get("query")
         if not isinstance(query, str) or not query:
-            raise BadRequestError("query is required: what the documents are held against, as text", "query")
+            raise BadRequestError("query is required: a text to rank the documents by", "query")
         documents = _documents(given.get("documents"))
         top_n = body_fields.integer(given, "top_n", None, 1)
         keeps = body_fields.boolean(given, "return_documents", False)
@@ -155,18 +155,18 @@ class Reranker:
         return inputs
 
     def _pair(self, query: str) -> Callable[[str], list[int]]:
-        said = self._tokenizer
-        eos = [said.eos] if said.adds_eos and said.eos is not None else []
-        sep = [said.sep] if said.adds_sep and said.sep is not None else []
-        spare = [token for token in (said.sep, said.eos) if token is not None][:1]
-        head = [said.bos] if said.adds_bos and said.bos is not None else []
-        head += said.tokenize(query) + ((eos + sep) or spare)
+        tokenizer = self._tokenizer
+        eos = [tokenizer.eos] if tokenizer.adds_eos and tokenizer.eos is not None else []
+        sep = [tokenizer.sep] if tokenizer.adds_sep and tokenizer.sep is not None else []
+        spare = [token for token in (tokenizer.sep, tokenizer.eos) if token is not None][:1]
+        head = [tokenizer.bos] if tokenizer.adds_bos and tokenizer.bos is not None else []
+        head += tokenizer.tokenize(query) + ((eos + sep) or spare)
         tail = eos or sep
-        return lambda document: head + said.tokenize(document) + tail
+        return lambda document: head + tokenizer.tokenize(document) + tail
 
     def _rendered(self, query: str, documents: Sequence[str]) -> Callable[[str], list[int]]:
-        """What is the same for all documents is tokenized once where the vocabulary has a new word behind it anyway:
-        with the white space that leads to a document. That it has, the first document shows.
+        """Tokenizes the common beginning once where a word of the vocabulary ends there in any case: before the white
+        space in front of a document. The first document is used to check this.
         """
         assert self._template is not None
         at = self._template.index("{document}") if "{document}" in self._template else len(self._template)
@@ -189,11 +189,11 @@ class Reranker:
         return divided if divided(documents[0]) == whole(documents[0]) else whole
 
     def _filled(self, template: Sequence[str], query: str, document: str) -> list[str]:
-        """The pieces of a part of the template; those of texts spell no control token, also where they meet others."""
+        """The pieces of a part of the template. Pieces of texts contain no control token, also at their borders."""
         texts = {"{query}": query, "{document}": document}
         pieces = [""]
         for part in template:
-            first, *rest = self._defused(texts[part]) if part in texts else [part]
+            first, *rest = self._split(texts[part]) if part in texts else [part]
             pieces = [*pieces[:-1], pieces[-1] + first, *rest]
         return pieces
 
@@ -201,7 +201,7 @@ class Reranker:
         return [token for piece in pieces for token in self._tokenizer.tokenize(piece, parse_special=True)]
 
     def _check_size(self, text: str, param: str, what: str) -> None:
-        """Refuses a text that cannot fit whatever its tokens are, before time is spent on tokenizing it."""
+        """Refuses a text that is too long for any tokenization, before it is tokenized."""
         longest = self._tokenizer.longest_piece
         if longest is not None and (least := len(text) // longest) > self._facts.context_length:
             raise self._too_long(f"at least {least}", least, param, what)
@@ -218,7 +218,7 @@ class Reranker:
 
 def _too_many(tokens: str, documents: int) -> BadRequestError:
     return BadRequestError(
-        f"the query with each of {documents} documents takes {tokens} tokens; at most {MAX_TOKENS} are read at once, "
+        f"the query with each of {documents} documents takes {tokens} tokens; at most {MAX_TOKENS} are allowed, "
         "so send fewer documents",
         "documents",
     )

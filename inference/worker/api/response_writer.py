@@ -1,4 +1,4 @@
-"""Writes OpenAI responses: ready-made SSE bytes for streams, JSON bytes for the rest; decides nothing about content."""
+"""Writes OpenAI's responses: server-sent events of streams and JSON of whole answers."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """What a choice of a completion begins with: the prompt's text. `hidden` are the characters by which the texts of
-    the prompt's tokens are longer, such as those of a BOS that the caller did not write.
+    """The prompt's text at the beginning of a completion. `hidden` is the number of characters by which the texts of
+    the prompt's tokens are longer, such as the text of an added BOS.
     """
 
     text: str
@@ -77,9 +77,9 @@ class Stream:
         """`with_usage` puts `usage: null` into every chunk but the last, as OpenAI does. With `prompt_tokens` the first
         chunk of a chat carries the usage of the prompt instead, and the others have no `usage`.
 
-        `echo` is what each choice of a completion begins with, in order of choices. In a `divided` answer
-        there may be no content at all, so the first chunk says null instead of an empty one. Where no call came
-        either, the last one says the empty one, as the whole answer does: no message without a word is taken back.
+        `echo` is the beginning of each choice of a completion, in order of choices. A `divided` answer may have no
+        content at all, so the content of its first chunk is null. If no call follows either, the last chunk has empty
+        content, as the whole answer has.
         """
         self._choices = choices
         self._chat = kind == "chat"
@@ -97,12 +97,12 @@ class Stream:
         self._begun: set[int] = set()
         """The choices that have begun; those of a chat begin all together."""
         self._silent = set(range(choices)) if divided else set()
-        """The choices that are thoughts alone so far, or nothing."""
+        """The choices that have only reasoning so far, or nothing."""
         self._echo = echo
 
     def frames(self, output: Output) -> bytes:
-        """The chunks for one output; the finish reason comes after the last text. Before anything else the role of
-        every choice goes out, in their order: clients keep choices in a list and take a new one to be the next.
+        """The chunks for one output; the finish reason follows the last text. The roles of all choices come first, in
+        order, because clients append choices to a list.
         """
         parts = []
         text = output.text
@@ -132,7 +132,7 @@ class Stream:
         return b"".join(parts)
 
     def _parts(self, output: Output) -> list[bytes]:
-        """Log probabilities stand with the content, which clients read them for; without content they stand alone."""
+        """Log probabilities are sent with the content, or in a chunk of their own without content."""
         scores = self._logprobs(output)
         where = [index for index, part in enumerate(output.parts) if isinstance(part, Content)][-1:]
         chunks = [
@@ -148,7 +148,7 @@ class Stream:
         return self._head + b',"choices":[],"usage":' + orjson.dumps(usage.to_json()) + b"}\n\n"
 
     def _chunk(self, choice: int, body: bytes, finish: str | None, logprobs: bytes, stop: str | None = None) -> bytes:
-        """`stop` is the stop string that ended the choice; it is told under the name that vLLM gave it."""
+        """`stop` is the stop string that ended the choice; as in vLLM it is sent as `stop_reason`."""
         return b'%b,"choices":[{"index":%d,%b,"logprobs":%b,"finish_reason":%b%b}]%b' % (
             self._head,
             choice,
@@ -162,13 +162,13 @@ class Stream:
     def _logprobs(self, output: Output) -> bytes:
         if not (output.logprobs or output.prompt_logprobs):
             return b"null"
-        said = Logprobs("chat" if self._chat else "completion")
-        _score(said, output, self._echo[output.choice] if self._echo else NO_ECHO)
-        return said.json()
+        logprobs = Logprobs("chat" if self._chat else "completion")
+        _score(logprobs, output, self._echo[output.choice] if self._echo else NO_ECHO)
+        return logprobs.json()
 
 
 def _score(logprobs: Logprobs, output: Output, echo: Echo) -> None:
-    """Adds what `output` tells of the prompt and of the answer behind it."""
+    """Adds the log probabilities of the prompt and the answer in `output`."""
     logprobs.add(output.prompt_logprobs, -echo.hidden)
     logprobs.add(output.logprobs, len(echo.text))
 
@@ -188,7 +188,7 @@ def _delta(part: Part) -> bytes:
 
 
 class Answer:
-    """One whole choice, gathered from outputs."""
+    """One choice of a whole answer, collected from outputs."""
 
     def __init__(self, kind: Literal["chat", "completion"], echo: Echo = NO_ECHO) -> None:
         self.finish: str | None = None
@@ -204,7 +204,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """All of it so far."""
+        """The text so far."""
         return "".join(self._texts)
 
     @property
@@ -230,7 +230,7 @@ class Answer:
         return message
 
     def add(self, output: Output) -> None:
-        """Takes an output of this choice."""
+        """Adds an output of this choice."""
         self._texts.append(output.text)
         for part in output.parts:
             if isinstance(part, Content):

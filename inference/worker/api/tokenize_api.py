@@ -1,4 +1,4 @@
-"""Answers /tokenize and /detokenize: tokens of what a body holds, and text of tokens; never generates or waits."""
+"""Answers /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _KNOWN = TOOL_FIELDS | {
 
 
 class Counting:
-    """Tokens for one model, the same as a request with these messages, or this prompt, would be computed with."""
+    """Tokens for one model, the same as those of a request with these messages or this prompt."""
 
     def __init__(self, facts: Facts, prompts: Prompts, detokenize: Callable[[list[int]], str]) -> None:
         self._facts = facts
@@ -84,7 +84,7 @@ class Counting:
         messages = messages_of(given["messages"], images)
         if images is not None and images.found:
             raise BadRequestError(
-                "only text is counted without being answered; the usage of an answer counts images too",
+                "images cannot be counted here; the usage of an answer includes them",
                 "messages",
                 code=Code.UNSUPPORTED_PARAMETER,
             )
@@ -95,7 +95,7 @@ class Counting:
         )
 
     def _longest(self, given: Mapping[str, Any]) -> list[int]:
-        """Of several prompts the one with the most tokens: the others need no more room than it."""
+        """The tokens of the longest of several prompts."""
         prompts = generation_body.prompts_of(given["prompt"], "prompt", self._facts, generation_body.MAX_SEQUENCES)
         suffix = body_fields.text(given, "suffix") or None
         return max((self._prompts.completion(prompt, suffix) for prompt in prompts), key=len)

@@ -1,7 +1,7 @@
-"""The worker's HTTP app on its Unix socket: routes, bodies, disconnects, streams; decides nothing about tokens.
+"""The worker's HTTP app on its Unix socket: routes, requests, streams.
 
-Raw ASGI without authentication: the socket is the parent's, private to the user, and the services in front have checked
-the caller. Headers it reads: request id, priority, tenant, deadline, stream interval.
+Plain ASGI without authentication: the socket is private to the user, and the services in front have checked the client.
+It reads the headers for request id, priority, tenant, deadline and stream interval.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from inference.worker.worker_requests import Facts, GenerateRequest
 log = logging.getLogger("headgate.worker.http")
 
 MAX_LOGPROBS_BYTES = 2**25
-"""Of an answer that is not streamed: it is held until it is whole."""
+"""Limit for answers that are not streamed, which are held until they are complete."""
 COMMIT_SECONDS = 1.0
-"""How long a stream's status waits for the first output, so that a refusal can still be a status of its own."""
+"""Time that a stream waits for its first output before it sends its status, so that a refusal has its own status."""
 _PROGRESS_SECONDS = PROGRESS_INTERVAL_SECONDS * 0.75
 
 
@@ -111,7 +111,7 @@ class App:
         await self._idle.wait()
 
     def rest(self) -> None:
-        """Nobody is served, now or for the first time."""
+        """Marks the worker as idle."""
         self._idle.set()
         if self._lull is not None and not self.draining:
             self._lull.quiet()
@@ -140,7 +140,7 @@ class App:
         try:
             method, handler = self._routes.get(exchange.path, ("", None))
             if handler is None:
-                raise WorkerError(Code.NOT_FOUND, f"there is nothing at {exchange.path}")
+                raise WorkerError(Code.NOT_FOUND, f"unknown path {exchange.path}")
             if exchange.method != method:
                 raise WorkerError(Code.METHOD_NOT_ALLOWED, f"{exchange.path} takes {method} only")
             if self.draining and method == "POST":
@@ -169,7 +169,7 @@ class App:
     async def _generate(
         self, exchange: Exchange, read: Callable[[Any, Facts], GenerateRequest], arrived: Callable[[], None]
     ) -> None:
-        """`arrived` is called when the engine is about to have the request."""
+        """`arrived` is called right before the engine gets the request."""
         arrival = time.monotonic()
 
         def decode(body: Any) -> tuple[GenerateRequest, Prepared | None]:
@@ -178,7 +178,7 @@ class App:
                 return request, None
             prepared = self._prompts.generate(request)
             self._prepare_sampling(request.sampling)
-            return _shorter(request), prepared
+            return _without_inputs(request), prepared
 
         request, prepared = await self._intake.decoded(exchange, decode)
         ticket: Ticket[Output] = Ticket(asyncio.get_running_loop())
@@ -187,20 +187,20 @@ class App:
             await self._run(exchange, request, prepared, ticket, arrival, arrived)
             return
         sight = self._sight
-        assert sight is not None, "images are refused where there is no projector"
+        assert sight is not None, "requests with images are refused without a projector"
 
-        def look() -> Prepared:
-            seen = self._prompts.generate(request)
+        def read_images() -> Prepared:
+            prepared = self._prompts.generate(request)
             self._prepare_sampling(request.sampling)
-            sight.encode(seen.images, "messages")
-            return seen
+            sight.encode(prepared.images, "messages")
+            return prepared
 
-        async with sight.turn(exchange.deadline(arrival), sum(map(len, request.images))) as let_go:
+        async with sight.turn(exchange.deadline(arrival), sum(map(len, request.images))) as release_files:
             if ticket.gone:
                 raise GoneError
-            prepared = await sight.off_loop(look, exchange.header(H_TENANT))
-            request = _shorter(request)
-            let_go()
+            prepared = await sight.off_loop(read_images, exchange.header(H_TENANT))
+            request = _without_inputs(request)
+            release_files()
             await self._run(exchange, request, prepared, ticket, arrival, arrived)
 
     async def _run(
@@ -230,7 +230,7 @@ class App:
             logprobs=request.logprobs,
             tenant=exchange.header(H_TENANT)
             if request.shares_cache
-            else uuid.uuid4().hex,  # nothing is shared across tenants
+            else uuid.uuid4().hex,  # prefixes are shared within a tenant
             priority=exchange.priority(),
             deadline=deadline,
             reading=prepared.shape.reading,
@@ -297,7 +297,7 @@ class App:
         unfinished = len(counts)
 
         def pass_on(output: Output) -> bool:
-            """Text leaves as it comes; what ends a choice or the stream is for the loop below."""
+            """Sends text at once. Ends of choices and errors are left to the loop below."""
             if output.finish is not None or output.error is not None or not exchange.takes_pieces:
                 return False
             exchange.piece(stream.frames(output))
@@ -322,7 +322,7 @@ class App:
                 unfinished -= output.finish is not None
                 frames.append(stream.frames(output))
             if not outputs:
-                # Silence is only explained while the engine computes or moves: a hung one must look hung.
+                # Progress is reported only while the engine computes or advances: a hung engine must look hung.
                 now = (engine.pulse.steps, ticket.progress)
                 if now != seen or engine.pulse.is_computing:
                     seen = now
@@ -337,7 +337,7 @@ class App:
         await exchange.end()
 
     async def _echoes(self, request: GenerateRequest, work: Work) -> list[Echo]:
-        """What each choice begins with when a completion echoes its prompt; empty otherwise."""
+        """The echoed prompt of each choice; empty without `echo`."""
         return await self._intake.off_loop(lambda: self._echoed(request, work)) if request.echo else []
 
     def _echoed(self, request: GenerateRequest, work: Work) -> list[Echo]:
@@ -363,7 +363,7 @@ class App:
 
 
 def _usage(work: Work, counts: Mapping[int, tuple[int, int, int]]) -> Usage:
-    """Prompts count once each, answers all; `counts` are tokens, cached and reasoning tokens of each choice."""
+    """Counts each prompt once and all answers. `counts` holds tokens, cached and reasoning tokens of each choice."""
     prompt = sum(len(prompt) for prompt in work.prompts) - work.prefix.tokens
     return Usage(
         prompt=prompt,
@@ -373,7 +373,7 @@ def _usage(work: Work, counts: Mapping[int, tuple[int, int, int]]) -> Usage:
     )
 
 
-def _shorter(request: GenerateRequest) -> GenerateRequest:
-    """`request` without what is not needed any more: what is left is held for as long as the answer takes."""
+def _without_inputs(request: GenerateRequest) -> GenerateRequest:
+    """`request` without the fields that are not needed while the answer is generated."""
     prompts = request.prompts if request.echo else ()
     return replace(request, messages=(), prompts=prompts, tools=(), form=None, suffix=None, images=())

@@ -1,4 +1,4 @@
-"""Sets up uvicorn for the worker's app on a socket it did not open; decides nothing."""
+"""Configures uvicorn for the worker's app on an inherited socket."""
 
 from __future__ import annotations
 

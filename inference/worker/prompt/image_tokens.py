@@ -1,4 +1,4 @@
-"""Which tokens stand for parts of an image and must stay together, and how large an image file says it is; pure.
+"""Keeps the tokens of an image together, and reads the size of an image file.
 
 In a prompt's tokens an image is a run of negative numbers, each one less than the one before. The same image has the
 same numbers, so prompts are compared as if they were text; two different ones never follow each other without a gap.

@@ -42,7 +42,7 @@ use their own names."""
 
 
 class Tokenizer(Protocol):
-    """What prompts need of a model."""
+    """The part of a model that prompts need."""
 
     @property
     def bos(self) -> int | None:
@@ -340,7 +340,7 @@ def _may_call(tools: Sequence[Tool], choice: ToolChoice) -> bool:
 
 
 def _opened(template: ChatTemplate, message: Mapping[str, Any], opened: str) -> tuple[str, list[str]]:
-    """What the assistant's message has opened by its end, and its text, in pieces to be tokenized apart."""
+    """What the assistant's message leaves open at its end, and its text in pieces to be tokenized separately."""
     begun = template.dialect.begun(message, opened=opened)
     pieces = [""]
     for part in begun.parts:

@@ -1,4 +1,4 @@
-"""Turns OpenAI chat messages into what chat templates expect, or says which one is wrong; never renders."""
+"""Validates OpenAI chat messages and converts them for chat templates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def messages_of(value: Any, images: ImageParts | None = None) -> tuple[Mapping[s
 
 
 _SHOWN_AS = {"developer": "system", "function": "tool"}
-"""Roles that templates know by another name."""
+"""Roles that have another name in templates."""
 
 _MESSAGE_FIELDS = frozenset(
     [
@@ -58,7 +58,7 @@ _ANSWERS_ONLY = frozenset(
         "images",
     ]
 )
-"""What other models' services and their clients' libraries write beside answers; it asks for nothing."""
+"""Fields that other services and client libraries add to answers. They have no effect."""
 
 
 def _message(item: Any, at: str, images: ImageParts | None) -> Mapping[str, Any]:
@@ -66,7 +66,7 @@ def _message(item: Any, at: str, images: ImageParts | None) -> Mapping[str, Any]
         raise BadRequestError(f"{at} must be an object with role and content", at)
     role = item.get("role")
     for name, value in item.items():
-        if name not in _MESSAGE_FIELDS and not (role == "assistant" and _asks_nothing(name, value)):
+        if name not in _MESSAGE_FIELDS and not (role == "assistant" and _has_no_effect(name, value)):
             raise BadRequestError(f"unknown field {name[:80]!r} in {at}", f"{at}.{name[:80]}")
     if role not in ROLES:
         raise BadRequestError(f"{at}.role must be one of {', '.join(ROLES)}", f"{at}.role")
@@ -83,22 +83,22 @@ def _message(item: Any, at: str, images: ImageParts | None) -> Mapping[str, Any]
             if not isinstance(item[name], str):
                 raise BadRequestError(f"{at}.{name} must be a string", f"{at}.{name}")
             message[name] = item[name]
-    if role == "assistant" and isinstance(item.get("reasoning"), str):  # as some services call it
+    if role == "assistant" and isinstance(item.get("reasoning"), str):  # the name at some services
         message.setdefault("reasoning_content", item["reasoning"])
     if calls:
         message["tool_calls"] = _tool_calls(calls, f"{at}.tool_calls")
     return message
 
 
-def _asks_nothing(name: str, value: Any) -> bool:
-    """Whether a field of an answer that is sent back may be passed over; Mistral answers with `"prefix": false`."""
+def _has_no_effect(name: str, value: Any) -> bool:
+    """Whether a field of an answer that is sent back can be ignored; Mistral sends `"prefix": false`."""
     return name in _ANSWERS_ONLY or value is None or value is False
 
 
 def _text(content: Any, at: str, images: ImageParts | None) -> str:
-    """Text of a content, whose parts are joined by newlines as llama.cpp does; an image joins its neighbors without.
+    """The text of a content. As in llama.cpp, text parts are joined by newlines, and images without.
 
-    Refuses what the model cannot read.
+    Raises BadRequestError for parts that the model cannot read.
     """
     if content is None:
         return ""
@@ -129,7 +129,7 @@ def _text(content: Any, at: str, images: ImageParts | None) -> str:
 
 
 def _tool_calls(value: Any, at: str) -> list[dict[str, Any]]:
-    """Tool calls of an earlier assistant message. Their arguments are what a model wrote, be it JSON or not."""
+    """Tool calls of an earlier assistant message. Their arguments are text of a model, which may be invalid JSON."""
     if not isinstance(value, list):
         raise BadRequestError(f"{at} must be a list", at)
     calls = []

@@ -29,13 +29,13 @@ from inference.worker.worker_errors import BadRequestError
 MAX_TEMPLATE_CHARS = 1 << 20
 MAX_PROBLEM_CHARS = 1000
 _PROBE = "hgprobe"
-"""Looked for in what a template makes of it."""
+"""A word that is searched for in rendered prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Wants:
-    """How a template takes what it is given: contents as lists of `parts` only, as some of models that see do; and
-    `nones` for tools and documents that are not there, which most ask for and some would go through.
+    """What a template needs: contents as lists of `parts`, as some templates of vision models do, and `nones` in place
+    of missing tools and documents, which most templates test and some would iterate over.
     """
 
     parts: bool = False
@@ -107,8 +107,8 @@ class ChatTemplate:
     ) -> list[str]:
         """The prompt, in pieces that must be tokenized separately; usually one.
 
-        `arguments` are the caller's extra template variables, `generate` opens the assistant's turn at the end. Raises
-        BadRequestError with the template's own words, or when it takes too long.
+        `arguments` are further template variables; `generate` opens the assistant's turn at the end. Raises
+        BadRequestError with the template's message, or when it exceeds the limits.
         """
         if needs_arranging(messages):
             messages = arranged(messages, self._roles)
@@ -128,7 +128,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def dialect(self) -> Dialect:
-        """How its family writes tools, calls and reasoning. A template that drops a tool it is given presents none."""
+        """The notation of tools, calls and reasoning. A template that drops a given tool does not support tools."""
         known = detect(self._source, self._control_texts)
         if not known.writes_tools:
             return known
@@ -136,12 +136,12 @@ class ChatTemplate:
         try:
             presents = _PROBE in "".join(self.render(messages, variables, generate=True))
         except BadRequestError:
-            presents = self._refuses([_user_message("Hi")], {})  # then it is not for the tool
+            presents = self._refuses([_user_message("Hi")], {})  # then the tool is not the reason
         return known if presents else detect(self._source, self._control_texts, presents=False)
 
     @functools.cached_property
     def _ends_with_results(self) -> bool:
-        """Whether only an answer may follow a call's result, as in templates that insist on turns that alternate."""
+        """Whether only an answer may follow a call's result, as in templates that require alternating turns."""
         call = {"id": "hgprobe00", "function": {"name": _PROBE, "arguments": {}}}
         turns = [
             _user_message("Hi"),
@@ -154,7 +154,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _roles(self) -> Roles:
-        """Which orders of roles the template shows; all of them where it does not even show a single message."""
+        """The orders of roles that the template renders; all of them where it does not render a single message."""
         probe, answer = {"role": "system", "content": _PROBE}, {"role": "assistant", "content": "Hi"}
         user = _user_message("Hi")
         if not self._shows([_user_message(_PROBE)]):
@@ -170,7 +170,7 @@ class ChatTemplate:
         return Roles(first_system, later_system, neighbors)
 
     def _shows(self, messages: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the prompt has the probe that one of the messages holds."""
+        """Whether the prompt contains the probe in the messages."""
         try:
             return _PROBE in "".join(self._rendered(messages, {}, generate=True))
         except BadRequestError:
@@ -185,10 +185,10 @@ class ChatTemplate:
 
     @functools.cached_property
     def _wants(self) -> _Wants:
-        """What it must be given so that one word reaches the prompt.
+        """The form of messages in which one word reaches the prompt.
 
-        A template that meets the limits with one word will always meet them: that is remembered, so that such a file
-        costs them once and not with every request.
+        A template that exceeds the limits with one word always exceeds them. This is remembered, so that such a file
+        costs the time only once.
         """
         for wants in (_Wants(), _Wants(parts=True), _Wants(nones=False), _Wants(parts=True, nones=False)):
             message = _in_parts(_user_message(_PROBE)) if wants.parts else _user_message(_PROBE)

@@ -1,4 +1,4 @@
-"""Draws tokens within a constraint: masks the logits, lets another sampler draw, follows the token; never compiles."""
+"""Draws tokens within a constraint: masks the logits, draws with another sampler, advances the mask."""
 
 from __future__ import annotations
 

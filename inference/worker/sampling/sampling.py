@@ -1,4 +1,4 @@
-"""Turns sampling parameters into a llama.cpp sampler chain and logits into log probabilities; never validates."""
+"""Builds llama.cpp sampler chains from sampling parameters, and log probabilities from logits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RANDOM_SEED = 0xFFFFFFFF
 """llama.cpp draws its own seed for this value."""
 
 COLDEST = 1e-4
-"""The lowest temperature that is drawn with."""
+"""The lowest temperature that is not greedy."""
 
 _VANISHING = 1e-30
 """Share of the likeliest token's probability below which a token is dropped before locally typical sampling, whose
@@ -30,16 +30,16 @@ _MARGIN = 1e-3
 """Added to a distance, so that rounding drops no token that the chain would keep."""
 
 _LARGE_VOCABULARY = 2**13
-"""With fewer tokens llama.cpp has sampled before the few are found."""
+"""With fewer tokens llama.cpp samples faster than the search."""
 
 _NEAR = 8.0
-"""A top_k cut seldom reaches further below the best logit."""
+"""Distance below the best logit that a top_k cut seldom exceeds."""
 
-_PATIENCE = 8
-"""So many looks more in vain than not, and no further one is taken: a look costs a seventh of sampling without one."""
+_ATTEMPTS = 8
+"""The search ends when this many more attempts failed than succeeded. An attempt costs a seventh of a full sampling."""
 
 _MIROSTAT_TOKENS = 100
-"""How many of the likeliest tokens Mirostat 1 estimates the distribution from, as llama.cpp's server does."""
+"""Number of the likeliest tokens from which Mirostat 1 estimates the distribution, as in llama.cpp's server."""
 
 _METADATA = {
     "general.sampling.temp": "temperature",
@@ -64,13 +64,13 @@ def defaults(metadata: Mapping[str, str]) -> dict[str, float]:
 
 
 def seed_of(sampling: Sampling, choice: int) -> int:
-    """32-bit seed of one choice: the asked one plus its index, so that choices differ and runs repeat."""
+    """32-bit seed of one choice: the requested seed plus its index, so that choices differ and runs repeat."""
     seed = secrets.randbits(32) if sampling.seed is None else (sampling.seed + choice) % (1 << 32)
     return seed if seed != _RANDOM_SEED else 0
 
 
 def dry_of(sampling: Sampling, context: Context) -> Dry | None:
-    """The settings of DRY, None where it is off. It remembers no more tokens than a sequence has."""
+    """The settings of DRY, None where it is off. It looks back at most over the length of a sequence."""
     last_n = sampling.dry_penalty_last_n
     if sampling.dry_multiplier <= 0.0 or last_n == 0:
         return None
@@ -85,23 +85,21 @@ def dry_of(sampling: Sampling, context: Context) -> Dry | None:
 
 class ChainSampler:
     """A request's sampler chain bound to a context. Order as in llama.cpp: bias, penalties, DRY, cuts, temperature,
-    draw. Mirostat takes the place of the cuts and the draw.
+    draw. Mirostat replaces the cuts and the draw.
 
-    Where a cut leaves few tokens, those that it may leave are found first and only they pass through the chain. The
-    result is the same as long as nothing that stands before the cut changes logits or looks at more of them. How far
-    below the best logit they are looked for is learned, because a flat distribution has thousands where another has
-    one: any `top_k` or more of the best hold whatever that cut leaves.
+    Where a cut keeps few tokens, candidates for these are found first and only they pass through the chain. The result
+    is the same unless an earlier sampler changes logits or uses all of them. The distance below the best logit in which
+    candidates are searched for is learned, because a flat distribution has thousands of them and a sharp one has one;
+    `top_k` or more of the best tokens contain all tokens that the cut keeps.
 
-    DRY, XTC and Mirostat see the tokens that may follow and no others: they can rank a token that a mask rules out
-    before one that it allows.
+    DRY, XTC and Mirostat only see allowed tokens, because they could rank a forbidden token before an allowed one.
 
-    Penalties and DRY look at generated tokens only, over the whole answer, as OpenAI defines them. Below `COLDEST` a
-    temperature is greedy: dividing by it would leave the range of the numbers. Without bias and penalties the greedy
-    choice needs no chain.
+    Penalties and DRY count generated tokens only, over the whole answer, as OpenAI defines them. Below `COLDEST` a
+    temperature is greedy: dividing by it would overflow. Without bias and penalties greedy sampling needs no chain.
     """
 
     def __init__(self, model: Model, context: Context, sampling: Sampling, choice: int, span: int) -> None:
-        """`span` is how many tokens the answer can have at most: how far penalties look back."""
+        """`span` is the maximum length of the answer, over which penalties look back."""
         self._context = context
         self._sampling = sampling
         self._seed = seed_of(sampling, choice)
@@ -124,24 +122,22 @@ class ChainSampler:
         self._drawn = 0
         is_plain = not self._bias and not self._penalizes and not self._among_allowed
         self._takes_best = self._is_greedy and is_plain
-        self._drawn_elsewhere: Sequence[int] = ()
+        self._earlier_tokens: Sequence[int] = ()
         self._reach: float | None = None
         self._farthest = math.inf
         self._least = 0
-        self._patience = _PATIENCE
+        self._attempts = _ATTEMPTS
         sees_all = sampling.top_n_sigma > 0.0  # its standard deviation is that of all logits
         if not self._is_greedy and is_plain and not sees_all and model.n_vocab >= _LARGE_VOCABULARY:
-            self._look_near(sampling)
+            self._start_search(sampling)
 
     @functools.cached_property
     def _chain(self) -> Sampler:
-        """Made for the first draw: penalties take 4 bytes for every token that the answer may have, and requests that
-        wait may be hundreds.
-        """
+        """Created for the first draw: penalties take 4 bytes per possible token, and hundreds of requests may wait."""
         sampling, chain = self._sampling, Sampler()
         if not self._among_allowed:
             self._add_penalties(chain)
-            for token in self._drawn_elsewhere:
+            for token in self._earlier_tokens:
                 chain.accept(token)
         if self._mirostat:
             chain.add("temp", sampling.temperature).add("min_p", _NEGLIGIBLE, 1)
@@ -171,12 +167,12 @@ class ChainSampler:
 
     @functools.cached_property
     def _penalties(self) -> Sampler:
-        """What changes logits, apart from `_chain`: between the two, logits are kept finite."""
+        """The samplers that change logits, separate from `_chain` because logits are made finite between them."""
         chain = Sampler()
         self._add_penalties(chain)
         if self._dry is not None:
             chain.add_part(self._model.dry.sampler(self._dry))
-        for token in self._drawn_elsewhere:
+        for token in self._earlier_tokens:
             chain.accept(token)
         return chain
 
@@ -194,21 +190,21 @@ class ChainSampler:
                 sampling.presence_penalty,
             )
 
-    def _look_near(self, sampling: Sampling) -> None:
-        """How far below the best logit to look first, how far at most, and how many must be found when it is less."""
+    def _start_search(self, sampling: Sampling) -> None:
+        """Sets the first and the maximum distance below the best logit, and the number of tokens that must be found."""
         if sampling.min_p > 0.0 and sampling.top_p == 1.0 and sampling.typical_p == 1.0:
             self._reach = self._farthest = _MARGIN - math.log(sampling.min_p)
         elif sampling.top_k > 0:
             self._reach = _NEAR
         self._least = sampling.top_k if sampling.top_k > 0 else MOST_CANDIDATES + 1
 
-    def _look_elsewhere(self, found: int) -> None:
-        """Looks less far the next time where too many were found and farther where too few. Numbers found grow about
-        exponentially with the distance, from the best one alone.
+    def _adapt_search(self, found: int) -> None:
+        """Adapts the distance: smaller after too many tokens, larger after too few. Their number grows about
+        exponentially with the distance.
         """
         assert self._reach is not None
-        self._patience -= 1
-        if self._patience == 0 or (found > MOST_CANDIDATES and self._least > MOST_CANDIDATES):
+        self._attempts -= 1
+        if self._attempts == 0 or (found > MOST_CANDIDATES and self._least > MOST_CANDIDATES):
             self._reach = None
         else:
             aim = math.sqrt(self._least * MOST_CANDIDATES)
@@ -235,13 +231,13 @@ class ChainSampler:
             near = (logits >= most - np.float32(self._reach)).nonzero()[0]
             found = len(near)
             if found <= MOST_CANDIDATES and (found >= self._least or self._reach == self._farthest):
-                self._patience = min(self._patience + 1, _PATIENCE)
+                self._attempts = min(self._attempts + 1, _ATTEMPTS)
                 return self._chain.sample_among(near, logits[near])
-            self._look_elsewhere(found)
+            self._adapt_search(found)
         return self._chain.sample(self._context, index)
 
     def _rule_out_ends(self, logits: np.ndarray) -> None:
-        """In place, unless nothing else may follow: a format is not broken for `min_tokens`."""
+        """Forbids end tokens in place, unless no other token is allowed: a format precedes `min_tokens`."""
         before = logits[self._ends]
         logits[self._ends] = -np.inf
         if logits.max() == -np.inf:
@@ -256,15 +252,15 @@ class ChainSampler:
         return self._chain.sample_among(allowed, logits[allowed], self._penalties)
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Before the first draw: tokens of the answer that were drawn elsewhere. Penalties, DRY and `min_tokens` count
-        them. How far a seed and Mirostat came is unknown.
+        """Adds tokens of the answer that another worker drew, before the first draw. Penalties, DRY and `min_tokens`
+        count them. The state of the random generator and of Mirostat there is unknown.
         """
         self._drawn = len(tokens)
         if self._penalizes or self._dry is not None:
-            self._drawn_elsewhere = tokens
+            self._earlier_tokens = tokens
 
     def close(self) -> None:
-        """Frees the chains, as far as they were made."""
+        """Frees the chains that exist."""
         for name in ("_chain", "_penalties"):
             if name in self.__dict__:
                 getattr(self, name).close()
