@@ -12,10 +12,11 @@ from gateway.apis.messages import messages_errors
 from gateway.apis.messages.messages_api import MessagesDialect
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import BODIES
-from gateway.apis.responses import responses_api, responses_fields
+from gateway.apis.responses import responses_api
 from gateway.apis.schema.body_decoder import json_schema
 from gateway.apis.schema.messages_body import CountedRequest, MessagesRequest
 from gateway.apis.schema.openai_bodies import openai_schema
+from gateway.apis.schema.responses_body import responses_schema
 from gateway.endpoints import token_count_routes
 from gateway.http.http_exchange import exchange_of
 from gateway.http.json_responses import json_response
@@ -44,7 +45,9 @@ def description(app: FastAPI) -> dict[str, Any]:
     for endpoint in Endpoint:
         hot[f"/v1/{endpoint}"], parts = openai_schema(BODIES[endpoint][0])
         schemas |= parts
-    hot[responses_api.PATH] = hot[token_count_routes.INPUT_TOKENS_PATH] = responses_fields.schema()
+    hot[responses_api.PATH], parts = responses_schema()
+    hot[token_count_routes.INPUT_TOKENS_PATH] = hot[responses_api.PATH]
+    schemas |= parts
     for path, body in ((MessagesDialect.path, MessagesRequest), (token_count_routes.PATH, CountedRequest)):
         hot[path], parts = json_schema(body)
         schemas |= parts

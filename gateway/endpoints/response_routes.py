@@ -11,9 +11,9 @@ from starlette.responses import Response
 from gateway.access.authentication import Key
 from gateway.apis.lenient_json import dumps, loads
 from gateway.apis.responses.responses_api import PATH
-from gateway.apis.responses.responses_fields import INCLUDES
 from gateway.apis.responses.responses_items import page
 from gateway.apis.responses.responses_store import Store
+from gateway.apis.schema.responses_body import INCLUDES
 from gateway.errors import RequestError
 from gateway.http.http_exchange import exchange_of
 from gateway.http.json_responses import json_response

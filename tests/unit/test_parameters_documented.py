@@ -14,8 +14,8 @@ import pytest
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import BODIES as GATEWAY_BODIES
 from gateway.apis.openai.generation_request import parse
-from gateway.apis.responses.responses_fields import schema as responses_schema
 from gateway.apis.schema.openai_bodies import openai_schema
+from gateway.apis.schema.responses_body import responses_schema
 from gateway.errors import RequestError
 from gateway.providers.provider_fields import OPENAI_CHAT
 from headgate.shared.parameters import BY_NAME, PARAMETERS, Parameter, Sampling
@@ -109,7 +109,8 @@ def test_descriptions_and_the_rules_for_clouds_know_every_parameter() -> None:
     assert BY_NAME.keys() <= chats
     assert BY_NAME.keys() <= BODIES["/v1/chat/completions"]["properties"].keys()
     assert (
-        BY_NAME.keys() - {"max_tokens", "max_completion_tokens", "n_probs"} <= responses_schema()["properties"].keys()
+        BY_NAME.keys() - {"max_tokens", "max_completion_tokens", "n_probs"}
+        <= responses_schema()[0]["properties"].keys()
     )
     for parameter in PARAMETERS:
         places = (OPENAI_CHAT.takes, OPENAI_CHAT.drops, OPENAI_CHAT.refuses)

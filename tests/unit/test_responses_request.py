@@ -10,9 +10,9 @@ from openai.types.responses import ResponseCreateParams
 
 from gateway.apis.openai.frames import Endpoint, Flavor
 from gateway.apis.openai.generation_request import parse as parse_chat
-from gateway.apis.responses.responses_fields import FIELDS, schema
 from gateway.apis.responses.responses_items import listed, messages_of, page, seal, unseal
 from gateway.apis.responses.responses_request import Earlier, ResponsesRequest, parse
+from gateway.apis.schema.responses_body import REFUSED, responses_schema, stored_items
 from gateway.apis.tool_names import short_name
 from gateway.errors import RequestError
 from inference.protocol import Code
@@ -28,6 +28,8 @@ ADD = {
     "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
     "strict": False,
 }
+
+FIELDS = responses_schema()[0]["properties"].keys()
 
 
 def nothing(_: str) -> None:
@@ -432,7 +434,7 @@ def test_what_is_no_tool_is_refused_also_where_some_are_left_out(tools: Any, par
 @pytest.mark.parametrize("kind", ["custom_tool_call", "compaction", "web_search_call", "local_shell_call", "mcp_call"])
 def test_items_that_no_model_here_could_read_are_refused_by_name(kind: str) -> None:
     error = refusal(input=[{"role": "user", "content": "x"}, {"type": kind, "id": "x"}])
-    assert (error.code, error.param) == (Code.UNSUPPORTED_PARAMETER, "input[1]")
+    assert (error.code, error.param) == (Code.UNSUPPORTED_PARAMETER, "input[1].type")
     assert kind in error.message
 
 
@@ -581,7 +583,7 @@ def test_input_items_are_listed_with_ids_types_and_parts() -> None:
          "content": [{"type": "input_text", "text": "Two"}]},
         {"id": "fco_abi03", "type": "function_call_output", "status": "completed", "call_id": "c", "output": "3"},
     ]  # fmt: skip
-    assert messages_of(listed(items, "ab")) == messages_of(items), "a model is shown the same"
+    assert messages_of(stored_items(listed(items, "ab"))) == messages_of(stored_items(items))
 
 
 def test_pages_of_input_items_follow_each_other() -> None:
@@ -609,16 +611,16 @@ def test_pages_of_input_items_follow_each_other() -> None:
 # --- completeness -----------------------------------------------------------------------------------------------------
 def test_every_field_of_the_official_client_has_a_rule() -> None:
     """A field that a newer client can send is either taken or refused with a reason of its own."""
-    from gateway.apis.responses import responses_fields
 
     documented = {name for variant in ResponseCreateParams.__args__ for name in variant.__annotations__}
-    assert documented <= {*FIELDS, *responses_fields.REFUSED}
+    assert documented <= {*FIELDS, *REFUSED}
 
 
-def test_the_schema_lists_every_field_that_is_taken() -> None:
-    described = schema()
+def test_the_schema_is_closed_and_names_what_a_request_needs() -> None:
+    described, parts = responses_schema()
     assert described["additionalProperties"] is False
-    assert {*FIELDS} <= {*described["properties"]}
+    assert {"required": ["input"]} in described["anyOf"]
+    json.dumps([described, parts])
 
 
 def test_truncation_may_be_automatic_because_nothing_is_cut_while_the_prompt_fits() -> None:

@@ -11,7 +11,34 @@ import binascii
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from gateway.apis.responses.responses_fields import kind_of
+from gateway.apis.schema.body_decoder import is_set
+from gateway.apis.schema.openai_bodies import (
+    AudioPart,
+    CalledFunction,
+    FilePart,
+    ImagePart,
+    ImageUrl,
+    Message,
+    Part,
+    RefusalPart,
+    TextPart,
+    ToolCall,
+)
+from gateway.apis.schema.responses_body import (
+    ContentPart,
+    FunctionCallItem,
+    FunctionOutputItem,
+    InputFile,
+    InputImage,
+    InputItem,
+    InputSound,
+    InputText,
+    MessageItem,
+    OutputText,
+    ReasoningItem,
+    Refusal,
+    kind_of,
+)
 from gateway.apis.tool_names import short_name
 
 SEALED = "headgate.1."
@@ -41,11 +68,19 @@ def function_name(name: str, namespace: str | None) -> str:
     return short_name(name)
 
 
-def messages_of(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The chat messages of checked input items."""
+def messages_of(items: Iterable[InputItem]) -> list[Message]:
+    """The chat messages of input items without references."""
     turns = _Turns()
     for item in items:
-        _ADDS[kind_of(item)](turns, item)
+        match item:
+            case MessageItem():
+                _add_message(turns, item)
+            case ReasoningItem():
+                _add_reasoning(turns, item)
+            case FunctionCallItem():
+                _add_call(turns, item)
+            case FunctionOutputItem():
+                _add_output(turns, item)
     turns.close()
     return list(_with_outputs_shown(turns.messages))
 
@@ -104,171 +139,153 @@ def page(items: Sequence[Mapping[str, Any]], *, limit: int, after: str | None, o
     }
 
 
-def _with_outputs_shown(messages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """`messages`, with what outputs hold beside text said by the user behind them: tool messages hold text alone."""
+def _with_outputs_shown(messages: Iterable[Message]) -> Iterator[Message]:
+    """`messages` with the images and files of outputs in a user message behind them: tool messages hold text only."""
     names: dict[str, str] = {}
-    shown: list[dict[str, Any]] = []
+    shown: list[Part] = []
     for message in messages:
-        if message["role"] == "tool":
-            texts, others = _divided(message["content"])
+        if message.role == "tool":
+            others = [part for part in message.parts if not isinstance(part, TextPart)]
             if others:
-                name = names.get(message["tool_call_id"], "a call")
-                shown += [{"type": "text", "text": f"From the result of {name}:"}, *others]
-                message["content"] = texts or ""
+                name = names.get(message.tool_call_id or "", "a call")
+                shown += [TextPart(text=f"From the result of {name}:"), *others]
+                message.content = [part for part in message.parts if isinstance(part, TextPart)] or ""
         elif shown:
-            yield {"role": "user", "content": shown}
+            yield Message(role="user", content=shown)
             shown = []
-        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls") or ()}
+        names |= {call.id: call.function.name for call in message.tool_calls or () if call.function is not None}
         yield message
     if shown:
-        yield {"role": "user", "content": shown}
+        yield Message(role="user", content=shown)
 
 
-def _divided(content: str | list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The parts that are text, and the others; none of a content that is text as a whole."""
-    parts = content if isinstance(content, list) else []
-    return [part for part in parts if part["type"] == "text"], [part for part in parts if part["type"] != "text"]
-
-
-def with_instructions(instructions: str | None, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """`messages` behind the instructions. System and developer messages that lead become one system message, because
-    many models' templates take only one and only at the beginning.
+def with_instructions(instructions: str | None, messages: Sequence[Message]) -> list[Message]:
+    """`messages` behind the instructions. Leading system and developer messages become one system message, because
+    many models' templates take only one, and only at the beginning.
     """
-    told = [instructions] if instructions else []
+    texts = [instructions] if instructions else []
     lead = 0
     for message in messages:
-        text = _all_text(message["content"]) if message["role"] in ("system", "developer") else None
+        text = _all_text(message) if message.role in ("system", "developer") else None
         if text is None:
             break
-        told.append(text)
+        texts.append(text)
         lead += 1
-    return [*_system(told), *messages[lead:]]
+    system = [Message(role="system", content="\n\n".join(texts))] if texts else []
+    return [*system, *messages[lead:]]
 
 
-def _all_text(content: str | Sequence[Mapping[str, Any]]) -> str | None:
-    """A content as one text; None where it has parts of another kind."""
-    if isinstance(content, str):
-        return content
-    if any(part["type"] != "text" for part in content):
-        return None
-    return "\n\n".join(part["text"] for part in content)
-
-
-def _system(told: Sequence[str]) -> list[Mapping[str, Any]]:
-    return [{"role": "system", "content": "\n\n".join(told)}] if told else []
+def _all_text(message: Message) -> str | None:
+    """A content as one text; None when it has parts of another kind."""
+    if isinstance(message.content, str):
+        return message.content
+    texts = [part.text for part in message.parts if isinstance(part, TextPart)]
+    return "\n\n".join(texts) if len(texts) == len(message.parts) else None
 
 
 class _Turns:
-    """Messages so far; `turn` is the assistant's message that later items may still belong to, `callers` the messages
-    with calls, by the calls' ids.
+    """Messages so far. `turn` is the assistant's message that later items may still belong to, `callers` are the
+    messages with calls, by the ids of the calls.
     """
 
     def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
-        self.callers: dict[str, dict[str, Any]] = {}
-        self.turn: dict[str, Any] | None = None
+        self.messages: list[Message] = []
+        self.callers: dict[str, Message] = {}
+        self.turn: Message | None = None
 
     def close(self) -> None:
-        """Ends the assistant's turn; reasoning that nothing followed belongs to no message."""
+        """Ends the assistant's turn; reasoning alone is no message."""
         turn, self.turn = self.turn, None
-        if turn is not None and len(turn) > (2 if "reasoning_content" in turn else 1):
-            message = {"role": "assistant", "content": None, **turn}
-            self.messages.append(message)
-            self.callers |= {call["id"]: message for call in turn.get("tool_calls") or ()}
+        if turn is not None and (is_set(turn.content) or turn.tool_calls):
+            if not is_set(turn.content):
+                turn.content = None
+            self.messages.append(turn)
+            self.callers |= {call.id: turn for call in turn.tool_calls or ()}
 
-    def assistant(self, *taken: str) -> dict[str, Any]:
-        """The assistant's turn, a new one where this one has one of the fields `taken` already."""
-        if self.turn is None or any(name in self.turn for name in taken):
+    def assistant(self, *taken: str) -> Message:
+        """The assistant's turn; a new one when this one has one of the fields `taken` already."""
+        if self.turn is None or any(is_set(getattr(self.turn, name)) for name in taken):
             self.close()
-            self.turn = {"role": "assistant"}
+            self.turn = Message(role="assistant")
         return self.turn
 
 
-def _add_message(turns: _Turns, item: Mapping[str, Any]) -> None:
-    role, content = item["role"], _content(item["content"])
-    if role == "assistant":
-        turns.assistant("content")["content"] = content
+def _add_message(turns: _Turns, item: MessageItem) -> None:
+    content = _content(item.content)
+    if item.role == "assistant":
+        turns.assistant("content").content = content
         return
     turns.close()
-    turns.messages.append({"role": role, "content": content})
+    turns.messages.append(Message(role=item.role, content=content))
 
 
-def _add_reasoning(turns: _Turns, item: Mapping[str, Any]) -> None:
-    said = [part["text"] for part in item.get("content") or ()]
-    if not said:
-        said = [unseal(item.get("encrypted_content") or "")]
-    if not any(said):
-        said = [part["text"] for part in item.get("summary") or ()]
-    if text := "\n\n".join(said):
-        turns.assistant("reasoning_content", "content", "tool_calls")["reasoning_content"] = text
+def _add_reasoning(turns: _Turns, item: ReasoningItem) -> None:
+    texts = [part.text for part in item.content or ()]
+    if not texts:
+        texts = [unseal(item.encrypted_content or "")]
+    if not any(texts):
+        texts = [part.text for part in item.summary or ()]
+    if text := "\n\n".join(texts):
+        turns.assistant("reasoning_content", "content", "tool_calls").reasoning_content = text
 
 
-def _add_call(turns: _Turns, item: Mapping[str, Any]) -> None:
-    function = {"name": function_name(item["name"], item.get("namespace")), "arguments": item["arguments"]}
-    call = {"id": item["call_id"], "type": "function", "function": function}
-    turns.assistant().setdefault("tool_calls", []).append(call)
+def _add_call(turns: _Turns, item: FunctionCallItem) -> None:
+    function = CalledFunction(name=function_name(item.name, item.namespace), arguments=item.arguments)
+    turn = turns.assistant()
+    turn.tool_calls = [*(turn.tool_calls or ()), ToolCall(id=item.call_id, type="function", function=function)]
 
 
-def _add_output(turns: _Turns, item: Mapping[str, Any]) -> None:
-    """An output stands right behind the calls, as chat wants it, whatever was said in between.
+def _add_output(turns: _Turns, item: FunctionOutputItem) -> None:
+    """Adds an output directly behind its call, as a chat requires, whatever came in between.
 
-    One without `call_id` answers no call of the model: Codex reports events that way. It becomes a user message.
+    An output without `call_id` answers no call of the model: Codex reports events that way. It becomes a user message.
     """
     turns.close()
-    messages, call_id = turns.messages, item.get("call_id")
-    if call_id is None:
-        messages.append({"role": "user", "content": _reported(item)})
+    messages = turns.messages
+    if item.call_id is None:
+        messages.append(Message(role="user", content=_reported(item)))
         return
-    caller, end = turns.callers.get(call_id), len(messages)
+    caller, end = turns.callers.get(item.call_id), len(messages)
     behind = range(end, max(0, end - _SOON) if caller else end, -1)
     at = next((place for place in behind if messages[place - 1] is caller), end)
-    while at < end and messages[at]["role"] == "tool":
+    while at < end and messages[at].role == "tool":
         at += 1
-    messages.insert(at, {"role": "tool", "tool_call_id": call_id, "content": _content(item["output"])})
+    messages.insert(at, Message(role="tool", tool_call_id=item.call_id, content=_content(item.output)))
 
 
-def _reported(item: Mapping[str, Any]) -> str | list[dict[str, Any]]:
-    """What a tool put out without a call, under the tool's name."""
-    name = function_name(item["name"], item.get("namespace")) if item.get("name") else "a tool"
-    about, content = f"Output of {name}:", _content(item["output"])
-    return f"{about}\n\n{content}" if isinstance(content, str) else [{"type": "text", "text": about}, *content]
+def _reported(item: FunctionOutputItem) -> str | list[Part]:
+    """An output without a call, under the name of its tool."""
+    name = function_name(item.name, item.namespace) if item.name else "a tool"
+    about, content = f"Output of {name}:", _content(item.output)
+    return f"{about}\n\n{content}" if isinstance(content, str) else [TextPart(text=about), *content]
 
 
 _SOON = 64
-"""Messages that may stand between a call and its output; behind more it stays where it is."""
+"""Messages that may stand between a call and its output; behind more, the output stays at its place."""
 
 
-_ADDS = {
-    "message": _add_message,
-    "reasoning": _add_reasoning,
-    "function_call": _add_call,
-    "function_call_output": _add_output,
-}
-
-
-def _content(content: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
-    """Chat's content: a text where it is one, else its parts."""
+def _content(content: str | Sequence[ContentPart]) -> str | list[Part]:
+    """The content of a chat message: a text where it is one, else its parts."""
     if isinstance(content, str):
         return content
     if not content:
         return ""
-    if len(content) == 1 and content[0]["type"] in ("input_text", "output_text"):
-        return str(content[0]["text"])
+    if len(content) == 1 and isinstance(content[0], InputText | OutputText):
+        return content[0].text
     return [_part(part) for part in content]
 
 
-def _part(part: Mapping[str, Any]) -> dict[str, Any]:
-    match part["type"]:
-        case "refusal":
-            return {"type": "refusal", "refusal": part["refusal"]}
-        case "input_image":
-            image = {"url": part["image_url"]}
-            if detail := part.get("detail"):
-                image["detail"] = "high" if detail == "original" else detail
-            return {"type": "image_url", "image_url": image}
-        case "input_file":
-            file = {"file_data": part["file_data"]}
-            return {"type": "file", "file": file | ({"filename": part["filename"]} if part.get("filename") else {})}
-        case "input_audio":
-            return {"type": "input_audio", "input_audio": part["input_audio"]}
-    return {"type": "text", "text": part["text"]}
+def _part(part: ContentPart) -> Part:
+    match part:
+        case Refusal():
+            return RefusalPart(refusal=part.refusal)
+        case InputImage():
+            assert part.image_url is not None, "it was checked"
+            detail = part.detail
+            return ImagePart(image_url=ImageUrl(url=part.image_url, detail="high" if detail == "original" else detail))
+        case InputFile():
+            name = {"filename": part.filename} if part.filename else {}
+            return FilePart(file={"file_data": part.file_data, **name})
+        case InputSound():
+            return AudioPart(input_audio=part.input_audio)
+    return TextPart(text=part.text)

@@ -1,7 +1,4 @@
-"""Turns a Responses body into the chat request that stands for it, or a RequestError naming its field; asks nobody.
-
-What is asked for here exists in chat under another name, or it is refused in `responses_fields`.
-"""
+"""Translates a Responses request into the chat request of the gateway."""
 
 from __future__ import annotations
 
@@ -9,21 +6,38 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.apis.openai import field_checks as f
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import InferenceRequest, normalize_chat, typed
-from gateway.apis.responses.responses_fields import (
-    EXTENSIONS,
+from gateway.apis.responses.responses_items import function_name, messages_of, with_instructions
+from gateway.apis.schema.body_decoder import parse_json, refuse
+from gateway.apis.schema.openai_bodies import (
+    AnswerSchema,
+    ChatRequest,
+    ChosenFunction,
+    ChosenTool,
+    Function,
+    ResponseFormat,
+    StreamOptions,
+    Tool,
+)
+from gateway.apis.schema.responses_body import (
     INCLUDE_LOGPROBS,
     INCLUDE_REASONING,
     REFERENCE,
-    check,
+    SAME_IN_CHAT,
+    AllowedTools,
+    FunctionChoice,
+    FunctionTool,
+    JsonObjectFormat,
+    NamespaceTool,
+    ResponsesBody,
+    SchemaFormat,
+    TextOptions,
+    decode_responses,
     kind_of,
+    stored_items,
     without_hosted,
 )
-from gateway.apis.responses.responses_items import function_name, messages_of, with_instructions
-from gateway.apis.schema.body_decoder import parse_json
-from gateway.apis.schema.openai_bodies import decode_chat
 from gateway.errors import RequestError
 from inference.protocol import Code
 
@@ -64,41 +78,38 @@ class ResponsesRequest:
 
 
 def parse(raw: bytes, recall: Recall, find_item: FindItem, *, leaves_out: bool = False) -> ResponsesRequest:
-    """The request in `raw`; raises RequestError naming the field and what to write instead.
+    """The request in `raw`; raises RequestError that names the field and what to write instead.
 
-    With `leaves_out` tools that run at another provider are left out; the Response's `tools` are those that are left.
+    `leaves_out`: tools that run at another provider are left out; `tools` of the Response object are the others.
     """
-    body = {name: value for name, value in parse_json(raw).items() if value is not None}
-    if leaves_out and "tools" in body:
-        body["tools"] = without_hosted(body["tools"])
-    check(body)
-    if body.get("max_output_tokens") == -1:
-        del body["max_output_tokens"]
-    earlier = _earlier(body.get("previous_response_id"), recall)
-    own, referenced_bytes = _items(body.get("input", ()), find_item)
+    given = {name: value for name, value in parse_json(raw).items() if value is not None}
+    if leaves_out and "tools" in given:
+        given["tools"] = without_hosted(given["tools"])
+    body = decode_responses(given)
+    if body.max_output_tokens == -1:
+        body.max_output_tokens = None
+        del given["max_output_tokens"]
+    earlier = _earlier(body.previous_response_id, recall)
+    own, referenced_bytes = _items(given.get("input", ()), find_item)
     items = (*earlier.items, *own)
-    conversation = messages_of(items)
-    if not conversation and not body.get("instructions"):
-        f.refuse("input", "`input` is needed and holds nothing to answer; send a text or items")
-    names, tools = _tools(body.get("tools") or ())
-    include = body.get("include") or ()
-    chat: dict[str, Any] = {
-        "model": body["model"],
-        "messages": with_instructions(body.get("instructions"), conversation),
-        **_stream(body),
-        **_tool_fields(body, tools),
-        **_shape(body.get("text") or {}),
-        **_sampling(body, INCLUDE_LOGPROBS in include),
-    }
-    request = decode_chat(chat)
-    normalize_chat(request)
+    conversation = messages_of(stored_items(items))
+    if not conversation and not body.instructions:
+        refuse("input", "`input` is needed and holds nothing to answer; send a text or items")
+    names, tools = _tools(body.tools or ())
+    chat = ChatRequest(model=body.model, messages=with_instructions(body.instructions, conversation))
+    if body.stream:
+        chat.stream, chat.stream_options = True, StreamOptions(include_usage=True)
+    _set_tools(chat, body, tools)
+    _set_shape(chat, body.text)
+    _set_sampling(chat, body)
+    normalize_chat(chat)
     return ResponsesRequest(
-        request=typed(Endpoint.CHAT, request, earlier.size_bytes + referenced_bytes + len(raw)),
-        echo=_echo(body),
+        request=typed(Endpoint.CHAT, chat, earlier.size_bytes + referenced_bytes + len(raw)),
+        echo=_echo(given),
         names=names,
         items=items,
-        stored=body.get("store", True),
-        seals=INCLUDE_REASONING in include,
+        stored=body.store is not False,
+        seals=INCLUDE_REASONING in (body.include or ()),
     )
 
 
@@ -143,94 +154,75 @@ def _item_not_found(id: str, param: str) -> RequestError:
     )
 
 
-# --- parts of the chat body -------------------------------------------------------------------------------------------
-def _stream(body: Mapping[str, Any]) -> dict[str, Any]:
-    return {"stream": True, "stream_options": {"include_usage": True}} if body.get("stream") else {}
-
-
+# --- parts of the chat request ----------------------------------------------------------------------------------------
 _OF_A_FUNCTION = ("description", "parameters", "strict")
 
 
-def _tools(tools: Sequence[Mapping[str, Any]]) -> tuple[dict[str, tuple[str, str]], list[dict[str, Any]]]:
-    """Functions by their name in chat, and chat's tools; those of a namespace carry its name before theirs."""
+def _tools(tools: Sequence[FunctionTool | NamespaceTool]) -> tuple[dict[str, tuple[str, str]], dict[str, Tool]]:
+    """Functions by their name in the chat, and its tools; those of a namespace have its name as a prefix."""
     names: dict[str, tuple[str, str]] = {}
-    found: list[dict[str, Any]] = []
+    found: dict[str, Tool] = {}
     for index, tool in enumerate(tools):
-        namespace = tool["name"] if tool["type"] == "namespace" else ""
-        for function in tool["tools"] if namespace else (tool,):
-            name = function_name(function["name"], namespace)
+        namespace = tool.name if isinstance(tool, NamespaceTool) else ""
+        for one in tool.tools if isinstance(tool, NamespaceTool) else (tool,):
+            name = function_name(one.name, namespace)
             if name in names:
-                f.refuse(
-                    f"tools[{index}].name", f"`tools` has two functions named {name[:80]!r}; give each its own name"
-                )
-            names[name] = (function["name"], namespace)
-            kept = {key: function[key] for key in _OF_A_FUNCTION if function.get(key) is not None}
-            found.append({"type": "function", "function": {"name": name, **kept}})
+                refuse(f"tools[{index}].name", f"`tools` has two functions named {name[:80]!r}; give each its own name")
+            names[name] = (one.name, namespace)
+            function = Function(name=name, description=one.description, parameters=one.parameters, strict=one.strict)
+            found[name] = Tool(type="function", function=function)
     return names, found
 
 
-def _tool_fields(body: Mapping[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any]:
-    """`tools`, `tool_choice` and `parallel_tool_calls`. Tools that are not allowed are not shown at all."""
-    choice = body.get("tool_choice", "auto")
+def _set_tools(chat: ChatRequest, body: ResponsesBody, tools: Mapping[str, Tool]) -> None:
+    """Sets `tools`, `tool_choice` and `parallel_tool_calls`. Tools that are not allowed are left out."""
+    choice = body.tool_choice or "auto"
     if not tools:
         if choice not in ("none", "auto"):
-            f.refuse("tool_choice", "`tool_choice` needs `tools`")
-        return {}
-    said: Any = choice
-    if isinstance(choice, Mapping):
-        wanted = choice["tools"] if choice["type"] == "allowed_tools" else (choice,)
-        path = "tool_choice.tools" if choice["type"] == "allowed_tools" else "tool_choice"
-        allowed = _known_functions(wanted, {tool["function"]["name"] for tool in tools}, path)
-        if choice["type"] == "allowed_tools":
-            tools = [tool for tool in tools if tool["function"]["name"] in allowed]
-            said = choice["mode"]
-        else:
-            said = {"type": "function", "function": {"name": allowed.pop()}}
-    parallel = body.get("parallel_tool_calls")
-    fields = {"tools": tools, "tool_choice": said}
-    return fields if parallel is None else {**fields, "parallel_tool_calls": parallel}
+            refuse("tool_choice", "`tool_choice` needs `tools`")
+        return
+    chat.tools, chat.parallel_tool_calls = list(tools.values()), body.parallel_tool_calls
+    if isinstance(choice, AllowedTools):
+        allowed = _known_functions(choice.tools, tools, "tool_choice.tools")
+        chat.tools = [tool for name, tool in tools.items() if name in allowed]
+        chat.tool_choice = choice.mode
+    elif isinstance(choice, FunctionChoice):
+        (name,) = _known_functions((choice,), tools, "tool_choice")
+        chat.tool_choice = ChosenTool(type="function", function=ChosenFunction(name=name))
+    else:
+        chat.tool_choice = choice
 
 
-def _known_functions(wanted: Sequence[Mapping[str, Any]], known: set[str], path: str) -> set[str]:
-    """The names in chat of the functions `wanted`; raises RequestError for one that is not among `known`."""
-    names = [function_name(function["name"], function.get("namespace")) for function in wanted]
+def _known_functions(wanted: Sequence[FunctionChoice], known: Mapping[str, Tool], path: str) -> set[str]:
+    """The names in the chat of the functions `wanted`; raises RequestError for one that is not among `known`."""
+    names = [function_name(function.name, function.namespace) for function in wanted]
     for name in names:
         if name not in known:
-            f.refuse(path, f"`{path}` names {name[:80]!r}, which is no function in `tools`")
+            refuse(path, f"`{path}` names {name[:80]!r}, which is no function in `tools`")
     return set(names)
 
 
-def _shape(text: Mapping[str, Any]) -> dict[str, Any]:
-    """`response_format` and `verbosity`."""
-    shape = text.get("format") or {}
-    fields: dict[str, Any] = {"verbosity": text["verbosity"]} if text.get("verbosity") else {}
-    match shape.get("type"):
-        case "json_object":
-            fields["response_format"] = {"type": "json_object"}
-        case "json_schema":
-            names = ("name", "schema", "strict", "description")
-            inner = {name: shape[name] for name in names if shape.get(name) is not None}
-            fields["response_format"] = {"type": "json_schema", "json_schema": inner}
-    return fields
+def _set_shape(chat: ChatRequest, text: TextOptions | None) -> None:
+    """Sets `response_format` and `verbosity`."""
+    if text is None:
+        return
+    chat.verbosity = text.verbosity
+    match text.format:
+        case JsonObjectFormat():
+            chat.response_format = ResponseFormat(type="json_object")
+        case SchemaFormat(name=name, schema=schema, strict=strict, description=description):
+            inner = AnswerSchema(name=name, schema=schema, strict=strict, description=description)
+            chat.response_format = ResponseFormat(type="json_schema", json_schema=inner)
 
 
-_SAME = (
-    "temperature", "top_p", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "user",
-    *EXTENSIONS,
-)  # fmt: skip
-"""Fields that are the same in chat."""
-
-
-def _sampling(body: Mapping[str, Any], logprobs: bool) -> dict[str, Any]:
-    fields = {name: body[name] for name in _SAME if name in body}
-    if "max_output_tokens" in body:
-        fields["max_completion_tokens"] = body["max_output_tokens"]
-    if effort := (body.get("reasoning") or {}).get("effort"):
-        fields["reasoning_effort"] = effort
-    top = body.get("top_logprobs", 0)
-    if logprobs or top:
-        fields |= {"logprobs": True, "top_logprobs": top}
-    return fields
+def _set_sampling(chat: ChatRequest, body: ResponsesBody) -> None:
+    for name in SAME_IN_CHAT:
+        setattr(chat, name, getattr(body, name))
+    chat.max_completion_tokens = body.max_output_tokens
+    chat.reasoning_effort = body.reasoning.effort if body.reasoning is not None else None
+    top = body.top_logprobs or 0
+    if top or INCLUDE_LOGPROBS in (body.include or ()):
+        chat.logprobs, chat.top_logprobs = True, top
 
 
 # --- what the Response object repeats ---------------------------------------------------------------------------------

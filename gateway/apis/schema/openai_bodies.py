@@ -169,6 +169,7 @@ class AnswerSchema(Extensible, kw_only=True):
     name: Text | None = None
     schema: Object | None = None
     strict: bool | None = None
+    description: str | None = None
 
 
 class ResponseFormat(Extensible, kw_only=True):
