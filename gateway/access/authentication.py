@@ -17,7 +17,7 @@ from inference.protocol import Code, Priority
 
 Scope = Literal["use", "admin"]
 GENERATED = "generated"
-EVERYBODY = "all"
+SHARED_TENANT = "all"
 """The tenant of all keys when prefixes are shared."""
 
 _RANKS = (Priority.HIGH, Priority.NORMAL, Priority.LOW)
@@ -118,7 +118,7 @@ class Keys:
         if found is None or not presented:
             return None
         if self._one_tenant:
-            return found, EVERYBODY
+            return found, SHARED_TENANT
         return found, self._tenants[found.digest]
 
     def admit(self, headers: Mapping[str, str], scope: Scope) -> tuple[Key, str]:

@@ -27,8 +27,8 @@ class Call:
     """One attempt at one provider. Nobody changes its fields.
 
     `body` is the decoded request; providers copy it where they change it. `model` is the provider's own
-    name. `headers` are extra headers for the local hop (request id, priority, tenant, deadline, probe). `heard` is
-    filled by the provider: what the answer's headers told beside it (the device that computes).
+    name. `headers` are extra headers for the local hop (request id, priority, tenant, deadline, probe). The provider
+    fills `response_headers` (the device that computes).
     """
 
     endpoint: Endpoint
@@ -37,7 +37,7 @@ class Call:
     request_id: str
     connect_seconds: float = 5.0
     headers: Mapping[str, str] = field(default_factory=dict)
-    heard: dict[str, str] = field(default_factory=dict)
+    response_headers: dict[str, str] = field(default_factory=dict)
 
 
 class Provider(Protocol):

@@ -175,7 +175,7 @@ def select(
         if verdict := _drop(candidate, known, requirements):
             dropped.append(verdict)
         elif known.ailment is not None:
-            unhealthy.append(Dropped(candidate, Drop.UNHEALTHY, known.ailment.said, known.ailment.retry_in))
+            unhealthy.append(Dropped(candidate, Drop.UNHEALTHY, known.ailment.message, known.ailment.retry_in))
         else:
             kept.append(candidate)
     last = tuple(item.candidate for item in unhealthy)

@@ -223,7 +223,7 @@ class ChainRunner:
         finally:
             self.upstream_seconds += time.monotonic() - attempt.began
         self._note_answer(candidate)
-        self.device = attempt.call.heard.get(H_DEVICE)
+        self.device = attempt.call.response_headers.get(H_DEVICE)
         return result
 
     # --- results -----------------------------------------------------------------------------------------------------

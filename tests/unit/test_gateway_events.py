@@ -91,7 +91,7 @@ def test_a_model_that_fails_ails_at_once_and_is_told_when_it_is_ready_again() ->
     view, _ = virtual_time.run(_listen(Service([_snapshot(0, READY), failed])))
     ailment = view.ailment("demo")
     assert ailment is not None
-    assert ailment.said == "the model failed: it aborted"
+    assert ailment.message == "the model failed: it aborted"
     assert ailment.retry_in == pytest.approx(29.25, abs=0.1)
     again = _event(2, "model", model=READY.to_json())
     view, told = virtual_time.run(_listen(Service([_snapshot(0, READY), failed, again])))
@@ -113,7 +113,7 @@ def test_a_model_that_fails_ails_at_once_and_is_told_when_it_is_ready_again() ->
 def test_a_device_that_may_not_be_used_ails_the_models_on_it(event: bytes, said: str | None) -> None:
     view, _ = virtual_time.run(_listen(Service([_snapshot(0, READY), event])))
     ailment = view.ailment("demo")
-    assert (None if ailment is None else ailment.said) == said
+    assert (None if ailment is None else ailment.message) == said
 
 
 def test_a_device_that_came_back_ails_nobody_any_more() -> None:

@@ -18,7 +18,7 @@ _GONE = (DeviceState.QUARANTINED, DeviceState.LOST)
 class Ailment:
     """What speaks against asking a model now, in words, and in how many seconds that may be over, where it is known."""
 
-    said: str
+    message: str
     retry_in: float | None = None
 
 

@@ -137,7 +137,7 @@ class LocalProvider:
             raise UpstreamError(UpstreamKind.READ, f"the inference service did not answer: {error}") from error
         if answer.status == 200:
             if device := answer.headers.get(H_DEVICE):
-                call.heard[H_DEVICE] = device
+                call.response_headers[H_DEVICE] = device
             return answer
         try:
             raise await _refusal(answer)

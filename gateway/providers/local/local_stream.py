@@ -205,7 +205,7 @@ class LocalStream(AbstractAsyncContextManager["LocalStream"], AsyncIterator[Fram
             self._take_payloads([frame.data])
         elif frame.is_comment:
             if device := device_of(frame.raw):
-                self._call.heard[H_DEVICE] = device
+                self._call.response_headers[H_DEVICE] = device
             self._ready.append(Comment(frame.raw))
 
     def _take_payloads(self, payloads: list[bytes]) -> None:
