@@ -55,7 +55,7 @@ from inference.protocol import H_REQUEST_ID, Code, error_body
 from inference.settings import InferenceConfig
 from inference.workers import orphans
 from inference.workers.crash_records import CrashStore
-from inference.workers.hang_detection import Patience
+from inference.workers.hang_detection import HangTimeouts
 from inference.workers.os_api import socket_directory
 from inference.workers.worker_supervisor import WORKER_COMMAND, Supervisor
 
@@ -88,7 +88,7 @@ class Service:
         self.metrics = Metrics()
         self.crashes = CrashStore(state)
         self.build_check = BuildCheck(state)
-        patience = Patience(
+        patience = HangTimeouts(
             start_seconds=said.worker_start_seconds,
             load_seconds=said.load_timeout_seconds,
             silence_seconds=said.worker_silence_seconds,
@@ -133,7 +133,7 @@ async def serve(
     """Runs the service on `sock` until SIGTERM or SIGINT; the exit status. Raises HeadgateError before it answers."""
     state = StateDir.from_env(environ)
     token = config.settings.token or state.secret(INFERENCE_TOKEN)
-    await asyncio.to_thread(orphans.take_over, state, os.environ)
+    await asyncio.to_thread(orphans.end_orphans, state, os.environ)
     running = Service(config, state, token)
     unreached = Unreached(state, Circumstances.now(config.settings.devices))
     cpu_asked = config.settings.force_cpu_mode or config.settings.devices == "cpu"

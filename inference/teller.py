@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from inference import views
 from inference.model import Model
 from inference.protocol import ModelState, ModelStatus
-from inference.workers.worker_link import Beat
+from inference.workers.worker_link import Heartbeat
 
 if TYPE_CHECKING:
     from inference.authority.shell import Authority
@@ -42,7 +42,7 @@ class Teller:
         elif running.worker.beat is not None:
             self._count_tokens(model, running.worker.beat)
 
-    def _count_tokens(self, model: Model, beat: Beat) -> None:
+    def _count_tokens(self, model: Model, beat: Heartbeat) -> None:
         running = model.running
         assert running is not None
         for kind, count in (("prompt", beat.prompt_tokens), ("generated", beat.generated_tokens)):

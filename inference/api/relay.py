@@ -324,7 +324,7 @@ class Relay:
         )
         if cause not in SUSPICIOUS:
             return told
-        crash = Crash(cause, exit.message, alone=lease.alone, wordless=exit.wordless)
+        crash = Crash(cause, exit.message, alone=lease.alone, wordless=exit.silent_abort)
         return CrashedError(crash, told, relayed=relayed)
 
 

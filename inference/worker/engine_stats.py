@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from inference.worker.prefill_rate import UNKNOWN, PrefillRate
-from inference.workers.worker_link import Beat
+from inference.workers.worker_link import Heartbeat
 
 STEP_PATIENCE_SECONDS = 10.0
 """A step that takes longer is not explained any more to those who wait for it: a hung one must look hung to them."""
@@ -45,10 +45,10 @@ class Pulse:
         started = self.step_started
         return started is not None and self.clock() - started < STEP_PATIENCE_SECONDS
 
-    def beat(self) -> Beat:
+    def beat(self) -> Heartbeat:
         """The heartbeat now."""
         started = self.step_started
-        return Beat(
+        return Heartbeat(
             step_seconds=None if started is None else max(0.0, self.clock() - started),
             step_tokens=self.step_tokens if started is not None else 0,
             active=self.active,

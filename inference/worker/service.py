@@ -35,10 +35,10 @@ from inference.workers.worker_link import (
     LINK_FD_ENV,
     PARENT_ENV,
     SOCKET_FD_ENV,
-    Beat,
     Failed,
     Forget,
     Grant,
+    Heartbeat,
     Held,
     Hello,
     Hold,
@@ -110,7 +110,7 @@ class Worker:
         self._context: Context | None = None
         self._brake: openmp_spinning.Brake | None = None
         self._threads: int | None = None
-        self._pulse: Callable[[], Beat] = _still
+        self._pulse: Callable[[], Heartbeat] = _still
         self._draining = False
         self._fraction: float | None = None
 
@@ -313,12 +313,12 @@ class Worker:
         threading.Timer(STOP_SECONDS / 2, _exit, (1,)).start()
 
 
-def _still() -> Beat:
+def _still() -> Heartbeat:
     """The heartbeat of a worker without a context."""
-    return Beat(None, 0, 0, 0, 0, 0)
+    return Heartbeat(None, 0, 0, 0, 0, 0)
 
 
-def longer(beat: Beat, seeing: Beat) -> Beat:
+def longer(beat: Heartbeat, seeing: Heartbeat) -> Heartbeat:
     """`beat` with the step of `seeing` where that takes longer, so that a hung encoding shows beside a busy engine."""
     if (seeing.step_seconds or 0.0) <= (beat.step_seconds or 0.0):
         return beat

@@ -1,4 +1,4 @@
-"""Keeps what is known of each model's crashed workers in the state directory; decides nothing."""
+"""Stores records of crashed workers in the state directory."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class CrashStore:
         self._state = state
         self._files = StateFileWriter("crash records")
         self._unwritten: dict[str, list[dict[str, Any]]] = {}
-        """By file name, while the disk takes nothing; as many as there are models."""
+        """Records that could not be written, by file name."""
 
     def add(self, model: str, pid: int, exit: WorkerExit, requests: Sequence[dict[str, Any]]) -> None:
-        """Keeps one record; `requests` are the shapes (never the texts) of what was in flight."""
+        """Stores a record. `requests` describes the requests in flight, without their texts."""
         record = {
             "time": round(time.time(), 3),
             "pid": pid,
@@ -45,7 +45,7 @@ class CrashStore:
             del self._unwritten[name]
 
     def of(self, model: str) -> list[dict[str, Any]]:
-        """The records of a model; an unreadable file counts as none."""
+        """The records of a model. An unreadable file counts as empty."""
         name = _file_name(model)
         if name in self._unwritten:
             return self._unwritten[name]
@@ -56,7 +56,7 @@ class CrashStore:
 def _records(data: Any) -> list[dict[str, Any]]:
     """The records in the file's content."""
     if not isinstance(data, list) or not all(isinstance(item, dict) for item in data):
-        raise ValueError("it is no list of records")
+        raise ValueError("it is not a list of records")
     return data
 
 

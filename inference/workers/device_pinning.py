@@ -1,7 +1,7 @@
-"""Decides how a process is pinned to several devices at once; starts none.
+"""Environment variables and device names that pin a process to its devices.
 
-A reading's `environment` leaves a process one device; of several, the values of each variable are joined in order, and
-llama.cpp then numbers the devices in that order (`CUDA0`, `CUDA1`).
+The `environment` of a reading makes one device visible. For several devices the values of each variable are joined in
+order, and llama.cpp numbers the devices in that order (`CUDA0`, `CUDA1`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NUMBERED = re.compile(r"(\D+)0")
 
 
 def environment_of(devices: Sequence[Reading]) -> Mapping[str, str]:
-    """The variables of a process that may use these devices and no other accelerator."""
+    """The environment of a process that may use only these devices."""
     found: dict[str, list[str]] = {}
     for device in devices:
         for name, value in device.environment.items():
@@ -30,11 +30,11 @@ def _joined(values: list[str]) -> str:
         return values[0]
     if len(set(values)) == len(values):
         return ",".join(values)
-    return ",".join(str(index) for index in range(len(values)))  # each was the first of a set narrowed elsewhere
+    return ",".join(str(index) for index in range(len(values)))  # each value is index 0 of an already narrowed set
 
 
 def grants_of(devices: Sequence[Reading]) -> tuple[DeviceGrant, ...]:
-    """The devices as a worker or helper so pinned is told them."""
+    """The devices as they appear in a process with this environment."""
     kinds: dict[str | None, int] = {}
     grants = []
     for device in devices:

@@ -1,4 +1,4 @@
-"""Decides why a worker process ended, from what it left behind, by one table; never restarts anything."""
+"""Classifies the end of a worker process from its exit status and its last output."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from inference.protocol import ExitCause
 
 _C = ExitCause
 TEXTS: Sequence[tuple[re.Pattern[str], ExitCause]] = [
-    # the device itself is gone: CUDA, Metal, ROCm, Vulkan, ggml's RPC backend. An illegal address, a failed launch or a
-    # device-side assertion is none of these: they end one process's context, and the device goes on.
+    # The device is lost: CUDA, Metal, ROCm, Vulkan, ggml's RPC backend. An illegal address, a failed launch or a
+    # device-side assertion ends the context of one process; the device still works.
     (
         re.compile(
             r"cudaErrorDeviceUninitialized|device.* is lost|device lost on|GPU is lost|GPU has fallen off the bus"
@@ -26,7 +26,7 @@ TEXTS: Sequence[tuple[re.Pattern[str], ExitCause]] = [
         ),
         _C.DEVICE_LOST,
     ),
-    # memory ran out while computing: CUDA aborts, Metal and ROCm report a failed command buffer
+    # Out of memory while computing: CUDA aborts, Metal and ROCm report a failed command buffer.
     (
         re.compile(
             r"(CUDA|HIP|ROCm) error.*out of memory|cudaErrorMemoryAllocation|cuMemCreate.*failed|hipErrorOutOfMemory"
@@ -37,7 +37,7 @@ TEXTS: Sequence[tuple[re.Pattern[str], ExitCause]] = [
         ),
         _C.OOM_COMPUTE,
     ),
-    # memory ran out while loading, seen cleanly
+    # Out of memory while loading, reported as an error.
     (
         re.compile(
             r"failed to allocate (buffer|\w+ buffer|CUDA\S* buffer)|unable to allocate|failed to allocate compute"
@@ -47,7 +47,7 @@ TEXTS: Sequence[tuple[re.Pattern[str], ExitCause]] = [
         ),
         _C.OOM_LOAD,
     ),
-    # what ends a process by design: ggml's own checks, drivers' libraries, C and C++ libraries, interpreters
+    # Intentional aborts: checks of ggml, driver libraries, C and C++ libraries, interpreters.
     (
         re.compile(
             r"GGML_ASSERT|GGML_ABORT|(CUDA|HIP|ROCm|rocBLAS) error|(CUBLAS|HIPBLAS)_STATUS_|vk::\w+Error"
@@ -61,19 +61,18 @@ TEXTS: Sequence[tuple[re.Pattern[str], ExitCause]] = [
     ),
 ]
 
-_OF_BETTER_TIMES = re.compile(r"\d\d:\d\d:\d\d\.\d{3} (debug|info) ")
-"""The worker's own log while all was well, which says nothing of its end."""
+_ROUTINE_LOG_LINE = re.compile(r"\d\d:\d\d:\d\d\.\d{3} (debug|info) ")
+"""Lines of the worker's own log that do not explain its end."""
 _SIGABRT, _SIGKILL, _SIGBUS, _SIGSEGV, _SIGILL, _SIGFPE, _SIGTERM = 6, 9, 7, 11, 4, 8, 15
 
 
 @dataclass(frozen=True, slots=True)
-class Remains:
-    """What is known of an ended worker.
+class ExitEvidence:
+    """What is known about an ended worker.
 
-    `status` is the exit status, or minus the signal's number. `requested` and `hang` say that the authority ended it
-    itself; `failed_cause` is what its `failed` message said; `greeted` and `ready` how far it had come. `has_computed`
-    is whether a step for a request was completed; `build_is_trusted` whether llama.cpp was found to compute since a
-    worker died before its first one.
+    `status`: exit status, or minus the signal number. `requested`, `hang`: the service ended it. `failed_cause`: the
+    cause in its `failed` message. `greeted`, `ready`: how far the start had come. `has_computed`: it completed a step
+    of a request. `build_is_trusted`: llama.cpp passed its check after a worker had died before its first step.
     """
 
     status: int
@@ -87,49 +86,48 @@ class Remains:
     last_text: str = ""
 
 
-def classify(remains: Remains) -> ExitCause:
-    """The cause; what the worker or the authority said itself comes before texts, texts before bare statuses."""
-    if remains.hang:
+def classify(evidence: ExitEvidence) -> ExitCause:
+    """The cause. Knowledge of worker and service comes first, then the output, then the exit status."""
+    if evidence.hang:
         return _C.HANG
-    if remains.failed_cause is not None:
-        return ExitCause(remains.failed_cause) if remains.failed_cause in set(ExitCause) else _C.STARTUP
-    if remains.requested or (remains.status == 0 and remains.ready):
+    if evidence.failed_cause is not None:
+        return ExitCause(evidence.failed_cause) if evidence.failed_cause in set(ExitCause) else _C.STARTUP
+    if evidence.requested or (evidence.status == 0 and evidence.ready):
         return _C.REQUESTED
-    if remains.status == -_SIGKILL:
+    if evidence.status == -_SIGKILL:
         return _C.KILLED
-    by_text = cause_of_text(remains.last_text)
+    by_text = cause_of_text(evidence.last_text)
     if by_text is not None:
         if by_text in (_C.OOM_COMPUTE, _C.OOM_LOAD):
-            return _C.OOM_COMPUTE if remains.ready else _C.OOM_LOAD
+            return _C.OOM_COMPUTE if evidence.ready else _C.OOM_LOAD
         return by_text
-    if remains.status in (-_SIGILL, -_SIGSEGV) and not (remains.has_computed or remains.build_is_trusted):
+    if evidence.status in (-_SIGILL, -_SIGSEGV) and not (evidence.has_computed or evidence.build_is_trusted):
         return _C.BROKEN_BUILD
-    if remains.status in (-_SIGABRT, -_SIGSEGV, -_SIGBUS, -_SIGILL, -_SIGFPE):
+    if evidence.status in (-_SIGABRT, -_SIGSEGV, -_SIGBUS, -_SIGILL, -_SIGFPE):
         return _C.ASSERT
-    if not remains.greeted or not remains.ready:
+    if not evidence.greeted or not evidence.ready:
         return _C.STARTUP
-    return _C.KILLED if remains.status < 0 else _C.ASSERT
+    return _C.KILLED if evidence.status < 0 else _C.ASSERT
 
 
-def is_wordless(remains: Remains) -> bool:
-    """Whether it aborted without a word: whatever aborts by itself says why, so the signal may be somebody's."""
-    return remains.status == -_SIGABRT and cause_of_text(remains.last_text) is None
+def is_silent_abort(evidence: ExitEvidence) -> bool:
+    """Whether it got SIGABRT without an error message. An abort prints one, so another process may have sent it."""
+    return evidence.status == -_SIGABRT and cause_of_text(evidence.last_text) is None
 
 
-def telling(lines: Sequence[str]) -> str:
-    """Of a dead process's last lines the one that says most: the first that names what became the cause, else the last.
+def most_telling_line(lines: Sequence[str]) -> str:
+    """The line that explains the end best: the first one that matches the cause, else the last one.
 
-    What the worker logged while all was well is none; empty where there is nothing else.
-
-    CUDA's reason, for one, stands some lines before the last, which is only where the process aborted.
+    The reason of CUDA, for example, is some lines before the last line. Routine log lines are ignored; the result is
+    empty when there is no other line.
     """
     cause = cause_of_text("\n".join(lines))
     pattern = next((pattern for pattern, known in TEXTS if known is cause), None)
     if pattern is not None and (found := next((line for line in lines if pattern.search(line)), None)) is not None:
         return found.strip()
-    return next((line.strip() for line in reversed(lines) if line.strip() and not _OF_BETTER_TIMES.match(line)), "")
+    return next((line.strip() for line in reversed(lines) if line.strip() and not _ROUTINE_LOG_LINE.match(line)), "")
 
 
 def cause_of_text(text: str) -> ExitCause | None:
-    """The cause that the last words of a process name, or None."""
+    """The cause that the output of a process indicates, or None."""
     return next((cause for pattern, cause in TEXTS if pattern.search(text)), None)

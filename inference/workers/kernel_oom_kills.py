@@ -1,8 +1,8 @@
-"""Counts how often the kernel killed a process because host memory ran out; never says which process, kills none.
+"""Watches the kernel's counter of out-of-memory kills.
 
-A worker that the kernel's out-of-memory killer ended looks like one that somebody killed from outside. The counters of
-the control group that it ran in tell them apart: `oom_kill` in `memory.events` (v2) or `memory.oom_control` (v1), which
-rise before the signal is sent, and where there are none, that of the whole machine in `/proc/vmstat`.
+The signal alone does not show whether the out-of-memory killer or another process ended a worker. The counter
+`oom_kill` does, because it rises before the signal is sent: in `memory.events` (control groups v2) or
+`memory.oom_control` (v1) of the group, else in `/proc/vmstat` for the whole machine.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LATELY_SECONDS = 5.0
-"""A death within this of a rise is laid to it."""
+"""An exit within this time after a rise is attributed to it."""
 
 
-class HostKills:
-    """The counter as it was seen last; times are seconds of one clock."""
+class KernelOomKills:
+    """The counter and the time of its last rise. Times are seconds of one clock."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._files = [path for path in _files(root) if _count(path) is not None][:1]
         self._seen = self._read()
         self._rose_at = -math.inf
 
-    def look(self, now: float) -> None:
-        """Takes the counter as it is now; cheap, and to be called often."""
+    def update(self, now: float) -> None:
+        """Reads the counter. Must be called often; it is cheap."""
         count = self._read()
         if count is not None and self._seen is not None and count > self._seen:
             self._rose_at = now
         self._seen = count
 
-    def lately(self, now: float) -> bool:
-        """Whether it rose just now."""
-        self.look(now)
+    def is_recent(self, now: float) -> bool:
+        """Whether the counter rose within LATELY_SECONDS."""
+        self.update(now)
         return now - self._rose_at <= LATELY_SECONDS
 
     def _read(self) -> int | None:
@@ -40,7 +40,7 @@ class HostKills:
 
 
 def _files(root: Path) -> Iterator[Path]:
-    """Where a counter may be, the nearest to this process first."""
+    """Files that may contain the counter, the group of this process first."""
     try:
         memberships = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:

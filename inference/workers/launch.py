@@ -1,6 +1,6 @@
-"""Starts the process of one worker, with its link, its socket and its standard error; watches it no further.
+"""Starts one worker process with its link, its listening socket and its output pipe.
 
-Whatever fails on the way is one error, and leaves no descriptor, no socket and no process behind.
+A failure is one error and leaves no descriptor, socket or process behind.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from inference.workers.worker_link import KEEP_FD_ENV, LINK_FD_ENV, PARENT_ENV, 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A process and our ends of what connects us; `errors` is what it writes, `ended` is readable once it has ended.
+    """A process and the service's ends of its connections, all non-blocking.
 
-    `ended` is None where the system has no such descriptor. Nothing blocks.
+    `errors` reads its output. `ended` becomes readable when it ends; None where the system has no such descriptor.
     """
 
     process: subprocess.Popen[bytes]
@@ -33,13 +33,13 @@ class Launched:
 
 
 def launch(name: str, path: Path, command: Sequence[str], environment: Mapping[str, str], keep: int | None) -> Launched:
-    """Starts a worker for `name` that accepts on the Unix socket `path` and inherits the descriptor `keep`.
+    """Starts a worker for `name` that listens on the Unix socket `path` and inherits the descriptor `keep`.
 
     Raises HeadgateError.
     """
     with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
         try:
-            # the worker alone accepts: with it dies the socket, and no client waits in a backlog
+            # Only the worker keeps the socket, so that it closes with the worker and no client waits in its backlog.
             listener = theirs.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             link, far_link = socket.socketpair()
             ours.enter_context(link)
@@ -73,6 +73,6 @@ def launch(name: str, path: Path, command: Sequence[str], environment: Mapping[s
                 process_group=0,
             )
         except OSError as error:
-            raise HeadgateError(f"a worker for {name} cannot be started ({error})") from error
+            raise HeadgateError(f"cannot start a worker for {name} ({error})") from error
         ours.pop_all()
     return Launched(process, link, errors, exit_descriptor(process.pid))

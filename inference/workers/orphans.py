@@ -1,9 +1,9 @@
-"""Ends what a service that was killed left running, and marks what this one starts; starts nothing itself.
+"""Ends processes that a killed service left running.
 
-Children die with the service that started them, by the kernel. One may escape: its tie was cut before it held, or it
-hung in a driver while its parent died. So every child, and what it starts, inherits a random token in its environment,
-and the state directory says which token the last service gave out and since when. A process is ended only if it has
-that token and began after that service; its pid alone says nothing.
+The kernel ends the children of a service with it. A child can survive when the service ended before the child had
+requested that, or when the child hung in a driver. Therefore all children inherit a random token in their
+environment, and the state directory contains the token and start time of the last services. A process is ended only
+if it has the token of an ended service and started after it; a pid alone is not enough.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import select
 import signal
 import time
 from collections.abc import Iterator, MutableMapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,57 +28,57 @@ log = logging.getLogger(__name__)
 
 FAMILY_ENV = "HEADGATE_FAMILY"
 PATIENCE_SECONDS = 5.0
-"""For the ended to be gone. Who is still there holds on to a driver, and its memory counts as somebody else's."""
+"""How long killed processes may take to end. One that hangs in a driver stays, and its memory counts as foreign."""
 MOST_FAMILIES = 8
 _FILE = "family.json"
 _START_FIELD = 22
-"""Of /proc/PID/stat, as proc(5) counts: when the process began, in clock ticks since the machine did."""
+"""Field of /proc/PID/stat (proc(5)) with the start time of the process in clock ticks since boot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One service and what it starts: its token, its own pid, and when it began, in clock ticks."""
+    """A service and its descendants: their token, the pid of the service, and its start time."""
 
     token: str
     pid: int
-    began: int
+    start_ticks: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Member:
     pid: int
-    began: int
+    start_ticks: int
 
 
-def take_over(state: StateDir, environ: MutableMapping[str, str], proc: Path = Path("/proc")) -> list[int]:
-    """Ends what earlier services with this state directory left, and gives this one's token to `environ`.
+def end_orphans(state: StateDir, environ: MutableMapping[str, str], proc: Path = Path("/proc")) -> list[int]:
+    """Ends the orphans of earlier services with this state directory, and puts a new token into `environ`.
 
-    Returns the pids it ended. Where there is no /proc, nothing is found. Blocks for PATIENCE_SECONDS at most.
+    Returns the pids of ended processes. Finds none without /proc. Blocks for at most PATIENCE_SECONDS.
     """
     ended: list[int] = []
     stay: list[Family] = []
-    for family in (
-        load_state_file(state.root / _FILE, _families, "processes that a killed service left are not found") or []
-    ):
-        if began(family.pid, proc) == family.began:
-            continue  # it lives: another service, with a lock of its own
+    for family in load_state_file(state.root / _FILE, _families, "orphans of a killed service are not found") or []:
+        if start_ticks(family.pid, proc) == family.start_ticks:
+            continue  # it still runs: another service with a lock of its own
         members = list(_members(family, proc))
         left = _end(members, proc)
         ended += [member.pid for member in members if member not in left]
         if left:
             stay.append(family)
-            log.error("left by a service that was killed, and cannot be ended: %s", _named(left))
+            log.error("cannot end orphaned processes of a killed service: %s", _named(left))
     if ended:
-        log.warning("ended what a service that was killed had left: %s", ", ".join(f"pid {pid}" for pid in ended))
-    own = Family(secrets.token_hex(16), os.getpid(), began(os.getpid(), proc) or 0)
+        log.warning("ended orphaned processes of a killed service: %s", ", ".join(f"pid {pid}" for pid in ended))
+    own = Family(secrets.token_hex(16), os.getpid(), start_ticks(os.getpid(), proc) or 0)
     environ[FAMILY_ENV] = own.token
-    families = [asdict(family) for family in (*stay, own)][-MOST_FAMILIES:]
-    StateFileWriter("what children are marked with").write(lambda: state.file(_FILE), json.dumps(families).encode())
+    families = [{"token": family.token, "pid": family.pid, "began": family.start_ticks} for family in (*stay, own)][
+        -MOST_FAMILIES:
+    ]
+    StateFileWriter("the token of child processes").write(lambda: state.file(_FILE), json.dumps(families).encode())
     return ended
 
 
-def began(pid: int, proc: Path = Path("/proc")) -> int | None:
-    """When a process began, in clock ticks since the machine did; None for none, and for one that has ended."""
+def start_ticks(pid: int, proc: Path = Path("/proc")) -> int | None:
+    """The start time of a process in clock ticks since boot; None when it does not exist or has ended."""
     try:
         fields = (proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
         return None if fields[0] in (b"Z", b"X") else int(fields[_START_FIELD - 3])
@@ -96,29 +96,31 @@ def _members(family: Family, proc: Path) -> Iterator[_Member]:
     for entry in proc.iterdir() if proc.is_dir() else ():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
-        with contextlib.suppress(OSError):  # it ended, or is another user's
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if mark not in (entry / "environ").read_bytes().split(b"\0"):
                 continue
-            start = began(int(entry.name), proc)
-            if start is not None and start >= family.began:
+            start = start_ticks(int(entry.name), proc)
+            if start is not None and start >= family.start_ticks:
                 yield _Member(int(entry.name), start)
 
 
 def _end(members: Sequence[_Member], proc: Path) -> list[_Member]:
-    """Kills them; returns who is still there. A descriptor holds each pid, so that it cannot become somebody else's."""
+    """Kills the processes and returns those that still run. A pidfd protects against reuse of the pid."""
     with contextlib.ExitStack() as open_descriptors:
         waits = []
         for member in members:
-            with contextlib.suppress(OSError):  # it ended; or a sandbox, and it is told as one that stays
+            with contextlib.suppress(
+                OSError
+            ):  # it has ended; or pidfds are not supported, and it is reported as running
                 descriptor = os.pidfd_open(member.pid)
                 open_descriptors.callback(os.close, descriptor)
-                if began(member.pid, proc) == member.began:
+                if start_ticks(member.pid, proc) == member.start_ticks:
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                     waits.append(descriptor)
         deadline = time.monotonic() + PATIENCE_SECONDS
         for descriptor in waits:
             select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
-    return [member for member in members if began(member.pid, proc) == member.began]
+    return [member for member in members if start_ticks(member.pid, proc) == member.start_ticks]
 
 
 def _named(members: Sequence[_Member]) -> str:

@@ -1,4 +1,4 @@
-"""What the operating system must do for a supervisor: tell an exit, hold short socket paths; decides nothing."""
+"""Operating system calls for the supervision of workers: exit descriptors, anonymous memory, socket directory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from headgate.shared.errors import HeadgateError
 from headgate.shared.state import StateDir
 
 _SHORT_PATH = 90
-"""Longest directory for sockets: a Unix socket path holds 108 bytes (104 on macOS)."""
+"""Longest directory for sockets, in bytes: the path of a Unix socket has at most 108 (104 on macOS)."""
 
 
 def exit_descriptor(pid: int) -> int | None:
-    """A descriptor that becomes readable at the exit of `pid`: a pidfd, or a kqueue; None where there is neither."""
+    """A descriptor that becomes readable at the exit of `pid` (a pidfd or a kqueue); None where there is neither."""
     if hasattr(os, "pidfd_open"):
-        with contextlib.suppress(OSError):  # a kernel or a sandbox without it: the link's end tells instead
+        with contextlib.suppress(OSError):  # not supported here: the end of the link shows the exit
             return os.pidfd_open(pid)
     if hasattr(select, "kqueue"):
         return _kqueue(pid)
@@ -37,14 +37,14 @@ def _kqueue(pid: int) -> int | None:
     try:
         queue.control([event], 0)
         return os.dup(queue.fileno())
-    except OSError:  # it ended before we could watch: the link's end tells
+    except OSError:  # it has already ended: the end of the link shows it
         return None
     finally:
         queue.close()
 
 
-def nameless_memory() -> int | None:
-    """A descriptor of empty memory that has no name and is gone with the last process that holds it; None without."""
+def anonymous_memory() -> int | None:
+    """A descriptor of an anonymous memory file, freed with its last descriptor; None when not supported."""
     if not hasattr(os, "memfd_create"):
         return None
     with contextlib.suppress(OSError):  # a sandbox that forbids it
@@ -53,9 +53,9 @@ def nameless_memory() -> int | None:
 
 
 def private_bytes(pid: int) -> int | None:
-    """Host memory that belongs to `pid` alone: anonymous and shared-anonymous pages in use, not those of mapped files.
+    """Host memory of `pid` in bytes: anonymous and shared anonymous pages in use, without mapped files.
 
-    None where the kernel does not tell (no /proc, or the process is gone). Two counters: cheap however large it is.
+    None without /proc and for an ended process. Reads two counters, so it is cheap for large processes.
     """
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -66,7 +66,7 @@ def private_bytes(pid: int) -> int | None:
 
 
 def socket_directory(state: StateDir) -> Path:
-    """A private directory for sockets whose path is short enough; the same one for the same state directory."""
+    """The private directory for sockets of a state directory, with a short enough path."""
     own = state.root / "run"
     if len(os.fsencode(own)) <= _SHORT_PATH:
         return state.directory("run")
@@ -78,5 +78,7 @@ def socket_directory(state: StateDir) -> Path:
     except OSError as error:
         raise HeadgateError(f"cannot use {path} for sockets ({error.strerror})") from error
     if status.st_uid != os.getuid() or status.st_mode & 0o077 or path.is_symlink():
-        raise HeadgateError(f"{path} belongs to somebody else; remove it or set HEADGATE_STATE_DIR to a shorter path")
+        raise HeadgateError(
+            f"{path} belongs to another user or is not private; remove it, or set HEADGATE_STATE_DIR to a shorter path"
+        )
     return path

@@ -1,23 +1,23 @@
-"""The messages between the authority and a worker over their inherited socketpair; decides nothing.
+"""The messages between the service and a worker over their inherited socketpair.
 
-One JSON object per line, in this order:
+One JSON object per line, in this order (`*`: any number of times):
 
-    worker -> authority   hello        the process runs and has no device context yet
-    authority -> worker   hold         only to a worker of the warm pool: copy this file into memory and wait
-    worker -> authority   held         it is; or `failed`, then exit
-    authority -> worker   grant        what to load and where; the listening socket was passed by descriptor at spawn
-    worker -> authority   progress *   0.0 .. 1.0 while loading
-    worker -> authority   ready        buffers actually allocated, and what the model is; or `failed`, then exit
-    worker -> authority   beat *       every BEAT_SECONDS, and per decode step at most that often
-    authority -> worker   offload      save the sequences and free the context; stay, or end with status 0
-    worker -> authority   offloaded    done; one that stays waits for another grant
-    authority -> worker   limit *      compute at most so many sequences at once
-    authority -> worker   forget *     drop retained prefixes
-    authority -> worker   threads      how many threads to compute with, any time
-    authority -> worker   drain        finish what runs, take nothing new, then end with status 0
-    authority -> worker   stop         end now
+    worker -> service   hello        the process runs and has no device context yet
+    service -> worker   hold         for the warm pool only: read this file into memory and wait
+    worker -> service   held         done; or `failed`, then exit
+    service -> worker   grant        the model and its devices; the worker inherited the listening socket
+    worker -> service   progress *   0.0 .. 1.0 while loading
+    worker -> service   ready        allocated buffers and model metadata; or `failed`, then exit
+    worker -> service   beat *       heartbeat every BEAT_SECONDS
+    service -> worker   offload      save the sequences and free the context; then wait for a grant, or exit
+    worker -> service   offloaded    done
+    service -> worker   limit *      the number of concurrent sequences
+    service -> worker   forget *     drop retained prefixes
+    service -> worker   threads *    the number of compute threads
+    service -> worker   drain        finish running requests, take no new ones, then exit with status 0
+    service -> worker   stop         exit now
 
-End of file means death in both directions.
+The end of the stream means that the other side has ended.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 BEAT_SECONDS = 0.5
-"""A worker is heard at least this often, busy or idle."""
+"""Longest interval between heartbeats of a worker."""
 
 LINK_FD_ENV = "HEADGATE_WORKER_LINK_FD"
 SOCKET_FD_ENV = "HEADGATE_WORKER_SOCKET_FD"
 PARENT_ENV = "HEADGATE_WORKER_PARENT"
-"""`pid` of the authority: a worker whose parent is another process by the time it looks exits at once."""
+"""Process id of the service. A worker with another parent exits at its start."""
 KEEP_FD_ENV = "HEADGATE_WORKER_KEEP_FD"
-"""Memory without a name, where sequences are saved that outlive the process; the authority holds it too."""
+"""Descriptor of an anonymous memory file for saved sequences. The service holds it too, so that they survive."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceGrant:
-    """Where a model may live. `kind` is `cpu` or `gpu`; `id` is the authority's name for it (`cpu`, `gpu-0`).
+    """A device for a model. `kind` is `cpu` or `gpu`; `id` is the service's name for it (`cpu`, `gpu-0`).
 
-    `ggml_name` picks the ggml device by name (`CUDA0`, `Metal`); `rpc_endpoint` (host:port) registers a remote ggml
-    device first (simulated GPUs). `environment` was already applied at spawn (`CUDA_VISIBLE_DEVICES=GPU-uuid`).
+    `ggml_name` is the name of the ggml device (`CUDA0`, `Metal`). `rpc_endpoint` (host:port) is the address of a remote
+    ggml device that must be registered first (simulated GPUs).
     """
 
     id: str
@@ -64,10 +64,10 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What to load. Units: tokens for lengths and batches, bytes for memory, seconds for times.
+    """The model to load. Units: tokens for lengths and batches, bytes for memory, seconds for times.
 
-    `reserved_bytes` is what the ledger holds per device id. `context_length` is per sequence; the KV cache has so
-    many cells for each of `parallel` sequences. `threads` None: the physical cores this process may use.
+    `reserved_bytes` is the reservation per device id. `context_length` is the number of KV cells for each of
+    `parallel` sequences. `threads` None means the physical cores of this process.
     """
 
     tag: ClassVar[str] = "grant"
@@ -89,17 +89,17 @@ class Grant:
     queue_limit: int = 512
     reserved_bytes: Mapping[str, int] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Of a worker that was started before its devices were known: set before llama.cpp sees any."""
+    """Variables to set before llama.cpp initializes, for a worker that was started before its devices were known."""
 
     @property
     def on_cpu(self) -> bool:
-        """Whether no device but the CPU computes."""
+        """Whether all devices are CPUs."""
         return all(device.kind == "cpu" for device in self.devices)
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Copy the file at `path` into memory of your own; a later grant loads from there."""
+    """Read the file at `path` into memory. A later grant loads from there."""
 
     tag: ClassVar[str] = "hold"
     path: str
@@ -107,7 +107,7 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """`count_bytes` of a file are in memory; the worker has no device and waits."""
+    """`count_bytes` of a file are in memory. The worker has no device and waits."""
 
     tag: ClassVar[str] = "held"
     count_bytes: int
@@ -115,9 +115,9 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Save what the sequences hold, `most_bytes` of it, and free the context; then `stays` says whether to wait or end.
+    """Save at most `most_bytes` of the sequences and free the context; then wait if `stays`, else exit.
 
-    Nothing is in flight when this is sent.
+    It is sent only when no request is in flight.
     """
 
     tag: ClassVar[str] = "offload"
@@ -127,7 +127,7 @@ class Offload:
 
 @dataclass(frozen=True, slots=True)
 class Offloaded:
-    """The context is free. `count_bytes` of `sequences` with `tokens` in all are saved."""
+    """The context is freed, and `sequences` with `tokens` in total are saved in `count_bytes`."""
 
     tag: ClassVar[str] = "offloaded"
     count_bytes: int
@@ -137,7 +137,7 @@ class Offloaded:
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """Share of the load, or of a file's way into memory, that is done: 0.0 to 1.0."""
+    """Completed share of a load, or of reading a file into memory: 0.0 to 1.0."""
 
     tag: ClassVar[str] = "progress"
     fraction: float
@@ -145,7 +145,7 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """One allocation llama.cpp made: `kind` is weights, kv, compute or other."""
+    """One allocation of llama.cpp. `kind` is weights, kv, compute or other."""
 
     device: str
     kind: str
@@ -154,7 +154,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The model answers on its socket from now on."""
+    """The model is loaded and serves requests on its socket."""
 
     tag: ClassVar[str] = "ready"
     load_seconds: float
@@ -163,14 +163,14 @@ class Ready:
     capabilities: tuple[str, ...]
     metadata: Mapping[str, Any] = field(default_factory=dict)
     restored_tokens: int = 0
-    """Of sequences that were saved before and are there again."""
+    """Tokens of restored sequences."""
     restore_seconds: float = 0.0
-    """What putting those back took, of `load_seconds` or beside it."""
+    """Time to restore them; may be part of `load_seconds`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The load failed cleanly; the process exits after saying so. `cause` is an ExitCause value."""
+    """The load failed, and the process exits. `cause` is an ExitCause value."""
 
     tag: ClassVar[str] = "failed"
     cause: str
@@ -178,9 +178,9 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
-    """Sign of life. `step_seconds` is how long the running decode step has taken so far, None between steps;
-    `step_tokens` its batch size. Counts are since the worker became ready.
+class Heartbeat:
+    """Heartbeat. `step_seconds` is the time of the running step so far, None between steps; `step_tokens` is its batch
+    size. The counters start when the worker becomes ready.
     """
 
     tag: ClassVar[str] = "beat"
@@ -191,16 +191,16 @@ class Beat:
     prompt_tokens: int
     generated_tokens: int
     cells_used: int = 0
-    """KV cells that hold something of a sequence that runs."""
+    """KV cells of running sequences."""
     cells_retained: int = 0
-    """KV cells that are kept for later requests that begin alike."""
+    """KV cells of retained prefixes."""
     prefill_tokens_per_second: float | None = None
-    """At which prompts were read lately, tokens that were there already included; None before the first."""
+    """Recent prefill rate, including reused tokens; None before the first prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Compute at most `sequences` (1 or more) at once from now on; those that run already go on."""
+    """Compute at most `sequences` (1 or more) concurrently. Running ones continue."""
 
     tag: ClassVar[str] = "limit"
     sequences: int
@@ -208,14 +208,14 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Drop the prefixes that are retained for later requests, and give free memory back to the system."""
+    """Drop retained prefixes and return free memory to the system."""
 
     tag: ClassVar[str] = "forget"
 
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """Compute with `count` threads (1 or more) from the next step on."""
+    """Use `count` threads (1 or more) from the next step on."""
 
     tag: ClassVar[str] = "threads"
     count: int
@@ -223,14 +223,14 @@ class Threads:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Finish what runs, take nothing new, then end with status 0."""
+    """Finish running requests, take no new ones, then exit with status 0."""
 
     tag: ClassVar[str] = "drain"
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End now; running answers get an honest error frame."""
+    """Exit now. Running streams end with an error frame."""
 
     tag: ClassVar[str] = "stop"
 
@@ -243,7 +243,7 @@ Message = (
     | LoadProgress
     | Ready
     | Failed
-    | Beat
+    | Heartbeat
     | Offload
     | Offloaded
     | Limit
@@ -262,7 +262,7 @@ _TYPES: Mapping[str, type] = {
         LoadProgress,
         Ready,
         Failed,
-        Beat,
+        Heartbeat,
         Offload,
         Offloaded,
         Limit,
@@ -280,7 +280,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(line: bytes) -> Message:
-    """The message in one line; raises ValueError for anything that is none."""
+    """The message in `line`. Raises ValueError for an invalid one."""
     data = json.loads(line)
     tag = data.pop("tag", None) if isinstance(data, dict) else None
     kind = _TYPES.get(tag) if isinstance(tag, str) else None

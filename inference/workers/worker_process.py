@@ -1,7 +1,6 @@
-"""One worker process as its parent has it: what it is told and says, how it ended; decides when it is dead or hung.
+"""The service's side of one worker process: messages, output, hang detection, and exit.
 
-It is known dead the moment its pidfd says so (elsewhere: when its link ends), and hung when it is silent longer than
-allowed or one step takes longer than its batch explains. What is loaded is decided elsewhere.
+A worker has ended when its pidfd is readable (on systems without pidfds: when its link ends).
 """
 
 from __future__ import annotations
@@ -18,17 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from inference.protocol import ExitCause
-from inference.workers.exit_cause import Remains, classify, is_wordless, telling
-from inference.workers.hang_detection import Patience
-from inference.workers.hang_watch import TICK_SECONDS, Watch
-from inference.workers.kernel_oom_kills import HostKills
+from inference.workers.exit_cause import ExitEvidence, classify, is_silent_abort, most_telling_line
+from inference.workers.hang_detection import TICK_SECONDS, HangTimeouts, HangWatch
+from inference.workers.kernel_oom_kills import KernelOomKills
 from inference.workers.launch import launch
 from inference.workers.worker_link import (
-    Beat,
     Drain,
     Failed,
     Forget,
     Grant,
+    Heartbeat,
     Held,
     Hello,
     Hold,
@@ -47,7 +45,7 @@ from inference.workers.worker_link import (
 log = logging.getLogger(__name__)
 
 STOP_SECONDS = 5.0
-"""A worker told to stop is killed after this."""
+"""Time between a stop message and SIGKILL."""
 KEPT_LINES = 200
 _MOST_LINE_BYTES = 2**20
 _STARVED = "the kernel killed the worker because host memory ran out (killed)"
@@ -55,9 +53,11 @@ _STARVED = "the kernel killed the worker because host memory ran out (killed)"
 
 @dataclass(frozen=True, slots=True)
 class WorkerExit:
-    """How a worker ended. `message` is one sentence; `last_lines` what it wrote last; `status` as waitpid tells it;
-    `starved` says that the kernel ended it because host memory ran out; `wordless` that it aborted and said nothing
-    about it, as if somebody had sent the signal; `beat` is its last sign of life.
+    """How a worker ended.
+
+    `message` is one sentence, `last_lines` the end of its output, `status` the exit status or minus the signal number.
+    `starved`: the kernel killed it because host memory ran out. `silent_abort`: it got SIGABRT without an error
+    message, so another process may have sent it. `beat` is its last heartbeat.
     """
 
     cause: ExitCause
@@ -66,12 +66,12 @@ class WorkerExit:
     last_lines: tuple[str, ...]
     was_ready: bool
     starved: bool = False
-    wordless: bool = False
-    beat: Beat | None = None
+    silent_abort: bool = False
+    beat: Heartbeat | None = None
 
 
-class WorkerGone(Exception):  # noqa: N818 - what happened
-    """The worker ended before it was ready; carries the exit."""
+class WorkerGone(Exception):  # noqa: N818 - an event, not an error
+    """The worker ended before it was ready."""
 
     def __init__(self, exit: WorkerExit) -> None:
         super().__init__(exit.message)
@@ -79,10 +79,8 @@ class WorkerGone(Exception):  # noqa: N818 - what happened
 
 
 class WorkerProcess:
-    """One worker. `ready` is done once it loaded (or raises WorkerGone), `exited` once it was reaped.
-
-    `held` and `offloaded` are done when it has done what `hold` and the last `offload` asked for; `ready` anew after
-    every `grant`.
+    """One worker. Its futures are resolved by messages: `ready` after each `grant`, `held` after `hold`, `offloaded`
+    after each `offload`; they raise WorkerGone when the worker ends before. `exited` is resolved when it was reaped.
     """
 
     def __init__(
@@ -91,16 +89,16 @@ class WorkerProcess:
         path: Path,
         command: Sequence[str],
         environment: Mapping[str, str],
-        patience: Patience,
+        timeouts: HangTimeouts,
         on_change: Callable[[], None],
         keep: int | None = None,
-        kills: HostKills | None = None,
+        kills: KernelOomKills | None = None,
         build_is_trusted: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`keep`: a descriptor of memory for sequences that outlive the process; from here on it is the worker's.
-        `build_is_trusted`: whether a death at the first step cannot be llama.cpp's.
+        """Starts the process. Raises HeadgateError.
 
-        Raises HeadgateError.
+        `keep`: descriptor of a memory file for sequences that outlive the process; this object closes it.
+        `build_is_trusted`: whether llama.cpp is known to compute, so that a crash at the first step has other causes.
         """
         self.name = name
         self._keep = keep
@@ -109,7 +107,7 @@ class WorkerProcess:
         self._has_computed = False
         self.socket_path = path
         self.progress = 0.0
-        self.beat: Beat | None = None
+        self.beat: Heartbeat | None = None
         self._on_change = on_change
         self._loop = asyncio.get_running_loop()
         self.hello: asyncio.Future[Hello] = self._loop.create_future()
@@ -133,66 +131,66 @@ class WorkerProcess:
         self._loop.add_reader(self._errors, self._on_errors)
         if self._pidfd is not None:
             self._loop.add_reader(self._pidfd, self._on_exit)
-        self._watch = Watch(patience, self._loop.time())
+        self._watch = HangWatch(timeouts, self._loop.time())
         self._ticker = self._loop.call_later(TICK_SECONDS, self._tick)
 
-    # --- speaking --------------------------------------------------------------------------------------------------
+    # --- messages to the worker ------------------------------------------------------------------------------------
     def grant(self, grant: Grant) -> None:
-        """Tells the worker what to load, or to take up again."""
+        """Makes the worker load a model, or restore an offloaded one."""
         if self.ready.done():
             self.ready = self._loop.create_future()
         self.progress = 0.0
-        self._watch.asked(self._loop.time())
+        self._watch.begin_task(self._loop.time())
         self._send(grant)
 
     def hold(self, path: str) -> None:
-        """Tells a fresh worker to take a file into its memory and to wait."""
-        self._watch.asked(self._loop.time())
+        """Makes a new worker read a file into its memory and wait."""
+        self._watch.begin_task(self._loop.time())
         self._send(Hold(path))
 
     def offload(self, most_bytes: int, *, stays: bool) -> None:
-        """Asks a worker that nobody uses to save its sequences and to free its context, and then to stay or to end."""
+        """Makes an idle worker save its sequences and free its context, and then stay or end."""
         if self.offloaded.done():
             self.offloaded = self._loop.create_future()
         self._requested = self._requested or not stays
         self._send(Offload(most_bytes, stays))
 
     def suspend(self) -> None:
-        """Somebody suspends it: nobody waits for a word of it, and it cannot stop by itself."""
+        """The process is being suspended: hang detection pauses, and `stop` kills."""
         self._suspended = True
 
     def resumed(self) -> None:
-        """It can speak again."""
+        """The process runs again after `suspend`."""
         self._suspended = False
-        self._watch.heard(self._loop.time())
+        self._watch.note_message(self._loop.time())
         self.beat = None
 
-    def shared_keep(self) -> int | None:
-        """A descriptor of one's own for the memory in which this worker saves sequences; None where there is none."""
+    def duplicate_keep(self) -> int | None:
+        """A duplicate of the descriptor of saved sequences, or None."""
         if self._keep is not None:
-            with contextlib.suppress(OSError):  # none are left: the sequences are not taken along
+            with contextlib.suppress(OSError):  # no descriptors are left: the new worker starts without the sequences
                 return os.dup(self._keep)
         return None
 
     def limit(self, sequences: int) -> None:
-        """Tells it how many sequences it may compute at once."""
+        """Limits the number of concurrent sequences."""
         self._send(Limit(sequences))
 
     def use_threads(self, count: int) -> None:
-        """Tells it how many threads to compute with."""
+        """Sets the number of compute threads."""
         self._send(Threads(count))
 
     def forget(self) -> None:
-        """Tells it to drop the prefixes that it retains."""
+        """Makes the worker drop its retained prefixes."""
         self._send(Forget())
 
     def drain(self) -> None:
-        """Asks the worker to finish what runs and to take nothing new."""
+        """Makes the worker finish its requests, take no new ones, and end."""
         self._requested = True
         self._send(Drain())
 
     def stop(self) -> None:
-        """Ends the worker: asked first, killed after STOP_SECONDS, or at once if suspended. May be called again."""
+        """Ends the worker: by message, by SIGKILL after STOP_SECONDS, or by SIGKILL now if suspended. Idempotent."""
         self._requested = True
         if self._suspended:
             self.kill()
@@ -202,24 +200,24 @@ class WorkerProcess:
             self._stop_timer = self._loop.call_later(STOP_SECONDS, self.kill)
 
     def kill(self, hang: str | None = None) -> None:
-        """Ends the worker and whatever it started at once; `hang` is the sentence for its crash record."""
+        """Kills the worker and its children. `hang` is the reason for the crash record."""
         if self.exited.done() or self._process.returncode is not None:
             return
         if hang is not None and self._hang is None:
             self._hang = hang
-        with contextlib.suppress(ProcessLookupError):  # it left its group, or is a zombie we reap in a moment
+        with contextlib.suppress(ProcessLookupError):  # it left its group, or is a zombie that is about to be reaped
             os.killpg(self.pid, signal.SIGKILL)
 
-    def lose(self, why: str) -> None:
-        """Its device is lost: ends it at once, and its exit says so in the words of `why`."""
-        self._failed = self._failed or Failed(ExitCause.DEVICE_LOST, why)
+    def lose(self, reason: str) -> None:
+        """Kills the worker because its device is lost. `reason` becomes the message of its exit."""
+        self._failed = self._failed or Failed(ExitCause.DEVICE_LOST, reason)
         self.kill()
 
     def _send(self, message: Message) -> None:
-        with contextlib.suppress(OSError):  # a dead worker hears nothing; its exit is told by the pidfd
+        with contextlib.suppress(OSError):  # the worker has ended, which the pidfd shows
             self._link.send(encode(message))
 
-    # --- hearing ---------------------------------------------------------------------------------------------------
+    # --- messages and output of the worker -------------------------------------------------------------------------
     def _on_link(self) -> None:
         try:
             data = self._link.recv(65536)
@@ -231,18 +229,18 @@ class WorkerProcess:
             self._loop.remove_reader(self._link.fileno())
             if self._pidfd is None:
                 self._poll_exit()
-            else:  # a worker that closes its link must be about to end
+            else:  # a worker that closes its link is about to end
                 self._stop_timer = self._stop_timer or self._loop.call_later(STOP_SECONDS, self.kill)
             return
-        self._watch.heard(self._loop.time())
+        self._watch.note_message(self._loop.time())
         *lines, self._inbox = (self._inbox + data).split(b"\n")
         if len(self._inbox) > _MOST_LINE_BYTES:
-            self.kill("it sent a message without an end")
+            self.kill("it sent a message that is too long")
         for line in lines:
             try:
                 self._take(decode(line))
             except ValueError:
-                log.exception("worker %s (pid %d) sent something else than a message", self.name, self.pid)
+                log.exception("worker %s (pid %d) sent an invalid message", self.name, self.pid)
 
     def _take(self, message: Message) -> None:
         match message:
@@ -253,7 +251,7 @@ class WorkerProcess:
                 self.progress = min(1.0, max(self.progress, fraction))
                 self._on_change()
             case Held():
-                self._watch.done()
+                self._watch.end_task()
                 if not self.held.done():
                     self.held.set_result(message)
             case Offloaded():
@@ -261,17 +259,17 @@ class WorkerProcess:
                     self.offloaded.set_result(message)
             case Ready():
                 self.progress = 1.0
-                self._watch.done()
+                self._watch.end_task()
                 if not self.ready.done():
                     self.ready.set_result(message)
             case Failed():
                 self._failed = message
-            case Beat():
+            case Heartbeat():
                 self.beat = message
                 self._has_computed = self._has_computed or message.prompt_tokens + message.generated_tokens > 0
                 self._on_change()
             case _:
-                log.error("worker %s sent %s, which is ours to send", self.name, message.tag)
+                log.error("worker %s sent %s, which only the service sends", self.name, message.tag)
 
     def _on_errors(self) -> None:
         try:
@@ -288,26 +286,26 @@ class WorkerProcess:
         for line in lines:
             self._lines.append(line[-1000:].decode("utf-8", "replace").rstrip())
 
-    # --- watching --------------------------------------------------------------------------------------------------
+    # --- hang detection and exit -----------------------------------------------------------------------------------
     def _tick(self) -> None:
         now = self._loop.time()
         self._watch.tick(now)
         self._ticker = self._loop.call_later(TICK_SECONDS, self._tick)
         if self._suspended:
             return
-        if complaint := self._watch.complaint(now, self.beat, greeted=self.hello.done()):
-            log.error("worker %s (pid %d) hangs: %s", self.name, self.pid, complaint)
-            self.kill(complaint)
+        if reason := self._watch.hang_reason(now, self.beat, greeted=self.hello.done()):
+            log.error("worker %s (pid %d) hangs: %s", self.name, self.pid, reason)
+            self.kill(reason)
 
     def _on_exit(self) -> None:
-        """The pidfd is readable: the process is a zombie and its group can still be signaled safely."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # it was alone in its group
+        """The process is a zombie, so its group can still be signaled safely."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has no children
             os.killpg(self.pid, signal.SIGKILL)
         status = self._process.wait()
         self._close(status)
 
     def _poll_exit(self) -> None:
-        """Without a pidfd: the link has ended, so the exit is a moment away."""
+        """Waits for the exit after the end of the link, on systems without pidfds."""
         if (status := self._process.poll()) is not None:
             self._close(status)
         else:
@@ -332,20 +330,20 @@ class WorkerProcess:
         if self._keep is not None:
             os.close(self._keep)
         exit = self._exit(status)
-        promises: tuple[asyncio.Future[Any], ...] = (self.hello, self.held, self.ready, self.offloaded)
-        for promise in promises:
-            if not promise.done():
-                promise.set_exception(WorkerGone(exit))
-                promise.exception()  # whoever awaited it is told; nobody has to
+        futures: tuple[asyncio.Future[Any], ...] = (self.hello, self.held, self.ready, self.offloaded)
+        for future in futures:
+            if not future.done():
+                future.set_exception(WorkerGone(exit))
+                future.exception()  # marks it as retrieved, because it is not always awaited
         self.exited.set_result(exit)
 
     def _drain_pipes(self) -> None:
-        """Takes what the worker said last: its reason is often there."""
-        with contextlib.suppress(OSError):  # nothing more, or closed
+        """Reads the remaining messages and output, which often contain the reason of the exit."""
+        with contextlib.suppress(OSError):  # nothing left, or closed
             while data := self._link.recv(65536):
                 *lines, self._inbox = (self._inbox + data).split(b"\n")
                 for line in lines:
-                    with contextlib.suppress(ValueError):  # cut off in the middle
+                    with contextlib.suppress(ValueError):  # an incomplete message
                         self._take(decode(line))
         with contextlib.suppress(OSError):
             while data := os.read(self._errors, 65536):
@@ -355,7 +353,7 @@ class WorkerProcess:
                 self._lines.append(line[-1000:].decode("utf-8", "replace").rstrip())
 
     def _exit(self, status: int) -> WorkerExit:
-        remains = Remains(
+        evidence = ExitEvidence(
             status=status,
             requested=self._requested,
             hang=self._hang is not None,
@@ -366,22 +364,30 @@ class WorkerProcess:
             build_is_trusted=self._build_is_trusted(),
             last_text="\n".join(self._lines),
         )
-        cause = classify(remains)
+        cause = classify(evidence)
         starved = cause is ExitCause.KILLED and status == -signal.SIGKILL and self._starved()
-        said = _STARVED if starved else self._sentence(cause, status)
-        wordless, lines = is_wordless(remains), tuple(self._lines)
-        return WorkerExit(cause, status, said, lines, remains.ready, starved, wordless, self.beat)
+        message = _STARVED if starved else self._exit_message(cause, status)
+        return WorkerExit(
+            cause,
+            status,
+            message,
+            tuple(self._lines),
+            evidence.ready,
+            starved,
+            is_silent_abort(evidence),
+            self.beat,
+        )
 
     def _starved(self) -> bool:
-        return self._kills is not None and self._kills.lately(self._loop.time())
+        return self._kills is not None and self._kills.is_recent(self._loop.time())
 
-    def _sentence(self, cause: ExitCause, status: int) -> str:
+    def _exit_message(self, cause: ExitCause, status: int) -> str:
         if self._failed is not None:
             return self._failed.message
         if self._hang is not None:
             return f"the worker hung: {self._hang}"
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
-        told = cause not in (ExitCause.KILLED, ExitCause.REQUESTED)  # then its last line has nothing to do with it
-        last = telling(self._lines) if told else ""
+        is_external = cause in (ExitCause.KILLED, ExitCause.REQUESTED)  # its output does not explain the exit
+        last = "" if is_external else most_telling_line(self._lines)
         name = "broken build" if cause is ExitCause.BROKEN_BUILD else cause
         return f"the worker ended with {how} ({name}){': ' + last[:300] if last else ''}"

@@ -1,6 +1,7 @@
-"""Starts worker processes and ends them all; never decides what is loaded, nor when a worker is dead.
+"""Starts worker processes and ends them at shutdown.
 
-Spawning happens on the main thread: the kernel's death signal of a child follows the *thread* that made it.
+Workers are started from the main thread, because the kernel's parent-death signal follows the *thread* that started
+the child.
 """
 
 from __future__ import annotations
@@ -14,34 +15,34 @@ from collections.abc import Callable, Mapping, Sequence
 
 from headgate.shared.errors import HeadgateError
 from headgate.shared.state import StateDir
-from inference.workers.hang_detection import Patience
-from inference.workers.kernel_oom_kills import HostKills
-from inference.workers.os_api import nameless_memory, socket_directory
+from inference.workers.hang_detection import HangTimeouts
+from inference.workers.kernel_oom_kills import KernelOomKills
+from inference.workers.os_api import anonymous_memory, socket_directory
 from inference.workers.worker_process import WorkerProcess
 
 WORKER_COMMAND = (sys.executable, "-m", "inference.worker")
 
 
 class Supervisor:
-    """Spawns workers; keeps the directory of their sockets."""
+    """Starts workers and owns the directory of their sockets."""
 
     def __init__(
         self,
         state: StateDir,
-        patience: Patience,
+        timeouts: HangTimeouts,
         *,
         command: Sequence[str] = WORKER_COMMAND,
         build_is_trusted: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`build_is_trusted`: as workers are given it."""
+        """`build_is_trusted`: see WorkerProcess."""
         self._build_is_trusted = build_is_trusted
-        self._patience = patience
+        self._timeouts = timeouts
         self._command = tuple(command)
         self._directory = socket_directory(state)
         self._count = 0
-        self.kills = HostKills()
+        self.kills = KernelOomKills()
         self.workers: set[WorkerProcess] = set()
-        for left in self._directory.glob("*.sock"):  # of an authority that was killed; we hold its lock now
+        for left in self._directory.glob("*.sock"):  # left by a killed service, whose lock this one holds now
             left.unlink(missing_ok=True)
 
     def spawn(
@@ -52,23 +53,24 @@ class Supervisor:
         *,
         after: WorkerProcess | None = None,
     ) -> WorkerProcess:
-        """Starts a worker for `name`; `on_change` is called after progress and beats. Raises HeadgateError.
+        """Starts a worker for `name` and calls `on_change` after its progress messages and heartbeats.
 
-        Must run on the main thread, within the running loop. What the worker `after` saves, the new one can restore.
+        Must be called on the main thread within the running event loop. The new worker can restore the sequences that
+        the worker `after` saved. Raises HeadgateError.
         """
         if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("workers are started from the main thread only")
+            raise RuntimeError("workers must be started from the main thread")
         self._count += 1
-        self.kills.look(asyncio.get_running_loop().time())
+        self.kills.update(asyncio.get_running_loop().time())
         path = self._directory / f"{os.getpid()}-{self._count}.sock"
-        keep = nameless_memory() if after is None else after.shared_keep()
+        keep = anonymous_memory() if after is None else after.duplicate_keep()
         try:
             worker = WorkerProcess(
                 name,
                 path,
                 self._command,
                 environment,
-                self._patience,
+                self._timeouts,
                 on_change,
                 keep,
                 self.kills,
@@ -83,9 +85,9 @@ class Supervisor:
         return worker
 
     async def close(self) -> None:
-        """Ends every worker and returns when the last one is reaped."""
+        """Ends all workers and returns when the last one is reaped."""
         for worker in list(self.workers):
             worker.stop()
         await asyncio.gather(*(asyncio.shield(worker.exited) for worker in list(self.workers)))
-        with contextlib.suppress(OSError):  # not empty: somebody else's, or already gone
+        with contextlib.suppress(OSError):  # not empty, or already removed
             self._directory.rmdir()

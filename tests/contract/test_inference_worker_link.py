@@ -15,7 +15,7 @@ import pytest
 
 from headgate.shared.state import StateDir
 from inference.protocol import ExitCause
-from inference.workers.hang_detection import Patience
+from inference.workers.hang_detection import HangTimeouts
 from inference.workers.worker_link import DeviceGrant, Grant
 from inference.workers.worker_process import WorkerGone, WorkerProcess
 from inference.workers.worker_supervisor import WORKER_COMMAND, Supervisor
@@ -28,7 +28,7 @@ COMMANDS = {"fake": FAKE, "real": WORKER_COMMAND}
 
 @pytest.fixture(params=["fake", "real"])
 async def supervisor(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Supervisor]:
-    supervisor = Supervisor(_state(tmp_path), Patience(), command=COMMANDS[request.param])
+    supervisor = Supervisor(_state(tmp_path), HangTimeouts(), command=COMMANDS[request.param])
     yield supervisor
     await supervisor.close()
     assert not list(tmp_path.rglob("*.sock"))
@@ -113,10 +113,10 @@ async def test_a_worker_stopped_before_its_grant_ends(supervisor: Supervisor) ->
 
 # --- misbehavior: only the fake can be told to ------------------------------------------------------------------------
 async def _misbehaving(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience: Patience | None = None, /, **how: object
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeouts: HangTimeouts | None = None, /, **how: object
 ) -> WorkerProcess:
     monkeypatch.setenv("FAKE_WORKER", json.dumps({"tiny": how, "*": how}))
-    supervisor = Supervisor(_state(tmp_path), patience or Patience(), command=FAKE)
+    supervisor = Supervisor(_state(tmp_path), timeouts or HangTimeouts(), command=FAKE)
     worker = supervisor.spawn("tiny", {}, lambda: None)
     worker.hello.add_done_callback(lambda hello: None if hello.exception() else worker.grant(_grant()))
     return worker
@@ -143,15 +143,15 @@ async def test_an_end_before_hello_is_a_startup_failure(tmp_path: Path, monkeypa
 
 
 async def test_a_silent_worker_is_killed_as_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = await _misbehaving(tmp_path, monkeypatch, Patience(silence_seconds=1.0), silent_after=0.5)
+    worker = await _misbehaving(tmp_path, monkeypatch, HangTimeouts(silence_seconds=1.0), silent_after=0.5)
     exit = await asyncio.wait_for(worker.exited, 30)
     assert exit.cause is ExitCause.HANG
     assert "silent" in exit.message
 
 
 async def test_a_step_beyond_its_allowance_is_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    patience = Patience(step_seconds=1.0, step_seconds_per_token=0.5)
-    worker = await _misbehaving(tmp_path, monkeypatch, patience, step_seconds=2.0)
+    timeouts = HangTimeouts(step_seconds=1.0, step_seconds_per_token=0.5)
+    worker = await _misbehaving(tmp_path, monkeypatch, timeouts, step_seconds=2.0)
     exit = await asyncio.wait_for(worker.exited, 30)
     assert exit.cause is ExitCause.HANG
     assert "a step of 1 tokens" in exit.message
@@ -168,7 +168,7 @@ async def test_a_worker_that_ignores_stop_is_killed(tmp_path: Path, monkeypatch:
 
 async def test_a_state_directory_with_a_long_path_still_gets_sockets(tmp_path: Path) -> None:
     deep = tmp_path / ("d" * 90) / ("e" * 60)
-    supervisor = Supervisor(StateDir.from_env({"HEADGATE_STATE_DIR": str(deep)}), Patience(), command=FAKE)
+    supervisor = Supervisor(StateDir.from_env({"HEADGATE_STATE_DIR": str(deep)}), HangTimeouts(), command=FAKE)
     worker = await _ready(supervisor)
     assert len(os.fsencode(worker.socket_path)) < 104
     await supervisor.close()

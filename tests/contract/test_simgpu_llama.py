@@ -17,7 +17,7 @@ from inference.devices.simgpu.control import SimulatorError
 from inference.devices.simgpu.rpc_wire import Command, request
 from inference.protocol import ExitCause
 from inference.workers import worker_link
-from inference.workers.exit_cause import Remains, classify
+from inference.workers.exit_cause import ExitEvidence, classify
 from tests.rigs import tiny_gguf
 from tests.rigs.processes import children_of, wait_until
 from tests.rigs.sim_devices import SimDevices
@@ -122,7 +122,7 @@ def test_a_cut_device_ends_its_worker_as_a_lost_one(tmp_path: Path, devices: Sim
             rig.post("/v1/completions", ASK)
         status = rig.wait()
         assert status == -signal.SIGABRT
-        assert classify(Remains(status, last_text=rig.log)) is ExitCause.DEVICE_LOST
+        assert classify(ExitEvidence(status, last_text=rig.log)) is ExitCause.DEVICE_LOST
     lost = tmp_path / "lost"
     lost.mkdir()
     with WorkerRig(lost, grant(devices)) as rig:

@@ -9,7 +9,7 @@ import pytest
 
 from inference import views
 from inference.protocol import ModelStatus
-from inference.workers.worker_link import Beat
+from inference.workers.worker_link import Heartbeat
 from tests.rigs.authority_rig import FakeAccelerator, FakeEstimator, Start, services
 from tests.rigs.instant_workers import InstantSupervisor
 
@@ -34,7 +34,7 @@ async def test_waits_are_told_once_they_were_measured(start: Start) -> None:
     leases = [await authority.ask(model).wait(1) for _ in range(3)]
     assert told().queue_seconds is None, "no answer was timed yet"
     assert model.running is not None
-    model.running.worker.beat = Beat(None, 0, 0, 0, 0, 0, prefill_tokens_per_second=250.0)
+    model.running.worker.beat = Heartbeat(None, 0, 0, 0, 0, 0, prefill_tokens_per_second=250.0)
     assert told().prefill_tokens_per_second == 250
     model.pace = model.pace.answered(4.0)
     assert told().answer_seconds == 4

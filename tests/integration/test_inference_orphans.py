@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from headgate.shared.state import StateDir
-from inference.workers.orphans import FAMILY_ENV, began, take_over
+from inference.workers.orphans import FAMILY_ENV, end_orphans, start_ticks
 
 SLEEP = [sys.executable, "-c", "import signal; print(flush=True); signal.pause()"]
 
@@ -64,44 +64,44 @@ def _write(state: StateDir, token: str, pid: int, began_at: int) -> None:
 def test_only_who_has_the_token_is_ended(state: StateDir, strays: Strays) -> None:
     mine, stopped = strays.start("token-1"), strays.start("token-1", stopped=True)
     others = [strays.start("token-2"), strays.start(None)]
-    first = began(mine.pid)
+    first = start_ticks(mine.pid)
     assert first is not None
     environ: dict[str, str] = {}
     _write(state, "token-1", GONE, first)
-    assert set(take_over(state, environ)) == {mine.pid, stopped.pid}
+    assert set(end_orphans(state, environ)) == {mine.pid, stopped.pid}
     assert mine.wait(5) == stopped.wait(5) == -signal.SIGKILL
     assert all(stray.poll() is None for stray in others)
     (own,) = json.loads((state.root / "family.json").read_text())
-    assert own == {"token": environ[FAMILY_ENV], "pid": os.getpid(), "began": began(os.getpid())}
+    assert own == {"token": environ[FAMILY_ENV], "pid": os.getpid(), "began": start_ticks(os.getpid())}
     assert len(own["token"]) == 32
 
 
 def test_what_began_before_the_service_is_nobody_of_it(state: StateDir, strays: Strays) -> None:
     stray = strays.start("token-1")
-    started = began(stray.pid)
+    started = start_ticks(stray.pid)
     assert started is not None
     _write(state, "token-1", GONE, started + 1)
-    assert take_over(state, {}) == []
+    assert end_orphans(state, {}) == []
     assert stray.poll() is None
 
 
 def test_the_children_of_a_service_that_lives_are_left_alone(state: StateDir, strays: Strays) -> None:
     living, child = strays.start(None), strays.start("token-1")
-    started = began(living.pid)
+    started = start_ticks(living.pid)
     assert started is not None
     _write(state, "token-1", living.pid, started)
-    assert take_over(state, {}) == []
+    assert end_orphans(state, {}) == []
     assert child.poll() is None
 
 
 @pytest.mark.parametrize("text", ["", "{}", '[{"token": 1}]', '[{"token": "", "pid": 1, "began": 0}]', "[3]"])
 def test_a_damaged_record_ends_nobody(state: StateDir, text: str) -> None:
     (state.root / "family.json").write_text(text)
-    assert take_over(state, {}) == []
+    assert end_orphans(state, {}) == []
 
 
 def test_where_processes_cannot_be_seen_nothing_is_ended(state: StateDir, strays: Strays, tmp_path: Path) -> None:
     stray = strays.start("token-1")
     _write(state, "token-1", GONE, 0)
-    assert take_over(state, {}, tmp_path / "no-proc") == []
+    assert end_orphans(state, {}, tmp_path / "no-proc") == []
     assert stray.poll() is None

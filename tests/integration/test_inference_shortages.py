@@ -23,7 +23,7 @@ from inference.estimate.headrooms import Headrooms
 from inference.gauges import cooldown_seconds
 from inference.protocol import Code, ModelState
 from inference.shortages import EASE_SECONDS
-from inference.workers.kernel_oom_kills import HostKills
+from inference.workers.kernel_oom_kills import KernelOomKills
 from tests.rigs.asgi import ask
 from tests.rigs.authority_rig import MIB, FakeEstimator, SharedDevice, Start, empty, services, until
 
@@ -194,7 +194,7 @@ async def test_a_worker_that_the_kernel_killed_for_memory_says_so(start: Start, 
     service = await begin(start, {}, {})
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/vmstat").write_text("oom_kill 0\n")
-    service.authority.loads.supervisor.kills = HostKills(tmp_path)
+    service.authority.loads.supervisor.kills = KernelOomKills(tmp_path)
     model = service.authority.resolve("a")
     for count in (0, 1):
         await service.authority.load(model, 10)

@@ -36,7 +36,7 @@ async def _accelerators(state: StateDir) -> None:
 
 
 async def _family(state: StateDir) -> None:
-    orphans.take_over(state, {}, proc=state.root / "no-proc")
+    orphans.end_orphans(state, {}, proc=state.root / "no-proc")
 
 
 async def _build(state: StateDir) -> None:
@@ -182,7 +182,7 @@ def test_up_says_what_to_do_about_a_directory_in_place_of_its_files(tmp_path: Pa
     """The message names the path and the two ways out."""
     (tmp_path / name).mkdir()
     record = Record(1, "http://127.0.0.1:1", "http://127.0.0.1:2")
-    with pytest.raises(HeadgateError, match=r"move what is there away, or set HEADGATE_STATE_DIR") as caught:
+    with pytest.raises(HeadgateError, match=r"move it away, or set HEADGATE_STATE_DIR") as caught:
         record.published(StateDir(tmp_path)).__enter__()
     assert f" {tmp_path / name} (" in str(caught.value)
     assert Record.read(StateDir(tmp_path)) is None

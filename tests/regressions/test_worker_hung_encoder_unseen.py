@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from inference.worker.service import longer
-from inference.workers.worker_link import Beat
+from inference.workers.worker_link import Heartbeat
 
-BUSY = Beat(step_seconds=0.01, step_tokens=4, active=2, queued=1, prompt_tokens=7, generated_tokens=9)
+BUSY = Heartbeat(step_seconds=0.01, step_tokens=4, active=2, queued=1, prompt_tokens=7, generated_tokens=9)
 
 
 @pytest.mark.parametrize(
@@ -17,12 +17,12 @@ BUSY = Beat(step_seconds=0.01, step_tokens=4, active=2, queued=1, prompt_tokens=
 def test_the_longer_of_two_running_steps_is_told(
     engine: float | None, eye: float | None, shown: tuple[float, int]
 ) -> None:
-    beat = Beat(engine, 4, BUSY.active, BUSY.queued, BUSY.prompt_tokens, BUSY.generated_tokens)
-    told = longer(beat, Beat(eye, 64, 0, 0, 0, 0))
+    beat = Heartbeat(engine, 4, BUSY.active, BUSY.queued, BUSY.prompt_tokens, BUSY.generated_tokens)
+    told = longer(beat, Heartbeat(eye, 64, 0, 0, 0, 0))
     assert (told.step_seconds, told.step_tokens) == shown
     assert (told.active, told.queued, told.prompt_tokens, told.generated_tokens) == (2, 1, 7, 9)
 
 
 def test_two_that_rest_are_no_step() -> None:
-    rest = Beat(None, 0, 0, 0, 0, 0)
+    rest = Heartbeat(None, 0, 0, 0, 0, 0)
     assert longer(rest, rest) == rest

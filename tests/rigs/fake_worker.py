@@ -89,7 +89,7 @@ async def _load(send: Any, how: dict[str, Any]) -> None:
 async def _beat(send: Any, site: Site) -> None:
     elapsed = 0.0
     while elapsed < site.how.get("silent_after", 1e9):
-        send(worker_link.Beat(site.how.get("step_seconds"), 1, site.active, 0, 10, 10))
+        send(worker_link.Heartbeat(site.how.get("step_seconds"), 1, site.active, 0, 10, 10))
         await asyncio.sleep(worker_link.BEAT_SECONDS)
         elapsed += worker_link.BEAT_SECONDS
     await asyncio.Event().wait()

@@ -25,7 +25,7 @@ class InstantWorker:
         self.socket_path = Path("/nowhere")
         self.progress = 0.0
         self.threads: int | None = None
-        self.beat: worker_link.Beat | None = None
+        self.beat: worker_link.Heartbeat | None = None
         self.hello: asyncio.Future[worker_link.Hello] = loop.create_future()
         self.ready: asyncio.Future[worker_link.Ready] = loop.create_future()
         self.exited: asyncio.Future[WorkerExit] = loop.create_future()

@@ -50,7 +50,7 @@ class WorkerRig:
     env: Mapping[str, str] = field(default_factory=dict)
     keep: int | None = None
     """A descriptor of memory for sequences that outlive the process; stays open."""
-    beats: list[worker_link.Beat] = field(default_factory=list)
+    beats: list[worker_link.Heartbeat] = field(default_factory=list)
 
     def start(self) -> WorkerRig:
         """Spawns the process; sends the grant when there is one. Does not wait for it to be ready."""
@@ -96,7 +96,7 @@ class WorkerRig:
                 *lines, pending = (pending + data).split(b"\n")
                 for line in lines:
                     message = worker_link.decode(line)
-                    if isinstance(message, worker_link.Beat):
+                    if isinstance(message, worker_link.Heartbeat):
                         self.beats.append(message)
                     self._messages.put(message)
         self._messages.put(None)
@@ -166,11 +166,11 @@ class WorkerRig:
         finally:
             connection.close()
 
-    def next_beat(self, seconds: float = 5.0) -> worker_link.Beat:
+    def next_beat(self, seconds: float = 5.0) -> worker_link.Heartbeat:
         """A heartbeat that is still to come."""
-        return self.expect(worker_link.Beat, seconds)
+        return self.expect(worker_link.Heartbeat, seconds)
 
-    def fresh_beat(self) -> worker_link.Beat:
+    def fresh_beat(self) -> worker_link.Heartbeat:
         """A heartbeat written after this call."""
         with contextlib.suppress(queue.Empty):
             while True:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from inference.protocol import ExitCause
-from inference.workers.exit_cause import Remains, cause_of_text, classify, is_wordless, telling
+from inference.workers.exit_cause import ExitEvidence, cause_of_text, classify, is_silent_abort, most_telling_line
 
 ABORT, KILL, SEGV, ILL = -6, -9, -11, -4
 CORPUS = Path(__file__).parent / "golden" / "abort_texts.txt"
@@ -31,11 +31,11 @@ def test_the_corpus(cause: str, line: str, lines: tuple[str, ...]) -> None:
     earlier = ("llama_context: n_ctx_per_seq (4096) < n_ctx_train (40960)", "", "a warning of another library")
     said = (*earlier, *lines)
     loads = cause in ("oom_load", "startup")
-    remains = Remains(1 if loads else ABORT, ready=not loads, last_text="\n".join(said))
+    remains = ExitEvidence(1 if loads else ABORT, ready=not loads, last_text="\n".join(said))
     assert classify(remains) == cause
-    assert loads or not is_wordless(remains)
+    assert loads or not is_silent_abort(remains)
     if cause != "startup":
-        assert telling(said).startswith(line)
+        assert most_telling_line(said).startswith(line)
 
 
 def test_every_backend_is_in_the_corpus() -> None:
@@ -45,43 +45,43 @@ def test_every_backend_is_in_the_corpus() -> None:
 
 
 def test_who_says_nothing_may_have_been_sent_a_signal() -> None:
-    assert is_wordless(Remains(ABORT, last_text="a warning"))
-    assert not is_wordless(Remains(ABORT, last_text="a warning\nggml.c:1: GGML_ASSERT(false) failed"))
-    assert not is_wordless(Remains(SEGV))
-    assert telling(["", "first", "last", " "]) == "last"
-    assert telling([]) == ""
+    assert is_silent_abort(ExitEvidence(ABORT, last_text="a warning"))
+    assert not is_silent_abort(ExitEvidence(ABORT, last_text="a warning\nggml.c:1: GGML_ASSERT(false) failed"))
+    assert not is_silent_abort(ExitEvidence(SEGV))
+    assert most_telling_line(["", "first", "last", " "]) == "last"
+    assert most_telling_line([]) == ""
     assert cause_of_text("nothing to see") is None
 
 
 @pytest.mark.parametrize(
     ("remains", "cause"),
     [
-        (Remains(KILL, hang=True, requested=True), ExitCause.HANG),
-        (Remains(1, failed_cause="oom_load", ready=False), ExitCause.OOM_LOAD),
-        (Remains(1, failed_cause="something new", ready=False), ExitCause.STARTUP),
-        (Remains(0, requested=True), ExitCause.REQUESTED),
-        (Remains(KILL, requested=True), ExitCause.REQUESTED),
-        (Remains(0), ExitCause.REQUESTED),
-        (Remains(0, ready=False), ExitCause.STARTUP),
-        (Remains(KILL), ExitCause.KILLED),
-        (Remains(KILL, ready=False, last_text="GGML_ASSERT"), ExitCause.KILLED),
-        (Remains(ABORT), ExitCause.ASSERT),
-        (Remains(SEGV), ExitCause.ASSERT),
-        (Remains(SEGV, has_computed=False), ExitCause.BROKEN_BUILD),
-        (Remains(ILL, has_computed=False), ExitCause.BROKEN_BUILD),
-        (Remains(ILL, has_computed=False, ready=False), ExitCause.BROKEN_BUILD),
-        (Remains(ILL), ExitCause.ASSERT),
-        (Remains(SEGV, has_computed=False, build_is_trusted=True), ExitCause.ASSERT),
-        (Remains(ABORT, has_computed=False), ExitCause.ASSERT),
-        (Remains(SEGV, has_computed=False, last_text="ggml.c:1: GGML_ASSERT(false) failed"), ExitCause.ASSERT),
-        (Remains(SEGV, has_computed=False, requested=True), ExitCause.REQUESTED),
-        (Remains(ABORT, last_text="CUDA error: out of memory"), ExitCause.OOM_COMPUTE),
-        (Remains(ABORT, ready=False, last_text="CUDA error: out of memory"), ExitCause.OOM_LOAD),
-        (Remains(ABORT, last_text="alloc: cudaMalloc failed: out of memory"), ExitCause.OOM_COMPUTE),
-        (Remains(1, greeted=False, ready=False), ExitCause.STARTUP),
-        (Remains(-15), ExitCause.KILLED),
-        (Remains(1), ExitCause.ASSERT),
+        (ExitEvidence(KILL, hang=True, requested=True), ExitCause.HANG),
+        (ExitEvidence(1, failed_cause="oom_load", ready=False), ExitCause.OOM_LOAD),
+        (ExitEvidence(1, failed_cause="something new", ready=False), ExitCause.STARTUP),
+        (ExitEvidence(0, requested=True), ExitCause.REQUESTED),
+        (ExitEvidence(KILL, requested=True), ExitCause.REQUESTED),
+        (ExitEvidence(0), ExitCause.REQUESTED),
+        (ExitEvidence(0, ready=False), ExitCause.STARTUP),
+        (ExitEvidence(KILL), ExitCause.KILLED),
+        (ExitEvidence(KILL, ready=False, last_text="GGML_ASSERT"), ExitCause.KILLED),
+        (ExitEvidence(ABORT), ExitCause.ASSERT),
+        (ExitEvidence(SEGV), ExitCause.ASSERT),
+        (ExitEvidence(SEGV, has_computed=False), ExitCause.BROKEN_BUILD),
+        (ExitEvidence(ILL, has_computed=False), ExitCause.BROKEN_BUILD),
+        (ExitEvidence(ILL, has_computed=False, ready=False), ExitCause.BROKEN_BUILD),
+        (ExitEvidence(ILL), ExitCause.ASSERT),
+        (ExitEvidence(SEGV, has_computed=False, build_is_trusted=True), ExitCause.ASSERT),
+        (ExitEvidence(ABORT, has_computed=False), ExitCause.ASSERT),
+        (ExitEvidence(SEGV, has_computed=False, last_text="ggml.c:1: GGML_ASSERT(false) failed"), ExitCause.ASSERT),
+        (ExitEvidence(SEGV, has_computed=False, requested=True), ExitCause.REQUESTED),
+        (ExitEvidence(ABORT, last_text="CUDA error: out of memory"), ExitCause.OOM_COMPUTE),
+        (ExitEvidence(ABORT, ready=False, last_text="CUDA error: out of memory"), ExitCause.OOM_LOAD),
+        (ExitEvidence(ABORT, last_text="alloc: cudaMalloc failed: out of memory"), ExitCause.OOM_COMPUTE),
+        (ExitEvidence(1, greeted=False, ready=False), ExitCause.STARTUP),
+        (ExitEvidence(-15), ExitCause.KILLED),
+        (ExitEvidence(1), ExitCause.ASSERT),
     ],
 )
-def test_what_is_known_best_counts_first(remains: Remains, cause: ExitCause) -> None:
+def test_what_is_known_best_counts_first(remains: ExitEvidence, cause: ExitCause) -> None:
     assert classify(remains) is cause

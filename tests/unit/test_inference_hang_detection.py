@@ -1,4 +1,4 @@
-"""When a worker counts as hung, and when it is only slow."""
+"""Hang detection: timeouts of a worker, and pauses of the service that do not count."""
 
 from __future__ import annotations
 
@@ -6,17 +6,25 @@ from dataclasses import replace
 
 import pytest
 
-from inference.workers.hang_detection import Life, Patience
+from inference.workers.hang_detection import (
+    TICK_SECONDS,
+    HangTimeouts,
+    HangWatch,
+    Pause,
+    WorkerVitals,
+    without_pauses,
+)
+from inference.workers.worker_link import Heartbeat
 
-PATIENCE = Patience(start_seconds=5, load_seconds=50, silence_seconds=3, step_seconds=10, step_seconds_per_token=1)
-NEW = Life(greeted=False, ready=False, age_seconds=4, silent_seconds=4)
-LOADING = Life(greeted=True, ready=False, age_seconds=49, silent_seconds=2)
-READY = Life(greeted=True, ready=True, age_seconds=999, silent_seconds=2)
+TIMEOUTS = HangTimeouts(start_seconds=5, load_seconds=50, silence_seconds=3, step_seconds=10, step_seconds_per_token=1)
+NEW = WorkerVitals(greeted=False, ready=False, age_seconds=4, silent_seconds=4)
+LOADING = WorkerVitals(greeted=True, ready=False, age_seconds=49, silent_seconds=2)
+READY = WorkerVitals(greeted=True, ready=True, age_seconds=999, silent_seconds=2)
 STEPPING = replace(READY, step_seconds=14.0, step_tokens=5)
 
 
 @pytest.mark.parametrize(
-    ("life", "said"),
+    ("vitals", "reason"),
     [
         (NEW, None),
         (replace(NEW, age_seconds=6), "no sign of life within 6 s"),
@@ -31,6 +39,82 @@ STEPPING = replace(READY, step_seconds=14.0, step_tokens=5)
         (replace(STEPPING, step_seconds=61.0, first_step=True), "longer than 60 s"),
     ],
 )
-def test_what_is_said_of_a_worker(life: Life, said: str | None) -> None:
-    complaint = PATIENCE.complaint(life)
-    assert (complaint is None) if said is None else (complaint is not None and said in complaint)
+def test_worker_hangs_when_a_timeout_has_passed(vitals: WorkerVitals, reason: str | None) -> None:
+    found = TIMEOUTS.hang_reason(vitals)
+    assert (found is None) if reason is None else (found is not None and reason in found)
+
+
+def _beat(step_seconds: float | None) -> Heartbeat:
+    return Heartbeat(step_seconds, 2, 1, 0, 10, 10)
+
+
+def _ticks(watch: HangWatch, until: float, since: float = 0.0) -> None:
+    steps = int((until - since) / TICK_SECONDS)
+    for number in range(1, steps + 1):
+        watch.tick(since + number * TICK_SECONDS)
+
+
+@pytest.mark.parametrize("suspended", [0.0, 3600.0])
+def test_suspended_time_does_not_count_before_a_worker_is_ready(suspended: float) -> None:
+    watch = HangWatch(TIMEOUTS, 0.0)
+    _ticks(watch, 4.0)
+    at = 4.5 + suspended
+    watch.tick(at)
+    assert watch.hang_reason(at, None, greeted=False) is None
+    assert watch.hang_reason(at + 0.6, None, greeted=False) == "no sign of life within 5 s of its start"
+    watch.note_message(at)
+    watch.begin_task(at)
+    watch.tick(at + suspended + 0.5)
+    watch.note_message(at + suspended + 0.5)
+    assert watch.hang_reason(at + suspended + 0.5, None, greeted=True) is None
+
+
+def test_silence_counts_again_after_a_pause() -> None:
+    watch = HangWatch(TIMEOUTS, 0.0)
+    watch.end_task()
+    assert watch.is_ready
+    watch.tick(100.0)
+    assert watch.hang_reason(100.0, None, greeted=True) is None
+    _ticks(watch, 103.0, since=100.0)
+    assert watch.hang_reason(103.0, None, greeted=True) is None
+    watch.tick(103.5)
+    assert watch.hang_reason(103.5, None, greeted=True) == "silent for 4 s"
+
+
+def test_suspended_time_does_not_count_as_part_of_a_step() -> None:
+    """The worker reports a step time that includes the suspended time."""
+    watch = HangWatch(TIMEOUTS, 0.0)
+    watch.end_task()
+    _ticks(watch, 2.0)
+    watch.tick(1000.0)
+    watch.note_message(1000.1)
+    assert watch.hang_reason(1000.1, _beat(999.0), greeted=True) is None
+    _ticks(watch, 1012.0, since=1000.0)
+    watch.note_message(1012.0)
+    assert watch.hang_reason(1012.0, _beat(1011.0), greeted=True) == "a step of 2 tokens takes longer than 12 s"
+    assert watch.hang_reason(1012.0, _beat(None), greeted=True) is None
+
+
+def test_slightly_late_tick_is_no_pause() -> None:
+    watch = HangWatch(TIMEOUTS, 0.0)
+    watch.end_task()
+    now = 0.0
+    for _ in range(6):
+        now += 2 * TICK_SECONDS
+        watch.tick(now)
+    assert watch.hang_reason(now + 0.1, None, greeted=True) == "silent for 6 s"
+
+
+@pytest.mark.parametrize(
+    ("step", "pauses", "seconds"),
+    [
+        (10.0, [], 10.0),
+        (10.0, [Pause(85.0, 5.0)], 10.0),
+        (10.0, [Pause(95.0, 3.0)], 7.0),
+        (10.0, [Pause(95.0, 30.0)], 5.0),
+        (10.0, [Pause(93.0, 2.0), Pause(97.0, 2.0)], 6.0),
+        (1.0, [Pause(100.0, 50.0)], 0.0),
+    ],
+)
+def test_only_pauses_within_the_step_are_subtracted(step: float, pauses: list[Pause], seconds: float) -> None:
+    assert without_pauses(step, 100.0, pauses) == pytest.approx(seconds)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.workers.kernel_oom_kills import LATELY_SECONDS, HostKills
+from inference.workers.kernel_oom_kills import LATELY_SECONDS, KernelOomKills
 
 WHERE = {
     "v2": ("0::/service", "sys/fs/cgroup/service/memory.events", "low 0\nhigh 0\nmax 7\noom 1\noom_kill {}\n"),
@@ -27,21 +27,21 @@ def test_a_rise_is_seen_wherever_it_is_counted(tmp_path: Path, kind: str) -> Non
     for path, content in (("proc/self/cgroup", groups + "\n" if groups else ""), (name, text.format(3))):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(content)
-    kills = HostKills(tmp_path)
-    assert not kills.lately(10.0)
+    kills = KernelOomKills(tmp_path)
+    assert not kills.is_recent(10.0)
     (tmp_path / name).write_text(text.format(4))
-    kills.look(11.0)
-    assert kills.lately(11.0 + LATELY_SECONDS)
-    assert not kills.lately(11.1 + LATELY_SECONDS)
+    kills.update(11.0)
+    assert kills.is_recent(11.0 + LATELY_SECONDS)
+    assert not kills.is_recent(11.1 + LATELY_SECONDS)
 
 
 def test_where_nothing_is_counted_nothing_is_claimed(tmp_path: Path) -> None:
     """Neither on a machine without such files nor where one cannot be read any more."""
-    assert not HostKills(tmp_path).lately(0.0)
+    assert not KernelOomKills(tmp_path).is_recent(0.0)
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/vmstat").write_text("oom_kill 1\n")
-    kills = HostKills(tmp_path)
+    kills = KernelOomKills(tmp_path)
     (tmp_path / "proc/vmstat").write_text("oom_kill what\n")
-    assert not kills.lately(0.0)
+    assert not kills.is_recent(0.0)
     (tmp_path / "proc/vmstat").write_text("oom_kill 9\n")
-    assert not kills.lately(1.0)
+    assert not kills.is_recent(1.0)
