@@ -13,15 +13,15 @@ import pytest
 from inference.worker.constraints import Compiler
 from inference.worker.dialects import Dialect
 from inference.worker.dialects.answer_parts import CallBegin, Tool, ToolChoice
-from inference.worker.dialects.deepseek import DeepSeek
-from inference.worker.dialects.dsml import Dsml
+from inference.worker.dialects.families.deepseek import DeepSeek
+from inference.worker.dialects.families.dsml import Dsml
+from inference.worker.dialects.families.generic import Generic
+from inference.worker.dialects.families.harmony import Harmony
+from inference.worker.dialects.families.hermes import Hermes
+from inference.worker.dialects.families.llama3 import Llama3
+from inference.worker.dialects.families.mistral import Mistral
+from inference.worker.dialects.families.qwenxml import QwenXml
 from inference.worker.dialects.forms import Form, Json
-from inference.worker.dialects.generic import Generic
-from inference.worker.dialects.harmony import Harmony
-from inference.worker.dialects.hermes import Hermes
-from inference.worker.dialects.llama3 import Llama3
-from inference.worker.dialects.mistral import Mistral
-from inference.worker.dialects.qwenxml import QwenXml
 from inference.worker.dialects.thinking import BRACKETS, TAGS
 
 

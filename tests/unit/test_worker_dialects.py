@@ -14,18 +14,18 @@ import pytest
 from inference.worker.dialects import Dialect, detect
 from inference.worker.dialects.answer_parts import CallArguments, CallBegin, Content, Part, Tool, ToolChoice
 from inference.worker.dialects.conversation import said_in_results
-from inference.worker.dialects.deepseek import DeepSeek
 from inference.worker.dialects.dialect import Family
-from inference.worker.dialects.dsml import Dsml
+from inference.worker.dialects.families.deepseek import DeepSeek
+from inference.worker.dialects.families.dsml import Dsml
+from inference.worker.dialects.families.generic import Generic
+from inference.worker.dialects.families.harmony import Harmony
+from inference.worker.dialects.families.hermes import Hermes
+from inference.worker.dialects.families.llama3 import Llama3
+from inference.worker.dialects.families.mistral import Mistral
+from inference.worker.dialects.families.plain import Plain
+from inference.worker.dialects.families.qwenxml import QwenXml
 from inference.worker.dialects.forms import AnyText, Json, Literal, Marker, OneOf, Regex
 from inference.worker.dialects.forms import Sequence as Then
-from inference.worker.dialects.generic import Generic
-from inference.worker.dialects.harmony import Harmony
-from inference.worker.dialects.hermes import Hermes
-from inference.worker.dialects.llama3 import Llama3
-from inference.worker.dialects.mistral import Mistral
-from inference.worker.dialects.plain import Plain
-from inference.worker.dialects.qwenxml import QwenXml
 from inference.worker.dialects.tagged import kind_of, properties_of, types_of
 from inference.worker.dialects.thinking import BRACKETS, TAGS
 from tests.rigs.chat_templates import chat_template

@@ -11,11 +11,11 @@ from inference.worker.answers.generation import Output
 from inference.worker.answers.structured_answer import DividedGeneration, Reading
 from inference.worker.dialects import Dialect, detect
 from inference.worker.dialects.answer_parts import CallArguments, CallBegin, Content, Reasoning, Tool, ToolChoice
-from inference.worker.dialects.deepseek import DeepSeek
-from inference.worker.dialects.generic import Generic
-from inference.worker.dialects.harmony import Harmony
-from inference.worker.dialects.llama3 import Llama3
-from inference.worker.dialects.mistral import Mistral
+from inference.worker.dialects.families.deepseek import DeepSeek
+from inference.worker.dialects.families.generic import Generic
+from inference.worker.dialects.families.harmony import Harmony
+from inference.worker.dialects.families.llama3 import Llama3
+from inference.worker.dialects.families.mistral import Mistral
 from inference.worker.worker_requests import GenerateRequest
 from tests.rigs.fake_backend import END, FakeSampler
 from tests.rigs.fake_dialect import MarkParser

@@ -9,9 +9,9 @@ import pytest
 from inference.protocol import Code
 from inference.worker.answers.answer_shape import Shaping
 from inference.worker.dialects.answer_parts import Tool, ToolChoice
+from inference.worker.dialects.families.llama3 import Llama3
 from inference.worker.dialects.forms import Form, Json, Literal, OneOf, Regex, Repeat
 from inference.worker.dialects.forms import Sequence as Then
-from inference.worker.dialects.llama3 import Llama3
 from inference.worker.worker_errors import BadRequestError
 from inference.worker.worker_requests import GenerateRequest
 from tests.rigs.fake_dialect import MarkDialect

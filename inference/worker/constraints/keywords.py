@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from inference.worker.constraints import bounds, formats, patterns
+from inference.worker.constraints import bounds, patterns
 from inference.worker.constraints.closing import OPEN, Description, Scope, delegates
 from inference.worker.constraints.disjoint import apart
 from inference.worker.constraints.schema_limits import (
@@ -314,12 +314,12 @@ class Node:
     def _format(self, key: str, value: Any) -> None:
         if not isinstance(value, str):
             raise SchemaError(self._path(key), "format must be a string")
-        if value in formats.PATTERNS:
-            self._also.append({"pattern": formats.PATTERNS[value]})
-        elif value in formats.BUILT_IN:
+        if value in patterns.FORMAT_PATTERNS:
+            self._also.append({"pattern": patterns.FORMAT_PATTERNS[value]})
+        elif value in patterns.BUILT_IN_FORMATS:
             self._out[key] = value
         else:
-            known = ", ".join(sorted({*formats.PATTERNS, *formats.BUILT_IN}))
+            known = ", ".join(sorted({*patterns.FORMAT_PATTERNS, *patterns.BUILT_IN_FORMATS}))
             self._give_up(key, f"the format {value[:80]!r} cannot be enforced; known are {known}")
 
     def _dependent(self, key: str, value: Any) -> None:

@@ -1,7 +1,7 @@
-"""Translates regular expressions: ECMA 262 patterns of JSON schemas into the dialect of llguidance; never matches.
+"""Translates regular expressions: ECMA 262 patterns and formats of JSON schemas into the dialect of llguidance.
 
-Two dialects give the same pattern other meanings in a few places only: what a dot and \\s cover, and what is an
-operator inside a character class. Those are spelled out here; what has no counterpart is refused.
+The dialects differ in few places: in the characters of a dot and of \\s, and in the operators inside a character class.
+Constructs without a counterpart are refused.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 MAX_LENGTH = 8192
-"""Characters of one pattern."""
+"""Limit in characters."""
 
 _ANY = r"[^\n\r\u{2028}\u{2029}]"
 _SPACES = r"\t\n\v\f\r \u{a0}\u{1680}\u{2000}-\u{200a}\u{2028}\u{2029}\u{202f}\u{205f}\u{3000}\u{feff}"
@@ -20,19 +20,40 @@ _HEX = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,6})\}"
 _PROPERTY = re.compile(r"[pP]\{[A-Za-z_]+(=[A-Za-z_]+)?\}")
 
 
+_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_DATE = (
+    rf"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    r"|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+    r"|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)-02-29)"
+)
+_CLOCK = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_CLOCK}:[0-5][0-9](?:\.[0-9]{{1,9}})?(?:Z|[+-]{_CLOCK})"
+
+FORMAT_PATTERNS = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}T{_TIME}$",
+}
+"""Values of `format` that are written as patterns (RFC 3339). Dates are those of the calendar from year 1 on, which most
+parsers require; times have no leap second."""
+
+BUILT_IN_FORMATS = frozenset(["duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
+"""Values of `format` that llguidance enforces as the JSON-Schema-Test-Suite requires."""
+
+
 class PatternError(ValueError):
-    """The pattern cannot be enforced; says why in words that follow the pattern's name."""
+    """The pattern cannot be enforced; the message follows the pattern's name in a sentence."""
 
 
 def of_ecma(pattern: str) -> str:
-    """`pattern`, as JSON schemas write it, in the dialect that masks are made of; raises PatternError."""
+    """`pattern` of a JSON schema in the dialect of llguidance; raises PatternError."""
     if len(pattern) > MAX_LENGTH:
         raise PatternError(f"is longer than {MAX_LENGTH} characters")
     return _Ecma(pattern).translated()
 
 
 def of_whole_text(pattern: str) -> str:
-    """A pattern of Rust's dialect that must match a whole text: anchors at its ends say nothing more and are dropped.
+    """A pattern of Rust's dialect that must match a whole text. Anchors at its ends are redundant and dropped.
 
     Raises PatternError.
     """
@@ -41,7 +62,7 @@ def of_whole_text(pattern: str) -> str:
     if not pattern:
         raise PatternError("is empty")
     if re.search(r"\(\?[a-zA-Z]*x", pattern) and "\n" in pattern:
-        raise PatternError("spreads over lines, which is not supported; write it in one line")
+        raise PatternError("spans several lines, which is not supported; write it in one line")
     if pattern.startswith("^"):
         pattern = pattern[1:]
     if pattern.endswith("$") and (len(pattern) - len(pattern[:-1].rstrip("\\"))) % 2 == 1:
@@ -76,13 +97,13 @@ class _Ecma:
             self._out.append("(?:")
             self._at = text.find(">", at) + 1 if text.startswith("(?<", at) else at + 3
             if self._at == 0:
-                raise PatternError("has a group name without an end")
+                raise PatternError("has an unterminated group name")
         else:
             self._out.append(f"\\x{ord(char):02x}" if char in "\n\r" else char)
             self._at += 1
 
     def _escape(self, *, in_class: bool) -> str:
-        """The escape at the cursor, which moves behind it."""
+        """The escape at the cursor, which moves past it."""
         rest = self._text[self._at + 1 :]
         if not rest:
             raise PatternError("ends in a backslash")
@@ -124,13 +145,13 @@ class _Ecma:
                 else:
                     parts.append(self._escape(in_class=True))
             elif char == "-" and text.startswith("--", self._at):
-                raise PatternError("has -- inside brackets, which is read in two ways")
+                raise PatternError("has -- inside brackets, which is ambiguous")
             else:
                 escape = char in "[&~^" or (char == "-" and (not parts or text.startswith("-]", self._at)))
                 parts.append("\\" + char if escape else char)
                 self._at += 1
         if self._at >= len(text):
-            raise PatternError("has a bracket without an end")
+            raise PatternError("has an unterminated bracket")
         self._at += 1
         if not parts:
             self._out.append("(?s:.)" if negated else r"[^\x00-\u{10ffff}]")

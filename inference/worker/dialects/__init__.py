@@ -11,10 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from inference.worker.dialects import deepseek, dsml, harmony, hermes, llama3, mistral, qwenxml
 from inference.worker.dialects.dialect import Dialect
-from inference.worker.dialects.generic import Generic
-from inference.worker.dialects.plain import Plain
+from inference.worker.dialects.families import deepseek, dsml, harmony, hermes, llama3, mistral, qwenxml
+from inference.worker.dialects.families.generic import Generic
+from inference.worker.dialects.families.plain import Plain
 from inference.worker.dialects.thinking import Thinking, thinking_of
 
 __all__ = ["Dialect", "detect"]

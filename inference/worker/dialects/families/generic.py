@@ -9,7 +9,7 @@ from typing import Any
 from inference.worker.dialects.answer_parts import Tool, ToolChoice
 from inference.worker.dialects.conversation import as_text, described, explained, joined, normal, runs
 from inference.worker.dialects.dialect import quoted
-from inference.worker.dialects.hermes import BEGIN, END, Hermes
+from inference.worker.dialects.families.hermes import BEGIN, END, Hermes
 from inference.worker.dialects.thinking import Thinking
 
 _ABOUT = """\

@@ -1,0 +1,1 @@
+"""Families of chat templates, one module each."""
