@@ -34,8 +34,8 @@ FORMAT_PATTERNS = {
     "time": f"^{_TIME}$",
     "date-time": f"^{_DATE}T{_TIME}$",
 }
-"""Values of `format` that are written as patterns (RFC 3339). Dates are those of the calendar from year 1 on, which most
-parsers require; times have no leap second."""
+"""Values of `format` that are written as patterns (RFC 3339). Dates are those of the calendar from year 1 on, as
+most parsers require; times have no leap second."""
 
 BUILT_IN_FORMATS = frozenset(["duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
 """Values of `format` that llguidance enforces as the JSON-Schema-Test-Suite requires."""
