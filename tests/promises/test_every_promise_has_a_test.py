@@ -34,14 +34,14 @@ every error is an envelope with message, type, param and code; Anthropic's on /v
   promises/test_errors.py test_messages_has_anthropics_envelope
 Retry-After is true
   promises/test_errors.py test_retry_after_is_the_time_that_the_tier_says
-  unit/test_gateway_chain.py test_the_return_is_true_when_nothing_is_known
+  unit/test_gateway_chain.py test_retry_after_has_a_default_when_nothing_is_known
 x-should-retry is false where trying again cannot help, or the budget is spent
   promises/test_errors.py test_should_retry_is_false_where_trying_again_cannot_help
   integration/test_gateway_budget.py test_who_spent_the_attempts_is_told_not_to_ask_at_once
 every code has its status
   promises/test_errors.py test_every_code_has_the_status_of_the_contract
 context_length_exceeded names both lengths
-  unit/test_gateway_length.py test_the_verdicts_hold_the_numbers
+  unit/test_gateway_prompt_length.py test_reasons_contain_the_numbers
 memory_limit_exceeded has numbers in its message and its details
   promises/test_errors.py test_a_memory_refusal_has_its_numbers_in_the_message_and_in_the_details
 bad input is a 400, never a 422 or a 500
@@ -118,7 +118,7 @@ the chain drops candidates with a recorded reason
   unit/test_gateway_chain.py test_each_fact_drops_or_keeps
   unit/test_gateway_chain.py test_the_order_stays_and_every_drop_has_its_reason
 tokens are counted only near the context
-  unit/test_gateway_length.py test_only_what_comes_near_the_context_is_counted
+  unit/test_gateway_prompt_length.py test_only_what_comes_near_the_context_is_counted
 one budget of attempts and time per request
   unit/test_gateway_budget.py test_attempts_and_time_are_one_budget
 the total bounds the time to commit; afterwards only inter_token counts
@@ -126,7 +126,7 @@ the total bounds the time to commit; afterwards only inter_token counts
   promises/test_gateway.py test_after_the_commit_the_total_deadline_counts_no_more
   promises/test_gateway.py test_silence_after_the_commit_is_bounded_by_inter_token
 a shorter client time-out shortens our silence
-  unit/test_gateway_budget.py test_a_caller_that_has_a_part_of_the_answer_is_left_silent_no_longer_than_it_listens
+  unit/test_gateway_budget.py test_gap_in_an_answer_is_at_most_the_clients_read_timeout
 progress re-arms first_token, load_wait bounds it, and leaving it is no failure
   integration/test_gateway_failover.py test_a_slow_load_with_progress_is_waited_for_and_trips_nothing
   integration/test_gateway_failover.py test_a_load_that_takes_too_long_spills_to_the_next_tier_and_trips_nothing
@@ -140,12 +140,12 @@ at most two hops, text with a single choice only
   integration/test_gateway_resume.py test_an_answer_is_of_three_pieces_at_most
   integration/test_gateway_resume.py test_what_has_a_shape_ends_in_an_error_frame
 requests in flight and in the queue are bounded, by priority
-  property/test_gateway_admission.py test_a_higher_class_is_served_first_and_takes_the_place_of_the_lowest
+  property/test_gateway_admission.py test_higher_priority_is_first_and_replaces_the_lowest
   integration/test_gateway_failover.py test_beyond_the_bounds_requests_wait_and_then_are_refused
 limits per key hold
   unit/test_gateway_limits.py test_no_stretch_holds_more_than_its_share_and_every_wait_is_true
 a request spills to the next tier before it waits in vain
-  integration/test_gateway_choice.py test_a_wait_that_would_be_in_vain_is_not_begun
+  integration/test_gateway_selection.py test_a_wait_that_would_be_in_vain_is_not_begun
 HTTP clients are made in one module
   promises/test_gateway.py test_http_clients_are_made_in_one_module
 images are fetched from listed hosts only

@@ -23,7 +23,7 @@ class Doors(RuleBasedStateMachine):
         self.queue, effects = outcome
         for effect in effects:
             assert self.fate[effect.number] == "waits", "a request is answered once"
-            assert isinstance(effect, core.Admit) or effect.wait >= 1, "nobody is told to come back at once"
+            assert isinstance(effect, core.Admit) or effect.wait >= 1, "every rejection has a wait"
             self.fate[effect.number] = "in" if isinstance(effect, core.Admit) else effect.why.value
 
     @rule(priority=st.sampled_from(Priority), client_timeout=st.floats(0.5, 5))
@@ -88,7 +88,7 @@ def _come(
     return core.arrive(queue, bounds, number, priority, deadline, now)
 
 
-def test_a_higher_class_is_served_first_and_takes_the_place_of_the_lowest() -> None:
+def test_higher_priority_is_first_and_replaces_the_lowest() -> None:
     bounds = core.Bounds(1, 2)
     queue, _ = _come(core.QueueState(), bounds, 1, Priority.NORMAL)
     queue, _ = _come(queue, bounds, 2, Priority.LOW)
@@ -101,14 +101,14 @@ def test_a_higher_class_is_served_first_and_takes_the_place_of_the_lowest() -> N
     assert effects == (core.Admit(4),)
 
 
-def test_without_a_queue_the_second_is_turned_away_at_once() -> None:
+def test_request_is_rejected_without_a_queue() -> None:
     bounds = core.Bounds(1, 0)
     queue, _ = _come(core.QueueState(), bounds, 1, Priority.LOW)
     assert _come(queue, bounds, 2, Priority.HIGH)[1] == (core.Reject(2, core.RejectReason.FULL),)
 
 
-def test_the_longest_waiter_starts_after_at_most_so_many_departures() -> None:
-    """However many of a higher class keep coming, each eighth place goes by the time that somebody waited."""
+def test_longest_waiting_request_starts_after_fair_turn_departures() -> None:
+    """Every eighth place goes to the longest waiting request, also under a stream of higher priority."""
     bounds = core.Bounds(1, 1000)
     queue, _ = _come(core.QueueState(), bounds, 0, Priority.HIGH)
     queue, _ = _come(queue, bounds, 1, Priority.LOW)
@@ -124,7 +124,7 @@ def test_the_longest_waiter_starts_after_at_most_so_many_departures() -> None:
     assert (running, departures) == (1, core.FAIR_TURN)
 
 
-def test_a_full_queue_says_when_somebody_inside_ends_or_somebody_in_it_gives_up() -> None:
+def test_full_queue_reports_the_next_end_or_expiry() -> None:
     bounds = core.Bounds(2, 1)
     queue = core.leave(_come(core.QueueState(), bounds, 1, Priority.HIGH)[0], bounds, 1, 20.0)[0]
     assert queue.mean_seconds == 20.0
@@ -138,7 +138,7 @@ def test_a_full_queue_says_when_somebody_inside_ends_or_somebody_in_it_gives_up(
     assert queue.mean_seconds == 20.0 + (12.0 - 20.0) / 16
 
 
-def test_who_waited_in_vain_learns_how_long_those_take_who_wait_still() -> None:
+def test_expired_request_gets_the_wait_of_the_remaining_queue() -> None:
     bounds = core.Bounds(2, 9)
     queue = core.leave(_come(core.QueueState(), bounds, 1, Priority.HIGH)[0], bounds, 1, 20.0)[0]
     for number, deadline in ((2, 99.0), (3, 99.0), (4, 30.0), (5, 99.0), (6, 99.0)):

@@ -1,4 +1,4 @@
-"""However an answer is cut into pieces, who reads their splice reads the whole of it once."""
+"""The joined pieces of an answer are the whole answer, wherever it was cut."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ def text_of(frames: list[Frame]) -> str:
 
 
 @given(TEXTS, st.lists(st.integers(0, 60), max_size=6), st.lists(st.integers(0, 60), max_size=6), st.integers(0, 60))
-def test_two_exact_pieces_are_the_whole(text: str, cuts: list[int], more: list[int], at: int) -> None:
+def test_two_exact_pieces_join_to_the_whole(text: str, cuts: list[int], more: list[int], at: int) -> None:
     kept = SentAnswer()
     first = [frame for frame in frames_of(text, cuts, "a") if b'"stop"' not in frame.payload][: at + 1]  # type: ignore[union-attr]
     kept.note(first)
-    said = kept.partial
-    joint = Splice(kept, said, ResumeMethod.CONTINUE, ())
-    rest = joint.join(frames_of(text[len(said.content) :], more, "b"))
+    partial = kept.partial
+    joint = Splice(kept, partial, ResumeMethod.CONTINUE, ())
+    rest = joint.join(frames_of(text[len(partial.content) :], more, "b"))
     kept.note(rest)
-    assert said.content + text_of(rest) == text == kept.partial.content
+    assert partial.content + text_of(rest) == text == kept.partial.content
     assert kept.is_finished
 
 
 @given(TEXTS, TEXTS, st.integers(0, 60), st.lists(st.integers(0, 120), max_size=8))
-def test_what_is_repeated_is_said_once(text: str, rest: str, back: int, cuts: list[int]) -> None:
-    """At least as much as is known to be a repetition; otherwise everything that a cloud said is shown."""
+def test_repeated_text_is_shown_once(text: str, rest: str, back: int, cuts: list[int]) -> None:
+    """Known repetitions are removed; all other text of the cloud is shown."""
     kept = SentAnswer()
     kept.note([frame for frame in frames_of(text, [], "a") if b'"stop"' not in frame.payload])  # type: ignore[union-attr]
     again = text[-back:] if back else ""

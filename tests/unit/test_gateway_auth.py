@@ -1,4 +1,4 @@
-"""Who may do what, by key."""
+"""Authentication and scopes of API keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _setting(key: str, **more: object) -> KeySettings:
     return KeySettings.model_validate({"name": f"key {key}", "hash": f"sha256:{digest}", **more})
 
 
-def test_without_any_key_one_is_generated_that_does_everything(state: StateDir) -> None:
+def test_key_is_generated_when_none_is_configured(state: StateDir) -> None:
     keys = Keys.load([], {}, state)
     generated = state.read_secret("gateway.key")
     assert generated is not None
@@ -68,13 +68,13 @@ def test_without_an_admin_key_admin_says_how_to_get_one(state: StateDir) -> None
         _bearer("u\udcff"),
     ],
 )
-def test_anything_else_is_a_401(state: StateDir, headers: dict[str, str]) -> None:
+def test_other_keys_are_a_401(state: StateDir, headers: dict[str, str]) -> None:
     with pytest.raises(RequestError) as caught:
         Keys.load([], {"GATEWAY_API_KEY": "u"}, state).admit(headers, "use")
     assert (caught.value.code, caught.value.status) == (Code.INVALID_API_KEY, 401)
 
 
-def test_an_empty_key_is_never_right(state: StateDir) -> None:
+def test_empty_key_is_rejected(state: StateDir) -> None:
     assert Keys.load([_setting("")], {}, state).identify({}) is None
 
 
@@ -86,7 +86,7 @@ def test_hashed_keys_have_scopes_and_a_ceiling(state: StateDir) -> None:
         keys.admit(_bearer("op"), "use")
 
 
-def test_a_tenant_is_stable_and_tells_nothing_of_the_key(state: StateDir, tmp_path: Path) -> None:
+def test_tenant_is_stable_and_does_not_reveal_the_key(state: StateDir, tmp_path: Path) -> None:
     keys = Keys.load([], {"GATEWAY_API_KEY": "u", "GATEWAY_ADMIN_KEY": "a"}, state)
     tenant = keys.admit(_bearer("u"), "use")[1]
     assert tenant == Keys.load([], {"GATEWAY_API_KEY": "u"}, state).admit(_bearer("u"), "use")[1]
@@ -96,7 +96,7 @@ def test_a_tenant_is_stable_and_tells_nothing_of_the_key(state: StateDir, tmp_pa
     assert hashlib.sha256(b"u").hexdigest()[:8] not in tenant
 
 
-def test_keys_stand_for_one_tenant_where_all_share_prefixes(state: StateDir) -> None:
+def test_keys_have_one_tenant_when_prefixes_are_shared(state: StateDir) -> None:
     """Scopes and names stay each key's own."""
     environ = {"GATEWAY_API_KEY": "u", "GATEWAY_ADMIN_KEY": "a"}
     keys = Keys.load([], environ, state, one_tenant=True)
@@ -106,7 +106,7 @@ def test_keys_stand_for_one_tenant_where_all_share_prefixes(state: StateDir) -> 
 
 
 @pytest.mark.parametrize(("share", "tenants"), [("tenant", 2), ("all", 1)])
-def test_the_file_says_who_shares_prefixes(tmp_path: Path, share: str, tenants: int) -> None:
+def test_share_prefixes_is_a_setting(tmp_path: Path, share: str, tenants: int) -> None:
     environ = {"GATEWAY_API_KEY": "u", "GATEWAY_ADMIN_KEY": "a"}
     (tmp_path / "gateway.yaml").write_text(f"share_prefixes: {share}\n")
     source = Source(tmp_path, lambda: environ, {})
@@ -114,7 +114,7 @@ def test_the_file_says_who_shares_prefixes(tmp_path: Path, share: str, tenants: 
     assert len({keys.admit(_bearer(key), "use")[1] for key in ("u", "a")}) == tenants
 
 
-def test_a_key_is_known_again_and_no_other_with_it(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_key_matches_only_itself(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = Keys.load([_setting("one"), _setting("other", priority="low")], {}, state)
     first = keys.admit(_bearer("one"), "use")
     with monkeypatch.context() as patched:

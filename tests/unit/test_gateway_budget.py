@@ -45,7 +45,7 @@ def test_the_next_deadline_and_what_it_means(phase: Phase, deadline: Deadline) -
     assert next_deadline(BUDGET, phase) == deadline
 
 
-def test_a_shorter_time_out_of_the_caller_ends_the_wait_and_is_nobodys_fault() -> None:
+def test_shorter_timeout_of_the_client_ends_the_wait_without_a_failure() -> None:
     """That of clients that wait so long for an answer to begin says nothing about what follows."""
     budget = Budget(Limits(30, 15, 300, 120, 2, client_silence=5.0), started=0.0)
     assert budget.commit_by == 5.0
@@ -54,14 +54,14 @@ def test_a_shorter_time_out_of_the_caller_ends_the_wait_and_is_nobodys_fault() -
     assert not budget.has_short_gap
 
 
-def test_what_passed_at_the_door_is_the_callers_time_and_not_ours() -> None:
+def test_wait_for_admission_counts_as_time_of_the_client() -> None:
     budget = Budget(Limits(30, 15, 300, 120, 2, 5.0, 5.0), started=1000.0, waited=4.0)
     assert (budget.commit_by, budget.commit_due) == (1001.0, Due.CLIENT)
     assert next_deadline(budget, Phase(1000, 1000, answered=True, last=True)) == Deadline(1005.0, Due.CLIENT)
     assert Budget(LIMITS, started=1000.0, waited=4.0).commit_by == 1300.0
 
 
-def test_who_waits_for_a_whole_answer_waits_for_its_first_byte() -> None:
+def test_client_of_a_whole_answer_waits_for_its_first_byte() -> None:
     """Our own total ends with the first token even so: a long answer is no slow one."""
     budget = Budget(Limits(30, 15, 300, 120, 2, client_silence=5.0), started=0.0)
     assert next_deadline(budget, Phase(0, 4, answered=True, whole=True)) == Deadline(5.0, Due.CLIENT)
@@ -70,7 +70,7 @@ def test_who_waits_for_a_whole_answer_waits_for_its_first_byte() -> None:
     assert next_deadline(BUDGET, Phase(1000, 1400, answered=True, whole=True)) == Deadline(1415, Due.SILENCE)
 
 
-def test_who_waits_longer_than_our_total_for_a_whole_answer_still_does_not_wait_for_ever() -> None:
+def test_whole_answer_ends_at_the_clients_longer_timeout() -> None:
     budget = Budget(Limits(30, 15, 300, 120, 2, 600.0, 600.0), started=0.0)
     assert (budget.commit_by, budget.commit_due) == (300.0, Due.TOTAL)
     assert budget.limit_text(300.0) == "the 300 s that a request has (deadlines.total)"
@@ -79,8 +79,8 @@ def test_who_waits_longer_than_our_total_for_a_whole_answer_still_does_not_wait_
     assert next_deadline(budget, Phase(0, 590, answered=True, whole=True)) == Deadline(600.0, Due.CLIENT)
 
 
-def test_a_caller_that_has_a_part_of_the_answer_is_left_silent_no_longer_than_it_listens() -> None:
-    """Half of its time is kept for whoever could go on; what it would not stand any longer is nobody's fault."""
+def test_gap_in_an_answer_is_at_most_the_clients_read_timeout() -> None:
+    """Half of the gap is kept for candidates that could resume; the client's own limit is no failure."""
     budget = Budget(Limits(30, 15, 300, 120, 4, 10.0, 10.0), started=0.0)
     assert budget.has_short_gap
     assert next_deadline(budget, Phase(0, 400, answered=True)) == Deadline(405.0, Due.LOAD_WAIT)
@@ -91,8 +91,8 @@ def test_a_caller_that_has_a_part_of_the_answer_is_left_silent_no_longer_than_it
     assert next_deadline(patient, Phase(0, 400, answered=True)) == Deadline(415.0, Due.SILENCE)
 
 
-def test_going_on_has_a_time_of_its_own() -> None:
-    """As long as the beginning had. Until a stream is open, its caller has heard nothing since the last one."""
+def test_resume_has_its_own_time() -> None:
+    """As much time as the beginning had. The client's gap counts from its last byte until a stream is open."""
     limits = Limits(30, 15, 300, 120, 4, 10.0, 10.0)
     again = Budget(limits, 0.0, attempts=4).renewed(505.0, quiet_since=500.0)
     assert (again.commit_by, again.commit_due, again.attempts) == (805.0, Due.TOTAL, 4)
@@ -107,7 +107,7 @@ def test_going_on_has_a_time_of_its_own() -> None:
     assert patient.has_time(799.0) and not patient.has_time(800.0)
 
 
-def test_an_impatient_callers_time_is_shared_between_the_tiers() -> None:
+def test_short_timeout_of_the_client_is_shared_between_candidates() -> None:
     budget = Budget(Limits(30, 15, 300, 120, 2, client_silence=20.0), started=0.0)
     assert next_deadline(budget, Phase(0, 0)) == Deadline(10.0, Due.LOAD_WAIT)
     assert next_deadline(budget, Phase(0, 9, waiting=True)) == Deadline(10.0, Due.LOAD_WAIT)
@@ -115,14 +115,14 @@ def test_an_impatient_callers_time_is_shared_between_the_tiers() -> None:
     assert next_deadline(budget, Phase(10, 10)) == Deadline(15.0, Due.LOAD_WAIT)
 
 
-def test_keep_alives_are_no_progress_to_an_impatient_caller() -> None:
+def test_keep_alives_do_not_extend_the_share_of_a_candidate() -> None:
     """The next tier keeps its half of the time, however often the first one says that it is there."""
     budget = Budget(Limits(30, 15, 300, 120, 2, client_silence=20.0), started=0.0)
     assert next_deadline(budget, Phase(0, 9, idle_since=0)) == Deadline(10.0, Due.LOAD_WAIT)
     assert next_deadline(budget, Phase(0, 9, idle_since=0, last=True)) == Deadline(20.0, Due.CLIENT)
 
 
-def test_a_long_time_between_tokens_is_never_shortened_by_keep_alives() -> None:
+def test_keep_alives_do_not_shorten_the_inter_token_deadline() -> None:
     budget = Budget(Limits(first_token=1, inter_token=15, total=300, load_wait=120, attempts=2), started=0.0)
     assert next_deadline(budget, Phase(0, 10, answered=True, idle_since=9)) == Deadline(
         24.0, Due.SILENCE, kept_alive=True
@@ -138,7 +138,7 @@ def test_attempts_and_time_are_one_budget() -> None:
     assert not BUDGET.has_time(1300.0)
 
 
-def test_an_answer_without_a_stream_is_never_held_against_a_service_that_may_be_loading() -> None:
+def test_silence_of_a_local_unary_answer_is_no_failure() -> None:
     assert unary_deadline(BUDGET, 1000.0, is_local=True, last=False) == Deadline(1120.0, Due.LOAD_WAIT)
     assert unary_deadline(BUDGET, 1000.0, is_local=True, last=True) == Deadline(1300.0, Due.TOTAL)
     assert unary_deadline(BUDGET, 1000.0, is_local=False, last=False) == Deadline(1030.0, Due.SILENCE)

@@ -39,7 +39,7 @@ def test_entries_expand_to_candidates_and_repeats_count_once() -> None:
     assert expand(("openai/x", "local/y"), "z", {})[1].tier is Tier.LOCAL_FALLBACK
 
 
-def test_local_entries_go_by_the_models_own_names() -> None:
+def test_aliases_of_local_models_become_their_ids() -> None:
     """One written by an alias had breakers and limits of its own; a cloud's model of that name is another one."""
     aliases = {"nick": "demo"}
     found = expand(("local/nick", "openai/nick", "local/demo", "local/*"), "other", aliases)
@@ -98,7 +98,7 @@ def test_the_order_stays_and_every_drop_has_its_reason() -> None:
     assert chain.dropped[0].retry_in == 5.0
 
 
-def test_what_is_the_callers_fault_depends_on_who_says_it() -> None:
+def test_client_gets_the_4xx_only_when_it_is_at_fault() -> None:
     assert passes_on(Ignore(Reason.CONTEXT_LENGTH), LOCAL)
     assert not passes_on(Ignore(Reason.CONTEXT_LENGTH), MINI)
     assert not passes_on(Ignore(Reason.CONTEXT_LENGTH), LOCAL, larger_context_left=True)
@@ -116,7 +116,7 @@ def _none(*outcomes: CandidateOutcome, time_spent: str | None = None) -> Gateway
     return no_answer(REQUEST, outcomes, time_spent)
 
 
-def test_the_refusal_names_every_tier_and_the_soonest_return() -> None:
+def test_error_names_every_candidate_and_the_soonest_retry() -> None:
     error = _none(
         CandidateOutcome(LOCAL, "breaker_open", "breaker open", 12.2, Drop.BREAKER),
         CandidateOutcome(MINI, "status_500", "500: broken", 40.0),
@@ -131,7 +131,7 @@ def test_the_refusal_names_every_tier_and_the_soonest_return() -> None:
     assert all(name in error.message for name in ("local/a: breaker open", "local/b: 500", "openai/c: no key"))
 
 
-def test_the_return_is_true_when_nothing_is_known() -> None:
+def test_retry_after_has_a_default_when_nothing_is_known() -> None:
     assert (
         _none(CandidateOutcome(LOCAL, "connect", "refused"), CandidateOutcome(MINI, "x", "y", 9.0)).retry_after == 1.0
     )
@@ -139,7 +139,7 @@ def test_the_return_is_true_when_nothing_is_known() -> None:
     assert _none().retry_after is None
 
 
-def test_a_model_that_misses_a_lost_device_fits_when_the_service_says_that_it_may() -> None:
+def test_retry_after_is_that_of_a_lost_device() -> None:
     facts = Facts(fits=False, fit_reason="gpu-0 is lost (it was cut)", fit_in=6.4)
     (dropped,) = select([LOCAL], lambda _: facts, Requirements()).dropped
     assert (dropped.retry_in, dropped.message) == (6.4, "cannot fit now: gpu-0 is lost (it was cut)")
@@ -147,12 +147,12 @@ def test_a_model_that_misses_a_lost_device_fits_when_the_service_says_that_it_ma
     assert (_none(outcome).retry_after, "gpu-0 is lost" in _none(outcome).message) == (7.0, True)
 
 
-def test_what_never_changes_is_not_to_be_retried() -> None:
+def test_permanent_reasons_are_not_retried() -> None:
     error = _none(CandidateOutcome(CLOUD, "policy", "local only", None, Drop.POLICY))
     assert (error.status, error.retry_after, error.should_retry) == (503, None, False)
 
 
-def test_when_the_time_is_over_the_answer_is_a_504_unless_the_request_could_never_be_served() -> None:
+def test_spent_time_is_a_504_unless_no_candidate_could_ever_answer() -> None:
     error = _none(CandidateOutcome(LOCAL, "timeout", "silent"), time_spent="the client's own timeout of 2 s")
     assert (error.status, error.code, error.should_retry) == (504, Code.DEADLINE_EXCEEDED, False)
     assert error.message == "no tier answered within the client's own timeout of 2 s: local/a: silent"
@@ -160,7 +160,7 @@ def test_when_the_time_is_over_the_answer_is_a_504_unless_the_request_could_neve
     assert never.status == 503
 
 
-def test_what_no_tier_can_do_is_the_requests_fault() -> None:
+def test_missing_capability_of_all_candidates_is_a_400() -> None:
     missing = _none(CandidateOutcome(LOCAL, "capability_missing", "cannot do vision", None, Drop.CAPABILITY))
     assert isinstance(missing, RequestError)
     assert (missing.status, missing.param) == (400, "messages")
@@ -176,8 +176,8 @@ def test_what_no_tier_can_do_is_the_requests_fault() -> None:
     assert (gone.status, gone.param) == (404, "model")
 
 
-def test_a_tier_that_cannot_says_what_would_help() -> None:
-    """Its caller was told which field it does not take, and no more."""
+def test_unsupported_parameters_say_what_would_help() -> None:
+    """Each unsupported parameter has its own message."""
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     body = {"messages": messages, "response_format": {"type": "json_object"}, "n": 2}
     unsupported = unsupported_params(body, "claude-opus-5")
@@ -188,7 +188,7 @@ def test_a_tier_that_cannot_says_what_would_help() -> None:
     assert "wants the last message to be the user's or a tool's" in dropped.message
 
 
-def test_a_parameter_that_only_absent_tiers_might_do_is_named() -> None:
+def test_unsupported_parameter_is_named_in_the_error() -> None:
     dropped = select(
         [CLOUD], lambda _: Facts(unsupported={"seed": "no seed", "n": "one choice"}), Requirements()
     ).dropped[0]
@@ -205,9 +205,11 @@ def test_a_parameter_that_only_absent_tiers_might_do_is_named() -> None:
     assert (later.status, later.retry_after) == (503, 9.0), "the local tier may do it later"
 
 
-def test_a_parameter_no_tier_supports_is_refused_in_the_first_ones_words() -> None:
-    said = UpstreamError(UpstreamKind.STATUS, "no tools here", status=400, code="unsupported_parameter", param="tools")
-    own = PassedOnError(said, 400, "tools")
+def test_parameter_that_no_candidate_supports_gets_the_first_providers_error() -> None:
+    upstream = UpstreamError(
+        UpstreamKind.STATUS, "no tools here", status=400, code="unsupported_parameter", param="tools"
+    )
+    own = PassedOnError(upstream, 400, "tools")
     error = _none(
         CandidateOutcome(LOCAL, "unsupported_parameter", "no tools", upstream_error=own),
         CandidateOutcome(CLOUD, "policy", "no", None, Drop.POLICY),
@@ -224,7 +226,7 @@ def test_a_parameter_no_tier_supports_is_refused_in_the_first_ones_words() -> No
     assert CandidateOutcome(LOCAL, "x", "y", 3.0).with_wait(2.0).retry_in == 3.0
 
 
-def test_where_all_have_too_many_waiting_the_request_may_come_again() -> None:
+def test_full_queues_of_all_candidates_are_a_429() -> None:
     error = _none(
         CandidateOutcome(LOCAL, str(Code.QUEUE_FULL), "too many wait", 3.0),
         CandidateOutcome(MINI, "held", "held back", 5.0, Drop.HELD),
@@ -233,7 +235,7 @@ def test_where_all_have_too_many_waiting_the_request_may_come_again() -> None:
     assert (error.status, error.code, error.retry_after) == (429, Code.QUEUE_FULL, 3.0)
 
 
-def test_what_ails_comes_last_and_is_still_asked() -> None:
+def test_unhealthy_candidates_are_tried_last() -> None:
     ill = Facts(ailment=Ailment("the model failed: it aborted", 8.0))
     known = {"local/demo": ill, "local/demo-mini": Facts(), "cloud/big": Facts()}
     chain = select(expand(tuple(known), "demo", {}), lambda candidate: known[candidate.name], Requirements())
@@ -243,7 +245,7 @@ def test_what_ails_comes_last_and_is_still_asked() -> None:
     assert (deferred.drop, deferred.message, deferred.retry_in) == (Drop.UNHEALTHY, "the model failed: it aborted", 8.0)
 
 
-def test_when_everybody_ails_the_order_stays() -> None:
+def test_order_stays_when_all_candidates_are_unhealthy() -> None:
     known = {"local/demo": Facts(ailment=Ailment("x")), "local/demo-mini": Facts(ailment=Ailment("y"))}
     chain = select(expand(tuple(known), "demo", {}), lambda candidate: known[candidate.name], Requirements())
     assert [candidate.name for candidate in chain.kept] == list(known)

@@ -40,7 +40,7 @@ def test_places_at_a_time_come_free_when_requests_end() -> None:
     assert core.enter(core.leave(account, limits, 2, 0, 14.0), limits, 3, 14.0)[1] is None
 
 
-def test_the_longest_of_two_waits_is_said() -> None:
+def test_longer_of_two_waits_is_reported() -> None:
     limits = Limits(requests_per_minute=1, concurrent=1)
     account = _entered(FREE, limits, 1, 0.0)
     assert core.enter(account, limits, 2, 0.0)[1] == Refusal(Which.REQUESTS, 1, pytest.approx(60.0))
@@ -48,7 +48,7 @@ def test_the_longest_of_two_waits_is_said() -> None:
     assert core.enter(account, limits, 2, 0.0)[1] == Refusal(Which.CONCURRENT, 1, pytest.approx(100.0))
 
 
-def test_tokens_are_held_and_what_was_not_taken_is_given_back() -> None:
+def test_unused_reserved_tokens_are_released() -> None:
     limits = Limits(tokens_per_minute=100)
     account, refusal = core.reserve(_entered(FREE, limits, 1, 0.0), limits, 1, 90, 0.0)
     assert refusal is None
@@ -77,7 +77,7 @@ def test_tokens_that_lack_wait_for_a_request_that_lacks_too() -> None:
     assert core.reserve(account, limits, 1, 10, 0.0)[1] == Refusal(Which.TOKENS, 600, pytest.approx(60.0))
 
 
-def test_without_a_limit_nothing_is_kept_but_who_runs() -> None:
+def test_account_without_limits_keeps_only_running_requests() -> None:
     account = _entered(FREE, Limits(concurrent=2), 1, 5.0)
     account, refusal = core.reserve(account, Limits(concurrent=2), 1, 10**9, 5.0)
     assert (refusal, account.requests, account.tokens) == (None, 0.0, 0.0)
@@ -127,7 +127,7 @@ def test_the_standing_is_what_is_left_and_when_all_is_back() -> None:
     )
 
 
-def test_nothing_is_known_of_what_is_older_than_its_like() -> None:
+def test_expected_end_has_a_minimum() -> None:
     assert core.expected_end(0.0, None, 100.0) == core.UNKNOWN_SECONDS
     assert core.expected_end(0.0, 30.0, 100.0) == core.UNKNOWN_SECONDS
     assert core.expected_end(90.0, 30.0, 100.0) == 20.0
@@ -137,7 +137,7 @@ def test_nothing_is_known_of_what_is_older_than_its_like() -> None:
     ("seconds", "said"),
     [(0, "0s"), (0.0001, "1ms"), (0.12, "120ms"), (1, "1s"), (1.5, "1.5s"), (60, "1m0s"), (366.25, "6m6.25s")],
 )
-def test_a_duration_is_said_as_clients_know_it(seconds: float, said: str) -> None:
+def test_duration_has_openais_format(seconds: float, said: str) -> None:
     assert core.duration(seconds) == said
 
 

@@ -107,11 +107,11 @@ def shown(frames: Sequence[Frame]) -> str:
         (completion(best_of=2), "any", "shape"),
     ],
 )
-def test_only_one_text_can_go_on(request_: InferenceRequest, policy: str, reason: str | None) -> None:
+def test_only_plain_text_is_resumed(request_: InferenceRequest, policy: str, reason: str | None) -> None:
     assert obstacle(request_, policy) == reason
 
 
-def test_a_refusal_of_the_request_itself_is_no_reason_to_ask_others() -> None:
+def test_refusal_of_the_request_is_not_resumed() -> None:
     assert is_resumable(BROKE)
     assert is_resumable(Ignore(Reason.QUEUE_FULL))
     assert not is_resumable(Ignore(Reason.CONTENT_POLICY))
@@ -119,7 +119,7 @@ def test_a_refusal_of_the_request_itself_is_no_reason_to_ask_others() -> None:
     assert not is_resumable(Success())
 
 
-def test_the_same_model_comes_first_then_local_ones_then_clouds() -> None:
+def test_resume_order_is_same_model_local_models_clouds() -> None:
     assert resume_order(CHAIN, MINI, BROKE, "any", SAID) == (MINI, DEMO, GPT, CLAUDE)
     assert resume_order(CHAIN, MINI, BROKE, "local", SAID) == (MINI, DEMO)
     assert resume_order(CHAIN, CLAUDE, BROKE, "any", SAID) == (DEMO, MINI, CLAUDE, GPT)
@@ -127,12 +127,12 @@ def test_the_same_model_comes_first_then_local_ones_then_clouds() -> None:
     assert resume_order(CHAIN, DEMO, BROKE, "local", PartialAnswer()) == CHAIN
 
 
-def test_a_cloud_that_only_kept_its_connection_alive_is_not_asked_again_but_others_are() -> None:
+def test_cloud_with_keep_alives_only_is_not_tried_again() -> None:
     assert resume_order(CHAIN, CLAUDE, BROKE, "any", SAID, {CLAUDE}) == (DEMO, MINI, GPT)
     assert resume_order(CHAIN, DEMO, BROKE, "any", SAID, {DEMO, GPT}) == (DEMO, MINI, CLAUDE)
 
 
-def test_who_has_no_place_on_the_ladder_is_told_why() -> None:
+def test_excluded_candidates_have_a_reason() -> None:
     assert exclusion(DEMO, DEMO, Ignore(Reason.QUEUE_FULL), "any", SAID) == "it refused"
     assert exclusion(GPT, CLAUDE, BROKE, "any", SAID, {GPT}) == "it sent only keep-alives"
     assert exclusion(GPT, DEMO, BROKE, "local", SAID) == "the route has resume: local"
@@ -140,14 +140,14 @@ def test_who_has_no_place_on_the_ladder_is_told_why() -> None:
 
 
 # --- what they are asked ----------------------------------------------------------------------------------------------
-def test_nothing_said_is_asked_again_as_it_was() -> None:
+def test_answer_without_text_is_restarted() -> None:
     request = chat(tools=[{"type": "function", "function": {"name": "f"}}])
     plan = continuation(request, PartialAnswer(), GPT, prefills=False)
     assert plan is not None
     assert (plan.body, plan.method) == (request.body, ResumeMethod.RESTART)
 
 
-def test_our_own_service_counts_the_answer_as_one() -> None:
+def test_local_model_continues_answer_so_far() -> None:
     plan = continuation(chat(max_tokens=9), PartialAnswer("one", "hm", 3), MINI, prefills=False)
     assert plan is not None
     assert plan.method is ResumeMethod.CONTINUE
@@ -158,7 +158,7 @@ def test_our_own_service_counts_the_answer_as_one() -> None:
     assert json_of(plan.body)["answer_so_far"] == {"content": "one"}
 
 
-def test_a_cloud_goes_on_behind_a_message_or_is_asked_to() -> None:
+def test_cloud_continues_a_prefill_or_gets_an_instruction() -> None:
     asked = continuation(chat(max_tokens=9, max_completion_tokens=2), SAID, GPT, prefills=False)
     assert asked is not None
     assert asked.method is ResumeMethod.INSTRUCT
@@ -176,7 +176,7 @@ def test_a_cloud_goes_on_behind_a_message_or_is_asked_to() -> None:
 
 
 @pytest.mark.parametrize("said", [SAID, PartialAnswer("", "hm", 2)])
-def test_a_message_of_anthropics_stays_one_when_another_cloud_goes_on(said: PartialAnswer) -> None:
+def test_messages_request_keeps_its_origin_when_resumed_by_another_cloud(said: PartialAnswer) -> None:
     """Its bound is one that callers name larger than some models take. Its origin says nothing of what was said."""
     asked = {"model": "m", "max_tokens": 32_000, "messages": MESSAGES, "stream": True}
     request = parse_messages(orjson.dumps(asked))
@@ -191,7 +191,7 @@ def test_a_message_of_anthropics_stays_one_when_another_cloud_goes_on(said: Part
     "said", [PartialAnswer("", "hm", 4), PartialAnswer("\n\n", "hm", 4), PartialAnswer(" \n", "", 4)]
 )
 @pytest.mark.parametrize("prefills", [False, True])
-def test_a_cloud_thinks_for_itself_and_begins_behind_white_space(said: PartialAnswer, prefills: bool) -> None:
+def test_cloud_restarts_after_reasoning_or_white_space(said: PartialAnswer, prefills: bool) -> None:
     """It would be told of an answer above that it cannot see."""
     plan = continuation(chat(max_tokens=9), said, GPT, prefills=prefills)
     assert plan is not None
@@ -203,14 +203,14 @@ def test_a_cloud_thinks_for_itself_and_begins_behind_white_space(said: PartialAn
 
 
 @pytest.mark.parametrize(("prompt", "sent"), [("a ", "a one two "), (["a "], "a one two "), ([1, 2], None)])
-def test_a_completion_goes_on_behind_a_longer_prompt(prompt: Any, sent: str | None) -> None:
+def test_completion_is_continued_with_a_longer_prompt(prompt: Any, sent: str | None) -> None:
     """Token ids are one model's own."""
     plan = continuation(completion(prompt=prompt), SAID, GPT, prefills=False)
     assert (plan and json_of(plan.body)["prompt"]) == sent
     assert plan is None or (plan.method, json_of(plan.body)["max_tokens"]) == (ResumeMethod.PREFILL, 14)
 
 
-def test_a_completion_goes_on_behind_its_indentation() -> None:
+def test_completion_is_continued_after_its_indentation() -> None:
     """A prompt keeps white space, so that begun anew the answer would hold it twice."""
     plan = continuation(completion(prompt="def f():"), PartialAnswer("\n    ", "", 2), GPT, prefills=False)
     assert plan is not None
@@ -218,7 +218,7 @@ def test_a_completion_goes_on_behind_its_indentation() -> None:
 
 
 # --- what the caller has ----------------------------------------------------------------------------------------------
-def test_what_was_said_is_read_from_the_payloads() -> None:
+def test_text_is_extracted_from_payloads() -> None:
     found = kept(
         chunk("", role="assistant"), Comment(b": x\n\n"), chunk(reasoning_content="hm"), chunk("one "), chunk("two"),
     )  # fmt: skip
@@ -231,14 +231,14 @@ def test_what_was_said_is_read_from_the_payloads() -> None:
     assert kept(chunk("Вода идёт к мельнице")).partial.tokens == 13
 
 
-def test_an_answer_goes_on_under_the_first_name_that_it_gave() -> None:
+def test_continuation_keeps_the_first_id() -> None:
     """Azure's first chunk has none."""
     nobody = Data(b'{"id":"","object":"","created":0,"model":"","choices":[]}', DeltaKind.OTHER)
     found = kept(nobody, chunk("one"), chunk("two"))
     assert (found.partial.content, found.head.id, found.head.created) == ("onetwo", "a", 2)
 
 
-def test_nothing_is_kept_of_what_cannot_go_on() -> None:
+def test_text_of_answers_that_cannot_be_resumed_is_not_kept() -> None:
     found = SentAnswer("shape")
     found.note([Comment(b": x\n\n")])
     assert not found.has_begun
@@ -258,7 +258,7 @@ def test_an_answer_has_not_begun_before_its_first_content() -> None:
     assert not SentAnswer().head.id and not SentAnswer().roles
 
 
-def test_finish_reasons_are_noted_of_answers_that_cannot_go_on() -> None:
+def test_finish_reasons_are_counted_without_kept_text() -> None:
     found = SentAnswer("shape", 2)
     found.note([chunk("x", finish="stop")])
     assert not found.is_finished
@@ -266,7 +266,7 @@ def test_finish_reasons_are_noted_of_answers_that_cannot_go_on() -> None:
     assert found.is_finished
 
 
-def test_an_answer_that_begins_only_now_is_of_any_shape() -> None:
+def test_restarted_answer_may_have_any_shape() -> None:
     """Calls, scores and choices are as they came; the name is the one that was told, and no role comes twice."""
     before = SentAnswer("shape", 2)
     role = {"index": 0, "delta": {"role": "assistant", "content": ""}}
@@ -281,7 +281,7 @@ def test_an_answer_that_begins_only_now_is_of_any_shape() -> None:
     assert joined.kind is DeltaKind.CONTENT
 
 
-def test_a_text_behind_signed_thinking_can_go_on() -> None:
+def test_text_after_signed_thinking_is_resumable() -> None:
     found = kept(chunk(reasoning_content="hm"), chunk(thinking_blocks=[{"type": "thinking", "signature": "s"}]))
     found.note([chunk("one "), chunk("two")])
     assert (found.partial, found.obstacle) == (PartialAnswer("one two", "hm", 3), None)
@@ -291,7 +291,7 @@ def test_a_text_behind_signed_thinking_can_go_on() -> None:
     "blocks", [[{"type": "redacted_thinking", "data": "aGlk"}], [{"type": "thinking", "signature": "c2ln"}]]
 )
 @pytest.mark.parametrize("behind", [[], [chunk("")], [chunk(reasoning_content="hm")]])
-def test_signed_thinking_without_a_text_behind_it_cannot_go_on(blocks: list[Any], behind: list[Data]) -> None:
+def test_signed_thinking_without_text_is_not_resumable(blocks: list[Any], behind: list[Data]) -> None:
     """The caller has a block of this answer, and no message holds those of two."""
     found = kept(chunk("", role="assistant"), chunk(thinking_blocks=blocks), *behind)
     assert not found.partial.content
@@ -310,13 +310,13 @@ def test_signed_thinking_without_a_text_behind_it_cannot_go_on(blocks: list[Any]
         (chunk("x" * (MAX_CHARACTERS + 1)), "too_long"),
     ],
 )
-def test_answers_that_cannot_go_on_are_told_apart(frame: Data, reason: str) -> None:
+def test_obstacles_are_distinguished(frame: Data, reason: str) -> None:
     found = kept(chunk("x"), frame, chunk("y"))
     assert found.partial.is_empty
     assert (found.obstacle, found.has_begun) == (reason, True)
 
 
-def test_payloads_become_text_every_so_often() -> None:
+def test_payloads_are_extracted_in_batches() -> None:
     """What is held of a long answer is its text, not its frames."""
     found = SentAnswer()
     for _ in range(3 * BATCH_SIZE):
@@ -346,7 +346,7 @@ def test_frames_that_differ_in_their_text_alone_are_read_without_parsing() -> No
 
 
 # --- joining ----------------------------------------------------------------------------------------------------------
-def test_a_continuation_of_our_own_is_renamed_and_says_its_role_once() -> None:
+def test_local_continuation_keeps_id_and_sends_its_role_once() -> None:
     joined = splice("one ", ResumeMethod.CONTINUE).join(
         [
             Comment(b": x\n\n"),
@@ -367,7 +367,7 @@ def test_a_continuation_of_our_own_is_renamed_and_says_its_role_once() -> None:
     assert chunks[2]["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
 
 
-def test_an_answer_asked_again_keeps_its_role_and_thoughts() -> None:
+def test_restarted_answer_keeps_role_and_reasoning() -> None:
     fresh = Splice(SentAnswer(), PartialAnswer(), ResumeMethod.RESTART, ())
     first, second = fresh.join([chunk("", role="assistant"), chunk(reasoning="hm")])
     assert isinstance(first, Data) and isinstance(second, Data)
@@ -378,13 +378,13 @@ def test_an_answer_asked_again_keeps_its_role_and_thoughts() -> None:
     assert isinstance(third, Data) and "role" not in json.loads(third.payload)["choices"][0]["delta"]
 
 
-def test_a_thought_about_going_on_is_not_shown() -> None:
+def test_reasoning_about_the_continuation_is_removed() -> None:
     """But one that the answer had not got over is gone on with."""
     assert splice("one ", ResumeMethod.CONTINUE).join([chunk(reasoning_content="Let me see.")]) == []
     assert len(splice("", ResumeMethod.CONTINUE, reasoning="hm").join([chunk(reasoning_content=" yes")])) == 1
 
 
-def test_what_a_cloud_read_of_the_answer_counts_as_written() -> None:
+def test_repeated_prompt_tokens_count_as_completion_tokens() -> None:
     def counted(how: ResumeMethod, said: str, *counts: int) -> list[int]:
         (frame,) = splice(said, how).join([usage(*counts)])
         assert isinstance(frame, Data)
@@ -398,12 +398,12 @@ def test_what_a_cloud_read_of_the_answer_counts_as_written() -> None:
     assert json.loads(frame.payload)["usage"] == {"prompt_tokens": None}
 
 
-def test_what_is_no_chunk_is_left_to_others() -> None:
+def test_malformed_chunks_are_passed_on() -> None:
     oops = Data(b"oops", DeltaKind.CONTENT)
     assert splice("x", ResumeMethod.INSTRUCT).join([oops]) == [oops]
 
 
-def test_a_repetition_is_cut_once_it_is_known() -> None:
+def test_repetition_is_removed() -> None:
     joint = splice("The wheel turns the stone", ResumeMethod.INSTRUCT)
     assert joint.join([chunk("turns the"), chunk(" stone")]) == []
     assert shown(joint.join([chunk(" and grinds"), chunk(" corn.")])) == " and grinds corn."
@@ -428,7 +428,7 @@ def test_a_repetition_is_cut_once_it_is_known() -> None:
         ("a", "ab", False, 1),
     ],
 )
-def test_how_much_is_repeated(said: str, text: str, final: bool, size: int | None) -> None:
+def test_overlap_length(said: str, text: str, final: bool, size: int | None) -> None:
     assert overlap(said, text, final) == size
 
 
@@ -436,18 +436,18 @@ def test_how_much_is_repeated(said: str, text: str, final: bool, size: int | Non
     ("said", "text", "final", "size"),
     [("one ", " two", False, 1), ("one ", "two", False, 0), ("one\n\n", "\n", False, None), ("one\n\n", "\n", True, 0)],
 )
-def test_white_space_that_a_prefill_may_not_end_in(said: str, text: str, final: bool, size: int | None) -> None:
+def test_stripped_white_space_of_a_prefill(said: str, text: str, final: bool, size: int | None) -> None:
     assert stripped_white_space(said, text, final) == size
 
 
 @pytest.mark.parametrize(
     ("text", "met"), [("o three", True), ("", None), ("enty", False)], ids=["met", "not known yet", "missed"]
 )
-def test_a_stop_string_across_the_seam(text: str, met: bool | None) -> None:
+def test_stop_string_across_two_pieces(text: str, met: bool | None) -> None:
     assert stop_string_across("one tw", text, ("two", "x")) is met
 
 
-def test_a_cloud_does_not_know_of_a_stop_string_that_had_begun() -> None:
+def test_stop_string_that_began_in_the_first_piece_ends_the_answer() -> None:
     joint = splice("one t", ResumeMethod.INSTRUCT, stops=("two",))
     assert joint.join([chunk("w")]) == []
     frames = joint.join([chunk("o three"), chunk(" four"), Done()])
@@ -462,14 +462,14 @@ def test_a_cloud_does_not_know_of_a_stop_string_that_had_begun() -> None:
     assert shown(cut.join([chunk("w", finish="length")])) == "w"
 
 
-def test_the_seam_is_told_in_a_comment() -> None:
+def test_resume_comment_names_candidate_and_position() -> None:
     assert (
         resume_comment("local/demo", 7, "read").frame
         == b": headgate resumed on local/demo after 7 characters (read)\n\n"
     )
 
 
-def test_a_completion_without_limit_goes_on_with_local_models_alone() -> None:
+def test_completion_without_limit_is_resumed_by_local_models_only() -> None:
     request = completion(max_tokens=-1)
     local = continuation(request, SAID, DEMO, prefills=False)
     assert local is not None

@@ -1,4 +1,4 @@
-"""A whole answer is read piece by piece as it comes; whoever waits for it wakes once, at its end."""
+"""A whole answer is assembled as its pieces arrive; the waiting task wakes once, at the end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _data(delta: dict[str, Any], finish: str | None = None) -> Data:
 
 
 class _Coming:
-    """An answer of which `pieces` come while its end is awaited; counts who was woken."""
+    """An answer whose `pieces` arrive while a task waits for its end; counts the wake-ups."""
 
     def __init__(self, *pieces: Data) -> None:
         self._pieces = list(pieces)
@@ -44,24 +44,24 @@ class _Coming:
         return [*self.last, Done()]
 
 
-async def test_pieces_wake_nobody() -> None:
-    """All text arrives, in order, and there was one awakening."""
+async def test_task_wakes_once_for_a_whole_answer() -> None:
+    """All text arrives in order, with one wake-up."""
     coming = _Coming(*(_data({"content": word}) for word in ("one ", "two ", "three")))
     whole = await assemble(cast(Answer, coming))
     assert whole["choices"][0]["message"]["content"] == "one two three"
     assert coming.wakes == 1
 
 
-async def test_what_is_no_chunk_ends_the_answer() -> None:
-    """It is not swallowed where nobody waits."""
+async def test_malformed_chunk_ends_the_answer() -> None:
+    """The error is raised although no task reads the piece."""
     coming = _Coming(_data({"content": "one"}), Data(b'{"choices":7}', DeltaKind.OTHER))
     with pytest.raises(UpstreamError) as raised:
         await assemble(cast(Answer, coming))
     assert raised.value.kind is UpstreamKind.MALFORMED
 
 
-async def test_an_answer_without_its_finish_reason_is_not_whole() -> None:
-    """Whoever says that it is: nobody who asked for it whole could tell."""
+async def test_answer_without_finish_reason_is_an_error() -> None:
+    """Also when the stream has its end marker: the client of an object could not see the difference."""
     coming = _Coming(_data({"content": "one"}))
     coming.last.clear()
     with pytest.raises(UpstreamError, match="finish reason") as raised:

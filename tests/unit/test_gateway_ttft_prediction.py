@@ -25,28 +25,28 @@ def test_load_queue_and_prompt_add_up() -> None:
     assert UNKNOWN.ready_in == 0
 
 
-def test_what_is_not_known_speaks_against_nobody() -> None:
+def test_unknown_parts_count_as_zero() -> None:
     assert NOTHING_KNOWN.seconds == 0
     assert too_slow(NOTHING_KNOWN, Allowed(0.0, 0.0)) is None
     assert str(NOTHING_KNOWN) == "no known wait"
     assert Prediction.of(Speed(0, 0, 0.0), 1000).prefill_seconds is None
 
 
-def test_waiting_and_reading_have_limits_of_their_own() -> None:
+def test_wait_and_first_token_have_separate_limits() -> None:
     assert too_slow(COLD, ALLOWED) == f"{COLD}, and a tier before the last may keep it waiting 60 s"
     assert too_slow(COLD, Allowed(120.0, 99.0)) == f"{COLD}, and 99 s are left"
     assert too_slow(COLD, Allowed(120.0, -1.0)) == f"{COLD}, and 0 s are left"
     assert too_slow(COLD, Allowed(120.0, 100.0)) is None
 
 
-def test_what_is_allowed_is_what_the_deadlines_would_allow() -> None:
+def test_allowed_times_follow_from_the_budget() -> None:
     limits = Limits(first_token=30, inter_token=15, total=300, load_wait=60, attempts=4)
     assert Allowed.by(Budget(limits, 1000.0), 1010.0) == Allowed(60, 290)
     hasty = Limits(first_token=30, inter_token=15, total=300, load_wait=60, attempts=4, client_silence=20)
     assert Allowed.by(Budget(hasty, 1000.0), 1010.0) == Allowed(5, 10)
 
 
-def test_only_a_quicker_tier_or_a_cloud_is_a_reason() -> None:
+def test_candidate_is_deferred_only_for_a_quicker_one_or_a_cloud() -> None:
     verdict = deferral(LOCAL, COLD, ALLOWED, [(MINI, READY)])
     assert verdict is not None
     assert (verdict.drop, verdict.retry_in) == (Drop.TOO_SLOW, 90)
@@ -58,14 +58,14 @@ def test_only_a_quicker_tier_or_a_cloud_is_a_reason() -> None:
     assert deferral(LOCAL, READY, ALLOWED, [(CLOUD, NOTHING_KNOWN)]) is None
 
 
-def test_a_tier_whose_reading_was_never_measured_is_compared_by_its_wait() -> None:
+def test_unmeasured_prefill_is_compared_by_wait() -> None:
     unread = Prediction.of(Speed(0.0, 0.0), 1000)
     assert unread.is_quicker_than(COLD)
     assert not unread.is_quicker_than(READY), "neither waits"
     assert not Prediction.of(Speed(0.0, None, 100.0), 10).is_quicker_than(COLD)
 
 
-def test_our_own_requests_lengthen_the_queue_that_was_told_before_they_came() -> None:
+def test_outstanding_requests_lengthen_the_reported_queue() -> None:
     assert queue_seconds(3.0, 3, 4, 2.0) == 3
     assert queue_seconds(None, 3, 4, 2.0) is None
     assert queue_seconds(3.0, 9, 4, None) == 3
@@ -74,7 +74,7 @@ def test_our_own_requests_lengthen_the_queue_that_was_told_before_they_came() ->
     assert queue_seconds(30.0, 9, 4, 2.0) == 30
 
 
-def test_who_is_served_first_waits_for_one_place_only() -> None:
+def test_high_priority_waits_for_one_place() -> None:
     assert queue_seconds(30.0, 9, 4, 2.0, first=True) == 2
     assert queue_seconds(1.0, 0, 4, 2.0, first=True) == 1
     assert queue_seconds(30.0, 9, 4, None, first=True) == 30
@@ -86,7 +86,7 @@ SPEEDS = st.builds(Speed, SECONDS, SECONDS, st.none() | st.floats(0.1, 1e5))
 
 
 @given(SPEEDS, st.lists(SPEEDS, max_size=4), st.floats(0, 500), st.floats(0, 500), st.integers(0, 10**5))
-def test_nobody_is_put_behind_one_that_is_not_quicker(
+def test_no_candidate_is_deferred_for_a_slower_one(
     speed: Speed, others: list[Speed], wait: float, left: float, tokens: int
 ) -> None:
     expected = Prediction.of(speed, tokens)

@@ -55,5 +55,5 @@ async def _listen() -> None:
     await listening.close()
 
 
-def test_only_who_is_listened_to_is_silent() -> None:
+def test_silence_counts_only_while_a_task_waits() -> None:
     virtual_time.run(_listen())

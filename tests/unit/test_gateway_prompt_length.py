@@ -59,13 +59,13 @@ def test_what_is_far_from_the_context_fits_unless_its_tokens_are_very_short(
         assert fit(tokens, most, context) is Fit.WHOLE
 
 
-def test_somebody_with_a_larger_context_or_an_unknown_one_could_do_better() -> None:
+def test_larger_or_unknown_contexts_are_alternatives() -> None:
     assert is_alternative(None, 100)
     assert is_alternative(101, 100)
     assert not is_alternative(100, 100)
 
 
-def test_the_verdicts_hold_the_numbers() -> None:
+def test_reasons_contain_the_numbers() -> None:
     prompt = too_long(LOCAL, 120, 30, 100)
     assert (prompt.drop, prompt.param) == (Drop.CONTEXT, None)
     assert prompt.message == "the prompt has 120 tokens, and its context holds 100"
@@ -77,5 +77,5 @@ def test_the_verdicts_hold_the_numbers() -> None:
     assert "80 tokens and max_tokens of 30 exceed its context of 100; local/b holds both" in narrow.message
 
 
-def test_expectations_are_rather_too_few_tokens() -> None:
+def test_token_estimate_is_low() -> None:
     assert (about_tokens(0), about_tokens(7), about_tokens(4000)) == (0, 1, 1000)

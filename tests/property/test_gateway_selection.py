@@ -30,7 +30,7 @@ CHAINS = st.lists(st.tuples(st.sampled_from(("local", "openai")), FACTS), max_si
 
 
 @given(CHAINS, WANTS)
-def test_a_fold_is_a_division_in_order(entries: list[tuple[str, Facts]], wants: Requirements) -> None:
+def test_selection_partitions_candidates_in_order(entries: list[tuple[str, Facts]], wants: Requirements) -> None:
     candidates = [Candidate(provider, f"m{at}", at) for at, (provider, _) in enumerate(entries)]
     known = dict(zip(candidates, (facts for _, facts in entries), strict=True))
     chain = select(candidates, known.__getitem__, wants)
@@ -39,7 +39,7 @@ def test_a_fold_is_a_division_in_order(entries: list[tuple[str, Facts]], wants: 
     assert sorted((*chain.kept, *dropped), key=lambda one: one.position) == candidates, "each once"
     assert dropped == sorted(dropped, key=lambda one: one.position)
     first = [one for one in chain.kept if one not in deferred]
-    assert list(chain.kept) == [*first, *deferred], "who is put off comes last"
+    assert list(chain.kept) == [*first, *deferred], "deferred candidates come last"
     assert first == sorted(first, key=lambda one: one.position)
     assert all(item.drop not in DEFERRING and item.message for item in chain.dropped)
     assert all(item.drop in DEFERRING for item in chain.deferred)
@@ -57,7 +57,7 @@ def test_a_fold_is_a_division_in_order(entries: list[tuple[str, Facts]], wants: 
 
 
 @given(st.lists(st.sampled_from(("local", "openai")), max_size=6), WANTS)
-def test_what_is_unknown_drops_nobody_but_by_policy(providers: list[str], wants: Requirements) -> None:
+def test_unknown_facts_drop_no_candidate(providers: list[str], wants: Requirements) -> None:
     candidates = [Candidate(provider, f"m{at}", at) for at, provider in enumerate(providers)]
     chain = select(candidates, lambda _: Facts(), wants)
     assert [one for one in candidates if one.is_local or wants.cloud_allowed] == list(chain.kept)

@@ -1,4 +1,4 @@
-"""Large bodies are bounded together: by what is told of them before they come."""
+"""The memory of large bodies is bounded by their declared lengths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _of(size: int) -> dict[str, str]:
     return {"content-length": str(size)}
 
 
-def test_so_many_of_the_largest_are_held_and_no_more() -> None:
+def test_memory_of_bodies_is_bounded() -> None:
     bodies = Bodies()
     with contextlib.ExitStack() as held:
         for headers in (_of(LIMIT), _of(10 * LIMIT), {"transfer-encoding": "chunked"}):
@@ -34,14 +34,14 @@ def test_so_many_of_the_largest_are_held_and_no_more() -> None:
     assert bodies.held_bytes == 0
 
 
-def test_what_fails_gives_its_share_back() -> None:
+def test_failed_request_releases_its_memory() -> None:
     bodies = Bodies()
     with pytest.raises(ValueError, match="it"), bodies.hold(_of(LIMIT), LIMIT):
         raise ValueError("it")
     assert bodies.held_bytes == 0
 
 
-def test_a_conversation_that_is_built_on_counts_like_a_body() -> None:
+def test_continued_conversation_counts_like_a_body() -> None:
     bodies = Bodies()
     with bodies.room(0, LIMIT), bodies.room(LIMIT, LIMIT), bodies.hold(_of(LIMIT), LIMIT):
         assert bodies.held_bytes == 2 * LIMIT
@@ -50,7 +50,7 @@ def test_a_conversation_that_is_built_on_counts_like_a_body() -> None:
     assert bodies.held_bytes == 0
 
 
-def test_what_comes_is_held_as_it_comes() -> None:
+def test_memory_is_reserved_piece_by_piece() -> None:
     bodies = Bodies()
     room = Room(bodies, LIMIT)
     assert (room.take(LIMIT - 1), room.take(2), room.take(1)) == (True, False, True)

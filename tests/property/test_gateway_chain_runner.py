@@ -1,4 +1,4 @@
-"""Whatever is measured, counted and refused: nobody is asked twice, and nobody who could answer is left unasked."""
+"""For all measurements, counts and refusals: no candidate is tried twice, and each one that could answer is tried."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ async def _ask(tiers: Mapping[str, Tier], max_tokens: int | None) -> tuple[bytes
 
 @settings(max_examples=60, deadline=None)
 @given(TIERS, st.none() | st.sampled_from((1, 10, 500, 5000)))
-def test_everybody_who_is_not_ruled_out_is_asked_once_until_one_answers(found: list[Tier], most: int | None) -> None:
+def test_each_remaining_candidate_is_tried_once_until_one_answers(found: list[Tier], most: int | None) -> None:
     tiers = {f"m{at}": tier for at, tier in enumerate(found)}
     answer, asked, record = asyncio.run(_ask(tiers, most))
     names = [f"{'local' if tier.local else 'cloud'}/{name}" for name, tier in tiers.items()]

@@ -15,17 +15,17 @@ def _body(text: str) -> dict[str, object]:
 
 
 def test_quotes_are_left_out_and_the_rest_stays() -> None:
-    said = f"invalid value: '{SECRET}' for a-model-with-a-long-name, and again {SECRET[4:]}!"
+    message = f"invalid value: '{SECRET}' for a-model-with-a-long-name, and again {SECRET[4:]}!"
     left = f"invalid value: '{LEFT_OUT}' for a-model-with-a-long-name, and again{LEFT_OUT}!"
-    assert without_quotes(said, _body(f"I say: {SECRET}.")) == left
+    assert without_quotes(message, _body(f"I say: {SECRET}.")) == left
 
 
-def test_a_word_in_common_is_no_quote() -> None:
+def test_short_common_text_is_kept() -> None:
     assert without_quotes("the mill by accident is closed", _body(SECRET)) == "the mill by accident is closed"
     assert without_quotes(SECRET[: QUOTE_CHARS - 1], _body(SECRET)) == SECRET[: QUOTE_CHARS - 1]
 
 
-def test_of_an_error_about_a_very_long_request_no_word_is_kept() -> None:
+def test_error_about_a_very_long_request_is_withheld() -> None:
     assert without_quotes("invalid value somewhere", _body("x" * (MAX_CHARS + 1))) == WITHHELD
 
 
