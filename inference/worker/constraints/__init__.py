@@ -1,8 +1,8 @@
-"""Constrained answers: a form becomes a compiled constraint, a constraint a mask per answer; never draws a token.
+"""Constrained answers: a form is compiled into a constraint, and a constraint gives each answer a mask.
 
-`schema`, `keywords` and `patterns` decide what a JSON schema may say, `limits` what it may cost, `grammar` how a form
-is written for llguidance, `compiler` what is kept, `waiting` who waits for it, `masks` what may follow. llguidance
-itself is imported with the first constraint.
+`schema`, `keywords` and `patterns` lower JSON schemas, `schema_limits` bounds their cost, `grammar` writes a form for
+llguidance, `compiler` compiles and caches, `compile_queue` queues compilations, `masks` computes masks. llguidance is
+imported with the first constraint.
 """
 
 from inference.worker.constraints.compile_queue import FormQueue

@@ -1,8 +1,8 @@
-"""Writes bounds of numbers so that llguidance keeps them exactly, or a little inside where it cannot; never outside.
+"""Writes bounds of numbers so that llguidance enforces them exactly, or slightly narrower where it cannot.
 
-It reads a decimal exactly whose digits are at most 2^53 and whose places are at most 22; another may become the number
-next to it. And it lets the exclusive whole bound that is nearer to 0 pass where the other has the same whole part.
-"""
+llguidance reads a decimal exactly whose digits are at most 2^53 and whose places are at most 22; another may become the
+number next to it. And it lets the exclusive whole bound that is nearer to 0 pass where the other has the same whole
+part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decides which objects of a JSON schema have no properties but the declared ones; lowers nothing.
+"""Decides which objects of a JSON schema have only the declared properties.
 
 llama.cpp's `json-schema-to-grammar` reads `properties` without `additionalProperties` as the whole list of properties,
 because weak models otherwise invent properties until the length limit. A schema that states `additionalProperties` is

@@ -1,8 +1,7 @@
-"""Decides who waits for a form to be compiled, and for how long; compiles nothing itself.
+"""Queues the compilation of forms.
 
-Forms are compiled one after the other, off the event loop, so that one that takes long keeps only other forms waiting,
-and those that are known keep nobody. Who wants one that is being compiled waits for it with whoever asked first, and
-keeps its place when that one leaves.
+Forms are compiled one at a time, off the event loop. A slow one delays only other forms that are not cached. Requests
+for the same form share one compilation, which goes on while one of them waits.
 """
 
 from __future__ import annotations
@@ -23,46 +22,46 @@ from inference.worker.worker_errors import BadRequestError, GoneError, WorkerErr
 log = logging.getLogger("headgate.worker.constraints")
 
 MAX_WAITING = 16
-"""Forms being compiled or waiting for it. One takes up to some seconds, so that more would wait in vain."""
+"""Limit of forms that are compiled or wait. One can take seconds, so that more would wait past their deadlines."""
 FORM_SECONDS = 30.0
-"""For a form to be compiled, and for those before it."""
+"""Time for a form and for those before it to be compiled."""
 HELP_SECONDS = 2.0
-"""The same for a form that only helps the model: without it the answer is still what was asked for."""
+"""The same for a form that only helps the model: answers without it are valid."""
 
 
-class Compiles(Protocol):
-    """Makes constraints; `Compiler` is one."""
+class ConstraintCompiler(Protocol):
+    """The part of `Compiler` that the queue needs."""
 
     def key(self, form: Form, param: str) -> bytes:
-        """The same for forms that are the same; raises BadRequestError."""
+        """A key that equal forms share; raises BadRequestError."""
         ...
 
     def known(self, key: bytes) -> Constraint | None:
-        """The constraint of a form that needs no compiling. Never waits."""
+        """The cached constraint of a form, if there is one. Does not wait."""
         ...
 
     def compile(self, form: Form, param: str) -> Constraint:
-        """The constraint of a form, after seconds; raises BadRequestError, or WorkerError."""
+        """Compiles a form, which may take seconds; raises BadRequestError or WorkerError."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A form that is compiled or waits for it, and for whom, in the order in which they asked: where each awaits it,
-    and whether the client left. What comes of it is the constraint, and whether all may have this one.
+    """A form that is compiled or waits. `waiters` are the requests in order of arrival: the future that each awaits,
+    and whether its client left. The result is the constraint, and whether all waiters may share it.
     """
 
-    askers: dict[asyncio.Future[Constraint], Callable[[], bool]]
+    waiters: dict[asyncio.Future[Constraint], Callable[[], bool]]
     future: Future[tuple[Constraint, bool]] = field(default_factory=Future)
 
 
 class FormQueue:
-    """One per worker, on the event loop."""
+    """The queue of one worker, used on the event loop."""
 
     def __init__(
         self,
-        compiler: Compiles,
-        looking: Executor,
+        compiler: ConstraintCompiler,
+        lookups: Executor,
         compiling: Executor | None = None,
         *,
         most: int = MAX_WAITING,
@@ -70,14 +69,14 @@ class FormQueue:
         help_seconds: float = HELP_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`compiling` has one thread and only this work, `looking` is any; `clock` is that of the deadlines."""
+        """`compiling` has one thread and no other work; `lookups` is any executor; `clock` is that of the deadlines."""
         self._compiler = compiler
         self._most = most
         self._seconds = seconds
         self._help_seconds = help_seconds
         self._clock = clock
         self._jobs: dict[tuple[str, bytes], _Job] = {}
-        self._looking = looking
+        self._lookups = lookups
         self._compiling = compiling or ThreadPoolExecutor(1, thread_name_prefix="forms")
 
     async def constraint(
@@ -85,18 +84,18 @@ class FormQueue:
     ) -> Constraint | None:
         """The constraint of `form`; None where it was not `promised` and there is none within `help_seconds`.
 
-        `deadline` is when the request must have its first token, `gone` whether its client left: nothing is compiled
-        for nobody. Raises BadRequestError (unsupported_parameter, with `param`) for a form that cannot be enforced,
-        WorkerError(queue_full or deadline_exceeded), and GoneError.
+        `deadline` is the time by which the request needs its first token; `gone` tells whether its client left, and
+        then nothing is compiled. Raises BadRequestError (unsupported_parameter, with `param`) for a form that cannot be
+        enforced, WorkerError(queue_full or deadline_exceeded), and GoneError.
         """
         try:
             return await self._found(form, param, self._seconds if promised else self._help_seconds, deadline, gone)
         except WorkerError as error:
             if not promised:
-                log.info("answers are not held to their form: %s", error.message)
+                log.info("answers are not constrained to their form: %s", error.message)
                 return None
             if isinstance(error, BadRequestError):
-                # Another tier may be able to do it.
+                # Another tier may support it.
                 raise BadRequestError(error.message, error.param, code=Code.UNSUPPORTED_PARAMETER) from None
             raise
 
@@ -104,7 +103,7 @@ class FormQueue:
         self, form: Form, param: str, seconds: float, deadline: float | None, gone: Callable[[], bool]
     ) -> Constraint:
         loop = asyncio.get_running_loop()
-        key, known = await loop.run_in_executor(self._looking, self._look, form, param)
+        key, known = await loop.run_in_executor(self._lookups, self._look, form, param)
         if known is not None:
             return known
         left = seconds if deadline is None else min(seconds, deadline - self._clock())
@@ -121,39 +120,39 @@ class FormQueue:
         return key, self._compiler.known(key)
 
     async def _compiled(self, key: bytes, form: Form, param: str, gone: Callable[[], bool]) -> Constraint:
-        """What comes of the job for the form, somebody else's where there is one, its refusal too."""
-        asker: asyncio.Future[Constraint] = asyncio.get_running_loop().create_future()
+        """The result of the job for the form, which another request may have started."""
+        waiter: asyncio.Future[Constraint] = asyncio.get_running_loop().create_future()
         if (job := self._jobs.get((param, key))) is not None:
-            job.askers[asker] = gone
+            job.waiters[waiter] = gone
         elif self.waiting >= self._most:
             raise _full()
         else:
-            job = self._jobs[param, key] = _Job({asker: gone})
+            job = self._jobs[param, key] = _Job({waiter: gone})
             self._begin(job, key, form, param)
         try:
-            return await asker
+            return await waiter
         finally:
-            job.askers.pop(asker, None)
-            if not job.askers:
+            job.waiters.pop(waiter, None)
+            if not job.waiters:
                 job.future.cancel()
 
     def _begin(self, job: _Job, key: bytes, form: Form, param: str) -> None:
         def work() -> tuple[Constraint, bool]:
-            if all(gone() for gone in list(job.askers.values())):
+            if all(gone() for gone in list(job.waiters.values())):
                 raise GoneError
             constraint = self._compiler.compile(form, param)
             return constraint, self._compiler.known(key) is constraint
 
-        def heard() -> None:
-            _tell(job)
-            if job.askers:
+        def finished() -> None:
+            _deliver(job)
+            if job.waiters:
                 self._begin(job, key, form, param)
             else:
                 del self._jobs[param, key]
 
         def over(_future: Future[tuple[Constraint, bool]]) -> None:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(heard)
+                loop.call_soon_threadsafe(finished)
 
         loop = asyncio.get_running_loop()
         job.future = self._compiling.submit(work)
@@ -161,35 +160,35 @@ class FormQueue:
 
     @property
     def waiting(self) -> int:
-        """Forms that are compiled or wait for it."""
+        """Number of forms that are compiled or wait."""
         return len(self._jobs)
 
 
-def _tell(job: _Job) -> None:
-    """Those for whom the end of a job is leave it: all, or the first where each needs a constraint of his own.
+def _deliver(job: _Job) -> None:
+    """Gives the result to all waiters, or to the first where each needs a constraint of its own.
 
-    Who asked when the job was given up, because all before had left, stays.
+    A waiter that arrived after the job was cancelled, because all others had left, stays.
     """
     if job.future.cancelled():
         return
     error = job.future.exception()
-    for asker, gone in list(job.askers.items()):
+    for waiter, gone in list(job.waiters.items()):
         if isinstance(error, GoneError) and not gone():
             continue
-        del job.askers[asker]
-        if asker.done():  # cancelled just now
+        del job.waiters[waiter]
+        if waiter.done():  # cancelled meanwhile
             continue
         if error is not None:
-            asker.set_exception(error)
+            waiter.set_exception(error)
             continue
         constraint, is_shared = job.future.result()
-        asker.set_result(constraint)
+        waiter.set_result(constraint)
         if not is_shared:
             return
 
 
 def _full() -> WorkerError:
-    return WorkerError(Code.QUEUE_FULL, "this model prepares other forms; ask again", retry_after=5.0)
+    return WorkerError(Code.QUEUE_FULL, "this model is compiling other formats; retry later", retry_after=5.0)
 
 
 def _late() -> WorkerError:

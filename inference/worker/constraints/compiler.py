@@ -1,7 +1,7 @@
-"""Compiles forms into constraints and keeps those used last; never runs on the engine's thread or the event loop.
+"""Compiles forms into constraints and caches the most recently used ones.
 
-The first constraint needs llguidance and a trie of the vocabulary, which is built while nothing else of Python runs: so
-a worker reads its vocabulary when it is idle, see "Bounds of the engine" in docs/decisions.md.
+The first constraint needs llguidance and a trie of the vocabulary. Building the trie holds Python's lock, so an idle
+worker reads its vocabulary in advance.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from inference.worker.worker_errors import BadRequestError, WorkerError
 log = logging.getLogger("headgate.worker.constraints")
 
 STACK_BYTES = 256 << 20
-"""Of the thread that compiles; only what is touched is ever allocated. llguidance follows references by recursion, at
-most 10,000 of them and at about 8 KiB each; an overflow would end the process."""
+"""Stack of the thread that compiles; only used pages are allocated. llguidance follows references by recursion, at most
+10,000 of them with about 8 KiB each; an overflow would end the process."""
 MOST_AHEAD = 300_000
-"""Tokens of a vocabulary that is read before anybody asks: an idle worker then holds 0.15 kB for each."""
+"""Largest vocabulary, in tokens, that is read in advance. It takes 0.15 kB per token."""
 MOST_WITH_TABLES = 64_000
-"""Tokens of one that is read with its tables of common texts before anybody asks, 0.35 to 0.45 kB for each."""
+"""Largest vocabulary that is read in advance with its tables of common texts, which take 0.35 to 0.45 kB per token."""
 TABLES_SECONDS = 60.0
-"""So long after the first constraint they are made with the next one, whoever is served."""
+"""Time after the first constraint at which the tables are built with the next one, also while requests run."""
 _COMMON = r'[^"\\\x00-\x1F\x7F]'
 _TABLES = [_COMMON + "{1,10}", _COMMON + "{1,30}", _COMMON + "+"]
-"""llguidance's own, but for one of blanks, which takes a sixth of the memory and saves a mask a microsecond or two."""
+"""llguidance's own tables without the one for blanks, which takes a sixth of the memory and saves 1 to 2 us per mask.
+"""
 KEPT = 24
 KEPT_BYTES = 32 << 20
-"""Of compiled constraints before their automata grow, estimated."""
+"""Estimated size of the cached constraints, without the growth of their automata."""
 _BYTES_EACH = 256 << 10
 _BYTES_PER_CHARACTER = 256
 """Measured with schemas of 100 to 1000 properties and rounded up."""
@@ -54,13 +55,12 @@ _LIMITS: dict[str, Any] = {
     "max_grammar_size": 500_000,
     "verbose_errors": False,
 }
-"""What one mask and one form may look at. An automaton takes at most 5 MB (10,000 states of 0.5 kB). A mask at a
-limit takes some 15 ms (20 items or 14 fuel per microsecond); where a grammar is so ambiguous that most items are found
-again and again, 1.1 s. All of it is measured."""
+"""Limits of one mask and one form. An automaton takes at most 5 MB (10,000 states of 0.5 kB). A mask at a limit takes
+about 15 ms (20 items or 14 fuel per microsecond), or 1.1 s for a very ambiguous grammar. Measured."""
 
 
 class Tokens(Protocol):
-    """What constraints need to know of a vocabulary; the worker's Model is one."""
+    """The part of a vocabulary that constraints need; the worker's Model has it."""
 
     @property
     def n_vocab(self) -> int:
@@ -78,10 +78,10 @@ class Tokens(Protocol):
 
 
 class Compiler:
-    """One per worker. Thread-safe; one form is compiled at a time, and those who want the same wait for it.
+    """Compiles for one worker, one form at a time. Thread-safe.
 
-    The answers of a form share an automaton that grows with what they say, up to a limit. A form whose automaton met
-    the limit is compiled anew for every request from then on, so that none pays for what others said.
+    The answers of a form share an automaton that grows with their texts, up to a limit. A form whose automaton reached
+    the limit is compiled anew for every further request, so that no request pays for others.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class Compiler:
         most_with_tables: int = MOST_WITH_TABLES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Keeps the `kept` constraints used last, as long as they take less than `kept_bytes`. A vocabulary of more
-        than `most_with_tables` tokens is read on a guess without them.
+        """Caches the `kept` most recently used constraints within `kept_bytes`. A vocabulary of more than
+        `most_with_tables` tokens is read in advance without its tables.
         """
         self._vocabulary = vocabulary
         self._most = kept
@@ -103,32 +103,32 @@ class Compiler:
         self._stack_bytes = stack_bytes
         self._most_with_tables = most_with_tables
         self._clock = clock
-        self._asked: float | None = None
+        self._first_use: float | None = None
         self._tried: frozenset[bytes] = frozenset()
         self._compiling = threading.Lock()
-        self._looking = threading.Lock()
+        self._cache_lock = threading.Lock()
         self._cache: OrderedDict[bytes, tuple[_Compiled, int]] = OrderedDict()
         self._bytes = 0
         self._trie: _Trie | None = None
         self._trial = Trial(_LIMITS, stack_bytes)
 
     def compile(self, form: Form, param: str) -> Constraint:
-        """The constraint of `form`. May take seconds: call it from a thread that nothing waits for.
+        """The constraint of `form`. May take seconds; call it on a thread for slow work.
 
-        Raises BadRequestError with `param`, the field of the request that asked for the form, when it cannot be
-        enforced: a schema keyword (named with its place), a pattern, a grammar, or one that is too large or takes too
-        long. Raises WorkerError where the system has no room for one more thread or process.
+        Raises BadRequestError with `param`, the field of the request that requires the form, when the form cannot be
+        enforced (the message names the schema keyword and its place, the pattern or the grammar), is too large or takes
+        too long. Raises WorkerError when no thread or process can be started.
         """
         key = _key(form, param)
         with self._compiling:
             if self._trie is not None and self._is_slow_for_long:
-                self._asked = self._clock()  # should it fail, it is tried again so much later
-                self._dare_add_tables(self._trie)
+                self._first_use = self._clock()  # after a failure, the next attempt follows this much later
+                self._try_add_tables(self._trie)
             known = self._find(key)
             if known is not None and not known.is_spent:
                 return known
-            if self._asked is None:
-                self._asked = self._clock()
+            if self._first_use is None:
+                self._first_use = self._clock()
             if self._trie is None:
                 self._trie = _Trie(self._vocabulary, with_tables=True)
             source = self._written(self._trie, form, param)
@@ -140,16 +140,16 @@ class Compiler:
             return constraint
 
     def read_vocabulary(self) -> bool:
-        """What the first constraint would have to do, unless the vocabulary is too large to be read on a guess.
+        """Does the work of the first constraint in advance, unless the vocabulary is too large.
 
-        Of a large one the tables are made when constraints are wanted: until then it returns True, which asks for
-        another call when somebody may have wanted one.
+        The tables of a large vocabulary are built once constraints are used. Until then it returns True: call it again
+        later.
         """
         with self._compiling:
             if self._trie is None and (self._vocabulary.n_vocab > MOST_AHEAD or not self._vocabulary.end_tokens):
                 return False
             began = self._clock()
-            wants_tables = self._asked is not None or self._vocabulary.n_vocab <= self._most_with_tables
+            wants_tables = self._first_use is not None or self._vocabulary.n_vocab <= self._most_with_tables
             if self._trie is None:
                 self._trie = _Trie(self._vocabulary, with_tables=wants_tables)
             elif wants_tables and not self._trie.has_tables:
@@ -160,21 +160,21 @@ class Compiler:
             return not self._trie.has_tables
 
     def key(self, form: Form, param: str) -> bytes:
-        """The same for forms that are the same; raises BadRequestError for one that is nested too deeply."""
+        """A key that equal forms share; raises BadRequestError for a form that is nested too deeply."""
         return _key(form, param)
 
     def known(self, key: bytes) -> Constraint | None:
-        """The constraint of a form that needs no compiling; waits for none that is being compiled."""
+        """The cached constraint of a form, if there is one. Does not wait for a compilation."""
         found = self._find(key)
         return None if found is None or found.is_spent or self._is_slow_for_long else found
 
     @property
     def _is_slow_for_long(self) -> bool:
-        trie, asked = self._trie, self._asked
+        trie, asked = self._trie, self._first_use
         return trie is not None and not trie.has_tables and asked is not None and self._clock() - asked > TABLES_SECONDS
 
     def _find(self, key: bytes) -> _Compiled | None:
-        with self._looking:
+        with self._cache_lock:
             if (known := self._cache.get(key)) is None:
                 return None
             self._cache.move_to_end(key)
@@ -188,32 +188,32 @@ class Compiler:
         except RecursionError:
             raise BadRequestError(_TOO_DEEP, param) from None
         if not source.isprintable() and _has_surrogates(source):
-            raise BadRequestError("what the answer must look like holds half a character", param)
+            raise BadRequestError("the required format contains half of a surrogate pair", param)
         return source
 
     def _try(self, source: str, param: str) -> None:
-        """Raises what is wrong with the grammar, found out where it can do no harm."""
+        """Compiles the grammar in the child process first; raises BadRequestError or WorkerError."""
         try:
-            said = self._trial.check(source)
+            problem = self._trial.check(source)
         except OverLimitsError:
             raise BadRequestError(
-                "what the answer must look like takes too long or too much memory to prepare; ask for less, or for "
-                "fewer and shorter patterns",
+                "the required format takes too long or too much memory to compile; use a smaller one, or fewer and "
+                "shorter patterns",
                 param,
             ) from None
         except OSError:
             raise WorkerError(Code.MEMORY_LIMIT_EXCEEDED, "no process could be started", retry_after=1.0) from None
-        if said:
-            raise BadRequestError(f"what the answer must look like cannot be enforced: {reason(said)}", param)
+        if problem:
+            raise BadRequestError(f"the required format cannot be enforced: {reason(problem)}", param)
 
     def _compiled(self, trie: _Trie, source: str, param: str, *, shared: bool) -> _Compiled:
         matcher = _with_stack(self._stack_bytes, lambda: trie.matcher(source))
-        if said := str(matcher) if isinstance(matcher, BaseException) else matcher.get_error():
-            raise BadRequestError(f"what the answer must look like cannot be enforced: {reason(said)}", param)
+        if problem := str(matcher) if isinstance(matcher, BaseException) else matcher.get_error():
+            raise BadRequestError(f"the required format cannot be enforced: {reason(problem)}", param)
         return _Compiled(matcher, trie.scratch, shared=shared)
 
     def _keep(self, key: bytes, constraint: _Compiled, size: int) -> None:
-        with self._looking:
+        with self._cache_lock:
             self._bytes += size
             self._cache[key] = constraint, size
             while len(self._cache) > self._most or (self._bytes > self._most_bytes and len(self._cache) > 1):
@@ -221,27 +221,29 @@ class Compiler:
                 self._bytes -= dropped
 
     def _add_tables(self, trie: _Trie) -> None:
-        """Constraints that were compiled without them are forgotten, but not that they can be compiled."""
+        """Builds the tables. Drops constraints that were compiled without them, and remembers that these can be
+        compiled.
+        """
         trie.add_tables()
-        with self._looking:
+        with self._cache_lock:
             self._tried = frozenset(self._cache)
             self._cache.clear()
             self._bytes = 0
 
-    def _dare_add_tables(self, trie: _Trie) -> None:
-        """What goes wrong is no matter of the request that happens to come now."""
+    def _try_add_tables(self, trie: _Trie) -> None:
+        """Builds the tables; a failure does not fail the current request."""
         began = self._clock()
         try:
             self._add_tables(trie)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:  # panics of Rust are no Exception
-            log.exception("the tables of the vocabulary could not be made")
+        except BaseException:  # panics of Rust are not an Exception
+            log.exception("the tables of the vocabulary could not be built")
         else:
             self._note(trie, began)
 
     def _note(self, trie: _Trie, began: float) -> None:
-        malloc_trim.trim()  # of the pieces, which the trie has copied
+        malloc_trim.trim()  # the trie has copied the pieces
         log.info(
             "vocabulary read tokens=%d tables=%s seconds=%.2f",
             self._vocabulary.n_vocab, trie.has_tables, self._clock() - began,
@@ -249,7 +251,7 @@ class Compiler:
 
 
 class _Compiled:
-    """A compiled form. The matcher it keeps never moves; every answer gets a copy, which shares the automaton."""
+    """A compiled form. Its matcher stays at the beginning; every answer gets a copy that shares the automaton."""
 
     def __init__(self, matcher: Any, scratch: Scratch, *, shared: bool) -> None:
         self._matcher = matcher
@@ -258,7 +260,7 @@ class _Compiled:
         self.is_spent = False
 
     def start(self) -> Mask:
-        """A mask at the beginning of an answer; compiles nothing. Raises ConstraintError."""
+        """A mask for a new answer. Raises ConstraintError."""
         return Guide(guarded(self._matcher.deep_copy), self._scratch, self._spend)
 
     def _spend(self) -> bool:
@@ -273,7 +275,7 @@ class _Trie:
         import llguidance
 
         if not vocabulary.end_tokens:
-            raise BadRequestError("this model has no token that ends an answer, so none can be held to a form")
+            raise BadRequestError("this model has no token that ends an answer, so answers cannot be constrained")
         pieces: list[bytes] = []
         special: list[int] = []
         self.control_tokens: dict[str, int] = {}
@@ -294,12 +296,12 @@ class _Trie:
         self.scratch = Scratch(vocabulary.n_vocab)
 
     def add_tables(self) -> None:
-        """For matchers that are made from now on."""
+        """Adds the tables for new matchers."""
         self._tokenizer = self._tokenizer.with_slices(_TABLES)
         self.has_tables = True
 
     def matcher(self, source: str) -> Any:
-        """A matcher that has made its first mask, so that what cannot begin is known now."""
+        """A matcher. Its first mask is computed, so that a form that cannot begin is detected."""
         limits = self._llguidance.LLParserLimits(**_LIMITS)
         matcher = self._llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
         if not matcher.is_error():
@@ -311,7 +313,7 @@ class _Trie:
 
 
 class _Wrapper:
-    """A vocabulary as LLTokenizer takes it."""
+    """A vocabulary in the form that LLTokenizer needs."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -322,23 +324,23 @@ class _Wrapper:
         self.eos_token_id = end
 
     def __call__(self, text: object) -> list[int]:
-        """Tokenizes forced text. Nothing is forced, so this is never asked."""
+        """Tokenizes forced text. No text is forced, so this is not called."""
         return []
 
 
 def _key(form: Form, param: str) -> bytes:
-    """Of the form as it was asked for: writing it as a grammar takes longer than all the rest of a known one."""
+    """A key of the form itself: writing it as a grammar would take longer than the rest of a cached one."""
     try:
         return hashlib.sha256(repr(form).encode("utf-8", "surrogatepass")).digest()
     except RecursionError:
         raise BadRequestError(_TOO_DEEP, param) from None
 
 
-_TOO_DEEP = "what the answer must look like is nested too deeply"
+_TOO_DEEP = "the required format is nested too deeply"
 
 
 def _with_stack(size: int, work: Callable[[], Any]) -> Any:
-    """What `work` returns, or the exception it raised, on a thread of its own with a stack of `size` bytes."""
+    """The result of `work` or its exception. Runs on a thread with a stack of `size` bytes."""
     results: list[Any] = []
 
     def run() -> None:

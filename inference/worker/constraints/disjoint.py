@@ -1,6 +1,6 @@
-"""Decides whether options of a `oneOf` exclude each other, as far as types and tags tell; never looks at values.
+"""Decides by types and tags whether the options of a `oneOf` exclude each other.
 
-Where they do, exactly one is the same as any one, which masks can enforce.
+Where they do, `oneOf` equals `anyOf`, which masks can enforce. llguidance decides this only for options without `$ref`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from typing import Any
 
 _TYPES = frozenset(["null", "boolean", "number", "string", "array", "object"])
 _HOPS = 8
-"""References that are followed from one option."""
+"""Limit of references that are followed from one option."""
 
 Resolve = Callable[[str], Any]
-"""What a `$ref` points at, or None."""
+"""The target of a `$ref`, or None."""
 Take = Callable[[int], None]
-"""Counts steps, and raises when there were too many."""
+"""Counts steps; raises when there are too many."""
 
 
 def apart(options: Iterable[Any], resolve: Resolve, take: Take) -> bool:
-    """Whether no value can satisfy two of the options; raises what `take` raises."""
+    """Whether no value can satisfy two of the options; raises the exceptions of `take`."""
     seen: list[Mapping[str, Any]] = []
     for option in options:
         found = _resolved(option, resolve)
@@ -44,7 +44,7 @@ def _resolved(option: Any, resolve: Resolve) -> Mapping[str, Any] | None:
 
 
 def _tags_apart(one: Mapping[str, Any], other: Mapping[str, Any], resolve: Resolve, take: Take) -> bool:
-    """Whether a property that both need has no value in common."""
+    """Whether a property that both require has disjoint values."""
     first, second = one.get("properties"), other.get("properties")
     needed, wanted = one.get("required"), other.get("required")
     if not (isinstance(first, Mapping) and isinstance(second, Mapping)):
@@ -65,11 +65,11 @@ def _tags_apart(one: Mapping[str, Any], other: Mapping[str, Any], resolve: Resol
 
 def kinds(node: Mapping[str, Any]) -> frozenset[str]:
     """The JSON types a value may have by `type`, `enum` and `const`; whole numbers are numbers."""
-    said = node.get("type")
-    if said is None:
+    declared = node.get("type")
+    if declared is None:
         values = _listed(node)
         return _TYPES if values is None else frozenset(_kind(value) for value in values)
-    names = [said] if isinstance(said, str) else said if isinstance(said, list) else _TYPES
+    names = [declared] if isinstance(declared, str) else declared if isinstance(declared, list) else _TYPES
     return frozenset("number" if name == "integer" else name for name in names if isinstance(name, str))
 
 
@@ -84,7 +84,7 @@ def _kind(value: Any) -> str:
 
 
 def _listed(node: Mapping[str, Any]) -> list[Any] | None:
-    """All values a node can have where it lists them."""
+    """All values of a node that lists them, else None."""
     if "const" in node:
         return [node["const"]]
     return node["enum"] if isinstance(node.get("enum"), list) else None

@@ -1,7 +1,7 @@
-"""Writes a form as llguidance reads it: one grammar in its Lark dialect and the grammars that it names; never compiles.
+"""Writes a form for llguidance: one grammar in its Lark dialect and the grammars that it names.
 
-What is regular becomes one terminal as a whole: llguidance matches terminals greedily, so only inside one is the text
-divided in every possible way. A JSON value, a control token or a caller's grammar ends a terminal.
+Regular parts become one terminal, because llguidance matches terminals greedily and only the inside of a terminal is
+divided in all possible ways. A JSON value, a control token or a grammar of the request ends a terminal.
 """
 
 from __future__ import annotations
@@ -27,48 +27,48 @@ from inference.worker.dialects.forms import (
 )
 
 MAX_SOURCE = 65_536
-"""Characters of a caller's grammar. Each rule can name another, which llguidance follows by recursion."""
+"""Limit of a request's grammar in characters. llguidance follows rules by recursion."""
 MAX_RULES = 500
-"""Rules of a grammar in GBNF: its translation takes time with their square, half a second for as many."""
+"""Limit of rules in GBNF: the time of the translation grows with their square and is half a second for this number."""
 MAX_LARK = 262_144
-"""Characters of a form's own grammar, without its schemas and callers' grammars."""
+"""Limit of a form's own grammar in characters, without its schemas and grammars of requests."""
 MAX_SCHEMA = 524_288
-"""Characters of all schemas of a form, lowered, as JSON."""
+"""Limit of all lowered schemas of a form in characters of JSON."""
 MAX_PARTS = 5000
-"""Forms in a form."""
+"""Limit of the parts of a form."""
 MAX_REPEATS = 10_000
 
 WHITESPACE = r" |\n(?: {0,24}|\t{0,8})"
-"""Between the tokens of a JSON text: nothing, a space, or a line break with its indentation. Bounded, so that no model
-can fill its context with blanks."""
+"""Between the tokens of a JSON text: nothing, a space, or a line break with its indentation. Bounded, so that
+models cannot fill their context with blanks."""
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-"""The model's own tokenization counts: no token is put into its mouth."""
+"""The model chooses all tokens, in its own tokenization."""
 _ONE_SPELLING = 'nrbtf\\"'
-"""Escapes in strings where named keys stand beside any others: with `\\u`, a key that is not named could be read as one
-that is. Control characters that have no other escape are left out of values, too."""
+"""Escapes in strings of objects with named and other keys: with `\\u`, another key could be read as a named one.
+Control characters without another escape are excluded from values too."""
 _ANYTHING = "/(?s:.*)/"
 _IS_LARK = re.compile(r"(?m)^\s*(%llguidance\b|[?!]?start\b[^:\n]*:(?!:))")
 _LARK_PIECE = re.compile(
     r'"(?:\\.|[^"\\\n])*"|//[^\n]*|\#[^\n]*|/(?:\\.|[^/\\\n])+/|(?P<grammar>@[A-Za-z0-9_-]+)|(?P<json>%json\b\s*)',
     re.DOTALL,
 )
-"""What reads as one in Lark: a text, a comment, a pattern; and what is looked at between them."""
+"""The pieces of Lark that are skipped as a whole (texts, comments, patterns), and those that are checked."""
 _GBNF_PIECE = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|\#[^\n]*|[\w-]+', re.DOTALL)
 _CLASS_ITEM = re.compile(r"(\\x[0-9A-Fa-f]{2}|\\.|[^\\])(?:-(\\x[0-9A-Fa-f]{2}|\\.|[^\\]))?", re.DOTALL)
 _CLASS_ESCAPES = {char: f"\\x{ord(char):02x}" for char in "&~-^"}
 _SPACED = re.compile(r"\(\?[a-wyz]*x[a-z]*(?:-[a-z]+)?\)")
-"""The flag at a pattern's beginning under which blanks and comments say nothing."""
+"""The flag at a pattern's beginning that ignores blanks and comments."""
 _ESCAPE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
 
 
 class GrammarError(ValueError):
-    """The form cannot be written as a grammar; the message is for the caller who asked for it."""
+    """The form cannot be written as a grammar; the message is for the client."""
 
 
 def written(form: Form, control_tokens: Mapping[str, int], end_tokens: frozenset[int]) -> str:
-    """The grammar of `form`, as the JSON text that llguidance takes; raises GrammarError.
+    """The grammar of `form` as JSON text for llguidance; raises GrammarError.
 
-    A marker of an end token is where the answer ends, so it is nothing to write.
+    A marker of an end token ends the answer and is written as an empty text.
     """
     writer = _Writer(control_tokens, end_tokens)
     writer.start(form)
@@ -95,7 +95,7 @@ class _Writer:
         """The JSON text of all grammars."""
         lark = _OPTIONS + "\n".join(self._rules) + "\n"
         if len(lark) > MAX_LARK:
-            raise GrammarError(f"what the answer must look like takes {len(lark)} characters; at most {MAX_LARK}")
+            raise GrammarError(f"the required format takes {len(lark)} characters as a grammar; at most {MAX_LARK}")
         return json.dumps({"grammars": [{"lark_grammar": lark}, *self._grammars]}, ensure_ascii=False)
 
     # --- terminals ---------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class _Writer:
             return f"({' '.join(write(part) for part in form.parts)})" if form.parts else '""'
         if isinstance(form, OneOf):
             if not form.parts:
-                raise GrammarError("nothing can follow: there is no alternative to choose from")
+                raise GrammarError("a choice has no alternatives")
             return f"({' | '.join(dict.fromkeys(write(part) for part in form.parts))})"
         assert isinstance(form, Repeat)
         return self._repeat(form, write)
@@ -184,7 +184,7 @@ class _Writer:
     def _count(self) -> None:
         self._parts += 1
         if self._parts > MAX_PARTS:
-            raise GrammarError(f"what the answer must look like has more than {MAX_PARTS} parts")
+            raise GrammarError(f"the required format has more than {MAX_PARTS} parts")
 
     # --- grammars ----------------------------------------------------------------------------------------------------
     def _json(self, form: Json) -> str:
@@ -202,7 +202,7 @@ class _Writer:
 
     def _grammar(self, form: Grammar) -> str:
         if len(form.source) > MAX_SOURCE:
-            raise GrammarError(f"the grammar has {len(form.source)} characters; at most {MAX_SOURCE} are read")
+            raise GrammarError(f"the grammar has {len(form.source)} characters; at most {MAX_SOURCE} are allowed")
         source = form.source.removeprefix("\ufeff")
         lark = _with_schemas(source, self._allowance) if _IS_LARK.search(source) else _of_gbnf(source)
         return self._add("lark_grammar", lark)
@@ -230,7 +230,7 @@ def _quoted(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """A text as itself inside a pattern between slashes."""
+    """A text escaped for a pattern between slashes."""
     return "".join(char if char.isalnum() and char.isascii() else f"\\u{{{ord(char):x}}}" for char in text)
 
 
@@ -239,7 +239,7 @@ def _any_of(texts: tuple[str, ...]) -> str:
 
 
 def _regex(pattern: str) -> str:
-    """A caller's pattern between slashes."""
+    """A request's pattern between slashes."""
     try:
         pattern = patterns.of_whole_text(pattern)
     except patterns.PatternError as error:
@@ -268,7 +268,7 @@ def _lowered(
 
 
 def _with_schemas(lark: str, allowance: Allowance) -> str:
-    """A caller's Lark grammar, the schemas in it held to the same rules as all others."""
+    """A request's Lark grammar with its schemas lowered."""
     pieces: list[str] = []
     at = start = 0
     decoder = json.JSONDecoder()
@@ -292,7 +292,7 @@ def _with_schemas(lark: str, allowance: Allowance) -> str:
 
 
 def _of_gbnf(source: str) -> str:
-    """llama.cpp's notation in Lark's; a grammar without recursion becomes one terminal, so that it means the same."""
+    """GBNF translated to Lark. A grammar without recursion becomes one terminal, which keeps its meaning."""
     from llguidance import gbnf_to_lark as gbnf
 
     if "::=" not in source:
@@ -355,6 +355,6 @@ def _plain(escape: re.Match[str]) -> str:
         return escape[0]
     char = chr(int(digits, 16))
     if 0xD800 <= ord(char) <= 0xDFFF:
-        raise GrammarError(f"the grammar names {escape[0]}, which is half a character; write the whole one")
+        raise GrammarError(f"the grammar names {escape[0]}, which is half of a surrogate pair; write both")
     is_plain = ord(char) >= 0x80 or (char.isprintable() and char not in '\\"[]^-/')
     return char if is_plain else f"\\x{ord(char):02x}"

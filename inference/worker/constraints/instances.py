@@ -1,6 +1,6 @@
-"""Decides from a lowered schema whether a value that comes to an end satisfies it, and how keys must be written.
+"""Decides from a lowered schema whether a finite value satisfies it, and how keys must be written.
 
-Never looks at what a pattern, a number or a length allows: what fails by those alone counts as satisfiable here.
+Patterns, numbers and lengths are ignored: a schema that fails by these alone counts as satisfiable.
 """
 
 from __future__ import annotations

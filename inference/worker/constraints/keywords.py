@@ -1,7 +1,7 @@
-"""Decides keyword by keyword what one schema object is lowered to, or that it is refused; follows no reference itself.
+"""Lowers the keywords of one schema object.
 
-What is left over cannot be enforced: under `strict` it is refused with its name and place, else it is left to the model
-where the answer keeps its shape without it.
+A keyword that cannot be enforced is refused under `strict`, with its name and place. Otherwise it is left to the model
+if the answer keeps its shape without it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _OUT_OF_REACH = frozenset(
         "disallow",
     ]
 )
-"""Keywords that narrow a value in ways that masks cannot follow."""
+"""Keywords that narrow a value in ways that masks cannot enforce."""
 _UNCLEAR = frozenset(["$dynamicRef", "$recursiveRef", "extends"])
-"""Keywords without which the shape is open."""
+"""Keywords that define the shape and are not supported."""
 _MEANINGLESS: Mapping[str, Callable[[Any, Mapping[str, Any]], bool]] = {
     "if": lambda value, node: "then" not in node and "else" not in node,
     "uniqueItems": lambda value, node: value is False or node.get("maxItems") in (0, 1),
@@ -110,7 +110,7 @@ class Document(Protocol):
 
 
 class Node:
-    """One schema object on its way through. Keywords keep their order, which is the order of an object's keys."""
+    """Lowers one schema object. Keywords keep their order, which is the order of an object's keys."""
 
     def __init__(self, whole: Document, node: Mapping[str, Any], at: str, base: str, depth: int, scope: Scope) -> None:
         self._names: list[str] | None = None
@@ -140,7 +140,7 @@ class Node:
                 raise SchemaError(self._path(key), f"{key} is not supported; use $ref")
             elif key in _OUT_OF_REACH:
                 self._out_of_reach(key, value)
-            # Everything else is an annotation, as the standard has it, or belongs to a keyword that is looked at.
+            # Other keywords are annotations, or belong to a keyword that is handled above.
         if self._names is not None and not self._closed:
             self._out["properties"] = dict.fromkeys(self._names, True) | self._out.get("properties", {})
             self._closed = True
@@ -155,7 +155,7 @@ class Node:
         return "/".join([self._at, *(str(part).replace("~", "~0").replace("/", "~1") for part in parts)])
 
     def _give_up(self, key: str, problem: str) -> None:
-        """Leaves a keyword to the model, or refuses under strict."""
+        """Leaves a keyword to the model, or refuses it under strict."""
         if self._whole.strict:
             raise SchemaError(self._path(key), problem)
 
@@ -323,7 +323,7 @@ class Node:
             self._give_up(key, f"the format {value[:80]!r} cannot be enforced; known are {known}")
 
     def _dependent(self, key: str, value: Any) -> None:
-        """Without the property anything goes, with it what depends on it must hold too."""
+        """With the property, the schema or names that depend on it are required too."""
         for name, needs in self._map(key, value).items():
             if isinstance(needs, list):
                 if not all(isinstance(need, str) for need in needs):
@@ -374,7 +374,7 @@ class Node:
         return True
 
     def _check_distinct(self) -> None:
-        """Unnamed keys may repeat, and a reader keeps the last of them: they cannot be counted twice."""
+        """Unnamed keys may repeat, and JSON parsers keep the last one, so they cannot be counted."""
         least = self._out.get("minProperties", 0)
         if least > len(self._out.get("required", ())) + 1 and not self._is_closed():
             self._give_up("minProperties", "minProperties above 1 cannot be enforced for keys that are not named")

@@ -1,4 +1,4 @@
-"""Follows one answer and says which tokens may come next; never draws one."""
+"""Computes which tokens may follow in one answer."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ T = TypeVar("T")
 
 ALLOWANCE_SECONDS = 1.0
 PER_TOKEN_SECONDS = 0.005
-"""Masks of JSON schemas take 0.02 to 0.2 ms each (docs/benchmarks.md); an allowance that is spent is no accident."""
+"""Masks of JSON schemas take 0.02 to 0.2 ms each (docs/benchmarks.md); a spent allowance is not an outlier."""
 
 
 _BYTES = np.arange(256, dtype=np.uint8)[:, None]
 _LIMITS = np.where(np.unpackbits(_BYTES, axis=1, bitorder="little"), np.float32(np.inf), np.float32(-np.inf))
-"""For each byte of a bit mask the most that eight logits may be."""
+"""For each byte of a bit mask, the upper bounds of eight logits."""
 
 
 class Scratch:
-    """Memory for masks over `n_vocab` tokens, shared by all answers of a model: a mask is applied as soon as it is
-    made, and one thread makes them all.
+    """Memory for masks over `n_vocab` tokens. All answers of a model share it, because a mask is applied right after it
+    is computed, on one thread.
     """
 
     def __init__(self, n_vocab: int) -> None:
@@ -45,18 +45,18 @@ class Scratch:
 class Guide:
     """The mask of one answer over llguidance's matcher.
 
-    The answers of a form share an automaton that grows with what they say, up to a limit. An answer that meets the
-    limit ends and says so: another automaton takes seconds to compile, and all answers of the model would wait.
+    The answers of a form share an automaton that grows with their texts, up to a limit. An answer that reaches the
+    limit ends with an error: another automaton takes seconds to compile, and all answers of the model would wait.
 
-    An ambiguous grammar costs more with every token, and all answers wait while one mask is made. So each answer has an
-    allowance of computing time: ALLOWANCE_SECONDS, and PER_TOKEN_SECONDS more for every token.
+    An ambiguous grammar costs more with every token, and all answers wait while one mask is computed. So each answer
+    has an allowance of computing time: ALLOWANCE_SECONDS, and PER_TOKEN_SECONDS more for every token.
     """
 
     def __init__(
         self, matcher: Any, scratch: Scratch, spent: Callable[[], bool], clock: Callable[[], float] = time.thread_time
     ) -> None:
-        """`matcher` is this answer's own copy; `spent` is told when the automaton has met its limit, and says
-        whether answers of other requests share it. `clock` counts the seconds that this thread computed.
+        """`matcher` is a copy for this answer. `spent` is called when the automaton reaches its limit; it returns
+        whether other requests share the automaton. `clock` counts the computing seconds of this thread.
         """
         self._matcher = matcher
         self._scratch = scratch
@@ -65,7 +65,7 @@ class Guide:
         self._left = ALLOWANCE_SECONDS
 
     def apply(self, logits: np.ndarray) -> None:
-        """Sets what may not follow to -inf; raises ConstraintError when limits are reached."""
+        """Sets the logits of forbidden tokens to -inf; raises ConstraintError when a limit is reached."""
         began = self._clock()
         scratch = self._scratch
         guarded(self._matcher.unsafe_compute_mask_ptr, scratch.address, scratch.words.nbytes)
@@ -77,7 +77,7 @@ class Guide:
         self._spend(began)
 
     def accept(self, token: int) -> None:
-        """Goes on behind `token`; raises ConstraintError when it may not follow."""
+        """Advances by `token`; raises ConstraintError when it is forbidden."""
         began = self._clock()
         if not guarded(self._matcher.consume_token, token):
             raise self._failed(_RULED_OUT)
@@ -85,7 +85,7 @@ class Guide:
         self._spend(began)
 
     def _failed(self, otherwise: str) -> ConstraintError:
-        """What ends the answer: a limit, or what `otherwise` says."""
+        """The error that ends the answer: a limit, or `otherwise`."""
         error = str(self._matcher.get_error()).split("\n")[0][:300]
         if "too many states" in error:
             return ConstraintError((_WORN_OUT if self._spent() else _TOO_COMPLEX).format(error))
@@ -95,23 +95,21 @@ class Guide:
     def _spend(self, began: float) -> None:
         self._left -= self._clock() - began
         if self._left < 0:
-            raise ConstraintError(_TOO_COMPLEX.format("it takes too long to tell what may follow"))
+            raise ConstraintError(_TOO_COMPLEX.format("computing the allowed tokens takes too long"))
 
 
-_TOO_COMPLEX = "what the answer must look like is too complex for an answer as long as this: {}"
-_WORN_OUT = (
-    _TOO_COMPLEX + ", counted over all answers of this form up to now; asked again, the request is counted alone"
-)
+_TOO_COMPLEX = "the required format is too complex for an answer of this length: {}"
+_WORN_OUT = _TOO_COMPLEX + " (over all answers with this format so far; a retry is counted alone)"
 _LIMIT_WORDS = ("lexer error", "Parser Error", "Too many items", "TooComplex")
 _UNFIT = "doesn't satisfy the grammar"
-_DEAD_END = "nothing may follow in this answer: what was asked for cannot be completed"
+_DEAD_END = "no token is allowed next: the required format cannot be completed"
 _RULED_OUT = (
-    "every token that may follow in this answer was ruled out by other parameters; leave out logit_bias and ignore_eos"
+    "other parameters exclude every token that the required format allows next; remove logit_bias and ignore_eos"
 )
 
 
 def guarded(call: Callable[..., T], *arguments: object) -> T:
-    """Runs llguidance. Its panics arrive as BaseException, which would end the thread; they end the request."""
+    """Calls llguidance. Its panics are BaseExceptions, which would end the thread; here they fail the request."""
     try:
         return call(*arguments)
     except (KeyboardInterrupt, SystemExit):

@@ -1,4 +1,4 @@
-"""Says llguidance's refusals in the words of a caller's request; never decides whether something is refused."""
+"""Translates refusals of llguidance into messages for clients."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import re
 from collections.abc import Callable
 
 _MOST = 300
-"""Characters of a reason."""
+"""Limit in characters."""
 
 
-def reason(said: str) -> str:
-    """Why a form cannot be enforced, from the message of several lines that llguidance has for it."""
-    lines = said.split("\n")
+def reason(message: str) -> str:
+    """The reason for a refusal, from llguidance's message of several lines."""
+    lines = message.split("\n")
     detail = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), "")
     if detail or "regex parse error" in lines[0]:
         return f"a regular expression cannot be read: {detail or 'it is malformed'}"[:_MOST]
     first = _REFERENCE.sub("what a $ref points at", lines[0].strip())
-    for pattern, written in _SAYINGS:
+    for pattern, written in _TRANSLATIONS:
         if found := pattern.search(first):
             return written(found)[:_MOST]
     return (_EXPRESSION.sub("", first).strip() or "it is too complex")[:_MOST]
@@ -24,10 +24,10 @@ def reason(said: str) -> str:
 
 _REFERENCE = re.compile(r"json-schema:/[^\s'\"]*")
 _EXPRESSION = re.compile(r":?\s*\((?:And|Or|Not|SearchRegex|Regex|Concat|Repeat|JsonQuote|Literal)\b.*")
-"""What a regular expression looks like inside llguidance."""
+"""A regular expression in llguidance's internal notation."""
 _PLAIN = {"lexer error": "this cannot be read"}
-_Saying = tuple[re.Pattern[str], Callable[[re.Match[str]], str]]
-_SAYINGS: tuple[_Saying, ...] = (
+_Translation = tuple[re.Pattern[str], Callable[[re.Match[str]], str]]
+_TRANSLATIONS: tuple[_Translation, ...] = (
     (re.compile(r"^NoExtension"), lambda found: "nothing can satisfy it"),
     (
         re.compile(r"^oneOf constraints"),

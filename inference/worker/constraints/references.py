@@ -1,4 +1,4 @@
-"""Finds what a `$ref` of a JSON schema points at, inside that schema only; never fetches anything."""
+"""Resolves `$ref` within a JSON schema."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 
 class UnknownReferenceError(ValueError):
-    """The reference leads nowhere; says why in words that follow the reference."""
+    """The reference has no target; the message follows the reference in a sentence."""
 
 
 class References:
     """Resources (`$id`) and anchors of one schema document."""
 
     def __init__(self, root: Any, *, old: bool) -> None:
-        """`old` is a document of draft 7 or before: `id` names resources too, and siblings of `$ref` mean nothing."""
+        """`old` is a document of draft 7 or before: `id` names resources too, and siblings of `$ref` are ignored."""
         self._old = old
         self._resources: dict[str, Any] = {"": root}
         self._anchors: dict[tuple[str, str], tuple[Any, str]] = {}
@@ -32,10 +32,10 @@ class References:
         return urldefrag(_join(base, id))[0]
 
     def find(self, reference: str, base: str) -> tuple[Any, str]:
-        """What `reference` means where the base URI is `base`, and the base URI there; raises UnknownReferenceError."""
+        """The target of `reference` for the base URI `base`, and the base URI there; raises UnknownReferenceError."""
         uri, fragment = urldefrag(_join(base, reference))
         if uri not in self._resources:
-            raise UnknownReferenceError("points outside the schema; put what it means under $defs")
+            raise UnknownReferenceError("points outside the schema; put its target under $defs")
         if fragment and not fragment.startswith("/"):
             if (found := self._anchors.get((uri, unquote(fragment)))) is None:
                 raise UnknownReferenceError("names an anchor that the schema does not have")
@@ -72,5 +72,5 @@ class References:
 
 
 def _join(base: str, reference: str) -> str:
-    """urljoin, which leaves out the base where its scheme (`urn:`) is not hierarchical."""
+    """Like urljoin, but keeps the base for fragments where its scheme (`urn:`) is not hierarchical."""
     return base + reference if reference.startswith("#") else urljoin(base, reference)

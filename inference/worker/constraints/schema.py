@@ -1,8 +1,8 @@
-"""Lowers a JSON schema, with all it refers to, to the part of draft 2020-12 that masks enforce; never compiles.
+"""Lowers a JSON schema to the part of draft 2020-12 that masks enforce.
 
-Lowering spells out references, older drafts and what equals a simpler keyword. What is left over cannot be enforced:
-under `strict` it is refused with its name and place, else it is left to the model where the answer keeps its shape
-without it. Whatever would leave the shape open (a reference that leads nowhere) is refused either way.
+Lowering resolves references, older drafts and keywords that equal simpler ones. Keywords that cannot be enforced are
+refused under `strict`; otherwise they are left to the model if the answer keeps its shape without them. A schema whose
+shape is unknown (a reference without a target) is refused in both cases.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the schemas of one form may cost, and how a refusal reads; knows no keyword."""
+"""Limits on the cost of the schemas of one form, and the error for schemas that cannot be enforced."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ MAX_COMPARISONS = 500_000
 
 
 class SchemaError(ValueError):
-    """The schema cannot be enforced; says what and where."""
+    """The schema cannot be enforced; the message names the keyword and its place."""
 
     def __init__(self, at: str, problem: str) -> None:
         super().__init__(f"{problem} (at {at or '/'})"[:500])
 
 
 class Allowance:
-    """What is left for the schemas of one form; each `take` raises SchemaError at its place when it is spent."""
+    """The remaining allowance of one form; each `take` raises SchemaError with the place when it is spent."""
 
     def __init__(self) -> None:
         self._patterns = MAX_PATTERNS
@@ -53,7 +53,7 @@ class Allowance:
         """Counts steps of comparing options."""
         self._comparisons -= count
         if self._comparisons < 0:
-            raise SchemaError(at, "the options of oneOf are too many to be told apart; use anyOf")
+            raise SchemaError(at, "oneOf has too many options to check that they exclude each other; use anyOf")
 
 
 class Multiples:
