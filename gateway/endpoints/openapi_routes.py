@@ -15,7 +15,6 @@ from gateway.apis.openai.generation_request import BODIES
 from gateway.apis.responses import responses_api
 from gateway.apis.schema.body_decoder import json_schema
 from gateway.apis.schema.messages_body import CountedRequest, MessagesRequest
-from gateway.apis.schema.openai_bodies import openai_schema
 from gateway.apis.schema.responses_body import responses_schema
 from gateway.endpoints import token_count_routes
 from gateway.http.http_exchange import exchange_of
@@ -43,7 +42,7 @@ def description(app: FastAPI) -> dict[str, Any]:
     hot: dict[str, Mapping[str, Any]] = {}
     schemas: dict[str, Any] = {}
     for endpoint in Endpoint:
-        hot[f"/v1/{endpoint}"], parts = openai_schema(BODIES[endpoint][0])
+        hot[f"/v1/{endpoint}"], parts = json_schema(BODIES[endpoint][0])
         schemas |= parts
     hot[responses_api.PATH], parts = responses_schema()
     hot[token_count_routes.INPUT_TOKENS_PATH] = hot[responses_api.PATH]

@@ -15,7 +15,7 @@ from openai.resources.chat import Completions as Chats
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import BODIES as GATEWAY_BODIES
 from gateway.apis.openai.generation_request import parse
-from gateway.apis.schema.openai_bodies import openai_schema
+from gateway.apis.schema.body_decoder import json_schema
 from inference.api.routes.openapi_route import BODIES
 from inference.protocol import Code
 from inference.worker.api import generation_body
@@ -39,7 +39,7 @@ def test_no_parameter_of_the_client_is_unknown(
     create: Callable[..., Any], endpoint: Endpoint, read: Callable[[Any, Facts], Any]
 ) -> None:
     for name in inspect.signature(create).parameters.keys() - _CLIENTS_OWN:
-        assert name in openai_schema(GATEWAY_BODIES[endpoint][0])[0]["properties"], "the gateway takes it"
+        assert name in json_schema(GATEWAY_BODIES[endpoint][0])[0]["properties"], "the gateway takes it"
         assert name in BODIES[f"/v1/{endpoint}"]["properties"], "it is described"
         try:
             read({name: {"odd": True}}, FACTS)

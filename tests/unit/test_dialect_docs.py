@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import BODIES
-from gateway.apis.schema.openai_bodies import openai_schema
+from gateway.apis.schema.body_decoder import json_schema
 from gateway.errors import UpstreamKind
 from gateway.providers import provider_fields
 from gateway.providers.anthropic import anthropic_events
@@ -18,7 +18,7 @@ DOCS = (Path(__file__).resolve().parents[2] / "docs" / "providers.md").read_text
 
 def fields_of(endpoint: Endpoint) -> set[str]:
     """The names that the gateway accepts."""
-    return {*openai_schema(BODIES[endpoint][0])[0]["properties"]}
+    return {*json_schema(BODIES[endpoint][0])[0]["properties"]}
 
 
 PROFILES = (provider_fields.OPENAI_CHAT, provider_fields.GOOGLE_CHAT, provider_fields.ANTHROPIC_CHAT)

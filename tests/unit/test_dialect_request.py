@@ -14,7 +14,7 @@ from openai.types.chat import completion_create_params as chat_params
 
 from gateway.apis.openai.frames import Endpoint, Flavor
 from gateway.apis.openai.generation_request import BODIES
-from gateway.apis.schema.openai_bodies import openai_schema
+from gateway.apis.schema.body_decoder import json_schema
 from gateway.errors import UpstreamError
 from gateway.providers import provider_fields as fields
 from gateway.providers.anthropic.anthropic_request import (
@@ -661,7 +661,7 @@ def _keys(typed_dict: Any) -> set[str]:
 
 def fields_of(endpoint: Endpoint) -> set[str]:
     """The names that the gateway accepts."""
-    return {*openai_schema(BODIES[endpoint][0])[0]["properties"]}
+    return {*json_schema(BODIES[endpoint][0])[0]["properties"]}
 
 
 CHAT_KEYS = _keys(chat_params.CompletionCreateParamsBase) | fields_of(Endpoint.CHAT) | {"stream"}

@@ -10,8 +10,8 @@ import pytest
 from gateway.apis.json_shape import MAX_NESTING
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import BODIES, parse
-from gateway.apis.schema.body_decoder import as_json, refused_body
-from gateway.apis.schema.openai_bodies import AnyRequest, openai_schema
+from gateway.apis.schema.body_decoder import as_json, json_schema, refused_body
+from gateway.apis.schema.openai_bodies import AnyRequest
 from gateway.errors import RequestError
 from gateway.providers.provider_fields import OPENAI_COMPLETIONS, refused_by_local, token_ids_in
 from inference.protocol import Code
@@ -235,7 +235,7 @@ def test_an_unknown_field_comes_with_advice() -> None:
 def test_what_a_body_may_hold_is_described() -> None:
     needed = {"chat": ["model", "messages"], "rerank": ["model", "query", "documents"]}
     for endpoint, fields in ((Endpoint.CHAT, needed["chat"]), (Endpoint.RERANK, needed["rerank"])):
-        described, _ = openai_schema(BODIES[endpoint][0])
+        described, _ = json_schema(BODIES[endpoint][0])
         assert sorted(described["required"]) == sorted(fields)
         assert set(fields) <= set(described["properties"])
         assert described["additionalProperties"] is False

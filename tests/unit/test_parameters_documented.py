@@ -14,7 +14,7 @@ import pytest
 from gateway.apis.openai.frames import Endpoint
 from gateway.apis.openai.generation_request import BODIES as GATEWAY_BODIES
 from gateway.apis.openai.generation_request import parse
-from gateway.apis.schema.openai_bodies import openai_schema
+from gateway.apis.schema.body_decoder import json_schema
 from gateway.apis.schema.responses_body import responses_schema
 from gateway.errors import RequestError
 from gateway.providers.provider_fields import OPENAI_CHAT
@@ -105,7 +105,7 @@ def test_both_services_accept_and_refuse_the_same_values(parameter: Parameter) -
 
 
 def test_descriptions_and_the_rules_for_clouds_know_every_parameter() -> None:
-    chats = openai_schema(GATEWAY_BODIES[Endpoint.CHAT][0])[0]["properties"].keys()
+    chats = json_schema(GATEWAY_BODIES[Endpoint.CHAT][0])[0]["properties"].keys()
     assert BY_NAME.keys() <= chats
     assert BY_NAME.keys() <= BODIES["/v1/chat/completions"]["properties"].keys()
     assert (

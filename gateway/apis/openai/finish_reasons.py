@@ -11,10 +11,8 @@ from gateway.apis.schema.openai_bodies import AnyRequest, ChatRequest, Completio
 
 def choices_of(body: AnyRequest) -> int:
     """The number of choices that a body asks for: each of its prompts is answered `n` times."""
-    if isinstance(body, ChatRequest):
-        return body.n or 1
     if not isinstance(body, CompletionRequest):
-        return 1
+        return (body.n or 1) if isinstance(body, ChatRequest) else 1
     prompt = body.prompt
     prompts = len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
     return prompts * (body.n or 1)

@@ -79,7 +79,8 @@ def messages_of(items: Iterable[InputItem]) -> list[Message]:
                 _add_reasoning(turns, item)
             case FunctionCallItem():
                 _add_call(turns, item)
-            case FunctionOutputItem():
+            case _:
+                assert isinstance(item, FunctionOutputItem), "references were replaced"
                 _add_output(turns, item)
     turns.close()
     return list(_with_outputs_shown(turns.messages))

@@ -24,6 +24,7 @@ from gateway.errors import RequestError
 from headgate.shared.parameters import Parameter
 from inference.protocol import Code
 
+ANSWER_SO_FAR = "$answer_so_far"
 EXTRA = "$extra"
 """The encoded name of `Extensible.extra`."""
 
@@ -33,7 +34,7 @@ _EXPLAINED_BYTES = 2**20
 _MISSING = re.compile(r"Object missing required field `([^`]*)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _AT = re.compile(r" - at `(key in )?\$(.*)`$", re.DOTALL)
-_STEP = re.compile(r"\.([A-Za-z_$][\w$]*)|\[(\d+)\]|\[\.\.\.\]")
+_STEP = re.compile(r"\.([A-Za-z_$][\w$]*)|\[(\d+)\]")
 
 
 class Extensible(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -120,14 +121,13 @@ def _not_a_number(raw: bytes) -> str | None:
     return next((name for name, value in body.items() if isinstance(value, float) and not math.isfinite(value)), None)
 
 
-def decode(given: Mapping[str, Any], type_: type[B], path: str, internal: frozenset[str] = frozenset()) -> B:
-    """`given` as a `type_`, with unknown fields inside in `extra`; raises RequestError.
+def decode(given: Mapping[str, Any], type_: type[B], path: str) -> B:
+    """`given` as a `type_`; raises RequestError. `path` is the endpoint, for its message.
 
-    `path` is the endpoint, for messages. `internal` are fields of `type_` that clients cannot send.
+    Fields whose names in JSON begin with `$` belong to the gateway: clients cannot send them.
     """
-    if not _internal(type_, internal).isdisjoint(given):
-        name = next(name for name in given if name in _internal(type_, internal))
-        refuse_unknown(name, type_, "", path)
+    if not _internal(type_).isdisjoint(given):
+        refuse_unknown(next(name for name in given if name in _internal(type_)), type_, "", path)
     try:
         body = msgspec.convert(given, type_)
     except msgspec.ValidationError as error:
@@ -136,8 +136,8 @@ def decode(given: Mapping[str, Any], type_: type[B], path: str, internal: frozen
 
 
 @functools.cache
-def _internal(type_: type[Body], more: frozenset[str]) -> frozenset[str]:
-    return frozenset({"$has_extra"}) | more
+def _internal(type_: type[Body]) -> frozenset[str]:
+    return frozenset(name for name in type_.__struct_encode_fields__ if name.startswith("$"))
 
 
 def keep_extra(found: msgspec.Struct, given: Mapping[str, Any]) -> bool:
@@ -173,8 +173,11 @@ def as_json(body: msgspec.Struct) -> dict[str, Any]:
     if getattr(body, "origin", None) is not None:
         body = msgspec.structs.replace(body, origin=None)
     found: dict[str, Any] = msgspec.to_builtins(body)
-    found.pop("from_messages", None)
-    if found.pop("$has_extra", False):
+    has_extra = found.pop("$has_extra", False)
+    found.pop("$from_messages", None)
+    if ANSWER_SO_FAR in found:
+        found[ANSWER_SO_FAR[1:]] = found.pop(ANSWER_SO_FAR)
+    if has_extra:
         _merge(found)
     return found
 
@@ -216,12 +219,10 @@ def _explain(message: str, given: Mapping[str, Any], type_: type[msgspec.Struct]
             node = _tags_of(node, name) or _field_of(_fitting(node, value), name)
             value = value.get(name)
             param = f"{param}.{name}" if param else name
-        elif index is not None:
+        else:
             node = _items_of(_fitting(node, value))
             value = value[int(index)]
             param = f"{param}[{index}]"
-        else:  # a value of a mapping; msgspec does not say of which key
-            break
     if missing := _MISSING.match(message):
         _refuse_missing(param, missing[1])
     if unknown := _UNKNOWN.match(message):
@@ -300,10 +301,8 @@ def _expected(node: types.Type) -> str:
 
 
 def _field_of(node: types.Type, name: str) -> types.Type:
-    if isinstance(node, types.StructType):
-        return next(field.type for field in node.fields if field.encode_name == name)
-    assert isinstance(node, types.DictType), "only objects have fields"
-    return node.value_type
+    assert isinstance(node, types.StructType), "mappings take any value"
+    return next(field.type for field in node.fields if field.encode_name == name)
 
 
 def _tags_of(node: types.Type, name: str) -> types.LiteralType | None:
@@ -377,12 +376,13 @@ def json_kind(value: Any) -> str:
     return names.get(type(value), "null")
 
 
-def json_schema(type_: type[Body], internal: frozenset[str] = frozenset()) -> tuple[dict[str, Any], dict[str, Any]]:
+def json_schema(type_: type[Body]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The JSON Schema of `type_`, and the schemas that it refers to; rules between fields are not in it."""
     (reference,), components = msgspec.json.schema_components((type_,), ref_template="#/components/schemas/{name}")
     for schema in components.values():
-        for name in (EXTRA, "$has_extra", *internal):
-            schema.get("properties", {}).pop(name, None)
+        properties = schema.get("properties", {})
+        for name in [name for name in properties if name.startswith("$")]:
+            del properties[name]
     root = components.pop(reference["$ref"].rpartition("/")[2])
     return root, {name: components[name] for name in sorted(_referenced(root, components))}
 

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from gateway.apis.schema.body_decoder import (
+    ANSWER_SO_FAR,
     Body,
     Extensible,
     Object,
@@ -20,7 +21,6 @@ from gateway.apis.schema.body_decoder import (
     expected,
     is_set,
     json_kind,
-    json_schema,
     keep_extra,
     must,
     refuse,
@@ -231,7 +231,7 @@ class GenerationFields(Body, kw_only=True):
     guided_choice: Annotated[list[Text], Meta(min_length=1, max_length=4096)] | None = None
     guided_grammar: Text | None = None
     structured_outputs: StructuredOutputs | None = None
-    answer_so_far: AnswerSoFar | None = None
+    answer_so_far: AnswerSoFar | None = msgspec.field(default=None, name=ANSWER_SO_FAR)
     """For local models: the answer continues this one. No client can send it."""
 
     @property
@@ -300,9 +300,9 @@ class ChatRequest(ChatParameterFields, kw_only=True):
     chat_template_kwargs: Object | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-    origin: CountedRequest | None = None
+    origin: CountedRequest | None = msgspec.field(default=None, name="$origin")
     """The Messages request that this one was translated from. An Anthropic tier is sent it instead."""
-    from_messages: bool = False
+    from_messages: bool = msgspec.field(default=False, name="$from_messages")
     """Fields have the meaning of the Messages API, also after the origin no longer holds."""
 
 
@@ -356,8 +356,6 @@ class RerankRequest(Body, kw_only=True):
 AnyRequest = ChatRequest | CompletionRequest | EmbeddingRequest | RerankRequest
 Generation = TypeVar("Generation", bound=GenerationFields)
 
-INTERNAL = frozenset({"answer_so_far", "origin", "from_messages"})
-"""Fields that no client can send."""
 SHAPES = (
     "json_schema", "regex", "grammar", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     "structured_outputs",
@@ -373,21 +371,10 @@ def changed(body: Generation, **more: Any) -> Generation:
     return copy
 
 
-def given_fields(body: Body) -> dict[str, Any]:
-    """The fields of `body` that hold a value, by their names; neither what is inside them nor `has_extra`."""
-    names = body.__struct_encode_fields__
-    values = map(body.__getattribute__, body.__struct_fields__)
-    found = {name: value for name, value in zip(names, values, strict=True) if is_set(value)}
-    found.pop("$has_extra", None)
-    found.pop("origin", None)
-    found.pop("from_messages", None)
-    return found
-
-
 # --- decoding ---------------------------------------------------------------------------------------------------------
 def decode_chat(given: Mapping[str, Any], path: str = "/v1/chat/completions") -> ChatRequest:
     """The chat request in parsed JSON; raises RequestError that names the parameter."""
-    body = decode(given, ChatRequest, path, INTERNAL)
+    body = decode(given, ChatRequest, path)
     for index, (message, raw) in enumerate(zip(body.messages, given["messages"], strict=True)):
         if len(raw) == 2 and type(message.content) is str and message.role != "tool":
             continue
@@ -415,7 +402,7 @@ def _check_message(message: Message, path: str) -> None:
 
 def decode_completion(given: Mapping[str, Any]) -> CompletionRequest:
     """The completion request in parsed JSON; raises RequestError that names the parameter."""
-    body = decode(given, CompletionRequest, "/v1/completions", INTERNAL)
+    body = decode(given, CompletionRequest, "/v1/completions")
     _check_prompt(body.prompt, "prompt")
     if "structured_outputs" in given:
         body.has_extra = keep_extra(body, {"structured_outputs": given["structured_outputs"]})
@@ -450,8 +437,3 @@ def _check_prompt(prompt: str | Sequence[Any], path: str) -> None:
     for index, item in enumerate(prompt):
         if type(item) is not kind:
             refuse(f"{path}[{index}]", f"`{path}[{index}]` must be {_ITEMS[kind]}, not {json_kind(item)}")
-
-
-def openai_schema(type_: type[Body]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """JSON Schema of one of these bodies and of what it refers to."""
-    return json_schema(type_, INTERNAL)

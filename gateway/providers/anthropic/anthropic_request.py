@@ -185,8 +185,8 @@ def _part_problem(part: Part, role: str) -> str | None:
         match = _DATA_URL.match(url)
         if match is not None and match[1].lower() not in IMAGE_TYPES:
             return f"images must be {', '.join(IMAGE_TYPES)}"
-        if match is None and not url.lower().startswith(("http://", "https://")):
-            return "an image must be a base64 data: URL or an http(s) URL"
+        if match is None and url.startswith("data:"):
+            return "an image must be a base64 data: URL or an https URL"
     if isinstance(part, FilePart):
         match = _DATA_URL.match(part.file.get("file_data") or "")
         if match is None or match[1].lower() != "application/pdf":

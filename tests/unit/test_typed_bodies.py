@@ -1,0 +1,134 @@
+"""Decoding of request bodies: fields that clients cannot send, unknown fields, and error messages with the path."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.apis.messages import messages_request
+from gateway.apis.openai.frames import Endpoint
+from gateway.apis.openai.generation_request import parse
+from gateway.apis.responses import responses_request
+from gateway.apis.schema.body_decoder import as_json, decode
+from gateway.apis.schema.openai_bodies import AnswerSoFar, ChatRequest, Message, changed
+from gateway.errors import RequestError
+from gateway.routing.resume_policy import obstacle
+from inference.protocol import Code
+from tests.rigs.typed_bodies import chat, to_anthropic, unsupported_by_anthropic
+
+HI = {"role": "user", "content": "Hi"}
+
+
+def refused(**fields: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        parse(Endpoint.CHAT, json.dumps({"model": "m", "messages": [HI], **fields}).encode())
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "name", ["origin", "$origin", "$has_extra", "from_messages", "$from_messages", "answer_so_far", "$answer_so_far"]
+)
+def test_fields_of_the_gateway_cannot_be_sent_and_are_not_suggested(name: str) -> None:
+    error = refused(**{name: True})
+    assert (error.param, error.code) == (name, Code.UNSUPPORTED_PARAMETER)
+    assert f"did you mean `{name}`" not in error.message
+
+
+def test_unknown_fields_inside_a_body_are_sent_on() -> None:
+    body = {
+        "model": "m",
+        "messages": [
+            {**HI, "cache": {"a": 1}},
+            {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "c", "type": "custom", "custom": {"name": "n", "input": "i"}}],
+            },
+        ],
+        "tools": [{"type": "custom", "custom": {"name": "n"}}],
+    }
+    assert as_json(chat(body)) == body
+
+
+def test_unknown_fields_cannot_replace_known_ones() -> None:
+    body = chat({"messages": [{**HI, "$extra": {"role": "system"}}]})
+    assert body.messages[0].role == "user"
+    assert as_json(body)["messages"][0]["role"] == "user"
+    named = ChatRequest(model="m", messages=[Message(role="user", content="Hi", extra={"role": "x", "y": 1})])
+    named.has_extra = True
+    assert as_json(named)["messages"] == [{**HI, "y": 1}]
+
+
+def test_an_answer_so_far_is_written_under_its_name_and_the_origin_is_not() -> None:
+    raw = {"model": "m", "max_tokens": 5, "messages": [HI]}
+    body = messages_request.parse(json.dumps(raw).encode()).body
+    assert isinstance(body, ChatRequest) and body.origin is not None
+    assert as_json(body) == raw
+    resumed = changed(body, answer_so_far=AnswerSoFar(content="one"))
+    assert resumed.origin is None and resumed.from_messages
+    assert as_json(resumed) == {**raw, "answer_so_far": {"content": "one"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": [None]}, "`messages[0]` must be an object, not null"),
+        ({"messages": [{"role": "user", "content": 5}]}, "`messages[0].content` must be a string or an array of parts"),
+        ({"messages": [{"role": "user", "content": [5]}]}, "`messages[0].content[0]` must be an object, not a number"),
+        ({"temperature": 3}, "`temperature` must be between 0 and 2; it is 3"),
+        ({"n": 0}, "`n` must be between 1 and 128; it is 0"),
+        ({"tools": [{"type": "magic"}]}, "`tools[0].type` must be one of custom, function; it is 'magic'"),
+        ({"tools": [{"type": True}]}, "`tools[0].type` must be one of custom, function, not a boolean"),
+        ({"stop": ["x"] * 17}, "`stop` may hold at most 16 items; it has 17"),
+        ({"model": "x" * 257}, "`model` may hold at most 256 characters; it has 257"),
+        ({"top_logprobs": 21, "logprobs": True}, "`top_logprobs` must be between 0 and 20; it is 21"),
+    ],
+)
+def test_messages_name_the_parameter_and_the_accepted_values(fields: dict[str, Any], message: str) -> None:
+    assert refused(**fields).message.startswith(message)
+
+
+def test_a_limit_without_an_upper_bound_is_described_by_its_lower_one() -> None:
+    with pytest.raises(RequestError, match="`dimensions` must be at least 1; it is 0"):
+        parse(Endpoint.EMBEDDINGS, b'{"model":"m","input":"x","dimensions":0}')
+
+
+def test_fields_without_a_value_that_the_gateway_refuses_are_ignored() -> None:
+    raw = {"model": "m", "max_tokens": 5, "messages": [HI], "container": None, "mcp_servers": []}
+    assert messages_request.parse(json.dumps(raw).encode()).max_tokens == 5
+
+
+@pytest.mark.parametrize(("limit", "is_accepted"), [(-1, True), (1, True), (0, False)])
+def test_max_output_tokens_is_positive_or_minus_one(limit: int, is_accepted: bool) -> None:
+    raw = json.dumps({"model": "m", "input": "Hi", "max_output_tokens": limit}).encode()
+    if is_accepted:
+        responses_request.parse(raw, lambda _: None, lambda _: None)
+        return
+    with pytest.raises(RequestError, match="`max_output_tokens` must be between 1 and"):
+        responses_request.parse(raw, lambda _: None, lambda _: None)
+
+
+def test_refusals_in_a_history_are_text_for_anthropic() -> None:
+    history = [HI, {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, HI]
+    assert to_anthropic({"messages": history}, "claude-opus-5")["messages"][1]["content"] == [
+        {"type": "text", "text": "No."}
+    ]
+
+
+def test_an_image_that_is_no_base64_makes_anthropic_unsuitable() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:,x"}}
+    assert tuple(unsupported_by_anthropic({"messages": [{"role": "user", "content": [image]}]})) == (
+        "messages[0].content",
+    )
+
+
+def test_requests_without_a_stream_are_not_resumed() -> None:
+    assert obstacle(parse(Endpoint.EMBEDDINGS, b'{"model":"m","input":"x"}'), "any") == "shape"
+
+
+def test_decode_keeps_the_values_of_null_fields_absent() -> None:
+    body = decode({"model": "m", "messages": [HI], "temperature": None, "stop": None}, ChatRequest, "/v1")
+    assert as_json(body) == {"model": "m", "messages": [HI]}
