@@ -1,1 +1,1 @@
-"""One module per group of paths; they read requests and write responses, and decide nothing else."""
+"""HTTP routes of the gateway, one module per group of paths."""

@@ -1,1 +1,1 @@
-"""Metrics, explain records and usage."""
+"""Prometheus metrics."""
